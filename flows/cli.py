@@ -1,0 +1,105 @@
+"""The command line: ``textmill run``, ``textmill plan``, ``textmill sample``. All options come from the dataclasses."""
+
+import os
+import re
+import sys
+from typing import NoReturn, get_args
+
+# Prefect reads its settings when it is imported. Its own lines are for its UI; the console shows the project's.
+os.environ.setdefault("PREFECT_LOGGING_EXTRA_LOGGERS", "lm,tasks,flows")
+os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
+os.environ.setdefault("PREFECT_SERVER_LOGGING_LEVEL", "CRITICAL")
+
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
+
+from flows.config import PRESETS, PipelineConfig, preset_path
+from flows.console import exit_code, plan_command, run_command, sample_command
+from flows.pipeline import StageName
+from lm.errors import UserError, nearest
+from lm.execution import Execution
+from lm.generate import SampleConfig
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
+class _Parser(ArgumentParser):  # type: ignore[misc]
+    """Answers a mistake with one message instead of the usage of 60 options."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        known = [option for option in self._option_string_actions if "." in option]
+        for command in self._subcommands_action._name_parser_map.values() if self._subcommands_action else ():
+            known += command._option_string_actions
+        wrong = re.search(r"(?<=unrecognized arguments: )\S+|(?<=option ')[\w.]+", message)
+        hint = ""
+        if wrong:
+            hint = nearest("--" + wrong.group().partition("=")[0].lstrip("-"), known)
+        raise UserError(f"{message}{hint}. See textmill --help, textmill run --help.")
+
+
+def build_parser(preset: str = "demo") -> ArgumentParser:
+    """The parser of all commands; the options of ``run`` and ``plan`` default to the preset's."""
+    parser = _Parser(prog="textmill", description="From raw text to a language model, stage by cached stage.")
+    commands = parser.add_subcommands(required=True, dest="command")
+    commands.add_subcommand("run", _run_parser(preset), help="run the pipeline, taking from the cache what is there")
+    commands.add_subcommand("plan", _run_parser(preset), help="tell what a run would do, and why, without running it")
+    sample = _Parser(description="Sample text from the model of the latest run.")
+    sample.add_argument("--root", type=str, default="artifacts", help="directory or URL that the outputs are below")
+    sample.add_argument("--prompt", action="append", default=None, type=str, help="text to go on from; may be repeated")
+    sample.add_class_arguments(SampleConfig, skip={"prompts"})
+    sample.add_argument("--device", type=str, default="auto", help="cpu, cuda, mps or auto")
+    commands.add_subcommand("sample", sample, help="sample text from the model of the latest run")
+    return parser
+
+
+def _run_parser(preset: str) -> ArgumentParser:
+    presets = ", ".join(sorted(path.stem for path in PRESETS.glob("*.yaml")))
+    parser = _Parser(
+        description=f"The stages: {', '.join(get_args(StageName))}.", default_config_files=[str(preset_path(preset))]
+    )
+    parser.add_argument("--preset", type=str, default="demo", help=f"configuration to start from: {presets}")
+    parser.add_argument("--config", action=ActionConfigFile, help="YAML file of options, over the preset's")
+    parser.add_argument("--root", type=str, default="artifacts", help="directory or URL that the outputs go below")
+    parser.add_argument("--until", type=str, default="", help="last stage to run; default: sample")
+    parser.add_argument("--refresh", type=str, default="", help="stages to make anew, with commas between")
+    parser.add_class_arguments(PipelineConfig)
+    return parser
+
+
+def _preset_named(arguments: list[str]) -> str:
+    """The preset is needed before the rest can be parsed: its values are the defaults."""
+    for i, argument in enumerate(arguments):
+        if argument == "--preset" and i + 1 < len(arguments):
+            return arguments[i + 1]
+        if argument.startswith("--preset="):
+            return argument.partition("=")[2]
+    return "demo"
+
+
+def _stages(names: str) -> list[StageName]:
+    known = get_args(StageName)
+    stages = [name.strip() for name in names.split(",") if name.strip()]
+    for name in stages:
+        if name not in known:
+            raise UserError(f"There is no stage {name!r}{nearest(name, known)}. Stages: {', '.join(known)}.")
+    return stages  # type: ignore[return-value]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; returns 0 for success, 2 for a user's mistake (one message), 1 for a failure, 130 when stopped."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    return exit_code(lambda: _dispatch(arguments))
+
+
+def _dispatch(arguments: list[str]) -> None:
+    parser = build_parser(_preset_named(arguments))
+    parsed = parser.parse_args(arguments)
+    options: Namespace = parser.instantiate(parsed)[parsed.command]
+    if parsed.command == "sample":
+        settings = {name: options[name] for name in SampleConfig.__dataclass_fields__ if name != "prompts"}
+        config = SampleConfig(options.prompt or SampleConfig().prompts, **settings)
+        sample_command(options.root, config, Execution(device=options.device))
+        return
+    until, refresh = _stages(options.until), _stages(options.refresh)
+    config = PipelineConfig(**{name: options[name] for name in PipelineConfig.__dataclass_fields__})
+    command = run_command if parsed.command == "run" else plan_command
+    command(config, options.root, until[-1] if until else None, refresh)

@@ -1,0 +1,53 @@
+"""The configuration of a run: one section a subject, each described where its algorithm is; and the presets."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lm.bpe import TokenizerConfig
+from lm.chunks import ChunkConfig
+from lm.corpus import DataConfig
+from lm.errors import UserError, nearest
+from lm.execution import Execution
+from lm.generate import SampleConfig
+from lm.model import ModelConfig
+from lm.train import TrainConfig
+
+PRESETS = Path(__file__).parent / "presets"
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """A whole run, section by section."""
+
+    __pydantic_config__ = {"use_attribute_docstrings": True}
+
+    data: DataConfig = field(default_factory=DataConfig)
+    """Where the text comes from."""
+    chunk: ChunkConfig = field(default_factory=ChunkConfig)
+    """How it is cut into the units of parallel work."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    """What the tokenizer is trained to be."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Shape of the Transformer."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """How it is trained."""
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    """How text is sampled from it."""
+    execution: Execution = field(default_factory=Execution)
+    """How the work runs on this machine; decides no result."""
+
+    def __post_init__(self) -> None:
+        if self.data.separator not in self.tokenizer.special_tokens:
+            raise UserError(
+                f"data.separator {self.data.separator!r} is not among tokenizer.special_tokens "
+                f"{self.tokenizer.special_tokens}; add it there."
+            )
+
+
+def preset_path(name: str) -> Path:
+    """The file of a preset; raises UserError with the nearest name when there is none."""
+    path = PRESETS / f"{name}.yaml"
+    names = sorted(found.stem for found in PRESETS.glob("*.yaml"))
+    if name not in names:
+        raise UserError(f"There is no preset {name!r}{nearest(name, names)}. Presets: {', '.join(names)}.")
+    return path

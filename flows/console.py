@@ -1,0 +1,123 @@
+"""What the commands do in a terminal: run, plan and sample, and say at the end what there is now."""
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from prefect.task_runners import ThreadPoolTaskRunner
+from tqdm import tqdm
+
+from flows.config import PipelineConfig
+from flows.pipeline import StageName, absolute, pipeline
+from flows.plan import plan
+from lm.errors import UserError
+from lm.execution import Execution
+from lm.generate import SampleConfig
+from tasks.sample import draw
+from tasks.stage import Ref, Run, read_output
+
+_PROJECT = ("lm", "tasks", "flows")
+
+
+class _Console(logging.Handler):
+    """Prints the project's lines above a progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)
+
+
+def _log_to_console() -> None:
+    handler = _Console()
+    handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
+    for name in _PROJECT:
+        logger = logging.getLogger(name)
+        logger.propagate = False  # the root logger has Prefect's console
+        logger.setLevel(logging.INFO)
+        logger.handlers = [kept for kept in logger.handlers if not isinstance(kept, _Console)] + [handler]
+
+
+def exit_code(command: Callable[[], None]) -> int:
+    """Run a command and turn its exceptions into one message and an exit code."""
+    try:
+        command()
+    except UserError as error:
+        print(f"textmill: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("textmill: stopped. What is finished is kept; the same command goes on from there.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def run_command(config: PipelineConfig, root: str, until: StageName | None, refresh: list[StageName]) -> None:
+    """Run the pipeline and print what was made."""
+    _log_to_console()
+    run = pipeline.with_options(task_runner=ThreadPoolTaskRunner(max_workers=config.execution.workers))
+    record = run(config, root, until, refresh)
+    print(_summary(record))
+
+
+def plan_command(config: PipelineConfig, root: str, until: StageName | None, refresh: list[StageName]) -> None:
+    """Print what a run would do."""
+    _log_to_console()
+    rows = plan(config, root, until, refresh)
+    width = max(len(name) for name, _ in rows)
+    for name, fate in rows:
+        print(f"{name:<{width}}  {fate}")
+
+
+def sample_command(root: str, config: SampleConfig, execution: Execution) -> None:
+    """Print completions by the model of the latest run below ``root``."""
+    store = Run(absolute(root), "sample").store
+    record = store.read_json("runs", "latest.json")
+    if not record or "train" not in record["stages"]:
+        raise UserError(f"{root} has no finished model; make one with: textmill run --root {root}")
+    outputs = (read_output(store, Ref(name, record["stages"][name]["key"])) for name in ("train", "merge"))
+    for sample in draw(*outputs, config, execution):
+        print(_quote(sample))
+
+
+def _quote(sample: dict[str, str]) -> str:
+    return f"\n> {sample['prompt']}|{sample['text']}"
+
+
+def _summary(record: dict[str, Any]) -> str:
+    """One screen: what was made, where, and what to try next."""
+    store = Run(record["root"], record["name"]).store
+    outputs = {name: read_output(store, Ref(name, stage["key"])) for name, stage in record["stages"].items()}
+    lines = ["", f"{'stage':<8} {'state':<7} {'seconds':>8}  what"]
+    for name, output in outputs.items():
+        figures = "  ".join(_figures(output.manifest["figures"]))
+        seconds = output.manifest["made"]["seconds"]
+        lines.append(f"{name:<8} {record['stages'][name]['state']:<7} {seconds:>8.1f}  {figures}")
+    if "sample" in outputs:
+        lines += map(_quote, outputs["sample"].json("samples.json"))
+    lines += ["", "Made:"]
+    if "merge" in outputs:
+        lines.append(f"  tokenizer  {outputs['merge'].url}/tokenizer")
+    if "train" in outputs:
+        model = outputs["train"]
+        lines.append(f"  model      {model.url}/{model.json('training.json')['best']}")
+        lines.append(f"  loss plot  {model.url}/loss.png")
+    root = record["root"]
+    lines += [f"  run        {store.path('runs', 'latest.json')}", "", "Try next:"]
+    if "train" in outputs:
+        lines.append(f'  textmill sample --root {root} --prompt "Once upon a time"')
+    lines += [
+        f"  textmill run --root {root} --data.train \"['your/text/*.txt']\"    your own text",
+        f"  textmill plan --root {root} --train.steps 2000    what a change would rerun, and why",
+        "  prefect server start --host 127.0.0.1    to watch runs; set PREFECT_API_URL=http://127.0.0.1:4200/api here",
+    ]
+    return "\n".join(lines)
+
+
+def _figures(figures: dict[str, Any], prefix: str = "") -> list[str]:
+    shown = []
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            shown += _figures(value, f"{prefix}{name} ")
+        elif value:
+            text = f"{value:,}" if isinstance(value, int) else f"{value:.3f}" if isinstance(value, float) else value
+            shown.append(f"{prefix}{name.replace('_', ' ')} {text}")
+    return shown

@@ -1,0 +1,169 @@
+"""Saving and restoring training: the single-file form, and the checkpoint directories of a training run.
+
+A checkpoint directory counts only once its ``checkpoint.json``, written last, is there. No file is ever unpickled
+without restriction. Source: CS336 assignment 1 (section 5.2).
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from lm.errors import UserError, nearest
+from lm.model import ModelConfig, TransformerLM
+
+PathOrFile = str | os.PathLike[str] | IO[bytes]
+
+
+def save_checkpoint(
+    model: nn.Module, optimizer: torch.optim.Optimizer, iteration: int, out: PathOrFile
+) -> None:
+    """Write model, optimizer and iteration to one file (a path, written atomically, or a binary file object)."""
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "iteration": iteration}
+    if not isinstance(out, (str, os.PathLike)):
+        torch.save(state, out)
+        return
+    temporary = Path(f"{os.fspath(out)}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, out)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_checkpoint(src: PathOrFile, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
+    """Restore what :func:`save_checkpoint` wrote into ``model`` and ``optimizer``; returns the iteration.
+
+    Raises UserError when the file is damaged, holds anything but tensors and plain data, or does not fit the model.
+    """
+    state = _read_tensors(src)
+    if not isinstance(state, dict) or not {"model", "optimizer", "iteration"} <= state.keys():
+        raise UserError(f"{src} is not a checkpoint: it lacks model, optimizer or iteration.")
+    load_weights(model, state["model"], str(src))
+    if optimizer is not None:
+        _load_optimizers([optimizer], [state["optimizer"]], str(src))
+    return int(state["iteration"])
+
+
+def _read_tensors(src: PathOrFile) -> Any:
+    try:
+        return torch.load(src, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"The checkpoint {src} does not exist.") from None
+    except Exception as error:  # torch raises many kinds for a damaged file; weights_only refuses code
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"The checkpoint {src} is damaged or not a checkpoint: {reason}") from None
+
+
+def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], name: str) -> None:
+    """Load a state dict, or raise UserError that names the first parameter that is missing, unknown or misshapen."""
+    expected = model.state_dict()
+    for key, tensor in expected.items():
+        if key not in weights:
+            raise UserError(f"{name} has no {key}{nearest(key, weights)}; it belongs to another model config.")
+        if weights[key].shape != tensor.shape:
+            raise UserError(
+                f"{name} does not fit the model: {key} is {tuple(weights[key].shape)}, "
+                f"the config wants {tuple(tensor.shape)}."
+            )
+    if unknown := weights.keys() - expected.keys():
+        raise UserError(f"{name} has {sorted(unknown)[0]}, which the model config does not know.")
+    model.load_state_dict(weights)
+
+
+def _load_optimizers(optimizers: list[torch.optim.Optimizer], states: list[dict[str, Any]], name: str) -> None:
+    try:
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{name} belongs to another optimizer config: {error}") from None
+
+
+def save_training(
+    directory: Path,
+    model: TransformerLM,
+    optimizers: list[torch.optim.Optimizer],
+    step: int,
+    about: dict[str, Any],
+) -> None:
+    """Write a checkpoint directory: ``model.safetensors``, ``optimizer.pt``, then ``checkpoint.json`` with the model's
+    config, the step, ``about``, and the size and sha256 of both files. An older one of that name is replaced."""
+    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        weights = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
+        save_file(weights, temporary / "model.safetensors")
+        torch.save([optimizer.state_dict() for optimizer in optimizers], temporary / "optimizer.pt")
+        files = {path.name: _digest(path) for path in sorted(temporary.iterdir())}
+        description = {"step": step, "model": asdict(model.config), **about, "files": files}
+        with (temporary / "checkpoint.json").open("w", encoding="utf-8") as file:
+            json.dump(description, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.rmtree(directory, ignore_errors=True)
+        temporary.replace(directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # a full disk is not left fuller
+
+
+def _digest(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def read_description(directory: Path) -> dict[str, Any] | None:
+    """The ``checkpoint.json`` of an intact checkpoint directory (sizes and digests checked); None for any other."""
+    try:
+        description = json.loads((directory / "checkpoint.json").read_text(encoding="utf-8"))
+        intact = {"step", "model"} <= description.keys() and all(
+            _digest(directory / name) == about for name, about in description["files"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return description if intact else None
+
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    """The intact checkpoint with the most steps among the ``step-*`` directories in ``directory``."""
+    found = []
+    for path in directory.glob("step-*"):
+        if description := read_description(path):
+            found.append((int(description["step"]), path))
+    return max(found)[1] if found else None
+
+
+def load_training(directory: Path, model: TransformerLM, optimizers: list[torch.optim.Optimizer]) -> int:
+    """Restore a checkpoint directory; returns its step. Raises UserError when it is damaged or does not fit."""
+    description = read_description(directory)
+    if description is None:
+        raise UserError(f"The checkpoint {directory} is damaged or incomplete.")
+    load_weights(model, load_file(directory / "model.safetensors"), str(directory))
+    states = _read_tensors(directory / "optimizer.pt")
+    _load_optimizers(optimizers, states, str(directory))
+    return int(description["step"])
+
+
+def load_model(directory: Path, device: str | torch.device = "cpu") -> TransformerLM:
+    """The model of a checkpoint directory, ready to generate. Raises UserError when it is missing or damaged."""
+    description = read_description(directory)
+    if description is None:
+        raise UserError(f"{directory} is not an intact checkpoint.")
+    try:
+        model = TransformerLM(ModelConfig(**description["model"]), device=device)
+        load_weights(model, load_file(directory / "model.safetensors", device=str(device)), str(directory))
+    except (TypeError, SafetensorError) as error:
+        raise UserError(f"The checkpoint {directory} cannot be read: {error}") from None
+    return model.eval()

@@ -1,0 +1,354 @@
+"""Sources of text: finding them by path, glob or URL, opening them whatever their compression, their documents."""
+
+import bz2
+import codecs
+import glob
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+from fsspec.implementations.local import LocalFileSystem
+
+from lm.demo_corpus import demo_stories
+from lm.errors import UserError
+from lm.pretokens import END_OF_TEXT
+
+BLOCK = 1 << 20  # bytes read at once
+
+_DECOMPRESSORS = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": lambda raw: pa.CompressedInputStream(raw, "zstd"),  # notices a truncated stream, as the others do
+}
+_CORRUPT = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the text comes from and how it is read."""
+
+    __pydantic_config__ = {"use_attribute_docstrings": True}
+
+    train: list[str] = field(default_factory=lambda: ["demo:6000"])
+    """Training text: paths, globs or URLs (file, https, s3, memory), plain or .gz .bz2 .xz .zst. ``.jsonl`` and
+    ``.parquet`` hold one document a row; any other file is text, its documents ended by the separator. ``demo:N`` is N
+    stories that the project makes up."""
+    valid: list[str] = field(default_factory=list)
+    """Validation text, likewise. Empty: a fraction of the training documents is set aside instead."""
+    valid_fraction: float = 0.05
+    """Share of the documents, chosen by their hash, that is the validation text when ``valid`` is empty. 0: none."""
+    separator: str = END_OF_TEXT
+    """Special token that ends a document."""
+    text_field: str = "text"
+    """Field (jsonl) or column (parquet) that holds the document."""
+    invalid_utf8: Literal["error", "replace"] = "error"
+    """What to do with bytes that are not UTF-8: stop and say where, or replace them by U+FFFD and count them."""
+    separator_in_document: Literal["error", "remove"] = "error"
+    """What to do when a jsonl or parquet document contains the separator: stop and name it, or remove and count it."""
+
+    def __post_init__(self) -> None:
+        if not self.train:
+            raise UserError("data.train is empty; name at least one file, glob or URL.")
+        if not self.separator:
+            raise UserError("data.separator is empty; name the token that ends a document, such as <|endoftext|>.")
+        if not 0 <= self.valid_fraction < 1:
+            raise UserError(f"data.valid_fraction is {self.valid_fraction}; it must be at least 0 and below 1.")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """How the text is read, not where it lies: the sources found there are told apart by their content."""
+        return {name: value for name, value in asdict(self).items() if name not in ("train", "valid")}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input file as it was found: where, how long in bytes, and the sha256 of its stored bytes."""
+
+    url: str
+    bytes: int
+    sha256: str
+
+
+def expand(patterns: Iterable[str]) -> list[str]:
+    """Resolve paths, globs and URLs to single URLs in order (a glob's matches sorted); local paths become absolute.
+
+    A path without a glob is taken as it is, existing or not. Raises UserError for a glob without a match.
+    """
+    urls: list[str] = []
+    for pattern in patterns:
+        if pattern.startswith(("demo:", "http://", "https://")):
+            urls.append(pattern)
+            continue
+        fs, path = _filesystem(pattern)
+        if not glob.has_magic(path) or fs.exists(path):
+            urls.append(_url(fs, path))
+        elif found := sorted(str(match) for match in fs.glob(path) if fs.isfile(match)):
+            urls.extend(_url(fs, match) for match in found)
+        else:
+            raise UserError(f"No file matches {pattern}.")
+    return urls
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    try:
+        fs, path = fsspec.core.url_to_fs(url)
+    except (ValueError, ImportError, OSError) as error:
+        raise UserError(f"{url} cannot be read: {error}") from None
+    return fs, path
+
+
+def _url(fs: Any, path: str) -> str:
+    return path if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(path)
+
+
+def version(url: str) -> tuple[int, str] | None:
+    """(size in bytes, a mark that changes with the content: mtime or etag) of a source; None where it is missing or
+    gives no such mark."""
+    if url.startswith("demo:"):
+        return None
+    try:
+        fs, path = _filesystem(url)
+        info = fs.info(path)
+    except OSError:
+        return None
+    mark = info.get("ETag") or info.get("mtime") or info.get("LastModified")
+    return (int(info["size"]), str(mark)) if mark and info.get("size") is not None else None
+
+
+def fingerprint(url: str) -> Source:
+    """Read a source's stored bytes once; raises UserError when it is missing, empty or unreadable."""
+    digest, size = hashlib.sha256(), 0
+    with _open_raw(url) as raw:
+        while block := raw.read(BLOCK):
+            digest.update(block)
+            size += len(block)
+    if not size:
+        raise UserError(f"{url} is empty; remove it from the sources or give it a text.")
+    return Source(url, size, digest.hexdigest())
+
+
+@contextmanager
+def _open_raw(url: str) -> Iterator[IO[bytes]]:
+    if url.startswith("demo:"):
+        count = url.removeprefix("demo:")
+        if not count.isdecimal() or int(count) < 1:
+            raise UserError(f"{url!r} names no demo corpus; write demo:N for N stories, such as demo:6000.")
+        yield io.BytesIO("".join(demo_stories(int(count))).encode())
+        return
+    fs, path = _filesystem(url)
+    # Streamed, as many web servers know no byte ranges; Parquet is read from its end and needs them.
+    is_streamed = url.startswith(("http://", "https://")) and split_suffixes(url)[0] != "parquet"
+    try:
+        opened = fs.open(path, "rb", **({"block_size": 0} if is_streamed else {}))
+    except FileNotFoundError:
+        raise UserError(f"{url} does not exist.") from None
+    except IsADirectoryError:
+        raise UserError(f"{url} is a directory; name its files, such as {url.rstrip('/')}/*.txt.") from None
+    except Exception as error:  # file systems have errors of their own, such as botocore's for missing credentials
+        raise UserError(f"{url} cannot be opened: {error}") from error
+    with opened as raw:
+        yield raw
+
+
+def split_suffixes(url: str) -> tuple[str, str]:
+    """(kind, compression) by the name's end: kind is ``text``, ``jsonl`` or ``parquet``; compression such as ``.gz``
+    or empty."""
+    name = url.partition("?")[0] if "://" in url else url
+    suffix = Path(name).suffix.lower()
+    compression = suffix if suffix in _DECOMPRESSORS else ""
+    inner = Path(name.removesuffix(Path(name).suffix) if compression else name).suffix.lower()
+    return {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}.get(inner, "text"), compression
+
+
+@contextmanager
+def open_bytes(url: str) -> Iterator[Iterator[bytes]]:
+    """Open a source and give its decompressed bytes in blocks; a corrupt or truncated file raises UserError."""
+    _, compression = split_suffixes(url)
+    with _open_raw(url) as raw:
+
+        def blocks() -> Iterator[bytes]:
+            try:
+                with _DECOMPRESSORS[compression](raw) if compression else raw as stream:
+                    while block := stream.read(BLOCK):
+                        yield block
+            except _CORRUPT as error:
+                raise UserError(f"{url} is corrupt or truncated: {error}. Fetch or compress it again.") from None
+            except OSError as error:
+                what = "is corrupt or truncated" if compression else "cannot be read"
+                raise UserError(f"{url} {what}: {error}") from None
+
+        yield blocks()
+
+
+@dataclass
+class Tally:
+    """What was met while reading: documents, replaced invalid byte sequences, separators removed from documents."""
+
+    documents: int = 0
+    replaced: int = 0
+    separators_removed: int = 0
+
+
+def decode_blocks(
+    blocks: Iterable[bytes], name: str, invalid_utf8: str = "error", tally: Tally | None = None, offset: int = 0
+) -> Iterator[str]:
+    """Decode UTF-8 blocks to text. An invalid byte raises UserError with its offset in ``name`` (counted from
+    ``offset``), or with ``invalid_utf8="replace"`` becomes U+FFFD and is counted in ``tally``."""
+    pending = b""
+    for block in blocks:
+        data = pending + block
+        text, used = _decode(data, False, name, invalid_utf8, tally, offset)
+        offset += used
+        pending = data[used:]
+        if text:
+            yield text
+    if pending:
+        yield _decode(pending, True, name, invalid_utf8, tally, offset)[0]
+
+
+def _decode(
+    data: bytes, final: bool, name: str, invalid_utf8: str, tally: Tally | None, offset: int
+) -> tuple[str, int]:
+    try:
+        return codecs.utf_8_decode(data, "strict", final)
+    except UnicodeDecodeError as error:
+        if invalid_utf8 == "error":
+            raise UserError(
+                f"{name} is not UTF-8: byte 0x{data[error.start]:02x} at offset {offset + error.start:,}. "
+                "Convert the file, or set data.invalid_utf8 to replace."
+            ) from None
+    text, used = codecs.utf_8_decode(data, "replace", final)
+    if tally:
+        tally.replaced += text.count("�") - data[:used].count("�".encode())
+    return text, used
+
+
+@contextmanager
+def open_text(url: str, start: int = 0, end: int | None = None) -> Iterator[Iterator[str]]:
+    """Open the text of a source, or of a plain file the bytes ``start`` to ``end``, and give it in blocks."""
+    if end is None:
+        with open_bytes(url) as blocks:
+            yield decode_blocks(blocks, url)
+        return
+    with _open_raw(url) as raw:
+        raw.seek(start)
+        yield decode_blocks(_read_blocks(raw, end - start), url, offset=start)
+
+
+def _read_blocks(raw: IO[bytes], length: int) -> Iterator[bytes]:
+    while length > 0 and (block := raw.read(min(BLOCK, length))):
+        length -= len(block)
+        yield block
+
+
+def documents(url: str, config: DataConfig, tally: Tally) -> Iterator[str]:
+    """Yield the documents of a source, each ended by the separator (the last of a text that lacks it gets it).
+
+    Text keeps every byte, so white space after the last separator comes last without one. Raises UserError for what
+    cannot be read; counts into ``tally``.
+    """
+    kind, compression = split_suffixes(url)
+    if kind == "text":
+        yield from _text_documents(url, config, tally)
+        return
+    if kind == "jsonl":
+        rows = _jsonl_rows(url, config, tally)
+    else:
+        if compression:
+            raise UserError(f"{url}: Parquet is compressed inside; decompress the file itself.")
+        rows = _parquet_rows(url, config.text_field)
+    for place, document in rows:
+        if config.separator in document:
+            if config.separator_in_document == "error":
+                raise UserError(
+                    f"{url}, {place}: the document contains the separator {config.separator}. "
+                    "Choose another separator, or set data.separator_in_document to remove."
+                )
+            while config.separator in document:  # what is left of a removed one may join to another
+                tally.separators_removed += document.count(config.separator)
+                document = document.replace(config.separator, "")
+        tally.documents += 1
+        yield document + config.separator
+
+
+def _text_documents(url: str, config: DataConfig, tally: Tally) -> Iterator[str]:
+    with open_bytes(url) as blocks:
+        held: list[str] = []  # the pieces of a document whose end has not been read yet
+        tail = ""  # the last characters, in which a separator may have begun
+        for text in decode_blocks(blocks, url, config.invalid_utf8, tally):
+            *whole, rest = (tail + text).split(config.separator)
+            for piece in whole:
+                tally.documents += 1
+                yield "".join(held) + piece + config.separator
+                held.clear()
+            cut = max(0, len(rest) - len(config.separator) + 1)
+            held.append(rest[:cut])
+            tail = rest[cut:]
+    if rest := "".join(held) + tail:
+        if rest.isspace():
+            yield rest
+        else:
+            tally.documents += 1
+            yield rest + config.separator
+
+
+def _jsonl_rows(url: str, config: DataConfig, tally: Tally) -> Iterator[tuple[str, str]]:
+    with open_bytes(url) as blocks:
+        for number, line in enumerate(_lines(decode_blocks(blocks, url, config.invalid_utf8, tally)), start=1):
+            if not line.strip():
+                continue
+            place = f"line {number:,}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{url}, {place}: not JSON: {error}.") from None
+            if not isinstance(row, dict) or not isinstance(row.get(config.text_field), str):
+                raise UserError(f"{url}, {place}: no text field {config.text_field!r}; set data.text_field.")
+            yield place, row[config.text_field].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _lines(blocks: Iterable[str]) -> Iterator[str]:
+    rest = ""
+    for block in blocks:
+        *whole, rest = (rest + block).split("\n")
+        yield from whole
+    yield rest
+
+
+def _parquet_rows(url: str, text_field: str) -> Iterator[tuple[str, str]]:
+    with _open_raw(url) as raw:
+        try:
+            file = pq.ParquetFile(raw)
+            if text_field not in file.schema_arrow.names:
+                raise UserError(
+                    f"{url}: no column {text_field!r} among {file.schema_arrow.names}; set data.text_field."
+                )
+            if file.schema_arrow.field(text_field).type not in (pa.string(), pa.large_string()):
+                raise UserError(f"{url}: column {text_field!r} is not text; set data.text_field.")
+            number = 0
+            for batch in file.iter_batches(columns=[text_field], batch_size=1024):
+                for document in batch.column(0).to_pylist():
+                    number += 1
+                    if document is not None:
+                        yield f"row {number:,}", document
+        except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{url} is not a readable Parquet file: {error}") from None
+
+
+def is_referable(url: str) -> bool:
+    """Whether a source can be used where it lies: a plain text file on this machine, not compressed."""
+    if url.startswith("demo:") or split_suffixes(url) != ("text", ""):
+        return False
+    return isinstance(_filesystem(url)[0], LocalFileSystem)

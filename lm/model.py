@@ -1,0 +1,301 @@
+"""A Llama-style decoder-only Transformer: RMSNorm, rotary positions, SwiGLU, pre-norm, no biases.
+
+Sources: CS336 assignment 1 (section 3); Touvron et al. 2023 (Llama 2); Su et al. 2021 (RoPE); Shazeer 2020 (SwiGLU).
+Shapes in comments: B batch, T sequence, D d_model, H heads, K head dimension, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lm.errors import UserError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the Transformer. The defaults are the TinyStories model of CS336 assignment 1."""
+
+    __pydantic_config__ = {"use_attribute_docstrings": True}
+
+    vocab_size: int | None = None
+    """Number of token ids, the rows of embedding and head. Default: as many as the tokenizer has."""
+    context_length: int = 256
+    """Longest sequence the model sees, in tokens."""
+    d_model: int = 512
+    """Width of the residual stream. A multiple of num_heads."""
+    num_layers: int = 4
+    """Number of Transformer blocks."""
+    num_heads: int = 16
+    """Attention heads a block; each is d_model / num_heads wide, an even number (RoPE turns pairs)."""
+    d_ff: int = 1344
+    """Inner width of the feed-forward network; about 8/3 of d_model, a multiple of 64 for speed."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies; larger turns more slowly, for longer contexts."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm so that a zero vector does not divide by zero."""
+
+    def __post_init__(self) -> None:
+        for name in ("context_length", "d_model", "num_layers", "num_heads", "d_ff"):
+            if getattr(self, name) < 1:
+                raise UserError(f"model.{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.vocab_size is not None and self.vocab_size < 1:
+            raise UserError(f"model.vocab_size is {self.vocab_size}; it must be at least 1, or left out.")
+        # Turned around, so that nan is refused too.
+        if not self.rope_theta > 0:
+            raise UserError(f"model.rope_theta is {self.rope_theta}; it must be above 0.")
+        if not self.norm_eps >= 0:
+            raise UserError(f"model.norm_eps is {self.norm_eps}; it must not be negative.")
+        if self.d_model % self.num_heads or (self.d_model // self.num_heads) % 2:
+            raise UserError(
+                f"model.d_model {self.d_model} / model.num_heads {self.num_heads} must be an even whole number "
+                "(the width of a head, whose pairs RoPE turns)."
+            )
+
+
+def truncated_normal_(weight: Tensor, std: float) -> None:
+    """Fill ``weight`` in place from N(0, std²) cut at ±3 std."""
+    nn.init.trunc_normal_(weight, mean=0.0, std=std, a=-3 * std, b=3 * std)
+
+
+class Linear(nn.Module):
+    """``y = x Wᵀ`` without a bias; ``weight`` is (out_features, in_features), N(0, 2/(in+out)) cut at 3σ."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
+        truncated_normal_(self.weight, math.sqrt(2 / (in_features + out_features)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) → (..., out_features)."""
+        return F.linear(x, self.weight)
+
+
+class Embedding(nn.Module):
+    """Rows of ``weight`` (num_embeddings, embedding_dim) looked up by id; N(0, 1) cut at ±3."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype))
+        truncated_normal_(self.weight, 1.0)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Integer ids (...) → (..., embedding_dim)."""
+        return F.embedding(token_ids, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """``x / sqrt(mean(x²) + eps) · weight``, computed in float32 whatever the input (Zhang & Sennrich 2019)."""
+
+    def __init__(
+        self,
+        d_model: int,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(d_model, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., d_model) → same shape and dtype."""
+        h = x.float()
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
+        return (h * self.weight.float()).to(x.dtype)
+
+
+def silu(x: Tensor) -> Tensor:
+    """``x · sigmoid(x)``."""
+    return x * torch.sigmoid(x)
+
+
+class SwiGLU(nn.Module):
+    """``w2(silu(w1 x) ⊙ w3 x)`` (Shazeer 2020)."""
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.w1 = Linear(d_model, d_ff, device, dtype)
+        self.w2 = Linear(d_ff, d_model, device, dtype)
+        self.w3 = Linear(d_model, d_ff, device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., d_model) → same shape."""
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class RotaryEmbedding(nn.Module):
+    """Turns the pairs (2i, 2i+1) of a head by ``position · theta^(-2i/d_k)``: Meta's interleaved layout (Su et al. 2021)."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(
+        self, theta: float, d_k: int, max_seq_len: int, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        frequencies = theta ** (-torch.arange(0, d_k, 2, device=device, dtype=torch.float32) / d_k)
+        angles = torch.outer(torch.arange(max_seq_len, device=device, dtype=torch.float32), frequencies)
+        # Derived from the config, so never part of a state dict.
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, x: Tensor, token_positions: Tensor | None = None) -> Tensor:
+        """Turn ``x`` (..., T, d_k) by its positions (..., T), by default 0 … T-1; same shape and dtype."""
+        if token_positions is None:
+            cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+        else:
+            cos, sin = self.cos[token_positions], self.sin[token_positions]
+        even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+        return turned.flatten(-2).to(x.dtype)
+
+
+def softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """Softmax along ``dim``, stable: the maximum is taken off first."""
+    exponentials = torch.exp(x - x.amax(dim, keepdim=True))
+    return exponentials / exponentials.sum(dim, keepdim=True)
+
+
+def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Attention written out: ``softmax(q kᵀ / sqrt(d_k)) v``. The model runs torch's fused one; tests hold them equal.
+
+    ``q`` (..., T, d_k), ``k`` (..., S, d_k), ``v`` (..., S, d_v); ``mask`` bool (..., T, S), True where attention is
+    allowed. Returns (..., T, d_v). Each row of the mask must allow at least one key.
+    """
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return softmax(scores, dim=-1) @ v
+
+
+class MultiHeadSelfAttention(nn.Module):
+    """Causal self-attention over ``num_heads`` heads, with rotary positions when ``rope`` is given."""
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        rope: RotaryEmbedding | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.rope = rope
+        self.q_proj = Linear(d_model, d_model, device, dtype)
+        self.k_proj = Linear(d_model, d_model, device, dtype)
+        self.v_proj = Linear(d_model, d_model, device, dtype)
+        self.output_proj = Linear(d_model, d_model, device, dtype)
+
+    def forward(self, x: Tensor, token_positions: Tensor | None = None) -> Tensor:
+        """(B, T, D) → (B, T, D); ``token_positions`` (T,) or (B, T)."""
+        q, k, v = (
+            projection(x).unflatten(-1, (self.num_heads, -1)).transpose(-3, -2)  # (B, H, T, K)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.rope is not None:
+            if token_positions is not None and token_positions.dim() > 1:
+                token_positions = token_positions.unsqueeze(-2)  # the same for every head
+            q, k = self.rope(q, token_positions), self.rope(k, token_positions)
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.output_proj(heads.transpose(-3, -2).flatten(-2))
+
+
+class TransformerBlock(nn.Module):
+    """``x + attn(ln1 x)``, then ``x + ffn(ln2 x)``."""
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        d_ff: int,
+        rope: RotaryEmbedding | None = None,
+        norm_eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.ln1 = RMSNorm(d_model, norm_eps, device, dtype)
+        self.attn = MultiHeadSelfAttention(d_model, num_heads, rope, device, dtype)
+        self.ln2 = RMSNorm(d_model, norm_eps, device, dtype)
+        self.ffn = SwiGLU(d_model, d_ff, device, dtype)
+
+    def forward(self, x: Tensor, token_positions: Tensor | None = None) -> Tensor:
+        """(B, T, D) → (B, T, D)."""
+        x = x + self.attn(self.ln1(x), token_positions)
+        return x + self.ffn(self.ln2(x))
+
+
+class TransformerLM(nn.Module):
+    """Token ids in, next-token logits out."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if config.vocab_size is None:
+            raise UserError("model.vocab_size is not set; give the tokenizer's number of ids.")
+        self.config = config
+        d_k = config.d_model // config.num_heads
+        self.rope = RotaryEmbedding(config.rope_theta, d_k, config.context_length, device)
+        self.token_embeddings = Embedding(config.vocab_size, config.d_model, device, dtype)
+        self.layers = nn.ModuleList(
+            TransformerBlock(
+                config.d_model, config.num_heads, config.d_ff, self.rope, config.norm_eps, device, dtype
+            )
+            for _ in range(config.num_layers)
+        )
+        self.ln_final = RMSNorm(config.d_model, config.norm_eps, device, dtype)
+        self.lm_head = Linear(config.d_model, config.vocab_size, device, dtype)
+
+    def forward(self, token_ids: Tensor, token_positions: Tensor | None = None) -> Tensor:
+        """Integer ids (B, T), T ≤ context_length → logits (B, T, V).
+
+        Raises UserError when the sequence is longer than the context.
+        """
+        if token_ids.shape[-1] > self.config.context_length:
+            raise UserError(
+                f"A sequence of {token_ids.shape[-1]} tokens does not fit the model's context of "
+                f"{self.config.context_length}."
+            )
+        x = self.token_embeddings(token_ids)
+        for layer in self.layers:
+            x = layer(x, token_positions)
+        return self.lm_head(self.ln_final(x))
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    """Mean of ``-log softmax(logits)[target]`` over targets that are not ``ignore_index``; a scalar in nats.
+
+    ``logits`` (..., V), ``targets`` int (...). Written out and stable (log-sum-exp with the maximum taken off); training
+    runs torch's fused one and tests hold them equal. All targets ignored gives nan, as torch does.
+    """
+    shifted = logits - logits.amax(-1, keepdim=True)
+    kept = targets != ignore_index
+    picked = shifted.gather(-1, targets.masked_fill(~kept, 0).unsqueeze(-1)).squeeze(-1)
+    losses = torch.log(torch.exp(shifted).sum(-1)) - picked
+    return losses.masked_fill(~kept, 0.0).sum() / kept.sum()

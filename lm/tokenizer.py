@@ -1,0 +1,186 @@
+"""Byte-level BPE: text to token ids and back.
+
+Sources: Sennrich et al. 2016 (BPE); Radford et al. 2019 (bytes, pretokens); CS336 assignment 1 (section 2.6).
+"""
+
+import heapq
+import json
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from lm import formats
+from lm.errors import UserError
+from lm.pretokens import GPT2_PATTERN, check_special_tokens, cut_safely, pretokenize, split_special
+
+_CACHE_ENTRIES = 1 << 18  # pretokens remembered; at about 200 bytes each, 50 MB
+
+
+class Tokenizer:
+    """Encodes text with a vocabulary and its merges.
+
+    ``vocab`` maps ids to bytes and holds all 256 single bytes; ``merges`` are pairs of byte strings in the order they
+    were learned. Special tokens missing from the vocabulary are appended to it. Where special tokens overlap in a
+    text, the longest at the leftmost place wins. Raises UserError where vocabulary, merges and specials do not fit.
+    """
+
+    def __init__(
+        self,
+        vocab: dict[int, bytes],
+        merges: Sequence[tuple[bytes, bytes]],
+        special_tokens: Sequence[str] | None = None,
+        pattern: str = GPT2_PATTERN,
+    ) -> None:
+        self.vocab = dict(vocab)
+        self.merges = list(merges)
+        self.special_tokens = list(special_tokens or ())
+        self.pattern = pattern
+        check_special_tokens(self.special_tokens)
+        ids = {token: token_id for token_id, token in self.vocab.items()}
+        for special in self.special_tokens:
+            if special.encode() not in ids:
+                token_id = max(self.vocab, default=-1) + 1
+                self.vocab[token_id] = special.encode()
+                ids[special.encode()] = token_id
+        self.special_ids = {special: ids[special.encode()] for special in self.special_tokens}
+        try:
+            self._byte_ids = [ids[bytes([byte])] for byte in range(256)]
+            # pair of ids → (rank, id of the merged token); of two equal merges the earlier counts
+            self._ranks: dict[tuple[int, int], tuple[int, int]] = {}
+            for rank, (left, right) in enumerate(self.merges):
+                self._ranks.setdefault((ids[left], ids[right]), (rank, ids[left + right]))
+        except KeyError as error:
+            raise UserError(
+                f"The vocabulary lacks the token {error.args[0]!r}, which the bytes or the merges need; "
+                "vocabulary and merges are not of one tokenizer."
+            ) from None
+        self._cache: dict[str, list[int]] = {}
+
+    @classmethod
+    def from_files(
+        cls, vocab_path: str | Path, merges_path: str | Path, special_tokens: Sequence[str] | None = None
+    ) -> "Tokenizer":
+        """Read GPT-2's vocab.json and merges.txt."""
+        vocab = formats.read_vocab(Path(vocab_path), special_tokens or ())
+        return cls(vocab, formats.read_merges(Path(merges_path)), special_tokens)
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "Tokenizer":
+        """Read a directory that :meth:`save` wrote, its special tokens and pattern included."""
+        directory = Path(directory)
+        path = directory / "tokenizer_config.json"
+        about = formats.read_json(path)
+        try:
+            specials, pattern = about["special_tokens"], about["pattern"]
+        except (KeyError, TypeError):
+            raise UserError(f"{path} does not name special_tokens and pattern; save the tokenizer again.") from None
+        vocab = formats.read_vocab(directory / "vocab.json", specials)
+        return cls(vocab, formats.read_merges(directory / "merges.txt"), specials, pattern)
+
+    def save(self, directory: str | Path) -> None:
+        """Write vocab.json and merges.txt (GPT-2), tokenizer.json (Hugging Face), vocab.txt (for human eyes) and
+        tokenizer_config.json (special tokens and pattern)."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        formats.write_vocab(directory / "vocab.json", self.vocab, self.special_tokens)
+        formats.write_merges(directory / "merges.txt", self.merges)
+        hugging_face = formats.tokenizer_json(self.vocab, self.merges, self.special_tokens, self.pattern)
+        (directory / "tokenizer.json").write_text(json.dumps(hugging_face, ensure_ascii=False), encoding="utf-8")
+        formats.write_vocab_text(directory / "vocab.txt", self.vocab, self.merges)
+        about = {"special_tokens": self.special_tokens, "pattern": self.pattern}
+        (directory / "tokenizer_config.json").write_text(json.dumps(about, ensure_ascii=False, indent=1), "utf-8")
+
+    @property
+    def size(self) -> int:
+        """One more than the greatest id: the rows that a model needs."""
+        return max(self.vocab) + 1
+
+    def encode(self, text: str, allowed_special: Literal["all"] | Collection[str] = "all") -> list[int]:
+        """Token ids of ``text``. Special tokens outside ``allowed_special`` are plain text, as users' words should be.
+
+        Lone surrogates, which have no UTF-8 bytes, encode as U+FFFD.
+        """
+        ids: list[int] = []
+        for piece, is_special in split_special(text, self._allowed(allowed_special)):
+            if is_special:
+                ids.append(self.special_ids[piece])
+            else:
+                for pretoken in pretokenize(piece, self.pattern):
+                    ids += self._cache.get(pretoken) or self._encode_pretoken(pretoken)
+        return ids
+
+    def encode_iterable(self, iterable: Iterable[str]) -> Iterator[int]:
+        """Lazily yield the ids that :meth:`encode` gives for the joined strings, holding about 4,096 characters."""
+        for piece in cut_safely(iterable, self.special_tokens, self.pattern):
+            yield from self.encode(piece)
+
+    def decode(self, ids: Iterable[int], errors: str = "replace") -> str:
+        """The text of ``ids``; bytes that are not UTF-8 become U+FFFD unless ``errors`` says otherwise.
+
+        Raises UserError for an id outside the vocabulary.
+        """
+        return self.decode_bytes(ids).decode("utf-8", errors)
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The bytes of ``ids``; raises UserError for an id outside the vocabulary."""
+        try:
+            return b"".join(map(self.vocab.__getitem__, ids))
+        except KeyError as error:
+            raise UserError(
+                f"Token id {error.args[0]} is not in the vocabulary of {self.size:,}; "
+                "the ids were made with another tokenizer."
+            ) from None
+
+    def _allowed(self, allowed_special: Literal["all"] | Collection[str]) -> list[str]:
+        if allowed_special == "all":
+            return self.special_tokens
+        if unknown := [token for token in allowed_special if token not in self.special_ids]:
+            raise UserError(f"{unknown[0]!r} is not a special token; this tokenizer has {self.special_tokens}.")
+        return [token for token in self.special_tokens if token in allowed_special]
+
+    def _encode_pretoken(self, pretoken: str) -> list[int]:
+        data = _utf8(pretoken)
+        ids = self._merge([self._byte_ids[byte] for byte in data])
+        if len(data) <= 64:
+            if len(self._cache) >= _CACHE_ENTRIES:
+                self._cache.clear()
+            self._cache[pretoken] = ids
+        return ids
+
+    def _merge(self, ids: list[int]) -> list[int]:
+        """Apply the merges to ``ids``, always the earliest learned first, the leftmost first among equals.
+
+        A heap over a linked list: near-linear, where rescanning after every merge would be quadratic.
+        """
+        ranks = self._ranks
+        end = len(ids)
+        following = list(range(1, end + 1))
+        previous = list(range(-1, end - 1))
+        queue = [(ranks[pair][0], i, pair) for i, pair in enumerate(zip(ids, ids[1:], strict=False)) if pair in ranks]
+        heapq.heapify(queue)
+        while queue:
+            _, i, pair = heapq.heappop(queue)
+            j = following[i]
+            if j >= end or (ids[i], ids[j]) != pair:
+                continue  # one of the two has been merged with another since
+            ids[i] = ranks[pair][1]
+            ids[j] = -1
+            following[i] = after = following[j]
+            if after < end:
+                previous[after] = i
+                pair = (ids[i], ids[after])
+                if pair in ranks:
+                    heapq.heappush(queue, (ranks[pair][0], i, pair))
+            before = previous[i]
+            if before >= 0:
+                pair = (ids[before], ids[i])
+                if pair in ranks:
+                    heapq.heappush(queue, (ranks[pair][0], before, pair))
+        return [token_id for token_id in ids if token_id >= 0]
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()

@@ -1,0 +1,20 @@
+"""Stage ``merge``: pretoken counts in, the tokenizer out."""
+
+from lm.bpe import TokenizerConfig, train_merges
+from lm.counts import read_counts
+from lm.tokenizer import Tokenizer
+from tasks.progress import progress_bar
+from tasks.stage import Draft, Output, stage
+
+
+@stage("merge")
+def merge(out: Draft, counts: Output, config: TokenizerConfig) -> None:
+    """Learn the merges and save the tokenizer in all its formats."""
+    wanted = config.vocab_size - 256 - len(config.special_tokens)
+    with progress_bar("merge", wanted, "merge") as progress:
+        vocab, merges = train_merges(
+            read_counts(counts.path("counts.parquet")), config.vocab_size, config.special_tokens, progress
+        )
+    Tokenizer(vocab, merges, config.special_tokens, config.pattern).save(out.directory / "tokenizer")
+    longest = max(vocab.values(), key=len).decode("utf-8", "replace")
+    out.figures = {"vocab_size": len(vocab), "merges": len(merges), "longest_token": longest}

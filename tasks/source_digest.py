@@ -1,0 +1,48 @@
+"""Digests of the source that a stage runs, so that editing an algorithm reruns the stages that use it and no others."""
+
+import hashlib
+import io
+import tokenize
+from functools import lru_cache
+from modulefinder import ModuleFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+PROJECT = Path(__file__).parents[1]
+
+
+class _LibraryFinder(ModuleFinder):
+    """Follows imports of ``lm`` alone: the contract in ``tasks`` decides where files lie, never what is in them."""
+
+    def find_module(self, name: str, path: Any, parent: ModuleType | None = None) -> Any:
+        if parent is None and name != "lm":
+            raise ImportError(name)
+        return super().find_module(name, path, parent)  # type: ignore[misc]
+
+
+@lru_cache
+def source_digests(file: str) -> dict[str, str]:
+    """Digest by module name of a stage's file and every module of ``lm`` it imports, inside functions too."""
+    finder = _LibraryFinder(path=[str(PROJECT)])
+    finder.run_script(file)
+    modules = {name: Path(str(module.__file__)) for name, module in finder.modules.items()}  # type: ignore[attr-defined]
+    return {
+        ("stage" if name == "__main__" else name): _code_digest(path.read_bytes())
+        for name, path in sorted(modules.items())
+        if path.is_file()  # the package itself is a directory, and its __init__ empty
+    }
+
+
+def _code_digest(source: bytes) -> str:
+    """sha256 of the code without comments and blank lines; the same on every version of Python."""
+    lines = source.decode().split("\n")
+    dropped = set()
+    for token in tokenize.tokenize(io.BytesIO(source).readline):
+        row, column = token.start
+        if token.type == tokenize.COMMENT:
+            lines[row - 1] = lines[row - 1][:column].rstrip()
+        if token.type in (tokenize.COMMENT, tokenize.NL) and not lines[row - 1].strip():
+            dropped.add(row)
+    code = "\n".join(line for row, line in enumerate(lines, start=1) if row not in dropped)
+    return hashlib.sha256(code.encode()).hexdigest()

@@ -1,0 +1,313 @@
+"""The stage contract: a Prefect task whose output is a directory of files, found again by a key and described by a
+manifest.
+
+A stage is a function ``body(out, inputs…, config…)``; ``@stage("name")`` makes it a Prefect task that is called without
+``out`` and with ``run=Run(…)`` in addition. Inputs are :class:`Ref`, in the body :class:`Output`. The task's own result
+is only the Ref: the manifest on the store is the truth.
+"""
+
+import functools
+import hashlib
+import inspect
+import json
+import logging
+import platform
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, is_dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from prefect import Task
+from prefect.cache_policies import CachePolicy
+from prefect.context import TaskRunContext
+
+from lm.corpus import Source
+from lm.errors import UserError
+from lm.execution import Execution
+from tasks.source_digest import source_digests
+from tasks.store import Store, describe_files
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1  # of the manifest and of what the stages write; a change makes everything anew
+
+
+class Ref(NamedTuple):
+    """The result of a stage: where its manifest is."""
+
+    stage: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a stage is told about the run it is part of; never in a key."""
+
+    root: str
+    name: str
+    refresh: frozenset[str] = frozenset()
+    execution: Execution = field(default_factory=Execution)
+
+    @functools.cached_property
+    def store(self) -> Store:
+        """The files below the root."""
+        return Store(self.root)
+
+
+@dataclass(frozen=True)
+class Output:
+    """The finished output of a stage, opened for reading."""
+
+    store: Store
+    ref: Ref
+    manifest: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """Digest of the content: files, source digests and format, nothing that changes from run to run."""
+        content = {
+            "format": self.manifest["format"],
+            "files": self.manifest["files"],
+            "sources": [source["sha256"] for source in self.manifest["sources"]],
+        }
+        return _sha256(content)
+
+    def path(self, name: str) -> Path:
+        """A local path of one of the files; raises UserError when the output has no file of that name."""
+        for file in (*self.manifest["files"], *self.manifest["records"]):
+            if file["path"] == name:
+                return self.store.local(file["sha256"], *self._place, name)
+        raise UserError(f"{self.ref.stage} {self.ref.key[:12]} has no file {name}.")
+
+    def directory(self, name: str) -> Path:
+        """A local path of a directory of the output, all its files fetched."""
+        paths = [self.path(file["path"]) for file in self.manifest["files"] if file["path"].startswith(f"{name}/")]
+        return paths[0].parent
+
+    def json(self, name: str) -> Any:
+        """The content of a JSON file."""
+        return json.loads(self.path(name).read_text(encoding="utf-8"))
+
+    @property
+    def url(self) -> str:
+        """Where the files are."""
+        return self.store.path(*self._place)
+
+    @property
+    def _place(self) -> tuple[str, str, str]:
+        return (*self.ref, self.manifest["attempt"])
+
+    def is_intact(self) -> bool:
+        """Whether every file is there with its size and digest."""
+        return all(
+            self.store.is_intact(file["bytes"], file["sha256"], *self._place, file["path"])
+            for file in (*self.manifest["files"], *self.manifest["records"])
+        )
+
+
+@dataclass
+class Draft:
+    """The output of a stage in the making: write files below ``directory`` and say the rest here."""
+
+    directory: Path
+    execution: Execution
+    unfinished: list[Path]
+    """Directories of earlier attempts of this very output that did not finish, the newest first."""
+    sources: list[Source] = field(default_factory=list)
+    """Input that is referred to and not copied."""
+    records: list[str] = field(default_factory=list)
+    """Files that tell of the run (timings, plots): kept and checked, but no part of the content."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """Figures for the manifest, outside the content."""
+
+
+def open_output(store: Store, ref: Ref) -> Output | None:
+    """The output of a stage if its manifest is there; its files may still be damaged."""
+    manifest = store.read_json(*ref, "manifest.json")
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        return None
+    return Output(store, ref, manifest)
+
+
+def intact_output(store: Store, ref: Ref) -> Output | None:
+    """The output of a stage if its manifest and all its files are there, sizes and digests right."""
+    output = open_output(store, ref)
+    return output if output and output.is_intact() else None
+
+
+def read_output(store: Store, ref: Ref) -> Output:
+    """The output of a stage that has run; raises UserError when it is gone."""
+    output = open_output(store, ref)
+    if output is None:
+        raise UserError(f"{store.path(*ref)} has no manifest of a finished {ref.stage}; run the pipeline again.")
+    return output
+
+
+@dataclass
+class _StageKey(CachePolicy):
+    """Prefect's cache key: the stage's own, with a one-time suffix where a record must not count."""
+
+    stage: "Stage | None" = None
+
+    def compute_key(
+        self, task_ctx: TaskRunContext, inputs: dict[str, Any], flow_parameters: dict[str, Any], **kwargs: Any
+    ) -> str | None:
+        """See :class:`prefect.cache_policies.CachePolicy`."""
+        if self.stage is None:
+            return None
+        arguments = dict(inputs)
+        run: Run = arguments.pop("run")
+        ref = self.stage.ref(arguments, run)
+        if self.stage.is_refreshed(run) or intact_output(run.store, ref) is None:
+            return f"{ref.stage}-{ref.key}-{uuid.uuid4().hex}"
+        return f"{ref.stage}-{ref.key}-{hashlib.sha256(run.root.encode()).hexdigest()[:8]}"
+
+
+class Stage:
+    """A stage: its key, and how its output is made. ``task`` is the Prefect task over it."""
+
+    def __init__(self, name: str, body: Callable[..., None], libraries: tuple[str, ...] = ()) -> None:
+        self.name = name
+        self.libraries = libraries
+        self.body = body
+        self.file = inspect.getsourcefile(body) or ""
+        self.signature = inspect.signature(body)
+        parameters = list(self.signature.parameters.values())[1:]
+        run = inspect.Parameter("run", inspect.Parameter.KEYWORD_ONLY, annotation=Run)
+
+        def task_body(*args: Any, **kwargs: Any) -> dict[str, str]:
+            return self.make(kwargs.pop("run"), self.named(args, kwargs))._asdict()
+
+        functools.update_wrapper(task_body, body)
+        task_body.__signature__ = inspect.Signature([*parameters, run])  # type: ignore[attr-defined]
+        self.task: Task[..., dict[str, str]] = Task(
+            task_body,
+            name=name,
+            cache_policy=_StageKey(stage=self),
+            persist_result=True,
+            result_serializer="json",
+        )
+
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The arguments of a call by the names of the body's parameters."""
+        arguments = self.signature.bind(None, *args, **(kwargs or {})).arguments
+        return dict(list(arguments.items())[1:])
+
+    def is_refreshed(self, run: Run) -> bool:
+        """Whether this run is asked to make the stage anew; the parts of a mapped stage go with it."""
+        return self.name.removesuffix("-chunk") in run.refresh
+
+    def ingredients(self, arguments: dict[str, Any], run: Run) -> dict[str, Any]:
+        """All that decides the output, by name: what the key is the digest of."""
+        return {
+            "format": FORMAT,
+            "parameters": {name: _identity(value, run.store) for name, value in arguments.items()},
+            "source": source_digests(self.file),
+            "libraries": {name: version(name) for name in self.libraries},
+        }
+
+    def ref(self, arguments: dict[str, Any], run: Run) -> Ref:
+        """Where the output for these arguments is, or will be."""
+        return Ref(self.name, _sha256({"stage": self.name, **self.ingredients(arguments, run)}))
+
+    def make(self, run: Run, arguments: dict[str, Any]) -> Ref:
+        """Return the output for ``arguments``: the intact one on the store, or a new one."""
+        store, ref = run.store, self.ref(arguments, run)
+        if not self.is_refreshed(run) and intact_output(store, ref):
+            log.info("%s is in the root already and is used.", self.name)
+            return ref
+        ingredients = self.ingredients(arguments, run)
+        log.info("%s runs: %s.", self.name, self.reason(ref, ingredients, run))
+        attempt = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:8]}"
+        draft = Draft(store.workplace(*ref, attempt), run.execution, self._unfinished(store, ref, run))
+        started = time.perf_counter()
+        self.body(draft, **{name: _opened(value, store) for name, value in arguments.items()})
+        store.publish(draft.directory, *ref, attempt)
+        files = describe_files(draft.directory)
+        manifest = {
+            "stage": self.name,
+            "format": FORMAT,
+            "key": ref.key,
+            "attempt": attempt,
+            "ingredients": ingredients,
+            "sources": [asdict(source) for source in draft.sources],
+            "files": [file for file in files if file["path"] not in draft.records],
+            "records": [file for file in files if file["path"] in draft.records],
+            "figures": draft.figures,
+            "made": {
+                "run": run.name,
+                "at": datetime.now(UTC).isoformat(timespec="seconds"),
+                "seconds": round(time.perf_counter() - started, 3),
+                "host": platform.node(),
+                "python": platform.python_version(),
+                **{name: version(name) for name in ("torch", "numpy", "regex", "pyarrow")},
+            },
+        }
+        store.write_json(manifest, *ref, "manifest.json")
+        store.write_json({"key": ref.key}, self.name, "latest.json")
+        return ref
+
+    def _unfinished(self, store: Store, ref: Ref, run: Run) -> list[Path]:
+        if self.is_refreshed(run) or not store.is_local or open_output(store, ref):
+            return []
+        return [Path(store.path(*ref, name)) for name in reversed(store.names(*ref))]
+
+    def reason(self, ref: Ref, ingredients: dict[str, Any], run: Run) -> str:
+        """Why the output must be made: refreshed, damaged, or which ingredients changed since the last result."""
+        if self.is_refreshed(run):
+            return "a refresh was asked for"
+        if open_output(run.store, ref):
+            return "its files are damaged or missing"
+        if run.store.names(*ref):
+            return "an earlier attempt did not finish"
+        latest = run.store.read_json(self.name, "latest.json") or {}
+        manifest = run.store.read_json(self.name, str(latest.get("key")), "manifest.json")
+        if not manifest:
+            return "it has no result yet"
+        before, now = dict(_flat(manifest["ingredients"])), dict(_flat(ingredients))
+        changed = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
+        return f"changed since its last result: {', '.join(changed[:6])}{' …' if len(changed) > 6 else ''}"
+
+
+def stage(name: str, libraries: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Stage]:
+    """Make a stage of a body; see the module's docstring. The versions of ``libraries`` decide the output too."""
+    return lambda body: Stage(name, body, libraries)
+
+
+def _identity(value: Any, store: Store) -> Any:
+    """What of an argument decides the output, as JSON: an upstream output its content, an object with ``identity`` that,
+    a config its fields."""
+    if isinstance(value, Ref):
+        return {value.stage: read_output(store, value).digest}
+    if hasattr(value, "identity"):
+        return value.identity
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, (list, tuple)):
+        return [_identity(item, store) for item in value]
+    return value
+
+
+def _opened(value: Any, store: Store) -> Any:
+    if isinstance(value, Ref):
+        return read_output(store, value)
+    if isinstance(value, list):
+        return [_opened(item, store) for item in value]
+    return value
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Name and value of every leaf: what a person can be told has changed."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _flat(item, f"{name}.{key}" if name else key)
+    else:
+        yield name, json.dumps(value)
+
+
+def _sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode()).hexdigest()

@@ -1,0 +1,162 @@
+"""The root directory of all stages: small JSON files and attempt directories on any fsspec file system.
+
+``lm`` reads and writes local files only. On a local root it works in place; for another root a finished attempt is
+uploaded, and files are fetched before they are read.
+"""
+
+import hashlib
+import json
+import os
+import posixpath
+import tempfile
+import uuid
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from lm.errors import UserError
+
+_verified: set[tuple[str, int, str, str]] = set()  # files whose digest this process has checked, as they were then
+
+
+class Store:
+    """Files under one root. Paths are relative to it, with ``/`` between their parts."""
+
+    def __init__(self, root: str) -> None:
+        try:
+            self.fs, self.base = fsspec.core.url_to_fs(root)
+        except (ValueError, ImportError) as error:
+            raise UserError(f"The root {root} cannot be used: {error}") from None
+        self.is_local = isinstance(self.fs, LocalFileSystem)
+
+    def path(self, *parts: str) -> str:
+        """The full path of ``parts`` in the file system."""
+        return posixpath.join(self.base, *parts)
+
+    def read_json(self, *parts: str) -> Any | None:
+        """The content of a JSON file; None where it is missing or malformed."""
+        try:
+            return json.loads(self.fs.cat_file(self.path(*parts)))
+        except (OSError, ValueError):
+            return None
+
+    def write_json(self, content: Any, *parts: str) -> None:
+        """Write a JSON file atomically; raises UserError where the root cannot be written."""
+        data = json.dumps(content, ensure_ascii=False, indent=1).encode()
+        path = self.path(*parts)
+        try:
+            if not self.is_local:
+                self.fs.pipe_file(path, data)  # object stores show a whole object or none
+                return
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            temporary = f"{path}.{uuid.uuid4().hex}.tmp"
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            _sync_directory(os.path.dirname(path))
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror or error}.") from None
+
+    def names(self, *parts: str) -> list[str]:
+        """Names of the entries of a directory, sorted; empty where it is missing."""
+        try:
+            return sorted(posixpath.basename(str(found).rstrip("/")) for found in self.fs.ls(self.path(*parts), False))
+        except OSError:
+            return []
+
+    def workplace(self, *parts: str) -> Path:
+        """A local directory for the files of a new attempt: the place itself, or one to upload from."""
+        try:
+            if not self.is_local:
+                return Path(tempfile.mkdtemp(prefix="textmill-"))
+            directory = Path(self.path(*parts))
+            directory.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"The root {self.base} cannot be written: {error.strerror or error}.") from None
+        return directory
+
+    def publish(self, directory: Path, *parts: str) -> None:
+        """Make the files of a workplace durable at their place."""
+        for path in sorted(directory.rglob("*")):
+            if not path.is_file():
+                continue
+            if self.is_local:
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+            else:
+                self.fs.put_file(str(path), self.path(*parts, path.relative_to(directory).as_posix()))
+        if self.is_local:
+            for path in (directory, *(found for found in directory.rglob("*") if found.is_dir())):
+                _sync_directory(path)
+
+    def is_intact(self, size: int, sha256: str, *parts: str) -> bool:
+        """Whether a file is there with this size and digest; read at most once a process while it does not change."""
+        path = self.path(*parts)
+        try:
+            info = self.fs.info(path)
+            seen = (path, int(info["size"]), str(info.get("mtime") or info.get("ETag") or ""), sha256)
+            if seen[1] != size:
+                return False
+            if seen not in _verified:
+                with self.fs.open(path, "rb") as file:
+                    if _digest(file) != sha256:
+                        return False
+                _verified.add(seen)
+        except OSError:
+            return False
+        return True
+
+    def local(self, sha256: str, *parts: str) -> Path:
+        """A local copy of a file, or the file itself on a local root."""
+        if self.is_local:
+            return Path(self.path(*parts))
+        copy = _download_directory() / sha256 / posixpath.basename(parts[-1])
+        if not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            temporary = copy.with_name(f"{uuid.uuid4().hex}.tmp")
+            self.fs.get_file(self.path(*parts), str(temporary))
+            temporary.replace(copy)
+        return copy
+
+
+def describe_files(directory: Path) -> list[dict[str, Any]]:
+    """Path (relative), size and sha256 of every file below ``directory``, in the order of their paths."""
+    return [
+        {
+            "path": path.relative_to(directory).as_posix(),
+            "bytes": path.stat().st_size,
+            "sha256": _digest_of(path),
+        }
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    ]
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return _digest(file)
+
+
+def _digest(file: Any) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync_directory(path: str | Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@lru_cache(maxsize=1)
+def _download_directory() -> Path:
+    return Path(tempfile.mkdtemp(prefix="textmill-downloads-"))

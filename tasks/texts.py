@@ -1,0 +1,60 @@
+"""What the stages on text share: the texts that ingest made or refers to, and the chunks that they are cut into."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lm.chunks import Range
+from lm.corpus import open_text
+from lm.errors import UserError
+from tasks.stage import Output
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk as the mapped stages take it: byte ranges of files. Its identity is the bytes, wherever they lie."""
+
+    number: int
+    ranges: list[tuple[str, Range]]
+
+    @property
+    def identity(self) -> Any:
+        """What decides the tokens: the bytes of each range, and whether its file ends with it."""
+        return [[part.sha256, part.last] for _, part in self.ranges]
+
+    @property
+    def bytes(self) -> int:
+        """Length in bytes."""
+        return sum(part.end - part.start for _, part in self.ranges)
+
+
+def text_paths(texts: Output, split: str) -> list[str]:
+    """Local paths of the texts of ``train`` or ``valid``."""
+    return [
+        texts.manifest["sources"][text["source"]]["url"] if text["file"] is None else str(texts.path(text["file"]))
+        for text in texts.json("texts.json")[split]
+    ]
+
+
+def read_chunks(texts: Output, chunks: Output, split: str) -> list[Chunk]:
+    """The chunks of ``train`` or ``valid``, ready to map over."""
+    paths = text_paths(texts, split)
+    return [
+        Chunk(number, [(paths[part["text"]], Range(**part)) for part in ranges])
+        for number, ranges in enumerate(chunks.json("chunks.json")[split], start=1)
+    ]
+
+
+def open_ranges(chunk: Chunk) -> Iterator[tuple[Iterator[str], bool]]:
+    """The ranges of a chunk, one open at a time: (text in blocks, whether its file ends with it)."""
+    for path, part in chunk.ranges:
+        with open_text(path, part.start, part.end) as blocks:
+            yield blocks, part.last
+
+
+def separator_in(special_tokens: list[str], separator: str) -> None:
+    """Raise UserError unless the documents' separator is one of the tokenizer's special tokens."""
+    if separator not in special_tokens:
+        raise UserError(
+            f"data.separator {separator!r} is not among tokenizer.special_tokens {special_tokens}; add it there."
+        )

@@ -1,0 +1,163 @@
+"""Pretokens: the GPT-2 pattern, special tokens, and cutting text in two without changing a pretoken."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm.errors import UserError
+from lm.pretokens import (
+    GPT2_PATTERN,
+    check_special_tokens,
+    compile_pattern,
+    cut_safely,
+    last_cut,
+    pretokenize,
+    split_special,
+)
+
+WORDS_PATTERN = r"\p{L}+"  # leaves everything else to the gaps
+
+# Every kind of white space that \s knows, and some that only look like it (U+001C, U+200B).
+SPACES = [" ", "  ", "\n", "\r\n", "\t", "\x0b", "\x0c", "\x1c", "\x85", "\xa0", "\u2003", "\u2028", "\u3000", "\u200b"]
+SPECIALS = ["<|a|>", "<|a|><|a|>", "<|a|> <|b|>", " <s>", "<s> ", "aa", "a a", "\n\n", " ", "🙂"]
+PIECES = [*SPACES, *SPECIALS, "<|", "a|>", "<", "a", "don't", "'ll", "'", "12", "é", "é", "日本", "🙂", "!?", "\x00"]
+
+texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=30).map("".join)
+special_lists = st.lists(st.sampled_from(SPECIALS), max_size=4, unique=True)
+patterns = st.sampled_from([GPT2_PATTERN, WORDS_PATTERN, r"\s+", r"[^\s]+ ?"])
+
+
+def pieces_of(text: str, special_tokens: Sequence[str], pattern: str) -> list[tuple[str, bool]]:
+    """All pretokens and special tokens of a text."""
+    return [
+        (pretoken, is_special)
+        for piece, is_special in split_special(text, special_tokens)
+        for pretoken in ([piece] if is_special else pretokenize(piece, pattern))
+    ]
+
+
+@settings(deadline=None, max_examples=400)
+@given(texts, texts, special_lists, patterns)
+def test_last_cut_changes_no_pretoken_whatever_follows(
+    text: str, following: str, special_tokens: list[str], pattern: str
+) -> None:
+    cut = last_cut(text, special_tokens, pattern)
+    whole = text + following
+    assert 0 <= cut <= len(text)
+    apart = pieces_of(whole[:cut], special_tokens, pattern) + pieces_of(whole[cut:], special_tokens, pattern)
+    assert apart == pieces_of(whole, special_tokens, pattern)
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.lists(texts, max_size=6), special_lists, patterns, st.integers(1, 40))
+def test_cut_safely_changes_no_pretoken(
+    blocks: list[str], special_tokens: list[str], pattern: str, size: int
+) -> None:
+    pieces = list(cut_safely(blocks, special_tokens, pattern, size))
+    whole = "".join(blocks)
+    assert "".join(pieces) == whole
+    assert "" not in pieces
+    apart = [pretoken for piece in pieces for pretoken in pieces_of(piece, special_tokens, pattern)]
+    assert apart == pieces_of(whole, special_tokens, pattern)
+
+
+def test_last_cut_is_before_the_last_space_that_follows_something() -> None:
+    assert last_cut("one two  ", []) == len("one two")
+    assert last_cut("one two", []) == len("one")
+    assert last_cut("one", []) == 0
+    assert last_cut("   ", []) == 0
+
+
+def test_last_cut_leaves_a_special_token_that_may_go_on() -> None:
+    """After ``<|a|>`` the longer ``<|a|><|b|>`` may still come."""
+    special_tokens = ["<|a|>", "<|a|><|b|>"]
+    assert last_cut("x<|a|>", special_tokens) == 0
+    assert last_cut("x<|a|>123456789", special_tokens) == len("x<|a|>")
+
+
+def test_last_cut_never_cuts_at_a_space_inside_a_special_token() -> None:
+    text = "word <| end of text |>" + "x" * 30
+    assert last_cut(text, ["<| end of text |>"]) == text.index("x")
+    assert last_cut("word<| end of", ["<| end of text |>"]) == 0
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(texts, max_size=6), special_lists)
+def test_a_custom_pattern_is_cut_only_after_special_tokens(blocks: list[str], special_tokens: list[str]) -> None:
+    pieces = list(cut_safely(blocks, special_tokens, WORDS_PATTERN, 1))
+    for piece in pieces[:-1]:
+        *_, (_, is_special) = split_special(piece, special_tokens)
+        assert is_special
+
+
+def test_cut_safely_gives_pieces_of_about_the_size() -> None:
+    pieces = list(cut_safely(["word " * 10_000], [], size=100))
+    assert len(pieces) == 2  # one block is one search
+    pieces = list(cut_safely(["word "] * 10_000, [], size=100))
+    assert max(map(len, pieces)) <= 105
+    assert min(map(len, pieces[:-1])) >= 90
+
+
+def test_cut_safely_keeps_a_text_without_a_cut_whole() -> None:
+    assert list(cut_safely(["a" * 50] * 1000, [], size=100)) == ["a" * 50_000]
+
+
+def test_pretokens_of_the_gpt2_pattern() -> None:
+    assert list(pretokenize("I'll  say: don't 42\n\n go")) == [
+        *("I", "'ll", " ", " say", ":", " don", "'t", " 42", "\n\n", " go"),
+    ]
+
+
+@settings(deadline=None, max_examples=200)
+@given(texts, patterns | st.sampled_from([r"", r"x*", r"(?=a)", r"b|"]))
+def test_pretokens_join_to_the_text(text: str, pattern: str) -> None:
+    """Also with patterns that skip characters or match nothing at all."""
+    pretokens = list(pretokenize(text, pattern))
+    assert "".join(pretokens) == text
+    assert "" not in pretokens
+
+
+@settings(deadline=None, max_examples=200)
+@given(texts, special_lists)
+def test_split_special_takes_the_longest_of_the_leftmost(text: str, special_tokens: list[str]) -> None:
+    expected: list[tuple[str, bool]] = []
+    plain = ""
+    i = 0
+    while i < len(text):
+        found = max((token for token in special_tokens if text.startswith(token, i)), key=len, default=None)
+        if found is None:
+            plain += text[i]
+            i += 1
+            continue
+        expected += [(plain, False)] * bool(plain) + [(found, True)]
+        plain = ""
+        i += len(found)
+    expected += [(plain, False)] * bool(plain)
+    assert list(split_special(text, special_tokens)) == expected
+
+
+def test_special_tokens_are_no_regular_expressions() -> None:
+    assert list(split_special("a.b axb [|]", ["a.b", "[|]"])) == [("a.b", True), (" axb ", False), ("[|]", True)]
+
+
+@pytest.mark.parametrize("pattern", ["(", "[a", r"\p{Nonsense}", "a**b("])
+def test_a_malformed_pattern_is_a_users_mistake(pattern: str) -> None:
+    with pytest.raises(UserError, match="is not a regular expression"):
+        compile_pattern(pattern)
+    with pytest.raises(UserError, match="is not a regular expression"):
+        list(pretokenize("text", pattern))
+
+
+@pytest.mark.parametrize(
+    ("special_tokens", "message"),
+    [
+        (["<s>", ""], "number 2 is empty"),
+        (["<s>", "<t>", "<s>"], "'<s>' is given twice"),
+        (["\ud800"], "lone surrogate"),
+    ],
+)
+def test_unfit_special_tokens_are_a_users_mistake(special_tokens: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_special_tokens(special_tokens)
