@@ -9,6 +9,8 @@ from typing import NoReturn, get_args
 os.environ.setdefault("PREFECT_LOGGING_EXTRA_LOGGERS", "lm,tasks,flows")
 os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
 os.environ.setdefault("PREFECT_SERVER_LOGGING_LEVEL", "CRITICAL")
+# A busy machine needs longer than the default 20 s to start the ephemeral server.
+os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "180")
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
 

@@ -217,9 +217,9 @@ class Trainer:
                 now = time.perf_counter()
                 rate = (self.step - last_logged) * config.batch_size * context / (now - last_time)
                 last_logged, last_time = self.step, now
-                row = self._row(float(loss), float(grad_norm), lr, rate, (now - started) / (self.step - first_step))
+                row = self._row(float(loss.detach()), float(grad_norm), lr, rate, (now - started) / (self.step - first_step))
             if self.step % config.eval_interval == 0 or self.step == config.steps:
-                row = {"step": self.step, "loss": float(loss), "lr": lr} | row | self._validate()
+                row = {"step": self.step, "loss": float(loss.detach()), "lr": lr} | row | self._validate()
                 last_time = time.perf_counter()
             if row:
                 self._append("metrics.jsonl", row)

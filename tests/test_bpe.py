@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.bpe import TokenizerConfig, train_bpe, train_merges
+from lm.demo_corpus import demo_stories
 from lm.errors import UserError
 from lm.pretokens import GPT2_PATTERN, pretokenize, split_special
 
@@ -107,8 +108,6 @@ def test_training_on_a_file_equals_the_naive_reference(
 
 
 def test_training_on_the_demo_corpus_equals_the_naive_reference(tmp_path: Path) -> None:
-    from lm.demo_corpus import demo_stories
-
     text = "".join(demo_stories(200))
     path = tmp_path / "corpus.txt"
     path.write_text(text, encoding="utf-8", newline="")

@@ -348,7 +348,7 @@ def test_other_json_is_no_checkpoint(saved: Path, text: str) -> None:
 
 
 def test_one_changed_byte_never_raises_anything_else(saved: Path) -> None:
-    """Any byte of any file: the checkpoint is skipped or, in the description's free text, read; nothing else happens."""
+    """Any byte of any file: the checkpoint is skipped or, in the description's free text, read; nothing else."""
     for name in FILES:
         data = (saved / name).read_bytes()
         every = 1 if name == "checkpoint.json" else len(data) // 20

@@ -306,7 +306,7 @@ def test_model_equals_plain_functions() -> None:
 
 
 def test_model_equals_hugging_face_llama() -> None:
-    """Hugging Face turns (i, i + d/2) and not neighbours, so the rows of q and k change places (Meta → HF conversion)."""
+    """Hugging Face turns (i, i + d/2) and not neighbours, so the rows of q and k change places."""
     transformers = pytest.importorskip("transformers", reason="transformers is the reference here")
     llama = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
