@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from typing import NoReturn, get_args
+from typing import NoReturn, cast, get_args
 
 # Prefect reads its settings when it is imported. Its own lines are for its UI; the console shows the project's.
 os.environ.setdefault("PREFECT_LOGGING_EXTRA_LOGGERS", "lm,tasks,flows")
@@ -12,7 +12,7 @@ os.environ.setdefault("PREFECT_SERVER_LOGGING_LEVEL", "CRITICAL")
 # A busy machine needs longer than the default 20 s to start the ephemeral server.
 os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "180")
 
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings  # type: ignore[attr-defined]
 
 from flows.config import PRESETS, PipelineConfig, preset_path
 from flows.console import exit_code, plan_command, run_command, sample_command
@@ -24,7 +24,7 @@ from lm.generate import SampleConfig
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
-class _Parser(ArgumentParser):  # type: ignore[misc]
+class _Parser(ArgumentParser):
     """Answers a mistake with one message instead of the usage of 60 options."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -77,13 +77,13 @@ def _preset_named(arguments: list[str]) -> str:
     return "demo"
 
 
-def _stages(names: str) -> list[StageName]:
+def _stages(names: str) -> tuple[StageName, ...]:
     known = get_args(StageName)
     stages = [name.strip() for name in names.split(",") if name.strip()]
     for name in stages:
         if name not in known:
             raise UserError(f"There is no stage {name!r}{nearest(name, known)}. Stages: {', '.join(known)}.")
-    return stages  # type: ignore[return-value]
+    return cast(tuple[StageName, ...], tuple(stages))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -98,8 +98,8 @@ def _dispatch(arguments: list[str]) -> None:
     options: Namespace = parser.instantiate(parsed)[parsed.command]
     if parsed.command == "sample":
         settings = {name: options[name] for name in SampleConfig.__dataclass_fields__ if name != "prompts"}
-        config = SampleConfig(options.prompt or SampleConfig().prompts, **settings)
-        sample_command(options.root, config, Execution(device=options.device))
+        sampling = SampleConfig(options.prompt or SampleConfig().prompts, **settings)
+        sample_command(options.root, sampling, Execution(device=options.device))
         return
     until, refresh = _stages(options.until), _stages(options.refresh)
     config = PipelineConfig(**{name: options[name] for name in PipelineConfig.__dataclass_fields__})

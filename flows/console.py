@@ -5,11 +5,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from prefect.task_runners import ThreadPoolTaskRunner
 from tqdm import tqdm
 
 from flows.config import PipelineConfig
-from flows.pipeline import StageName, absolute, pipeline
+from flows.pipeline import StageName, absolute, pipeline, task_runner
 from flows.plan import plan
 from lm.errors import UserError
 from lm.execution import Execution
@@ -50,15 +49,15 @@ def exit_code(command: Callable[[], None]) -> int:
     return 0
 
 
-def run_command(config: PipelineConfig, root: str, until: StageName | None, refresh: list[StageName]) -> None:
+def run_command(config: PipelineConfig, root: str, until: StageName | None, refresh: tuple[StageName, ...]) -> None:
     """Run the pipeline and print what was made."""
     _log_to_console()
-    run = pipeline.with_options(task_runner=ThreadPoolTaskRunner(max_workers=config.execution.workers))
+    run = pipeline.with_options(task_runner=task_runner(config.execution.workers))
     record = run(config, root, until, refresh)
     print(_summary(record))
 
 
-def plan_command(config: PipelineConfig, root: str, until: StageName | None, refresh: list[StageName]) -> None:
+def plan_command(config: PipelineConfig, root: str, until: StageName | None, refresh: tuple[StageName, ...]) -> None:
     """Print what a run would do."""
     _log_to_console()
     rows = plan(config, root, until, refresh)
@@ -70,11 +69,13 @@ def plan_command(config: PipelineConfig, root: str, until: StageName | None, ref
 def sample_command(root: str, config: SampleConfig, execution: Execution) -> None:
     """Print completions by the model of the latest run below ``root``."""
     store = Run(absolute(root), "sample").store
-    record = store.read_json("runs", "latest.json")
-    if not record or "train" not in record["stages"]:
+    newest_first = reversed([name for name in store.names("runs") if name != "latest.json"])
+    records = (store.read_json("runs", name) for name in newest_first)
+    record = next((record for record in records if record and "train" in record["stages"]), None)
+    if record is None:
         raise UserError(f"{root} has no finished model; make one with: textmill run --root {root}")
-    outputs = (read_output(store, Ref(name, record["stages"][name]["key"])) for name in ("train", "merge"))
-    for sample in draw(*outputs, config, execution):
+    model, tokenizer = (read_output(store, Ref(name, record["stages"][name]["key"])) for name in ("train", "merge"))
+    for sample in draw(model, tokenizer, config, execution):
         print(_quote(sample))
 
 
@@ -89,8 +90,8 @@ def _summary(record: dict[str, Any]) -> str:
     lines = ["", f"{'stage':<8} {'state':<7} {'seconds':>8}  what"]
     for name, output in outputs.items():
         figures = "  ".join(_figures(output.manifest["figures"]))
-        seconds = output.manifest["made"]["seconds"]
-        lines.append(f"{name:<8} {record['stages'][name]['state']:<7} {seconds:>8.1f}  {figures}")
+        stage = record["stages"][name]
+        lines.append(f"{name:<8} {stage['state']:<7} {stage['seconds']:>8.1f}  {figures}")
     if "sample" in outputs:
         lines += map(_quote, outputs["sample"].json("samples.json"))
     lines += ["", "Made:"]

@@ -1,7 +1,7 @@
 """The pipeline: from raw text to sampled text, a chain of cached stages."""
 
 import logging
-import os
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -34,7 +34,9 @@ StageName = Literal["ingest", "chunk", "count", "merge", "encode", "train", "sam
 class Caller(Protocol):
     """How the chain's stages are called: run by Prefect, or only looked at by ``textmill plan``."""
 
-    run: Run
+    @property
+    def run(self) -> Run:
+        """What every stage is told."""
 
     def call(self, stage: Stage, *arguments: Any) -> Ref:
         """The output of one stage."""
@@ -78,7 +80,7 @@ class PrefectCaller:
 
     def map(self, stage: Stage, texts: Ref, chunks: Ref, split: str, *arguments: Any) -> list[Ref]:
         """Run a stage for each chunk, as many at a time as the task runner allows."""
-        items = read_chunks(*(read_output(self.run.store, ref) for ref in (texts, chunks)), split)
+        items = read_chunks(self.run.store, texts, chunks, split)
         futures = [stage.task.submit(item, *arguments, run=self.run) for item in items]
         with progress_bar(f"{stage.name} {split}", len(items), "chunk") as progress:
             for done, _ in enumerate(as_completed(futures), start=1):
@@ -86,12 +88,20 @@ class PrefectCaller:
         return [Ref(**future.result()) for future in futures]
 
 
-@flow(name="pipeline", task_runner=ThreadPoolTaskRunner(max_workers=os.cpu_count() or 1))
+DEMO = PipelineConfig()
+
+
+def task_runner(workers: int) -> Any:
+    """Threads suffice: the work is in code that lets go of the interpreter, and a task costs milliseconds."""
+    return ThreadPoolTaskRunner(max_workers=workers)
+
+
+@flow(name="pipeline", task_runner=task_runner(DEMO.execution.workers))
 def pipeline(
-    config: PipelineConfig = PipelineConfig(),  # noqa: B008: frozen
+    config: PipelineConfig = DEMO,
     root: str = "artifacts",
     until: StageName | None = None,
-    refresh: list[StageName] = [],  # noqa: B006: never changed
+    refresh: tuple[StageName, ...] = (),
 ) -> dict[str, Any]:
     """Run the chain up to ``until``, every stage from the cache where nothing that decides it has changed.
 
@@ -106,11 +116,14 @@ def pipeline(
     run = Run(absolute(root), name, frozenset(refresh), config.execution)
     record: dict[str, Any] = {"name": name, "at": started.isoformat(timespec="seconds"), "root": run.root}
     record |= {"config": asdict(config), "until": until, "refresh": list(refresh), "stages": {}}
+    clock = time.perf_counter()
     for stage_name, ref in chain(config, PrefectCaller(run)):
         output = read_output(run.store, ref)
         state = "made" if output.manifest["made"]["run"] == name else "cached"
-        log.info("%s %s in %s", stage_name, state, output.url)
-        record["stages"][stage_name] = {"key": ref.key, "state": state}
+        log.info("%s is %s.", stage_name, state)
+        now = time.perf_counter()
+        record["stages"][stage_name] = {"key": ref.key, "state": state, "seconds": round(now - clock, 3)}
+        clock = now
         if stage_name == until:
             break
     for place in (name, "latest"):

@@ -1,11 +1,12 @@
 """What a run would do, and why, without running it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from flows.config import PipelineConfig
 from flows.pipeline import absolute, chain
-from tasks.stage import Ref, Run, Stage, intact_output, read_output
+from tasks.stage import Ref, Run, Stage, intact_output
 from tasks.texts import read_chunks
 
 _PENDING = "pending"  # the key of an output that is not there yet
@@ -29,7 +30,7 @@ class Planner:
         if _PENDING in (texts.key, chunks.key):
             self.rows.append((f"{stage.name} {split}", "runs once the chunks are known"))
             return [Ref(stage.name, _PENDING)]
-        items = read_chunks(*(read_output(self.run.store, ref) for ref in (texts, chunks)), split)
+        items = read_chunks(self.run.store, texts, chunks, split)
         found = [self._look_up(stage, (item, *arguments)) for item in items]
         fates = [fate for ref, fate in found if ref.key == _PENDING]
         fate = f"{len(fates)} of {len(items)} chunks run: {fates[0]}" if fates else f"cached, {len(items)} chunks"
@@ -49,7 +50,7 @@ class Planner:
         return pending, f"runs: {stage.reason(ref, stage.ingredients(named, self.run), self.run)}"
 
 
-def plan(config: PipelineConfig, root: str, until: str | None, refresh: list[str]) -> list[tuple[str, str]]:
+def plan(config: PipelineConfig, root: str, until: str | None, refresh: Sequence[str]) -> list[tuple[str, str]]:
     """(stage, what would happen and why) for every stage up to ``until``."""
     planner = Planner(Run(absolute(root), "plan", frozenset(refresh), config.execution))
     for name, _ in chain(config, planner):

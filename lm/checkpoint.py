@@ -23,9 +23,7 @@ from lm.model import ModelConfig, TransformerLM
 PathOrFile = str | os.PathLike[str] | IO[bytes]
 
 
-def save_checkpoint(
-    model: nn.Module, optimizer: torch.optim.Optimizer, iteration: int, out: PathOrFile
-) -> None:
+def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, iteration: int, out: PathOrFile) -> None:
     """Write model, optimizer and iteration to one file (a path, written atomically, or a binary file object)."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "iteration": iteration}
     if not isinstance(out, (str, os.PathLike)):

@@ -9,7 +9,7 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from lm.pretokens import END_OF_TEXT
 
 BLOCK = 1 << 20  # bytes read at once
 
-_DECOMPRESSORS = {
+_DECOMPRESSORS: dict[str, Callable[[IO[bytes]], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,

@@ -34,12 +34,16 @@ def write_counts(path: Path, counts: Counter[str]) -> None:
     pq.write_table(pa.table(columns, schema=SCHEMA), path, compression="zstd")
 
 
-def merge_counts(parts: Iterable[Path], path: Path) -> None:
-    """Add up Parquet counts and write them ordered: the most frequent first, equal counts by the pretokens' bytes."""
+def merge_counts(parts: Iterable[Path], path: Path) -> int:
+    """Add up Parquet counts and write them ordered: the most frequent first, equal counts by the pretokens' bytes.
+
+    Returns the number of different pretokens.
+    """
     table = pa.concat_tables([_read(part) for part in parts])
     summed = table.group_by("pretoken").aggregate([("count", "sum")]).rename_columns(["pretoken", "count"])
     order = pc.sort_indices(summed, sort_keys=[("count", "descending"), ("pretoken", "ascending")])
     pq.write_table(summed.take(order).cast(SCHEMA), path, compression="zstd")
+    return len(summed)
 
 
 def read_counts(path: Path) -> Iterator[tuple[bytes, int]]:

@@ -49,7 +49,7 @@ def check_length(tokens: Tokens, context_length: int, what: str = "data") -> Non
 def windows(
     tokens: Tokens, starts: list[int], context_length: int, device: str | torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The sequences that begin at ``starts``, and the same one token later; each (len(starts), context_length) int64."""
+    """The sequences at ``starts``, and the same one token later; each (len(starts), context_length) int64."""
     rows = np.stack([np.asarray(tokens[i : i + context_length + 1]) for i in starts]).astype(np.int64)
     both = torch.from_numpy(rows)
     if torch.device(device).type == "cuda":

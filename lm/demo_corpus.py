@@ -60,7 +60,7 @@ def _story(rng: random.Random) -> str:
     help_ = [
         f'Then {friend} the {pick(_ANIMALS)} came by. "Can I help you?" asked {friend}.',
         f'"Do not worry," said {friend} the {pick(_ANIMALS)}. "We will do it together."',
-        f"Soon {name} met {friend}, a {pick(_KINDS)} {pick(_ANIMALS)}. \"What is wrong?\" asked {friend}.",
+        f'Soon {name} met {friend}, a {pick(_KINDS)} {pick(_ANIMALS)}. "What is wrong?" asked {friend}.',
     ]
     work = [
         f"They looked under {rng.randint(2, 20)} stones and behind {rng.randint(2, 9)} trees.",
@@ -71,5 +71,8 @@ def _story(rng: random.Random) -> str:
         f"At last they found the {noun}. {name} was {pick(_FEELINGS)}.",
         f"In the end they had the {noun}, and both were {pick(_FEELINGS)}.",
     ]
-    lesson = [f"{name} learned that {pick(_LESSONS)}.", f'"Thank you," said {name}. From that day on they were friends.']
+    lesson = [
+        f"{name} learned that {pick(_LESSONS)}.",
+        f'"Thank you," said {name}. From that day on they were friends.',
+    ]
     return " ".join(map(pick, (beginning, trouble, help_, work, ending, lesson)))

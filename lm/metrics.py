@@ -24,8 +24,8 @@ def parameter_count(config: ModelConfig) -> dict[str, int]:
 def flops_per_token(config: ModelConfig, training: bool = True) -> int:
     """Floating-point operations a token of a full context, matrix products only.
 
-    Forward: 2 a matrix parameter (the embedding is a look-up and costs none), and 4 · layers · d_model · context for the
-    scores and their weighted sum. Training costs three times that: forward, and backward for weights and inputs.
+    Forward: 2 a matrix parameter (the embedding is a look-up and costs none), and 4 · layers · d_model · context for
+    the scores and their weighted sum. Training costs three times that: forward, and backward for weights and inputs.
     CS336 assignment 1, section 3.6; Kaplan et al. 2020. The causal mask is not taken off.
     """
     parts = parameter_count(config)

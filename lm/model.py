@@ -145,14 +145,12 @@ class SwiGLU(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns the pairs (2i, 2i+1) of a head by ``position · theta^(-2i/d_k)``: Meta's interleaved layout (Su et al. 2021)."""
+    """Turns the pairs (2i, 2i+1) of a head by ``position · theta^(-2i/d_k)``: Meta's interleaved RoPE."""
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(
-        self, theta: float, d_k: int, max_seq_len: int, device: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, theta: float, d_k: int, max_seq_len: int, device: torch.device | str | None = None) -> None:
         super().__init__()
         frequencies = theta ** (-torch.arange(0, d_k, 2, device=device, dtype=torch.float32) / d_k)
         angles = torch.outer(torch.arange(max_seq_len, device=device, dtype=torch.float32), frequencies)
@@ -264,9 +262,7 @@ class TransformerLM(nn.Module):
         self.rope = RotaryEmbedding(config.rope_theta, d_k, config.context_length, device)
         self.token_embeddings = Embedding(config.vocab_size, config.d_model, device, dtype)
         self.layers = nn.ModuleList(
-            TransformerBlock(
-                config.d_model, config.num_heads, config.d_ff, self.rope, config.norm_eps, device, dtype
-            )
+            TransformerBlock(config.d_model, config.num_heads, config.d_ff, self.rope, config.norm_eps, device, dtype)
             for _ in range(config.num_layers)
         )
         self.ln_final = RMSNorm(config.d_model, config.norm_eps, device, dtype)
@@ -291,8 +287,8 @@ class TransformerLM(nn.Module):
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
     """Mean of ``-log softmax(logits)[target]`` over targets that are not ``ignore_index``; a scalar in nats.
 
-    ``logits`` (..., V), ``targets`` int (...). Written out and stable (log-sum-exp with the maximum taken off); training
-    runs torch's fused one and tests hold them equal. All targets ignored gives nan, as torch does.
+    ``logits`` (..., V), ``targets`` int (...). Written out and stable (the maximum is taken off first); training runs
+    torch's fused one and tests hold them equal. All targets ignored gives nan, as torch does.
     """
     shifted = logits - logits.amax(-1, keepdim=True)
     kept = targets != ignore_index

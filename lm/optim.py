@@ -5,7 +5,7 @@ Sources: CS336 assignment 1 (section 4); Loshchilov & Hutter 2019 (AdamW); Jorda
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _update(self, params: list[Tensor], t: int, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
-        grads = [p.grad for p in params]
+        grads = [p.grad for p in params if p.grad is not None]
         m = [self.state[p]["m"] for p in params]
         v = [self.state[p]["v"] for p in params]
         torch._foreach_lerp_(m, grads, 1 - beta1)
@@ -92,14 +92,16 @@ class Muon(torch.optim.Optimizer):
 
     The momentum matrix M = U S Vᵀ is replaced by about U Vᵀ (five Newton–Schulz steps), so every direction of the
     matrix is learned at the same rate. ``lr`` is the root mean square of an update of one entry, as for AdamW, times
-    five: scaled by ``0.2 · sqrt(max(rows, columns))`` (Liu et al. 2025, "Muon is scalable"), so AdamW's lr and decay fit.
+    five: scaled by ``0.2 · sqrt(max(rows, columns))`` (Liu et al. 2025), so AdamW's lr and decay fit.
     """
 
     def __init__(
         self, params: Iterable[Any], lr: float = 1e-3, momentum: float = 0.95, weight_decay: float = 0.01
     ) -> None:
         if lr < 0 or weight_decay < 0 or not 0 <= momentum < 1:
-            raise ValueError(f"lr {lr}, weight_decay {weight_decay} must not be negative, momentum {momentum} in [0, 1)")
+            raise ValueError(
+                f"lr {lr}, weight_decay {weight_decay} must not be negative, momentum {momentum} in [0, 1)"
+            )
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         for p in (p for group in self.param_groups for p in group["params"]):
             if p.ndim != 2:  # vectors of one shape would be stacked, and orthogonalized against each other
@@ -117,9 +119,10 @@ class Muon(torch.optim.Optimizer):
             for shape, params in by_shape.items():
                 buffers = []
                 for p in params:
+                    grad = cast(Tensor, p.grad)
                     buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                    buffer.lerp_(p.grad, 1 - group["momentum"])
-                    buffers.append(p.grad.lerp(buffer, group["momentum"]))  # Nesterov
+                    buffer.lerp_(grad, 1 - group["momentum"])
+                    buffers.append(grad.lerp(buffer, group["momentum"]))  # Nesterov
                 updates = orthogonalize(torch.stack(buffers))
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(params, list(updates.unbind()), alpha=-group["lr"] * 0.2 * math.sqrt(max(shape)))
@@ -152,7 +155,7 @@ def _evaluate(closure: Callable[[], float] | None) -> float | None:
 
 
 def lr_cosine_schedule(it: int, max_lr: float, min_lr: float, warmup_iters: int, cosine_iters: int) -> float:
-    """Linear warm-up to ``max_lr`` at ``warmup_iters``, a half cosine down to ``min_lr`` at ``cosine_iters``, then flat.
+    """Linear warm-up to ``max_lr`` at ``warmup_iters``, half a cosine to ``min_lr`` at ``cosine_iters``, then flat.
 
     CS336 assignment 1, section 4.4 (after Touvron et al. 2023).
     """

@@ -79,7 +79,14 @@ class TrainConfig:
     """Most tokens of such a sample."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "eval_interval", "eval_sequences", "checkpoint_interval", "keep_checkpoints"):
+        for name in (
+            "steps",
+            "batch_size",
+            "eval_interval",
+            "eval_sequences",
+            "checkpoint_interval",
+            "keep_checkpoints",
+        ):
             if getattr(self, name) < 1:
                 raise UserError(f"train.{name} is {getattr(self, name)}; it must be at least 1.")
         if not 0 <= self.min_lr <= self.max_lr:
@@ -217,7 +224,9 @@ class Trainer:
                 now = time.perf_counter()
                 rate = (self.step - last_logged) * config.batch_size * context / (now - last_time)
                 last_logged, last_time = self.step, now
-                row = self._row(float(loss.detach()), float(grad_norm), lr, rate, (now - started) / (self.step - first_step))
+                row = self._row(
+                    float(loss.detach()), float(grad_norm), lr, rate, (now - started) / (self.step - first_step)
+                )
             if self.step % config.eval_interval == 0 or self.step == config.steps:
                 row = {"step": self.step, "loss": float(loss.detach()), "lr": lr} | row | self._validate()
                 last_time = time.perf_counter()

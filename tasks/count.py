@@ -20,4 +20,5 @@ def count_chunk(out: Draft, chunk: Chunk, special_tokens: list[str], pattern: st
 @stage("count")
 def count(out: Draft, parts: list[Output]) -> None:
     """Add up the counts of the chunks, the most frequent pretoken first."""
-    merge_counts([part.path("counts.parquet") for part in parts], out.directory / "counts.parquet")
+    unique = merge_counts([part.path("counts.parquet") for part in parts], out.directory / "counts.parquet")
+    out.figures = {"pretokens": sum(part.manifest["figures"]["pretokens"] for part in parts), "unique": unique}

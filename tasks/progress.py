@@ -10,4 +10,8 @@ from tqdm import tqdm
 def progress_bar(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
     """Show a bar; the function given is told how many of ``total`` are done."""
     with tqdm(total=total, desc=title, unit=unit, disable=None, leave=False, dynamic_ncols=True) as bar:
-        yield lambda done: bar.update(done - bar.n) and None
+
+        def progress(done: int) -> None:
+            bar.update(done - bar.n)
+
+        yield progress

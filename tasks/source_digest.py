@@ -6,7 +6,6 @@ import tokenize
 from functools import lru_cache
 from modulefinder import ModuleFinder
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 PROJECT = Path(__file__).parents[1]
@@ -15,10 +14,10 @@ PROJECT = Path(__file__).parents[1]
 class _LibraryFinder(ModuleFinder):
     """Follows imports of ``lm`` alone: the contract in ``tasks`` decides where files lie, never what is in them."""
 
-    def find_module(self, name: str, path: Any, parent: ModuleType | None = None) -> Any:
+    def find_module(self, name: str, path: Any, parent: Any = None) -> Any:
         if parent is None and name != "lm":
             raise ImportError(name)
-        return super().find_module(name, path, parent)  # type: ignore[misc]
+        return super().find_module(name, path, parent)
 
 
 @lru_cache

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from prefect import Task
 from prefect.cache_policies import CachePolicy
 from prefect.context import TaskRunContext
+from prefect.results import get_result_store
 
 from lm.corpus import Source
 from lm.errors import UserError
@@ -149,7 +150,7 @@ def read_output(store: Store, ref: Ref) -> Output:
 
 @dataclass
 class _StageKey(CachePolicy):
-    """Prefect's cache key: the stage's own, with a one-time suffix where a record must not count."""
+    """Prefect's cache key: the stage's own, with a one-time suffix where there is a record that must not count."""
 
     stage: "Stage | None" = None
 
@@ -162,9 +163,9 @@ class _StageKey(CachePolicy):
         arguments = dict(inputs)
         run: Run = arguments.pop("run")
         ref = self.stage.ref(arguments, run)
-        if self.stage.is_refreshed(run) or intact_output(run.store, ref) is None:
-            return f"{ref.stage}-{ref.key}-{uuid.uuid4().hex}"
-        return f"{ref.stage}-{ref.key}-{hashlib.sha256(run.root.encode()).hexdigest()[:8]}"
+        key = f"{ref.stage}-{ref.key}"
+        counts = not self.stage.is_refreshed(run) and intact_output(run.store, ref) is not None
+        return key if counts or not get_result_store().exists(key) else f"{key}-{uuid.uuid4().hex}"
 
 
 class Stage:
@@ -279,8 +280,8 @@ def stage(name: str, libraries: tuple[str, ...] = ()) -> Callable[[Callable[...,
 
 
 def _identity(value: Any, store: Store) -> Any:
-    """What of an argument decides the output, as JSON: an upstream output its content, an object with ``identity`` that,
-    a config its fields."""
+    """What of an argument decides the output, as JSON: an upstream output's content, an object's ``identity``, a
+    config's fields."""
     if isinstance(value, Ref):
         return {value.stage: read_output(store, value).digest}
     if hasattr(value, "identity"):

@@ -6,8 +6,8 @@ from typing import Any
 
 from lm.chunks import Range
 from lm.corpus import open_text
-from lm.errors import UserError
-from tasks.stage import Output
+from tasks.stage import Output, Ref, read_output
+from tasks.store import Store
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ def text_paths(texts: Output, split: str) -> list[str]:
     ]
 
 
-def read_chunks(texts: Output, chunks: Output, split: str) -> list[Chunk]:
+def read_chunks(store: Store, texts: Ref, chunks: Ref, split: str) -> list[Chunk]:
     """The chunks of ``train`` or ``valid``, ready to map over."""
-    paths = text_paths(texts, split)
+    paths = text_paths(read_output(store, texts), split)
     return [
         Chunk(number, [(paths[part["text"]], Range(**part)) for part in ranges])
-        for number, ranges in enumerate(chunks.json("chunks.json")[split], start=1)
+        for number, ranges in enumerate(read_output(store, chunks).json("chunks.json")[split], start=1)
     ]
 
 
@@ -50,11 +50,3 @@ def open_ranges(chunk: Chunk) -> Iterator[tuple[Iterator[str], bool]]:
     for path, part in chunk.ranges:
         with open_text(path, part.start, part.end) as blocks:
             yield blocks, part.last
-
-
-def separator_in(special_tokens: list[str], separator: str) -> None:
-    """Raise UserError unless the documents' separator is one of the tokenizer's special tokens."""
-    if separator not in special_tokens:
-        raise UserError(
-            f"data.separator {separator!r} is not among tokenizer.special_tokens {special_tokens}; add it there."
-        )

@@ -15,9 +15,7 @@ from lm.errors import UserError
 from lm.pretokens import GPT2_PATTERN, pretokenize, split_special
 
 # CS336 assignment 1, section 2.4, after Sennrich et al. 2016.
-TEXTBOOK = (
-    "low low low low low\nlower lower widest widest widest\nnewest newest newest newest newest newest\n"
-)
+TEXTBOOK = "low low low low low\nlower lower widest widest widest\nnewest newest newest newest newest newest\n"
 TEXTBOOK_MERGES = [
     *[(b"s", b"t"), (b"e", b"st"), (b"o", b"w"), (b"l", b"ow"), (b"w", b"est"), (b"n", b"e")],
     *[(b"ne", b"west"), (b"w", b"i"), (b"wi", b"d"), (b"wid", b"est"), (b"low", b"e"), (b"lowe", b"r")],

@@ -21,7 +21,9 @@ EOT = END_OF_TEXT
 SPECIALS = [EOT, EOT + EOT, "<| pad |>"]
 WORDS_PATTERN = r"\p{L}+|\s+"
 
-pieces = st.sampled_from([*SPECIALS, "<|endof", "one", " two", "don't", "日本", "🙂", " ", "\n", "\n\n", "\t ", "\xa0", "x" * 30])
+pieces = st.sampled_from(
+    [*SPECIALS, "<|endof", "one", " two", "don't", "日本", "🙂", " ", "\n", "\n\n", "\t ", "\xa0", "x" * 30]
+)
 texts = st.lists(pieces, max_size=25).map("".join)
 files = st.lists(texts, min_size=1, max_size=4)
 
@@ -97,8 +99,8 @@ def test_a_chunk_ends_at_the_first_special_token_past_the_target(tmp_path: Path)
 
 def test_white_space_at_the_end_stays_with_the_last_document(tmp_path: Path) -> None:
     """A chunk of white space alone would not show whether a document is open before it."""
-    paths = write_files(tmp_path, [f"one{EOT}\ntwo{EOT}\n", "three four five\n \n"])
-    assert chunk_texts(paths, 4, [EOT]) == [f"one{EOT}", f"\ntwo{EOT}\n", "three four", " five\n \n"]
+    paths = write_files(tmp_path, [f"one{EOT}\ntwo{EOT}\n", f"three{EOT} \n \n"])
+    assert chunk_texts(paths, 4, [EOT]) == [f"one{EOT}", f"\ntwo{EOT}\n", f"three{EOT} \n \n"]
 
 
 def test_a_long_document_is_cut_before_white_space(tmp_path: Path) -> None:
@@ -159,7 +161,8 @@ def test_appended_documents_change_the_last_chunks_only(
     before = chunk_texts(write_files(directory, ["first file", "".join(stories[:documents])]), target, [EOT])
     after = chunk_texts(write_files(directory, ["first file", "".join(stories)]), target, [EOT])
     changed = 1 if has_separators else 2  # a document cut at white space: also where the last cut came
-    assert after[: len(before) - changed] == before[: len(before) - changed]
+    same = max(0, len(before) - changed)
+    assert after[:same] == before[:same]
 
 
 def test_chunks_do_not_depend_on_how_the_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +180,7 @@ def test_no_files_and_empty_files_give_no_chunk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", [0, -1])
 def test_an_unfit_target_is_a_users_mistake(target: int) -> None:
-    with pytest.raises(UserError, match="chunk.target_bytes"):
+    with pytest.raises(UserError, match=r"chunk\.target_bytes"):
         ChunkConfig(target_bytes=target)
 
 
@@ -197,7 +200,9 @@ def test_counting_past_the_size_of_a_piece() -> None:
     assert count_pretokens(blocks, [EOT]) == count_of(text, [EOT], GPT2_PATTERN)
 
 
-some_counts = st.dictionaries(st.text(max_size=4) | st.sampled_from(["the", " the", "日本"]), st.integers(1, 9), max_size=12)
+some_counts = st.dictionaries(
+    st.text(max_size=4) | st.sampled_from(["the", " the", "日本"]), st.integers(1, 9), max_size=12
+)
 
 
 @settings(deadline=None, max_examples=60)
@@ -222,7 +227,9 @@ def test_merged_counts_are_the_sum_ordered_by_count_then_bytes(
         write_counts(path, Counter(part))
     merge_counts(paths, directory / "all.parquet")
     total = sum(map(Counter, parts), Counter())
-    expected = sorted(((pretoken.encode(), count) for pretoken, count in total.items()), key=lambda row: (-row[1], row[0]))
+    expected = sorted(
+        ((pretoken.encode(), count) for pretoken, count in total.items()), key=lambda row: (-row[1], row[0])
+    )
     assert list(read_counts(directory / "all.parquet")) == expected
     assert pq.read_schema(directory / "all.parquet").equals(SCHEMA)
     merge_counts(reversed(paths), directory / "again.parquet")

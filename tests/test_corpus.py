@@ -116,7 +116,7 @@ def test_a_glob_gives_its_files_sorted_in_the_order_of_the_patterns(
 
 def test_an_unknown_protocol_is_a_users_mistake() -> None:
     for reader in (lambda url: expand([url]), fingerprint, read, version):
-        with pytest.raises(UserError, match="foo://bar cannot be read: .*foo"):
+        with pytest.raises(UserError, match=r"foo://bar cannot be read: .*foo"):
             reader("foo://bar")
 
 
@@ -290,10 +290,6 @@ def test_invalid_utf8_is_replaced_and_counted(tmp_path: Path, name: str) -> None
 # documents
 
 
-def text_config(separator: str = EOT, **rest: Any) -> DataConfig:
-    return DataConfig(separator=separator, **rest)
-
-
 @settings(deadline=None, max_examples=300)
 @given(st.text("ab| \n", max_size=60), st.sampled_from(["|", "||", "a|", "aa", "ab|", "\n\n"]), st.integers(1, 9))
 def test_documents_of_a_text_join_to_it_and_a_last_separator(text: str, separator: str, block: int) -> None:
@@ -301,7 +297,7 @@ def test_documents_of_a_text_join_to_it_and_a_last_separator(text: str, separato
         patch.setattr("lm.corpus.BLOCK", block)
         fsspec.filesystem("memory").pipe("/hypothesis.txt", text.encode())
         tally = Tally()
-        found = read("memory://hypothesis.txt", text_config(separator), tally)
+        found = read("memory://hypothesis.txt", DataConfig(separator=separator), tally)
     *whole, rest = text.split(separator)
     expected = [document + separator for document in whole]
     if rest:
@@ -535,7 +531,7 @@ def test_sources_on_s3(bucket: Any, tmp_path: Path) -> None:
     bucket.invalidate_cache()
     assert version(urls[1]) != before
     for url in ("s3://corpus/none.txt", "s3://no-such-bucket/a.txt"):
-        with pytest.raises(UserError, match="does not exist|cannot be opened"):
+        with pytest.raises(UserError, match=r"does not exist|cannot be opened"):
             fingerprint(url)
     with pytest.raises(UserError, match="No file matches"):
         expand(["s3://corpus/*.csv"])
@@ -643,7 +639,9 @@ def test_the_fraction_does_not_depend_on_order_number_or_format(tmp_path: Path) 
     rows = [row.strip() for row in stories(120)]
     train, valid = split_of(tmp_path, "one", rows, valid_fraction=0.2)
     assert valid
-    more_train, more_valid = split_of(tmp_path, "more", rows + [row.strip() for row in stories(200)[120:]], valid_fraction=0.2)
+    more_train, more_valid = split_of(
+        tmp_path, "more", rows + [row.strip() for row in stories(200)[120:]], valid_fraction=0.2
+    )
     assert more_train[: len(train)] == train
     assert more_valid[: len(valid)] == valid
     # Each document leads once; the first of a file stands without the newline that the others begin with.
@@ -683,9 +681,7 @@ def test_sources_without_a_document_are_a_users_mistake(tmp_path: Path) -> None:
 def test_ingest_counts_removed_separators(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     url = jsonl(tmp_path / "a.jsonl", *(json.dumps({"text": f"{row}{EOT}{row}"}) for row in "abcdefgh" * 5))
     for name, fraction in (("split", 0.4), ("whole", 0)):
-        found, _ = run(
-            tmp_path / name, sources(url), valid_fraction=fraction, separator_in_document="remove"
-        )
+        found, _ = run(tmp_path / name, sources(url), valid_fraction=fraction, separator_in_document="remove")
         assert found["statistics"]["train"]["separators_removed"] == 40
     assert "40 separators removed" in caplog.text
 

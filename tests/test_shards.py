@@ -61,9 +61,7 @@ def test_a_shard_holds_the_ids_of_the_text(tokenizer: Tokenizer, tmp_path: Path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["documents.npy", "tokens.bin"]
 
 
-@pytest.mark.parametrize(
-    ("size", "name"), [(257, "<u2"), (1 << 16, "<u2"), ((1 << 16) + 1, "<u4"), (100_000, "<u4")]
-)
+@pytest.mark.parametrize(("size", "name"), [(257, "<u2"), (1 << 16, "<u2"), ((1 << 16) + 1, "<u4"), (100_000, "<u4")])
 def test_ids_are_little_endian_in_the_least_type_that_holds_them(tmp_path: Path, size: int, name: str) -> None:
     assert token_dtype(size).str == name
     tokenizer = Tokenizer({i: bytes([i]) for i in range(256)} | {size - 1: EOT.encode()}, [], [EOT])
@@ -86,9 +84,7 @@ def test_white_space_after_the_last_separator_gets_none(tokenizer: Tokenizer, tm
 
 
 @pytest.mark.parametrize("tail", ["\n.", "\n\n x \n", PAD, "é"])
-def test_anything_else_after_the_last_separator_is_a_document(
-    tokenizer: Tokenizer, tmp_path: Path, tail: str
-) -> None:
+def test_anything_else_after_the_last_separator_is_a_document(tokenizer: Tokenizer, tmp_path: Path, tail: str) -> None:
     ids, ends = shard_of(tokenizer, tmp_path, f"one{EOT}{tail}")
     assert tokenizer.decode(ids) == f"one{EOT}{tail}{EOT}"
     assert len(ends) == 2
