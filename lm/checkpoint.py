@@ -98,6 +98,7 @@ def save_training(
     """Write a checkpoint directory: ``model.safetensors``, ``optimizer.pt``, then ``checkpoint.json`` with the model's
     config, the step, ``about``, and the size and sha256 of both files. An older one of that name is replaced."""
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
+    older = directory.with_name(f".{directory.name}.{os.getpid()}.old")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
@@ -110,10 +111,28 @@ def save_training(
             json.dump(description, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        shutil.rmtree(directory, ignore_errors=True)
-        temporary.replace(directory)
+        _sync_directory(temporary)
+        if directory.exists():
+            directory.replace(older)  # whole until the new one stands in its place
+        try:
+            temporary.replace(directory)
+        except OSError:
+            if older.exists():
+                older.replace(directory)
+            raise
+        _sync_directory(directory.parent)
+        shutil.rmtree(older, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # a full disk is not left fuller
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the names in a directory outlive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _digest(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Source: CS336 assignment 1 (section 6); Holtzman et al. 2020 (top-p).
 """
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
@@ -32,8 +33,8 @@ class SampleConfig:
     """Seed of the draws; prompt number i draws with seed + i."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise UserError(f"sample.temperature is {self.temperature}; it must not be negative.")
+        if not 0 <= self.temperature < math.inf:  # refuses nan too
+            raise UserError(f"sample.temperature is {self.temperature}; it must be a number from 0 up.")
         if not 0 <= self.top_p <= 1:
             raise UserError(f"sample.top_p is {self.top_p}; it must be between 0 and 1.")
         if self.max_new_tokens < 0:
@@ -46,9 +47,11 @@ def next_token_probabilities(logits: Tensor, temperature: float, top_p: float) -
     The nucleus is the smallest set of likeliest tokens with at least ``top_p`` probability, never empty.
     Temperature 0 puts everything on the likeliest token.
     """
-    if temperature == 0:
+    if temperature < torch.finfo(torch.float32).tiny:
         return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
-    probabilities = softmax(logits.float() / temperature)
+    logits = logits.float()
+    logits = logits - logits.amax(-1, keepdim=True)  # before a small temperature makes them infinite
+    probabilities = softmax(logits / temperature)
     if top_p < 1:
         ordered, order = probabilities.sort(-1, descending=True)
         before = ordered.cumsum(-1) - ordered  # the probability of all likelier tokens

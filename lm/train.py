@@ -91,8 +91,17 @@ class TrainConfig:
                 raise UserError(f"train.{name} is {getattr(self, name)}; it must be at least 1.")
         if not 0 <= self.min_lr <= self.max_lr:
             raise UserError(f"train.min_lr {self.min_lr} must lie between 0 and train.max_lr {self.max_lr}.")
-        if self.warmup_steps < 0:
-            raise UserError(f"train.warmup_steps is {self.warmup_steps}; it must not be negative.")
+        for name in ("warmup_steps", "weight_decay", "sample_tokens"):
+            if not getattr(self, name) >= 0:  # turned around, so that nan is refused too
+                raise UserError(f"train.{name} is {getattr(self, name)}; it must not be negative.")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"train.{name} is {getattr(self, name)}; it must be at least 0 and below 1.")
+        if not self.max_grad_norm > 0:
+            raise UserError(f"train.max_grad_norm is {self.max_grad_norm}; it must be above 0.")
+        for name, known in (("optimizer", ("adamw", "muon")), ("precision", ("float32", "bfloat16"))):
+            if getattr(self, name) not in known:
+                raise UserError(f"train.{name} is {getattr(self, name)!r}; it must be {' or '.join(known)}.")
 
 
 @dataclass
@@ -158,6 +167,7 @@ class Trainer:
         self.optimizers = make_optimizers(self.model, config)
         self.loss = self._compiled_loss()
         self.step = 0
+        out.mkdir(parents=True, exist_ok=True)
         self.best: dict[str, Any] = {"step": 0, "valid_loss": math.inf}
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -182,7 +192,8 @@ class Trainer:
         except Exception as error:  # no compiler, or a device that is not supported: slower, and no reason to stop
             log.warning("torch.compile does not work here, training runs without: %s", str(error).partition("\n")[0])
             return self._plain_loss
-        self.model.zero_grad(set_to_none=True)
+        finally:
+            self.model.zero_grad(set_to_none=True)
         return compiled
 
     def resume(self, previous: Path) -> bool:
@@ -220,19 +231,26 @@ class Trainer:
                 optimizer.zero_grad(set_to_none=True)
             self.step += 1
             row: dict[str, Any] = {}
-            if self.step % self.execution.log_interval == 0 or self.step in (1, config.steps):
+            last = self.step == config.steps
+            logs = last or self.step == 1 or self.step % self.execution.log_interval == 0
+            validates = last or self.step % config.eval_interval == 0
+            saves = last or self.step % config.checkpoint_interval == 0
+            if logs or validates or saves:
+                self._check_finite(float(loss.detach()), float(grad_norm))
+            if logs:
                 now = time.perf_counter()
                 rate = (self.step - last_logged) * config.batch_size * context / (now - last_time)
                 last_logged, last_time = self.step, now
                 row = self._row(
                     float(loss.detach()), float(grad_norm), lr, rate, (now - started) / (self.step - first_step)
                 )
-            if self.step % config.eval_interval == 0 or self.step == config.steps:
+            if validates:
                 row = {"step": self.step, "loss": float(loss.detach()), "lr": lr} | row | self._validate()
                 last_time = time.perf_counter()
             if row:
                 self._append("metrics.jsonl", row)
-            if self.step % config.checkpoint_interval == 0 or self.step == config.steps:
+            # After the row, which a run that resumes here finds in metrics.jsonl.
+            if saves or self.step == self.best["step"]:
                 self._save()
                 last_time = time.perf_counter()
             progress(self.step)
@@ -246,12 +264,16 @@ class Trainer:
                 group["lr"] = lr
         return lr
 
+    def _check_finite(self, loss: float, grad_norm: float) -> None:
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            return
+        saved = sorted(self.out.glob("step-*"))
+        raise UserError(
+            f"The loss is {loss} and the gradient norm {grad_norm} at step {self.step:,}: the training has diverged. "
+            f"Lower train.max_lr; {f'the last checkpoint is {saved[-1]}' if saved else 'no checkpoint was saved'}."
+        )
+
     def _row(self, loss: float, grad_norm: float, lr: float, rate: float, seconds_a_step: float) -> dict[str, Any]:
-        if not math.isfinite(loss):
-            raise UserError(
-                f"The loss is {loss} at step {self.step:,}: the training has diverged. Lower train.max_lr; the "
-                f"checkpoints up to step {self.step - self.step % self.config.checkpoint_interval:,} are in {self.out}."
-            )
         log.info(
             "step %s/%s (%d %%)  loss %.3f  lr %.1e  grad norm %.2f  %s tokens/s  %s left",
             f"{self.step:,}",
@@ -273,7 +295,6 @@ class Trainer:
             log.info("step %s  validation loss %.4f, %.4f bits per byte", f"{self.step:,}", *row.values())
             if loss < self.best["valid_loss"]:
                 self.best = {"step": self.step, **row}
-                self._save()
         sample = SampleConfig(max_new_tokens=self.config.sample_tokens)
         for number, prompt in enumerate(self.config.sample_prompts):
             text = complete(self.model, self.data.tokenizer, prompt, sample, seed=number)

@@ -15,7 +15,7 @@ class _LibraryFinder(ModuleFinder):
     """Follows imports of ``lm`` alone: the contract in ``tasks`` decides where files lie, never what is in them."""
 
     def find_module(self, name: str, path: Any, parent: Any = None) -> Any:
-        if parent is None and name != "lm":
+        if path is None and name != "lm":  # a top-level name; in a package, path is the package's
             raise ImportError(name)
         return super().find_module(name, path, parent)
 

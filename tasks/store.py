@@ -99,10 +99,11 @@ class Store:
         path = self.path(*parts)
         try:
             info = self.fs.info(path)
-            seen = (path, int(info["size"]), str(info.get("mtime") or info.get("ETag") or ""), sha256)
+            mark = info.get("ETag") or info.get("mtime") or info.get("LastModified") or info.get("created")
+            seen = (path, int(info["size"]), str(mark), sha256)
             if seen[1] != size:
                 return False
-            if seen not in _verified:
+            if not mark or seen not in _verified:
                 with self.fs.open(path, "rb") as file:
                     if _digest(file) != sha256:
                         return False

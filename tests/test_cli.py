@@ -1,0 +1,142 @@
+"""The command line: what a user's mistakes are answered with, and the commands over a finished run."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.cli import main
+from flows.config import PRESETS, PipelineConfig, preset_path
+from lm.demo_corpus import demo_stories
+
+TINY = """\
+data:
+  train: ["{corpus}"]
+  valid_fraction: 0.1
+chunk: {{target_bytes: 16000}}
+tokenizer: {{vocab_size: 300}}
+model: {{context_length: 16, d_model: 16, num_layers: 1, num_heads: 2, d_ff: 32}}
+train: {{steps: 2, batch_size: 2, warmup_steps: 1, eval_interval: 2, eval_sequences: 2, sample_tokens: 2}}
+sample: {{prompts: [Once], max_new_tokens: 3}}
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("".join(demo_stories(100)), encoding="utf-8")
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY.format(corpus=corpus), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "--preset", "tinystoris"], r"no preset 'tinystoris'; did you mean 'tinystories'\? Presets: demo"),
+        (["run", "--model.d_modle", "3"], r"--model\.d_modle.*did you mean '--model\.d_model'"),
+        (["run", "--train.steps", "many"], r"train\.steps"),
+        (["run", "--train.optimizer", "adam"], r"train\.optimizer"),
+        (["run", "--until", "trian"], r"no stage 'trian'; did you mean 'train'"),
+        (["run", "--refresh", "merge,encod"], r"no stage 'encod'; did you mean 'encode'"),
+        (["run", "--tokenizer.vocab_size", "256"], r"vocab_size 256 is too small"),
+        (["run", "--tokenizer.special_tokens", "[a, a]"], r"given twice"),
+        (["run", "--tokenizer.special_tokens", "['<|endoftext|>', '']"], r"is empty"),
+        (["run", "--data.separator", "<|end|>"], r"not among tokenizer\.special_tokens"),
+        (["run", "--tokenizer.pattern", "(a"], r"not a regular expression"),
+        (["run", "--model.num_heads", "7"], r"must be an even whole number"),
+        (["run", "--sample.top_p", "2"], r"top_p"),
+        (["plan", "--config", "/nowhere/x.yaml"], r"/nowhere/x\.yaml"),
+        (["plan", "--data.train", "['/nowhere/x.txt']"], r"/nowhere/x\.txt does not exist"),
+        (["plan", "--data.train", "['/nowhere/*.txt']"], r"No file matches /nowhere/\*\.txt"),
+        (["plan", "--data.train", "['demo:none']"], r"names no demo corpus"),
+        (["rum"], r"rum"),
+        ([], r"command"),
+    ],
+)
+def test_a_mistake_is_answered_with_one_message(
+    arguments: list[str],
+    message: str,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capfd.readouterr().err
+    assert re.search(message, error, re.DOTALL), error
+    assert error.startswith("textmill: ")
+    assert "Traceback" not in error
+
+
+def test_an_unknown_field_of_a_config_file_is_named(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("train:\n  stepps: 3\n")
+    assert main(["plan", "--config", "mine.yaml"]) == 2
+    assert re.search(r"train\.stepps.*did you mean '--train\.steps'", capfd.readouterr().err, re.DOTALL)
+
+
+def test_sampling_without_a_model(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["sample", "--root", str(tmp_path)]) == 2
+    assert "has no finished model" in capfd.readouterr().err
+
+
+def test_every_preset_is_whole() -> None:
+    from flows.cli import build_parser
+
+    for path in PRESETS.glob("*.yaml"):
+        parser = build_parser(path.stem)
+        options = parser.instantiate(parser.parse_args(["run"]))["run"]
+        sections = {name: options[name] for name in PipelineConfig.__dataclass_fields__}
+        assert PipelineConfig(**sections).model.d_model > 0
+    assert preset_path("demo").exists()
+
+
+def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    from dataclasses import fields
+
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    config = PipelineConfig()
+    for section in fields(config):
+        for option in fields(getattr(config, section.name)):
+            block = text.partition(f"--{section.name}.{option.name} ")[2].partition("\n  --")[0]
+            assert len(block.split()) > 4, f"{section.name}.{option.name} is not explained"
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_run_plan_sample(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    root = tiny.parent / "root"
+    common = ["--config", str(tiny), "--root", str(root)]
+    assert main(["plan", *common]) == 0
+    assert "it has no result yet" in capfd.readouterr().out
+    assert main(["run", *common]) == 0
+    out, err = capfd.readouterr()
+    assert re.search(r"^train +made", out, re.MULTILINE)
+    assert "> Once|" in out
+    assert f"textmill sample --root {root}" in out
+    assert "merge runs: it has no result yet." in err
+    assert main(["run", *common, "--until", "merge"]) == 0
+    assert re.search(r"^merge +cached", capfd.readouterr().out, re.MULTILINE)
+    assert main(["sample", "--root", str(root), "--prompt", "Once <|endoftext|>", "--max_new_tokens", "2"]) == 0
+    assert "> Once <|endoftext|>|" in capfd.readouterr().out
+
+
+def test_a_mistake_found_while_running_shows_no_traceback(tiny: Path) -> None:
+    """As a process of its own, with the ephemeral server: nothing of Prefect's comes between."""
+    (tiny.parent / "corpus.txt").write_bytes(b"fine so far \xff and on")
+    environment = os.environ | {"PREFECT_HOME": str(tiny.parent / "prefect"), "DO_NOT_TRACK": "1"}
+    environment |= {"PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+    code = "import sys; from flows.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "run", "--config", str(tiny), "--root", str(tiny.parent / "root")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "corpus.txt is not UTF-8: byte 0xff at offset 12" in done.stderr
+    assert "Traceback" not in done.stderr

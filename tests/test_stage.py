@@ -1,0 +1,254 @@
+"""The stage contract, without Prefect: keys, manifests, adoption, repair, and the reasons given."""
+
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lm.chunks import Range
+from lm.corpus import Source
+from lm.errors import UserError
+from lm.execution import Execution
+from tasks import source_digest
+from tasks.stage import Draft, Output, Ref, Run, Stage, open_output, read_output, stage
+from tasks.texts import Chunk
+
+CALLS: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def _forget_calls() -> None:
+    CALLS.clear()
+
+
+@stage("letters")
+def letters(out: Draft, text: str, number: int) -> None:
+    CALLS.append("letters")
+    (out.directory / "a.txt").write_text(text * number)
+    (out.directory / "sub").mkdir()
+    (out.directory / "sub" / "b.txt").write_text("b")
+    (out.directory / "time.txt").write_text(os.urandom(8).hex())
+    out.records = ["time.txt"]
+    out.sources = [Source("/somewhere/x.txt", 3, "ab" * 32)]
+
+
+@stage("upper")
+def upper(out: Draft, source: Output, parts: list[Output]) -> None:
+    CALLS.append("upper")
+    (out.directory / "A.txt").write_text(source.path("a.txt").read_text().upper() * (1 + len(parts)))
+
+
+def make(stage_: Stage, run: Run, *arguments: Any) -> Ref:
+    return stage_.make(run, stage_.named(arguments))
+
+
+def a_run(root: Path, **changes: Any) -> Run:
+    return Run(str(root), "test", **changes)
+
+
+def test_an_output_is_made_once_and_described(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    ref = make(letters, run, "x", 3)
+    assert make(letters, run, "x", 3) == ref
+    assert CALLS == ["letters"]
+    output = read_output(run.store, ref)
+    assert output.path("a.txt").read_text() == "xxx"
+    assert [file["path"] for file in output.manifest["files"]] == ["a.txt", "sub/b.txt"]
+    assert [file["path"] for file in output.manifest["records"]] == ["time.txt"]
+    assert output.manifest["ingredients"]["parameters"] == {"text": "x", "number": 3}
+    assert output.manifest["made"]["run"] == "test"
+    with pytest.raises(UserError, match=r"has no file z\.txt"):
+        output.path("z.txt")
+
+
+def test_the_key_follows_parameters_and_no_execution_or_root(tmp_path: Path) -> None:
+    first = make(letters, a_run(tmp_path / "1"), "x", 3)
+    other_root = make(letters, a_run(tmp_path / "2", execution=Execution(threads=1, log_interval=7)), "x", 3)
+    assert other_root == first
+    assert make(letters, a_run(tmp_path / "1"), "x", 4) != first
+
+
+def test_records_and_source_places_are_outside_the_content(tmp_path: Path) -> None:
+    """Two makings differ in their records and attempts, and have one digest."""
+    run = a_run(tmp_path)
+    ref = make(letters, run, "x", 3)
+    before = read_output(run.store, ref)
+    make(letters, a_run(tmp_path, refresh=frozenset({"letters"})), "x", 3)
+    after = read_output(run.store, ref)
+    assert CALLS == ["letters", "letters"]
+    assert before.manifest["records"] != after.manifest["records"]
+    assert before.manifest["attempt"] != after.manifest["attempt"]
+    assert before.digest == after.digest
+    assert before.is_intact(), "a refresh leaves the old attempt alone"
+
+
+def test_downstream_follows_the_content_of_upstream_only(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    up = make(upper, run, make(letters, run, "ab", 2), [make(letters, run, "q", 1)])
+    same_content = make(letters, run, "abab", 1)  # another key, the same bytes
+    assert make(upper, run, same_content, [make(letters, run, "q", 1)]) == up
+    assert make(upper, run, same_content, []) != up
+    assert CALLS.count("upper") == 2
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "record", "manifest"])
+def test_damage_is_noticed_and_repaired(tmp_path: Path, damage: str) -> None:
+    run = a_run(tmp_path)
+    ref = make(letters, run, "hello", 2)
+    output = read_output(run.store, ref)
+    path, content = output.path("a.txt"), output.path("a.txt").read_bytes()
+    if damage == "flip":
+        path.write_bytes(b"j" + content[1:])
+    elif damage == "truncate":
+        path.write_bytes(content[:-1])
+    elif damage == "delete":
+        path.unlink()
+    elif damage == "record":
+        output.path("time.txt").unlink()
+    else:
+        Path(run.store.path(*ref, "manifest.json")).write_text("{")
+    assert make(letters, run, "hello", 2) == ref
+    assert CALLS == ["letters", "letters"]
+    assert read_output(run.store, ref).path("a.txt").read_bytes() == content
+
+
+def test_a_copied_or_moved_root_is_used(tmp_path: Path) -> None:
+    ref = make(letters, a_run(tmp_path / "old"), "x", 3)
+    shutil.copytree(tmp_path / "old", tmp_path / "copy")
+    (tmp_path / "old").rename(tmp_path / "moved")
+    for place in ("copy", "moved"):
+        assert make(letters, a_run(tmp_path / place), "x", 3) == ref
+    assert CALLS == ["letters"]
+
+
+def test_a_failed_body_leaves_no_manifest_and_the_next_is_told(tmp_path: Path) -> None:
+    seen: list[list[Path]] = []
+
+    @stage("failing")
+    def failing(out: Draft, text: str) -> None:
+        seen.append(out.unfinished)
+        (out.directory / "begun.txt").write_text(text)
+        if len(seen) == 1:
+            raise RuntimeError("stop")
+
+    run = a_run(tmp_path)
+    with pytest.raises(RuntimeError):
+        make(failing, run, "x")
+    ref = failing.ref(failing.named(("x",)), run)
+    assert open_output(run.store, ref) is None
+    make(failing, run, "x")
+    unfinished = [path for path in seen[1] if (path / "begun.txt").exists() and path != Path(run.store.path(*ref))]
+    assert any((path / "begun.txt").read_text() == "x" for path in unfinished)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, "it has no result yet"),
+        ({"number": 4}, "changed since its last result: parameters.number"),
+        ({"refresh": True}, "a refresh was asked for"),
+        ({"delete": True}, "its files are damaged or missing"),
+    ],
+)
+def test_the_log_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: dict[str, Any], reason: str
+) -> None:
+    run = a_run(tmp_path, refresh=frozenset({"letters"} if "refresh" in change else ()))
+    if change:
+        ref = make(letters, a_run(tmp_path), "x", 3)
+        if "delete" in change:
+            read_output(run.store, ref).path("a.txt").unlink()
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        make(letters, run, "x", change.get("number", 3))
+    assert f"letters runs: {reason}." in caplog.text
+
+
+def test_an_object_enters_the_key_by_its_identity(tmp_path: Path) -> None:
+    @stage("sized")
+    def sized(out: Draft, chunk: Chunk) -> None:
+        CALLS.append("sized")
+        (out.directory / "size.txt").write_text(str(chunk.bytes))
+
+    run = a_run(tmp_path)
+    here = Chunk(1, [("/a/x.txt", Range(0, 10, 20, True, "cd" * 32))])
+    moved = Chunk(7, [("/b/y.txt", Range(3, 0, 10, True, "cd" * 32))])
+    unended = Chunk(1, [("/a/x.txt", Range(0, 10, 20, False, "cd" * 32))])
+    assert make(sized, run, here) == make(sized, run, moved)
+    assert CALLS == ["sized"]
+    assert make(sized, run, unended) != make(sized, run, here)
+
+
+def test_an_object_store_as_root() -> None:
+    """A root that is not a local directory: files are uploaded, and fetched to be read."""
+    run = Run("memory://stage-test", "test")
+    ref = make(letters, run, "x", 3)
+    up = make(upper, run, ref, [])
+    assert read_output(run.store, up).path("A.txt").read_text() == "XXX"
+    assert make(letters, Run("memory://stage-test", "again"), "x", 3) == ref
+    assert CALLS == ["letters", "upper"]
+    run.store.fs.pipe_file(run.store.path(*ref, read_output(run.store, ref).manifest["attempt"], "a.txt"), b"xxy")
+    make(letters, run, "x", 3)
+    assert CALLS == ["letters", "upper", "letters"]
+
+
+def test_an_unwritable_root_is_a_users_mistake(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(UserError, match="cannot be written"):
+        make(letters, a_run(tmp_path / "file"), "x", 3)
+    with pytest.raises(UserError, match="cannot be used"):
+        Run("nosuch://root", "test").store.names()
+
+
+def _project(directory: Path) -> Path:
+    package = directory / "lm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "used.py").write_text("import lm.deep\n\nVALUE = 1  # a comment\n")
+    (package / "deep.py").write_text('TEXT = """a\n\n# no comment\n"""\n')
+    (package / "lazy.py").write_text("LAZY = 1\n")
+    (package / "other.py").write_text("OTHER = 1\n")
+    stage_file = directory / "stage_file.py"
+    stage_file.write_text("import os\nimport prefect\nfrom lm.used import VALUE\n\ndef f():\n    from lm import lazy\n")
+    return stage_file
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new", "changes"),
+    [
+        ("used", "VALUE = 1", "VALUE = 2", {"lm.used"}),
+        ("used", "# a comment", "# another one", set()),
+        ("used", "\n\nVALUE", "\n\n\n    # more\n\nVALUE", set()),
+        ("deep", "# no comment", "# changed text", {"lm.deep"}),
+        ("deep", "a\n\n#", "a\n#", {"lm.deep"}),
+        ("lazy", "LAZY = 1", "LAZY = 2", {"lm.lazy"}),
+        ("other", "OTHER = 1", "OTHER = 2", set()),
+    ],
+)
+def test_editing_a_module_changes_the_stages_that_use_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, old: str, new: str, changes: set[str]
+) -> None:
+    stage_file = _project(tmp_path)
+    monkeypatch.setattr(source_digest, "PROJECT", tmp_path)
+    source_digest.source_digests.cache_clear()
+    before = source_digest.source_digests(str(stage_file))
+    assert set(before) == {"stage", "lm", "lm.used", "lm.deep", "lm.lazy"}
+    path = tmp_path / "lm" / f"{module}.py"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    source_digest.source_digests.cache_clear()
+    after = source_digest.source_digests(str(stage_file))
+    source_digest.source_digests.cache_clear()
+    assert {name for name in before if before[name] != after[name]} == changes
+
+
+def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    ref = make(letters, run, "ü", 1)
+    content = json.loads(Path(run.store.path(*ref, "manifest.json")).read_text(encoding="utf-8"))
+    assert content["key"] == ref.key
+    assert not list(tmp_path.rglob("*.tmp"))
