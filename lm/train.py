@@ -66,9 +66,10 @@ class TrainConfig:
     seed: int = 0
     """Seed of the initial weights and of the batches."""
     eval_interval: int = 500
-    """Steps between two validations, each with a sample; the last step is always validated, on the whole text."""
+    """Steps between two validations, each with a sample. The last step is validated too."""
     eval_sequences: int = 64
-    """Sequences of a validation, evenly spread over the validation text."""
+    """Sequences of a validation, evenly spread over the validation text: the same ones each time, so that the best
+    checkpoint can be told. The end of a run is measured on the whole text."""
     checkpoint_interval: int = 500
     """Steps between two checkpoints."""
     keep_checkpoints: int = 2
@@ -290,7 +291,7 @@ class Trainer:
     def _validate(self) -> dict[str, Any]:
         row: dict[str, Any] = {}
         if self.data.valid is not None:
-            loss = self.evaluate(None if self.step == self.config.steps else self.config.eval_sequences)
+            loss = self.evaluate(self.config.eval_sequences)
             row = {"valid_loss": loss, "valid_bits_per_byte": bits_per_byte(loss, self.data.bytes_per_token)}
             log.info("step %s  validation loss %.4f, %.4f bits per byte", f"{self.step:,}", *row.values())
             if loss < self.best["valid_loss"]:
@@ -336,13 +337,17 @@ class Trainer:
         plot_metrics(rows, self.out / "loss.png")
         last = self._directory(self.step).name
         has_best = self._directory(self.best["step"]).exists()
+        figures: dict[str, float | None] = {"valid_loss": None, "valid_bits_per_byte": None}
+        if self.data.valid is not None:
+            loss = self.evaluate()
+            figures = {"valid_loss": loss, "valid_bits_per_byte": bits_per_byte(loss, self.data.bytes_per_token)}
+            log.info("whole validation text: loss %.4f, %.4f bits per byte", *figures.values())
         result = {
             "last": last,
             "best": self._directory(self.best["step"]).name if has_best else last,
             "steps": self.step,
             "tokens": self.step * self.config.batch_size * self.model.config.context_length,
-            "valid_loss": rows[-1].get("valid_loss"),
-            "valid_bits_per_byte": rows[-1].get("valid_bits_per_byte"),
+            **figures,  # of the last checkpoint, on the whole validation text
         }
         (self.out / "training.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
         return result

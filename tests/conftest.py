@@ -1,12 +1,14 @@
 """Fixtures that several test files share."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import flows.cli  # noqa: F401: sets what Prefect logs, before Prefect is imported
-from prefect.testing.utilities import prefect_test_harness  # isort: skip
+# Read when Prefect is imported, which the tests of ``lm`` alone never do.
+os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
+os.environ.setdefault("PREFECT_SERVER_LOGGING_LEVEL", "CRITICAL")
 
 
 @pytest.fixture(scope="session")
@@ -21,5 +23,7 @@ def shared_data() -> Path:
 @pytest.fixture(scope="session")
 def prefect_server() -> Iterator[None]:
     """A Prefect server and database of the tests' own."""
+    from prefect.testing.utilities import prefect_test_harness
+
     with prefect_test_harness(server_startup_timeout=180):
         yield
