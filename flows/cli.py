@@ -7,6 +7,7 @@ from typing import NoReturn, cast, get_args
 
 # Prefect reads its settings when it is imported. Its own lines are for its UI; the console shows the project's.
 os.environ.setdefault("PREFECT_LOGGING_EXTRA_LOGGERS", "lm,tasks,flows")
+os.environ.setdefault("PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW", "ignore")
 os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
 os.environ.setdefault("PREFECT_SERVER_LOGGING_LEVEL", "CRITICAL")
 # A busy machine needs longer than the default 20 s to start the ephemeral server.
@@ -87,15 +88,19 @@ def _stages(names: str) -> tuple[StageName, ...]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns 0 for success, 2 for a user's mistake (one message), 1 for a failure, 130 when stopped."""
+    """Run a command; returns 0 for success, 2 for a user's mistake (one message), 130 when stopped. A fault of the
+    project itself passes on, with its traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
     return exit_code(lambda: _dispatch(arguments))
 
 
 def _dispatch(arguments: list[str]) -> None:
-    parser = build_parser(_preset_named(arguments))
+    preset = _preset_named(arguments)
+    parser = build_parser(preset)
     parsed = parser.parse_args(arguments)
     options: Namespace = parser.instantiate(parsed)[parsed.command]
+    if options.get("preset", preset) != preset:  # from a file, or an abbreviated option: too late for its defaults
+        raise UserError(f"Name the preset on the command line: --preset {options.preset}")
     if parsed.command == "sample":
         settings = {name: options[name] for name in SampleConfig.__dataclass_fields__ if name != "prompts"}
         sampling = SampleConfig(options.prompt or SampleConfig().prompts, **settings)

@@ -10,6 +10,7 @@ from tqdm import tqdm
 from flows.config import PipelineConfig
 from flows.pipeline import StageName, absolute, pipeline, task_runner
 from flows.plan import plan
+from lm.device import choose_device
 from lm.errors import UserError
 from lm.execution import Execution
 from lm.generate import SampleConfig
@@ -52,6 +53,8 @@ def exit_code(command: Callable[[], None]) -> int:
 def run_command(config: PipelineConfig, root: str, until: StageName | None, refresh: tuple[StageName, ...]) -> None:
     """Run the pipeline and print what was made."""
     _log_to_console()
+    if until in (None, "train", "sample"):
+        choose_device(config.execution.device)  # a device that is not there is better known now than after hours
     run = pipeline.with_options(task_runner=task_runner(config.execution.workers))
     record = run(config, root, until, refresh)
     print(_summary(record))

@@ -155,10 +155,8 @@ def read_description(directory: Path) -> dict[str, Any] | None:
 
 def newest_checkpoint(directory: Path) -> Path | None:
     """The intact checkpoint with the most steps among the ``step-*`` directories in ``directory``."""
-    found = []
-    for path in directory.glob("step-*"):
-        if description := read_description(path):
-            found.append((int(description["step"]), path))
+    intact = ((path, read_description(path)) for path in directory.glob("step-*"))
+    found = [(int(description["step"]), path) for path, description in intact if description]
     return max(found)[1] if found else None
 
 

@@ -92,9 +92,14 @@ def expand(patterns: Iterable[str]) -> list[str]:
             urls.append(pattern)
             continue
         fs, path = _filesystem(pattern)
-        if not glob.has_magic(path) or fs.exists(path):
+        try:
+            is_literal = not glob.has_magic(path) or fs.exists(path)
+            found = [] if is_literal else sorted(str(match) for match in fs.glob(path) if fs.isfile(match))
+        except Exception as error:  # file systems have errors of their own
+            raise UserError(f"{pattern} cannot be looked up: {error}") from error
+        if is_literal:
             urls.append(_url(fs, path))
-        elif found := sorted(str(match) for match in fs.glob(path) if fs.isfile(match)):
+        elif found:
             urls.extend(_url(fs, match) for match in found)
         else:
             raise UserError(f"No file matches {pattern}.")
@@ -118,12 +123,12 @@ def version(url: str) -> tuple[int, str] | None:
     gives no such mark."""
     if url.startswith("demo:"):
         return None
+    fs, path = _filesystem(url)
     try:
-        fs, path = _filesystem(url)
         info = fs.info(path)
-    except OSError:
+    except Exception:  # missing, or out of reach in a file system's own words: opening it will tell
         return None
-    mark = info.get("ETag") or info.get("mtime") or info.get("LastModified")
+    mark = info.get("ETag") or info.get("mtime") or info.get("LastModified") or info.get("Last-Modified")
     return (int(info["size"]), str(mark)) if mark and info.get("size") is not None else None
 
 

@@ -9,6 +9,6 @@ class UserError(ValueError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the known name closest to ``name``, or an empty string."""
+    """Return ``" (did you mean 'x'?)"`` for the known name closest to ``name``, or an empty string."""
     found = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    return f" (did you mean {found[0]!r}?)" if found else ""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lm.errors import UserError
 from lm.model import TransformerLM, softmax
+from lm.pretokens import END_OF_TEXT
 from lm.tokenizer import Tokenizer
 
 
@@ -99,7 +100,8 @@ def generate(
 def complete(model: TransformerLM, tokenizer: Tokenizer, prompt: str, config: SampleConfig, seed: int) -> str:
     """The text that the model adds to ``prompt``, a user's words in which special tokens are plain text.
 
-    Stops at any special token. An empty prompt begins a new document. Raises UserError when the model and the tokenizer
+    Stops at any special token. An empty prompt begins a new document where ``<|endoftext|>`` ends
+    them. Raises UserError when the model and the tokenizer
     do not belong together.
     """
     if model.config.vocab_size != tokenizer.size:
@@ -108,6 +110,8 @@ def complete(model: TransformerLM, tokenizer: Tokenizer, prompt: str, config: Sa
             "they do not belong together."
         )
     stop_ids = set(tokenizer.special_ids.values())
-    ids = tokenizer.encode(prompt, allowed_special=()) or sorted(stop_ids)[:1]
+    ids = tokenizer.encode(prompt, allowed_special=())
+    if not ids and END_OF_TEXT in tokenizer.special_ids:
+        ids = [tokenizer.special_ids[END_OF_TEXT]]
     new = generate(model, ids, config.max_new_tokens, config.temperature, config.top_p, stop_ids, seed)
     return tokenizer.decode(new)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lm.checkpoint import load_training, newest_checkpoint, read_description, save_training
 from lm.data import Tokens, check_length, get_batch, windows
+from lm.device import choose_device
 from lm.errors import UserError
 from lm.execution import Execution
 from lm.generate import SampleConfig, complete
@@ -115,19 +116,6 @@ class TrainData:
     bytes_per_token: float
 
 
-def choose_device(device: str) -> torch.device:
-    """The device named, or for ``auto`` the best there is; raises UserError when it is not there."""
-    if device == "auto":
-        chosen = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-        return torch.device(chosen)
-    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    kind = device.partition(":")[0]
-    if not available.get(kind):
-        found = [name for name, there in available.items() if there]
-        raise UserError(f"execution.device is {device!r}, which this machine does not have; it has {', '.join(found)}.")
-    return torch.device(device)
-
-
 def make_optimizers(model: TransformerLM, config: TrainConfig) -> list[torch.optim.Optimizer]:
     """The optimizers of a run over the parameters of ``model``: matrices decayed, norm gains not."""
     hidden, matrices, gains = [], [], []
@@ -202,12 +190,19 @@ class Trainer:
         newest = newest_checkpoint(previous)
         if newest is None:
             return False
-        self.step = load_training(newest, self.model, self.optimizers)
-        description = read_description(newest) or {}
-        self.best = description["best"]
-        for step in {self.step, self.best["step"]}:
-            if read_description(self._directory(step, previous)):
-                shutil.copytree(self._directory(step, previous), self._directory(step), dirs_exist_ok=True)
+        try:
+            for directory in previous.glob("step-*"):
+                if read_description(directory):
+                    shutil.copytree(directory, self.out / directory.name)
+            self.step = load_training(self.out / newest.name, self.model, self.optimizers)
+        except (OSError, shutil.Error) as error:  # another run of the same training is still writing there
+            log.warning("The checkpoints in %s cannot be taken over: %s", previous, error)
+            shutil.rmtree(self.out)
+            self.out.mkdir()
+            return False
+        best = (read_description(newest) or {}).get("best", self.best)
+        if self._directory(best["step"]).exists():  # else a later one will be the best
+            self.best = best
         for name in ("metrics.jsonl", "samples.jsonl"):
             for row in read_metrics(previous / name):
                 if row["step"] <= self.step:

@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
-from lm.shards import TokenShards, token_dtype, write_shard
+from lm.shards import token_dtype, write_shard
 from lm.tokenizer import Tokenizer
-from tasks.stage import Draft, Output, Ref, read_output, stage
+from tasks.stage import Draft, Output, stage
 from tasks.texts import Chunk, open_ranges
 
 
@@ -34,17 +34,6 @@ def encode(out: Draft, train: list[Output], valid: list[Output], tokenizer: Outp
         out.figures[split] = {**totals, "bytes_per_token": totals["bytes"] / max(1, totals["tokens"])}
         index[split] = {
             **out.figures[split],
-            "shards": [
-                {**part.ref._asdict(), "digest": part.digest, **shard}
-                for part, shard in zip(parts, shards, strict=True)
-            ],
+            "shards": [{"digest": part.digest, **shard} for part, shard in zip(parts, shards, strict=True)],
         }
     (out.directory / "index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
-
-
-def open_shards(index: Output, split: str) -> TokenShards:
-    """The shards of ``train`` or ``valid`` as one sequence of ids."""
-    content = index.json("index.json")
-    refs = [Ref(shard["stage"], shard["key"]) for shard in content[split]["shards"]]
-    paths = [read_output(index.store, ref).path("tokens.bin") for ref in refs]
-    return TokenShards(paths, content["vocab_size"])

@@ -3,10 +3,10 @@
 import json
 
 from lm.checkpoint import load_model
+from lm.device import choose_device
 from lm.execution import Execution
 from lm.generate import SampleConfig, complete
 from lm.tokenizer import Tokenizer
-from lm.train import choose_device
 from tasks.stage import Draft, Output, stage
 
 

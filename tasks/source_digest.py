@@ -11,25 +11,28 @@ from typing import Any
 PROJECT = Path(__file__).parents[1]
 
 
-class _LibraryFinder(ModuleFinder):
-    """Follows imports of ``lm`` alone: the contract in ``tasks`` decides where files lie, never what is in them."""
+# These decide where files lie, how a run is shown and how fast it is, and never what is in a file.
+_NO_CONTENT = ["tasks.stage", "tasks.store", "tasks.source_digest", "tasks.progress", "lm.execution"]
+
+
+class _ProjectFinder(ModuleFinder):
+    """Follows the project's own imports."""
 
     def find_module(self, name: str, path: Any, parent: Any = None) -> Any:
-        if path is None and name != "lm":  # a top-level name; in a package, path is the package's
+        if path is None and name not in ("lm", "tasks"):  # a top-level name; in a package, path is the package's
             raise ImportError(name)
         return super().find_module(name, path, parent)
 
 
 @lru_cache
 def source_digests(file: str) -> dict[str, str]:
-    """Digest by module name of a stage's file and every module of ``lm`` it imports, inside functions too."""
-    finder = _LibraryFinder(path=[str(PROJECT)])
+    """Digest by module name of a stage's file and every module of the project it imports, inside functions too."""
+    finder = _ProjectFinder(path=[str(PROJECT)], excludes=_NO_CONTENT)
     finder.run_script(file)
     modules = {name: Path(str(module.__file__)) for name, module in finder.modules.items()}  # type: ignore[attr-defined]
     return {
         ("stage" if name == "__main__" else name): _code_digest(path.read_bytes())
         for name, path in sorted(modules.items())
-        if path.is_file()  # the package itself is a directory, and its __init__ empty
     }
 
 

@@ -81,7 +81,7 @@ class Output:
         """A local path of one of the files; raises UserError when the output has no file of that name."""
         for file in (*self.manifest["files"], *self.manifest["records"]):
             if file["path"] == name:
-                return self.store.local(file["sha256"], *self._place, name)
+                return self.store.local(*self._place, name)
         raise UserError(f"{self.ref.stage} {self.ref.key[:12]} has no file {name}.")
 
     def directory(self, name: str) -> Path:
@@ -117,7 +117,7 @@ class Draft:
     directory: Path
     execution: Execution
     unfinished: list[Path]
-    """Directories of earlier attempts of this very output that did not finish, the newest first."""
+    """Directories of earlier attempts at this very output that did not finish or were damaged, the newest first."""
     sources: list[Source] = field(default_factory=list)
     """Input that is referred to and not copied."""
     records: list[str] = field(default_factory=list)
@@ -175,7 +175,8 @@ class Stage:
         self.name = name
         self.libraries = libraries
         self.body = body
-        self.file = inspect.getsourcefile(body) or ""
+        # Taken when the code is imported: what runs is that, even where a file is edited meanwhile.
+        self.source = source_digests(inspect.getsourcefile(body) or "")
         self.signature = inspect.signature(body)
         parameters = list(self.signature.parameters.values())[1:]
         run = inspect.Parameter("run", inspect.Parameter.KEYWORD_ONLY, annotation=Run)
@@ -207,7 +208,7 @@ class Stage:
         return {
             "format": FORMAT,
             "parameters": {name: _identity(value, run.store) for name, value in arguments.items()},
-            "source": source_digests(self.file),
+            "source": self.source,
             "libraries": {name: version(name) for name in self.libraries},
         }
 
@@ -219,16 +220,17 @@ class Stage:
         """Return the output for ``arguments``: the intact one on the store, or a new one."""
         store, ref = run.store, self.ref(arguments, run)
         if not self.is_refreshed(run) and intact_output(store, ref):
-            log.info("%s is in the root already and is used.", self.name)
+            log.debug("%s is in the root already and is used.", self.name)
             return ref
         ingredients = self.ingredients(arguments, run)
         log.info("%s runs: %s.", self.name, self.reason(ref, ingredients, run))
         attempt = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:8]}"
-        draft = Draft(store.workplace(*ref, attempt), run.execution, self._unfinished(store, ref, run))
+        unfinished = self._earlier_attempts(store, ref, run)
+        draft = Draft(store.workplace(*ref, attempt), run.execution, unfinished)
         started = time.perf_counter()
         self.body(draft, **{name: _opened(value, store) for name, value in arguments.items()})
-        store.publish(draft.directory, *ref, attempt)
         files = describe_files(draft.directory)
+        store.publish(draft.directory, *ref, attempt)
         manifest = {
             "stage": self.name,
             "format": FORMAT,
@@ -252,10 +254,11 @@ class Stage:
         store.write_json({"key": ref.key}, self.name, "latest.json")
         return ref
 
-    def _unfinished(self, store: Store, ref: Ref, run: Run) -> list[Path]:
-        if self.is_refreshed(run) or not store.is_local or open_output(store, ref):
+    def _earlier_attempts(self, store: Store, ref: Ref, run: Run) -> list[Path]:
+        if self.is_refreshed(run) or not store.is_local:
             return []
-        return [Path(store.path(*ref, name)) for name in reversed(store.names(*ref))]
+        paths = (Path(store.path(*ref, name)) for name in reversed(store.names(*ref)))
+        return [path for path in paths if path.is_dir()]
 
     def reason(self, ref: Ref, ingredients: dict[str, Any], run: Run) -> str:
         """Why the output must be made: refreshed, damaged, or which ingredients changed since the last result."""
@@ -271,6 +274,8 @@ class Stage:
             return "it has no result yet"
         before, now = dict(_flat(manifest["ingredients"])), dict(_flat(ingredients))
         changed = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
+        if changed == ["parameters.chunk"]:
+            return "a chunk of text that is new"
         return f"changed since its last result: {', '.join(changed[:6])}{' …' if len(changed) > 6 else ''}"
 
 

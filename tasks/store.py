@@ -8,9 +8,13 @@ import hashlib
 import json
 import os
 import posixpath
+import shutil
 import tempfile
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,16 @@ class Store:
             raise UserError(f"The root {root} cannot be used: {error}") from None
         self.is_local = isinstance(self.fs, LocalFileSystem)
 
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """Turn what a file system raises beside OSError, such as missing credentials, into a message."""
+        try:
+            yield
+        except (OSError, ValueError):
+            raise
+        except Exception as error:
+            raise UserError(f"The root {self.base} cannot be reached: {error}") from error
+
     def path(self, *parts: str) -> str:
         """The full path of ``parts`` in the file system."""
         return posixpath.join(self.base, *parts)
@@ -39,8 +53,9 @@ class Store:
     def read_json(self, *parts: str) -> Any | None:
         """The content of a JSON file; None where it is missing or malformed."""
         try:
-            return json.loads(self.fs.cat_file(self.path(*parts)))
-        except (OSError, ValueError):
+            with self._reaching():
+                return json.loads(self.fs.cat_file(self.path(*parts)))
+        except (OSError, JSONDecodeError, UnicodeDecodeError):
             return None
 
     def write_json(self, content: Any, *parts: str) -> None:
@@ -49,7 +64,8 @@ class Store:
         path = self.path(*parts)
         try:
             if not self.is_local:
-                self.fs.pipe_file(path, data)  # object stores show a whole object or none
+                with self._reaching():
+                    self.fs.pipe_file(path, data)  # object stores show a whole object or none
                 return
             os.makedirs(os.path.dirname(path), exist_ok=True)
             temporary = f"{path}.{uuid.uuid4().hex}.tmp"
@@ -65,7 +81,10 @@ class Store:
     def names(self, *parts: str) -> list[str]:
         """Names of the entries of a directory, sorted; empty where it is missing."""
         try:
-            return sorted(posixpath.basename(str(found).rstrip("/")) for found in self.fs.ls(self.path(*parts), False))
+            with self._reaching():
+                return sorted(
+                    posixpath.basename(str(found).rstrip("/")) for found in self.fs.ls(self.path(*parts), False)
+                )
         except OSError:
             return []
 
@@ -81,7 +100,7 @@ class Store:
         return directory
 
     def publish(self, directory: Path, *parts: str) -> None:
-        """Make the files of a workplace durable at their place."""
+        """Make the files of a workplace durable at their place; one to upload from is removed."""
         for path in sorted(directory.rglob("*")):
             if not path.is_file():
                 continue
@@ -89,8 +108,11 @@ class Store:
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
             else:
-                self.fs.put_file(str(path), self.path(*parts, path.relative_to(directory).as_posix()))
-        if self.is_local:
+                with self._reaching():
+                    self.fs.put_file(str(path), self.path(*parts, path.relative_to(directory).as_posix()))
+        if not self.is_local:
+            shutil.rmtree(directory)
+        else:
             for path in (directory, *(found for found in directory.rglob("*") if found.is_dir())):
                 _sync_directory(path)
 
@@ -98,7 +120,8 @@ class Store:
         """Whether a file is there with this size and digest; read at most once a process while it does not change."""
         path = self.path(*parts)
         try:
-            info = self.fs.info(path)
+            with self._reaching():
+                info = self.fs.info(path)
             mark = info.get("ETag") or info.get("mtime") or info.get("LastModified") or info.get("created")
             seen = (path, int(info["size"]), str(mark), sha256)
             if seen[1] != size:
@@ -112,11 +135,11 @@ class Store:
             return False
         return True
 
-    def local(self, sha256: str, *parts: str) -> Path:
-        """A local copy of a file, or the file itself on a local root."""
+    def local(self, *parts: str) -> Path:
+        """A local copy of a file, or the file itself on a local root. The files of a directory stay together."""
         if self.is_local:
             return Path(self.path(*parts))
-        copy = _download_directory() / sha256 / posixpath.basename(parts[-1])
+        copy = _download_directory().joinpath(hashlib.sha256(self.base.encode()).hexdigest(), *parts)
         if not copy.exists():
             copy.parent.mkdir(parents=True, exist_ok=True)
             temporary = copy.with_name(f"{uuid.uuid4().hex}.tmp")

@@ -1,11 +1,13 @@
 """What the stages on text share: the texts that ingest made or refers to, and the chunks that they are cut into."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from lm.chunks import Range
 from lm.corpus import open_text
+from lm.errors import UserError
 from tasks.stage import Output, Ref, read_output
 from tasks.store import Store
 
@@ -46,7 +48,19 @@ def read_chunks(store: Store, texts: Ref, chunks: Ref, split: str) -> list[Chunk
 
 
 def open_ranges(chunk: Chunk) -> Iterator[tuple[Iterator[str], bool]]:
-    """The ranges of a chunk, one open at a time: (text in blocks, whether its file ends with it)."""
+    """The ranges of a chunk, one open at a time: (text in blocks, whether its file ends with it).
+
+    Raises UserError at the end of a range whose bytes are not those that were cut.
+    """
     for path, part in chunk.ranges:
+        digest = hashlib.sha256()
         with open_text(path, part.start, part.end) as blocks:
-            yield blocks, part.last
+            yield _digested(blocks, digest), part.last
+        if digest.hexdigest() != part.sha256:
+            raise UserError(f"{path} changed while the pipeline ran; run it again.")
+
+
+def _digested(blocks: Iterator[str], digest: Any) -> Iterator[str]:
+    for block in blocks:
+        digest.update(block.encode())
+        yield block

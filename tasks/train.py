@@ -1,28 +1,41 @@
 """Stage ``train``: token shards in, checkpoints out."""
 
 from dataclasses import replace
+from typing import Any
 
 from lm.errors import UserError
 from lm.model import ModelConfig
+from lm.shards import TokenShards
 from lm.tokenizer import Tokenizer
 from lm.train import TrainConfig, TrainData, Trainer
-from tasks.encode import open_shards
 from tasks.progress import progress_bar
 from tasks.stage import Draft, Output, stage
 
 
 @stage("train")
-def train(out: Draft, index: Output, tokenizer: Output, model: ModelConfig, config: TrainConfig) -> None:
+def train(
+    out: Draft,
+    index: Output,
+    train_shards: list[Output],
+    valid_shards: list[Output],
+    tokenizer: Output,
+    model: ModelConfig,
+    config: TrainConfig,
+) -> None:
     """Train the model, going on from the last checkpoint of an attempt that did not finish."""
     content = index.json("index.json")
     if content["tokenizer"] != tokenizer.digest:
         raise UserError("The token shards were made with another tokenizer; refresh the encode stage.")
-    valid = open_shards(index, "valid")
+    tokens, valid = (
+        TokenShards([shard.path("tokens.bin") for shard in shards], content["vocab_size"])
+        for shards in (train_shards, valid_shards)
+    )
+    measured = content["valid" if len(valid) else "train"]
     data = TrainData(
-        open_shards(index, "train"),
+        tokens,
         valid if len(valid) else None,
         Tokenizer.load(tokenizer.directory("tokenizer")),
-        content["valid" if len(valid) else "train"]["bytes_per_token"],
+        _bytes_per_token(measured, content["separator"]),
     )
     model = model if model.vocab_size else replace(model, vocab_size=data.tokenizer.size)
     trainer = Trainer(config, model, data, out.execution, out.directory)
@@ -30,3 +43,9 @@ def train(out: Draft, index: Output, tokenizer: Output, model: ModelConfig, conf
     with progress_bar("train", config.steps, "step") as progress:
         out.figures = trainer.run(progress)
     out.records = ["metrics.jsonl", "loss.png"]
+
+
+def _bytes_per_token(split: dict[str, Any], separator: str) -> float:
+    """Bytes of text without the separators, over all tokens: so bits per byte charge the model for every separator it
+    must foresee and do not credit it with their bytes."""
+    return float((split["bytes"] - split["documents"] * len(separator.encode())) / split["tokens"])

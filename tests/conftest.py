@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,14 @@ import pytest
 # Read when Prefect is imported, which the tests of ``lm`` alone never do.
 os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
 os.environ.setdefault("PREFECT_SERVER_LOGGING_LEVEL", "CRITICAL")
+
+
+@pytest.fixture(autouse=True)
+def _logs_are_heard() -> None:
+    """The commands keep the project's lines from the root logger, where pytest listens; each test starts anew."""
+    for name in ("lm", "tasks", "flows"):
+        logging.getLogger(name).propagate = True
+        logging.getLogger(name).setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

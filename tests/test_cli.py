@@ -36,12 +36,12 @@ def tiny(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "--preset", "tinystoris"], r"no preset 'tinystoris'; did you mean 'tinystories'\? Presets: demo"),
+        (["run", "--preset", "tinystoris"], r"no preset 'tinystoris' \(did you mean 'tinystories'\?\)\. Presets: demo"),
         (["run", "--model.d_modle", "3"], r"--model\.d_modle.*did you mean '--model\.d_model'"),
         (["run", "--train.steps", "many"], r"train\.steps"),
         (["run", "--train.optimizer", "adam"], r"train\.optimizer"),
-        (["run", "--until", "trian"], r"no stage 'trian'; did you mean 'train'"),
-        (["run", "--refresh", "merge,encod"], r"no stage 'encod'; did you mean 'encode'"),
+        (["run", "--until", "trian"], r"no stage 'trian' \(did you mean 'train'"),
+        (["run", "--refresh", "merge,encod"], r"no stage 'encod' \(did you mean 'encode'"),
         (["run", "--tokenizer.vocab_size", "256"], r"vocab_size 256 is too small"),
         (["run", "--tokenizer.special_tokens", "[a, a]"], r"given twice"),
         (["run", "--tokenizer.special_tokens", "['<|endoftext|>', '']"], r"is empty"),

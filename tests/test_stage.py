@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 
-from lm.chunks import Range
+from lm.chunks import Range, cut_chunks
 from lm.corpus import Source
 from lm.errors import UserError
 from lm.execution import Execution
 from tasks import source_digest
+from tasks.count import count_chunk
+from tasks.encode import encode_chunk
+from tasks.sample import sample
 from tasks.stage import Draft, Output, Ref, Run, Stage, open_output, read_output, stage
-from tasks.texts import Chunk
+from tasks.texts import Chunk, open_ranges
+from tasks.train import train
 
 CALLS: list[str] = []
 
@@ -126,7 +130,7 @@ def test_a_copied_or_moved_root_is_used(tmp_path: Path) -> None:
 
 
 def test_a_failed_body_leaves_no_manifest_and_the_next_is_told(tmp_path: Path) -> None:
-    seen: list[list[Path]] = []
+    seen: list[list[Path]] = []  # the earlier attempts that each call is told of
 
     @stage("failing")
     def failing(out: Draft, text: str) -> None:
@@ -141,8 +145,8 @@ def test_a_failed_body_leaves_no_manifest_and_the_next_is_told(tmp_path: Path) -
     ref = failing.ref(failing.named(("x",)), run)
     assert open_output(run.store, ref) is None
     make(failing, run, "x")
-    unfinished = [path for path in seen[1] if (path / "begun.txt").exists() and path != Path(run.store.path(*ref))]
-    assert any((path / "begun.txt").read_text() == "x" for path in unfinished)
+    assert seen[0] == []
+    assert [(path / "begun.txt").read_text() for path in seen[1]] == ["x"]
 
 
 @pytest.mark.parametrize(
@@ -202,6 +206,27 @@ def test_an_unwritable_root_is_a_users_mistake(tmp_path: Path) -> None:
         make(letters, a_run(tmp_path / "file"), "x", 3)
     with pytest.raises(UserError, match="cannot be used"):
         Run("nosuch://root", "test").store.names()
+
+
+def test_the_digests_of_the_real_stages_hold_what_they_use() -> None:
+    assert {"lm.corpus", "lm.counts", "lm.pretokens", "tasks.texts"} <= set(count_chunk.source)
+    assert {"lm.corpus", "lm.shards", "lm.tokenizer"} <= set(encode_chunk.source)
+    assert {"lm.shards", "lm.train", "lm.model", "lm.optim"} <= set(train.source)
+    assert "lm.train" not in sample.source
+    for used in (count_chunk, encode_chunk, train, sample):
+        assert not {"tasks.stage", "tasks.store", "tasks.progress", "lm.execution"} & set(used.source)
+
+
+def test_a_text_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("one two")
+    (ranges,) = cut_chunks([str(path)], [], 100)
+    chunk = Chunk(1, [(str(path), part) for part in ranges])
+    assert ["".join(blocks) for blocks, _ in open_ranges(chunk)] == ["one two"]
+    path.write_text("one too")
+    with pytest.raises(UserError, match=r"text\.txt changed while the pipeline ran"):
+        for blocks, _ in open_ranges(chunk):
+            "".join(blocks)
 
 
 def _project(directory: Path) -> Path:

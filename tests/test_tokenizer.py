@@ -488,3 +488,16 @@ def test_gpt2_files_are_written_as_they_were_read(gpt2: Tokenizer, shared_data: 
     assert (tmp_path / "merges.txt").read_bytes().rstrip() == (shared_data / "gpt2_merges.txt").read_bytes().rstrip()
     ours = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
     assert ours == json.loads((shared_data / "gpt2_vocab.json").read_text(encoding="utf-8"))
+
+
+@given(st.text(known_characters, max_size=60))
+@settings(deadline=None, max_examples=100)
+def test_a_tokenizer_of_our_own_equals_tiktoken(text: str) -> None:
+    """Needs no files of GPT-2's: tiktoken takes our ids for ranks."""
+    tiktoken = pytest.importorskip("tiktoken")
+    counts = [(word.encode(), 9 - i) for i, word in enumerate((" the", " then", " other", "ing", "123", "…", " don"))]
+    vocab, merges = train_merges(counts, 290, [END_OF_TEXT])
+    ranks = {token: token_id for token_id, token in vocab.items() if token_id != 256}
+    theirs = tiktoken.Encoding("ours", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256})
+    text += " the other thing, don't 123" + END_OF_TEXT + text
+    assert Tokenizer(vocab, merges, [END_OF_TEXT]).encode(text) == theirs.encode(text, allowed_special="all")
