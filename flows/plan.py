@@ -33,7 +33,7 @@ class Planner:
         items = read_chunks(self.run.store, texts, chunks, split)
         found = [self._look_up(stage, (item, *arguments)) for item in items]
         fates = [fate for ref, fate in found if ref.key == _PENDING]
-        fate = f"{len(fates)} of {len(items)} chunks run: {fates[0]}" if fates else f"cached, {len(items)} chunks"
+        fate = f"{len(fates)} of {len(items)} chunks: {fates[0]}" if fates else f"cached, {len(items)} chunks"
         self.rows.append((f"{stage.name} {split}", fate))
         return [ref for ref, _ in found]
 

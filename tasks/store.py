@@ -31,7 +31,8 @@ class Store:
 
     def __init__(self, root: str) -> None:
         try:
-            self.fs, self.base = fsspec.core.url_to_fs(root)
+            # Listings are not remembered: another run may write to the same root.
+            self.fs, self.base = fsspec.core.url_to_fs(root, use_listings_cache=False)
         except (ValueError, ImportError) as error:
             raise UserError(f"The root {root} cannot be used: {error}") from None
         self.is_local = isinstance(self.fs, LocalFileSystem)

@@ -4,7 +4,9 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 
 # Read when Prefect is imported, which the tests of ``lm`` alone never do.
@@ -36,3 +38,24 @@ def prefect_server() -> Iterator[None]:
 
     with prefect_test_harness(server_startup_timeout=180):
         yield
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An s3fs file system with a bucket named ``corpus``, on a local server."""
+    server_module = pytest.importorskip("moto.server", reason="moto, which plays S3, is not installed")
+    s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    s3fs.S3FileSystem.clear_instance_cache()
+    fs = fsspec.filesystem("s3")
+    fs.mkdir("corpus")
+    yield fs
+    fs.rm("corpus", recursive=True)  # the server's memory outlives it
+    s3fs.S3FileSystem.clear_instance_cache()
+    server.stop()

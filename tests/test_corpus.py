@@ -495,26 +495,6 @@ def test_a_source_missing_on_the_web_is_a_users_mistake(web: str) -> None:
             reader(f"{web}/none.txt")
 
 
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """An s3fs file system with a bucket named ``corpus``, on a local server."""
-    server_module = pytest.importorskip("moto.server", reason="moto, which plays S3, is not installed")
-    s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "testing")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    s3fs.S3FileSystem.clear_instance_cache()
-    fs = fsspec.filesystem("s3")
-    fs.mkdir("corpus")
-    yield fs
-    s3fs.S3FileSystem.clear_instance_cache()
-    server.stop()
-
-
 def test_sources_on_s3(bucket: Any, tmp_path: Path) -> None:
     bucket.pipe("corpus/a.txt", TEXT.encode())
     bucket.pipe("corpus/b.txt.gz", gzip.compress(TEXT.encode()))

@@ -187,17 +187,34 @@ def test_an_object_enters_the_key_by_its_identity(tmp_path: Path) -> None:
     assert make(sized, run, unended) != make(sized, run, here)
 
 
-def test_an_object_store_as_root() -> None:
-    """A root that is not a local directory: files are uploaded, and fetched to be read."""
-    run = Run("memory://stage-test", "test")
+def check_remote_root(root: str) -> None:
+    run = Run(root, "test")
     ref = make(letters, run, "x", 3)
     up = make(upper, run, ref, [])
     assert read_output(run.store, up).path("A.txt").read_text() == "XXX"
-    assert make(letters, Run("memory://stage-test", "again"), "x", 3) == ref
+    assert make(letters, Run(root, "again"), "x", 3) == ref
     assert CALLS == ["letters", "upper"]
-    run.store.fs.pipe_file(run.store.path(*ref, read_output(run.store, ref).manifest["attempt"], "a.txt"), b"xxy")
+    attempt = read_output(run.store, ref).manifest["attempt"]
+    run.store.fs.pipe_file(run.store.path(*ref, attempt, "a.txt"), b"xxy")
     make(letters, run, "x", 3)
     assert CALLS == ["letters", "upper", "letters"]
+
+
+def test_a_root_in_memory() -> None:
+    """A root that is not a local directory: files are uploaded, and fetched to be read."""
+    check_remote_root("memory://stage-test")
+
+
+def test_a_root_on_s3(bucket: Any) -> None:
+    check_remote_root("s3://corpus/root")
+
+
+def test_a_root_on_s3_out_of_reach(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    type(bucket).clear_instance_cache()
+    with pytest.raises(UserError, match=r"cannot be (reached|written)"):
+        make(letters, Run("s3://corpus/root", "test"), "x", 3)
 
 
 def test_an_unwritable_root_is_a_users_mistake(tmp_path: Path) -> None:
