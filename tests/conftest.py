@@ -4,10 +4,16 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fsspec
 import pytest
+
+from lm.tokenizer import Tokenizer
+from tests.tokenizers_made import CUSTOM_PATTERN, make_tokenizer
+
+if TYPE_CHECKING:
+    from lm.train import Trainer
 
 # Read when Prefect is imported, which the tests of ``lm`` alone never do.
 os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
@@ -29,6 +35,18 @@ def shared_data() -> Path:
     if not (folder / "gpt2_vocab.json").exists():
         pytest.skip("the text and vocabulary of ../shared/data are not here")
     return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """A small tokenizer of GPT-2's pattern, with overlapping special tokens."""
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def custom_tokenizer() -> Tokenizer:
+    """One of another pattern."""
+    return make_tokenizer(CUSTOM_PATTERN)
 
 
 @pytest.fixture(scope="session")
@@ -59,3 +77,13 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     fs.rm("corpus", recursive=True)  # the server's memory outlives it
     s3fs.S3FileSystem.clear_instance_cache()
     server.stop()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> "Trainer":
+    """A run of 20 steps that nothing interrupted; tests only read it."""
+    from tests.training import make
+
+    trainer = make(tmp_path_factory.mktemp("finished"))
+    trainer.run()
+    return trainer

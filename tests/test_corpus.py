@@ -1,10 +1,9 @@
-"""Sources of text: everything that can be wrong with one, every way to reach and compress one, and the ingest stage."""
+"""Sources of text: everything that can be wrong with one, and every way to reach and compress one."""
 
 import bz2
 import functools
 import gzip
 import http.server
-import json
 import lzma
 import os
 import threading
@@ -14,7 +13,6 @@ from typing import Any
 
 import fsspec
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +22,6 @@ from lm.corpus import (
     Source,
     Tally,
     decode_blocks,
-    documents,
     expand,
     fingerprint,
     is_referable,
@@ -35,10 +32,8 @@ from lm.corpus import (
 )
 from lm.demo_corpus import demo_stories
 from lm.errors import UserError
-from lm.ingest import ingest
-from lm.pretokens import END_OF_TEXT
+from tests.corpora import EOT, parquet, read, write
 
-EOT = END_OF_TEXT
 TEXT = "".join(f"Story {i}: naïve 日本語 🙂\n{EOT}\n" for i in range(300))
 
 
@@ -51,11 +46,6 @@ def zstd(data: bytes) -> bytes:
 
 COMPRESSIONS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}
 compressed = pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
-
-
-def read(url: str, config: DataConfig | None = None, tally: Tally | None = None) -> list[str]:
-    """All documents of a source."""
-    return list(documents(url, config or DataConfig(), tally or Tally()))
 
 
 def read_text(url: str) -> str:
@@ -176,6 +166,15 @@ def test_the_name_tells_kind_and_compression(url: str, expected: tuple[str, str]
     assert split_suffixes(url) == expected
 
 
+def test_blocks_of_open_bytes_join_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lm.corpus.BLOCK", 7)
+    path = write(tmp_path / "a.txt", TEXT)
+    with open_bytes(str(path)) as blocks:
+        found = list(blocks)
+    assert b"".join(found) == TEXT.encode()
+    assert max(map(len, found)) == 7
+
+
 # compression
 
 
@@ -287,144 +286,6 @@ def test_invalid_utf8_is_replaced_and_counted(tmp_path: Path, name: str) -> None
     assert tally.replaced == 2
 
 
-# documents
-
-
-@settings(deadline=None, max_examples=300)
-@given(st.text("ab| \n", max_size=60), st.sampled_from(["|", "||", "a|", "aa", "ab|", "\n\n"]), st.integers(1, 9))
-def test_documents_of_a_text_join_to_it_and_a_last_separator(text: str, separator: str, block: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lm.corpus.BLOCK", block)
-        fsspec.filesystem("memory").pipe("/hypothesis.txt", text.encode())
-        tally = Tally()
-        found = read("memory://hypothesis.txt", DataConfig(separator=separator), tally)
-    *whole, rest = text.split(separator)
-    expected = [document + separator for document in whole]
-    if rest:
-        expected.append(rest if rest.isspace() else rest + separator)
-    assert found == expected
-    assert tally.documents == len(whole) + bool(rest.strip())
-
-
-def test_a_text_without_a_separator_is_one_document(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("no separator")
-    tally = Tally()
-    assert read(str(path), tally=tally) == [f"no separator{EOT}"]
-    assert tally.documents == 1
-
-
-def test_white_space_after_the_last_separator_is_no_document(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes(f"one{EOT}\r\ntwo{EOT}\r\n \n".encode())
-    tally = Tally()
-    assert read(str(path), tally=tally) == [f"one{EOT}", f"\r\ntwo{EOT}", "\r\n \n"]
-    assert tally.documents == 2
-
-
-def jsonl(path: Path, *lines: str) -> str:
-    path.write_text("\n".join(lines), encoding="utf-8")
-    return str(path)
-
-
-def test_jsonl_documents(tmp_path: Path) -> None:
-    rows = ["one", "", "two\nlines\u2028 and \u0085", "日本"]
-    lines = [json.dumps({"text": row, "more": 1}, ensure_ascii=False) for row in rows]
-    tally = Tally()
-    found = read(jsonl(tmp_path / "a.jsonl", *lines, "", "  "), tally=tally)
-    assert found == [row + EOT for row in rows]
-    assert tally.documents == 4
-    assert read(jsonl(tmp_path / "b.jsonl", '{"body": "x"}'), DataConfig(text_field="body")) == [f"x{EOT}"]
-    assert read(jsonl(tmp_path / "c.ndjson", r'{"text": "\ud83d\ude42 \ud83d"}')) == [f"🙂 \ufffd{EOT}"]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "not JSON"),
-        ("plain text", "not JSON"),
-        ('{"body": "x"}', "no text field 'text'; set data.text_field"),
-        ('{"text": 5}', "no text field"),
-        ('{"text": null}', "no text field"),
-        ("[]", "no text field"),
-        ('"text"', "no text field"),
-    ],
-)
-def test_a_bad_jsonl_line_is_named(tmp_path: Path, line: str, message: str) -> None:
-    url = jsonl(tmp_path / "a.jsonl", '{"text": "good"}', "", line, '{"text": "good"}')
-    with pytest.raises(UserError, match=rf"a\.jsonl, line 3: {message}"):
-        read(url)
-
-
-def parquet(path: Path, **columns: Any) -> str:
-    pq.write_table(pa.table(columns), path)
-    return str(path)
-
-
-def test_parquet_documents(tmp_path: Path) -> None:
-    url = parquet(tmp_path / "a.parquet", text=["one", None, "", "日本"], more=[1, 2, 3, 4])
-    tally = Tally()
-    assert read(url, tally=tally) == [f"one{EOT}", EOT, f"日本{EOT}"]
-    assert tally.documents == 3
-    url = parquet(tmp_path / "b.parquet", body=pa.array(["x"] * 3000, pa.large_string()))
-    assert read(url, DataConfig(text_field="body")) == [f"x{EOT}"] * 3000
-
-
-def test_a_parquet_file_without_the_column_is_a_users_mistake(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"a\.parquet: no column 'text' among \['body'\]; set data.text_field"):
-        read(parquet(tmp_path / "a.parquet", body=["x"]))
-    with pytest.raises(UserError, match="column 'text' is not text"):
-        read(parquet(tmp_path / "a.parquet", text=[1]))
-
-
-def test_a_file_that_is_not_parquet_is_a_users_mistake(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    path.write_bytes(b"text" * 100)
-    with pytest.raises(UserError, match="is not a readable Parquet file"):
-        read(str(path))
-    whole = Path(parquet(tmp_path / "b.parquet", text=["x" * 100])).read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match="is not a readable Parquet file"):
-        read(str(path))
-
-
-def test_parquet_text_that_is_not_utf8_is_a_users_mistake(tmp_path: Path) -> None:
-    offsets = pa.py_buffer(bytes([0, 0, 0, 0, 2, 0, 0, 0]))
-    text = pa.Array.from_buffers(pa.string(), 1, [None, offsets, pa.py_buffer(b"\xff\xfe")])
-    with pytest.raises(UserError, match="is not a readable Parquet file"):
-        read(parquet(tmp_path / "a.parquet", text=text))
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_separator_inside_a_document_is_named_or_removed(tmp_path: Path, kind: str) -> None:
-    rows = ["good", f"a{EOT}b{EOT}c", f"nested <|endof{EOT}text|> end"]
-    if kind == "jsonl":
-        url = jsonl(tmp_path / "a.jsonl", *(json.dumps({"text": row}) for row in rows))
-    else:
-        url = parquet(tmp_path / "a.parquet", text=rows)
-    with pytest.raises(UserError, match=r"(line|row) 2: the document contains the separator <\|endoftext\|>"):
-        read(url)
-    tally = Tally()
-    found = read(url, DataConfig(separator_in_document="remove"), tally)
-    assert found == [f"good{EOT}", f"abc{EOT}", f"nested  end{EOT}"]
-    assert tally.separators_removed == 4
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"train": []}, "data.train is empty"),
-        ({"separator": ""}, "data.separator is empty"),
-        ({"valid_fraction": 1.0}, "data.valid_fraction is 1.0"),
-        ({"valid_fraction": -0.1}, "data.valid_fraction"),
-        ({"valid_fraction": float("nan")}, "data.valid_fraction"),
-    ],
-)
-def test_an_unfit_config_is_a_users_mistake(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        DataConfig(**fields)
-
-
 # other places than this machine's disk
 
 
@@ -515,169 +376,3 @@ def test_sources_on_s3(bucket: Any, tmp_path: Path) -> None:
             fingerprint(url)
     with pytest.raises(UserError, match="No file matches"):
         expand(["s3://corpus/*.csv"])
-
-
-# ingest
-
-
-def sources(*urls: str | Path) -> list[Source]:
-    return [fingerprint(url) for url in expand(map(str, urls))]
-
-
-def write(path: Path, text: str) -> Path:
-    path.write_bytes(text.encode())
-    return path
-
-
-def run(
-    out: Path, train: list[Source], valid: list[Source] | None = None, **fields: Any
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Ingest into a new folder: (texts.json, the text of train and of valid)."""
-    out.mkdir()
-    found = ingest(train, valid or [], DataConfig(**fields), out)
-    everything = [*train, *(valid or [])]
-    texts = {}
-    for name in ("train", "valid"):
-        data = []
-        for text in found[name]:
-            path = out / text["file"] if text["file"] else Path(everything[text["source"]].url)
-            assert path.stat().st_size == text["bytes"]
-            data.append(path.read_bytes())
-        texts[name] = b"".join(data).decode()
-        assert found["statistics"][name]["bytes"] == len(b"".join(data))
-    return found, texts
-
-
-def test_ingest_refers_to_plain_local_files(tmp_path: Path) -> None:
-    a, b, c = (write(tmp_path / f"{name}.txt", f"{name}{EOT}") for name in "abc")
-    found, texts = run(tmp_path / "out", sources(a, b), sources(c))
-    assert [text["source"] for text in found["train"]] == [0, 1]
-    assert [text["source"] for text in found["valid"]] == [2]
-    assert [text["file"] for text in found["train"] + found["valid"]] == [None] * 3
-    assert list((tmp_path / "out").iterdir()) == []
-    assert texts == {"train": f"a{EOT}b{EOT}", "valid": f"c{EOT}"}
-    assert [found["statistics"][name]["documents"] for name in ("train", "valid")] == [2, 1]
-
-
-def test_ingest_keeps_the_order_of_mixed_sources(tmp_path: Path) -> None:
-    urls = [
-        jsonl(tmp_path / "1.jsonl", '{"text": "1"}'),
-        write(tmp_path / "2.txt", f"2{EOT}\n"),
-        tmp_path / "3.txt.gz",
-        parquet(tmp_path / "4.parquet", text=["4"]),
-        write(tmp_path / "5.txt", "5"),
-        jsonl(tmp_path / "6.jsonl", '{"text": "6"}'),
-    ]
-    Path(urls[2]).write_bytes(gzip.compress(b"3"))
-    found, texts = run(tmp_path / "out", sources(*urls), valid_fraction=0)
-    assert texts["train"] == f"1{EOT}2{EOT}\n3{EOT}4{EOT}56{EOT}"
-    assert [(text["file"], text["source"]) for text in found["train"]] == [
-        *[("train.txt", None), (None, 1), ("train-2.txt", None), (None, 4), ("train-3.txt", None)],
-    ]
-    assert found["valid"] == []
-    assert found["statistics"]["train"]["documents"] == 6
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["train-2.txt", "train-3.txt", "train.txt"]
-
-
-def test_ingest_copies_a_plain_file_with_bytes_to_replace(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "bad.txt").write_bytes(b"a\xffb")
-    bad, good = sources(tmp_path / "bad.txt", write(tmp_path / "good.txt", "good"))
-    found, texts = run(tmp_path / "out", [bad, good], valid_fraction=0, invalid_utf8="replace")
-    assert [text["source"] for text in found["train"]] == [None, 1]
-    assert texts["train"] == f"a\ufffdb{EOT}good"
-    assert found["statistics"]["train"]["replaced"] == 1
-    assert found["statistics"]["train"]["documents"] == 2
-    assert "1 replaced" in caplog.text
-    with pytest.raises(UserError, match="offset 1"):
-        run(tmp_path / "again", [bad], valid_fraction=0)
-
-
-def stories(count: int) -> list[str]:
-    return [story.removesuffix(f"{EOT}\n") for story in demo_stories(count)]
-
-
-def split_of(tmp_path: Path, name: str, rows: list[str], **fields: Any) -> tuple[list[str], list[str]]:
-    """The stories that become (training, validation) text when these are the documents of one text file."""
-    path = write(tmp_path / f"{name}.txt", "".join(f"{row}{EOT}\n" for row in rows))
-    _, texts = run(tmp_path / name, sources(path), **fields)
-    train, valid = ([part.strip() for part in texts[key].split(EOT) if part.strip()] for key in ("train", "valid"))
-    return train, valid
-
-
-def test_a_fraction_of_the_documents_is_set_aside(tmp_path: Path) -> None:
-    rows = stories(1000)
-    path = write(tmp_path / "a.txt", "".join(f"{row}{EOT}\n" for row in rows))
-    found, texts = run(tmp_path / "out", sources(path), valid_fraction=0.1)
-    train, valid = ([part.strip() for part in texts[key].split(EOT)[:-1]] for key in ("train", "valid"))
-    assert sorted(train + valid) == sorted(row.strip() for row in rows)
-    assert 60 < len(valid) < 140
-    assert [found["statistics"][name]["documents"] for name in ("train", "valid")] == [len(train), len(valid)]
-    assert [text["file"] for text in found["train"] + found["valid"]] == ["train.txt", "valid.txt"]
-
-
-def test_the_fraction_does_not_depend_on_order_number_or_format(tmp_path: Path) -> None:
-    rows = [row.strip() for row in stories(120)]
-    train, valid = split_of(tmp_path, "one", rows, valid_fraction=0.2)
-    assert valid
-    more_train, more_valid = split_of(
-        tmp_path, "more", rows + [row.strip() for row in stories(200)[120:]], valid_fraction=0.2
-    )
-    assert more_train[: len(train)] == train
-    assert more_valid[: len(valid)] == valid
-    # Each document leads once; the first of a file stands without the newline that the others begin with.
-    for first in range(0, 120, 10):
-        turned = rows[first:] + rows[:first]
-        assert set(split_of(tmp_path, f"turned-{first}", turned, valid_fraction=0.2)[1]) == set(valid)
-    url = jsonl(tmp_path / "a.jsonl", *(json.dumps({"text": row}) for row in rows))
-    _, texts = run(tmp_path / "jsonl", sources(url), valid_fraction=0.2)
-    assert texts["valid"].split(EOT)[:-1] == valid
-
-
-@pytest.mark.parametrize("ending", ["", "\n", EOT, f"{EOT}\n"])
-@pytest.mark.parametrize("word", ["alpha", "beta", "gamma"])
-@pytest.mark.parametrize("fraction", [0.1, 0.9])
-def test_a_single_document_is_split_at_its_tail(tmp_path: Path, ending: str, word: str, fraction: float) -> None:
-    """Whichever side the document's own hash would put it on."""
-    text = f"{word} " * 400 + "end" + ending
-    found, texts = run(tmp_path / "out", sources(write(tmp_path / "a.txt", text)), valid_fraction=fraction)
-    train, valid = texts["train"], texts["valid"]
-    assert train.endswith(EOT)
-    assert train.removesuffix(EOT) + valid in (text, text + EOT)
-    assert abs(len(valid) / len(text) - fraction) < 0.03
-    assert found["statistics"]["valid"]["documents"] == 1
-
-
-def test_a_text_too_short_to_split_is_a_users_mistake(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"too short .* set data.valid_fraction to 0"):
-        run(tmp_path / "out", sources(write(tmp_path / "a.txt", "word")))
-
-
-def test_sources_without_a_document_are_a_users_mistake(tmp_path: Path) -> None:
-    url = jsonl(tmp_path / "a.jsonl", "", "")
-    with pytest.raises(UserError, match="no text"):
-        run(tmp_path / "out", sources(url), valid_fraction=0)
-
-
-def test_ingest_counts_removed_separators(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    url = jsonl(tmp_path / "a.jsonl", *(json.dumps({"text": f"{row}{EOT}{row}"}) for row in "abcdefgh" * 5))
-    for name, fraction in (("split", 0.4), ("whole", 0)):
-        found, _ = run(tmp_path / name, sources(url), valid_fraction=fraction, separator_in_document="remove")
-        assert found["statistics"]["train"]["separators_removed"] == 40
-    assert "40 separators removed" in caplog.text
-
-
-def test_bad_input_stops_ingest(tmp_path: Path) -> None:
-    good = write(tmp_path / "good.txt", f"a{EOT}b{EOT}")
-    bad = jsonl(tmp_path / "bad.jsonl", "{")
-    for fraction in (0, 0.5):
-        with pytest.raises(UserError, match="line 1: not JSON"):
-            run(tmp_path / f"out-{fraction}", sources(good, bad), valid_fraction=fraction)
-
-
-def test_blocks_of_open_bytes_join_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lm.corpus.BLOCK", 7)
-    path = write(tmp_path / "a.txt", TEXT)
-    with open_bytes(str(path)) as blocks:
-        found = list(blocks)
-    assert b"".join(found) == TEXT.encode()
-    assert max(map(len, found)) == 7

@@ -1,0 +1,174 @@
+"""Training that stops and goes on: a resumed run equals an uninterrupted one, bit for bit."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lm.train
+from lm.checkpoint import newest_checkpoint, read_description, save_training
+from lm.errors import UserError
+from lm.train import Trainer
+from tests.training import ROOT, make, rows_of, weights_equal
+
+
+class Killed(Exception):
+    """Stands for the end of the process."""
+
+
+def killed_after(last: int) -> Callable[[int], None]:
+    def progress(step: int) -> None:
+        if step == last:
+            raise Killed
+
+    return progress
+
+
+def start_and_kill(trainer: Trainer, last: int) -> None:
+    with pytest.raises(Killed):
+        trainer.run(killed_after(last))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("last", [12, 14])
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, finished: Trainer, optimizer: str, last: int) -> None:
+    """Through a best checkpoint beside the interval's (12), and with rows past the checkpoint (14)."""
+    straight = finished
+    if optimizer == "muon":
+        straight = make(tmp_path / "straight", optimizer=optimizer)
+        straight.run()
+    start_and_kill(make(tmp_path / "first", optimizer=optimizer), last)
+    with (tmp_path / "first" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 15, "lo')  # what a crash leaves
+    second = make(tmp_path / "second", optimizer=optimizer)
+    assert second.resume(tmp_path / "first")
+    assert 10 <= second.step <= last
+    result = second.run()
+    assert weights_equal(second.model, straight.model)
+    assert rows_of(second.out) == rows_of(straight.out)
+    assert rows_of(second.out, "samples.jsonl") == rows_of(straight.out, "samples.jsonl")
+    assert result == json.loads((straight.out / "training.json").read_text())
+
+
+def test_killed_between_row_and_checkpoint_loses_and_doubles_no_row(
+    tmp_path: Path, finished: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make(tmp_path / "first", checkpoint_interval=4)
+
+    def save_and_die(directory: Path, *rest: Any) -> None:
+        save_training(directory, *rest)
+        if directory.name == "step-0000012":
+            raise Killed
+
+    monkeypatch.setattr(lm.train, "save_training", save_and_die)
+    with pytest.raises(Killed):
+        first.run()
+    monkeypatch.undo()
+    second = make(tmp_path / "second")
+    assert second.resume(tmp_path / "first")
+    assert second.step == 12
+    second.run()
+    assert rows_of(second.out) == rows_of(finished.out)
+    assert rows_of(second.out, "samples.jsonl") == rows_of(finished.out, "samples.jsonl")
+
+
+def test_resumes_twice(tmp_path: Path, finished: Trainer) -> None:
+    for name, last in (("1", 7), ("2", 13)):
+        trainer = make(tmp_path / name)
+        if name == "2":
+            assert trainer.resume(tmp_path / "1")
+        start_and_kill(trainer, last)
+    shutil.rmtree(tmp_path / "1")
+    third = make(tmp_path / "3")
+    assert third.resume(tmp_path / "2")
+    third.run()
+    assert weights_equal(third.model, finished.model)
+    assert rows_of(third.out) == rows_of(finished.out)
+
+
+def test_nothing_to_resume(tmp_path: Path, finished: Trainer) -> None:
+    trainer = make(tmp_path / "out")
+    assert not trainer.resume(tmp_path / "not there")
+    start_and_kill(make(tmp_path / "early"), 3)
+    assert not trainer.resume(tmp_path / "early"), "no checkpoint was reached"
+    assert trainer.step == 0
+    assert not (trainer.out / "metrics.jsonl").exists()
+    trainer.run()
+    assert weights_equal(trainer.model, finished.model)
+
+
+def test_damaged_newest_checkpoint_falls_back(tmp_path: Path, finished: Trainer) -> None:
+    first = make(tmp_path / "first")
+    start_and_kill(first, 16)
+    newest = newest_checkpoint(first.out)
+    assert newest is not None
+    weights = (newest / "model.safetensors").read_bytes()
+    (newest / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    before = newest_checkpoint(first.out)
+    assert before is not None and before < newest
+    second = make(tmp_path / "second")
+    assert second.resume(first.out)
+    assert second.step == int(before.name[5:])
+    second.run()
+    assert weights_equal(second.model, finished.model)
+    assert rows_of(second.out) == rows_of(finished.out)
+
+
+def test_resume_of_another_optimizer_is_a_user_error(tmp_path: Path) -> None:
+    start_and_kill(make(tmp_path / "first"), 6)
+    with pytest.raises(UserError, match="optimizer"):
+        make(tmp_path / "second", optimizer="muon").resume(tmp_path / "first")
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from tests.training import make
+
+def progress(step):
+    print(step, flush=True)
+    if step == 19:
+        time.sleep(600)  # long before this it is killed
+
+make(Path(sys.argv[1])).run(progress)
+"""
+
+
+def test_killed_process_resumes_to_the_same_weights(tmp_path: Path, finished: Trainer) -> None:
+    """SIGKILL at a moment of the operating system's choosing."""
+    out = tmp_path / "first"
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(out)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if int(line) == 9:
+                break
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    second = make(tmp_path / "second")
+    assert second.resume(out)
+    assert 5 <= second.step < 20
+    second.run()
+    assert weights_equal(second.model, finished.model)
+    assert rows_of(second.out) == rows_of(finished.out)
+
+
+def test_best_survives_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make(tmp_path / "first", keep_checkpoints=1)
+    monkeypatch.setattr(first, "evaluate", lambda sequences=None: 0.5 if first.step == 4 else 1.0)
+    start_and_kill(first, 16)
+    second = make(tmp_path / "second", keep_checkpoints=1)
+    monkeypatch.setattr(second, "evaluate", lambda sequences=None: 1.0)
+    assert second.resume(first.out)
+    shutil.rmtree(first.out)
+    assert second.run()["best"] == "step-0000004"
+    assert read_description(second.out / "step-0000004") is not None
