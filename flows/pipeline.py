@@ -88,7 +88,7 @@ class PrefectCaller:
         return [Ref(**future.result()) for future in futures]
 
 
-DEMO = PipelineConfig()
+DEFAULTS = PipelineConfig()
 
 
 def task_runner(workers: int) -> Any:
@@ -96,9 +96,9 @@ def task_runner(workers: int) -> Any:
     return ThreadPoolTaskRunner(max_workers=workers)
 
 
-@flow(name="pipeline", task_runner=task_runner(DEMO.execution.workers))
+@flow(name="pipeline", task_runner=task_runner(DEFAULTS.execution.workers))
 def pipeline(
-    config: PipelineConfig = DEMO,
+    config: PipelineConfig = DEFAULTS,
     root: str = "artifacts",
     until: StageName | None = None,
     refresh: tuple[StageName, ...] = (),
