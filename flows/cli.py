@@ -1,4 +1,4 @@
-"""The command line: ``textmill run``, ``textmill plan``, ``textmill sample``. All options come from the dataclasses."""
+"""The command line: ``textmill run``, ``plan``, ``sample``, ``up``. All options come from the dataclasses."""
 
 import os
 import re
@@ -18,6 +18,7 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsin
 from flows.config import PRESETS, PipelineConfig, preset_path
 from flows.console import exit_code, plan_command, run_command, sample_command
 from flows.pipeline import StageName
+from flows.up import start_prefect
 from lm.errors import UserError, nearest
 from lm.execution import Execution
 from lm.generate import SampleConfig
@@ -51,6 +52,9 @@ def build_parser(preset: str = "demo") -> ArgumentParser:
     sample.add_class_arguments(SampleConfig, skip={"prompts"})
     sample.add_argument("--device", type=str, default="auto", help="cpu, cuda, mps or auto")
     commands.add_subcommand("sample", sample, help="sample text from the model of the latest run")
+    up = _Parser(description="Start Prefect's server, a work pool, the deployments of prefect.yaml and a worker.")
+    up.add_argument("--port", type=int, default=4200, help="port of the server and its UI, on 127.0.0.1")
+    commands.add_subcommand("up", up, help="start Prefect's server, the deployments and a worker; Ctrl-C stops them")
     return parser
 
 
@@ -101,6 +105,9 @@ def _dispatch(arguments: list[str]) -> None:
     options: Namespace = parser.instantiate(parsed)[parsed.command]
     if options.get("preset", preset) != preset:  # from a file, or an abbreviated option: too late for its defaults
         raise UserError(f"Name the preset on the command line: --preset {options.preset}")
+    if parsed.command == "up":
+        start_prefect(options.port)
+        return
     if parsed.command == "sample":
         settings = {name: options[name] for name in SampleConfig.__dataclass_fields__ if name != "prompts"}
         sampling = SampleConfig(options.prompt or SampleConfig().prompts, **settings)

@@ -1,8 +1,15 @@
 """The configuration of a run: one section a subject, each described where its algorithm is; and the presets."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+import yaml
+from prefect.client.orchestration import get_client
+from prefect.runtime import deployment
+from pydantic import TypeAdapter
+
+from lm.bounds import FORM
 from lm.bpe import TokenizerConfig
 from lm.chunks import ChunkConfig
 from lm.corpus import DataConfig
@@ -19,7 +26,7 @@ PRESETS = Path(__file__).parent / "presets"
 class PipelineConfig:
     """A whole run, section by section."""
 
-    __pydantic_config__ = {"use_attribute_docstrings": True}
+    __pydantic_config__ = FORM
 
     data: DataConfig = field(default_factory=DataConfig)
     """Where the text comes from."""
@@ -51,3 +58,36 @@ def preset_path(name: str) -> Path:
     if name not in names:
         raise UserError(f"There is no preset {name!r}{nearest(name, names)}. Presets: {', '.join(names)}.")
     return path
+
+
+def load_preset(name: str) -> PipelineConfig:
+    """The configuration that a preset gives, with the defaults of the fields it leaves out."""
+    content = yaml.safe_load(preset_path(name).read_text(encoding="utf-8"))
+    return TypeAdapter(PipelineConfig).validate_python(content)
+
+
+def preset_parameters(name: str) -> dict[str, Any]:
+    """A preset as a deployment's parameter ``config``: a step of ``prefect.yaml``."""
+    return {"config": asdict(load_preset(name))}
+
+
+def fill_in(given: Any) -> Any:
+    """Complete a ``config`` that was given in part, as in ``-p config='{"train": {"steps": 20}}'``.
+
+    Prefect replaces a deployment's parameter as a whole. What was left out is what the deployment has, or the demo.
+    """
+    return _merged(_base(), given) if isinstance(given, dict) else given
+
+
+def _base() -> dict[str, Any]:
+    if deployment.id:
+        with get_client(sync_client=True) as client:
+            parameters = client.read_deployment(deployment.id).parameters
+        if "config" in parameters:
+            return dict(parameters["config"])
+    return asdict(load_preset("demo"))
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    both = {name: _merged(base[name], over[name]) for name in base.keys() & over.keys() if isinstance(over[name], dict)}
+    return base | over | both

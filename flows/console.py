@@ -8,14 +8,15 @@ from typing import Any
 from tqdm import tqdm
 
 from flows.config import PipelineConfig
-from flows.pipeline import StageName, absolute, pipeline, task_runner
+from flows.pipeline import StageName, absolute, pipeline
 from flows.plan import plan
+from flows.report import figures, outputs_of
 from lm.device import choose_device
 from lm.errors import UserError
 from lm.execution import Execution
 from lm.generate import SampleConfig
 from tasks.sample import draw
-from tasks.stage import Ref, Run, read_output
+from tasks.stage import Ref, Run, part_log, read_output
 
 _PROJECT = ("lm", "tasks", "flows")
 
@@ -24,6 +25,8 @@ class _Console(logging.Handler):
     """Prints the project's lines above a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.name == part_log.name and record.levelno <= logging.INFO:
+            return  # a progress bar tells of the parts
         tqdm.write(self.format(record), file=sys.stderr)
 
 
@@ -55,8 +58,7 @@ def run_command(config: PipelineConfig, root: str, until: StageName | None, refr
     _log_to_console()
     if until in (None, "train", "sample"):
         choose_device(config.execution.device)  # a device that is not there is better known now than after hours
-    run = pipeline.with_options(task_runner=task_runner(config.execution.workers))
-    record = run(config, root, until, refresh)
+    record = pipeline(config, root, until, refresh)
     print(_summary(record))
 
 
@@ -88,13 +90,13 @@ def _quote(sample: dict[str, str]) -> str:
 
 def _summary(record: dict[str, Any]) -> str:
     """One screen: what was made, where, and what to try next."""
-    store = Run(record["root"], record["name"]).store
-    outputs = {name: read_output(store, Ref(name, stage["key"])) for name, stage in record["stages"].items()}
+    run = Run(record["root"], record["name"])
+    outputs = outputs_of(run, record)
     lines = ["", f"{'stage':<8} {'state':<7} {'seconds':>8}  what"]
     for name, output in outputs.items():
-        figures = "  ".join(_figures(output.manifest["figures"]))
+        what = "  ".join(figures(output.manifest["figures"]))
         stage = record["stages"][name]
-        lines.append(f"{name:<8} {stage['state']:<7} {stage['seconds']:>8.1f}  {figures}")
+        lines.append(f"{name:<8} {stage['state']:<7} {stage['seconds']:>8.1f}  {what}")
     if "sample" in outputs:
         lines += map(_quote, outputs["sample"].json("samples.json"))
     lines += ["", "Made:"]
@@ -105,7 +107,7 @@ def _summary(record: dict[str, Any]) -> str:
         lines.append(f"  model      {model.url}/{model.json('training.json')['best']}")
         lines.append(f"  loss plot  {model.url}/loss.png")
     root = record["root"]
-    lines += [f"  run        {store.path('runs', 'latest.json')}", "", "Try next:"]
+    lines += [f"  report     {run.store.path('runs', run.name)}.md", "", "Try next:"]
     if "train" in outputs:
         lines.append(f'  textmill sample --root {root} --prompt "Once upon a time"')
     lines += [
@@ -114,14 +116,3 @@ def _summary(record: dict[str, Any]) -> str:
         "  prefect server start --host 127.0.0.1    to watch runs; set PREFECT_API_URL=http://127.0.0.1:4200/api here",
     ]
     return "\n".join(lines)
-
-
-def _figures(figures: dict[str, Any], prefix: str = "") -> list[str]:
-    shown = []
-    for name, value in figures.items():
-        if isinstance(value, dict):
-            shown += _figures(value, f"{prefix}{name} ")
-        elif value:
-            text = f"{value:,}" if isinstance(value, int) else f"{value:.3f}" if isinstance(value, float) else value
-            shown.append(f"{prefix}{name.replace('_', ' ')} {text}")
-    return shown

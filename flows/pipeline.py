@@ -2,25 +2,29 @@
 
 import logging
 import time
-import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from prefect import flow
-from prefect.futures import as_completed
+from prefect.futures import PrefectFuture, as_completed
 from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
+from pydantic import BeforeValidator
 
-from flows.config import PipelineConfig
+from flows.config import PipelineConfig, fill_in, load_preset
+from flows.report import show_page, show_report
+from flows.runs import explain_in_one_line, keep_alive, name_run
+from lm.corpus import DataConfig, Source
+from lm.errors import UserError
 from tasks.chunk import chunk
 from tasks.count import count, count_chunk
 from tasks.encode import encode, encode_chunk
 from tasks.ingest import find_sources, ingest
 from tasks.merge import merge
-from tasks.progress import progress_bar
+from tasks.progress import show_progress
 from tasks.sample import sample
 from tasks.stage import Ref, Run, Stage, read_output
 from tasks.texts import read_chunks
@@ -38,6 +42,9 @@ class Caller(Protocol):
     def run(self) -> Run:
         """What every stage is told."""
 
+    def find_sources(self, data: DataConfig) -> tuple[list[Source], list[Source]]:
+        """The sources of the training and of the validation text."""
+
     def call(self, stage: Stage, *arguments: Any) -> Ref:
         """The output of one stage."""
 
@@ -50,8 +57,7 @@ def chain(config: PipelineConfig, caller: Caller) -> Iterator[tuple[StageName, R
     call, map_ = caller.call, caller.map
     specials, pattern, separator = config.tokenizer.special_tokens, config.tokenizer.pattern, config.data.separator
 
-    found = [find_sources(patterns, caller.run.store) for patterns in (config.data.train, config.data.valid)]
-    texts = call(ingest, *found, config.data)
+    texts = call(ingest, *caller.find_sources(config.data), config.data)
     yield "ingest", texts
     chunks = call(chunk, texts, specials, pattern, config.chunk)
     yield "chunk", chunks
@@ -74,36 +80,53 @@ class PrefectCaller:
 
     run: Run
 
+    def find_sources(self, data: DataConfig) -> tuple[list[Source], list[Source]]:
+        """Look the sources up, again where a network fails."""
+        return find_sources(data, self.run.store)
+
     def call(self, stage: Stage, *arguments: Any) -> Ref:
         """Run a stage, or take its cached output; its exception passes on."""
         return Ref(**stage.task(*arguments, run=self.run))
 
     def map(self, stage: Stage, texts: Ref, chunks: Ref, split: str, *arguments: Any) -> list[Ref]:
-        """Run a stage for each chunk, as many at a time as the task runner allows."""
+        """Run a stage for each chunk, as many at a time as there are workers; the first failure passes on at once."""
         items = read_chunks(self.run.store, texts, chunks, split)
-        futures = [stage.task.submit(item, *arguments, run=self.run) for item in items]
-        with progress_bar(f"{stage.name} {split}", len(items), "chunk") as progress:
-            for done, _ in enumerate(as_completed(futures), start=1):
-                progress(done)
+        futures: list[PrefectFuture[dict[str, str]]] = []
+        running: list[PrefectFuture[dict[str, str]]] = []
+        with show_progress(f"{stage.name.removesuffix('-chunk')}-{split}", len(items), "chunk") as progress:
+            for item in items:
+                if len(running) == self.run.execution.workers:
+                    self._finish_one(running)
+                    progress(len(futures) - len(running))
+                futures.append(stage.task.submit(item, *arguments, run=self.run))
+                running.append(futures[-1])
+            while running:
+                self._finish_one(running)
+                progress(len(futures) - len(running))
         return [Ref(**future.result()) for future in futures]
 
-
-DEFAULTS = PipelineConfig()
-
-
-def task_runner(workers: int) -> Any:
-    """Threads: a task costs milliseconds, and no text is pickled. Pure Python stages still take turns on one core."""
-    return ThreadPoolTaskRunner(max_workers=workers)
+    @staticmethod
+    def _finish_one(running: list[PrefectFuture[dict[str, str]]]) -> None:
+        future = next(as_completed(running))
+        future.result()
+        running.remove(future)
 
 
-@flow(name="pipeline", task_runner=task_runner(DEFAULTS.execution.workers))
+DEFAULTS = load_preset("demo")
+
+
+# A task costs milliseconds, and no text is pickled. The caller keeps to the workers that are configured.
+_THREADS: Any = ThreadPoolTaskRunner(max_workers=256)
+
+
+@flow(name="pipeline", flow_run_name=name_run, task_runner=_THREADS)
 def pipeline(
-    config: PipelineConfig = DEFAULTS,
+    config: Annotated[PipelineConfig, BeforeValidator(fill_in)] = DEFAULTS,
     root: str = "artifacts",
     until: StageName | None = None,
     refresh: tuple[StageName, ...] = (),
 ) -> dict[str, Any]:
-    """Run the chain up to ``until``, every stage from the cache where nothing that decides it has changed.
+    """From raw text to sampled text, every stage taken from the cache where nothing that decides it has changed.
 
     Args:
         config: What to make, and how.
@@ -111,23 +134,33 @@ def pipeline(
         until: Last stage to run; default: all of them.
         refresh: Stages to make anew whatever is cached.
     """
-    started = datetime.now(UTC)
-    name = f"{started:%Y%m%d-%H%M%S}-{flow_run.name or uuid.uuid4().hex[:8]}"
-    run = Run(absolute(root), name, frozenset(refresh), config.execution)
-    record: dict[str, Any] = {"name": name, "at": started.isoformat(timespec="seconds"), "root": run.root}
+    explain_in_one_line()
+    keep_alive(flow_run.id)
+    run = Run(absolute(root), flow_run.name, frozenset(refresh), config.execution)
+    record: dict[str, Any] = {"name": run.name, "at": datetime.now(UTC).isoformat(timespec="seconds"), "root": run.root}
     record |= {"config": asdict(config), "until": until, "refresh": list(refresh), "stages": {}}
     clock = time.perf_counter()
-    for stage_name, ref in chain(config, PrefectCaller(run)):
-        output = read_output(run.store, ref)
-        state = "made" if output.manifest["made"]["run"] == name else "cached"
-        log.info("%s is %s.", stage_name, state)
-        now = time.perf_counter()
-        record["stages"][stage_name] = {"key": ref.key, "state": state, "seconds": round(now - clock, 3)}
-        clock = now
-        run.store.write_json(record, "runs", f"{name}.json")  # after each, so that a later failure leaves it known
-        if stage_name == until:
-            break
+    try:
+        for stage_name, ref in chain(config, PrefectCaller(run)):
+            output = read_output(run.store, ref)
+            state = "made" if output.manifest["made"]["run"] == run.name else "cached"
+            log.info("%s is %s.", stage_name, state)
+            now = time.perf_counter()
+            record["stages"][stage_name] = {"key": ref.key, "state": state, "seconds": round(now - clock, 3)}
+            clock = now
+            run.store.write_json(
+                record, "runs", f"{run.name}.json"
+            )  # after each, so that a later failure leaves it known
+            show_page(stage_name, output)
+            if stage_name == until:
+                break
+    except BaseException as error:
+        run.stopping.set()  # chunks that still run in threads
+        if isinstance(error, UserError):
+            show_report(run, record, str(error))
+        raise
     run.store.write_json(record, "runs", "latest.json")
+    show_report(run, record)
     return record
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from flows.config import PipelineConfig
 from flows.pipeline import absolute, chain
+from lm.corpus import DataConfig, Source
+from tasks.ingest import find_sources
 from tasks.stage import Ref, Run, Stage, intact_output
 from tasks.texts import read_chunks
 
@@ -18,6 +20,10 @@ class Planner:
 
     run: Run
     rows: list[tuple[str, str]] = field(default_factory=list)
+
+    def find_sources(self, data: DataConfig) -> tuple[list[Source], list[Source]]:
+        """Look the sources up: they are read where they are new, as their digests are in the keys."""
+        return find_sources.fn(data, self.run.store)
 
     def call(self, stage: Stage, *arguments: Any) -> Ref:
         """The output where it is intact, else a pending one."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lm.bounds import FORM, bounded, check_bounds
 from lm.corpus import open_text
 from lm.counts import count_pretokens
 from lm.errors import UserError
@@ -25,9 +26,9 @@ Merges = list[tuple[bytes, bytes]]
 class TokenizerConfig:
     """What the tokenizer is trained to be."""
 
-    __pydantic_config__ = {"use_attribute_docstrings": True}
+    __pydantic_config__ = FORM
 
-    vocab_size: int = 10_000
+    vocab_size: int = bounded(10_000, ge=256)
     """Number of token ids: 256 bytes, the special tokens and the merges."""
     special_tokens: list[str] = field(default_factory=lambda: [END_OF_TEXT])
     """Texts that are one token each and end a pretoken; the separator of the documents must be among them."""
@@ -35,6 +36,7 @@ class TokenizerConfig:
     """Regular expression (the ``regex`` module's) whose matches are the pretokens. Default: GPT-2's."""
 
     def __post_init__(self) -> None:
+        check_bounds(self, "tokenizer")
         check_special_tokens(self.special_tokens)
         check_vocab_size(self.vocab_size, self.special_tokens)
         compile_pattern(self.pattern)

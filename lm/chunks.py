@@ -7,8 +7,8 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from lm.bounds import FORM, bounded, check_bounds
 from lm.corpus import BLOCK, open_text
-from lm.errors import UserError
 from lm.pretokens import GPT2_PATTERN, cut_safely, special_pattern
 
 
@@ -16,15 +16,14 @@ from lm.pretokens import GPT2_PATTERN, cut_safely, special_pattern
 class ChunkConfig:
     """How the text is cut into the units of parallel work."""
 
-    __pydantic_config__ = {"use_attribute_docstrings": True}
+    __pydantic_config__ = FORM
 
-    target_bytes: int = 16 << 20
+    target_bytes: int = bounded(16 << 20, ge=1)
     """Bytes a chunk should have. It ends at the first special token past them; a document that goes on for as much
     again is cut before white space."""
 
     def __post_init__(self) -> None:
-        if self.target_bytes < 1:
-            raise UserError(f"chunk.target_bytes is {self.target_bytes}; it must be at least 1.")
+        check_bounds(self, "chunk")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import lzma
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,8 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
+from lm.bounds import FORM, bounded, check_bounds
 from lm.demo_corpus import demo_stories
-from lm.errors import UserError
+from lm.errors import Unreachable, UserError
 from lm.pretokens import END_OF_TEXT
 
 BLOCK = 1 << 20  # bytes read at once
@@ -39,7 +41,7 @@ _CORRUPT = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 class DataConfig:
     """Where the text comes from and how it is read."""
 
-    __pydantic_config__ = {"use_attribute_docstrings": True}
+    __pydantic_config__ = FORM
 
     train: list[str] = field(default_factory=lambda: ["demo:6000"])
     """Training text: paths, globs or URLs (file, https, s3, memory), plain or .gz .bz2 .xz .zst. ``.jsonl`` and
@@ -47,7 +49,7 @@ class DataConfig:
     stories that the project makes up."""
     valid: list[str] = field(default_factory=list)
     """Validation text, likewise. Empty: a fraction of the training documents is set aside instead."""
-    valid_fraction: float = 0.05
+    valid_fraction: float = bounded(0.05, ge=0, lt=1)
     """Share of the documents, chosen by their hash, that is the validation text when ``valid`` is empty. 0: none."""
     separator: str = END_OF_TEXT
     """Special token that ends a document."""
@@ -63,8 +65,7 @@ class DataConfig:
             raise UserError("data.train is empty; name at least one file, glob or URL.")
         if not self.separator:
             raise UserError("data.separator is empty; name the token that ends a document, such as <|endoftext|>.")
-        if not 0 <= self.valid_fraction < 1:
-            raise UserError(f"data.valid_fraction is {self.valid_fraction}; it must be at least 0 and below 1.")
+        check_bounds(self, "data")
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -107,8 +108,14 @@ def expand(patterns: Iterable[str]) -> list[str]:
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
+    options: dict[str, Any] = {}
+    if url.startswith(("http://", "https://")):
+        from aiohttp import ClientTimeout  # slow to import
+
+        # The default ends every download after five minutes, however well it goes.
+        options = {"client_kwargs": {"timeout": ClientTimeout(total=None, sock_connect=30, sock_read=60)}}
     try:
-        fs, path = fsspec.core.url_to_fs(url)
+        fs, path = fsspec.core.url_to_fs(url, **options)
     except (ValueError, ImportError, OSError) as error:
         raise UserError(f"{url} cannot be read: {error}") from None
     return fs, path
@@ -157,14 +164,33 @@ def _open_raw(url: str) -> Iterator[IO[bytes]]:
     is_streamed = url.startswith(("http://", "https://")) and split_suffixes(url)[0] != "parquet"
     try:
         opened = fs.open(path, "rb", **({"block_size": 0} if is_streamed else {}))
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if _is_network_failure(error):  # fsspec's HTTP takes every answer but success for a missing file
+            raise Unreachable(f"{url} cannot be reached: {error.__cause__}") from error
         raise UserError(f"{url} does not exist.") from None
     except IsADirectoryError:
         raise UserError(f"{url} is a directory; name its files, such as {url.rstrip('/')}/*.txt.") from None
     except Exception as error:  # file systems have errors of their own, such as botocore's for missing credentials
-        raise UserError(f"{url} cannot be opened: {error}") from error
+        kind = Unreachable if _is_network_failure(error) else UserError
+        raise kind(f"{url} cannot be opened: {error}") from error
     with opened as raw:
-        yield raw
+        try:
+            yield raw
+        except Exception as error:
+            if _is_network_failure(error):
+                raise Unreachable(f"{url}: the connection broke while it was read: {error!r}") from error
+            raise
+
+
+def _is_network_failure(error: BaseException) -> bool:
+    """Whether an error, or the one behind it, may not come again: a broken connection, a server in trouble or busy."""
+    for found in (error, error.__cause__):
+        status = getattr(found, "status", None)
+        if isinstance(status, int):
+            return status >= 500 or status in (408, 425, 429)
+        if isinstance(found, (ConnectionError, TimeoutError)) or type(found).__module__.startswith("aiohttp."):
+            return True
+    return False
 
 
 def split_suffixes(url: str) -> tuple[str, str]:
@@ -191,6 +217,8 @@ def open_bytes(url: str) -> Iterator[Iterator[bytes]]:
             except _CORRUPT as error:
                 raise UserError(f"{url} is corrupt or truncated: {error}. Fetch or compress it again.") from None
             except OSError as error:
+                if _is_network_failure(error):
+                    raise
                 what = "is corrupt or truncated" if compression else "cannot be read"
                 raise UserError(f"{url} {what}: {error}") from None
 
@@ -199,11 +227,18 @@ def open_bytes(url: str) -> Iterator[Iterator[bytes]]:
 
 @dataclass
 class Tally:
-    """What was met while reading: documents, replaced invalid byte sequences, separators removed from documents."""
+    """What was met while reading: documents, replaced invalid byte sequences, separators removed from documents; and
+    ``lengths``, at k the number of documents with 2^(k/4) characters or more, and fewer than 2^((k+1)/4)."""
 
     documents: int = 0
     replaced: int = 0
     separators_removed: int = 0
+    lengths: list[int] = field(default_factory=lambda: [0] * 256)
+
+    def add(self, document: str) -> None:
+        """Count a document."""
+        self.documents += 1
+        self.lengths[int(4 * math.log2(max(1, len(document))))] += 1
 
 
 def decode_blocks(
@@ -284,7 +319,7 @@ def documents(url: str, config: DataConfig, tally: Tally) -> Iterator[str]:
             while config.separator in document:  # what is left of a removed one may join to another
                 tally.separators_removed += document.count(config.separator)
                 document = document.replace(config.separator, "")
-        tally.documents += 1
+        tally.add(document)
         yield document + config.separator
 
 
@@ -295,8 +330,9 @@ def _text_documents(url: str, config: DataConfig, tally: Tally) -> Iterator[str]
         for text in decode_blocks(blocks, url, config.invalid_utf8, tally):
             *whole, rest = (tail + text).split(config.separator)
             for piece in whole:
-                tally.documents += 1
-                yield "".join(held) + piece + config.separator
+                document = "".join(held) + piece
+                tally.add(document)
+                yield document + config.separator
                 held.clear()
             cut = max(0, len(rest) - len(config.separator) + 1)
             held.append(rest[:cut])
@@ -305,7 +341,7 @@ def _text_documents(url: str, config: DataConfig, tally: Tally) -> Iterator[str]
         if rest.isspace():
             yield rest
         else:
-            tally.documents += 1
+            tally.add(rest)
             yield rest + config.separator
 
 

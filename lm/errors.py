@@ -1,4 +1,4 @@
-"""The one exception for a mistake that the user can mend."""
+"""The exceptions for what a user can mend, and for what may mend itself."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,6 +6,10 @@ from collections.abc import Iterable
 
 class UserError(ValueError):
     """A user's mistake: the message says what is wrong, where, and what to do. The CLI prints it and exits with 2."""
+
+
+class Unreachable(UserError):
+    """A network or a server failed: the same may succeed a little later."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

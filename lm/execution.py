@@ -3,29 +3,28 @@
 import os
 from dataclasses import dataclass
 
-from lm.errors import UserError
+from lm.bounds import FORM, bounded, check_bounds
 
 
 @dataclass(frozen=True)
 class Execution:
     """How the work runs on this machine. Changing these reruns nothing."""
 
-    __pydantic_config__ = {"use_attribute_docstrings": True}
+    __pydantic_config__ = FORM
 
-    threads: int | None = None
+    threads: int | None = bounded(None, ge=1)
     """Threads for parallel stages and for torch. Default: one a core."""
     device: str = "auto"
     """Where the model trains: cpu, cuda, mps, or auto for the best there is."""
     compile: bool = True
     """Whether torch.compile speeds up training, where it works and the run is long enough to earn its start-up."""
-    log_interval: int = 20
+    max_trainings: int = bounded(1, ge=0)
+    """Trainings that may run on this machine at once, of all runs; the others wait. 0: no limit."""
+    log_interval: int = bounded(20, ge=1)
     """Training steps between two lines in the log."""
 
     def __post_init__(self) -> None:
-        if self.threads is not None and self.threads < 1:
-            raise UserError(f"execution.threads is {self.threads}; it must be at least 1, or left out.")
-        if self.log_interval < 1:
-            raise UserError(f"execution.log_interval is {self.log_interval}; it must be at least 1.")
+        check_bounds(self, "execution")
 
     @property
     def workers(self) -> int:

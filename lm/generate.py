@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lm.bounds import FORM, bounded, check_bounds
 from lm.errors import UserError
 from lm.model import TransformerLM, softmax
 from lm.pretokens import END_OF_TEXT
@@ -20,26 +21,21 @@ from lm.tokenizer import Tokenizer
 class SampleConfig:
     """How text is sampled."""
 
-    __pydantic_config__ = {"use_attribute_docstrings": True}
+    __pydantic_config__ = FORM
 
     prompts: list[str] = field(default_factory=lambda: ["Once upon a time", "One day", "The little"])
     """Texts to go on from. Special tokens in them are plain text."""
-    max_new_tokens: int = 200
+    max_new_tokens: int = bounded(200, ge=0)
     """Most tokens to add to a prompt."""
-    temperature: float = 0.8
+    temperature: float = bounded(0.8, ge=0, lt=math.inf)
     """Divides the logits: below 1 safer, above 1 wilder, 0 always the likeliest token."""
-    top_p: float = 0.95
+    top_p: float = bounded(0.95, ge=0, le=1)
     """Samples among the likeliest tokens that together have at least this probability; 1 for all."""
     seed: int = 0
     """Seed of the draws; prompt number i draws with seed + i."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:  # refuses nan too
-            raise UserError(f"sample.temperature is {self.temperature}; it must be a number from 0 up.")
-        if not 0 <= self.top_p <= 1:
-            raise UserError(f"sample.top_p is {self.top_p}; it must be between 0 and 1.")
-        if self.max_new_tokens < 0:
-            raise UserError(f"sample.max_new_tokens is {self.max_new_tokens}; it must not be negative.")
+        check_bounds(self, "sample")
 
 
 def next_token_probabilities(logits: Tensor, temperature: float, top_p: float) -> Tensor:

@@ -84,6 +84,7 @@ def _check(source: Source, config: DataConfig, tally: Tally) -> int | None:
     if found.replaced:
         return None
     tally.documents += found.documents
+    tally.lengths = [sum(counts) for counts in zip(tally.lengths, found.lengths, strict=True)]
     return source.bytes
 
 
@@ -109,7 +110,7 @@ def _written(path: Path, size: int) -> list[Text]:
 
 def _split(
     sources: Sequence[Source], config: DataConfig, out: Path
-) -> tuple[dict[str, list[Text]], dict[str, dict[str, int]]]:
+) -> tuple[dict[str, list[Text]], dict[str, dict[str, Any]]]:
     """Set a fraction of the documents aside, each by its own hash: the choice does not depend on order or number."""
     tallies = {"train": Tally(), "valid": Tally()}
     tally = Tally()
@@ -124,7 +125,8 @@ def _split(
             digest = hashlib.sha256(words.encode()).digest()
             chosen = int.from_bytes(digest[:8], "big") < limit and not document.isspace()
             name = "valid" if chosen else "train"
-            tallies[name].documents += not document.isspace()
+            if not document.isspace():
+                tallies[name].add(words)
             sizes[name] += (valid if chosen else train).write(data)
     tallies["train"].replaced, tallies["train"].separators_removed = tally.replaced, tally.separators_removed
     if not tallies["train"].documents or not tallies["valid"].documents:
@@ -135,7 +137,9 @@ def _split(
         )
         # One of the two is empty, or is white space that stood after the last separator.
         sizes = _split_tail(paths["valid"].read_bytes() + paths["train"].read_bytes(), config, paths)
-        tallies["train"].documents, tallies["valid"].documents = tally.documents, 1
+        tallies["train"].documents, tallies["train"].lengths = tally.documents, tally.lengths
+        tallies["valid"] = Tally()
+        tallies["valid"].add(paths["valid"].read_text(encoding="utf-8"))
     texts = {name: _written(paths[name], sizes[name]) for name in paths}
     return texts, {name: asdict(found) for name, found in tallies.items()}
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lm.bounds import FORM, bounded, check_bounds
 from lm.errors import UserError
 
 
@@ -18,36 +19,27 @@ from lm.errors import UserError
 class ModelConfig:
     """Shape of the Transformer. The defaults are the TinyStories model of CS336 assignment 1."""
 
-    __pydantic_config__ = {"use_attribute_docstrings": True}
+    __pydantic_config__ = FORM
 
-    vocab_size: int | None = None
+    vocab_size: int | None = bounded(None, ge=1)
     """Number of token ids, the rows of embedding and head. Default: as many as the tokenizer has."""
-    context_length: int = 256
+    context_length: int = bounded(256, ge=1)
     """Longest sequence the model sees, in tokens."""
-    d_model: int = 512
+    d_model: int = bounded(512, ge=2)
     """Width of the residual stream. A multiple of num_heads."""
-    num_layers: int = 4
+    num_layers: int = bounded(4, ge=1)
     """Number of Transformer blocks."""
-    num_heads: int = 16
+    num_heads: int = bounded(16, ge=1)
     """Attention heads a block; each is d_model / num_heads wide, an even number (RoPE turns pairs)."""
-    d_ff: int = 1344
+    d_ff: int = bounded(1344, ge=1)
     """Inner width of the feed-forward network; about 8/3 of d_model, a multiple of 64 for speed."""
-    rope_theta: float = 10000.0
+    rope_theta: float = bounded(10000.0, gt=0)
     """Base of the rotary frequencies; larger turns more slowly, for longer contexts."""
-    norm_eps: float = 1e-5
+    norm_eps: float = bounded(1e-5, ge=0)
     """Added to the mean square in RMSNorm so that a zero vector does not divide by zero."""
 
     def __post_init__(self) -> None:
-        for name in ("context_length", "d_model", "num_layers", "num_heads", "d_ff"):
-            if getattr(self, name) < 1:
-                raise UserError(f"model.{name} is {getattr(self, name)}; it must be at least 1.")
-        if self.vocab_size is not None and self.vocab_size < 1:
-            raise UserError(f"model.vocab_size is {self.vocab_size}; it must be at least 1, or left out.")
-        # Turned around, so that nan is refused too.
-        if not self.rope_theta > 0:
-            raise UserError(f"model.rope_theta is {self.rope_theta}; it must be above 0.")
-        if not self.norm_eps >= 0:
-            raise UserError(f"model.norm_eps is {self.norm_eps}; it must not be negative.")
+        check_bounds(self, "model")
         if self.d_model % self.num_heads or (self.d_model // self.num_heads) % 2:
             raise UserError(
                 f"model.d_model {self.d_model} / model.num_heads {self.num_heads} must be an even whole number "

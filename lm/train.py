@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lm.bounds import FORM, bounded, check_bounds
 from lm.checkpoint import load_training, newest_checkpoint, read_description, save_training
 from lm.data import Tokens, check_length, get_batch, windows
 from lm.device import choose_device
@@ -40,70 +41,50 @@ _COMPILE_FLOPS = 1e14  # compiling takes half a minute; a shorter run would lose
 class TrainConfig:
     """How the model is trained. Tokens seen: steps · batch_size · model.context_length."""
 
-    __pydantic_config__ = {"use_attribute_docstrings": True}
+    __pydantic_config__ = FORM
 
-    steps: int = 5_000
+    steps: int = bounded(5_000, ge=1)
     """Optimizer steps."""
-    batch_size: int = 32
+    batch_size: int = bounded(32, ge=1)
     """Sequences a step."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw for every parameter; or muon for the matrices of the blocks and adamw for the rest."""
-    max_lr: float = 1e-3
+    max_lr: float = bounded(1e-3, ge=0)
     """Learning rate after the warm-up."""
-    min_lr: float = 1e-4
+    min_lr: float = bounded(1e-4, ge=0)
     """Learning rate at the end of the cosine."""
-    warmup_steps: int = 200
+    warmup_steps: int = bounded(200, ge=0)
     """Steps over which the learning rate rises from 0."""
-    beta1: float = 0.9
+    beta1: float = bounded(0.9, ge=0, lt=1)
     """Decay of AdamW's mean of gradients."""
-    beta2: float = 0.95
+    beta2: float = bounded(0.95, ge=0, lt=1)
     """Decay of AdamW's mean of squared gradients."""
-    weight_decay: float = 0.1
+    weight_decay: float = bounded(0.1, ge=0)
     """Decoupled weight decay of the matrices; norm gains have none."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = bounded(1.0, gt=0)
     """Gradients are scaled down to this common L2 norm when theirs is greater."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16 runs the matrix products in it (autocast); weights and optimizer state stay float32."""
-    seed: int = 0
+    seed: int = bounded(0, ge=0)
     """Seed of the initial weights and of the batches."""
-    eval_interval: int = 500
+    eval_interval: int = bounded(500, ge=1)
     """Steps between two validations, each with a sample. The last step is validated too."""
-    eval_sequences: int = 64
+    eval_sequences: int = bounded(64, ge=1)
     """Sequences of a validation, evenly spread over the validation text: the same ones each time, so that the best
     checkpoint can be told. The end of a run is measured on the whole text."""
-    checkpoint_interval: int = 500
+    checkpoint_interval: int = bounded(500, ge=1)
     """Steps between two checkpoints."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = bounded(2, ge=1)
     """Newest checkpoints kept; the best one is kept besides."""
     sample_prompts: list[str] = field(default_factory=lambda: ["Once upon a time"])
     """Prompts of the samples drawn at each validation."""
-    sample_tokens: int = 60
+    sample_tokens: int = bounded(60, ge=0)
     """Most tokens of such a sample."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "steps",
-            "batch_size",
-            "eval_interval",
-            "eval_sequences",
-            "checkpoint_interval",
-            "keep_checkpoints",
-        ):
-            if getattr(self, name) < 1:
-                raise UserError(f"train.{name} is {getattr(self, name)}; it must be at least 1.")
-        if not 0 <= self.min_lr <= self.max_lr:
-            raise UserError(f"train.min_lr {self.min_lr} must lie between 0 and train.max_lr {self.max_lr}.")
-        for name in ("warmup_steps", "weight_decay", "sample_tokens"):
-            if not getattr(self, name) >= 0:  # turned around, so that nan is refused too
-                raise UserError(f"train.{name} is {getattr(self, name)}; it must not be negative.")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"train.{name} is {getattr(self, name)}; it must be at least 0 and below 1.")
-        if not self.max_grad_norm > 0:
-            raise UserError(f"train.max_grad_norm is {self.max_grad_norm}; it must be above 0.")
-        for name, known in (("optimizer", ("adamw", "muon")), ("precision", ("float32", "bfloat16"))):
-            if getattr(self, name) not in known:
-                raise UserError(f"train.{name} is {getattr(self, name)!r}; it must be {' or '.join(known)}.")
+        check_bounds(self, "train")
+        if self.min_lr > self.max_lr:
+            raise UserError(f"train.min_lr {self.min_lr} must not be above train.max_lr {self.max_lr}.")
 
 
 @dataclass

@@ -4,11 +4,12 @@ import json
 from dataclasses import asdict
 
 from lm.chunks import ChunkConfig, cut_chunks
+from tasks import pages
 from tasks.stage import Draft, Output, stage
 from tasks.texts import text_paths
 
 
-@stage("chunk")
+@stage("chunk", page=pages.chunk)
 def chunk(out: Draft, texts: Output, special_tokens: list[str], pattern: str, config: ChunkConfig) -> None:
     """Cut the texts; ``chunks.json`` lists the byte ranges of each chunk of ``train`` and ``valid``."""
     chunks = {

@@ -5,20 +5,21 @@ from typing import Any
 
 from lm.shards import token_dtype, write_shard
 from lm.tokenizer import Tokenizer
+from tasks import pages
 from tasks.stage import Draft, Output, stage
 from tasks.texts import Chunk, open_ranges
 
 
-@stage("encode-chunk", libraries=("regex",))
+@stage("encode-chunk", libraries=("regex",), run_name="encode {chunk}")
 def encode_chunk(out: Draft, chunk: Chunk, tokenizer: Output, separator: str) -> None:
     """Encode one chunk to one shard: ``tokens.bin``, ``documents.npy`` and ``shard.json`` with their numbers."""
     loaded = Tokenizer.load(tokenizer.directory("tokenizer"))
-    tokens, documents = write_shard(open_ranges(chunk), loaded, separator, out.directory)
+    tokens, documents = write_shard(open_ranges(chunk, out.stopping), loaded, separator, out.directory)
     out.figures = {"tokens": tokens, "documents": documents, "bytes": chunk.bytes}
     (out.directory / "shard.json").write_text(json.dumps(out.figures), encoding="utf-8")
 
 
-@stage("encode")
+@stage("encode", page=pages.encode)
 def encode(out: Draft, train: list[Output], valid: list[Output], tokenizer: Output, separator: str) -> None:
     """List the shards in their order in ``index.json``, with the statistics of each split."""
     vocab_size = Tokenizer.load(tokenizer.directory("tokenizer")).size

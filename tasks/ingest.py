@@ -3,22 +3,27 @@
 import hashlib
 import json
 import logging
-from collections.abc import Iterable
 from dataclasses import asdict
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
 
 from lm import ingest as algorithm
 from lm.corpus import DataConfig, Source, expand, fingerprint, version
 from lm.errors import UserError
-from tasks.stage import Draft, stage
+from tasks import pages
+from tasks.stage import RETRIES, Draft, stage
 from tasks.store import Store
 
 log = logging.getLogger(__name__)
 
 
-def find_sources(patterns: Iterable[str], store: Store) -> list[Source]:
-    """The sources that paths, globs and URLs name, with their digests: remembered where size and mtime or etag are the
-    same, else read. One that is gone is taken as it was last seen, and said."""
-    return [_find_source(url, store) for url in expand(patterns)]
+@task(name="find-sources", task_run_name="find sources", cache_policy=NO_CACHE, persist_result=False, **RETRIES)
+def find_sources(data: DataConfig, store: Store) -> tuple[list[Source], list[Source]]:
+    """The sources that the paths, globs and URLs for training and validation name, with their digests: remembered
+    where size and mtime or etag are the same, else read. One that is gone is taken as it was last seen, and said."""
+    train, valid = ([_find_source(url, store) for url in expand(patterns)] for patterns in (data.train, data.valid))
+    return train, valid
 
 
 def _find_source(url: str, store: Store) -> Source:
@@ -38,10 +43,13 @@ def _find_source(url: str, store: Store) -> Source:
     return source
 
 
-@stage("ingest")
+@stage("ingest", page=pages.ingest)
 def ingest(out: Draft, train: list[Source], valid: list[Source], data: DataConfig) -> None:
     """Write or refer to the texts; ``texts.json`` lists them."""
     out.sources = [*train, *valid]
     texts = algorithm.ingest(train, valid, data, out.directory)
-    out.figures = texts["statistics"]
+    out.figures = {
+        split: {name: number for name, number in tally.items() if name != "lengths"}
+        for split, tally in texts["statistics"].items()
+    }
     (out.directory / "texts.json").write_text(json.dumps(texts, indent=1), encoding="utf-8")

@@ -3,15 +3,16 @@
 from lm.bpe import TokenizerConfig, train_merges
 from lm.counts import read_counts
 from lm.tokenizer import Tokenizer
-from tasks.progress import progress_bar
+from tasks import pages
+from tasks.progress import show_progress
 from tasks.stage import Draft, Output, stage
 
 
-@stage("merge")
+@stage("merge", page=pages.merge)
 def merge(out: Draft, counts: Output, config: TokenizerConfig) -> None:
     """Learn the merges and save the tokenizer in all its formats."""
     wanted = config.vocab_size - 256 - len(config.special_tokens)
-    with progress_bar("merge", wanted, "merge") as progress:
+    with show_progress("merge", wanted, "merge") as progress:
         vocab, merges = train_merges(
             read_counts(counts.path("counts.parquet")), config.vocab_size, config.special_tokens, progress
         )

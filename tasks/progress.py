@@ -1,17 +1,57 @@
-"""Progress bars in a terminal; where output goes to a file they stay away, and the log's lines tell."""
+"""Progress of long work: a bar in a terminal, and in Prefect's UI an artifact that moves."""
 
+import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
+from typing import Any
 
+from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from prefect.context import FlowRunContext, TaskRunContext
 from tqdm import tqdm
+
+_INTERVAL = 1.0  # seconds between two updates of the artifact
 
 
 @contextmanager
-def progress_bar(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Show a bar; the function given is told how many of ``total`` are done."""
+def show_progress(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    """Show the progress of ``title``; the function given is told how many of ``total`` are done.
+
+    Where output goes to a file the bar stays away. The artifact ``<title>-progress`` belongs to the run around; it is
+    updated by a thread of its own, so that a slow or dead server never holds up the work.
+    """
+    done, ended = 0, threading.Event()
+
+    def report() -> None:
+        with contextlib.suppress(Exception):  # the artifact is for show
+            shown = 0.0
+            artifact: Any = create_progress_artifact(
+                0.0, key=f"{title}-progress", description=f"{title}, {total:,} {unit}s"
+            )
+            while True:
+                is_last = ended.wait(_INTERVAL)
+                percent = 100.0 * done / max(1, total)
+                if percent != shown:
+                    update_progress_artifact(artifact, percent)
+                    shown = percent
+                if is_last:
+                    return
+
+    reporter = None
+    if FlowRunContext.get() or TaskRunContext.get():
+        reporter = threading.Thread(target=copy_context().run, args=(report,), daemon=True)
+        reporter.start()
     with tqdm(total=total, desc=title, unit=unit, disable=None, leave=False, dynamic_ncols=True) as bar:
 
-        def progress(done: int) -> None:
-            bar.update(done - bar.n)
+        def progress(number: int) -> None:
+            nonlocal done
+            done = number
+            bar.update(number - bar.n)
 
-        yield progress
+        try:
+            yield progress
+        finally:
+            ended.set()
+            if reporter:
+                reporter.join(timeout=5)

@@ -7,6 +7,7 @@ from lm.device import choose_device
 from lm.execution import Execution
 from lm.generate import SampleConfig, complete
 from lm.tokenizer import Tokenizer
+from tasks import pages
 from tasks.stage import Draft, Output, stage
 
 
@@ -20,7 +21,7 @@ def draw(model: Output, tokenizer: Output, config: SampleConfig, execution: Exec
     ]
 
 
-@stage("sample")
+@stage("sample", page=pages.sample)
 def sample(out: Draft, model: Output, tokenizer: Output, config: SampleConfig) -> None:
     """Write ``samples.json``."""
     samples = draw(model, tokenizer, config, out.execution)

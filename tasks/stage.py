@@ -12,6 +12,7 @@ import inspect
 import json
 import logging
 import platform
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -25,16 +26,24 @@ from prefect import Task
 from prefect.cache_policies import CachePolicy
 from prefect.context import TaskRunContext
 from prefect.results import get_result_store
+from prefect.tasks import exponential_backoff
 
 from lm.corpus import Source
-from lm.errors import UserError
+from lm.errors import Unreachable, UserError
 from lm.execution import Execution
 from tasks.source_digest import source_digests
 from tasks.store import Store, describe_files
 
 log = logging.getLogger(__name__)
+# The parts of a mapped stage speak to their own task runs; in a terminal thousands of them would drown the rest.
+part_log = logging.getLogger("tasks.parts")
 
+PAGE = "page.md"  # beside the files of an output, for a person; no part of it
 FORMAT = 1  # of the manifest and of what the stages write; a change makes everything anew
+
+
+class Stopped(Exception):
+    """The run is being stopped, and with it this part of its work."""
 
 
 class Ref(NamedTuple):
@@ -52,6 +61,8 @@ class Run:
     name: str
     refresh: frozenset[str] = frozenset()
     execution: Execution = field(default_factory=Execution)
+    stopping: threading.Event = field(default_factory=threading.Event)
+    """Set when the run has failed or is cancelled: parts that still run in threads end early."""
 
     @functools.cached_property
     def store(self) -> Store:
@@ -89,6 +100,11 @@ class Output:
         paths = [self.path(file["path"]) for file in self.manifest["files"] if file["path"].startswith(f"{name}/")]
         return paths[0].parent
 
+    @property
+    def page(self) -> str | None:
+        """What there is to show of it, in Markdown; None for a part of a mapped stage."""
+        return self.store.read_text(*self._place, PAGE)
+
     def json(self, name: str) -> Any:
         """The content of a JSON file."""
         return json.loads(self.path(name).read_text(encoding="utf-8"))
@@ -116,6 +132,7 @@ class Draft:
 
     directory: Path
     execution: Execution
+    stopping: threading.Event
     unfinished: list[Path]
     """Directories of earlier attempts at this very output that did not finish or were damaged, the newest first."""
     sources: list[Source] = field(default_factory=list)
@@ -148,6 +165,15 @@ def read_output(store: Store, ref: Ref) -> Output:
     return output
 
 
+# Only what goes wrong on a network may go right the next time: 2, 4 and 8 seconds later, and up to half as much again.
+RETRIES: dict[str, Any] = {
+    "retries": 3,
+    "retry_delay_seconds": exponential_backoff(2),
+    "retry_jitter_factor": 0.5,
+    "retry_condition_fn": lambda task, run, state: isinstance(state.data, Unreachable),
+}
+
+
 @dataclass
 class _StageKey(CachePolicy):
     """Prefect's cache key: the stage's own, with a one-time suffix where there is a record that must not count."""
@@ -164,17 +190,35 @@ class _StageKey(CachePolicy):
         run: Run = arguments.pop("run")
         ref = self.stage.ref(arguments, run)
         key = f"{ref.stage}-{ref.key}"
-        counts = not self.stage.is_refreshed(run) and intact_output(run.store, ref) is not None
-        return key if counts or not get_result_store().exists(key) else f"{key}-{uuid.uuid4().hex}"
+        output = None if self.stage.is_refreshed(run) else intact_output(run.store, ref)
+        if output:
+            made = output.manifest["made"]
+            self.stage.log.info(
+                "%s is cached: run %s made it at %s, and nothing that decides it has changed.",
+                self.stage.name,
+                made["run"],
+                made["at"],
+            )
+            return key
+        return f"{key}-{uuid.uuid4().hex}" if get_result_store().exists(key) else key
 
 
 class Stage:
     """A stage: its key, and how its output is made. ``task`` is the Prefect task over it."""
 
-    def __init__(self, name: str, body: Callable[..., None], libraries: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        body: Callable[..., None],
+        libraries: tuple[str, ...] = (),
+        page: Callable[..., str] | None = None,
+        run_name: str | None = None,
+    ) -> None:
         self.name = name
         self.libraries = libraries
         self.body = body
+        self.page = page
+        self.log = part_log if run_name else log
         # Taken when the code is imported: what runs is that, even where a file is edited meanwhile.
         self.source = source_digests(inspect.getsourcefile(body) or "")
         self.signature = inspect.signature(body)
@@ -189,9 +233,11 @@ class Stage:
         self.task: Task[..., dict[str, str]] = Task(
             task_body,
             name=name,
+            task_run_name=run_name or name,
             cache_policy=_StageKey(stage=self),
             persist_result=True,
             result_serializer="json",
+            **RETRIES,
         )
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -220,16 +266,18 @@ class Stage:
         """Return the output for ``arguments``: the intact one on the store, or a new one."""
         store, ref = run.store, self.ref(arguments, run)
         if not self.is_refreshed(run) and intact_output(store, ref):
-            log.debug("%s is in the root already and is used.", self.name)
             return ref
         ingredients = self.ingredients(arguments, run)
-        log.info("%s runs: %s.", self.name, self.reason(ref, ingredients, run))
+        self.log.info("%s runs: %s.", self.name, self.reason(ref, ingredients, run))
         attempt = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:8]}"
-        unfinished = self._earlier_attempts(store, ref, run)
-        draft = Draft(store.workplace(*ref, attempt), run.execution, unfinished)
-        started = time.perf_counter()
-        self.body(draft, **{name: _opened(value, store) for name, value in arguments.items()})
+        unfinished = [] if self.is_refreshed(run) else store.workplaces(*ref)
+        draft = Draft(store.workplace(*ref, attempt), run.execution, run.stopping, unfinished)
+        started, clock, cpu = time.time(), time.perf_counter(), time.thread_time()
+        inputs = {name: _opened(value, store) for name, value in arguments.items()}
+        self.body(draft, **inputs)
+        seconds, cpu_seconds = time.perf_counter() - clock, time.thread_time() - cpu
         files = describe_files(draft.directory)
+        self._write_page(draft, inputs)
         store.publish(draft.directory, *ref, attempt)
         manifest = {
             "stage": self.name,
@@ -244,7 +292,9 @@ class Stage:
             "made": {
                 "run": run.name,
                 "at": datetime.now(UTC).isoformat(timespec="seconds"),
-                "seconds": round(time.perf_counter() - started, 3),
+                "started": round(started, 3),
+                "seconds": round(seconds, 3),
+                "cpu_seconds": round(cpu_seconds, 3),
                 "host": platform.node(),
                 "python": platform.python_version(),
                 **{name: version(name) for name in ("torch", "numpy", "regex", "pyarrow")},
@@ -254,11 +304,12 @@ class Stage:
         store.write_json({"key": ref.key}, self.name, "latest.json")
         return ref
 
-    def _earlier_attempts(self, store: Store, ref: Ref, run: Run) -> list[Path]:
-        if self.is_refreshed(run) or not store.is_local:
-            return []
-        paths = (Path(store.path(*ref, name)) for name in reversed(store.names(*ref)))
-        return [path for path in paths if path.is_dir()]
+    def _write_page(self, draft: Draft, inputs: dict[str, Any]) -> None:
+        if self.page:
+            try:
+                (draft.directory / PAGE).write_text(self.page(draft, **inputs), encoding="utf-8")
+            except Exception:  # the work is done and is worth more than its description
+                log.warning("The page of %s could not be written.", self.name, exc_info=True)
 
     def reason(self, ref: Ref, ingredients: dict[str, Any], run: Run) -> str:
         """Why the output must be made: refreshed, damaged, or which ingredients changed since the last result."""
@@ -279,9 +330,18 @@ class Stage:
         return f"changed since its last result: {', '.join(changed[:6])}{' …' if len(changed) > 6 else ''}"
 
 
-def stage(name: str, libraries: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Stage]:
-    """Make a stage of a body; see the module's docstring. The versions of ``libraries`` decide the output too."""
-    return lambda body: Stage(name, body, libraries)
+def stage(
+    name: str,
+    libraries: tuple[str, ...] = (),
+    page: Callable[..., str] | None = None,
+    run_name: str | None = None,
+) -> Callable[[Callable[..., None]], Stage]:
+    """Make a stage of a body; see the module's docstring.
+
+    The versions of ``libraries`` decide the output too. ``page`` takes what the body takes, when that is done, and
+    returns Markdown. ``run_name``, a format of the arguments, names the task runs of a stage that is mapped over parts.
+    """
+    return lambda body: Stage(name, body, libraries, page, run_name)
 
 
 def _identity(value: Any, store: Store) -> Any:

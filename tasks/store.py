@@ -21,7 +21,8 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from lm.errors import UserError
+from lm.errors import Unreachable, UserError
+from tasks.machine import cache_directory
 
 _verified: set[tuple[str, int, str, str]] = set()  # files whose digest this process has checked, as they were then
 
@@ -45,24 +46,34 @@ class Store:
         except (OSError, ValueError):
             raise
         except Exception as error:
-            raise UserError(f"The root {self.base} cannot be reached: {error}") from error
+            raise Unreachable(f"The root {self.base} cannot be reached: {error}") from error
 
     def path(self, *parts: str) -> str:
         """The full path of ``parts`` in the file system."""
         return posixpath.join(self.base, *parts)
 
+    def read_text(self, *parts: str) -> str | None:
+        """The content of a text file; None where it is missing or not UTF-8."""
+        try:
+            with self._reaching():
+                return bytes(self.fs.cat_file(self.path(*parts))).decode()
+        except (OSError, UnicodeDecodeError):
+            return None
+
     def read_json(self, *parts: str) -> Any | None:
         """The content of a JSON file; None where it is missing or malformed."""
         try:
-            with self._reaching():
-                return json.loads(self.fs.cat_file(self.path(*parts)))
-        except (OSError, JSONDecodeError, UnicodeDecodeError):
+            return json.loads(self.read_text(*parts) or "")
+        except JSONDecodeError:
             return None
 
     def write_json(self, content: Any, *parts: str) -> None:
         """Write a JSON file atomically; raises UserError where the root cannot be written."""
-        data = json.dumps(content, ensure_ascii=False, indent=1).encode()
-        path = self.path(*parts)
+        self.write_text(json.dumps(content, ensure_ascii=False, indent=1), *parts)
+
+    def write_text(self, content: str, *parts: str) -> None:
+        """Write a text file atomically; raises UserError where the root cannot be written."""
+        data, path = content.encode(), self.path(*parts)
         try:
             if not self.is_local:
                 with self._reaching():
@@ -89,16 +100,24 @@ class Store:
         except OSError:
             return []
 
+    def _local_place(self, *parts: str) -> Path:
+        """Where files are made: in place on a local root; for another, where a later run on this machine finds them."""
+        base = self.base if self.is_local else cache_directory() / "uploads" / _sha256(self.base.encode())
+        return Path(base, *parts)
+
     def workplace(self, *parts: str) -> Path:
         """A local directory for the files of a new attempt: the place itself, or one to upload from."""
+        directory = self._local_place(*parts)
         try:
-            if not self.is_local:
-                return Path(tempfile.mkdtemp(prefix="textmill-"))
-            directory = Path(self.path(*parts))
             directory.mkdir(parents=True)
         except OSError as error:
-            raise UserError(f"The root {self.base} cannot be written: {error.strerror or error}.") from None
+            raise UserError(f"{directory} cannot be written: {error.strerror or error}.") from None
         return directory
+
+    def workplaces(self, *parts: str) -> list[Path]:
+        """Directories of earlier attempts that are still on this machine, the newest first."""
+        place = self._local_place(*parts)
+        return sorted((path for path in place.iterdir() if path.is_dir()), reverse=True) if place.is_dir() else []
 
     def publish(self, directory: Path, *parts: str) -> None:
         """Make the files of a workplace durable at their place; one to upload from is removed."""
@@ -140,7 +159,7 @@ class Store:
         """A local copy of a file, or the file itself on a local root. The files of a directory stay together."""
         if self.is_local:
             return Path(self.path(*parts))
-        copy = _download_directory().joinpath(hashlib.sha256(self.base.encode()).hexdigest(), *parts)
+        copy = _download_directory().joinpath(_sha256(self.base.encode()), *parts)
         if not copy.exists():
             copy.parent.mkdir(parents=True, exist_ok=True)
             temporary = copy.with_name(f"{uuid.uuid4().hex}.tmp")
@@ -160,6 +179,10 @@ def describe_files(directory: Path) -> list[dict[str, Any]]:
         for path in sorted(directory.rglob("*"))
         if path.is_file()
     ]
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _digest_of(path: Path) -> str:

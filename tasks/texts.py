@@ -3,12 +3,13 @@
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from threading import Event
 from typing import Any
 
 from lm.chunks import Range
 from lm.corpus import open_text
 from lm.errors import UserError
-from tasks.stage import Output, Ref, read_output
+from tasks.stage import Output, Ref, Stopped, read_output
 from tasks.store import Store
 
 
@@ -16,8 +17,14 @@ from tasks.store import Store
 class Chunk:
     """A chunk as the mapped stages take it: byte ranges of files. Its identity is the bytes, wherever they lie."""
 
+    split: str
     number: int
+    total: int
     ranges: list[tuple[str, Range]]
+
+    def __str__(self) -> str:
+        name = "chunk" if self.split == "train" else f"{self.split} chunk"
+        return f"{name} {self.number}/{self.total}"
 
     @property
     def identity(self) -> Any:
@@ -41,26 +48,30 @@ def text_paths(texts: Output, split: str) -> list[str]:
 def read_chunks(store: Store, texts: Ref, chunks: Ref, split: str) -> list[Chunk]:
     """The chunks of ``train`` or ``valid``, ready to map over."""
     paths = text_paths(read_output(store, texts), split)
+    found = read_output(store, chunks).json("chunks.json")[split]
     return [
-        Chunk(number, [(paths[part["text"]], Range(**part)) for part in ranges])
-        for number, ranges in enumerate(read_output(store, chunks).json("chunks.json")[split], start=1)
+        Chunk(split, number, len(found), [(paths[part["text"]], Range(**part)) for part in ranges])
+        for number, ranges in enumerate(found, start=1)
     ]
 
 
-def open_ranges(chunk: Chunk) -> Iterator[tuple[Iterator[str], bool]]:
+def open_ranges(chunk: Chunk, stopping: Event) -> Iterator[tuple[Iterator[str], bool]]:
     """The ranges of a chunk, one open at a time: (text in blocks, whether its file ends with it).
 
-    Raises UserError at the end of a range whose bytes are not those that were cut.
+    Raises UserError at the end of a range whose bytes are not those that were cut, and Stopped once ``stopping`` is
+    set: a thread cannot be ended from outside.
     """
     for path, part in chunk.ranges:
         digest = hashlib.sha256()
         with open_text(path, part.start, part.end) as blocks:
-            yield _digested(blocks, digest), part.last
+            yield _digested(blocks, digest, stopping), part.last
         if digest.hexdigest() != part.sha256:
             raise UserError(f"{path} changed while the pipeline ran; run it again.")
 
 
-def _digested(blocks: Iterator[str], digest: Any) -> Iterator[str]:
+def _digested(blocks: Iterator[str], digest: Any, stopping: Event) -> Iterator[str]:
     for block in blocks:
+        if stopping.is_set():
+            raise Stopped("The run is being stopped.")
         digest.update(block.encode())
         yield block

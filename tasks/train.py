@@ -8,11 +8,13 @@ from lm.model import ModelConfig
 from lm.shards import TokenShards
 from lm.tokenizer import Tokenizer
 from lm.train import TrainConfig, TrainData, Trainer
-from tasks.progress import progress_bar
+from tasks import pages
+from tasks.machine import training_turn
+from tasks.progress import show_progress
 from tasks.stage import Draft, Output, stage
 
 
-@stage("train")
+@stage("train", page=pages.train)
 def train(
     out: Draft,
     index: Output,
@@ -38,9 +40,9 @@ def train(
         _bytes_per_token(measured, content["separator"]),
     )
     model = model if model.vocab_size else replace(model, vocab_size=data.tokenizer.size)
-    trainer = Trainer(config, model, data, out.execution, out.directory)
-    any(trainer.resume(previous) for previous in out.unfinished)
-    with progress_bar("train", config.steps, "step") as progress:
+    with training_turn(out.execution.max_trainings), show_progress("train", config.steps, "step") as progress:
+        trainer = Trainer(config, model, data, out.execution, out.directory)
+        any(trainer.resume(previous) for previous in out.unfinished)
         out.figures = trainer.run(progress)
     out.records = ["metrics.jsonl", "loss.png"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flows.config import PipelineConfig
-from flows.pipeline import pipeline, task_runner
+from flows.pipeline import pipeline
 from flows.plan import plan
 from lm.bpe import TokenizerConfig
 from lm.chunks import ChunkConfig
@@ -55,8 +55,7 @@ class Runner:
         self.record: dict[str, Any] = {}
 
     def __call__(self, config: PipelineConfig, **options: Any) -> list[str]:
-        flow = pipeline.with_options(task_runner=task_runner(config.execution.workers))
-        self.record = flow(config, str(self.root), **options)
+        self.record = pipeline(config, str(self.root), **options)
         return [name for name, stage in self.record["stages"].items() if stage["state"] == "made"]
 
     def output(self, stage: str) -> Output:

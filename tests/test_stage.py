@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tasks import source_digest
 from tasks.count import count_chunk
 from tasks.encode import encode_chunk
 from tasks.sample import sample
-from tasks.stage import Draft, Output, Ref, Run, Stage, open_output, read_output, stage
+from tasks.stage import Draft, Output, Ref, Run, Stage, Stopped, open_output, read_output, stage
 from tasks.texts import Chunk, open_ranges
 from tasks.train import train
 
@@ -179,9 +180,9 @@ def test_an_object_enters_the_key_by_its_identity(tmp_path: Path) -> None:
         (out.directory / "size.txt").write_text(str(chunk.bytes))
 
     run = a_run(tmp_path)
-    here = Chunk(1, [("/a/x.txt", Range(0, 10, 20, True, "cd" * 32))])
-    moved = Chunk(7, [("/b/y.txt", Range(3, 0, 10, True, "cd" * 32))])
-    unended = Chunk(1, [("/a/x.txt", Range(0, 10, 20, False, "cd" * 32))])
+    here = Chunk("train", 1, 9, [("/a/x.txt", Range(0, 10, 20, True, "cd" * 32))])
+    moved = Chunk("valid", 7, 8, [("/b/y.txt", Range(3, 0, 10, True, "cd" * 32))])
+    unended = Chunk("train", 1, 9, [("/a/x.txt", Range(0, 10, 20, False, "cd" * 32))])
     assert make(sized, run, here) == make(sized, run, moved)
     assert CALLS == ["sized"]
     assert make(sized, run, unended) != make(sized, run, here)
@@ -238,11 +239,22 @@ def test_a_text_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None
     path = tmp_path / "text.txt"
     path.write_text("one two")
     (ranges,) = cut_chunks([str(path)], [], 100)
-    chunk = Chunk(1, [(str(path), part) for part in ranges])
-    assert ["".join(blocks) for blocks, _ in open_ranges(chunk)] == ["one two"]
+    chunk = Chunk("train", 1, 1, [(str(path), part) for part in ranges])
+    assert ["".join(blocks) for blocks, _ in open_ranges(chunk, threading.Event())] == ["one two"]
     path.write_text("one too")
     with pytest.raises(UserError, match=r"text\.txt changed while the pipeline ran"):
-        for blocks, _ in open_ranges(chunk):
+        for blocks, _ in open_ranges(chunk, threading.Event()):
+            "".join(blocks)
+
+
+def test_a_chunk_ends_early_when_the_run_is_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("one two")
+    (ranges,) = cut_chunks([str(path)], [], 100)
+    stopping = threading.Event()
+    stopping.set()
+    with pytest.raises(Stopped):
+        for blocks, _ in open_ranges(Chunk("train", 1, 1, [(str(path), part) for part in ranges]), stopping):
             "".join(blocks)
 
 

@@ -1,0 +1,110 @@
+"""What Prefect knows of the runs: their names, one line for a failure, and an end for the runs whose process died."""
+
+import hashlib
+import logging
+import re
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from uuid import UUID
+
+from filelock import FileLock, Timeout
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, TaskRunFilter, TaskRunFilterState
+from prefect.client.schemas.filters import TaskRunFilterStateType as StateTypes
+from prefect.client.schemas.objects import StateType
+from prefect.exceptions import ObjectNotFound
+from prefect.runtime import flow_run
+from prefect.settings import get_current_settings
+from prefect.states import Cancelled, Crashed
+
+from lm.errors import UserError
+from tasks.machine import cache_directory
+from tasks.stage import Stopped
+
+log = logging.getLogger(__name__)
+
+_held: list[FileLock] = []
+
+
+def name_run() -> str:
+    """The name of a run, in Prefect and below ``runs/``: when, how far, and the name that it was given."""
+    name, parameters = flow_run.name or "run", flow_run.parameters or {}
+    if re.match(r"\d{8}-\d{6}-", name):
+        return name  # named already, and started again
+    words = re.sub(r"[^\w.-]+", "-", f"{parameters.get('until') or 'full'}-{name}")
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{words}"
+
+
+class _OneLine(logging.Filter):
+    """Takes the traceback off the record of a failure that a user can mend: its message says it all."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, (UserError, Stopped)):
+            record.exc_info = None
+        return True
+
+
+def explain_in_one_line() -> None:
+    """Have Prefect log a user's mistake without its traceback."""
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        logger = logging.getLogger(name)
+        if not any(isinstance(found, _OneLine) for found in logger.filters):
+            logger.addFilter(_OneLine())
+
+
+def keep_alive(run_id: str) -> None:
+    """Settle the runs of this machine that died, so that Prefect does not show them as running for ever, and hold a
+    lock for this one that the operating system takes back when the process ends, however it ends.
+
+    The lock is never given back before: the run's last state reaches Prefect after the flow's function has returned.
+    """
+    directory = _directory()
+    directory.mkdir(parents=True, exist_ok=True)
+    _settle(directory)
+    lock = FileLock(directory / f"{run_id}.new")
+    lock.acquire()
+    Path(lock.lock_file).rename(directory / f"{run_id}.lock")  # only locked ones have the name that is looked for
+    _held.append(lock)
+
+
+def _directory() -> Path:
+    """Locks of the runs that one Prefect database knows."""
+    settings = get_current_settings()
+    database = settings.api.url or settings.server.database.connection_url
+    return cache_directory() / "runs" / hashlib.sha256(str(database).encode()).hexdigest()[:16]
+
+
+def _settle(directory: Path) -> None:
+    for path in directory.glob("*.lock"):
+        lock = FileLock(path)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            continue  # it lives
+        try:
+            with get_client(sync_client=True) as client:
+                _end(client, UUID(path.stem))
+            path.unlink(missing_ok=True)
+        except Exception as error:  # settling is a courtesy to the past; this run goes on
+            log.warning("Run %s died and could not be settled with Prefect: %s", path.stem, error)
+        finally:
+            lock.release()
+
+
+def _end(client: SyncPrefectClient, run_id: UUID) -> None:
+    message = f"Its process died; found by run {flow_run.name}."
+    with suppress(ObjectNotFound):
+        run = client.read_flow_run(run_id)
+        unfinished = TaskRunFilter(
+            state=TaskRunFilterState(type=StateTypes(any_=[StateType.RUNNING, StateType.PENDING, StateType.SCHEDULED]))
+        )
+        for task_run in client.read_task_runs(
+            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run_id])), task_run_filter=unfinished
+        ):
+            client.set_task_run_state(task_run.id, Crashed(message=message), force=True)
+        if run.state and not run.state.is_final():
+            is_cancelled = run.state.type == StateType.CANCELLING
+            client.set_flow_run_state(run_id, (Cancelled if is_cancelled else Crashed)(message=message), force=True)
+            log.info("Run %s is settled as %s: its process died.", run.name, "cancelled" if is_cancelled else "crashed")

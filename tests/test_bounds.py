@@ -1,0 +1,175 @@
+"""The bounds of the configuration: one declaration that the constructors and the JSON schema of a form both keep."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields, make_dataclass
+from typing import Any, get_args, get_type_hints
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from flows.config import PipelineConfig
+from lm.bounds import FORM, bounded, check_bounds
+from lm.errors import UserError
+from lm.execution import Execution
+from lm.model import ModelConfig
+
+SECTIONS = get_type_hints(PipelineConfig)
+SCHEMA = TypeAdapter(PipelineConfig).json_schema()
+
+# Written out, so that a bound that goes missing is missed. "(0" is above 0, "[0" at least 0.
+EXPECTED = {
+    "data": {"valid_fraction": "[0, 1)"},
+    "chunk": {"target_bytes": "[1"},
+    "tokenizer": {"vocab_size": "[256"},
+    "model": {
+        "vocab_size": "[1",
+        "context_length": "[1",
+        "d_model": "[2",
+        "num_layers": "[1",
+        "num_heads": "[1",
+        "d_ff": "[1",
+        "rope_theta": "(0",
+        "norm_eps": "[0",
+    },
+    "train": {
+        "steps": "[1",
+        "batch_size": "[1",
+        "max_lr": "[0",
+        "min_lr": "[0",
+        "warmup_steps": "[0",
+        "beta1": "[0, 1)",
+        "beta2": "[0, 1)",
+        "weight_decay": "[0",
+        "max_grad_norm": "(0",
+        "seed": "[0",
+        "eval_interval": "[1",
+        "eval_sequences": "[1",
+        "checkpoint_interval": "[1",
+        "keep_checkpoints": "[1",
+        "sample_tokens": "[0",
+    },
+    "sample": {"max_new_tokens": "[0", "temperature": "[0, inf)", "top_p": "[0, 1]", "seed": ""},
+    "execution": {"threads": "[1", "max_trainings": "[0", "log_interval": "[1"},
+}
+# What else must be so for a bound to be reached.
+BESIDES = {
+    "tokenizer.vocab_size": {"special_tokens": []},
+    "model.d_model": {"num_heads": 1},
+    "train.max_lr": {"min_lr": 0},
+    "train.min_lr": {"max_lr": math.inf},
+}
+BOUNDED = [(section, name) for section, names in EXPECTED.items() for name, interval in names.items() if interval]
+
+
+def edges(section: str, name: str) -> Iterator[tuple[Any, Any]]:
+    """For each bound of a field: the last value inside and the first one outside."""
+    kind, interval = get_type_hints(SECTIONS[section])[name], EXPECTED[section][name]
+    is_int = int in (kind, *get_args(kind))
+    bounds = interval.strip("[]()").split(", ")
+    for bound, mark, outward in zip(bounds, (interval[0], interval[-1]), (-1, 1), strict=False):
+        number = int(bound) if is_int else float(bound)
+        further = number + outward if is_int else math.nextafter(number, outward * math.inf)
+        nearer = number - outward if is_int else math.nextafter(number, -outward * math.inf)
+        yield (number, further) if mark in "[]" else (nearer, number)
+
+
+def make(section: str, name: str, value: Any) -> Any:
+    return SECTIONS[section](**{name: value, **BESIDES.get(f"{section}.{name}", {})})
+
+
+def fits_schema(values: dict[str, Any]) -> bool:
+    return jsonschema.Draft202012Validator(SCHEMA).is_valid(values)
+
+
+def test_every_number_of_the_configuration_is_listed_here() -> None:
+    found = {
+        section: {name for name, kind in get_type_hints(config).items() if {int, float} & {kind, *get_args(kind)}}
+        for section, config in SECTIONS.items()
+    }
+    assert found == {section: set(names) for section, names in EXPECTED.items()}
+
+
+@pytest.mark.parametrize(("section", "name"), BOUNDED)
+def test_a_number_is_accepted_at_its_bound_and_refused_past_it(section: str, name: str) -> None:
+    for inside, outside in edges(section, name):
+        assert getattr(make(section, name, inside), name) == inside
+        with pytest.raises(UserError, match=rf"^{section}\.{name} is {outside!r}; it must be "):
+            make(section, name, outside)
+    with pytest.raises(UserError, match=rf"^{section}\.{name} is nan; "):
+        make(section, name, math.nan)
+
+
+@pytest.mark.parametrize(("section", "name"), BOUNDED)
+def test_the_schema_has_the_same_bounds(section: str, name: str) -> None:
+    for inside, outside in edges(section, name):
+        assert fits_schema({section: {name: inside}})
+        assert outside == math.inf or not fits_schema({section: {name: outside}})  # no JSON holds an infinity
+
+
+def test_a_misspelled_field_or_section_is_refused() -> None:
+    for section, names in EXPECTED.items():
+        for name in names:
+            value = getattr(SECTIONS[section](), name)
+            assert fits_schema({section: {name: value}})
+            wrong = {section: {f"{name}s": value}}
+            assert not fits_schema(wrong)
+            with pytest.raises(ValidationError, match=f"{name}s"):
+                TypeAdapter(PipelineConfig).validate_python(wrong)
+    assert not fits_schema({"trian": {"steps": 3}})
+
+
+def test_the_schema_explains_every_field() -> None:
+    for option in fields(PipelineConfig):
+        properties = TypeAdapter(SECTIONS[option.name]).json_schema()["properties"]
+        assert properties.keys() == SECTIONS[option.name].__dataclass_fields__.keys()
+        assert all(about.get("description") for about in properties.values()), option.name
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        ("train", {"steps": 0}, "train.steps is 0; it must be at least 1."),
+        ("model", {"rope_theta": -1}, "model.rope_theta is -1; it must be above 0."),
+        ("sample", {"top_p": 2}, "sample.top_p is 2; it must be between 0 and 1."),
+        ("sample", {"temperature": math.inf}, "sample.temperature is inf; it must be at least 0 and below inf."),
+        ("train", {"beta1": 1}, "train.beta1 is 1; it must be at least 0 and below 1."),
+        ("execution", {"threads": 0}, "execution.threads is 0; it must be at least 1, or left out."),
+        ("train", {"optimizer": "x"}, "train.optimizer is 'x'; it must be adamw or muon."),
+        ("train", {"precision": None}, "train.precision is None; it must be float32 or bfloat16."),
+        ("data", {"invalid_utf8": "ignore"}, "data.invalid_utf8 is 'ignore'; it must be error or replace."),
+        ("data", {"separator_in_document": ""}, "data.separator_in_document is ''; it must be error or remove."),
+        ("train", {"min_lr": 1.0}, "train.min_lr 1.0 must not be above train.max_lr 0.001."),
+    ],
+)
+def test_messages(section: str, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        SECTIONS[section](**values)
+    assert str(caught.value) == message
+
+
+def test_none_is_fine_where_it_is_the_default() -> None:
+    assert ModelConfig(vocab_size=None).vocab_size is None
+    assert Execution(threads=None).threads is None
+
+
+numbers = st.integers(-3, 3) | st.floats()
+some_bounds = st.dictionaries(st.sampled_from(["ge", "gt", "le", "lt"]), st.integers(-2, 2), max_size=2)
+
+
+@given(some_bounds, numbers)
+def test_our_check_and_pydantic_agree(bounds: dict[str, Any], value: float) -> None:
+    kind = make_dataclass("Kind", [("x", float, bounded(0, **bounds))], namespace={"__pydantic_config__": FORM})
+
+    def is_fine(check: Any) -> bool:
+        try:
+            check()
+        except (UserError, ValidationError):
+            return False
+        return True
+
+    ours, theirs = lambda: check_bounds(kind(value), "s"), lambda: TypeAdapter(kind).validate_python({"x": value})
+    assert is_fine(ours) == is_fine(theirs)
