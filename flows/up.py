@@ -24,7 +24,12 @@ def start_prefect(port: int) -> None:
         raise UserError("There is no prefect.yaml here; run textmill up in a checkout of the project.")
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     url = f"http://127.0.0.1:{port}"
-    environment = {**os.environ, "PREFECT_API_URL": f"{url}/api", "PREFECT_LOGGING_LEVEL": "WARNING"}
+    environment = {
+        "PREFECT_LOGGING_LEVEL": "WARNING",
+        "PREFECT_WORKER_QUERY_SECONDS": "2",  # how soon a run starts that nobody tells the worker of
+        **os.environ,
+        "PREFECT_API_URL": f"{url}/api",
+    }
     with ExitStack() as stack:
         processes = []
         if not _answers(url):

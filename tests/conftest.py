@@ -14,6 +14,7 @@ from tests.tokenizers_made import CUSTOM_PATTERN, make_tokenizer
 
 if TYPE_CHECKING:
     from lm.train import Trainer
+    from tests.deployed import Deployed
 
 # Read when Prefect is imported, which the tests of ``lm`` alone never do.
 os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
@@ -56,6 +57,15 @@ def prefect_server() -> Iterator[None]:
 
     with prefect_test_harness(server_startup_timeout=180):
         yield
+
+
+@pytest.fixture(scope="session")
+def prefect_deployed(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Deployed]":
+    """A server, the deployments and a worker, with a Prefect home of their own."""
+    from tests.deployed import deployed
+
+    with deployed(tmp_path_factory.mktemp("up")) as found:
+        yield found
 
 
 @pytest.fixture

@@ -1,0 +1,132 @@
+"""A Prefect server, the deployments and a worker, started by ``textmill up`` for the tests that need the real thing."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, LogFilter, LogFilterFlowRunId
+from prefect.client.schemas.objects import FlowRun, Log, TaskRun
+
+PROJECT = Path(__file__).parents[1]
+
+TINY = {
+    "data": {"train": ["demo:400"]},
+    "chunk": {"target_bytes": 30_000},
+    "tokenizer": {"vocab_size": 300},
+    "model": {"context_length": 16, "d_model": 16, "num_layers": 1, "num_heads": 2, "d_ff": 32},
+    "train": {"steps": 20, "batch_size": 2, "eval_interval": 10, "eval_sequences": 2, "sample_tokens": 4},
+    "sample": {"prompts": ["Once"], "max_new_tokens": 8},
+}
+
+
+class Deployed:
+    """Talks to a running ``textmill up`` as a user does: by the ``prefect`` command and the API."""
+
+    def __init__(self, home: Path, port: int, environment: dict[str, str]) -> None:
+        self.home, self.port = home, port
+        self.url = f"http://127.0.0.1:{port}"
+        self.environment = {**os.environ, **environment, "PREFECT_API_URL": f"{self.url}/api"}
+        self.client = SyncPrefectClient(f"{self.url}/api")
+
+    def prefect(self, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+        """Run the ``prefect`` command."""
+        command = [sys.executable, "-m", "prefect", "--no-prompt", *arguments]
+        return subprocess.run(
+            command, cwd=PROJECT, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False
+        )
+
+    def run(self, deployment: str, **parameters: Any) -> subprocess.CompletedProcess[str]:
+        """``prefect deployment run pipeline/DEPLOYMENT -p … --watch``."""
+        return self.prefect("deployment", "run", f"pipeline/{deployment}", *_given(parameters), "--watch")
+
+    def start(self, deployment: str, **parameters: Any) -> UUID:
+        """Have the worker start a run, and return its id without waiting."""
+        done = self.prefect("deployment", "run", f"pipeline/{deployment}", *_given(parameters))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return UUID(done.stdout.partition("UUID: ")[2].split()[0])
+
+    def flow_run(self, run_id: UUID) -> FlowRun:
+        return self.client.read_flow_run(run_id)
+
+    def latest(self) -> FlowRun:
+        """The run that was made last."""
+        return max(self.client.read_flow_runs(), key=lambda run: run.created)
+
+    def task_runs(self, run_id: UUID) -> list[TaskRun]:
+        return self.client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run_id])), limit=200)
+
+    def logs(self, run_id: UUID) -> list[Log]:
+        """The log of a run and of its tasks."""
+        return self.client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run_id])), limit=200)
+
+    def states(self, run_id: UUID) -> dict[str, str]:
+        """Name of each task run, and of its state."""
+        return {run.name: run.state_name or "" for run in self.task_runs(run_id)}
+
+    def processes(self, run_id: UUID) -> list[int]:
+        """Ids of the processes whose environment names the run, the flow's own and its children's."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if f"PREFECT__FLOW_RUN_ID={run_id}".encode() in path.read_bytes():
+                    found.append(int(path.parent.name))
+            except OSError:
+                continue
+        return found
+
+
+def _given(parameters: dict[str, Any]) -> list[str]:
+    return [word for name, value in parameters.items() for word in ("-p", f"{name}={json.dumps(value)}")]
+
+
+def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+    """The first true value of ``condition``; fails when there is none in time."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
+        time.sleep(0.1)
+    return value
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def deployed(home: Path, **environment: str) -> Iterator[Deployed]:
+    """Start ``textmill up`` with a home of its own, and stop it as Ctrl-C does."""
+    environment = {
+        "PREFECT_HOME": str(home / "prefect"),
+        "XDG_CACHE_HOME": str(home / "cache"),
+        "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+        **environment,
+    }
+    port = free_port()
+    log = (home / "up.log").open("w+", encoding="utf-8")
+    command = [sys.executable, "-c", "import sys; from flows.cli import main; sys.exit(main())", "up", f"--port={port}"]
+    process = subprocess.Popen(command, cwd=PROJECT, env={**os.environ, **environment}, stdout=log, stderr=log)
+    try:
+
+        def is_ready() -> bool:
+            said = (home / "up.log").read_text(encoding="utf-8")
+            assert process.poll() is None, said
+            return "Ctrl-C stops" in said
+
+        wait_for(is_ready, 240, "textmill up")
+        yield Deployed(home, port, environment)
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+        log.close()
