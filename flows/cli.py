@@ -6,8 +6,6 @@ import sys
 from typing import NoReturn, cast, get_args
 
 # Prefect reads its settings when it is imported. Its own lines are for its UI; the console shows the project's.
-os.environ.setdefault("PREFECT_LOGGING_EXTRA_LOGGERS", "lm,tasks,flows")
-os.environ.setdefault("PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW", "ignore")
 os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
 os.environ.setdefault("PREFECT_SERVER_LOGGING_LEVEL", "CRITICAL")
 # A busy machine needs longer than the default 20 s to start the ephemeral server.

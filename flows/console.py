@@ -113,6 +113,6 @@ def _summary(record: dict[str, Any]) -> str:
     lines += [
         f"  textmill run --root {root} --data.train \"['your/text/*.txt']\"    your own text",
         f"  textmill plan --root {root} --train.steps 2000    what a change would rerun, and why",
-        "  prefect server start --host 127.0.0.1    to watch runs; set PREFECT_API_URL=http://127.0.0.1:4200/api here",
+        "  textmill up    Prefect's server with its UI, the deployments and a worker (in a checkout)",
     ]
     return "\n".join(lines)

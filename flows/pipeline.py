@@ -11,12 +11,13 @@ from typing import Annotated, Any, Literal, Protocol
 from prefect import flow
 from prefect.futures import PrefectFuture, as_completed
 from prefect.runtime import flow_run
+from prefect.settings import get_current_settings
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import BeforeValidator
 
 from flows.config import PipelineConfig, fill_in, load_preset
 from flows.report import show_page, show_report
-from flows.runs import explain_in_one_line, keep_alive, name_run
+from flows.runs import keep_alive, name_run, record_logs, tag_run
 from lm.corpus import DataConfig, Source
 from lm.errors import UserError
 from tasks.chunk import chunk
@@ -134,8 +135,11 @@ def pipeline(
         until: Last stage to run; default: all of them.
         refresh: Stages to make anew whatever is cached.
     """
-    explain_in_one_line()
+    record_logs()
     keep_alive(flow_run.id)
+    tag_run("textmill", until or "full")
+    if get_current_settings().api.url:  # else the server ends with the run
+        log.info("Run %s: %s", flow_run.name, flow_run.ui_url)
     run = Run(absolute(root), flow_run.name, frozenset(refresh), config.execution)
     record: dict[str, Any] = {"name": run.name, "at": datetime.now(UTC).isoformat(timespec="seconds"), "root": run.root}
     record |= {"config": asdict(config), "until": until, "refresh": list(refresh), "stages": {}}
@@ -144,8 +148,9 @@ def pipeline(
         for stage_name, ref in chain(config, PrefectCaller(run)):
             output = read_output(run.store, ref)
             state = "made" if output.manifest["made"]["run"] == run.name else "cached"
-            log.info("%s is %s.", stage_name, state)
             now = time.perf_counter()
+            if state == "made":
+                log.info("%s is made, in %.1f s.", stage_name, now - clock)
             record["stages"][stage_name] = {"key": ref.key, "state": state, "seconds": round(now - clock, 3)}
             clock = now
             run.store.write_json(

@@ -13,7 +13,9 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, TaskRunFilter, TaskRunFilterState
 from prefect.client.schemas.filters import TaskRunFilterStateType as StateTypes
 from prefect.client.schemas.objects import StateType
+from prefect.context import FlowRunContext, TaskRunContext
 from prefect.exceptions import ObjectNotFound
+from prefect.logging.handlers import APILogHandler
 from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
 from prefect.states import Cancelled, Crashed
@@ -36,6 +38,12 @@ def name_run() -> str:
     return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{words}"
 
 
+def tag_run(*tags: str) -> None:
+    """Add tags to the run, by which the UI finds its like."""
+    with suppress(Exception), get_client(sync_client=True) as client:  # the run is more than its tags
+        client.update_flow_run(UUID(flow_run.id), tags={*flow_run.tags, *tags})
+
+
 class _OneLine(logging.Filter):
     """Takes the traceback off the record of a failure that a user can mend: its message says it all."""
 
@@ -46,8 +54,16 @@ class _OneLine(logging.Filter):
         return True
 
 
-def explain_in_one_line() -> None:
-    """Have Prefect log a user's mistake without its traceback."""
+def record_logs() -> None:
+    """Have Prefect keep the project's log lines with the run and the task that they are of, and a user's mistake
+    without its traceback."""
+    for name in ("lm", "tasks", "flows"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        if not any(isinstance(found, APILogHandler) for found in logger.handlers):
+            handler = APILogHandler()
+            handler.addFilter(lambda record: bool(FlowRunContext.get() or TaskRunContext.get()))
+            logger.addHandler(handler)
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logger = logging.getLogger(name)
         if not any(isinstance(found, _OneLine) for found in logger.filters):
@@ -62,7 +78,7 @@ def keep_alive(run_id: str) -> None:
     """
     directory = _directory()
     directory.mkdir(parents=True, exist_ok=True)
-    _settle(directory)
+    _settle(directory, run_id)
     lock = FileLock(directory / f"{run_id}.new")
     lock.acquire()
     Path(lock.lock_file).rename(directory / f"{run_id}.lock")  # only locked ones have the name that is looked for
@@ -76,8 +92,10 @@ def _directory() -> Path:
     return cache_directory() / "runs" / hashlib.sha256(str(database).encode()).hexdigest()[:16]
 
 
-def _settle(directory: Path) -> None:
+def _settle(directory: Path, own_id: str) -> None:
     for path in directory.glob("*.lock"):
+        if path.stem == own_id:  # left by this very run, which was started again
+            continue
         lock = FileLock(path)
         try:
             lock.acquire(blocking=False)
@@ -88,7 +106,7 @@ def _settle(directory: Path) -> None:
                 _end(client, UUID(path.stem))
             path.unlink(missing_ok=True)
         except Exception as error:  # settling is a courtesy to the past; this run goes on
-            log.warning("Run %s died and could not be settled with Prefect: %s", path.stem, error)
+            log.warning("Prefect could not be told that the process of run %s has ended: %s", path.stem, error)
         finally:
             lock.release()
 

@@ -22,13 +22,14 @@ def start_prefect(port: int) -> None:
     """Start what is not there yet, say how to use it, and stay until Ctrl-C; then stop what was started."""
     if not Path("prefect.yaml").exists():
         raise UserError("There is no prefect.yaml here; run textmill up in a checkout of the project.")
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background process would ignore the first
+        signal.signal(number, signal.default_int_handler)
     url = f"http://127.0.0.1:{port}"
     environment = {
-        "PREFECT_LOGGING_LEVEL": "WARNING",
         "PREFECT_WORKER_QUERY_SECONDS": "2",  # how soon a run starts that nobody tells the worker of
         **os.environ,
         "PREFECT_API_URL": f"{url}/api",
+        "PREFECT_LOGGING_LEVEL": "INFO",  # over the other commands', whose runs speak in the terminal
     }
     with ExitStack() as stack:
         processes = []

@@ -17,5 +17,5 @@ def merge(out: Draft, counts: Output, config: TokenizerConfig) -> None:
             read_counts(counts.path("counts.parquet")), config.vocab_size, config.special_tokens, progress
         )
     Tokenizer(vocab, merges, config.special_tokens, config.pattern).save(out.directory / "tokenizer")
-    longest = max(vocab.values(), key=len).decode("utf-8", "replace")
+    longest = max((left + right for left, right in merges), key=len, default=b"").decode("utf-8", "replace")
     out.figures = {"vocab_size": len(vocab), "merges": len(merges), "longest_token": longest}

@@ -102,8 +102,8 @@ def count(out: "Draft", parts: "list[Output]") -> str:
 def merge(out: "Draft", **inputs: Any) -> str:
     """The tokenizer's card."""
     tokenizer = Tokenizer.load(out.directory / "tokenizer")
-    learned = {token_id: token for token_id, token in tokenizer.vocab.items() if len(token) > 1}
-    longest = sorted(learned.items(), key=lambda item: -len(item[1]))[:20]
+    learned = tokenizer.vocab.keys() - tokenizer.special_ids.values()
+    longest = sorted(learned, key=lambda token_id: (-len(tokenizer.vocab[token_id]), token_id))[:20]
     lengths = np.bincount([len(token) for token in tokenizer.vocab.values()])
     segments = _segments(tokenizer, _SENTENCE)
     return "\n\n".join(
@@ -114,7 +114,10 @@ def merge(out: "Draft", **inputs: Any) -> str:
             f"### A sentence in {len(segments)} tokens\n\n" + _segmentation(segments),
             _histogram("Length of the tokens", "bytes", lengths, np.arange(len(lengths) + 1) - 0.5, "token ids"),
             "### Longest tokens\n\n"
-            + _table(("id", "token", "bytes"), [(key, _code(token), len(token)) for key, token in longest]),
+            + _table(
+                ("id", "token", "bytes"),
+                [(str(key), _code(tokenizer.vocab[key]), len(tokenizer.vocab[key])) for key in longest],
+            ),
         ]
     )
 

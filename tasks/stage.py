@@ -192,13 +192,8 @@ class _StageKey(CachePolicy):
         key = f"{ref.stage}-{ref.key}"
         output = None if self.stage.is_refreshed(run) else intact_output(run.store, ref)
         if output:
-            made = output.manifest["made"]
-            self.stage.log.info(
-                "%s is cached: run %s made it at %s, and nothing that decides it has changed.",
-                self.stage.name,
-                made["run"],
-                made["at"],
-            )
+            message = "%s is cached: run %s made it, and nothing that decides it has changed."
+            self.stage.log.info(message, self.stage.name, output.manifest["made"]["run"])
             return key
         return f"{key}-{uuid.uuid4().hex}" if get_result_store().exists(key) else key
 

@@ -43,6 +43,8 @@ class Store:
         """Turn what a file system raises beside OSError, such as missing credentials, into a message."""
         try:
             yield
+        except (ConnectionError, TimeoutError) as error:
+            raise Unreachable(f"The root {self.base} cannot be reached: {error}") from error
         except (OSError, ValueError):
             raise
         except Exception as error:

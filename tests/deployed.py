@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -10,14 +11,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import FlowRun, Log, TaskRun
 
+from flows.pipeline import StageName
+
 PROJECT = Path(__file__).parents[1]
+STAGES = get_args(StageName)
 
 TINY = {
     "data": {"train": ["demo:400"]},
@@ -27,6 +31,21 @@ TINY = {
     "train": {"steps": 20, "batch_size": 2, "eval_interval": 10, "eval_sequences": 2, "sample_tokens": 4},
     "sample": {"prompts": ["Once"], "max_new_tokens": 8},
 }
+
+
+def slow_to_encode(path: Path, chunks: int, chunk_megabytes: int, threads: int) -> dict[str, Any]:
+    """TINY with a validation text that takes half a second a MB to encode, one thread at a time: its words are too long
+    for the tokenizer to remember. Validation text is not counted, so that what comes before is quick."""
+    rng = random.Random(0)
+    syllables = ["".join(rng.choices(["the", "and", "her", "then"], k=100)) for _ in range(1000)]
+    with path.open("w", encoding="utf-8") as file:
+        while file.tell() < (chunks * chunk_megabytes << 20) - 20_000:
+            file.write("".join(rng.choices(syllables, k=30)) + "<|endoftext|>\n")
+    return TINY | {
+        "data": {"train": ["demo:400"], "valid": [str(path)]},
+        "chunk": {"target_bytes": chunk_megabytes << 20},
+        "execution": {"threads": threads},
+    }
 
 
 class Deployed:

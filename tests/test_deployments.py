@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployed import TINY, Deployed
+from tests.deployed import TINY, Deployed, wait_for
 
 STAGES = ["ingest", "chunk", "count", "merge", "encode", "train", "sample"]
 
@@ -68,9 +68,8 @@ def test_a_failing_run_exits_with_1_and_says_why_in_one_line(prefect_deployed: D
     run = prefect_deployed.latest()
     assert run.state is not None
     assert run.state.message == f"Flow run encountered an exception: UserError: {missing} does not exist."
-    logs = [line.message for line in prefect_deployed.logs(run.id)]
-    assert any(missing in line for line in logs)
-    assert not any("Traceback" in line for line in logs)
+    wait_for(lambda: any(missing in line.message for line in prefect_deployed.logs(run.id)), 20, "the log")
+    assert not any("Traceback" in line.message for line in prefect_deployed.logs(run.id))
 
 
 def test_the_log_of_a_task_says_why_it_ran_or_was_cached(prefect_deployed: Deployed, root: str) -> None:
@@ -79,9 +78,13 @@ def test_the_log_of_a_task_says_why_it_ran_or_was_cached(prefect_deployed: Deplo
     assert done.returncode == 0, done.stdout + done.stderr
     run = prefect_deployed.latest()
     tasks = {task.id: task.name for task in prefect_deployed.task_runs(run.id)}
-    lines = [(tasks.get(line.task_run_id), line.message) for line in prefect_deployed.logs(run.id)]
-    assert ("merge", "merge runs: changed since its last result: parameters.config.vocab_size.") in lines
-    assert any(name == "count chunk 1/5" and "is cached: run " in message for name, message in lines)
+
+    def lines() -> list[tuple[str | None, str]]:
+        return [(tasks.get(line.task_run_id), line.message) for line in prefect_deployed.logs(run.id)]
+
+    why = ("merge", "merge runs: changed since its last result: parameters.config.vocab_size.")
+    wait_for(lambda: why in lines(), 20, "the log of merge")  # logs are sent in batches
+    assert any(name == "count chunk 1/5" and "is cached: run " in message for name, message in lines())
 
 
 def test_what_is_left_out_of_the_config_is_the_deployments(prefect_deployed: Deployed, tmp_path: Path) -> None:

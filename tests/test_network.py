@@ -1,0 +1,143 @@
+"""Networks that fail: what is tried again, and what is not."""
+
+import http.server
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from prefect import flow
+
+from flows.config import load_preset
+from flows.pipeline import pipeline
+from lm.corpus import fingerprint
+from lm.demo_corpus import demo_stories
+from lm.errors import Unreachable, UserError
+from tasks.ingest import find_sources, ingest
+from tasks.stage import Draft, Ref, Run, Stage, read_output
+from tests.corpora import read
+
+TEXT = "".join(demo_stories(50)).encode()
+BREAK = "break"
+
+
+class Moody(http.server.BaseHTTPRequestHandler):
+    """Answers each GET with the next of ``answers``: a status, or BREAK for half a body; and when they are used up,
+    with the text."""
+
+    answers: ClassVar[list[Any]] = []
+    asked = 0
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(TEXT)))
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        type(self).asked += 1
+        answer = self.answers.pop(0) if self.answers else 200
+        self.send_response(200 if answer == BREAK else answer)
+        self.send_header("Content-Length", str(len(TEXT)))
+        self.end_headers()
+        self.wfile.write(TEXT[: len(TEXT) // 2] if answer == BREAK else TEXT)
+        self.close_connection = True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def moody() -> Iterator[str]:
+    Moody.answers[:], Moody.asked = [], 0
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Moody) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/a.txt"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("answer", [500, 503, 429, BREAK])
+def test_a_failing_server_is_told_from_a_missing_file(moody: str, answer: Any) -> None:
+    for reader in (fingerprint, read):
+        Moody.answers[:] = [answer]
+        with pytest.raises(Unreachable, match=moody):
+            reader(moody)
+    assert fingerprint(moody).bytes == len(TEXT)
+
+
+@pytest.mark.parametrize("answer", [401, 403, 404, 410])
+def test_a_refusal_is_no_failure_of_the_network(moody: str, answer: int) -> None:
+    Moody.answers[:] = [answer]
+    with pytest.raises(UserError, match=moody) as caught:
+        fingerprint(moody)
+    assert not isinstance(caught.value, Unreachable)
+
+
+def test_a_server_that_is_not_there(moody: str) -> None:
+    with pytest.raises(Unreachable, match="cannot be"):
+        fingerprint("http://127.0.0.1:9/a.txt")
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch, prefect_server: None) -> None:
+    for task in (find_sources, ingest.task):
+        monkeypatch.setattr(task, "retry_delay_seconds", [0.01, 0.01, 0.01])
+
+
+@pytest.mark.parametrize("answers", [[500, 503], [BREAK], [200, 500, BREAK, 429]])
+def test_the_flow_tries_again(moody: str, tmp_path: Path, impatient: None, answers: list[Any]) -> None:
+    Moody.answers[:] = answers
+    config = load_preset("demo")
+    config.data.train[:] = [moody]
+    record = pipeline(config, str(tmp_path), until="ingest")
+    assert not Moody.answers
+    key = record["stages"]["ingest"]["key"]
+    texts = read_output(Run(str(tmp_path), "").store, Ref("ingest", key))
+    both = texts.path("train.txt").read_text() + texts.path("valid.txt").read_text()
+    assert sorted(both.split("\n")) == sorted(TEXT.decode().split("\n"))
+
+
+def test_the_flow_gives_up_after_three_more(moody: str, tmp_path: Path, impatient: None) -> None:
+    Moody.answers[:] = [500] * 99
+    config = load_preset("demo")
+    config.data.train[:] = [moody]
+    with pytest.raises(Unreachable):
+        pipeline(config, str(tmp_path), until="ingest")
+    assert Moody.asked == 4
+
+
+def test_the_flow_does_not_repeat_a_users_mistake(moody: str, tmp_path: Path, impatient: None) -> None:
+    Moody.answers[:] = [404] * 99
+    config = load_preset("demo")
+    config.data.train[:] = [moody]
+    with pytest.raises(UserError, match="does not exist"):
+        pipeline(config, str(tmp_path), until="ingest")
+    assert Moody.asked == 1
+
+
+def test_an_upload_that_fails_is_tried_again_over_what_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefect_server: None
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    unfinished: list[list[str]] = []
+
+    def body(out: Draft, text: str) -> None:
+        unfinished.append([(path / "text.txt").read_text() for path in out.unfinished])
+        (out.directory / "text.txt").write_text(text)
+
+    stage = Stage("uploaded", body)
+    stage.task.retry_delay_seconds = [0.01] * 3
+    run = Run(f"memory://{tmp_path.name}", "run")
+    put_file, failures = run.store.fs.put_file, [ConnectionResetError("gone"), ConnectionResetError("again")]
+
+    def moody_put(*arguments: Any) -> None:
+        if failures:
+            raise failures.pop()
+        put_file(*arguments)
+
+    monkeypatch.setattr(run.store.fs, "put_file", moody_put)
+    ref = flow(lambda: stage.task("a", run=run), name="upload")()
+    assert read_output(run.store, Ref(**ref)).path("text.txt").read_text() == "a"
+    assert unfinished == [[], ["a"], ["a", "a"]]  # what was made before the upload failed is offered to the next try
