@@ -14,13 +14,14 @@ log = logging.getLogger(__name__)
 def show_page(stage: str, output: Output) -> None:
     """Show the page of a finished stage, made or cached, as an artifact of the run around."""
     if page := output.page:
-        _show(stage, f"# {stage}\n\n{page}\n\n{_origin(output)}")
+        what = ", ".join(figures(output.manifest["figures"]))
+        _show(stage, f"# {stage}\n\n{page}\n\n{_origin(output)}", what)
 
 
 def show_report(run: Run, record: dict[str, Any], failure: str = "") -> None:
     """Write the report of a run to ``runs/<name>.md`` and show it: what each stage made, then the stages' pages."""
     outputs = outputs_of(run, record)
-    lines = [f"# Run {run.name}", "", f"Root: {_link(record['root'])}", ""]
+    lines = [f"# Run {run.name}", "", f"Root: {_link(record['root'], record['root'])}", ""]
     if failure:
         lines += [f"**It failed: {failure}**", ""]
     lines += ["| stage | state | seconds | what |", "| --- | --- | ---: | --- |"]
@@ -32,7 +33,7 @@ def show_report(run: Run, record: dict[str, Any], failure: str = "") -> None:
         lines += ["", f"## {name}", "", output.page or "", "", _origin(output)]
     report = "\n".join(lines)
     run.store.write_text(report, "runs", f"{run.name}.md")
-    _show("report", report)
+    _show("report", report, f"{len(outputs)} stages of run {run.name}")
 
 
 def outputs_of(run: Run, record: dict[str, Any]) -> dict[str, Output]:
@@ -54,16 +55,16 @@ def _origin(output: Output) -> str:
     made = output.manifest["made"]
     return (
         f"Made by run `{made['run']}` on {made['host']} at {made['at']} in {made['seconds']:,.1f} s. "
-        f"Files: {_link(output.url)}"
+        f"Files: {_link(f'{output.ref.stage}/{output.ref.key[:12]}…', output.url)}"
     )
 
 
-def _link(place: str) -> str:
-    return f"[{place}]({place if '://' in place else 'file://' + place})"
+def _link(text: str, place: str) -> str:
+    return f"[{text}]({place if '://' in place else 'file://' + place})"
 
 
-def _show(key: str, markdown: str) -> None:
+def _show(key: str, markdown: str, description: str) -> None:
     try:
-        create_markdown_artifact(markdown, key=key)
+        create_markdown_artifact(markdown, key=key, description=description)
     except Exception as error:  # what was made is made, shown or not
         log.warning("The page of %s could not be shown in Prefect: %s", key, error)

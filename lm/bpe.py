@@ -33,7 +33,7 @@ class TokenizerConfig:
     special_tokens: list[str] = field(default_factory=lambda: [END_OF_TEXT])
     """Texts that are one token each and end a pretoken; the separator of the documents must be among them."""
     pattern: str = GPT2_PATTERN
-    """Regular expression (the ``regex`` module's) whose matches are the pretokens. Default: GPT-2's."""
+    """Regular expression (the regex module's) whose matches are the pretokens. Default: GPT-2's."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "tokenizer")

@@ -44,13 +44,13 @@ class DataConfig:
     __pydantic_config__ = FORM
 
     train: list[str] = field(default_factory=lambda: ["demo:6000"])
-    """Training text: paths, globs or URLs (file, https, s3, memory), plain or .gz .bz2 .xz .zst. ``.jsonl`` and
-    ``.parquet`` hold one document a row; any other file is text, its documents ended by the separator. ``demo:N`` is N
-    stories that the project makes up."""
+    """Training text: paths, globs or URLs (file, https, s3, memory), plain or .gz .bz2 .xz .zst. .jsonl and .parquet
+    hold one document a row; any other file is text, its documents ended by the separator. demo:N is N stories that the
+    project makes up."""
     valid: list[str] = field(default_factory=list)
     """Validation text, likewise. Empty: a fraction of the training documents is set aside instead."""
     valid_fraction: float = bounded(0.05, ge=0, lt=1)
-    """Share of the documents, chosen by their hash, that is the validation text when ``valid`` is empty. 0: none."""
+    """Share of the documents, chosen by their hash, that is the validation text when valid is empty. 0: none."""
     separator: str = END_OF_TEXT
     """Special token that ends a document."""
     text_field: str = "text"

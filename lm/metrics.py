@@ -65,8 +65,8 @@ def plot_metrics(rows: list[dict[str, Any]], path: Path) -> None:
     rates.set_ylabel("learning rate")
     points = [(row["step"], row["lr"]) for row in rows if "lr" in row]
     if points:
-        rates.plot(*zip(*points, strict=True), color="0.7", linewidth=1, linestyle="--")
-    if axes.lines:
-        axes.legend()
+        rates.plot(*zip(*points, strict=True), label="learning rate", color="0.7", linewidth=1, linestyle="--")
+    if axes.lines or rates.lines:
+        figure.legend(loc="outside upper right", ncols=3)
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=150)

@@ -104,7 +104,7 @@ def merge(out: "Draft", **inputs: Any) -> str:
     tokenizer = Tokenizer.load(out.directory / "tokenizer")
     learned = tokenizer.vocab.keys() - tokenizer.special_ids.values()
     longest = sorted(learned, key=lambda token_id: (-len(tokenizer.vocab[token_id]), token_id))[:20]
-    lengths = np.bincount([len(token) for token in tokenizer.vocab.values()])
+    lengths = np.bincount([len(tokenizer.vocab[token_id]) for token_id in learned])
     segments = _segments(tokenizer, _SENTENCE)
     return "\n\n".join(
         [
@@ -162,17 +162,21 @@ def train(out: "Draft", tokenizer: "Output", model: Any, config: Any, **inputs: 
     shape = type(model)(**{**asdict(model), "vocab_size": vocab_size})
     parameters, flops = parameter_count(shape), flops_per_token(shape)
     result = out.figures
+    losses = (
+        []
+        if result["valid_loss"] is None
+        else [
+            ("loss, nats a token", f"{result['valid_loss']:.4f}"),
+            ("**bits per byte**", f"**{result['valid_bits_per_byte']:.4f}**"),
+        ]
+    )
     rows = [
-        ("validation loss, nats a token", _rounded(result["valid_loss"])),
-        ("**bits per byte**", f"**{_rounded(result['valid_bits_per_byte'])}**"),
         ("steps", result["steps"]),
         ("tokens seen", result["tokens"]),
         ("parameters", parameters["total"]),
         *((f"… {part.replace('_', ' ')}", number) for part, number in parameters.items() if part != "total"),
         ("FLOPs a token, forward and backward", flops),
         ("FLOPs of the training", f"{flops * result['tokens']:.3g}"),
-        ("best checkpoint", _code(result["best"])),
-        ("last checkpoint", _code(result["last"])),
     ]
     samples = [
         (sample["step"], _code(sample["prompt"]), _code(sample["text"]))
@@ -182,7 +186,9 @@ def train(out: "Draft", tokenizer: "Output", model: Any, config: Any, **inputs: 
     return "\n\n".join(
         [
             _picture((out.directory / "loss.png").read_bytes(), "image/png", "Loss and learning rate over the steps"),
-            _table(("on the whole validation text", ""), rows),
+            _table(("the whole validation text", ""), losses) if losses else "There was no validation text.",
+            f"Best checkpoint: {_code(result['best'])}; the last: {_code(result['last'])}.",
+            _table(("size and cost", ""), rows),
             "### Samples over time\n\n" + _table(("step", "prompt", "goes on"), samples[:: len(samples) // 20 + 1]),
             "### Configuration\n\n" + _table(("field", "value"), settings),
         ]
@@ -193,21 +199,17 @@ def sample(out: "Draft", tokenizer: "Output", **inputs: Any) -> str:
     """The samples, and the first of them token by token."""
     samples = json.loads((out.directory / "samples.json").read_text(encoding="utf-8"))
     loaded = Tokenizer.load(tokenizer.directory("tokenizer"))
-    pages = [f"{_code(sample['prompt'])} goes on:\n\n{_quote(sample['text'])}" for sample in samples]
+    pages = [f"{_code(sample['prompt'])} goes on:\n\n{_plain(sample['text'])}" for sample in samples]
     if samples:
         segments = _segments(loaded, samples[0]["prompt"] + samples[0]["text"])
         pages.append("### The first, token by token\n\n" + _segmentation(segments[:300]))
     return "\n\n---\n\n".join(pages)
 
 
-def _rounded(value: float | None) -> str:
-    return "no validation text" if value is None else f"{value:.4f}"
-
-
 def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A Markdown table; numbers with commas, to the right."""
     rows = list(rows)
-    numeric = [bool(rows) and all(isinstance(row[i], (int, float)) for row in rows) for i in range(len(header))]
+    numeric = [bool(rows) and all(_is_number(row[i]) for row in rows) for i in range(len(header))]
     lines = [
         "| " + " | ".join(header) + " |",
         "|" + "|".join(" ---: " if right else " --- " for right in numeric) + "|",
@@ -215,6 +217,10 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     for row in rows:
         lines.append("| " + " | ".join(map(_cell, row)) + " |")
     return "\n".join(lines)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or re.fullmatch(r"\**[\d.,e+-]+( %)?\**", value) is not None
 
 
 def _cell(value: Any) -> str:
@@ -233,10 +239,10 @@ def _code(text: str | bytes) -> str:
     return f"{fence} {shown} {fence}" if len(fence) > 1 else f"`{shown}`"
 
 
-def _quote(text: str) -> str:
-    """Text as a Markdown quotation in which nothing is markup."""
-    plain = re.sub(r"([\\`*_{}\[\]<>()#+.!|~-])", r"\\\1", text)
-    return "\n".join(f"> {line}  " for line in plain.split("\n"))
+def _plain(text: str) -> str:
+    """Text as Markdown in which nothing is markup."""
+    lines = ("".join(filter(str.isprintable, line)) for line in text.split("\n"))
+    return "  \n".join(re.sub(r"([\\`*_{}\[\]<>()#+.!|~&-])", r"\\\1", line) for line in lines)
 
 
 def _figure(title: str, x: str, y: str) -> tuple[Any, Any]:
@@ -257,13 +263,15 @@ def _histogram(title: str, x: str, counts: npt.ArrayLike, edges: Any, y: str) ->
     axes.bar(edges[first:last], counts[first:last], np.diff(edges[first : last + 1]), align="edge", edgecolor="white")
     if edges is _QUARTER_OCTAVES:
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        ticks = edges[first : last + 1 : (last - first) // 10 + 1]
+        axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
+        axes.minorticks_off()
     return _image(figure, title)
 
 
 def _image(figure: Any, alt: str) -> str:
     data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=100)
+    figure.savefig(data, format="png", dpi=150)
     return _picture(data.getvalue(), "image/png", alt)
 
 
@@ -272,17 +280,19 @@ def _picture(data: bytes, kind: str, alt: str) -> str:
 
 
 def _segments(tokenizer: Tokenizer, text: str) -> list[str]:
-    """The tokens of a text; bytes that are no whole character show as hexadecimal."""
-    tokens = (tokenizer.vocab[token_id] for token_id in tokenizer.encode(text, allowed_special=()))
-    return [
-        token.decode() if token.decode("utf-8", "ignore").encode() == token else token.hex(" ").upper()
-        for token in tokens
-    ]
+    """The tokens of a text; one that is no whole characters, or has some that cannot be shown, in hexadecimal."""
+
+    def shown(token: bytes) -> str:
+        text = token.decode("utf-8", "replace")
+        is_plain = text.encode() == token and text.replace("\n", "").isprintable()
+        return text if is_plain else token.hex(" ").upper()
+
+    return [shown(tokenizer.vocab[token_id]) for token_id in tokenizer.encode(text, allowed_special=())]
 
 
 def _segmentation(tokens: Sequence[str]) -> str:
     """A picture of text with every token on a ground of its own."""
-    letter, line, width = 8.4, 24, 96  # pixels, pixels, letters
+    letter, line, width = 8.4, 24, 66  # pixels, pixels, letters
     boxes, column, row = [], 0, 0
     for number, token in enumerate(tokens):
         shown = token.replace("\n", "↵").replace(" ", "·")

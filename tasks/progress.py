@@ -27,7 +27,7 @@ def show_progress(title: str, total: int, unit: str) -> Iterator[Callable[[int],
         with contextlib.suppress(Exception):  # the artifact is for show
             shown = 0.0
             artifact: Any = create_progress_artifact(
-                0.0, key=f"{title}-progress", description=f"{title}, {total:,} {unit}s"
+                0.0, key=f"{title}-progress", description=f"{title}, {total:,} × {unit}"
             )
             while True:
                 is_last = ended.wait(_INTERVAL)
@@ -38,10 +38,8 @@ def show_progress(title: str, total: int, unit: str) -> Iterator[Callable[[int],
                 if is_last:
                     return
 
-    reporter = None
     if FlowRunContext.get() or TaskRunContext.get():
-        reporter = threading.Thread(target=copy_context().run, args=(report,), daemon=True)
-        reporter.start()
+        threading.Thread(target=copy_context().run, args=(report,)).start()
     with tqdm(total=total, desc=title, unit=unit, disable=None, leave=False, dynamic_ncols=True) as bar:
 
         def progress(number: int) -> None:
@@ -53,5 +51,3 @@ def show_progress(title: str, total: int, unit: str) -> Iterator[Callable[[int],
             yield progress
         finally:
             ended.set()
-            if reporter:
-                reporter.join(timeout=5)

@@ -25,4 +25,5 @@ def draw(model: Output, tokenizer: Output, config: SampleConfig, execution: Exec
 def sample(out: Draft, model: Output, tokenizer: Output, config: SampleConfig) -> None:
     """Write ``samples.json``."""
     samples = draw(model, tokenizer, config, out.execution)
+    out.figures = {"samples": len(samples)}
     (out.directory / "samples.json").write_text(json.dumps(samples, ensure_ascii=False, indent=1), encoding="utf-8")

@@ -85,15 +85,14 @@ class Ui:
     def open_artifact(self, artifact: Artifact) -> Page:
         """The page of an artifact, with its pictures."""
         self.page.goto(f"{self.base}/artifacts/artifact/{artifact.id}")
-        heading = "Progress:" if artifact.type == "progress" else f"{artifact.data}".split("\n")[0].removeprefix("# ")
-        self.page.get_by_text(heading).last.wait_for()
+        self.page.get_by_text("Progress:" if artifact.type == "progress" else "Made by run").last.wait_for()
         self.page.wait_for_function("[...document.images].every(image => image.complete)")
         return self.page
 
     def open_form(self, deployment: DeploymentResponse) -> Page:
         """The form that starts a run."""
         self.page.goto(f"{self.base}/deployments/deployment/{deployment.id}/run")
-        self.page.get_by_text("Enforce Parameter Schema").wait_for()
+        self.page.get_by_text("refresh (Optional)").wait_for()  # the last of the parameters
         return self.page
 
     def graph(self) -> list[Bar]:
@@ -131,11 +130,11 @@ def _bars(png: bytes) -> list[Bar]:
 
 
 @contextmanager
-def browse(url: str, height: int = 900) -> Iterator[Ui]:
+def browse(url: str, scale: float = 1) -> Iterator[Ui]:
     """A browser with an empty page, for the UI of the server at ``url``."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_browser(), args=_OPTIONS)
-        page = browser.new_page(viewport={"width": 1280, "height": height})
+        page = browser.new_page(viewport={"width": 1280, "height": 900}, device_scale_factor=scale)
         page.set_default_timeout(1000 * SECONDS)
         yield Ui(page, url)
         browser.close()

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -33,17 +33,17 @@ TINY = {
 }
 
 
-def slow_to_encode(path: Path, chunks: int, chunk_megabytes: int, threads: int) -> dict[str, Any]:
+def slow_to_encode(path: Path, chunks: int, chunk_bytes: int, threads: int) -> dict[str, Any]:
     """TINY with a validation text that takes half a second a MB to encode, one thread at a time: its words are too long
     for the tokenizer to remember. Validation text is not counted, so that what comes before is quick."""
     rng = random.Random(0)
     syllables = ["".join(rng.choices(["the", "and", "her", "then"], k=100)) for _ in range(1000)]
     with path.open("w", encoding="utf-8") as file:
-        while file.tell() < (chunks * chunk_megabytes << 20) - 20_000:
+        while file.tell() < chunks * (chunk_bytes - 5_000):
             file.write("".join(rng.choices(syllables, k=30)) + "<|endoftext|>\n")
     return TINY | {
         "data": {"train": ["demo:400"], "valid": [str(path)]},
-        "chunk": {"target_bytes": chunk_megabytes << 20},
+        "chunk": {"target_bytes": chunk_bytes},
         "execution": {"threads": threads},
     }
 
@@ -123,15 +123,63 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-@contextmanager
-def deployed(home: Path, **environment: str) -> Iterator[Deployed]:
-    """Start ``textmill up`` with a home of its own, and stop it as Ctrl-C does."""
-    environment = {
+class Services(Deployed):
+    """A server and a worker of their own that are started and killed one by one."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home, free_port(), _own(home))
+        self.services: dict[str, subprocess.Popen[bytes]] = {}
+        self._log = (home / "services.log").open("w", encoding="utf-8")
+        self.start_missing("server")
+        for arguments in (["work-pool", "create", "local", "--type", "process"], ["deploy", "--all"]):
+            done = self.prefect(*arguments)
+            assert done.returncode == 0, done.stdout + done.stderr
+        self.start_missing()
+
+    def start_missing(self, *names: str) -> None:
+        """Start what does not run, server and worker unless others are named."""
+        for name in names or ("server", "worker"):
+            if name not in self.services or self.services[name].poll() is not None:
+                port = ["--host", "127.0.0.1", "--port", str(self.port)]
+                command = ["server", "start", *port] if name == "server" else ["worker", "start", "--pool", "local"]
+                self.services[name] = subprocess.Popen(
+                    [sys.executable, "-m", "prefect", "--no-prompt", *command],
+                    cwd=PROJECT,
+                    env=self.environment,
+                    stdout=self._log,
+                    stderr=self._log,
+                )
+                wait_for(lambda: self.client.api_healthcheck() is None, 180, "the server")
+
+    def kill(self, names: Collection[str], run_id: UUID) -> None:
+        """SIGKILL at once any of flow (the processes of the run), worker and server."""
+        processes = [self.services[name].pid for name in names if name in self.services]
+        for process_id in processes + (self.processes(run_id) if "flow" in names else []):
+            os.kill(process_id, signal.SIGKILL)
+        for name in self.services.keys() & set(names):
+            self.services[name].wait()
+
+    def close(self) -> None:
+        """Stop the worker, then the server."""
+        for service in reversed(self.services.values()):
+            service.terminate()
+            service.wait(60)
+        self._log.close()
+
+
+def _own(home: Path) -> dict[str, str]:
+    """Environment that keeps all that Prefect and the project remember below ``home``."""
+    return {
         "PREFECT_HOME": str(home / "prefect"),
         "XDG_CACHE_HOME": str(home / "cache"),
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
-        **environment,
     }
+
+
+@contextmanager
+def deployed(home: Path, **environment: str) -> Iterator[Deployed]:
+    """Start ``textmill up`` with a home of its own, and stop it as Ctrl-C does."""
+    environment = _own(home) | environment
     port = free_port()
     log = (home / "up.log").open("w+", encoding="utf-8")
     command = [sys.executable, "-c", "import sys; from flows.cli import main; sys.exit(main())", "up", f"--port={port}"]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 pytestmark = pytest.mark.skipif(not find_browser(), reason="neither Chromium nor Chrome is installed")
-expect.set_options(1000 * SECONDS)
+expect.set_options(timeout=1000 * SECONDS)
 
 TEXTS = {
     "ingest": ["documents", "separators removed"],
@@ -54,7 +54,7 @@ def ui(prefect_deployed: Deployed, made: Made) -> Iterator[Ui]:
 def test_the_page_of_a_run_names_its_state_log_tasks_and_artifacts(ui: Ui, made: Made) -> None:
     page = ui.open_run(made.run)
     expect(page.get_by_text("Completed", exact=True).first).to_be_visible()
-    expect(page.get_by_text("merge is made.")).to_be_visible()
+    expect(page.get_by_text("ingest is made")).to_be_visible()
     page.get_by_role("tab", name="Task Runs").click()
     for name in made.tasks.values():
         expect(page.get_by_text(name, exact=True).last).to_be_visible()
@@ -86,7 +86,7 @@ def test_the_page_of_an_artifact_shows_text_and_pictures(ui: Ui, made: Made, key
         what = image.get_attribute("alt")
         assert image.evaluate("image => image.naturalWidth") > 100, what
         colours = Image.open(io.BytesIO(image.screenshot())).convert("RGB").getcolors(1 << 24)
-        assert len(colours) > 3, what
+        assert colours and len(colours) > 3, what
 
 
 @pytest.mark.parametrize("key", TEXTS)
@@ -116,12 +116,13 @@ def test_the_progress_of_finished_work_is_100_percent(ui: Ui, made: Made, key: s
 
 def test_the_form_has_every_field_with_its_explanation_and_the_value_of_the_demo(ui: Ui, made: Made) -> None:
     shown = _read_form(ui.open_form(made.deployment))
-    docs, demo = made.deployment.parameter_openapi_schema["definitions"], load_preset("demo")
+    schema, demo = made.deployment.parameter_openapi_schema, load_preset("demo")
+    assert schema
     expected: list[tuple[str, str, Any]] = []
     for section in fields(PipelineConfig):
         part = getattr(demo, section.name)
         for field in fields(part):
-            doc = docs[type(part).__name__]["properties"][field.name]["description"]
+            doc = schema["definitions"][type(part).__name__]["properties"][field.name]["description"]
             title = field.name.replace("_", " ").title()
             expected.append((f"{title} (Optional)", doc[:30], getattr(part, field.name)))
     places, place = [], 0
@@ -146,7 +147,7 @@ def _read_form(page: "Page") -> list[str]:
             const node = walker.currentNode
             if (node.nodeType === Node.TEXT_NODE) texts.push(node.textContent)
             else if (node.role === 'switch') texts.push(node.ariaChecked)
-            else if ('value' in node) texts.push(String(node.value))
+            else if (node.matches('input, textarea')) texts.push(String(node.value))
           }
           return texts.map(text => text.trim()).filter(text => text)
         }"""
@@ -157,4 +158,4 @@ def _read_form(page: "Page") -> list[str]:
 def _is(value: Any, text: str) -> bool:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return re.fullmatch(r"-?[\d.]+(e-?\d+)?", text) is not None and float(text) == value
-    return text == {None: "None", True: "true", False: "false"}.get(value, value)
+    return bool(text == {None: "None", True: "true", False: "false"}.get(value, value))

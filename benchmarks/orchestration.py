@@ -1,0 +1,116 @@
+"""What orchestration costs: the stages called one after the other, against the same under Prefect with a server.
+
+``python -m benchmarks.orchestration [--rounds 3] [--train FILE …] [--valid FILE …]``. Both run in turn, in processes of
+their own that have imported everything before the clock starts, each over an empty root. The flow's time is that of the
+call ``pipeline(…)``: it includes all requests to the server, the artifacts and the report. The last line is JSON.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+_SERVER_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class DirectCaller:
+    """Calls the stages with no orchestration but a pool of threads."""
+
+    run: Any
+
+    def find_sources(self, data: Any) -> Any:
+        from tasks.ingest import find_sources
+
+        return find_sources.fn(data, self.run.store)
+
+    def call(self, stage: Any, *arguments: Any) -> Any:
+        return stage.make(self.run, stage.named(arguments))
+
+    def map(self, stage: Any, texts: Any, chunks: Any, split: str, *arguments: Any) -> list[Any]:
+        from tasks.texts import read_chunks
+
+        items = read_chunks(self.run.store, texts, chunks, split)
+        with ThreadPoolExecutor(self.run.execution.workers) as pool:
+            return list(pool.map(lambda item: self.call(stage, item, *arguments), items))
+
+
+def measure(kind: str, preset: str, until: str, data: dict[str, list[str]]) -> float:
+    """Seconds that one run takes, in this process."""
+    from dataclasses import replace
+
+    from flows.config import load_preset
+    from flows.pipeline import chain, pipeline
+    from tasks.stage import Run
+
+    config = load_preset(preset)
+    config = replace(config, data=replace(config.data, **data))
+    with tempfile.TemporaryDirectory() as root:
+        started = time.perf_counter()
+        if kind == "prefect":
+            pipeline(config, root, until)
+        else:
+            for name, _ in chain(config, DirectCaller(Run(root, "direct", execution=config.execution))):
+                if name == until:
+                    break
+        return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="stories-cpu")
+    parser.add_argument("--until", default="encode")
+    parser.add_argument("--train", nargs="+", help="training text, where it is not the preset's")
+    parser.add_argument("--valid", nargs="+", help="validation text")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kind", choices=["direct", "prefect"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    data = {name: value for name in ("train", "valid") if (value := getattr(options, name))}
+    if options.kind:
+        print(measure(options.kind, options.preset, options.until, data))
+        return
+    with tempfile.TemporaryDirectory() as home:
+        environment = {**os.environ, "PREFECT_HOME": home, "PREFECT_LOGGING_LEVEL": "CRITICAL"}
+        environment |= {"PREFECT_API_URL": "http://127.0.0.1:4299/api", "DO_NOT_TRACK": "1"}
+        command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", "4299"]
+        server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            _wait_for_server()
+            seconds: dict[str, list[float]] = {"direct": [], "prefect": []}
+            for _ in range(options.rounds):
+                for kind, found in seconds.items():
+                    again = [sys.executable, "-m", "benchmarks.orchestration", *sys.argv[1:], "--kind", kind]
+                    done = subprocess.run(again, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+                    found.append(float(done.stdout.split()[-1]))
+                    print(f"{kind:<8} {found[-1]:7.2f} s", flush=True)
+        finally:
+            server.terminate()
+            server.wait()
+    medians = {kind: statistics.median(found) for kind, found in seconds.items()}
+    cost = medians["prefect"] / medians["direct"] - 1
+    print(f"orchestration costs {100 * cost:.2f} % of the wall time")
+    print(json.dumps({"seconds": seconds, "medians": medians, "cost": cost}))
+
+
+def _wait_for_server() -> None:
+    deadline = time.monotonic() + _SERVER_SECONDS
+    while True:
+        try:
+            urllib.request.urlopen("http://127.0.0.1:4299/api/health", timeout=5).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.3)
+
+
+if __name__ == "__main__":
+    main()
