@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.orchestration [--rounds 3] [--train FILE …] [--valid FILE …]``. Both run in turn, in processes of
 their own that have imported everything before the clock starts, each over an empty root. The flow's time is that of the
-call ``pipeline(…)``: it includes all requests to the server, the artifacts and the report. The last line is JSON.
+call that ``textmill run`` makes: with all requests to the server, artifacts and report. ``idle`` is the part of it in
+which no stage was at work: less noisy than the difference of two times. The last line is JSON.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import tempfile
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 _SERVER_SECONDS = 120
@@ -43,25 +44,45 @@ class DirectCaller:
             return list(pool.map(lambda item: self.call(stage, item, *arguments), items))
 
 
-def measure(kind: str, preset: str, until: str, data: dict[str, list[str]]) -> float:
-    """Seconds that one run takes, in this process."""
-    from dataclasses import replace
-
+def measure(kind: str, preset: str, until: str, data: dict[str, list[str]]) -> dict[str, float]:
+    """Seconds that one run takes in this process: in all, idle, and of the processor."""
     from flows.config import load_preset
-    from flows.pipeline import chain, pipeline
-    from tasks.stage import Run
+    from flows.console import run_pipeline
+    from flows.pipeline import chain
+    from tasks.stage import Run, Stage
 
+    work: list[tuple[float, float]] = []
+    make = Stage.make
+
+    def timed(*arguments: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return make(*arguments)
+        finally:
+            work.append((started, time.perf_counter()))
+
+    Stage.make = timed  # type: ignore[method-assign]
     config = load_preset(preset)
     config = replace(config, data=replace(config.data, **data))
     with tempfile.TemporaryDirectory() as root:
-        started = time.perf_counter()
+        started, processor = time.perf_counter(), time.process_time()
         if kind == "prefect":
-            pipeline(config, root, until)
+            run_pipeline(config, root, until)
         else:
             for name, _ in chain(config, DirectCaller(Run(root, "direct", execution=config.execution))):
                 if name == until:
                     break
-        return time.perf_counter() - started
+        wall = time.perf_counter() - started
+        return {"wall": wall, "idle": wall - _union(work), "cpu": time.process_time() - processor}
+
+
+def _union(intervals: list[tuple[float, float]]) -> float:
+    """Length of the time that is in any of the intervals."""
+    total, reached = 0.0, 0.0
+    for started, ended in sorted(intervals):
+        total += max(0.0, ended - max(started, reached))
+        reached = max(reached, ended)
+    return total
 
 
 def main() -> None:
@@ -75,7 +96,7 @@ def main() -> None:
     options = parser.parse_args()
     data = {name: value for name in ("train", "valid") if (value := getattr(options, name))}
     if options.kind:
-        print(measure(options.kind, options.preset, options.until, data))
+        print(json.dumps(measure(options.kind, options.preset, options.until, data)))
         return
     with tempfile.TemporaryDirectory() as home:
         environment = {**os.environ, "PREFECT_HOME": home, "PREFECT_LOGGING_LEVEL": "CRITICAL"}
@@ -84,20 +105,26 @@ def main() -> None:
         server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             _wait_for_server()
-            seconds: dict[str, list[float]] = {"direct": [], "prefect": []}
+            seconds: dict[str, list[dict[str, float]]] = {"direct": [], "prefect": []}
             for _ in range(options.rounds):
                 for kind, found in seconds.items():
                     again = [sys.executable, "-m", "benchmarks.orchestration", *sys.argv[1:], "--kind", kind]
                     done = subprocess.run(again, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-                    found.append(float(done.stdout.split()[-1]))
-                    print(f"{kind:<8} {found[-1]:7.2f} s", flush=True)
+                    found.append(json.loads(done.stdout.splitlines()[-1]))
+                    print(kind, "  ".join(f"{name} {value:.2f} s" for name, value in found[-1].items()), flush=True)
         finally:
             server.terminate()
             server.wait()
-    medians = {kind: statistics.median(found) for kind, found in seconds.items()}
-    cost = medians["prefect"] / medians["direct"] - 1
-    print(f"orchestration costs {100 * cost:.2f} % of the wall time")
-    print(json.dumps({"seconds": seconds, "medians": medians, "cost": cost}))
+    direct, prefect = (
+        {name: statistics.median(run[name] for run in found) for name in found[0]} for found in seconds.values()
+    )
+    ratios = {
+        "wall": prefect["wall"] / direct["wall"] - 1,
+        "idle": (prefect["idle"] - direct["idle"]) / direct["wall"],
+        "cpu": prefect["cpu"] / direct["cpu"] - 1,
+    }
+    print("orchestration costs " + ", ".join(f"{100 * ratio:.2f} % by {name}" for name, ratio in ratios.items()))
+    print(json.dumps({"seconds": seconds, "cost": ratios}))
 
 
 def _wait_for_server() -> None:

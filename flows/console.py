@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from tqdm import tqdm
 
 from flows.config import PipelineConfig
@@ -58,8 +59,16 @@ def run_command(config: PipelineConfig, root: str, until: StageName | None, refr
     _log_to_console()
     if until in (None, "train", "sample"):
         choose_device(config.execution.device)  # a device that is not there is better known now than after hours
-    record = pipeline(config, root, until, refresh)
-    print(_summary(record))
+    print(_summary(run_pipeline(config, root, until, refresh)))
+
+
+def run_pipeline(
+    config: PipelineConfig, root: str, until: StageName | None = None, refresh: tuple[StageName, ...] = ()
+) -> dict[str, Any]:
+    """Run the flow in this process and return the run's record."""
+    # A flow that ends waits up to a second for the thread of its heartbeats. Whether this one lives, its lock tells.
+    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+        return pipeline(config, root, until, refresh)
 
 
 def plan_command(config: PipelineConfig, root: str, until: StageName | None, refresh: tuple[StageName, ...]) -> None:

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -153,16 +154,16 @@ def pipeline(
                 log.info("%s is made, in %.1f s.", stage_name, now - clock)
             record["stages"][stage_name] = {"key": ref.key, "state": state, "seconds": round(now - clock, 3)}
             clock = now
-            run.store.write_json(
-                record, "runs", f"{run.name}.json"
-            )  # after each, so that a later failure leaves it known
+            # After each, so that a later failure leaves it known.
+            run.store.write_json(record, "runs", f"{run.name}.json")
             show_page(stage_name, output)
             if stage_name == until:
                 break
     except BaseException as error:
         run.stopping.set()  # chunks that still run in threads
         if isinstance(error, UserError):
-            show_report(run, record, str(error))
+            with suppress(UserError):  # the root may be what cannot be written
+                show_report(run, record, str(error))
         raise
     run.store.write_json(record, "runs", "latest.json")
     show_report(run, record)

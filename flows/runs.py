@@ -77,12 +77,17 @@ def keep_alive(run_id: str) -> None:
     The lock is never given back before: the run's last state reaches Prefect after the flow's function has returned.
     """
     directory = _directory()
-    directory.mkdir(parents=True, exist_ok=True)
-    _settle(directory, run_id)
-    lock = FileLock(directory / f"{run_id}.new")
-    lock.acquire()
-    Path(lock.lock_file).rename(directory / f"{run_id}.lock")  # only locked ones have the name that is looked for
-    _held.append(lock)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _settle(directory, run_id)
+        lock = FileLock(directory / f"{run_id}.new")
+        lock.acquire()
+        Path(lock.lock_file).rename(directory / f"{run_id}.lock")  # only locked ones have the name that is looked for
+        _held.append(lock)
+    except OSError as error:
+        log.warning(
+            "Should this run's process die, nobody will tell Prefect: %s cannot be written: %s", directory, error
+        )
 
 
 def _directory() -> Path:

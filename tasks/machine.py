@@ -9,6 +9,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from lm.errors import UserError
+
 log = logging.getLogger(__name__)
 
 _POLL = 0.5  # seconds
@@ -29,7 +31,13 @@ def training_turn(limit: int) -> Iterator[None]:
         yield
         return
     directory = cache_directory() / "training"
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{directory}, where trainings wait for each other, cannot be made: {error.strerror}. "
+            "Set XDG_CACHE_HOME to a place that can be written, or execution.max_trainings to 0."
+        ) from None
     is_told = False
     while True:
         for number in range(limit):

@@ -12,6 +12,8 @@ from lm.errors import UserError
 from tasks.stage import Output, Ref, Stopped, read_output
 from tasks.store import Store
 
+_SLICE = 1 << 15  # characters between two looks at whether to stop: many threads share one core
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -71,7 +73,8 @@ def open_ranges(chunk: Chunk, stopping: Event) -> Iterator[tuple[Iterator[str], 
 
 def _digested(blocks: Iterator[str], digest: Any, stopping: Event) -> Iterator[str]:
     for block in blocks:
-        if stopping.is_set():
-            raise Stopped("The run is being stopped.")
         digest.update(block.encode())
-        yield block
+        for start in range(0, len(block), _SLICE):
+            if stopping.is_set():
+                raise Stopped("The run is being stopped.")
+            yield block[start : start + _SLICE]

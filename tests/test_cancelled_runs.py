@@ -1,6 +1,5 @@
 """Runs that are cancelled: they stop soon and leave no process, and the next run goes on from what they finished."""
 
-import time
 from pathlib import Path
 from uuid import UUID
 
@@ -15,11 +14,8 @@ def cancel(deployed: Deployed, run_id: UUID) -> None:
     assert deployed.processes(run_id)
     done = deployed.prefect("flow-run", "cancel", str(run_id))
     assert done.returncode == 0, done.stdout + done.stderr
-    clock = time.monotonic()
     wait_for(lambda: not deployed.processes(run_id), 10, "no process of the cancelled run")
-    print(f"gone after {time.monotonic() - clock:.1f} s")
     wait_for(lambda: deployed.flow_run(run_id).state_name == "Cancelled", 60, "the state Cancelled")
-    print(f"Cancelled after {time.monotonic() - clock:.1f} s")
 
 
 def test_cancelled_while_it_encodes(prefect_deployed: Deployed, tmp_path: Path) -> None:

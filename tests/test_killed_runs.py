@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import FlowRun, StateType, TaskRun
 
 from lm.pretokens import GPT2_PATTERN
 from tests.deployed import STAGES, Services, slow_to_encode, wait_for
@@ -19,19 +19,17 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
 
 
 @pytest.mark.parametrize(
-    ("killed", "state", "message"),
+    ("killed", "ends"),
     [
-        ({"flow"}, "Crashed", "Flow run process exited with non-zero status code -9"),
-        ({"flow", "worker"}, "Crashed", "Its process died; found by run "),
-        ({"worker"}, "Completed", ""),
-        ({"server"}, "Completed", ""),
+        ({"flow"}, ["Crashed: Process exited with status code: -9"]),
+        ({"flow", "worker"}, ["Crashed: Its process died; found by run "]),
+        ({"worker"}, ["Crashed: ", "Completed: "]),  # the process lives until it has something to tell its worker
+        ({"server"}, ["Completed: "]),
     ],
     ids=["flow", "flow-and-worker", "worker", "server"],
 )
-def test_what_is_killed_while_a_run_encodes(
-    services: Services, tmp_path: Path, killed: set[str], state: str, message: str
-) -> None:
-    config = slow_to_encode(tmp_path / "slow.txt", chunks=8, chunk_bytes=40_000, threads=2)
+def test_a_kill_while_a_run_encodes(services: Services, tmp_path: Path, killed: set[str], ends: list[str]) -> None:
+    config = slow_to_encode(tmp_path / "slow.txt", chunks=6, chunk_bytes=40_000, threads=1)
     # Looks for a "!" from every letter of a word on: a second a chunk, which is so small that training is quick.
     config |= {"tokenizer": {"vocab_size": 300, "pattern": rf"\p{{L}}*?\p{{L}}*!|{GPT2_PATTERN}"}}
     config |= {"train": config["train"] | {"batch_size": 32}}
@@ -45,6 +43,7 @@ def test_what_is_killed_while_a_run_encodes(
     wait_for(is_encoding, 90, "encode")
     services.kill(killed, first)
     services.start_missing()
+    wait_for(lambda: not services.processes(first), 90, "the end of the first run's process")
     if killed == {"flow"}:
         wait_for(lambda: services.flow_run(first).state_name == "Crashed", 60, "the worker's word of the crash")
     elif killed == {"flow", "worker"}:
@@ -55,19 +54,15 @@ def test_what_is_killed_while_a_run_encodes(
     second = services.latest()
     assert second.state_name == "Completed"
     assert list(json.loads((root / "runs" / "latest.json").read_text())["stages"]) == list(STAGES)
-    if "flow" in killed:
-        assert "Cached" in {found for name, found in services.states(second.id).items() if "valid chunk" in name}
-
-    wait_for(lambda: not services.processes(first), 60, "the end of the first run")
-    found = services.flow_run(first).state
-    print(found, services.states(first))
-    assert found is not None
-    assert (found.name, (found.message or "")[: len(message)]) == (state, message)
-    assert unfinished(services) == {}
+    assert services.states(second.id)["encode valid chunk 1/5"] == "Cached"
+    state = services.flow_run(first).state
+    assert state is not None
+    assert any(f"{state.name}: {state.message or ''}".startswith(end) for end in ends), state
+    wait_for(lambda: not unfinished(services), 30, "the states of tasks, which are sent as events,")
 
 
-def unfinished(services: Services) -> dict[str, str]:
-    """All flow runs and task runs that are not at an end, with their states."""
+def unfinished(services: Services) -> list[str]:
+    """All flow runs and task runs that are not at an end."""
     ends = {StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED, StateType.CRASHED}
-    runs = [*services.client.read_flow_runs(), *services.client.read_task_runs(limit=200)]
-    return {run.name: str(run.state_name) for run in runs if run.state_type not in ends}
+    runs: list[FlowRun | TaskRun] = [*services.client.read_flow_runs(), *services.client.read_task_runs(limit=200)]
+    return [run.name for run in runs if run.state_type not in ends]

@@ -13,6 +13,7 @@ from uuid import UUID, uuid4
 import pytest
 from prefect import flow, task
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.flow_engine import run_flow
 from prefect.runtime import flow_run
 from prefect.states import Cancelling, Completed, Running
@@ -96,8 +97,6 @@ def made(state: object) -> UUID:
 
 def states(run_id: UUID) -> tuple[str | None, dict[str, str | None]]:
     """The state of a flow run, and those of its task runs by what they were."""
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
-
     with get_client(sync_client=True) as client:
         tasks = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run_id])))
         return client.read_flow_run(run_id).state_name, {found.name: found.state_name for found in tasks}
@@ -127,6 +126,14 @@ def test_a_run_that_lives_is_left_alone_until_its_process_is_killed(locks: Path)
         process.wait()
     keep_alive(str(uuid4()))
     assert states(living)[0] == "Crashed"
+
+
+def test_a_run_that_is_started_again_does_not_settle_itself(locks: Path) -> None:
+    again = made(Running())
+    (locks / f"{again}.lock").touch()
+    keep_alive(str(again))
+    assert states(again)[0] == "Running"
+    assert (locks / f"{again}.lock").exists()
 
 
 def test_the_lock_of_a_run_that_prefect_does_not_know_is_removed(locks: Path) -> None:
