@@ -25,6 +25,7 @@ def test_every_stage_and_chunk_of_a_run_is_recorded_with_its_final_state(prefect
     chunks = [f"{verb} chunk {number}/5" for verb in ("count", "encode") for number in range(1, 6)]
     assert states == dict.fromkeys(["find sources", *STAGES, *chunks, "encode valid chunk 1/1"], "Completed")
     assert run.state_name == "Completed"
+    assert set(run.tags) == {"textmill", "full"}
     assert (Path(root) / "runs" / f"{run.name}.json").exists()
 
 

@@ -67,7 +67,7 @@ def test_the_page_of_a_run_names_its_state_log_tasks_and_artifacts(ui: Ui, made:
 def test_the_graph_of_a_run_has_a_bar_for_each_task_that_tells_of_it(ui: Ui, made: Made) -> None:
     page = ui.open_run(made.run)
     bars = ui.graph()
-    assert len(made.tasks) / 2 < len(bars) <= len(made.tasks)  # some share a row
+    assert 7 <= len(bars) <= len(made.tasks)  # one a stage at least; bars that touch are seen as one
     ui.click_graph(max(bars, key=lambda bar: bar.right - bar.left))
     expect(page.get_by_text("Task Run ID")).to_be_visible()
     found = re.search(r"Task Run ID\s+([0-9a-f-]{36})", page.inner_text("body"))
