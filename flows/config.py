@@ -80,14 +80,14 @@ def fill_in(given: Any) -> Any:
 
 
 def _base() -> dict[str, Any]:
+    demo = asdict(load_preset("demo"))
     if deployment.id:
         with get_client(sync_client=True) as client:
             parameters = client.read_deployment(deployment.id).parameters
-        if "config" in parameters:
-            return dict(parameters["config"])
-    return asdict(load_preset("demo"))
+        return _merged(demo, parameters.get("config", {}))
+    return demo
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    both = {name: _merged(base[name], over[name]) for name in base.keys() & over.keys() if isinstance(over[name], dict)}
-    return base | over | both
+    both = [name for name in base if isinstance(base[name], dict) and isinstance(over.get(name), dict)]
+    return base | over | {name: _merged(base[name], over[name]) for name in both}

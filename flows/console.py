@@ -12,7 +12,6 @@ from flows.config import PipelineConfig
 from flows.pipeline import StageName, absolute, pipeline
 from flows.plan import plan
 from flows.report import figures, outputs_of
-from lm.device import choose_device
 from lm.errors import UserError
 from lm.execution import Execution
 from lm.generate import SampleConfig
@@ -57,8 +56,6 @@ def exit_code(command: Callable[[], None]) -> int:
 def run_command(config: PipelineConfig, root: str, until: StageName | None, refresh: tuple[StageName, ...]) -> None:
     """Run the pipeline and print what was made."""
     _log_to_console()
-    if until in (None, "train", "sample"):
-        choose_device(config.execution.device)  # a device that is not there is better known now than after hours
     print(_summary(run_pipeline(config, root, until, refresh)))
 
 
@@ -83,7 +80,7 @@ def plan_command(config: PipelineConfig, root: str, until: StageName | None, ref
 def sample_command(root: str, config: SampleConfig, execution: Execution) -> None:
     """Print completions by the model of the latest run below ``root``."""
     store = Run(absolute(root), "sample").store
-    newest_first = reversed([name for name in store.names("runs") if name != "latest.json"])
+    newest_first = reversed([name for name in store.names("runs") if name.endswith(".json") and name != "latest.json"])
     records = (store.read_json("runs", name) for name in newest_first)
     record = next((record for record in records if record and "train" in record["stages"]), None)
     if record is None:

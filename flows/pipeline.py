@@ -20,6 +20,7 @@ from flows.config import PipelineConfig, fill_in, load_preset
 from flows.report import show_page, show_report
 from flows.runs import keep_alive, name_run, record_logs, tag_run
 from lm.corpus import DataConfig, Source
+from lm.device import choose_device
 from lm.errors import UserError
 from tasks.chunk import chunk
 from tasks.count import count, count_chunk
@@ -137,10 +138,12 @@ def pipeline(
         refresh: Stages to make anew whatever is cached.
     """
     record_logs()
-    keep_alive(flow_run.id)
+    keep_alive(flow_run.id, flow_run.run_count)
     tag_run("textmill", until or "full")
     if get_current_settings().api.url:  # else the server ends with the run
         log.info("Run %s: %s", flow_run.name, flow_run.ui_url)
+    if until in (None, "train", "sample"):
+        choose_device(config.execution.device)  # a device that is not there is better known now than after hours
     run = Run(absolute(root), flow_run.name, frozenset(refresh), config.execution)
     record: dict[str, Any] = {"name": run.name, "at": datetime.now(UTC).isoformat(timespec="seconds"), "root": run.root}
     record |= {"config": asdict(config), "until": until, "refresh": list(refresh), "stages": {}}

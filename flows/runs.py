@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import re
+import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +27,7 @@ from tasks.stage import Stopped
 
 log = logging.getLogger(__name__)
 
+_KEEP_SECONDS = 30 * 24 * 3600
 _held: list[FileLock] = []
 
 
@@ -70,19 +72,22 @@ def record_logs() -> None:
             logger.addFilter(_OneLine())
 
 
-def keep_alive(run_id: str) -> None:
+def keep_alive(run_id: str, start: int) -> None:
     """Settle the runs of this machine that died, so that Prefect does not show them as running for ever, and hold a
     lock for this one that the operating system takes back when the process ends, however it ends.
 
     The lock is never given back before: the run's last state reaches Prefect after the flow's function has returned.
+    ``start`` counts how often the run was started: each has a lock of its own.
     """
     directory = _directory()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _settle(directory, run_id)
-        lock = FileLock(directory / f"{run_id}.new")
+        _settle(directory)
+        lock = FileLock(directory / f"{run_id}_{start}.new")
         lock.acquire()
-        Path(lock.lock_file).rename(directory / f"{run_id}.lock")  # only locked ones have the name that is looked for
+        Path(lock.lock_file).rename(
+            directory / f"{run_id}_{start}.lock"
+        )  # only locked ones have the name that is looked for
         _held.append(lock)
     except OSError as error:
         log.warning(
@@ -93,14 +98,14 @@ def keep_alive(run_id: str) -> None:
 def _directory() -> Path:
     """Locks of the runs that one Prefect database knows."""
     settings = get_current_settings()
-    database = settings.api.url or settings.server.database.connection_url
+    database = settings.api.url
+    if not database and (connection := settings.server.database.connection_url):
+        database = connection.get_secret_value()
     return cache_directory() / "runs" / hashlib.sha256(str(database).encode()).hexdigest()[:16]
 
 
-def _settle(directory: Path, own_id: str) -> None:
-    for path in directory.glob("*.lock"):
-        if path.stem == own_id:  # left by this very run, which was started again
-            continue
+def _settle(directory: Path) -> None:
+    for path in directory.glob("*_*.lock"):
         lock = FileLock(path)
         try:
             lock.acquire(blocking=False)
@@ -108,26 +113,35 @@ def _settle(directory: Path, own_id: str) -> None:
             continue  # it lives
         try:
             with get_client(sync_client=True) as client:
-                _end(client, UUID(path.stem))
-            path.unlink(missing_ok=True)
+                run_id, start = path.stem.split("_")
+                is_known = _end(client, UUID(run_id), int(start))
+            # An unknown one may be of another database behind the same address, for a while.
+            if is_known or time.time() - path.stat().st_mtime > _KEEP_SECONDS:
+                path.unlink()
         except Exception as error:  # settling is a courtesy to the past; this run goes on
             log.warning("Prefect could not be told that the process of run %s has ended: %s", path.stem, error)
         finally:
             lock.release()
 
 
-def _end(client: SyncPrefectClient, run_id: UUID) -> None:
-    message = f"Its process died; found by run {flow_run.name}."
-    with suppress(ObjectNotFound):
+def _end(client: SyncPrefectClient, run_id: UUID, start: int) -> bool:
+    """Settle a run whose process has ended; False when Prefect does not know it. One that was started again since, or
+    waits for that, is none of the dead."""
+    try:
         run = client.read_flow_run(run_id)
-        unfinished = TaskRunFilter(
-            state=TaskRunFilterState(type=StateTypes(any_=[StateType.RUNNING, StateType.PENDING, StateType.SCHEDULED]))
-        )
-        for task_run in client.read_task_runs(
-            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run_id])), task_run_filter=unfinished
-        ):
-            client.set_task_run_state(task_run.id, Crashed(message=message), force=True)
-        if run.state and not run.state.is_final():
-            is_cancelled = run.state.type == StateType.CANCELLING
-            client.set_flow_run_state(run_id, (Cancelled if is_cancelled else Crashed)(message=message), force=True)
-            log.info("Run %s is settled as %s: its process died.", run.name, "cancelled" if is_cancelled else "crashed")
+    except ObjectNotFound:
+        return False
+    waits = run.state and run.state.type in (StateType.SCHEDULED, StateType.PENDING, StateType.PAUSED)
+    if waits or run.run_count > start:
+        return True
+    message = f"Its process died; found by run {flow_run.name}."
+    unfinished = TaskRunFilter(state=TaskRunFilterState(type=StateTypes(any_=[StateType.RUNNING, StateType.PENDING])))
+    for task_run in client.read_task_runs(
+        flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run_id])), task_run_filter=unfinished
+    ):
+        client.set_task_run_state(task_run.id, Crashed(message=message), force=True)
+    if run.state and not run.state.is_final():
+        is_cancelled = run.state.type == StateType.CANCELLING
+        client.set_flow_run_state(run_id, (Cancelled if is_cancelled else Crashed)(message=message), force=True)
+        log.info("Run %s is settled as %s: its process died.", run.name, "cancelled" if is_cancelled else "crashed")
+    return True

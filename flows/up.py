@@ -15,7 +15,7 @@ from lm.errors import UserError
 
 POOL = "local"
 _START_SECONDS = 180
-_STOP_SECONDS = 15
+_STOP_SECONDS = 45  # a worker gives its runs 30
 
 
 def start_prefect(port: int) -> None:
@@ -30,6 +30,8 @@ def start_prefect(port: int) -> None:
         **os.environ,
         "PREFECT_API_URL": f"{url}/api",
         "PREFECT_LOGGING_LEVEL": "INFO",  # over the other commands', whose runs speak in the terminal
+        "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+        "PWD": str(Path.cwd()),  # where prefect.yaml says that the runs work
     }
     with ExitStack() as stack:
         processes = []
@@ -37,7 +39,8 @@ def start_prefect(port: int) -> None:
             start = ["server", "start", "--host", "127.0.0.1", "--port", str(port)]
             processes.append(stack.enter_context(_running(start, environment)))
             _wait(url, processes[0])
-        _do(["work-pool", "create", POOL, "--type", "process", "--overwrite"], environment)
+        if subprocess.run(_command(["work-pool", "inspect", POOL]), env=environment, capture_output=True).returncode:
+            _do(["work-pool", "create", POOL, "--type", "process"], environment)
         _do(["deploy", "--all"], environment)
         processes.append(stack.enter_context(_running(["worker", "start", "--pool", POOL], environment)))
         print(
@@ -72,7 +75,7 @@ def _running(arguments: list[str], environment: dict[str, str]) -> Iterator[subp
         process.terminate()
         try:
             process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
             process.kill()
 
 

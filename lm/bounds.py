@@ -34,7 +34,8 @@ def check_bounds(config: Any, section: str) -> None:
     its Literal type. None is fine where it is the default."""
     types = get_type_hints(type(config))
     for option in fields(config):
-        value, kind, bounds = getattr(config, option.name), types[option.name], option.metadata
+        value, kind = getattr(config, option.name), types[option.name]
+        bounds = {name: bound for name, bound in option.metadata.items() if name in _BOUNDS}
         if value is None and option.default is None:
             continue
         if get_origin(kind) is Literal:

@@ -43,7 +43,7 @@ class DataConfig:
 
     __pydantic_config__ = FORM
 
-    train: list[str] = field(default_factory=lambda: ["demo:6000"])
+    train: list[str] = field(default_factory=lambda: ["demo:6000"], metadata={"min_length": 1})
     """Training text: paths, globs or URLs (file, https, s3, memory), plain or .gz .bz2 .xz .zst. .jsonl and .parquet
     hold one document a row; any other file is text, its documents ended by the separator. demo:N is N stories that the
     project makes up."""
@@ -51,7 +51,7 @@ class DataConfig:
     """Validation text, likewise. Empty: a fraction of the training documents is set aside instead."""
     valid_fraction: float = bounded(0.05, ge=0, lt=1)
     """Share of the documents, chosen by their hash, that is the validation text when valid is empty. 0: none."""
-    separator: str = END_OF_TEXT
+    separator: str = field(default=END_OF_TEXT, metadata={"min_length": 1})
     """Special token that ends a document."""
     text_field: str = "text"
     """Field (jsonl) or column (parquet) that holds the document."""

@@ -31,21 +31,20 @@ def training_turn(limit: int) -> Iterator[None]:
         yield
         return
     directory = cache_directory() / "training"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"{directory}, where trainings wait for each other, cannot be made: {error.strerror}. "
-            "Set XDG_CACHE_HOME to a place that can be written, or execution.max_trainings to 0."
-        ) from None
     is_told = False
     while True:
         for number in range(limit):
             lock = FileLock(directory / f"{number}.lock")
             try:
+                directory.mkdir(parents=True, exist_ok=True)
                 lock.acquire(blocking=False)
             except Timeout:
                 continue
+            except OSError as error:
+                raise UserError(
+                    f"{directory}, where trainings wait for each other, cannot be used: {error.strerror}. "
+                    "Set XDG_CACHE_HOME to a place that can be written, or execution.max_trainings to 0."
+                ) from None
             try:
                 yield
             finally:

@@ -39,7 +39,7 @@ def show_progress(title: str, total: int, unit: str) -> Iterator[Callable[[int],
                     return
 
     if FlowRunContext.get() or TaskRunContext.get():
-        threading.Thread(target=copy_context().run, args=(report,)).start()
+        threading.Thread(target=copy_context().run, args=(report,), daemon=True).start()
     with tqdm(total=total, desc=title, unit=unit, disable=None, leave=False, dynamic_ncols=True) as bar:
 
         def progress(number: int) -> None:

@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, is_dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -68,6 +69,9 @@ class Run:
     def store(self) -> Store:
         """The files below the root."""
         return Store(self.root)
+
+    def __reduce__(self) -> tuple[type["Run"], tuple[Any, ...]]:
+        return Run, (self.root, self.name, self.refresh, self.execution)  # on another machine, an event of its own
 
 
 @dataclass(frozen=True)
@@ -208,11 +212,13 @@ class Stage:
         libraries: tuple[str, ...] = (),
         page: Callable[..., str] | None = None,
         run_name: str | None = None,
+        turn: Callable[[Execution], AbstractContextManager[None]] | None = None,
     ) -> None:
         self.name = name
         self.libraries = libraries
         self.body = body
         self.page = page
+        self.turn = turn
         self.log = part_log if run_name else log
         # Taken when the code is imported: what runs is that, even where a file is edited meanwhile.
         self.source = source_digests(inspect.getsourcefile(body) or "")
@@ -259,6 +265,10 @@ class Stage:
 
     def make(self, run: Run, arguments: dict[str, Any]) -> Ref:
         """Return the output for ``arguments``: the intact one on the store, or a new one."""
+        with self.turn(run.execution) if self.turn else nullcontext():
+            return self._make(run, arguments)
+
+    def _make(self, run: Run, arguments: dict[str, Any]) -> Ref:
         store, ref = run.store, self.ref(arguments, run)
         if not self.is_refreshed(run) and intact_output(store, ref):
             return ref
@@ -313,7 +323,7 @@ class Stage:
         if open_output(run.store, ref):
             return "its files are damaged or missing"
         if run.store.names(*ref):
-            return "an earlier attempt did not finish"
+            return "an earlier attempt has not finished"
         latest = run.store.read_json(self.name, "latest.json") or {}
         manifest = run.store.read_json(self.name, str(latest.get("key")), "manifest.json")
         if not manifest:
@@ -330,13 +340,15 @@ def stage(
     libraries: tuple[str, ...] = (),
     page: Callable[..., str] | None = None,
     run_name: str | None = None,
+    turn: Callable[[Execution], AbstractContextManager[None]] | None = None,
 ) -> Callable[[Callable[..., None]], Stage]:
     """Make a stage of a body; see the module's docstring.
 
     The versions of ``libraries`` decide the output too. ``page`` takes what the body takes, when that is done, and
     returns Markdown. ``run_name``, a format of the arguments, names the task runs of a stage that is mapped over parts.
+    ``turn`` is entered before the stage looks for an output and left when it has one.
     """
-    return lambda body: Stage(name, body, libraries, page, run_name)
+    return lambda body: Stage(name, body, libraries, page, run_name, turn)
 
 
 def _identity(value: Any, store: Store) -> Any:

@@ -14,7 +14,7 @@ from tasks.progress import show_progress
 from tasks.stage import Draft, Output, stage
 
 
-@stage("train", page=pages.train)
+@stage("train", page=pages.train, turn=lambda execution: training_turn(execution.max_trainings))
 def train(
     out: Draft,
     index: Output,
@@ -40,7 +40,7 @@ def train(
         _bytes_per_token(measured, content["separator"]),
     )
     model = model if model.vocab_size else replace(model, vocab_size=data.tokenizer.size)
-    with training_turn(out.execution.max_trainings), show_progress("train", config.steps, "step") as progress:
+    with show_progress("train", config.steps, "step") as progress:
         trainer = Trainer(config, model, data, out.execution, out.directory)
         any(trainer.resume(previous) for previous in out.unfinished)
         out.figures = trainer.run(progress)

@@ -29,6 +29,14 @@ def _logs_are_heard() -> None:
         logging.getLogger(name).setLevel(logging.NOTSET)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _cache_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The tests leave the user's cache alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real text and GPT-2's vocabulary beside the checkout; tests that need it skip without it."""

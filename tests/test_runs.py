@@ -16,7 +16,8 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.flow_engine import run_flow
 from prefect.runtime import flow_run
-from prefect.states import Cancelling, Completed, Running
+from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, PREFECT_API_URL, temporary_settings
+from prefect.states import Cancelling, Completed, Pending, Running, Scheduled
 
 from flows.runs import keep_alive, name_run
 from tests.deployed import PROJECT
@@ -81,8 +82,8 @@ def locks(prefect_server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """The directory of the locks, with one of a living run, which is this process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     run_id = str(uuid4())
-    keep_alive(run_id)
-    return next(tmp_path.glob(f"textmill/runs/*/{run_id}.lock")).parent
+    keep_alive(run_id, 1)
+    return next(tmp_path.glob(f"textmill/runs/*/{run_id}_1.lock")).parent
 
 
 def made(state: object) -> UUID:
@@ -107,40 +108,65 @@ def states(run_id: UUID) -> tuple[str | None, dict[str, str | None]]:
 )
 def test_the_next_start_settles_a_run_whose_lock_nobody_holds(locks: Path, before: object, after: str) -> None:
     dead = made(before)
-    lock = locks / f"{dead}.lock"
+    lock = locks / f"{dead}_1.lock"
     lock.touch()
-    keep_alive(str(uuid4()))
+    keep_alive(str(uuid4()), 1)
     assert states(dead) == (after, {"Running": "Crashed", "Completed": "Completed"})
     assert not lock.exists()
 
 
 def test_a_run_that_lives_is_left_alone_until_its_process_is_killed(locks: Path) -> None:
     living = made(Running())
-    lock = locks / f"{living}.lock"
+    lock = locks / f"{living}_1.lock"
     with other_process(LOCK, lock) as process:
         assert says(process) == "in"
-        keep_alive(str(uuid4()))
+        keep_alive(str(uuid4()), 1)
         assert states(living) == ("Running", {"Running": "Running", "Completed": "Completed"})
         assert lock.exists()
         process.send_signal(signal.SIGKILL)
         process.wait()
-    keep_alive(str(uuid4()))
+    keep_alive(str(uuid4()), 1)
     assert states(living)[0] == "Crashed"
 
 
-def test_a_run_that_is_started_again_does_not_settle_itself(locks: Path) -> None:
+@pytest.mark.parametrize("state", [Scheduled(), Pending()], ids=str)
+def test_a_run_that_waits_to_be_started_again_is_not_settled(locks: Path, state: object) -> None:
+    again = made(state)
+    (locks / f"{again}_1.lock").touch()
+    keep_alive(str(uuid4()), 1)
+    assert states(again)[0] == state.name
+    assert not (locks / f"{again}_1.lock").exists()
+
+
+def test_a_run_that_was_started_again_is_not_settled_for_its_first_start(locks: Path) -> None:
     again = made(Running())
-    (locks / f"{again}.lock").touch()
-    keep_alive(str(again))
+    (locks / f"{again}_0.lock").touch()
+    keep_alive(str(uuid4()), 1)
     assert states(again)[0] == "Running"
-    assert (locks / f"{again}.lock").exists()
+    assert not (locks / f"{again}_0.lock").exists()
 
 
-def test_the_lock_of_a_run_that_prefect_does_not_know_is_removed(locks: Path) -> None:
-    (locks / f"{uuid4()}.lock").touch()
-    before = len(list(locks.iterdir()))
-    keep_alive(str(uuid4()))
-    assert len(list(locks.iterdir())) == before  # one less, and the new run's
+def test_the_lock_of_a_run_that_prefect_does_not_know_is_kept_for_a_month(locks: Path) -> None:
+    """It may be of another database that was at the same address."""
+    young, old = (locks / f"{uuid4()}_1.lock" for _ in range(2))
+    young.touch()
+    old.touch()
+    os.utime(old, (0, 0))
+    keep_alive(str(uuid4()), 1)
+    assert young.exists()
+    assert not old.exists()
+
+
+def test_each_database_has_a_directory_of_its_own(
+    prefect_server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for number in range(2):
+        database = {PREFECT_API_DATABASE_CONNECTION_URL: f"sqlite+aiosqlite:///{number}.db", PREFECT_API_URL: None}
+        with temporary_settings(database):
+            keep_alive(str(uuid4()), 1)
+    assert len(list(tmp_path.glob("textmill/runs/*/*.lock"))) == 2
+    assert len(list(tmp_path.glob("textmill/runs/*"))) == 2
 
 
 def ended(process: subprocess.Popen[str]) -> None:
