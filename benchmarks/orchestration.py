@@ -9,6 +9,7 @@ which no stage was at work: less noisy than the difference of two times. The las
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -100,11 +101,12 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as home:
         environment = {**os.environ, "PREFECT_HOME": home, "PREFECT_LOGGING_LEVEL": "CRITICAL"}
-        environment |= {"PREFECT_API_URL": "http://127.0.0.1:4299/api", "DO_NOT_TRACK": "1"}
-        command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", "4299"]
+        port = _free_port()
+        environment |= {"PREFECT_API_URL": f"http://127.0.0.1:{port}/api", "DO_NOT_TRACK": "1"}
+        command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
         server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            _wait_for_server()
+            _wait_for_server(port, server)
             seconds: dict[str, list[dict[str, float]]] = {"direct": [], "prefect": []}
             for _ in range(options.rounds):
                 for kind, found in seconds.items():
@@ -127,14 +129,20 @@ def main() -> None:
     print(json.dumps({"seconds": seconds, "cost": ratios}))
 
 
-def _wait_for_server() -> None:
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _wait_for_server(port: int, server: "subprocess.Popen[bytes]") -> None:
     deadline = time.monotonic() + _SERVER_SECONDS
     while True:
         try:
-            urllib.request.urlopen("http://127.0.0.1:4299/api/health", timeout=5).close()
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/api/health", timeout=5).close()
             return
         except OSError:
-            if time.monotonic() > deadline:
+            if server.poll() is not None or time.monotonic() > deadline:
                 raise
             time.sleep(0.3)
 

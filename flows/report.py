@@ -3,9 +3,11 @@
 import logging
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote
 
 from prefect.artifacts import create_markdown_artifact
 
+from tasks.pages import cell, code
 from tasks.stage import Output, Ref, Run, read_output
 
 log = logging.getLogger(__name__)
@@ -13,24 +15,23 @@ log = logging.getLogger(__name__)
 
 def show_page(stage: str, output: Output) -> None:
     """Show the page of a finished stage, made or cached, as an artifact of the run around."""
-    if page := output.page:
-        what = ", ".join(figures(output.manifest["figures"]))
-        _show(stage, f"# {stage}\n\n{page}\n\n{_origin(output)}", what)
+    what = ", ".join(figures(output.manifest["figures"]))
+    _show(stage, f"# {stage}\n\n{_page(output)}\n\n{_origin(output)}", what)
 
 
 def show_report(run: Run, record: dict[str, Any], failure: str = "") -> None:
     """Write the report of a run to ``runs/<name>.md`` and show it: what each stage made, then the stages' pages."""
     outputs = outputs_of(run, record)
-    lines = [f"# Run {run.name}", "", f"Root: {_link(record['root'], record['root'])}", ""]
+    lines = [f"# Run {run.name}", "", f"Root: {_link(record['root'])}", ""]
     if failure:
         lines += [f"**It failed: {failure}**", ""]
     lines += ["| stage | state | seconds | what |", "| --- | --- | ---: | --- |"]
     for name, output in outputs.items():
         stage = record["stages"][name]
-        what = ", ".join(figures(output.manifest["figures"])).replace("|", "\\|")
+        what = cell(", ".join(figures(output.manifest["figures"])))
         lines.append(f"| {name} | {stage['state']} | {stage['seconds']:,.1f} | {what} |")
     for name, output in outputs.items():
-        lines += ["", f"## {name}", "", output.page or "", "", _origin(output)]
+        lines += ["", f"## {name}", "", _page(output), "", _origin(output)]
     report = "\n".join(lines)
     run.store.write_text(report, "runs", f"{run.name}.md")
     _show("report", report, f"{len(outputs)} stages of run {run.name}")
@@ -47,20 +48,29 @@ def figures(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
         if isinstance(value, dict):
             yield from figures(value, f"{prefix}{name} ")
         elif value:
-            text = f"{value:,}" if isinstance(value, int) else f"{value:.3f}" if isinstance(value, float) else value
+            text = (
+                f"{value:,}" if isinstance(value, int) else f"{value:.3f}" if isinstance(value, float) else code(value)
+            )
             yield f"{prefix}{name.replace('_', ' ')} {text}"
+
+
+def _page(output: Output) -> str:
+    """The page, or where it was lost or could not be written, the figures."""
+    return output.page or "- " + "\n- ".join(figures(output.manifest["figures"]))
 
 
 def _origin(output: Output) -> str:
     made = output.manifest["made"]
     return (
         f"Made by run `{made['run']}` on {made['host']} at {made['at']} in {made['seconds']:,.1f} s. "
-        f"Files: {_link(f'{output.ref.stage}/{output.ref.key[:12]}…', output.url)}"
+        f"Files: {_link(output.url)}"
     )
 
 
-def _link(text: str, place: str) -> str:
-    return f"[{text}]({place if '://' in place else 'file://' + place})"
+def _link(place: str) -> str:
+    """A link of the last parts of a place, and the whole below it to copy: browsers follow no link to a local file."""
+    url = place if "://" in place else f"file://{quote(place)}"
+    return f"[…/{'/'.join(part[:12] for part in place.split('/')[-3:])}]({url})\n\n```\n{place}\n```"
 
 
 def _show(key: str, markdown: str, description: str) -> None:

@@ -34,6 +34,7 @@ _DECOMPRESSORS: dict[str, Callable[[IO[bytes]], Any]] = {
     ".xz": lzma.open,
     ".zst": lambda raw: pa.CompressedInputStream(raw, "zstd"),  # notices a truncated stream, as the others do
 }
+_BROKEN = {"ConnectionError", "TimeoutError", "ClientConnectionError", "ClientPayloadError", "HTTPClientError"}
 _CORRUPT = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 
 
@@ -165,30 +166,33 @@ def _open_raw(url: str) -> Iterator[IO[bytes]]:
     try:
         opened = fs.open(path, "rb", **({"block_size": 0} if is_streamed else {}))
     except FileNotFoundError as error:
-        if _is_network_failure(error):  # fsspec's HTTP takes every answer but success for a missing file
+        if is_network_failure(error):  # fsspec's HTTP takes every answer but success for a missing file
             raise Unreachable(f"{url} cannot be reached: {error.__cause__}") from error
         raise UserError(f"{url} does not exist.") from None
     except IsADirectoryError:
         raise UserError(f"{url} is a directory; name its files, such as {url.rstrip('/')}/*.txt.") from None
     except Exception as error:  # file systems have errors of their own, such as botocore's for missing credentials
-        kind = Unreachable if _is_network_failure(error) else UserError
+        kind = Unreachable if is_network_failure(error) else UserError
         raise kind(f"{url} cannot be opened: {error}") from error
     with opened as raw:
         try:
             yield raw
         except Exception as error:
-            if _is_network_failure(error):
+            if is_network_failure(error):
                 raise Unreachable(f"{url}: the connection broke while it was read: {error!r}") from error
             raise
 
 
-def _is_network_failure(error: BaseException) -> bool:
+def is_network_failure(error: BaseException) -> bool:
     """Whether an error, or the one behind it, may not come again: a broken connection, a server in trouble or busy."""
     for found in (error, error.__cause__):
-        status = getattr(found, "status", None)
+        response = getattr(found, "response", None)  # botocore's
+        answer = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
+        status = answer or getattr(found, "status", None)  # aiohttp's
         if isinstance(status, int):
             return status >= 500 or status in (408, 425, 429)
-        if isinstance(found, (ConnectionError, TimeoutError)) or type(found).__module__.startswith("aiohttp."):
+        kinds = {kind.__name__ for kind in type(found).__mro__}  # named, as their libraries may not be installed
+        if kinds & _BROKEN and "ClientConnectorCertificateError" not in kinds:
             return True
     return False
 
@@ -217,7 +221,7 @@ def open_bytes(url: str) -> Iterator[Iterator[bytes]]:
             except _CORRUPT as error:
                 raise UserError(f"{url} is corrupt or truncated: {error}. Fetch or compress it again.") from None
             except OSError as error:
-                if _is_network_failure(error):
+                if is_network_failure(error):
                     raise
                 what = "is corrupt or truncated" if compression else "cannot be read"
                 raise UserError(f"{url} {what}: {error}") from None

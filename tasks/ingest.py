@@ -4,21 +4,32 @@ import hashlib
 import json
 import logging
 from dataclasses import asdict
+from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.tasks import exponential_backoff
 
 from lm import ingest as algorithm
 from lm.corpus import DataConfig, Source, expand, fingerprint, version
-from lm.errors import UserError
+from lm.errors import Unreachable, UserError
 from tasks import pages
-from tasks.stage import RETRIES, Draft, stage
+from tasks.stage import Draft, stage
 from tasks.store import Store
 
 log = logging.getLogger(__name__)
 
 
-@task(name="find-sources", task_run_name="find sources", cache_policy=NO_CACHE, persist_result=False, **RETRIES)
+# Only what goes wrong on a network may go right the next time: 2, 4 and 8 seconds later, and up to half as much again.
+_RETRIES: dict[str, Any] = {
+    "retries": 3,
+    "retry_delay_seconds": exponential_backoff(2),
+    "retry_jitter_factor": 0.5,
+    "retry_condition_fn": lambda task, run, state: isinstance(state.data, Unreachable),
+}
+
+
+@task(name="find-sources", task_run_name="find sources", cache_policy=NO_CACHE, persist_result=False, **_RETRIES)
 def find_sources(data: DataConfig, store: Store) -> tuple[list[Source], list[Source]]:
     """The sources that the paths, globs and URLs for training and validation name, with their digests: remembered
     where size and mtime or etag are the same, else read. One that is gone is taken as it was last seen, and said."""
@@ -43,7 +54,7 @@ def _find_source(url: str, store: Store) -> Source:
     return source
 
 
-@stage("ingest", page=pages.ingest)
+@stage("ingest", page=pages.ingest, **_RETRIES)
 def ingest(out: Draft, train: list[Source], valid: list[Source], data: DataConfig) -> None:
     """Write or refer to the texts; ``texts.json`` lists them."""
     out.sources = [*train, *valid]

@@ -40,7 +40,7 @@ def ingest(out: "Draft", **inputs: Any) -> str:
         (split, tally["documents"], tally["bytes"], tally["replaced"], tally["separators_removed"])
         for split, tally in found.items()
     ]
-    sources = [(_code(source.url), source.bytes, _code(source.sha256[:12])) for source in out.sources]
+    sources = [(code(source.url), source.bytes, code(source.sha256[:12])) for source in out.sources]
     lengths = np.sum([tally["lengths"] for tally in found.values()], axis=0)
     return "\n\n".join(
         [
@@ -76,13 +76,13 @@ def count(out: "Draft", parts: "list[Output]") -> str:
     table = pq.read_table(out.directory / "counts.parquet")
     counts = table["count"].to_numpy()
     commonest = [
-        (_code(pretoken), number, f"{100 * number / counts.sum():.2f} %")
+        (code(pretoken), number, f"{100 * number / counts.sum():.2f} %")
         for pretoken, number in zip(table["pretoken"][:20].to_pylist(), counts[:20].tolist(), strict=True)
     ]
     lengths = pc.binary_length(table["pretoken"])
     order = pc.select_k_unstable(lengths, k=min(10, len(table)), sort_keys=[("not needed", "descending")])
     longest = [
-        (_code(pretoken[:80]), len(pretoken), number)
+        (code(pretoken[:80]), len(pretoken), number)
         for pretoken, number in zip(*(column.to_pylist() for column in table.take(order).columns), strict=True)
     ]
     figure, axes = _figure("Zipf's law: how often the pretoken of each rank occurs", "rank", "count")
@@ -109,14 +109,14 @@ def merge(out: "Draft", **inputs: Any) -> str:
     return "\n\n".join(
         [
             f"**{tokenizer.size:,}** token ids: 256 bytes, {len(tokenizer.merges):,} merges, special tokens "
-            + ", ".join(map(_code, tokenizer.special_tokens))
-            + f". Pattern: {_code(tokenizer.pattern)}",
+            + ", ".join(map(code, tokenizer.special_tokens))
+            + f". Pattern: {code(tokenizer.pattern)}",
             f"### A sentence in {len(segments)} tokens\n\n" + _segmentation(segments),
             _histogram("Length of the tokens", "bytes", lengths, np.arange(len(lengths) + 1) - 0.5, "token ids"),
             "### Longest tokens\n\n"
             + _table(
                 ("id", "token", "bytes"),
-                [(str(key), _code(tokenizer.vocab[key]), len(tokenizer.vocab[key])) for key in longest],
+                [(str(key), code(tokenizer.vocab[key]), len(tokenizer.vocab[key])) for key in longest],
             ),
         ]
     )
@@ -179,15 +179,15 @@ def train(out: "Draft", tokenizer: "Output", model: Any, config: Any, **inputs: 
         ("FLOPs of the training", f"{flops * result['tokens']:.3g}"),
     ]
     samples = [
-        (sample["step"], _code(sample["prompt"]), _code(sample["text"]))
+        (sample["step"], code(sample["prompt"]), code(sample["text"]))
         for sample in read_metrics(out.directory / "samples.jsonl")
     ]
-    settings = [(name, _code(json.dumps(value))) for part in (shape, config) for name, value in asdict(part).items()]
+    settings = [(name, code(json.dumps(value))) for part in (shape, config) for name, value in asdict(part).items()]
     return "\n\n".join(
         [
             _picture((out.directory / "loss.png").read_bytes(), "image/png", "Loss and learning rate over the steps"),
             _table(("the whole validation text", ""), losses) if losses else "There was no validation text.",
-            f"Best checkpoint: {_code(result['best'])}; the last: {_code(result['last'])}.",
+            f"Best checkpoint: {code(result['best'])}; the last: {code(result['last'])}.",
             _table(("size and cost", ""), rows),
             "### Samples over time\n\n" + _table(("step", "prompt", "goes on"), samples[:: len(samples) // 20 + 1]),
             "### Configuration\n\n" + _table(("field", "value"), settings),
@@ -199,7 +199,7 @@ def sample(out: "Draft", tokenizer: "Output", **inputs: Any) -> str:
     """The samples, and the first of them token by token."""
     samples = json.loads((out.directory / "samples.json").read_text(encoding="utf-8"))
     loaded = Tokenizer.load(tokenizer.directory("tokenizer"))
-    pages = [f"{_code(sample['prompt'])} goes on:\n\n{_plain(sample['text'])}" for sample in samples]
+    pages = [f"{code(sample['prompt'])} goes on:\n\n{_plain(sample['text'])}" for sample in samples]
     if samples:
         segments = _segments(loaded, samples[0]["prompt"] + samples[0]["text"])
         pages.append("### The first, token by token\n\n" + _segmentation(segments[:300]))
@@ -215,7 +215,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
         "|" + "|".join(" ---: " if right else " --- " for right in numeric) + "|",
     ]
     for row in rows:
-        lines.append("| " + " | ".join(map(_cell, row)) + " |")
+        lines.append("| " + " | ".join(map(cell, row)) + " |")
     return "\n".join(lines)
 
 
@@ -223,13 +223,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or re.fullmatch(r"\**[\d.,e+-]+( %)?\**", value) is not None
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """A value as the cell of a table."""
     if isinstance(value, (int, float)):
         return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
     return str(value).replace("|", "\\|")
 
 
-def _code(text: str | bytes) -> str:
+def code(text: str | bytes) -> str:
     """Text as code on one line: control characters, and blanks at the ends, made visible."""
     if isinstance(text, bytes):
         text = text.decode("utf-8", "backslashreplace")

@@ -27,10 +27,9 @@ from prefect import Task
 from prefect.cache_policies import CachePolicy
 from prefect.context import TaskRunContext
 from prefect.results import get_result_store
-from prefect.tasks import exponential_backoff
 
 from lm.corpus import Source
-from lm.errors import Unreachable, UserError
+from lm.errors import UserError
 from lm.execution import Execution
 from tasks.source_digest import source_digests
 from tasks.store import Store, describe_files
@@ -116,7 +115,7 @@ class Output:
     @property
     def url(self) -> str:
         """Where the files are."""
-        return self.store.path(*self._place)
+        return self.store.url(*self._place)
 
     @property
     def _place(self) -> tuple[str, str, str]:
@@ -169,15 +168,6 @@ def read_output(store: Store, ref: Ref) -> Output:
     return output
 
 
-# Only what goes wrong on a network may go right the next time: 2, 4 and 8 seconds later, and up to half as much again.
-RETRIES: dict[str, Any] = {
-    "retries": 3,
-    "retry_delay_seconds": exponential_backoff(2),
-    "retry_jitter_factor": 0.5,
-    "retry_condition_fn": lambda task, run, state: isinstance(state.data, Unreachable),
-}
-
-
 @dataclass
 class _StageKey(CachePolicy):
     """Prefect's cache key: the stage's own, with a one-time suffix where there is a record that must not count."""
@@ -213,6 +203,7 @@ class Stage:
         page: Callable[..., str] | None = None,
         run_name: str | None = None,
         turn: Callable[[Execution], AbstractContextManager[None]] | None = None,
+        **options: Any,
     ) -> None:
         self.name = name
         self.libraries = libraries
@@ -238,7 +229,7 @@ class Stage:
             cache_policy=_StageKey(stage=self),
             persist_result=True,
             result_serializer="json",
-            **RETRIES,
+            **options,
         )
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -341,14 +332,15 @@ def stage(
     page: Callable[..., str] | None = None,
     run_name: str | None = None,
     turn: Callable[[Execution], AbstractContextManager[None]] | None = None,
+    **options: Any,
 ) -> Callable[[Callable[..., None]], Stage]:
     """Make a stage of a body; see the module's docstring.
 
     The versions of ``libraries`` decide the output too. ``page`` takes what the body takes, when that is done, and
     returns Markdown. ``run_name``, a format of the arguments, names the task runs of a stage that is mapped over parts.
-    ``turn`` is entered before the stage looks for an output and left when it has one.
+    ``turn`` is entered before the stage looks for an output and left when it has one. ``options`` go to Prefect's task.
     """
-    return lambda body: Stage(name, body, libraries, page, run_name, turn)
+    return lambda body: Stage(name, body, libraries, page, run_name, turn, **options)
 
 
 def _identity(value: Any, store: Store) -> Any:

@@ -4,26 +4,39 @@
 uploaded, and files are fetched before they are read.
 """
 
+import functools
 import hashlib
 import json
+import logging
 import os
 import posixpath
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Callable
 from json import JSONDecodeError
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential, wait_random
 
+from lm.corpus import is_network_failure
 from lm.errors import Unreachable, UserError
 from tasks.machine import cache_directory
 
+log = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
+_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_patiently = Retrying(
+    retry=retry_if_exception_type(Unreachable),
+    stop=stop_after_attempt(4),
+    wait=wait_exponential(multiplier=2) + wait_random(0, 1),  # 2, 4 and 8 seconds, and a little more
+    before_sleep=lambda state: log.warning("%s Trying again.", state.outcome and state.outcome.exception()),
+    reraise=True,
+)
 _verified: set[tuple[str, int, str, str]] = set()  # files whose digest this process has checked, as they were then
 
 
@@ -38,28 +51,35 @@ class Store:
             raise UserError(f"The root {root} cannot be used: {error}") from None
         self.is_local = isinstance(self.fs, LocalFileSystem)
 
-    @contextmanager
-    def _reaching(self) -> Iterator[None]:
-        """Turn what a file system raises beside OSError, such as missing credentials, into a message."""
+    def _ask(self, operation: Callable[[], _Answer]) -> _Answer:
+        """Do something in the file system: again where a network failed, and raising UserError for all but a missing
+        file."""
+        return self._try(operation) if self.is_local else _patiently(self._try, operation)
+
+    def _try(self, operation: Callable[[], _Answer]) -> _Answer:
         try:
-            yield
-        except (ConnectionError, TimeoutError) as error:
-            raise Unreachable(f"The root {self.base} cannot be reached: {error}") from error
-        except (OSError, ValueError):
+            return operation()
+        except _MISSING:
             raise
-        except Exception as error:
-            raise Unreachable(f"The root {self.base} cannot be reached: {error}") from error
+        except Exception as error:  # file systems have errors of their own
+            may_pass = isinstance(error, OSError) and not isinstance(error, PermissionError) and not self.is_local
+            if may_pass or is_network_failure(error):
+                raise Unreachable(f"The root {self.base} cannot be reached: {error}") from error
+            raise UserError(f"The root {self.base} cannot be used: {error}") from error
 
     def path(self, *parts: str) -> str:
         """The full path of ``parts`` in the file system."""
         return posixpath.join(self.base, *parts)
 
+    def url(self, *parts: str) -> str:
+        """The full path of ``parts`` for a person: a plain path, or a URL with its protocol."""
+        return self.path(*parts) if self.is_local else str(self.fs.unstrip_protocol(self.path(*parts)))
+
     def read_text(self, *parts: str) -> str | None:
         """The content of a text file; None where it is missing or not UTF-8."""
         try:
-            with self._reaching():
-                return bytes(self.fs.cat_file(self.path(*parts))).decode()
-        except (OSError, UnicodeDecodeError):
+            return bytes(self._ask(lambda: self.fs.cat_file(self.path(*parts)))).decode()
+        except (*_MISSING, UnicodeDecodeError):
             return None
 
     def read_json(self, *parts: str) -> Any | None:
@@ -78,8 +98,7 @@ class Store:
         data, path = content.encode(), self.path(*parts)
         try:
             if not self.is_local:
-                with self._reaching():
-                    self.fs.pipe_file(path, data)  # object stores show a whole object or none
+                self._ask(lambda: self.fs.pipe_file(path, data))  # object stores show a whole object or none
                 return
             os.makedirs(os.path.dirname(path), exist_ok=True)
             temporary = f"{path}.{uuid.uuid4().hex}.tmp"
@@ -95,12 +114,10 @@ class Store:
     def names(self, *parts: str) -> list[str]:
         """Names of the entries of a directory, sorted; empty where it is missing."""
         try:
-            with self._reaching():
-                return sorted(
-                    posixpath.basename(str(found).rstrip("/")) for found in self.fs.ls(self.path(*parts), False)
-                )
-        except OSError:
+            found = self._ask(lambda: self.fs.ls(self.path(*parts), False))
+        except _MISSING:
             return []
+        return sorted(posixpath.basename(str(path).rstrip("/")) for path in found)
 
     def _local_place(self, *parts: str) -> Path:
         """Where files are made: in place on a local root; for another, where a later run on this machine finds them."""
@@ -130,8 +147,8 @@ class Store:
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
             else:
-                with self._reaching():
-                    self.fs.put_file(str(path), self.path(*parts, path.relative_to(directory).as_posix()))
+                target = self.path(*parts, path.relative_to(directory).as_posix())
+                self._ask(functools.partial(self.fs.put_file, str(path), target))
         if not self.is_local:
             shutil.rmtree(directory)
         else:
@@ -142,20 +159,22 @@ class Store:
         """Whether a file is there with this size and digest; read at most once a process while it does not change."""
         path = self.path(*parts)
         try:
-            with self._reaching():
-                info = self.fs.info(path)
+            info = self._ask(lambda: self.fs.info(path))
             mark = info.get("ETag") or info.get("mtime") or info.get("LastModified") or info.get("created")
             seen = (path, int(info["size"]), str(mark), sha256)
             if seen[1] != size:
                 return False
             if not mark or seen not in _verified:
-                with self.fs.open(path, "rb") as file:
-                    if _digest(file) != sha256:
-                        return False
+                if self._ask(lambda: self._digest(path)) != sha256:
+                    return False
                 _verified.add(seen)
-        except OSError:
+        except _MISSING:
             return False
         return True
+
+    def _digest(self, path: str) -> str:
+        with self.fs.open(path, "rb") as file:
+            return _digest(file)
 
     def local(self, *parts: str) -> Path:
         """A local copy of a file, or the file itself on a local root. The files of a directory stay together."""
@@ -165,7 +184,7 @@ class Store:
         if not copy.exists():
             copy.parent.mkdir(parents=True, exist_ok=True)
             temporary = copy.with_name(f"{uuid.uuid4().hex}.tmp")
-            self.fs.get_file(self.path(*parts), str(temporary))
+            self._ask(lambda: self.fs.get_file(self.path(*parts), str(temporary)))
             temporary.replace(copy)
         return copy
 
@@ -207,6 +226,6 @@ def _sync_directory(path: str | Path) -> None:
         os.close(handle)
 
 
-@lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=1)
 def _download_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="textmill-downloads-"))

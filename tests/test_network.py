@@ -2,18 +2,19 @@
 
 import http.server
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from prefect import flow
+from tenacity import wait_none
 
 from flows.config import load_preset
 from flows.pipeline import pipeline
 from lm.corpus import fingerprint
 from lm.demo_corpus import demo_stories
 from lm.errors import Unreachable, UserError
+from tasks import store
 from tasks.ingest import find_sources, ingest
 from tasks.stage import Draft, Ref, Run, Stage, read_output
 from tests.corpora import read
@@ -117,27 +118,53 @@ def test_the_flow_does_not_repeat_a_users_mistake(moody: str, tmp_path: Path, im
     assert Moody.asked == 1
 
 
-def test_an_upload_that_fails_is_tried_again_over_what_was_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefect_server: None
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    unfinished: list[list[str]] = []
+def test_an_upload_that_fails_is_tried_again_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store._patiently, "wait", wait_none())
+    bodies: list[str] = []
 
     def body(out: Draft, text: str) -> None:
-        unfinished.append([(path / "text.txt").read_text() for path in out.unfinished])
+        bodies.append(text)
         (out.directory / "text.txt").write_text(text)
 
-    stage = Stage("uploaded", body)
-    stage.task.retry_delay_seconds = [0.01] * 3
     run = Run(f"memory://{tmp_path.name}", "run")
-    put_file, failures = run.store.fs.put_file, [ConnectionResetError("gone"), ConnectionResetError("again")]
+    failures: list[Exception] = []
+    for name in ("put_file", "pipe_file", "cat_file", "info", "ls", "get_file"):
+        monkeypatch.setattr(run.store.fs, name, failing_first(getattr(run.store.fs, name), failures))
+    ref = Stage("uploaded", body).make(run, {"text": "a"})
+    output = read_output(run.store, ref)
+    assert output.is_intact()
+    assert output.path("text.txt").read_text() == "a"
+    assert bodies == ["a"]
+    assert len(failures) == 6
 
-    def moody_put(*arguments: Any) -> None:
-        if failures:
-            raise failures.pop()
-        put_file(*arguments)
 
-    monkeypatch.setattr(run.store.fs, "put_file", moody_put)
-    ref = flow(lambda: stage.task("a", run=run), name="upload")()
-    assert read_output(run.store, Ref(**ref)).path("text.txt").read_text() == "a"
-    assert unfinished == [[], ["a"], ["a", "a"]]  # what was made before the upload failed is offered to the next try
+def failing_first(operation: Callable[..., Any], failures: list[Exception]) -> Callable[..., Any]:
+    """The operation, whose first call fails as a network does."""
+    left: list[Exception] = [ConnectionResetError("gone")]
+
+    def moody(*arguments: Any, **options: Any) -> Any:
+        if left:
+            failures.append(left.pop())
+            raise failures[-1]
+        return operation(*arguments, **options)
+
+    return moody
+
+
+@pytest.mark.parametrize(("error", "kind"), [(OSError(5, "EIO"), Unreachable), (PermissionError("no"), UserError)])
+def test_a_root_in_trouble_is_not_taken_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]
+) -> None:
+    monkeypatch.setattr(store._patiently, "wait", wait_none())
+    found = Run(f"memory://{tmp_path.name}", "run").store
+    calls: list[str] = []
+
+    def cat_file(path: str) -> bytes:
+        calls.append(path)
+        raise error
+
+    monkeypatch.setattr(found.fs, "cat_file", cat_file)
+    with pytest.raises(UserError) as caught:
+        found.read_json("manifest.json")
+    assert type(caught.value) is kind
+    assert len(calls) == (4 if kind is Unreachable else 1)

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tenacity import wait_none
 
 from lm.chunks import Range, cut_chunks
 from lm.corpus import Source
 from lm.errors import UserError
 from lm.execution import Execution
-from tasks import source_digest
+from tasks import source_digest, store
 from tasks.count import count_chunk
 from tasks.encode import encode_chunk
 from tasks.sample import sample
@@ -211,6 +212,7 @@ def test_a_root_on_s3(bucket: Any) -> None:
 
 
 def test_a_root_on_s3_out_of_reach(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store._patiently, "wait", wait_none())
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     type(bucket).clear_instance_cache()

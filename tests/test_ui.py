@@ -100,7 +100,7 @@ def test_nothing_sticks_out_of_the_page_of_an_artifact(ui: Ui, made: Made, key: 
     """Long paths and words would lie over what is beside the page."""
     wide = """heading => {
       const right = heading.getBoundingClientRect().right + 1
-      return [...heading.parentElement.querySelectorAll('a, code, img, table, p')]
+      return [...heading.parentElement.querySelectorAll('a, code:not(pre code), pre, img, table, p')]
         .filter(found => [...found.getClientRects()].some(box => box.right > right))
         .map(found => found.textContent || found.alt)
     }"""
