@@ -256,13 +256,18 @@ class Stage:
 
     def make(self, run: Run, arguments: dict[str, Any]) -> Ref:
         """Return the output for ``arguments``: the intact one on the store, or a new one."""
-        with self.turn(run.execution) if self.turn else nullcontext():
-            return self._make(run, arguments)
+        ref = self.ref(arguments, run)
+        if not self._is_made(ref, run):
+            with self.turn(run.execution) if self.turn else nullcontext():
+                if not (self.turn and self._is_made(ref, run)):  # by another run, meanwhile
+                    self._make(ref, run, arguments)
+        return ref
 
-    def _make(self, run: Run, arguments: dict[str, Any]) -> Ref:
-        store, ref = run.store, self.ref(arguments, run)
-        if not self.is_refreshed(run) and intact_output(store, ref):
-            return ref
+    def _is_made(self, ref: Ref, run: Run) -> bool:
+        return not self.is_refreshed(run) and intact_output(run.store, ref) is not None
+
+    def _make(self, ref: Ref, run: Run, arguments: dict[str, Any]) -> None:
+        store = run.store
         ingredients = self.ingredients(arguments, run)
         self.log.info("%s runs: %s.", self.name, self.reason(ref, ingredients, run))
         attempt = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:8]}"
@@ -298,7 +303,6 @@ class Stage:
         }
         store.write_json(manifest, *ref, "manifest.json")
         store.write_json({"key": ref.key}, self.name, "latest.json")
-        return ref
 
     def _write_page(self, draft: Draft, inputs: dict[str, Any]) -> None:
         if self.page:

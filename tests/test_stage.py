@@ -3,8 +3,12 @@
 import json
 import logging
 import os
+import pickle
 import shutil
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from lm.execution import Execution
 from tasks import source_digest, store
 from tasks.count import count_chunk
 from tasks.encode import encode_chunk
+from tasks.machine import training_turn
 from tasks.sample import sample
 from tasks.stage import Draft, Output, Ref, Run, Stage, Stopped, open_output, read_output, stage
 from tasks.texts import Chunk, open_ranges
@@ -308,3 +313,24 @@ def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
     content = json.loads(Path(run.store.path(*ref, "manifest.json")).read_text(encoding="utf-8"))
     assert content["key"] == ref.key
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_of_two_runs_at_once_the_second_takes_what_the_first_made_in_its_turn(tmp_path: Path) -> None:
+    bodies: list[str] = []
+
+    def body(out: Draft, text: str) -> None:
+        time.sleep(0.3)  # long enough for both to have begun
+        bodies.append(text)
+        (out.directory / "text.txt").write_text(text)
+
+    alone = Stage("alone", body, turn=lambda execution: training_turn(execution.max_trainings))
+    with ThreadPoolExecutor(2) as pool:
+        refs = list(pool.map(lambda name: alone.make(Run(str(tmp_path), name), {"text": "a"}), ["one", "two"]))
+    assert refs[0] == refs[1]
+    assert bodies == ["a"]
+
+
+def test_what_a_stage_is_told_can_be_sent_to_another_machine(tmp_path: Path) -> None:
+    run = Run(str(tmp_path), "run", frozenset({"merge"}), Execution(threads=3))
+    sent = pickle.loads(pickle.dumps(run))
+    assert sent == replace(run, stopping=sent.stopping)
