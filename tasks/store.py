@@ -12,6 +12,7 @@ import os
 import posixpath
 import shutil
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable
 from json import JSONDecodeError
@@ -37,6 +38,7 @@ _patiently = Retrying(
     before_sleep=lambda state: log.warning("%s Trying again.", state.outcome and state.outcome.exception()),
     reraise=True,
 )
+_downloading = threading.Lock()
 _verified: set[tuple[str, int, str, str]] = set()  # files whose digest this process has checked, as they were then
 
 
@@ -181,7 +183,9 @@ class Store:
         if self.is_local:
             return Path(self.path(*parts))
         copy = _download_directory().joinpath(_sha256(self.base.encode()), *parts)
-        if not copy.exists():
+        with _downloading:  # chunks at once want the same tokenizer
+            if copy.exists():
+                return copy
             copy.parent.mkdir(parents=True, exist_ok=True)
             temporary = copy.with_name(f"{uuid.uuid4().hex}.tmp")
             self._ask(lambda: self.fs.get_file(self.path(*parts), str(temporary)))
