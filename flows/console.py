@@ -100,7 +100,7 @@ def _summary(record: dict[str, Any]) -> str:
     outputs = outputs_of(run, record)
     lines = ["", f"{'stage':<8} {'state':<7} {'seconds':>8}  what"]
     for name, output in outputs.items():
-        what = "  ".join(figures(output.manifest["figures"]))
+        what = "  ".join(figures(output.manifest["figures"])).replace("`", "")
         stage = record["stages"][name]
         lines.append(f"{name:<8} {stage['state']:<7} {stage['seconds']:>8.1f}  {what}")
     if "sample" in outputs:

@@ -85,9 +85,8 @@ def keep_alive(run_id: str, start: int) -> None:
         _settle(directory)
         lock = FileLock(directory / f"{run_id}_{start}.new")
         lock.acquire()
-        Path(lock.lock_file).rename(
-            directory / f"{run_id}_{start}.lock"
-        )  # only locked ones have the name that is looked for
+        # Only a locked file has the name that is looked for.
+        Path(lock.lock_file).rename(directory / f"{run_id}_{start}.lock")
         _held.append(lock)
     except OSError as error:
         log.warning(

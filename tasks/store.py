@@ -167,14 +167,14 @@ class Store:
             if seen[1] != size:
                 return False
             if not mark or seen not in _verified:
-                if self._ask(lambda: self._digest(path)) != sha256:
+                if self._ask(lambda: self._read_digest(path)) != sha256:
                     return False
                 _verified.add(seen)
         except _MISSING:
             return False
         return True
 
-    def _digest(self, path: str) -> str:
+    def _read_digest(self, path: str) -> str:
         with self.fs.open(path, "rb") as file:
             return _digest(file)
 

@@ -1,5 +1,9 @@
 """Small sources of text, and reading them, for the tests of several files."""
 
+import http.server
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,3 +34,16 @@ def jsonl(path: Path, *lines: str) -> str:
 def parquet(path: Path, **columns: Any) -> str:
     pq.write_table(pa.table(columns), path)
     return str(path)
+
+
+@contextmanager
+def serving(handler: Callable[..., http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+    """URL of a local web server that answers with ``handler``."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()

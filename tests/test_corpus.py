@@ -6,7 +6,6 @@ import gzip
 import http.server
 import lzma
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from lm.corpus import (
 )
 from lm.demo_corpus import demo_stories
 from lm.errors import UserError
-from tests.corpora import EOT, parquet, read, write
+from tests.corpora import EOT, parquet, read, serving, write
 
 TEXT = "".join(f"Story {i}: naïve 日本語 🙂\n{EOT}\n" for i in range(300))
 
@@ -318,13 +317,8 @@ def web_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def web(web_folder: Path) -> Iterator[str]:
     """URL of a local web server that serves ``web_folder``."""
-    handler = functools.partial(QuietHandler, directory=str(web_folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with serving(functools.partial(QuietHandler, directory=str(web_folder))) as url:
+        yield url
 
 
 @pytest.mark.parametrize("suffix", COMPRESSIONS)

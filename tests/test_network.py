@@ -1,7 +1,6 @@
 """Networks that fail: what is tried again, and what is not."""
 
 import http.server
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ from lm.errors import Unreachable, UserError
 from tasks import store
 from tasks.ingest import find_sources, ingest
 from tasks.stage import Draft, Ref, Run, Stage, read_output
-from tests.corpora import read
+from tests.corpora import read, serving
 
 TEXT = "".join(demo_stories(50)).encode()
 BREAK = "break"
@@ -51,12 +50,8 @@ class Moody(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def moody() -> Iterator[str]:
     Moody.answers[:], Moody.asked = [], 0
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Moody) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/a.txt"
-        server.shutdown()
-        thread.join()
+    with serving(Moody) as url:
+        yield f"{url}/a.txt"
 
 
 @pytest.mark.parametrize("answer", [500, 503, 429, BREAK])
