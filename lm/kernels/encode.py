@@ -1,0 +1,329 @@
+"""Encoding: the merges of a pretoken, and whole buffers of text to token ids.
+
+The reference is :meth:`lm.tokenizer.Tokenizer.encode_pretoken` on what :func:`lm.pretokens.pretokenize` yields.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lm.kernels import inlined, kernel
+from lm.kernels.simd import first_bit, load64, prefetch, store64
+from lm.kernels.table import ARENA_USED, LONG, SHORT, SLOTS_USED, WORDS, find, home_of, key_of
+from lm.kernels.walk import AT, MORE, NONE, TOO_SMALL, next_pretokens
+
+MAX_MERGES = (1 << 20) - 256
+REMEMBERED = 1024  # bytes: longer pretokens are encoded anew each time
+_SCANNED = 32  # bytes: up to here the next merge is found by looking at all pairs
+_NO_RANK = np.int32(0x7FFFFFFF)
+_EMPTY = np.uint64(0xFFFFFFFFFFFFFFFF)
+_ONE = np.uint64(1)
+_BATCH = 128
+
+
+class Model(NamedTuple):
+    """A vocabulary and its merges for the kernels. Nodes are the bytes and, from 256 on, the merges by rank."""
+
+    ids: npt.NDArray[np.int64]  # (nodes,): token ids
+    lengths: npt.NDArray[np.int32]  # (nodes,): in bytes
+    byte_pairs: npt.NDArray[np.int32]  # (65,536,): rank of the merge of two bytes
+    pairs: npt.NDArray[np.uint64]  # hash table: left node << 42 | right node << 20 | rank
+
+
+class Queue(NamedTuple):
+    """For each rank the places where that merge can be made, as a linked list; all empty between two pretokens."""
+
+    heads: npt.NDArray[np.int32]  # (merges,)
+    tails: npt.NDArray[np.int32]  # (merges,)
+    bits: npt.NDArray[np.uint64]  # which lists hold something
+    summary: npt.NDArray[np.uint64]  # which words of ``bits`` are not 0
+
+
+def make_queue(merges: int) -> Queue:
+    """A queue for ``merges`` ranks."""
+    words = merges // 64 + 1
+    return Queue(
+        np.full(merges, -1, np.int32),
+        np.full(merges, -1, np.int32),
+        np.zeros(words, np.uint64),
+        np.zeros(words // 64 + 1, np.uint64),
+    )
+
+
+class Workspace(NamedTuple):
+    """What the kernels write to on their way, for pretokens of up to ``len(starts) - 65`` bytes."""
+
+    starts: npt.NDArray[np.int32]
+    nodes: npt.NDArray[np.int32]
+    ranks: npt.NDArray[np.int32]
+    following: npt.NDArray[np.int32]
+    previous: npt.NDArray[np.int32]
+    lows: npt.NDArray[np.uint64]
+    highs: npt.NDArray[np.uint64]
+    homes: npt.NDArray[np.int64]
+
+
+def make_workspace(longest: int) -> Workspace:
+    """A workspace for pretokens of up to ``longest`` bytes; memory is taken only as they come."""
+    columns = [np.empty(longest + 65, np.int32) for _ in range(5)]
+    return Workspace(*columns, np.empty(_BATCH, np.uint64), np.empty(_BATCH, np.uint64), np.empty(_BATCH, np.int64))
+
+
+@inlined
+def pair_home(left, right, size):
+    mixed = (np.uint64(left) << np.uint64(22) | np.uint64(right)) * np.uint64(0x9E3779B97F4A7C15)
+    return np.int64((mixed ^ mixed >> np.uint64(32)) & np.uint64(size - 1))
+
+
+@kernel
+def fill_pairs(lefts, rights, byte_pairs, pairs):
+    """Enter the merges, nodes by rank, into ``byte_pairs`` (filled with the largest int32) and ``pairs`` (all ones)."""
+    for rank in range(len(lefts)):
+        left, right = np.int64(lefts[rank]), np.int64(rights[rank])
+        if left < 256 and right < 256:
+            byte_pairs[left << 8 | right] = rank
+        place = pair_home(left, right, len(pairs))
+        while pairs[place] != _EMPTY:
+            place = (place + 1) & (len(pairs) - 1)
+        pairs[place] = np.uint64(left) << np.uint64(42) | np.uint64(right) << np.uint64(20) | np.uint64(rank)
+
+
+@inlined
+def rank_of(model, left, right):
+    """The rank of the merge of two nodes; _NO_RANK where there is none."""
+    wanted = np.uint64(left) << np.uint64(22) | np.uint64(right)
+    place = pair_home(left, right, len(model.pairs))
+    while True:
+        entry = model.pairs[place]
+        if entry >> np.uint64(20) == wanted:
+            return np.int32(entry & np.uint64(0xFFFFF))
+        if entry == _EMPTY:
+            return _NO_RANK
+        place = (place + 1) & (len(model.pairs) - 1)
+
+
+@kernel
+def encode_short(buffer, at, n, model, work, out, out_at):
+    """Encode a pretoken of at most 32 bytes to ``out[out_at:]``; returns the number of ids.
+    """
+    nodes, ranks = work.nodes, work.ranks
+    for i in range(n):
+        nodes[i] = buffer[at + i]
+    for i in range(n - 1):
+        ranks[i] = model.byte_pairs[np.int64(buffer[at + i]) << 8 | np.int64(buffer[at + i + 1])]
+    while n > 1:
+        best, rank = 0, ranks[0]
+        for i in range(1, n - 1):
+            if ranks[i] < rank:
+                best, rank = i, ranks[i]
+        if rank == _NO_RANK:
+            break
+        nodes[best] = 256 + rank
+        n -= 1
+        for i in range(best + 1, n):
+            nodes[i] = nodes[i + 1]
+            ranks[i - 1] = ranks[i]
+        if best < n - 1:
+            ranks[best] = rank_of(model, nodes[best], nodes[best + 1])
+        if best > 0:
+            ranks[best - 1] = rank_of(model, nodes[best - 1], nodes[best])
+    for i in range(n):
+        out[out_at + i] = model.ids[nodes[i]]
+    return n
+
+
+@inlined
+def push(queue, following, previous, ranks, place, rank):
+    ranks[place] = rank
+    if rank == _NO_RANK:
+        return
+    tail = queue.tails[rank]
+    previous[place] = tail
+    following[place] = -1
+    if tail < 0:
+        queue.heads[rank] = place
+        word = rank >> 6
+        queue.bits[word] |= _ONE << np.uint64(rank & 63)
+        queue.summary[word >> 6] |= _ONE << np.uint64(word & 63)
+    else:
+        following[tail] = place
+    queue.tails[rank] = place
+
+
+@inlined
+def remove(queue, following, previous, ranks, place):
+    rank = ranks[place]
+    if rank == _NO_RANK:
+        return
+    before, after = previous[place], following[place]
+    if before >= 0:
+        following[before] = after
+    else:
+        queue.heads[rank] = after
+    if after >= 0:
+        previous[after] = before
+    else:
+        queue.tails[rank] = before
+    if before < 0 and after < 0:
+        word = rank >> 6
+        queue.bits[word] &= ~(_ONE << np.uint64(rank & 63))
+        if queue.bits[word] == 0:
+            queue.summary[word >> 6] &= ~(_ONE << np.uint64(word & 63))
+
+
+@kernel
+def encode_long(buffer, at, n, model, queue, work, out, out_at):
+    """Encode a pretoken of any length in time linear in it, 16 bytes of memory for each of its own.
+
+    Merges are made rank by rank: a merge of rank r only gives rise to merges of later ranks (the tokenizer has
+    checked that each merge's parts are made by earlier ones), so that the lists by rank are emptied in order, and
+    each is in the order of the text. A node stands at the first and at the last byte of its span.
+    """
+    nodes, ranks, following, previous = work.nodes, work.ranks, work.following, work.previous
+    for i in range(n):
+        nodes[i] = buffer[at + i]
+    for i in range(n - 1):
+        rank = model.byte_pairs[np.int64(buffer[at + i]) << 8 | np.int64(buffer[at + i + 1])]
+        push(queue, following, previous, ranks, i, rank)
+    ranks[n - 1] = _NO_RANK
+    group = 0
+    while group < len(queue.summary):
+        if queue.summary[group] == 0:
+            group += 1
+            continue
+        word = group << 6 | first_bit(queue.summary[group])
+        rank = word << 6 | first_bit(queue.bits[word])
+        merged = 256 + rank
+        length = model.lengths[merged]
+        while queue.heads[rank] >= 0:
+            place = queue.heads[rank]
+            remove(queue, following, previous, ranks, place)
+            middle = place + model.lengths[nodes[place]]
+            remove(queue, following, previous, ranks, middle)
+            nodes[place] = nodes[place + length - 1] = merged
+            if place > 0:
+                left = nodes[place - 1]
+                before = place - model.lengths[left]
+                remove(queue, following, previous, ranks, before)
+                push(queue, following, previous, ranks, before, rank_of(model, left, merged))
+            after = place + length
+            ranks[place] = _NO_RANK
+            if after < n:
+                push(queue, following, previous, ranks, place, rank_of(model, merged, nodes[after]))
+    count = 0
+    place = 0
+    while place < n:
+        node = nodes[place]
+        out[out_at + count] = model.ids[node]
+        count += 1
+        place += model.lengths[node]
+    return count
+
+
+@kernel
+def remember(table, slot, low, high, buffer, at, n, out, out_at, count):
+    """Enter the pretoken and its ids, just written to ``out``, at an empty slot; empty the table when it is full."""
+    size = np.int64(out.itemsize)
+    slots, arena, used = table
+    in_word = count * size <= 8
+    wanted = (0 if n <= SHORT else (n + 7) & ~7) + (0 if in_word and n <= SHORT else (count * size + 7) & ~7)
+    if used[SLOTS_USED] * 2 >= len(slots) // WORDS or used[ARENA_USED] + wanted + 16 > len(arena):
+        slots[:] = 0
+        used[SLOTS_USED], used[ARENA_USED] = 0, 8
+        return
+    offset = used[ARENA_USED]
+    if wanted == 0:
+        offset = 0
+    used[ARENA_USED] += wanted
+    used[SLOTS_USED] += 1
+    slots[slot] = low
+    slots[slot + 1] = high
+    slots[slot + 2] = load64(out, out_at)
+    slots[slot + 3] = np.uint64(offset) << np.uint64(24) | np.uint64(count)
+    if n > SHORT:
+        for k in range(n):
+            arena[offset + k] = buffer[at + k]
+        offset += (n + 7) & ~7
+    if wanted:
+        step = 8 // size
+        for k in range(0, count, step):
+            store64(arena, offset + k * size, load64(out, out_at + k))
+
+
+@inlined
+def recall(arena, info, skipped, out, out_at):
+    """Copy ids from the arena, ``skipped`` bytes after the offset in ``info``; returns their number."""
+    count = np.int64(info & np.uint64(0xFFFFFF))
+    offset = np.int64(info >> np.uint64(24)) + skipped
+    step = 8 // out.itemsize
+    for k in range(0, count, step):
+        store64(out, out_at + k, load64(arena, offset + k * out.itemsize))
+    return count
+
+
+@kernel
+def encode_other(buffer, at, n, low, high, slot, model, queue, table, work, out, out_at):
+    """Encode a pretoken that is long, or new and belongs at ``slot``; returns the number of ids."""
+    if n > REMEMBERED:
+        return encode_long(buffer, at, n, model, queue, work, out, out_at)
+    if n > SHORT:
+        slot = find(table, low, high, slot, buffer, at, n)
+        if table.slots[slot + 1] != 0:
+            return recall(table.arena, table.slots[slot + 3], (n + 7) & ~7, out, out_at)
+    if n <= _SCANNED:
+        count = encode_short(buffer, at, n, model, work, out, out_at)
+    else:
+        count = encode_long(buffer, at, n, model, queue, work, out, out_at)
+    remember(table, slot, low, high, buffer, at, n, out, out_at, count)
+    return count
+
+
+@kernel
+def encode(buffer, end, final, cursor, classes, specials, model, queue, table, work, out):
+    """Encode ``buffer[cursor[AT]:end]``, as far as it is certain, to ``out`` (uint16 or uint32, room for one id a byte
+    and 8 more) and move the cursor there.
+
+    Returns (the number of ids, TOO_SMALL where ``starts`` must grow to go on, or -2 - i where byte i is not UTF-8).
+    """
+    in_word = np.uint64(8 // out.itemsize)
+    starts, lows, highs, homes = work.starts, work.lows, work.highs, work.homes
+    slots, arena = table.slots, table.arena
+    last_word = len(slots) - 1
+    in_word = np.uint64(8 // out.itemsize)
+    out_at = 0
+    more = True
+    while more:
+        found, which = next_pretokens(buffer, cursor, end, final, classes, specials, starts)
+        if found < 0:
+            return out_at, found
+        for first in range(0, found, _BATCH):
+            batch = min(_BATCH, found - first)
+            for i in range(batch):
+                at = np.int64(starts[first + i])
+                n = np.int64(starts[first + i + 1]) - at
+                low, high = key_of(buffer, at, n)
+                home = home_of(low, high, slots)
+                prefetch(slots, home)
+                lows[i], highs[i], homes[i] = low, high, home
+            for i in range(batch):
+                low, high, slot = lows[i], highs[i], homes[i]
+                while slots[slot + 1] != 0 and (slots[slot] != low or slots[slot + 1] != high):
+                    slot = (slot + WORDS) & last_word
+                info = slots[slot + 3]
+                if high < LONG and slots[slot + 1] != 0:
+                    if info <= in_word:
+                        store64(out, out_at, slots[slot + 2])
+                        out_at += np.int64(info)
+                    else:
+                        out_at += recall(arena, info, 0, out, out_at)
+                    continue
+                at = np.int64(starts[first + i])
+                n = np.int64(starts[first + i + 1]) - at
+                out_at += encode_other(buffer, at, n, low, high, slot, model, queue, table, work, out, out_at)
+        if which >= 0:
+            out[out_at] = specials.ids[which]
+            out_at += 1
+        more = which != MORE
+    return out_at, 0

@@ -1,0 +1,103 @@
+"""The few machine operations that numba has no name for: 64 bytes at once, unaligned words, counting zeros.
+
+Indices are not checked: callers keep 64 readable bytes past the end of every buffer.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_I32 = ir.IntType(32)
+_WORD = ir.IntType(64)
+_BLOCK = ir.VectorType(ir.IntType(8), 64)
+
+
+def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any, to: Any) -> Any:
+    """The address of element ``index`` of a contiguous array, as a pointer to ``to``."""
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [index]), to.as_pointer())
+
+
+def _splat(builder: Any, byte: Any) -> Any:
+    """A vector of 64 times the low byte of an integer."""
+    one = builder.insert_element(ir.Constant(_BLOCK, ir.Undefined), builder.trunc(byte, ir.IntType(8)), _I32_ZERO)
+    return builder.shuffle_vector(one, ir.Constant(_BLOCK, ir.Undefined), ir.Constant(_LANES, [0] * 64))
+
+
+_I32_ZERO = ir.Constant(ir.IntType(32), 0)
+_LANES = ir.VectorType(ir.IntType(32), 64)
+
+
+@intrinsic
+def in_range(typingctx: Any, buffer: Any, at: Any, ored: Any, low: Any, high: Any) -> Any:
+    """A mask of the 64 bytes from ``buffer[at]``: bit k is set where ``low <= (byte | ored) <= high``."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, index, ored, low, high = arguments
+        block = builder.load(_pointer(context, builder, signature.args[0], array, index, _BLOCK), align=1)
+        block = builder.or_(block, _splat(builder, ored))
+        distance = builder.sub(block, _splat(builder, low))
+        inside = builder.icmp_unsigned("<=", distance, _splat(builder, builder.sub(high, low)))
+        return builder.bitcast(inside, _WORD)
+
+    return types.uint64(buffer, types.int64, types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def load64(typingctx: Any, buffer: Any, at: Any) -> Any:
+    """The 8 bytes from element ``at`` of ``buffer`` on as one little-endian word, wherever they lie."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = _pointer(context, builder, signature.args[0], *arguments, _WORD)
+        return builder.load(pointer, align=1)
+
+    return types.uint64(buffer, types.int64), generate
+
+
+@intrinsic
+def store64(typingctx: Any, buffer: Any, at: Any, word: Any) -> Any:
+    """Write a word over the 8 bytes from element ``at`` of ``buffer`` on."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, index, word = arguments
+        builder.store(word, _pointer(context, builder, signature.args[0], array, index, _WORD), align=1)
+        return context.get_dummy_value()
+
+    return types.void(buffer, types.int64, types.uint64), generate
+
+
+@intrinsic
+def first_bit(typingctx: Any, word: Any) -> Any:
+    """The index of the lowest set bit; 64 where there is none."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], cgutils.false_bit)
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic
+def count_bits(typingctx: Any, word: Any) -> Any:
+    """The number of set bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ctpop(arguments[0])
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic
+def prefetch(typingctx: Any, buffer: Any, at: Any) -> Any:
+    """Ask for the cache line of element ``at`` of ``buffer``, which is read soon."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = _pointer(context, builder, signature.args[0], *arguments, ir.IntType(8))
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [pointer, _I32(0), _I32(3), _I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(buffer, types.int64), generate

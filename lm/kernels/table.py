@@ -1,0 +1,89 @@
+"""A hash table of pretokens: open addressing, four 64-bit words a slot, exact.
+
+A pretoken of at most 15 bytes is its own key: its bytes padded with zeros, its length in the top byte. A longer one
+has a hash there, and its bytes in the arena. The third word is the value; the fourth an offset into the arena above
+a number below, as the user of the table likes.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lm.kernels import inlined
+from lm.kernels.simd import load64
+
+SHORT = 15
+WORDS = 4  # of a slot
+SLOTS_USED, ARENA_USED = 0, 1
+LONG = np.uint64(0xFF << 56)
+_MIX1 = np.uint64(0x9E3779B97F4A7C15)
+_MIX2 = np.uint64(0xD6E8FEB86659FD93)
+_LOW = np.array([(1 << 8 * min(n, 8)) - 1 for n in range(16)], np.uint64)
+_HIGH = np.array([(1 << 8 * max(0, n - 8)) - 1 for n in range(16)], np.uint64)
+
+
+class Table(NamedTuple):
+    """The arrays of a table; ``used`` holds the numbers of used slots and of used arena bytes."""
+
+    slots: npt.NDArray[np.uint64]  # (a power of two × WORDS,)
+    arena: npt.NDArray[np.uint8]
+    used: npt.NDArray[np.int64]  # (2,)
+
+
+def make_table(slots: int, arena: int) -> Table:
+    """An empty table of ``slots`` slots, a power of two, and an arena of ``arena`` bytes."""
+    return Table(np.zeros(slots * WORDS, np.uint64), np.zeros(arena + 16, np.uint8), np.array([0, 8], np.int64))
+
+
+@inlined
+def key_of(buffer, at, n):
+    """The two key words of the pretoken of ``n`` bytes at ``at``."""
+    if n <= SHORT:
+        low = load64(buffer, at) & _LOW[n]
+        high = load64(buffer, at + 8) & _HIGH[n] | np.uint64(n) << np.uint64(56)
+        return low, high
+    low = np.uint64(n)
+    k = 0
+    while k + 8 <= n:
+        low = (low ^ load64(buffer, at + k)) * _MIX1
+        low ^= low >> np.uint64(29)
+        k += 8
+    rest = load64(buffer, at + n - 8)
+    low = (low ^ rest) * _MIX2
+    low ^= low >> np.uint64(32)
+    return low, LONG | np.uint64(n)
+
+
+@inlined
+def home_of(low, high, slots):
+    """The index of the first word of the slot where a key is looked for first."""
+    mixed = (low ^ (high * _MIX2)) * _MIX1
+    mixed ^= mixed >> np.uint64(32)
+    return np.int64(mixed & np.uint64(len(slots) // WORDS - 1)) * WORDS
+
+
+@inlined
+def same_bytes(arena, offset, buffer, at, n):
+    """Whether the arena holds the pretoken, of 8 bytes or more, at ``offset``."""
+    k = 0
+    while k + 8 <= n:
+        if load64(arena, offset + k) != load64(buffer, at + k):
+            return False
+        k += 8
+    return load64(arena, offset + n - 8) == load64(buffer, at + n - 8)
+
+
+@inlined
+def find(table, low, high, slot, buffer, at, n):
+    """The index of the first word of the pretoken's slot, or of the empty slot where it belongs (second word 0)."""
+    slots = table.slots
+    while True:
+        if slots[slot] == low and slots[slot + 1] == high:
+            if n <= SHORT or same_bytes(table.arena, np.int64(slots[slot + 3] >> np.uint64(24)), buffer, at, n):
+                return slot
+        elif slots[slot + 1] == 0:
+            return slot
+        slot += WORDS
+        if slot == len(slots):
+            slot = 0
