@@ -3,23 +3,27 @@
 Source: CS336 assignment 1 (section 2.4 and 2.5); Sennrich et al. 2016.
 """
 
-import heapq
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
 from lm.bounds import FORM, bounded, check_bounds
-from lm.corpus import open_text
-from lm.counts import count_pretokens
+from lm.counts import columns_of, count_files
 from lm.errors import UserError
+from lm.kernels import compiling, merge
 from lm.pretokens import END_OF_TEXT, GPT2_PATTERN, check_special_tokens, compile_pattern
 
 log = logging.getLogger(__name__)
 
 Vocab = dict[int, bytes]
 Merges = list[tuple[bytes, bytes]]
+
+_REPORTED = 256  # merges between two calls of ``progress``
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class TokenizerConfig:
     """Texts that are one token each and end a pretoken; the separator of the documents must be among them."""
     pattern: str = GPT2_PATTERN
     """Regular expression (the regex module's) whose matches are the pretokens. Default: GPT-2's."""
+    min_frequency: int = bounded(1, ge=1)
+    """Times that a pair must occur to be merged: more gives a smaller vocabulary where the text is small."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "tokenizer")
@@ -52,107 +58,106 @@ def check_vocab_size(vocab_size: int, special_tokens: Sequence[str]) -> None:
 
 
 def train_bpe(
-    input_path: str | Path, vocab_size: int, special_tokens: list[str], pattern: str = GPT2_PATTERN
+    input_path: str | Path,
+    vocab_size: int,
+    special_tokens: list[str],
+    pattern: str = GPT2_PATTERN,
+    min_frequency: int = 1,
+    threads: int | None = None,
 ) -> tuple[Vocab, Merges]:
     """Train a byte-level BPE tokenizer on a UTF-8 text file, plain or compressed.
 
     Returns (vocab, merges): ids 0–255 are the bytes, then the special tokens, then the merges in the order they were
     learned. The most frequent pair wins; ties go to the lexicographically greater pair of byte strings. Training stops
-    early, with a warning, when no pair is left. Raises UserError for bad arguments or an unreadable file.
+    early, with a warning, when no pair occurs ``min_frequency`` times. ``threads``: one a core where it is None; the
+    result does not depend on it. Raises UserError for bad arguments or an unreadable file.
     """
     check_special_tokens(special_tokens)
     check_vocab_size(vocab_size, special_tokens)
-    with open_text(str(input_path)) as blocks:
-        counts = count_pretokens(blocks, special_tokens, pattern)
-    pairs = ((pretoken.encode(), count) for pretoken, count in counts.items())
-    return train_merges(pairs, vocab_size, special_tokens)
+    counts = count_files([str(input_path)], special_tokens, pattern, threads)
+    return train_merges(counts, vocab_size, special_tokens, min_frequency)
 
 
 def train_merges(
-    counts: Iterable[tuple[bytes, int]],
+    counts: pa.Table,
     vocab_size: int,
     special_tokens: Sequence[str],
+    min_frequency: int = 1,
     progress: Callable[[int], None] = lambda merges: None,
 ) -> tuple[Vocab, Merges]:
-    """Train from (pretoken, count) pairs; see :func:`train_bpe`. ``progress`` is told the number of merges so far.
-
-    The pair counts are kept up to date merge by merge: for each pair the words it stands in are known, so a merge
-    touches only those. A heap with lazy deletion gives the next pair.
-    """
+    """Train from a table of counts (columns ``pretoken`` and ``count``); see :func:`train_bpe`. ``progress`` is told
+    the number of merges so far, now and then."""
     check_vocab_size(vocab_size, special_tokens)
+    if min_frequency < 1:
+        raise UserError(f"min_frequency {min_frequency} is too small: a pair that is merged occurs at least once.")
     tokens = [bytes([byte]) for byte in range(256)] + [special.encode() for special in special_tokens]
-    words: list[list[int]] = []
-    frequencies: list[int] = []
-    pair_counts: Counter[tuple[int, int]] = Counter()
-    words_with: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
-    for pretoken, count in counts:
-        if len(pretoken) > 1:
-            word = list(pretoken)
-            for pair in zip(word, word[1:], strict=False):
-                pair_counts[pair] += count
-                words_with[pair].add(len(words))
-            words.append(word)
-            frequencies.append(count)
-
-    queue = [_Candidate(count, tokens, pair) for pair, count in pair_counts.items()]
-    heapq.heapify(queue)
-    merges: Merges = []
-    while len(tokens) < vocab_size and queue:
-        best = heapq.heappop(queue)
-        pair = best.pair
-        if best.count != pair_counts[pair]:
-            continue  # the count has changed since; a newer candidate is in the queue
-        left, right = pair
-        merges.append((tokens[left], tokens[right]))
+    wanted = vocab_size - len(tokens)
+    with compiling("merging"):
+        merges = _learn(counts, len(tokens), wanted, min_frequency, progress)
+    learned: Merges = []
+    for left, right in merges.tolist():
+        learned.append((tokens[left], tokens[right]))
         tokens.append(tokens[left] + tokens[right])
-        changes: Counter[tuple[int, int]] = Counter()
-        for index in words_with.pop(pair):
-            old = words[index]
-            new = words[index] = _merge_pair(old, pair, len(tokens) - 1)
-            for before in zip(old, old[1:], strict=False):
-                changes[before] -= frequencies[index]
-            for after in zip(new, new[1:], strict=False):
-                changes[after] += frequencies[index]
-                words_with[after].add(index)
-        for changed, change in changes.items():
-            if change:
-                pair_counts[changed] += change
-                if pair_counts[changed] > 0 and changed != pair:
-                    heapq.heappush(queue, _Candidate(pair_counts[changed], tokens, changed))
-                elif pair_counts[changed] <= 0:
-                    del pair_counts[changed]
-        progress(len(merges))
-    if len(tokens) < vocab_size:
+    if len(learned) < wanted:
         log.warning(
-            "The corpus gives %d tokens, fewer than the vocab_size of %d: no pair is left to merge.",
+            "The corpus gives %d tokens, fewer than the vocab_size of %d: no pair %s.",
             len(tokens),
             vocab_size,
+            "is left to merge" if min_frequency == 1 else f"occurs {min_frequency} times",
         )
-    return dict(enumerate(tokens)), merges
+    return dict(enumerate(tokens)), learned
 
 
-class _Candidate:
-    """A pair with its count; orders a heap so that the greatest count, then the greater pair of bytes, comes first."""
-
-    __slots__ = ("count", "key", "pair")
-
-    def __init__(self, count: int, tokens: list[bytes], pair: tuple[int, int]) -> None:
-        self.count = count
-        self.pair = pair
-        self.key = (tokens[pair[0]], tokens[pair[1]])
-
-    def __lt__(self, other: "_Candidate") -> bool:
-        return self.count > other.count if self.count != other.count else self.key > other.key
-
-
-def _merge_pair(word: list[int], pair: tuple[int, int], merged: int) -> list[int]:
-    out: list[int] = []
-    i = 0
-    while i < len(word):
-        if i + 1 < len(word) and word[i] == pair[0] and word[i + 1] == pair[1]:
-            out.append(merged)
-            i += 2
-        else:
-            out.append(word[i])
-            i += 1
-    return out
+def _learn(
+    counts: pa.Table, first_id: int, wanted: int, min_frequency: int, progress: Callable[[int], None]
+) -> npt.NDArray[np.int32]:
+    """The merges as pairs of ids (merges, 2), ``first_id`` being the first merge's."""
+    words, ends, frequencies = columns_of(counts)
+    length = len(words) + len(ends) + 2
+    if length > np.iinfo(np.int32).max // 3:
+        raise UserError(
+            f"The different pretokens have {len(words):,} bytes, more than merges can be learned from: leave the rarest "
+            "out, or train on less text."
+        )
+    corpus = merge.Corpus(np.empty(length, np.uint8), np.empty(length, np.int32), np.empty(length, np.int64))
+    length = merge.lay_out(words, ends, frequencies, corpus)
+    size = first_id + wanted + 1
+    tokens = merge.Tokens(
+        np.ones(size, np.int32),
+        np.zeros(size, np.int32),
+        np.zeros(size, np.uint64),
+        np.zeros((2, size), np.int64),
+        np.zeros((2, size), np.int32),
+        np.zeros((2, size), np.int64),
+        np.zeros((4, size), np.int32),
+    )
+    tokens.first[:256] = np.arange(256, dtype=np.uint64) << np.uint64(56)
+    most = 3 * length + 1  # each merge leaves one token less and makes two pairs at most; memory is taken as it is used
+    pairs = merge.Pairs(
+        np.empty((most, 2), np.int32),
+        np.empty(most, np.int64),
+        np.empty(most + 1, np.int64),
+        np.empty(most, np.int32),
+        np.empty((most, 2), np.int64),
+        np.full(1 << 18, -1, np.int32),
+    )
+    used = np.array([first_id, 0, 0, 0], np.int64)
+    merge.first_pairs(
+        corpus, length, tokens, pairs, used, np.zeros(1 << 16, np.int64), np.zeros(1 << 16, np.int64), min_frequency
+    )
+    events, kinds = np.empty((2 * length, 3), np.int32), np.zeros(4, np.int64)
+    merges = np.empty((wanted, 2), np.int32)
+    done = 0
+    while done < wanted:
+        limit = min(wanted, done + _REPORTED)
+        learned = merge.learn(corpus, tokens, pairs, used, events, kinds, merges, done, limit, min_frequency)
+        if learned < 0:
+            done = -1 - learned
+            pairs = pairs._replace(table=np.full(2 * len(pairs.table), -1, np.int32))
+            merge.rebuild_table(pairs, used)
+            continue
+        progress(learned)
+        done = learned
+        if done < limit:
+            break
+    return merges[:done]

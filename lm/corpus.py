@@ -143,7 +143,7 @@ def version(url: str) -> tuple[int, str] | None:
 def fingerprint(url: str) -> Source:
     """Read a source's stored bytes once; raises UserError when it is missing, empty or unreadable."""
     digest, size = hashlib.sha256(), 0
-    with _open_raw(url) as raw:
+    with open_raw(url) as raw:
         while block := raw.read(BLOCK):
             digest.update(block)
             size += len(block)
@@ -153,7 +153,8 @@ def fingerprint(url: str) -> Source:
 
 
 @contextmanager
-def _open_raw(url: str) -> Iterator[IO[bytes]]:
+def open_raw(url: str) -> Iterator[IO[bytes]]:
+    """Open the stored bytes of a source; raises UserError where that fails."""
     if url.startswith("demo:"):
         count = url.removeprefix("demo:")
         if not count.isdecimal() or int(count) < 1:
@@ -211,7 +212,7 @@ def split_suffixes(url: str) -> tuple[str, str]:
 def open_bytes(url: str) -> Iterator[Iterator[bytes]]:
     """Open a source and give its decompressed bytes in blocks; a corrupt or truncated file raises UserError."""
     _, compression = split_suffixes(url)
-    with _open_raw(url) as raw:
+    with open_raw(url) as raw:
 
         def blocks() -> Iterator[bytes]:
             try:
@@ -280,15 +281,18 @@ def _decode(
 
 
 @contextmanager
-def open_text(url: str, start: int = 0, end: int | None = None) -> Iterator[Iterator[str]]:
-    """Open the text of a source, or of a plain file the bytes ``start`` to ``end``, and give it in blocks."""
-    if end is None:
-        with open_bytes(url) as blocks:
-            yield decode_blocks(blocks, url)
-        return
-    with _open_raw(url) as raw:
+def open_text(url: str) -> Iterator[Iterator[str]]:
+    """Open the text of a source and give it in blocks."""
+    with open_bytes(url) as blocks:
+        yield decode_blocks(blocks, url)
+
+
+@contextmanager
+def open_range(url: str, start: int, end: int) -> Iterator[Iterator[bytes]]:
+    """Open the bytes ``start`` to ``end`` of a plain file and give them in blocks."""
+    with open_raw(url) as raw:
         raw.seek(start)
-        yield decode_blocks(_read_blocks(raw, end - start), url, offset=start)
+        yield _read_blocks(raw, end - start)
 
 
 def _read_blocks(raw: IO[bytes], length: int) -> Iterator[bytes]:
@@ -373,7 +377,7 @@ def _lines(blocks: Iterable[str]) -> Iterator[str]:
 
 
 def _parquet_rows(url: str, text_field: str) -> Iterator[tuple[str, str]]:
-    with _open_raw(url) as raw:
+    with open_raw(url) as raw:
         try:
             file = pq.ParquetFile(raw)
             if text_field not in file.schema_arrow.names:

@@ -20,6 +20,8 @@ class Execution:
     """Whether torch.compile speeds up training, where it works and the run is long enough to earn its start-up."""
     max_trainings: int = bounded(1, ge=0)
     """Trainings that may run on this machine at once, of all runs; the others wait. 0: no limit."""
+    count_memory: int = bounded(1024, ge=16)
+    """Megabytes that the counts of pretokens may take in all threads; more go to disk on the way."""
     log_interval: int = bounded(20, ge=1)
     """Training steps between two lines in the log."""
 

@@ -3,29 +3,25 @@
 Beside each shard ``documents.npy`` holds the place where each document ends. Source: CS336 assignment 1 (section 2.7).
 """
 
+import os
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, islice
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from lm.chunks import Range, open_stretch, stretches
 from lm.errors import UserError
-from lm.tokenizer import Tokenizer
-
-_BUFFER = 1 << 20  # tokens held before they are written
-
-
-def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    """Little-endian uint16, or uint32 when ids go past 65,535."""
-    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+from lm.tokenizer import Tokenizer, token_dtype
 
 
 def write_shard(
-    texts: Iterable[tuple[Iterable[str], bool]], tokenizer: Tokenizer, separator: str, directory: Path
+    texts: Iterable[tuple[Iterable[bytes], bool]], tokenizer: Tokenizer, separator: str, directory: Path
 ) -> tuple[int, int]:
-    """Encode texts, each (blocks, whether its file ends with it), into one shard; returns its (tokens, documents).
+    """Encode texts, each (blocks of UTF-8, whether its file ends with it), into one shard; returns its (tokens, documents).
 
     A file whose last document lacks the separator gets it, so that its end is not joined to the next file's start;
     white space after the last separator is no document. Writes ``tokens.bin`` and ``documents.npy`` (int64: the
@@ -41,9 +37,8 @@ def write_shard(
     with (directory / "tokens.bin").open("wb") as file:
         for blocks, is_last in texts:
             is_open = False  # whether a document has begun and not ended
-            for batch in _batched(tokenizer.encode_iterable(blocks)):
-                ids = np.array(batch, dtype=dtype)
-                file.write(ids.tobytes())
+            for ids in tokenizer.encode_blocks(blocks):
+                file.write(ids.data)
                 found = np.flatnonzero(ids == end_of_text)
                 ends.append(found + written + 1)
                 written += len(ids)
@@ -58,9 +53,25 @@ def write_shard(
     return written, len(document_ends)
 
 
-def _batched(ids: Iterator[int]) -> Iterator[list[int]]:
-    while batch := list(islice(ids, _BUFFER)):
-        yield batch
+def encode_files(
+    paths: Sequence[str | Path], tokenizer: Tokenizer, directory: Path, threads: int | None = None
+) -> list[Path]:
+    """Encode text files, plain or compressed, to files of ids in ``directory``, on all cores or as many ``threads``.
+
+    Returns the files in the order of the text; joined, they are its ids, of the type that :func:`token_dtype` tells.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+
+    def encode(number: int, path: str, part: Range | None) -> Path:
+        target = directory / f"{number:05}.bin"
+        with open_stretch(path, part) as blocks, target.open("wb") as file:
+            for ids in tokenizer.encode_blocks(blocks):
+                file.write(ids.data)
+        return target
+
+    found = stretches(paths, tokenizer.special_tokens, tokenizer.pattern)
+    with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
+        return [job.result() for job in [pool.submit(encode, i, *stretch) for i, stretch in enumerate(found)]]
 
 
 class TokenShards:

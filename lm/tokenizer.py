@@ -6,14 +6,27 @@ Sources: Sennrich et al. 2016 (BPE); Radford et al. 2019 (bytes, pretokens); CS3
 import heapq
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from lm import formats
+from lm.buffers import WINDOW
+from lm.corpus import decode_blocks
+from lm.encoder import Encoder
 from lm.errors import UserError
+from lm.kernels.walk import Specials, pack_specials
 from lm.pretokens import GPT2_PATTERN, check_special_tokens, cut_safely, pretokenize, split_special
 
-_CACHE_ENTRIES = 1 << 18  # pretokens remembered; at about 200 bytes each, 50 MB
+_CACHE_ENTRIES = 1 << 18  # pretokens remembered by the reference; at about 200 bytes each, 50 MB
+
+
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
+    """Little-endian uint16, or uint32 when ids go past 65,535."""
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
 class Tokenizer:
@@ -43,17 +56,17 @@ class Tokenizer:
                 self.vocab[token_id] = special.encode()
                 ids[special.encode()] = token_id
         self.special_ids = {special: ids[special.encode()] for special in self.special_tokens}
+        self._ids = ids
+        self._encoder = None
         try:
-            self._byte_ids = [ids[bytes([byte])] for byte in range(256)]
-            # pair of ids → (rank, id of the merged token); of two equal merges the earlier counts
-            self._ranks: dict[tuple[int, int], tuple[int, int]] = {}
-            for rank, (left, right) in enumerate(self.merges):
-                self._ranks.setdefault((ids[left], ids[right]), (rank, ids[left + right]))
+            encoder = Encoder.make(ids, self.merges, token_dtype(self.size))
         except KeyError as error:
             raise UserError(
                 f"The vocabulary lacks the token {error.args[0]!r}, which the bytes or the merges need; "
                 "vocabulary and merges are not of one tokenizer."
             ) from None
+        self._encoder = encoder if pattern == GPT2_PATTERN else None
+        self._specials: dict[tuple[str, ...], Specials] = {}
         self._cache: dict[str, list[int]] = {}
 
     @classmethod
@@ -100,19 +113,37 @@ class Tokenizer:
 
         Lone surrogates, which have no UTF-8 bytes, encode as U+FFFD.
         """
+        arrays = list(self.encode_blocks([_utf8(text)], allowed_special))
+        return np.concatenate(arrays).tolist() if arrays else []
+
+    def encode_iterable(self, iterable: Iterable[str]) -> Iterator[int]:
+        """Lazily yield the ids that :meth:`encode` gives for the joined strings, holding about 4,096 bytes of them."""
+        for ids in self.encode_blocks(_utf8_blocks(iterable), window=1 << 12):
+            yield from ids.tolist()
+
+    def encode_blocks(
+        self, blocks: Iterable[bytes], allowed_special: Literal["all"] | Collection[str] = "all", window: int = WINDOW
+    ) -> Iterator[npt.NDArray[np.unsignedinteger]]:
+        """Lazily yield the ids of the UTF-8 text that ``blocks`` join to, an array (uint16, or uint32 for a vocabulary
+        past 65,536) for about ``window`` bytes of it. Raises UserError where the text is not UTF-8."""
+        allowed = self._allowed(allowed_special)
+        if self._encoder:
+            yield from self._encoder.encode(blocks, self._packed(tuple(allowed)), window)
+            return
+        for piece in cut_safely(decode_blocks(blocks, "the text"), allowed, self.pattern, window):
+            yield np.array(self.encode_reference(piece, allowed), token_dtype(self.size))
+
+    def encode_reference(self, text: str, special_tokens: Sequence[str]) -> list[int]:
+        """The ids of ``text``, by ``regex`` and plain Python: what the kernels are held equal to, and the way for
+        patterns and merges that they do not know."""
         ids: list[int] = []
-        for piece, is_special in split_special(text, self._allowed(allowed_special)):
+        for piece, is_special in split_special(text, special_tokens):
             if is_special:
                 ids.append(self.special_ids[piece])
             else:
                 for pretoken in pretokenize(piece, self.pattern):
                     ids += self._cache.get(pretoken) or self._encode_pretoken(pretoken)
         return ids
-
-    def encode_iterable(self, iterable: Iterable[str]) -> Iterator[int]:
-        """Lazily yield the ids that :meth:`encode` gives for the joined strings, holding about 4,096 characters."""
-        for piece in cut_safely(iterable, self.special_tokens, self.pattern):
-            yield from self.encode(piece)
 
     def decode(self, ids: Iterable[int], errors: str = "replace") -> str:
         """The text of ``ids``; bytes that are not UTF-8 become U+FFFD unless ``errors`` says otherwise.
@@ -138,9 +169,22 @@ class Tokenizer:
             raise UserError(f"{unknown[0]!r} is not a special token; this tokenizer has {self.special_tokens}.")
         return [token for token in self.special_tokens if token in allowed_special]
 
+    def _packed(self, allowed: tuple[str, ...]) -> Specials:
+        if allowed not in self._specials:
+            self._specials[allowed] = pack_specials([(token.encode(), self.special_ids[token]) for token in allowed])
+        return self._specials[allowed]
+
+    @cached_property
+    def _ranks(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """Pair of ids → (rank, id of the merged token); of two equal merges the earlier counts."""
+        ranks: dict[tuple[int, int], tuple[int, int]] = {}
+        for rank, (left, right) in enumerate(self.merges):
+            ranks.setdefault((self._ids[left], self._ids[right]), (rank, self._ids[left + right]))
+        return ranks
+
     def _encode_pretoken(self, pretoken: str) -> list[int]:
         data = _utf8(pretoken)
-        ids = self._merge([self._byte_ids[byte] for byte in data])
+        ids = self._merge([self._ids[bytes([byte])] for byte in data])
         if len(data) <= 64:
             if len(self._cache) >= _CACHE_ENTRIES:
                 self._cache.clear()
@@ -184,3 +228,14 @@ def _utf8(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+
+
+def _utf8_blocks(texts: Iterable[str]) -> Iterator[bytes]:
+    """UTF-8 of the text that ``texts`` join to; a surrogate pair may be cut in two by them."""
+    held = ""
+    for text in texts:
+        text = held + text
+        held = text[-1:] if "\ud800" <= text[-1:] <= "\udbff" else ""
+        yield _utf8(text[: len(text) - len(held)])
+    if held:
+        yield _utf8(held)

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from lm.shards import token_dtype, write_shard
-from lm.tokenizer import Tokenizer
+from lm.shards import write_shard
+from lm.tokenizer import Tokenizer, token_dtype
 from tasks import pages
 from tasks.stage import Draft, Output, stage
 from tasks.texts import Chunk, open_ranges

@@ -14,7 +14,11 @@ def merge(out: Draft, counts: Output, config: TokenizerConfig) -> None:
     wanted = config.vocab_size - 256 - len(config.special_tokens)
     with show_progress("merge", wanted, "merge") as progress:
         vocab, merges = train_merges(
-            read_counts(counts.path("counts.parquet")), config.vocab_size, config.special_tokens, progress
+            read_counts(counts.path("counts.parquet")),
+            config.vocab_size,
+            config.special_tokens,
+            config.min_frequency,
+            progress,
         )
     Tokenizer(vocab, merges, config.special_tokens, config.pattern).save(out.directory / "tokenizer")
     longest = max((left + right for left, right in merges), key=len, default=b"").decode("utf-8", "replace")

@@ -7,12 +7,10 @@ from threading import Event
 from typing import Any
 
 from lm.chunks import Range
-from lm.corpus import open_text
+from lm.corpus import open_range
 from lm.errors import UserError
 from tasks.stage import Output, Ref, Stopped, read_output
 from tasks.store import Store
-
-_SLICE = 1 << 15  # characters between two looks at whether to stop: many threads share one core
 
 
 @dataclass(frozen=True)
@@ -57,24 +55,23 @@ def read_chunks(store: Store, texts: Ref, chunks: Ref, split: str) -> list[Chunk
     ]
 
 
-def open_ranges(chunk: Chunk, stopping: Event) -> Iterator[tuple[Iterator[str], bool]]:
-    """The ranges of a chunk, one open at a time: (text in blocks, whether its file ends with it).
+def open_ranges(chunk: Chunk, stopping: Event) -> Iterator[tuple[Iterator[bytes], bool]]:
+    """The ranges of a chunk, one open at a time: (bytes in blocks, whether its file ends with it).
 
     Raises UserError at the end of a range whose bytes are not those that were cut, and Stopped once ``stopping`` is
     set: a thread cannot be ended from outside.
     """
     for path, part in chunk.ranges:
         digest = hashlib.sha256()
-        with open_text(path, part.start, part.end) as blocks:
+        with open_range(path, part.start, part.end) as blocks:
             yield _digested(blocks, digest, stopping), part.last
         if digest.hexdigest() != part.sha256:
             raise UserError(f"{path} changed while the pipeline ran; run it again.")
 
 
-def _digested(blocks: Iterator[str], digest: Any, stopping: Event) -> Iterator[str]:
+def _digested(blocks: Iterator[bytes], digest: Any, stopping: Event) -> Iterator[bytes]:
     for block in blocks:
-        digest.update(block.encode())
-        for start in range(0, len(block), _SLICE):
-            if stopping.is_set():
-                raise Stopped("The run is being stopped.")
-            yield block[start : start + _SLICE]
+        if stopping.is_set():
+            raise Stopped("The run is being stopped.")
+        digest.update(block)
+        yield block

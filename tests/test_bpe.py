@@ -13,6 +13,7 @@ from lm.bpe import TokenizerConfig, train_bpe, train_merges
 from lm.demo_corpus import demo_stories
 from lm.errors import UserError
 from lm.pretokens import GPT2_PATTERN, pretokenize, split_special
+from tests.tokenizers_made import counts_table
 
 # CS336 assignment 1, section 2.4, after Sennrich et al. 2016.
 TEXTBOOK = "low low low low low\nlower lower widest widest widest\nnewest newest newest newest newest newest\n"
@@ -55,7 +56,7 @@ def naive_train(text: str, vocab_size: int, special_tokens: list[str]) -> list[t
 
 def test_the_textbook_example() -> None:
     counts = Counter(TEXTBOOK.encode().split())
-    vocab, merges = train_merges(counts.items(), 256 + 1 + 12, ["<|endoftext|>"])
+    vocab, merges = train_merges(counts_table(counts), 256 + 1 + 12, ["<|endoftext|>"])
     assert merges == TEXTBOOK_MERGES
     assert vocab[256 + 1 + 12 - 1] == b"lower"
 
@@ -70,10 +71,10 @@ def test_the_textbook_example_from_a_file_with_its_pattern(tmp_path: Path) -> No
 
 def test_ties_go_to_the_greater_bytes_and_not_to_the_greater_id() -> None:
     """After ``a b`` (id 256) the pairs (ab, c) and (x, y) tie: x is greater, though 256 is the greater id."""
-    _, merges = train_merges([(b"abc", 2), (b"ab", 1), (b"xy", 2)], 256 + 2, [])
+    _, merges = train_merges(counts_table({b"abc": 2, b"ab": 1, b"xy": 2}), 256 + 2, [])
     assert merges == [(b"a", b"b"), (b"x", b"y")]
     # a prefix is less than what it begins
-    _, merges = train_merges([(b"ab", 3), (b"abz", 2), (b"az", 2)], 256 + 2, [])
+    _, merges = train_merges(counts_table({b"ab": 3, b"abz": 2, b"az": 2}), 256 + 2, [])
     assert merges == [(b"a", b"b"), (b"ab", b"z")]
 
 
@@ -88,7 +89,7 @@ counts_of_few_letters = st.dictionaries(
 @given(counts_of_few_letters, st.integers(0, 40))
 def test_merges_equal_the_naive_reference(counts: dict[bytes, int], merges: int) -> None:
     expected = naive_merges(counts, merges)
-    vocab, found = train_merges(counts.items(), 256 + merges, [])
+    vocab, found = train_merges(counts_table(counts), 256 + merges, [])
     assert found == expected
     assert [vocab[256 + i] for i in range(len(found))] == [left + right for left, right in expected]
 
@@ -162,7 +163,7 @@ def test_a_vocabulary_that_is_too_small_is_a_users_mistake(tmp_path: Path) -> No
     with pytest.raises(UserError, match=r"vocab_size 257 is too small: .* need 258"):
         train_bpe(path, 257, ["<s>", "<t>"])
     with pytest.raises(UserError, match="too small"):
-        train_merges([], 255, [])
+        train_merges(counts_table({}), 255, [])
     with pytest.raises(UserError, match="too small"):
         TokenizerConfig(vocab_size=256)
 
@@ -209,5 +210,5 @@ def test_compressed_input_trains_the_same(tmp_path: Path) -> None:
 
 def test_progress_counts_the_merges() -> None:
     told: list[int] = []
-    train_merges([(b"abcd", 1)], 258, [], told.append)
-    assert told == [1, 2]
+    train_merges(counts_table({b"abcd": 1}), 258, [], progress=told.append)
+    assert told == [2]

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.chunks import ChunkConfig, Range, cut_chunks
-from lm.corpus import open_text
+from lm.corpus import open_range
 from lm.counts import SCHEMA, count_pretokens, merge_counts, read_counts, write_counts
 from lm.demo_corpus import demo_stories
 from lm.errors import UserError
 from lm.pretokens import END_OF_TEXT, GPT2_PATTERN, pretokenize, split_special
+from tests.tokenizers_made import counts_table
 
 EOT = END_OF_TEXT
 SPECIALS = [EOT, EOT + EOT, "<| pad |>"]
@@ -74,9 +76,18 @@ def test_counts_of_the_chunks_add_up_to_the_counts_of_the_whole(
     found: Counter[str] = Counter()
     for chunk in cut_chunks(paths, SPECIALS, target, pattern):
         for part in chunk:
-            with open_text(paths[part.text], part.start, part.end) as blocks:
-                found += count_pretokens(blocks, SPECIALS, pattern)
+            with open_range(paths[part.text], part.start, part.end) as blocks:
+                found += counter_of(count_pretokens([blocks], SPECIALS, pattern))
     assert found == sum((count_of(content, SPECIALS, pattern) for content in contents), Counter())
+
+
+def counter_of(tables: Iterable[pa.Table]) -> Counter[str]:
+    """Tables of counts as one Counter."""
+    found: Counter[str] = Counter()
+    for table in tables:
+        for pretoken, count in zip(*(column.to_pylist() for column in table.columns), strict=True):
+            found[pretoken.decode()] += count
+    return found
 
 
 def chunk_texts(paths: list[str], target: int, special_tokens: list[str], pattern: str = GPT2_PATTERN) -> list[str]:
@@ -190,14 +201,16 @@ def test_an_unfit_target_is_a_users_mistake(target: int) -> None:
 @settings(deadline=None, max_examples=200)
 @given(st.lists(texts, max_size=5), st.sampled_from([GPT2_PATTERN, WORDS_PATTERN]))
 def test_counting_in_blocks_equals_counting_the_whole(blocks: list[str], pattern: str) -> None:
-    assert count_pretokens(blocks, SPECIALS, pattern) == count_of("".join(blocks), SPECIALS, pattern)
+    counts = count_pretokens([[block.encode() for block in blocks]], SPECIALS, pattern)
+    assert counter_of(counts) == count_of("".join(blocks), SPECIALS, pattern)
 
 
 def test_counting_past_the_size_of_a_piece() -> None:
     text = "".join(demo_stories(1500))
-    blocks = [text[i : i + 5003] for i in range(0, len(text), 5003)]
-    assert len(text) > 4 * (1 << 16)
-    assert count_pretokens(blocks, [EOT]) == count_of(text, [EOT], GPT2_PATTERN)
+    data = text.encode()
+    blocks = [data[i : i + 5003] for i in range(0, len(data), 5003)]
+    assert len(data) > 4 * (1 << 16)
+    assert counter_of(count_pretokens([blocks], [EOT])) == count_of(text, [EOT], GPT2_PATTERN)
 
 
 some_counts = st.dictionaries(
@@ -205,35 +218,32 @@ some_counts = st.dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=60)
-@given(some_counts)
-def test_counts_are_written_in_the_order_of_the_bytes(
-    tmp_path_factory: pytest.TempPathFactory, counts: dict[str, int]
-) -> None:
-    path = tmp_path_factory.mktemp("counts") / "counts.parquet"
-    write_counts(path, Counter(counts))
-    assert pq.read_schema(path).equals(SCHEMA)
-    assert list(read_counts(path)) == sorted((pretoken.encode(), count) for pretoken, count in counts.items())
+def rows(path: Path) -> list[list[tuple[bytes, int]]]:
+    """The rows of a file of counts, by its row groups."""
+    file = pq.ParquetFile(path)
+    groups = [file.read_row_group(i).to_pydict() for i in range(file.num_row_groups)]
+    return [list(zip(group["pretoken"], group["count"], strict=True)) for group in groups]
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(some_counts, min_size=1, max_size=4))
-def test_merged_counts_are_the_sum_ordered_by_count_then_bytes(
+def test_merged_counts_are_the_sum_by_partition_in_order(
     tmp_path_factory: pytest.TempPathFactory, parts: list[dict[str, int]]
 ) -> None:
     directory = tmp_path_factory.mktemp("counts")
     paths = [directory / f"{i}.parquet" for i in range(len(parts))]
     for path, part in zip(paths, parts, strict=True):
-        write_counts(path, Counter(part))
-    merge_counts(paths, directory / "all.parquet")
+        write_counts(path, counts_table(part))
     total = sum(map(Counter, parts), Counter())
-    expected = sorted(
-        ((pretoken.encode(), count) for pretoken, count in total.items()), key=lambda row: (-row[1], row[0])
-    )
-    assert list(read_counts(directory / "all.parquet")) == expected
+    assert merge_counts(paths, directory / "all.parquet") == (total.total(), len(total))
+    assert counter_of([read_counts(directory / "all.parquet")]) == total
     assert pq.read_schema(directory / "all.parquet").equals(SCHEMA)
-    merge_counts(reversed(paths), directory / "again.parquet")
+    for group in rows(directory / "all.parquet"):
+        assert group == sorted(group, key=lambda row: (-row[1], row[0]))
+    merge_counts(paths[::-1], directory / "again.parquet")
     assert (directory / "again.parquet").read_bytes() == (directory / "all.parquet").read_bytes()
+    write_counts(directory / "once.parquet", counts_table(total))
+    assert rows(directory / "once.parquet") == rows(directory / "all.parquet")
 
 
 def test_counts_that_cannot_be_read_are_a_users_mistake(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from lm.corpus import (
     fingerprint,
     is_referable,
     open_bytes,
+    open_range,
     open_text,
     split_suffixes,
     version,
@@ -248,13 +249,11 @@ def test_invalid_utf8_past_the_first_block_is_named_with_its_offset(tmp_path: Pa
         read(str(path))
 
 
-def test_invalid_utf8_in_a_range_is_named_with_its_offset_in_the_file(tmp_path: Path) -> None:
+def test_a_range_is_its_bytes(tmp_path: Path) -> None:
     path = tmp_path / "bad.txt"
     path.write_bytes(b"good \xff bad")
-    with open_text(str(path), 2, 5) as blocks:
-        assert "".join(blocks) == "od "
-    with open_text(str(path), 2, 9) as blocks, pytest.raises(UserError, match="offset 5"):
-        list(blocks)
+    with open_range(str(path), 2, 9) as blocks:
+        assert b"".join(blocks) == b"od \xff ba"
 
 
 @settings(deadline=None, max_examples=300)

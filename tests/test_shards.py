@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from lm.bpe import train_merges
 from lm.chunks import cut_chunks
-from lm.corpus import open_text
+from lm.corpus import open_range
 from lm.counts import count_pretokens
 from lm.demo_corpus import demo_stories
 from lm.errors import UserError
 from lm.pretokens import END_OF_TEXT
-from lm.shards import TokenShards, token_dtype, write_shard
-from lm.tokenizer import Tokenizer
+from lm.shards import TokenShards, encode_files, write_shard
+from lm.tokenizer import Tokenizer, token_dtype
 
 EOT = END_OF_TEXT
 PAD = "<| pad |>"
@@ -25,9 +25,8 @@ PAD = "<| pad |>"
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    counts = count_pretokens(demo_stories(100), [EOT, PAD])
-    pairs = ((pretoken.encode(), count) for pretoken, count in counts.items())
-    return Tokenizer(*train_merges(pairs, 600, [EOT, PAD]), [EOT, PAD])
+    [counts] = count_pretokens([[story.encode() for story in demo_stories(100)]], [EOT, PAD])
+    return Tokenizer(*train_merges(counts, 600, [EOT, PAD]), [EOT, PAD])
 
 
 def read_shard(directory: Path, dtype: str = "<u2") -> tuple[list[int], list[int]]:
@@ -41,8 +40,8 @@ def shard_of(
     tokenizer: Tokenizer, directory: Path, *texts: str | tuple[str, bool], separator: str = EOT
 ) -> tuple[list[int], list[int]]:
     """Write texts, whole files unless said otherwise, to a shard and read it."""
-    given_texts: Iterable[tuple[list[str], bool]] = (
-        ([text], True) if isinstance(text, str) else ([text[0]], text[1]) for text in texts
+    given_texts: Iterable[tuple[list[bytes], bool]] = (
+        ([text.encode()], True) if isinstance(text, str) else ([text[0].encode()], text[1]) for text in texts
     )
     directory.mkdir(parents=True, exist_ok=True)
     tokens, documents = write_shard(given_texts, tokenizer, separator, directory)
@@ -124,7 +123,7 @@ def test_the_buffer_size_changes_nothing(
     directory = tmp_path_factory.mktemp("shards")
     expected = shard_of(tokenizer, directory / "whole", *contents)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lm.shards._BUFFER", buffer)
+        patch.setattr("lm.tokenizer.WINDOW", buffer)
         assert shard_of(tokenizer, directory / "buffered", *contents) == expected
 
 
@@ -143,8 +142,8 @@ def test_shards_of_chunks_join_to_the_shard_of_the_whole(
     for chunk in cut_chunks(list(map(str, paths)), tokenizer.special_tokens, target):
         parts = []
         for part in chunk:
-            with open_text(str(paths[part.text]), part.start, part.end) as blocks:
-                parts.append(("".join(blocks), part.last))
+            with open_range(str(paths[part.text]), part.start, part.end) as blocks:
+                parts.append((b"".join(blocks).decode(), part.last))
         chunk_ids, chunk_ends = shard_of(tokenizer, directory, *parts)
         ends += [len(ids) + end for end in chunk_ends]
         ids += chunk_ids

@@ -1,6 +1,7 @@
 """Encoding and decoding: an obvious reference, special tokens, and what users get wrong."""
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from lm.demo_corpus import demo_stories
 from lm.errors import UserError
 from lm.pretokens import END_OF_TEXT, pretokenize, split_special
 from lm.tokenizer import Tokenizer
-from tests.tokenizers_made import SPECIALS, bytes_tokenizer, pieces
+from tests.tokenizers_made import SPECIALS, bytes_tokenizer, counts_table, pieces
 
 any_text = st.lists(pieces | st.text(max_size=8), max_size=12).map("".join) | st.text()
 
@@ -61,7 +62,7 @@ def test_encode_equals_the_naive_reference(tokenizer: Tokenizer, custom_tokenize
 @given(st.lists(st.text("ab", min_size=1, max_size=6), max_size=12), st.text("ab ", max_size=60))
 def test_encode_equals_the_naive_reference_with_any_merges(words: list[str], text: str) -> None:
     """Many merges of two letters: runs such as ``aaaa``, where it matters which pair is joined first."""
-    vocab, merges = train_merges([(word.encode(), 1) for word in words], 300, [])
+    vocab, merges = train_merges(counts_table(Counter(words)), 300, [])
     tokenizer = Tokenizer(vocab, merges)
     assert tokenizer.encode(text) == naive_encode(tokenizer, text, [])
 

@@ -130,7 +130,7 @@ def test_a_tokenizer_of_our_own_equals_tiktoken(text: str) -> None:
     """Needs no files of GPT-2's: tiktoken takes our ids for ranks."""
     tiktoken = pytest.importorskip("tiktoken")
     counts = [(word.encode(), 9 - i) for i, word in enumerate((" the", " then", " other", "ing", "123", "…", " don"))]
-    vocab, merges = train_merges(counts, 290, [END_OF_TEXT])
+    vocab, merges = train_merges(counts_table(dict(counts)), 290, [END_OF_TEXT])
     ranks = {token: token_id for token_id, token in vocab.items() if token_id != 256}
     theirs = tiktoken.Encoding("ours", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256})
     text += " the other thing, don't 123" + END_OF_TEXT + text

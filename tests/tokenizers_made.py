@@ -1,9 +1,12 @@
 """Tokenizers made for the tests, and text to try them on."""
 
+from collections.abc import Mapping
+
+import pyarrow as pa
 from hypothesis import strategies as st
 
 from lm.bpe import train_merges
-from lm.counts import count_pretokens
+from lm.counts import SCHEMA, count_pretokens
 from lm.demo_corpus import demo_stories
 from lm.pretokens import END_OF_TEXT, GPT2_PATTERN
 from lm.tokenizer import Tokenizer
@@ -18,10 +21,15 @@ def make_tokenizer(
     """A tokenizer trained on demo stories and some text that is not ASCII."""
     special_tokens = SPECIALS if special_tokens is None else special_tokens
     blocks = [*demo_stories(100), "naïve café déjà vu 日本語の文章 日本語 🙂🙂 aaaaaaaa abababab \n\n\n\t\t" * 5]
-    counts = count_pretokens(blocks, SPECIALS, pattern)
-    pairs = ((pretoken.encode(), count) for pretoken, count in counts.items())
-    vocab, learned = train_merges(pairs, 256 + len(special_tokens) + merges, special_tokens)
+    [counts] = count_pretokens([[block.encode() for block in blocks]], SPECIALS, pattern)
+    vocab, learned = train_merges(counts, 256 + len(special_tokens) + merges, special_tokens)
     return Tokenizer(vocab, learned, special_tokens, pattern)
+
+
+def counts_table(counts: Mapping[bytes, int] | Mapping[str, int]) -> pa.Table:
+    """Pretoken counts as ``lm`` has them."""
+    pretokens = [pretoken.encode() if isinstance(pretoken, str) else pretoken for pretoken in counts]
+    return pa.table([pretokens, list(counts.values())], schema=SCHEMA)
 
 
 def bytes_tokenizer(special_tokens: list[str] | None = None) -> Tokenizer:

@@ -5,13 +5,18 @@ these sources and the processor, as numba itself does not see that a helper in a
 """
 
 import hashlib
+import logging
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import llvmlite.binding
 import numba
+
+log = logging.getLogger(__name__)
 
 
 def _cache_directory() -> Path:
@@ -38,3 +43,27 @@ def kernel(function: Callable[..., Any]) -> Any:
 def inlined(function: Callable[..., Any]) -> Any:
     """A small function that becomes part of the kernels that call it."""
     return numba.njit(**_OPTIONS)(function)
+
+
+_known: set[str] = set()  # what this process has said about compiling, or need not say
+
+
+@contextmanager
+def compiling(what: str) -> Iterator[None]:
+    """Around the call of the kernels of one subject: where this machine has not compiled them yet, say so first, and
+    then how long it took."""
+    if what in _known:
+        yield
+        return
+    _known.add(what)
+    mark = CACHE / f"{what}.compiled"
+    is_new = not mark.exists()
+    started = time.monotonic()
+    if is_new:
+        log.warning("Compiling the %s kernels for this processor, once; this takes some seconds.", what)
+    yield
+    if is_new:
+        log.warning("Compiled the %s kernels in %.1f s; kept in %s.", what, time.monotonic() - started, CACHE)
+        with suppress(OSError):  # a cache that cannot be written is no reason to fail
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from lm.kernels import inlined, kernel
 from lm.kernels.simd import first_bit, load64, prefetch, store64
-from lm.kernels.table import ARENA_USED, LONG, SHORT, SLOTS_USED, WORDS, find, home_of, key_of
+from lm.kernels.table import ARENA_USED, BATCH, LONG, SHORT, SLOTS_USED, WORDS, find, home_of, key_of
 from lm.kernels.walk import AT, MORE, NONE, TOO_SMALL, next_pretokens
 
 MAX_MERGES = (1 << 20) - 256
@@ -20,7 +20,6 @@ _SCANNED = 32  # bytes: up to here the next merge is found by looking at all pai
 _NO_RANK = np.int32(0x7FFFFFFF)
 _EMPTY = np.uint64(0xFFFFFFFFFFFFFFFF)
 _ONE = np.uint64(1)
-_BATCH = 128
 
 
 class Model(NamedTuple):
@@ -68,7 +67,7 @@ class Workspace(NamedTuple):
 def make_workspace(longest: int) -> Workspace:
     """A workspace for pretokens of up to ``longest`` bytes; memory is taken only as they come."""
     columns = [np.empty(longest + 65, np.int32) for _ in range(5)]
-    return Workspace(*columns, np.empty(_BATCH, np.uint64), np.empty(_BATCH, np.uint64), np.empty(_BATCH, np.int64))
+    return Workspace(*columns, np.empty(BATCH, np.uint64), np.empty(BATCH, np.uint64), np.empty(BATCH, np.int64))
 
 
 @inlined
@@ -298,8 +297,8 @@ def encode(buffer, end, final, cursor, classes, specials, model, queue, table, w
         found, which = next_pretokens(buffer, cursor, end, final, classes, specials, starts)
         if found < 0:
             return out_at, found
-        for first in range(0, found, _BATCH):
-            batch = min(_BATCH, found - first)
+        for first in range(0, found, BATCH):
+            batch = min(BATCH, found - first)
             for i in range(batch):
                 at = np.int64(starts[first + i])
                 n = np.int64(starts[first + i + 1]) - at

@@ -8,9 +8,9 @@ space or other; the bytes of a character share its class. With these as 64-bit m
 import numpy as np
 
 from lm.kernels import inlined, kernel
+from lm.kernels.classes import DIGIT, LETTER, OTHER, WHITE
 from lm.kernels.simd import first_bit, in_range
 
-LETTER, DIGIT, WHITE, OTHER = 0, 1, 2, 3
 _ONE = np.uint64(1)
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 _APOSTROPHE, _SPACE = 0x27, 0x20

@@ -15,7 +15,8 @@ from lm.kernels.simd import load64
 
 SHORT = 15
 WORDS = 4  # of a slot
-SLOTS_USED, ARENA_USED = 0, 1
+SLOTS_USED, ARENA_USED, BYTES_USED = 0, 1, 2
+BATCH = 128  # pretokens whose slots are asked for before the first is looked at
 LONG = np.uint64(0xFF << 56)
 _MIX1 = np.uint64(0x9E3779B97F4A7C15)
 _MIX2 = np.uint64(0xD6E8FEB86659FD93)
@@ -24,16 +25,17 @@ _HIGH = np.array([(1 << 8 * max(0, n - 8)) - 1 for n in range(16)], np.uint64)
 
 
 class Table(NamedTuple):
-    """The arrays of a table; ``used`` holds the numbers of used slots and of used arena bytes."""
+    """The arrays of a table; ``used`` holds the numbers of used slots, of used arena bytes and of
+    bytes of all pretokens."""
 
     slots: npt.NDArray[np.uint64]  # (a power of two × WORDS,)
     arena: npt.NDArray[np.uint8]
-    used: npt.NDArray[np.int64]  # (2,)
+    used: npt.NDArray[np.int64]  # (3,)
 
 
 def make_table(slots: int, arena: int) -> Table:
     """An empty table of ``slots`` slots, a power of two, and an arena of ``arena`` bytes."""
-    return Table(np.zeros(slots * WORDS, np.uint64), np.zeros(arena + 16, np.uint8), np.array([0, 8], np.int64))
+    return Table(np.zeros(slots * WORDS, np.uint64), np.zeros(arena + 16, np.uint8), np.array([0, 8, 0], np.int64))
 
 
 @inlined

@@ -14,7 +14,7 @@ from lm.kernels import inlined, kernel
 from lm.kernels.scan import scan
 from lm.kernels.simd import first_bit, in_range
 
-AT, SPECIAL_AT, SPECIAL_END = 0, 1, 2  # of a cursor: where to go on; the next special token, where it is known
+AT, SPECIAL_AT, SPECIAL_END, SPECIAL = 0, 1, 2, 3  # of a cursor: where to go on; the next special token, if known
 TOO_SMALL = -1  # a pretoken longer than ``starts``
 NONE, MORE = -1, -2  # instead of a special token: none here; none here, and the rest of the buffer is uncertain
 _PIECE = 1 << 14
@@ -117,9 +117,8 @@ def next_pretokens(buffer, cursor, end, final, classes, specials, starts):
     """
     at = cursor[AT]
     if cursor[SPECIAL_AT] < at:
-        cursor[SPECIAL_AT], cursor[SPECIAL_END], which = find_special(buffer, at, end, specials)
-        cursor[3] = which
-    which = cursor[3]
+        cursor[SPECIAL_AT], cursor[SPECIAL_END], cursor[SPECIAL] = find_special(buffer, at, end, specials)
+    which = cursor[SPECIAL]
     stop = cursor[SPECIAL_AT]
     closed = which != NONE or final  # whether the text before ``stop`` is known to end there
     if which == NONE and not final:

@@ -1,0 +1,65 @@
+"""Text in buffers for the kernels: blocks of bytes laid one after the other, what is uncertain kept for the next."""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from lm.errors import UserError
+from lm.kernels.walk import AT, SPECIAL_AT
+
+WINDOW = 1 << 18  # bytes that a kernel is given at a time: they stay in the processor's cache
+PADDING = 128  # bytes past the end that a kernel may read
+_BASE = 4  # of a cursor, after the kernels' entries: bytes of text before the buffer
+
+Cursor = npt.NDArray[np.int64]
+
+
+def new_cursor() -> Cursor:
+    """A cursor for :func:`windows`."""
+    return np.array([0, -1, -1, -1, 0], np.int64)
+
+
+def windows(
+    blocks: Iterable[bytes], cursor: Cursor, size: int = WINDOW
+) -> Iterator[tuple[npt.NDArray[np.uint8], int, bool]]:
+    """Yield (buffer, end, final) over the text that ``blocks`` join to: the bytes before ``end`` are to be worked on.
+
+    The caller moves ``cursor[AT]`` to where it came; what it left comes again with more text after it. ``final`` is
+    True for the last window. A window grows past ``size`` while nothing in it is certain.
+    """
+    buffer = np.empty(size + PADDING, np.uint8)
+    end = 0
+    cursor[AT], cursor[SPECIAL_AT], cursor[_BASE] = 0, -1, 0
+    for block in blocks:
+        piece = memoryview(block)
+        while piece:
+            if end == len(buffer) - PADDING:
+                yield buffer, end, False
+                rest = buffer[cursor[AT] : end]
+                cursor[_BASE] += cursor[AT]
+                if 2 * len(rest) > end:  # doubling keeps a long pretoken from being looked at again and again
+                    buffer = np.empty(2 * len(buffer), np.uint8)
+                buffer[: len(rest)] = rest.copy()
+                end = len(rest)
+                cursor[AT], cursor[SPECIAL_AT] = 0, -1
+            taken = min(len(piece), len(buffer) - PADDING - end)
+            buffer[end : end + taken] = np.frombuffer(piece[:taken], np.uint8)
+            end += taken
+            piece = piece[taken:]
+    yield buffer, end, True
+
+
+class NotUtf8(UserError):
+    """A byte that is no part of UTF-8 text; ``offset`` is its place in the text."""
+
+    def __init__(self, buffer: npt.NDArray[np.uint8], cursor: Cursor, at: int) -> None:
+        self.byte, self.offset = int(buffer[at]), int(cursor[_BASE]) + at
+        super().__init__(self.message("The text", 0))
+
+    def message(self, name: str, start: int) -> str:
+        """What to tell where the text is that of ``name`` from byte ``start`` on."""
+        return (
+            f"{name} is not UTF-8: byte 0x{self.byte:02x} at offset {start + self.offset:,}. "
+            "Convert it, or let the pipeline read it with data.invalid_utf8 set to replace."
+        )

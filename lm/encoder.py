@@ -1,0 +1,86 @@
+"""The compiled way from text to token ids, for GPT-2's pattern; the reference is in :mod:`lm.tokenizer`."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lm.buffers import WINDOW, NotUtf8, new_cursor, windows
+from lm.kernels import compiling, encode
+from lm.kernels.classes import character_classes
+from lm.kernels.table import make_table
+from lm.kernels.walk import TOO_SMALL, Specials
+
+_SLOTS, _ARENA = 1 << 20, 16 << 20  # of the memory for pretokens that each thread has: 32 and 16 MB
+_NO_RANK = np.iinfo(np.int32).max
+
+
+class Encoder:
+    """Encodes with merges that are made in order. One may be used by many threads: each call has a memory of pretokens
+    to itself while it lasts."""
+
+    def __init__(self, model: encode.Model, merges: int, dtype: np.dtype[np.unsignedinteger]) -> None:
+        self.dtype = dtype
+        self._model = model
+        self._merges = merges
+        self._idle: list[tuple[object, object, object]] = []  # a list's append and pop are safe in threads
+
+    @classmethod
+    def make(
+        cls,
+        ids: Mapping[bytes, int],
+        merges: Sequence[tuple[bytes, bytes]],
+        dtype: np.dtype[np.unsignedinteger],
+    ) -> "Encoder | None":
+        """An encoder; None where the kernels' way would not be exact: a part made after the merge that needs it, a
+        token made by two merges, more than a million merges. Raises KeyError for a token without an id."""
+        tokens = [bytes([byte]) for byte in range(256)]
+        tokens += [left + right for left, right in merges]
+        nodes = {token: node for node, token in enumerate(tokens)}
+        model_ids = np.array([ids[token] for token in tokens], np.int64)
+        parts = np.array([(ids[left], ids[right]) for left, right in merges]).reshape(-1, 2)
+        if len(nodes) < len(tokens) or len(merges) > encode.MAX_MERGES:
+            return None
+        parts = np.array([(nodes.get(left, -1), nodes.get(right, -1)) for left, right in merges], np.int32).reshape(-1, 2)
+        made = np.arange(256, len(tokens))
+        if (parts < 0).any() or (parts.max(axis=1, initial=0) >= made).any():
+            return None
+        lengths = np.array([len(token) for token in tokens], np.int32)
+        size = 1 << (2 * len(merges)).bit_length()
+        model = encode.Model(
+            model_ids, lengths, np.full(1 << 16, _NO_RANK, np.int32), np.full(size, 2**64 - 1, np.uint64)
+        )
+        with compiling("pair table"):
+            encode.fill_pairs(parts[:, 0].copy(), parts[:, 1].copy(), model.byte_pairs, model.pairs)
+        return cls(model, len(merges), dtype)
+
+    def encode(
+        self, blocks: Iterable[bytes], specials: Specials, window: int = WINDOW
+    ) -> Iterator[npt.NDArray[np.unsignedinteger]]:
+        """Yield the ids of the UTF-8 text that ``blocks`` join to, an array for about ``window`` bytes of it.
+
+        Raises UserError where the text is not UTF-8.
+        """
+        try:
+            queue, table, work = self._idle.pop()
+        except IndexError:
+            queue, table, work = encode.make_queue(self._merges), make_table(_SLOTS, _ARENA), encode.make_workspace(1 << 14)
+        cursor, out = new_cursor(), np.empty(0, self.dtype)
+        try:
+            for buffer, end, final in windows(blocks, cursor, window):
+                status = TOO_SMALL
+                while status == TOO_SMALL:
+                    if len(out) < end + 8:
+                        out = np.empty(len(buffer), self.dtype)
+                    with compiling(f"encoding {self.dtype.name}"):
+                        count, status = encode.encode(
+                            buffer, end, final, cursor, character_classes(), specials, self._model, queue, table, work, out
+                        )
+                    if status < TOO_SMALL:
+                        raise NotUtf8(buffer, cursor, -2 - status)
+                    if count:
+                        yield out[:count].copy()
+                    if status == TOO_SMALL:
+                        work = encode.make_workspace(2 * len(work.starts))
+        finally:
+            self._idle.append((queue, table, work))
