@@ -38,12 +38,17 @@ class Encoder:
         tokens += [left + right for left, right in merges]
         nodes = {token: node for node, token in enumerate(tokens)}
         model_ids = np.array([ids[token] for token in tokens], np.int64)
-        parts = np.array([(ids[left], ids[right]) for left, right in merges]).reshape(-1, 2)
-        if len(nodes) < len(tokens) or len(merges) > encode.MAX_MERGES:
-            return None
-        parts = np.array([(nodes.get(left, -1), nodes.get(right, -1)) for left, right in merges], np.int32).reshape(-1, 2)
-        made = np.arange(256, len(tokens))
-        if (parts < 0).any() or (parts.max(axis=1, initial=0) >= made).any():
+        lefts = np.array([nodes.get(left, -1) for left, _ in merges], np.int32)
+        rights = np.array([nodes.get(right, -1) for _, right in merges], np.int32)
+        for merge in merges if (lefts < 0).any() or (rights < 0).any() else ():
+            for part in merge:
+                _ = ids[part]
+        is_exact = (
+            len(nodes) == len(tokens)
+            and len(merges) <= encode.MAX_MERGES
+            and min(lefts.min(initial=0), rights.min(initial=0)) >= 0
+        )
+        if not is_exact or (np.maximum(lefts, rights) >= np.arange(256, len(tokens))).any():
             return None
         lengths = np.array([len(token) for token in tokens], np.int32)
         size = 1 << (2 * len(merges)).bit_length()
@@ -51,7 +56,7 @@ class Encoder:
             model_ids, lengths, np.full(1 << 16, _NO_RANK, np.int32), np.full(size, 2**64 - 1, np.uint64)
         )
         with compiling("pair table"):
-            encode.fill_pairs(parts[:, 0].copy(), parts[:, 1].copy(), model.byte_pairs, model.pairs)
+            encode.fill_pairs(lefts, rights, model.byte_pairs, model.pairs)
         return cls(model, len(merges), dtype)
 
     def encode(
@@ -64,7 +69,11 @@ class Encoder:
         try:
             queue, table, work = self._idle.pop()
         except IndexError:
-            queue, table, work = encode.make_queue(self._merges), make_table(_SLOTS, _ARENA), encode.make_workspace(1 << 14)
+            queue, table, work = (
+                encode.make_queue(self._merges),
+                make_table(_SLOTS, _ARENA),
+                encode.make_workspace(1 << 14),
+            )
         cursor, out = new_cursor(), np.empty(0, self.dtype)
         try:
             for buffer, end, final in windows(blocks, cursor, window):
@@ -74,7 +83,17 @@ class Encoder:
                         out = np.empty(len(buffer), self.dtype)
                     with compiling(f"encoding {self.dtype.name}"):
                         count, status = encode.encode(
-                            buffer, end, final, cursor, character_classes(), specials, self._model, queue, table, work, out
+                            buffer,
+                            end,
+                            final,
+                            cursor,
+                            character_classes(),
+                            specials,
+                            self._model,
+                            queue,
+                            table,
+                            work,
+                            out,
                         )
                     if status < TOO_SMALL:
                         raise NotUtf8(buffer, cursor, -2 - status)

@@ -73,7 +73,9 @@ def chunk(out: "Draft", **inputs: Any) -> str:
 
 def count(out: "Draft", parts: "list[Output]") -> str:
     """The commonest and the longest pretokens, and how counts fall with rank."""
-    table = pq.read_table(out.directory / "counts.parquet").sort_by([("count", "descending"), ("pretoken", "ascending")])
+    table = pq.read_table(out.directory / "counts.parquet").sort_by(
+        [("count", "descending"), ("pretoken", "ascending")]
+    )
     counts = table["count"].to_numpy()
     commonest = [
         (code(pretoken), number, f"{100 * number / counts.sum():.2f} %")

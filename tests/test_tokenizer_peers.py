@@ -14,7 +14,7 @@ from lm.bpe import train_merges
 from lm.demo_corpus import demo_stories
 from lm.pretokens import END_OF_TEXT, GPT2_PATTERN
 from lm.tokenizer import Tokenizer
-from tests.tokenizers_made import bytes_tokenizer, pieces
+from tests.tokenizers_made import bytes_tokenizer, counts_table, pieces
 
 
 def is_classified_alike(text: str) -> bool:

@@ -42,7 +42,7 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 def inlined(function: Callable[..., Any]) -> Any:
     """A small function that becomes part of the kernels that call it."""
-    return numba.njit(**_OPTIONS)(function)
+    return numba.njit(forceinline=True, **_OPTIONS)(function)
 
 
 _known: set[str] = set()  # what this process has said about compiling, or need not say

@@ -6,7 +6,7 @@ The reference is a ``Counter`` of what :func:`lm.pretokens.pretokenize` yields.
 import numpy as np
 
 from lm.kernels import kernel
-from lm.kernels.simd import prefetch, store64
+from lm.kernels.simd import prefetch, read, store64
 from lm.kernels.table import ARENA_USED, BATCH, BYTES_USED, LONG, SHORT, SLOTS_USED, WORDS, find, home_of, key_of
 from lm.kernels.walk import AT, MORE, SPECIAL_AT, next_pretokens
 
@@ -40,16 +40,18 @@ def count(buffer, end, final, cursor, classes, specials, table, work):
         for first in range(0, found, BATCH):
             batch = min(BATCH, found - first)
             for i in range(batch):
-                at = np.int64(starts[first + i])
-                low, high = key_of(buffer, at, np.int64(starts[first + i + 1]) - at)
+                at = np.int64(read(starts, first + i))
+                low, high = key_of(buffer, at, np.int64(read(starts, first + i + 1)) - at)
                 home = home_of(low, high, slots)
                 prefetch(slots, home)
                 lows[i], highs[i], homes[i] = low, high, home
             for i in range(batch):
-                low, high, slot = lows[i], highs[i], homes[i]
-                while slots[slot + 1] != 0 and (slots[slot] != low or slots[slot + 1] != high):
+                low, high, slot = read(lows, i), read(highs, i), read(homes, i)
+                found_high = read(slots, slot + 1)
+                while found_high != 0 and (read(slots, slot) != low or found_high != high):
                     slot = (slot + WORDS) & last_word
-                if high >= LONG or slots[slot + 1] == 0:
+                    found_high = read(slots, slot + 1)
+                if high >= LONG or found_high == 0:
                     at = np.int64(starts[first + i])
                     slot = enter(table, low, high, slot, buffer, at, np.int64(starts[first + i + 1]) - at)
                 slots[slot + 2] += np.uint64(1)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lm.kernels import inlined, kernel
-from lm.kernels.simd import first_bit, load64, prefetch, store64
+from lm.kernels.simd import first_bit, load64, prefetch, read, store64
 from lm.kernels.table import ARENA_USED, BATCH, LONG, SHORT, SLOTS_USED, WORDS, find, home_of, key_of
 from lm.kernels.walk import AT, MORE, NONE, TOO_SMALL, next_pretokens
 
@@ -105,8 +105,7 @@ def rank_of(model, left, right):
 
 @kernel
 def encode_short(buffer, at, n, model, work, out, out_at):
-    """Encode a pretoken of at most 32 bytes to ``out[out_at:]``; returns the number of ids.
-    """
+    """Encode a pretoken of at most 32 bytes to ``out[out_at:]``; returns the number of ids."""
     nodes, ranks = work.nodes, work.ranks
     for i in range(n):
         nodes[i] = buffer[at + i]
@@ -300,20 +299,21 @@ def encode(buffer, end, final, cursor, classes, specials, model, queue, table, w
         for first in range(0, found, BATCH):
             batch = min(BATCH, found - first)
             for i in range(batch):
-                at = np.int64(starts[first + i])
-                n = np.int64(starts[first + i + 1]) - at
-                low, high = key_of(buffer, at, n)
+                at = np.int64(read(starts, first + i))
+                low, high = key_of(buffer, at, np.int64(read(starts, first + i + 1)) - at)
                 home = home_of(low, high, slots)
                 prefetch(slots, home)
                 lows[i], highs[i], homes[i] = low, high, home
             for i in range(batch):
-                low, high, slot = lows[i], highs[i], homes[i]
-                while slots[slot + 1] != 0 and (slots[slot] != low or slots[slot + 1] != high):
+                low, high, slot = read(lows, i), read(highs, i), read(homes, i)
+                found_high = read(slots, slot + 1)
+                while found_high != 0 and (read(slots, slot) != low or found_high != high):
                     slot = (slot + WORDS) & last_word
-                info = slots[slot + 3]
-                if high < LONG and slots[slot + 1] != 0:
+                    found_high = read(slots, slot + 1)
+                if high < LONG and found_high != 0:
+                    info = read(slots, slot + 3)
                     if info <= in_word:
-                        store64(out, out_at, slots[slot + 2])
+                        store64(out, out_at, read(slots, slot + 2))
                         out_at += np.int64(info)
                     else:
                         out_at += recall(arena, info, 0, out, out_at)

@@ -119,9 +119,7 @@ def scan(buffer, begin, end, classes, starts):
         high = in_range(buffer, at, 0, 0x80, 0xFF) & valid
         tails = np.uint64(0)
         if high:
-            size, letters, digits, white, tails = classify(
-                buffer, at, end, size, high, letters, digits, white, classes
-            )
+            size, letters, digits, white, tails = classify(buffer, at, end, size, high, letters, digits, white, classes)
             if size < 0:
                 return size - at
             valid = low_bits(size)

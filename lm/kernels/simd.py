@@ -70,6 +70,18 @@ def store64(typingctx: Any, buffer: Any, at: Any, word: Any) -> Any:
 
 
 @intrinsic
+def read(typingctx: Any, array: Any, at: Any) -> Any:
+    """``array[at]`` for an index that is known not to be negative, which numba would look at each time."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, index = arguments
+        data = context.make_array(signature.args[0])(context, builder, array).data
+        return builder.load(builder.gep(data, [index]))
+
+    return array.dtype(array, types.int64), generate
+
+
+@intrinsic
 def first_bit(typingctx: Any, word: Any) -> Any:
     """The index of the lowest set bit; 64 where there is none."""
 

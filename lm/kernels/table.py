@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lm.kernels import inlined
-from lm.kernels.simd import load64
+from lm.kernels.simd import load64, read
 
 SHORT = 15
 WORDS = 4  # of a slot
@@ -42,8 +42,8 @@ def make_table(slots: int, arena: int) -> Table:
 def key_of(buffer, at, n):
     """The two key words of the pretoken of ``n`` bytes at ``at``."""
     if n <= SHORT:
-        low = load64(buffer, at) & _LOW[n]
-        high = load64(buffer, at + 8) & _HIGH[n] | np.uint64(n) << np.uint64(56)
+        low = load64(buffer, at) & read(_LOW, n)
+        high = load64(buffer, at + 8) & read(_HIGH, n) | np.uint64(n) << np.uint64(56)
         return low, high
     low = np.uint64(n)
     k = 0
