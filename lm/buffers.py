@@ -6,18 +6,18 @@ import numpy as np
 import numpy.typing as npt
 
 from lm.errors import UserError
-from lm.kernels.walk import AT, SPECIAL_AT
+from lm.kernels.walk import AT, SCANNED, SPECIAL_AT
 
 WINDOW = 1 << 18  # bytes that a kernel is given at a time: they stay in the processor's cache
 PADDING = 128  # bytes past the end that a kernel may read
-_BASE = 4  # of a cursor, after the kernels' entries: bytes of text before the buffer
+_BASE = 5  # of a cursor, after the kernels' entries: bytes of text before the buffer
 
 Cursor = npt.NDArray[np.int64]
 
 
 def new_cursor() -> Cursor:
     """A cursor for :func:`windows`."""
-    return np.array([0, -1, -1, -1, 0], np.int64)
+    return np.array([0, -1, -1, -1, SCANNED, 0], np.int64)
 
 
 def windows(

@@ -8,8 +8,9 @@ import numpy.typing as npt
 from lm.buffers import WINDOW, NotUtf8, new_cursor, windows
 from lm.kernels import compiling, encode
 from lm.kernels.classes import character_classes
-from lm.kernels.table import make_table
-from lm.kernels.walk import TOO_SMALL, Specials
+from lm.kernels.encode import Queue, Workspace, make_workspace
+from lm.kernels.table import Table, make_table
+from lm.kernels.walk import SCANNED, TOO_SMALL, Specials
 
 _SLOTS, _ARENA = 1 << 20, 16 << 20  # of the memory for pretokens that each thread has: 32 and 16 MB
 _NO_RANK = np.iinfo(np.int32).max
@@ -23,7 +24,7 @@ class Encoder:
         self.dtype = dtype
         self._model = model
         self._merges = merges
-        self._idle: list[tuple[object, object, object]] = []  # a list's append and pop are safe in threads
+        self._idle: list[tuple[Queue, Table, Workspace]] = []  # a list's append and pop are safe in threads
 
     @classmethod
     def make(
@@ -32,28 +33,22 @@ class Encoder:
         merges: Sequence[tuple[bytes, bytes]],
         dtype: np.dtype[np.unsignedinteger],
     ) -> "Encoder | None":
-        """An encoder; None where the kernels' way would not be exact: a part made after the merge that needs it, a
-        token made by two merges, more than a million merges. Raises KeyError for a token without an id."""
+        """An encoder; None where the kernels' way would not be exact: a part is made after the merge that needs it, a
+        token is made by two merges or has no id, or there are more than a million merges."""
         tokens = [bytes([byte]) for byte in range(256)]
         tokens += [left + right for left, right in merges]
         nodes = {token: node for node, token in enumerate(tokens)}
-        model_ids = np.array([ids[token] for token in tokens], np.int64)
+        token_ids = np.array([ids.get(token, -1) for token in tokens], np.int64)
         lefts = np.array([nodes.get(left, -1) for left, _ in merges], np.int32)
         rights = np.array([nodes.get(right, -1) for _, right in merges], np.int32)
-        for merge in merges if (lefts < 0).any() or (rights < 0).any() else ():
-            for part in merge:
-                _ = ids[part]
-        is_exact = (
-            len(nodes) == len(tokens)
-            and len(merges) <= encode.MAX_MERGES
-            and min(lefts.min(initial=0), rights.min(initial=0)) >= 0
-        )
-        if not is_exact or (np.maximum(lefts, rights) >= np.arange(256, len(tokens))).any():
+        are_known = min(array.min(initial=0) for array in (token_ids, lefts, rights)) >= 0
+        are_made_before = (np.maximum(lefts, rights) < np.arange(256, len(tokens))).all()
+        if not (are_known and are_made_before) or len(nodes) < len(tokens) or len(merges) > encode.MAX_MERGES:
             return None
         lengths = np.array([len(token) for token in tokens], np.int32)
         size = 1 << (2 * len(merges)).bit_length()
         model = encode.Model(
-            model_ids, lengths, np.full(1 << 16, _NO_RANK, np.int32), np.full(size, 2**64 - 1, np.uint64)
+            token_ids, lengths, np.full(1 << 16, _NO_RANK, np.int32), np.full(size, 2**64 - 1, np.uint64)
         )
         with compiling("pair table"):
             encode.fill_pairs(lefts, rights, model.byte_pairs, model.pairs)
@@ -69,11 +64,7 @@ class Encoder:
         try:
             queue, table, work = self._idle.pop()
         except IndexError:
-            queue, table, work = (
-                encode.make_queue(self._merges),
-                make_table(_SLOTS, _ARENA),
-                encode.make_workspace(1 << 14),
-            )
+            queue, table, work = encode.make_queue(self._merges), make_table(_SLOTS, _ARENA), make_workspace(SCANNED)
         cursor, out = new_cursor(), np.empty(0, self.dtype)
         try:
             for buffer, end, final in windows(blocks, cursor, window):
@@ -100,6 +91,6 @@ class Encoder:
                     if count:
                         yield out[:count].copy()
                     if status == TOO_SMALL:
-                        work = encode.make_workspace(2 * len(work.starts))
+                        work = make_workspace(2 * len(work.starts))
         finally:
             self._idle.append((queue, table, work))

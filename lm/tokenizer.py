@@ -7,6 +7,7 @@ import heapq
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -57,15 +58,16 @@ class Tokenizer:
                 ids[special.encode()] = token_id
         self.special_ids = {special: ids[special.encode()] for special in self.special_tokens}
         self._ids = ids
-        self._encoder = None
-        try:
-            encoder = Encoder.make(ids, self.merges, token_dtype(self.size))
-        except KeyError as error:
-            raise UserError(
-                f"The vocabulary lacks the token {error.args[0]!r}, which the bytes or the merges need; "
-                "vocabulary and merges are not of one tokenizer."
-            ) from None
+        encoder = Encoder.make(ids, self.merges, token_dtype(self.size))
         self._encoder = encoder if pattern == GPT2_PATTERN else None
+        if not encoder:
+            parts = (part for left, right in self.merges for part in (left, right, left + right))
+            for token in chain((bytes([byte]) for byte in range(256)), parts):
+                if token not in ids:
+                    raise UserError(
+                        f"The vocabulary lacks the token {token!r}, which the bytes or the merges need; "
+                        "vocabulary and merges are not of one tokenizer."
+                    )
         self._specials: dict[tuple[str, ...], Specials] = {}
         self._cache: dict[str, list[int]] = {}
 

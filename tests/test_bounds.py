@@ -24,7 +24,7 @@ SCHEMA = TypeAdapter(PipelineConfig).json_schema()
 EXPECTED = {
     "data": {"valid_fraction": "[0, 1)"},
     "chunk": {"target_bytes": "[1"},
-    "tokenizer": {"vocab_size": "[256"},
+    "tokenizer": {"vocab_size": "[256", "min_frequency": "[1"},
     "model": {
         "vocab_size": "[1",
         "context_length": "[1",
@@ -53,7 +53,7 @@ EXPECTED = {
         "sample_tokens": "[0",
     },
     "sample": {"max_new_tokens": "[0", "temperature": "[0, inf)", "top_p": "[0, 1]", "seed": ""},
-    "execution": {"threads": "[1", "max_trainings": "[0", "log_interval": "[1"},
+    "execution": {"threads": "[1", "max_trainings": "[0", "count_memory": "[16", "log_interval": "[1"},
 }
 # What else must be so for a bound to be reached.
 BESIDES = {

@@ -247,11 +247,11 @@ def test_a_text_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None
     path.write_text("one two")
     (ranges,) = cut_chunks([str(path)], [], 100)
     chunk = Chunk("train", 1, 1, [(str(path), part) for part in ranges])
-    assert ["".join(blocks) for blocks, _ in open_ranges(chunk, threading.Event())] == ["one two"]
+    assert [b"".join(blocks) for blocks, _ in open_ranges(chunk, threading.Event())] == [b"one two"]
     path.write_text("one too")
     with pytest.raises(UserError, match=r"text\.txt changed while the pipeline ran"):
         for blocks, _ in open_ranges(chunk, threading.Event()):
-            "".join(blocks)
+            b"".join(blocks)
 
 
 def test_a_chunk_ends_early_when_the_run_is_stopped(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_a_chunk_ends_early_when_the_run_is_stopped(tmp_path: Path) -> None:
     stopping.set()
     with pytest.raises(Stopped):
         for blocks, _ in open_ranges(Chunk("train", 1, 1, [(str(path), part) for part in ranges]), stopping):
-            "".join(blocks)
+            b"".join(blocks)
 
 
 def _project(directory: Path) -> Path:

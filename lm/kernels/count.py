@@ -6,8 +6,20 @@ The reference is a ``Counter`` of what :func:`lm.pretokens.pretokenize` yields.
 import numpy as np
 
 from lm.kernels import kernel
-from lm.kernels.simd import prefetch, read, store64
-from lm.kernels.table import ARENA_USED, BATCH, BYTES_USED, LONG, SHORT, SLOTS_USED, WORDS, find, home_of, key_of
+from lm.kernels.simd import read, store64
+from lm.kernels.table import (
+    ARENA_USED,
+    BATCH,
+    BYTES_USED,
+    LONG,
+    SHORT,
+    SLOTS_USED,
+    WORDS,
+    ask_for,
+    find,
+    home_of,
+    probe,
+)
 from lm.kernels.walk import AT, MORE, SPECIAL_AT, next_pretokens
 
 NO_SLOTS, NO_ARENA = -3, -4  # no room in the table: statuses next to walk.TOO_SMALL
@@ -23,7 +35,6 @@ def count(buffer, end, final, cursor, classes, specials, table, work):
     """
     starts, lows, highs, homes = work.starts, work.lows, work.highs, work.homes
     slots, arena, used = table.slots, table.arena, table.used
-    last_word = len(slots) - 1
     which = 0
     while which != MORE:
         begin = cursor[AT]
@@ -39,19 +50,12 @@ def count(buffer, end, final, cursor, classes, specials, table, work):
             return NO_SLOTS if no_slots else NO_ARENA
         for first in range(0, found, BATCH):
             batch = min(BATCH, found - first)
-            for i in range(batch):
-                at = np.int64(read(starts, first + i))
-                low, high = key_of(buffer, at, np.int64(read(starts, first + i + 1)) - at)
-                home = home_of(low, high, slots)
-                prefetch(slots, home)
-                lows[i], highs[i], homes[i] = low, high, home
+            ask_for(buffer, starts, first, batch, slots, lows, highs, homes)
             for i in range(batch):
                 low, high, slot = read(lows, i), read(highs, i), read(homes, i)
-                found_high = read(slots, slot + 1)
-                while found_high != 0 and (read(slots, slot) != low or found_high != high):
-                    slot = (slot + WORDS) & last_word
-                    found_high = read(slots, slot + 1)
-                if high >= LONG or found_high == 0:
+                slot = probe(slots, low, high, slot)
+                is_known = read(slots, slot + 1) != 0
+                if high >= LONG or not is_known:
                     at = np.int64(starts[first + i])
                     slot = enter(table, low, high, slot, buffer, at, np.int64(starts[first + i + 1]) - at)
                 slots[slot + 2] += np.uint64(1)

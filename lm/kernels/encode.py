@@ -3,20 +3,20 @@
 The reference is :meth:`lm.tokenizer.Tokenizer.encode_pretoken` on what :func:`lm.pretokens.pretokenize` yields.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lm.kernels import inlined, kernel
-from lm.kernels.simd import first_bit, load64, prefetch, read, store64
-from lm.kernels.table import ARENA_USED, BATCH, LONG, SHORT, SLOTS_USED, WORDS, find, home_of, key_of
-from lm.kernels.walk import AT, MORE, NONE, TOO_SMALL, next_pretokens
+from lm.kernels.simd import first_bit, load64, read, store64
+from lm.kernels.table import ARENA_USED, BATCH, LONG, SHORT, SLOTS_USED, WORDS, ask_for, find, probe
+from lm.kernels.walk import MORE, next_pretokens
 
 MAX_MERGES = (1 << 20) - 256
 REMEMBERED = 1024  # bytes: longer pretokens are encoded anew each time
 _SCANNED = 32  # bytes: up to here the next merge is found by looking at all pairs
+_BLOCK, _BACK = 2048, 32  # bytes that are merged at once of a longer pretoken, and of those before them, at least
 _NO_RANK = np.int32(0x7FFFFFFF)
 _EMPTY = np.uint64(0xFFFFFFFFFFFFFFFF)
 _ONE = np.uint64(1)
@@ -59,6 +59,7 @@ class Workspace(NamedTuple):
     ranks: npt.NDArray[np.int32]
     following: npt.NDArray[np.int32]
     previous: npt.NDArray[np.int32]
+    tokens: npt.NDArray[np.int32]
     lows: npt.NDArray[np.uint64]
     highs: npt.NDArray[np.uint64]
     homes: npt.NDArray[np.int64]
@@ -67,7 +68,7 @@ class Workspace(NamedTuple):
 def make_workspace(longest: int) -> Workspace:
     """A workspace for pretokens of up to ``longest`` bytes; memory is taken only as they come."""
     columns = [np.empty(longest + 65, np.int32) for _ in range(5)]
-    return Workspace(*columns, np.empty(BATCH, np.uint64), np.empty(BATCH, np.uint64), np.empty(BATCH, np.int64))
+    return Workspace(*columns, np.empty(2 * longest + 65, np.int32), np.empty(BATCH, np.uint64), np.empty(BATCH, np.uint64), np.empty(BATCH, np.int64))
 
 
 @inlined
@@ -172,12 +173,12 @@ def remove(queue, following, previous, ranks, place):
 
 
 @kernel
-def encode_long(buffer, at, n, model, queue, work, out, out_at):
-    """Encode a pretoken of any length in time linear in it, 16 bytes of memory for each of its own.
+def merge_block(buffer, at, n, model, queue, work, to):
+    """Merge ``n`` bytes and write the nodes to ``work.tokens[to:]``; returns how many they are. Linear in ``n``.
 
-    Merges are made rank by rank: a merge of rank r only gives rise to merges of later ranks (the tokenizer has
-    checked that each merge's parts are made by earlier ones), so that the lists by rank are emptied in order, and
-    each is in the order of the text. A node stands at the first and at the last byte of its span.
+    Merges are made rank by rank: a merge only gives rise to merges of later ranks (the tokenizer has checked that its
+    parts are made by earlier ones), so that the lists by rank are emptied in order, and each is in the order of the
+    text. A node stands at the first and at the last byte of its span.
     """
     nodes, ranks, following, previous = work.nodes, work.ranks, work.following, work.previous
     for i in range(n):
@@ -198,8 +199,7 @@ def encode_long(buffer, at, n, model, queue, work, out, out_at):
         while queue.heads[rank] >= 0:
             place = queue.heads[rank]
             remove(queue, following, previous, ranks, place)
-            middle = place + model.lengths[nodes[place]]
-            remove(queue, following, previous, ranks, middle)
+            remove(queue, following, previous, ranks, place + model.lengths[nodes[place]])
             nodes[place] = nodes[place + length - 1] = merged
             if place > 0:
                 left = nodes[place - 1]
@@ -210,14 +210,44 @@ def encode_long(buffer, at, n, model, queue, work, out, out_at):
             ranks[place] = _NO_RANK
             if after < n:
                 push(queue, following, previous, ranks, place, rank_of(model, merged, nodes[after]))
-    count = 0
-    place = 0
+    count = place = 0
     while place < n:
-        node = nodes[place]
-        out[out_at + count] = model.ids[node]
+        work.tokens[to + count] = nodes[place]
         count += 1
-        place += model.lengths[node]
+        place += model.lengths[nodes[place]]
     return count
+
+
+@kernel
+def encode_long(buffer, at, n, model, queue, work, out, out_at):
+    """Encode a pretoken of any length to ``out[out_at:]``; returns the number of ids.
+
+    It is done in blocks that stay in the processor's cache. Tokens are those of the whole where each two neighbours
+    are what their own bytes are encoded to: the first merge across a boundary would be made there as well. So each
+    block begins with the last tokens before it, more of them until the boundary to what is kept is such a one.
+    """
+    tokens, lengths = work.tokens, model.lengths
+    number = end = 0
+    while end < n:
+        start, stop, back = end, min(n, end + _BLOCK), _BACK
+        while True:
+            while number > 0 and end - start < back:
+                number -= 1
+                start -= lengths[tokens[number]]
+            count = merge_block(buffer, at + start, stop - start, model, queue, work, number)
+            if number == 0:
+                break
+            left, right = tokens[number - 1], tokens[number]
+            both = np.int64(lengths[left]) + lengths[right]
+            two = merge_block(buffer, at + start - lengths[left], both, model, queue, work, number + count)
+            if two == 2 and tokens[number + count] == left:
+                break
+            back *= 4
+        number += count
+        end = stop
+    for i in range(number):
+        out[out_at + i] = model.ids[tokens[i]]
+    return number
 
 
 @kernel
@@ -288,7 +318,6 @@ def encode(buffer, end, final, cursor, classes, specials, model, queue, table, w
     in_word = np.uint64(8 // out.itemsize)
     starts, lows, highs, homes = work.starts, work.lows, work.highs, work.homes
     slots, arena = table.slots, table.arena
-    last_word = len(slots) - 1
     in_word = np.uint64(8 // out.itemsize)
     out_at = 0
     more = True
@@ -298,19 +327,12 @@ def encode(buffer, end, final, cursor, classes, specials, model, queue, table, w
             return out_at, found
         for first in range(0, found, BATCH):
             batch = min(BATCH, found - first)
-            for i in range(batch):
-                at = np.int64(read(starts, first + i))
-                low, high = key_of(buffer, at, np.int64(read(starts, first + i + 1)) - at)
-                home = home_of(low, high, slots)
-                prefetch(slots, home)
-                lows[i], highs[i], homes[i] = low, high, home
+            ask_for(buffer, starts, first, batch, slots, lows, highs, homes)
             for i in range(batch):
                 low, high, slot = read(lows, i), read(highs, i), read(homes, i)
-                found_high = read(slots, slot + 1)
-                while found_high != 0 and (read(slots, slot) != low or found_high != high):
-                    slot = (slot + WORDS) & last_word
-                    found_high = read(slots, slot + 1)
-                if high < LONG and found_high != 0:
+                slot = probe(slots, low, high, slot)
+                is_known = read(slots, slot + 1) != 0
+                if high < LONG and is_known:
                     info = read(slots, slot + 3)
                     if info <= in_word:
                         store64(out, out_at, read(slots, slot + 2))

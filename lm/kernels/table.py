@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lm.kernels import inlined
-from lm.kernels.simd import load64, read
+from lm.kernels.simd import load64, prefetch, read
 
 SHORT = 15
 WORDS = 4  # of a slot
@@ -66,6 +66,27 @@ def home_of(low, high, slots):
 
 
 @inlined
+def ask_for(buffer, starts, first, number, slots, lows, highs, homes):
+    """Write the keys and homes of ``number`` pretokens from ``starts[first]`` on, and ask memory for their slots."""
+    for i in range(number):
+        at = np.int64(read(starts, first + i))
+        low, high = key_of(buffer, at, np.int64(read(starts, first + i + 1)) - at)
+        home = home_of(low, high, slots)
+        prefetch(slots, home)
+        lows[i], highs[i], homes[i] = low, high, home
+
+
+@inlined
+def probe(slots, low, high, slot):
+    """From its home on, the first slot that has a key or is empty (second word 0)."""
+    while True:
+        found = read(slots, slot + 1)
+        if found == 0 or (found == high and read(slots, slot) == low):
+            return slot
+        slot = (slot + WORDS) & (len(slots) - 1)
+
+
+@inlined
 def same_bytes(arena, offset, buffer, at, n):
     """Whether the arena holds the pretoken, of 8 bytes or more, at ``offset``."""
     k = 0
@@ -78,14 +99,10 @@ def same_bytes(arena, offset, buffer, at, n):
 
 @inlined
 def find(table, low, high, slot, buffer, at, n):
-    """The index of the first word of the pretoken's slot, or of the empty slot where it belongs (second word 0)."""
-    slots = table.slots
+    """As :func:`probe`, also for long pretokens, whose keys may be those of others."""
     while True:
-        if slots[slot] == low and slots[slot + 1] == high:
-            if n <= SHORT or same_bytes(table.arena, np.int64(slots[slot + 3] >> np.uint64(24)), buffer, at, n):
-                return slot
-        elif slots[slot + 1] == 0:
+        slot = probe(table.slots, low, high, slot)
+        offset = np.int64(table.slots[slot + 3] >> np.uint64(24))
+        if n <= SHORT or table.slots[slot + 1] == 0 or same_bytes(table.arena, offset, buffer, at, n):
             return slot
-        slot += WORDS
-        if slot == len(slots):
-            slot = 0
+        slot = (slot + WORDS) & (len(table.slots) - 1)

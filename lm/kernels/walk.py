@@ -14,10 +14,10 @@ from lm.kernels import inlined, kernel
 from lm.kernels.scan import scan
 from lm.kernels.simd import first_bit, in_range
 
-AT, SPECIAL_AT, SPECIAL_END, SPECIAL = 0, 1, 2, 3  # of a cursor: where to go on; the next special token, if known
+AT, SPECIAL_AT, SPECIAL_END, SPECIAL, PIECE = range(5)  # of a cursor: where to go on; the next special token, if known
+SCANNED = 1 << 14  # bytes scanned at once, so that their starts stay in the processor's cache
 TOO_SMALL = -1  # a pretoken longer than ``starts``
 NONE, MORE = -1, -2  # instead of a special token: none here; none here, and the rest of the buffer is uncertain
-_PIECE = 1 << 14
 _UNCERTAIN = 3  # bytes: a contraction's end, which decides where the pretokens of its letters begin
 _ONE = np.uint64(1)
 
@@ -123,10 +123,11 @@ def next_pretokens(buffer, cursor, end, final, classes, specials, starts):
     closed = which != NONE or final  # whether the text before ``stop`` is known to end there
     if which == NONE and not final:
         stop = character_end(buffer, at, open_special(buffer, at, end, specials))
-    room = len(starts) - 65
-    shortened = stop - at > room
+    shortened = stop - at > cursor[PIECE]
+    if min(cursor[PIECE], stop - at) > len(starts) - 65:
+        return TOO_SMALL, NONE
     if shortened:
-        stop = character_end(buffer, at, at + room)
+        stop = character_end(buffer, at, at + cursor[PIECE])
     n = scan(buffer, at, stop, classes, starts)
     if n < 0:
         return n - 1, NONE
@@ -138,7 +139,6 @@ def next_pretokens(buffer, cursor, end, final, classes, specials, starts):
         return n, MORE
     while n > 0 and starts[n] > stop - _UNCERTAIN:
         n -= 1
-    if n == 0 and shortened:
-        return TOO_SMALL, NONE
+    cursor[PIECE] = 2 * cursor[PIECE] if n == 0 else SCANNED  # of a longer pretoken more is looked at
     cursor[AT] = starts[n]
     return n, NONE if shortened else MORE
