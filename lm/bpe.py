@@ -116,8 +116,8 @@ def _learn(
     length = len(words) + len(ends) + 2
     if length > np.iinfo(np.int32).max // 3:
         raise UserError(
-            f"The different pretokens have {len(words):,} bytes, more than merges can be learned from: leave the rarest "
-            "out, or train on less text."
+            f"The different pretokens have {len(words):,} bytes, more than merges can be learned from: "
+            "leave the rarest out, or train on less text."
         )
     corpus = merge.Corpus(np.empty(length, np.uint8), np.empty(length, np.int32), np.empty(length, np.int64))
     length = merge.lay_out(words, ends, frequencies, corpus)

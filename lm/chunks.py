@@ -122,8 +122,8 @@ def open_stretch(path: str, part: Range | None) -> Iterator[Iterator[bytes]]:
 def _find_cut(
     file: IO[bytes], start: int, total: int, wanted: int, target: int, specials: Sequence[bytes], pattern: str
 ) -> int:
-    """Where the chunk that goes on at ``start`` ends in this file: at the first special token that ends ``wanted`` bytes
-    later or more, or before white space once it is ``target`` bytes longer; else at the end of the file."""
+    """Where the chunk that goes on at ``start`` ends in this file: at the first special token that ends ``wanted``
+    bytes later or more, or before white space once it is ``target`` bytes longer; else at the end of the file."""
     longest = max(map(len, specials), default=1)
     # Special tokens that overlap can be told from each other only from a place that is known to be between them.
     place = start if _overlap(specials) else max(start, start + wanted - longest)

@@ -95,7 +95,6 @@ def _count_by_pattern(
     texts: Iterable[Iterable[bytes]], special_tokens: Sequence[str], pattern: str, memory: int
 ) -> Iterator[pa.Table]:
     counts: Counter[str] = Counter()
-    held = 0  # bytes, by a rough estimate
     for blocks in texts:
         for piece in cut_safely(decode_blocks(blocks, "the text"), special_tokens, pattern, size=1 << 16):
             for part, is_special in split_special(piece, special_tokens):

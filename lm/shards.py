@@ -21,7 +21,8 @@ from lm.tokenizer import Tokenizer, token_dtype
 def write_shard(
     texts: Iterable[tuple[Iterable[bytes], bool]], tokenizer: Tokenizer, separator: str, directory: Path
 ) -> tuple[int, int]:
-    """Encode texts, each (blocks of UTF-8, whether its file ends with it), into one shard; returns its (tokens, documents).
+    """Encode texts, each (blocks of UTF-8, whether its file ends with it), into one shard; returns its (tokens,
+    documents).
 
     A file whose last document lacks the separator gets it, so that its end is not joined to the next file's start;
     white space after the last separator is no document. Writes ``tokens.bin`` and ``documents.npy`` (int64: the

@@ -28,7 +28,8 @@ def _cache_directory() -> Path:
 
 
 CACHE = _cache_directory()
-numba.config.CACHE_DIR = str(CACHE)
+_config: Any = numba.config
+_config.CACHE_DIR = str(CACHE)
 
 # Without numba's runtime: counting references to arrays at every call would cost more than the calls. So kernels make
 # no arrays; they are handed all that they write to.

@@ -15,7 +15,7 @@ from lm.kernels.walk import MORE, next_pretokens
 
 MAX_MERGES = (1 << 20) - 256
 REMEMBERED = 1024  # bytes: longer pretokens are encoded anew each time
-_SCANNED = 32  # bytes: up to here the next merge is found by looking at all pairs
+_SCANNED = 24  # bytes: up to here the next merge is found by looking at all pairs
 _BLOCK, _BACK = 2048, 32  # bytes that are merged at once of a longer pretoken, and of those before them, at least
 _NO_RANK = np.int32(0x7FFFFFFF)
 _EMPTY = np.uint64(0xFFFFFFFFFFFFFFFF)
@@ -67,12 +67,23 @@ class Workspace(NamedTuple):
 
 def make_workspace(longest: int) -> Workspace:
     """A workspace for pretokens of up to ``longest`` bytes; memory is taken only as they come."""
-    columns = [np.empty(longest + 65, np.int32) for _ in range(5)]
-    return Workspace(*columns, np.empty(2 * longest + 65, np.int32), np.empty(BATCH, np.uint64), np.empty(BATCH, np.uint64), np.empty(BATCH, np.int64))
+    size = longest + 65
+    return Workspace(
+        starts=np.empty(size, np.int32),
+        nodes=np.empty(size, np.int32),
+        ranks=np.empty(size, np.int32),
+        following=np.empty(size, np.int32),
+        previous=np.empty(size, np.int32),
+        tokens=np.empty(2 * size, np.int32),
+        lows=np.empty(BATCH, np.uint64),
+        highs=np.empty(BATCH, np.uint64),
+        homes=np.empty(BATCH, np.int64),
+    )
 
 
 @inlined
 def pair_home(left, right, size):
+    """Where a pair is looked for first in a table of ``size`` entries."""
     mixed = (np.uint64(left) << np.uint64(22) | np.uint64(right)) * np.uint64(0x9E3779B97F4A7C15)
     return np.int64((mixed ^ mixed >> np.uint64(32)) & np.uint64(size - 1))
 
@@ -106,7 +117,7 @@ def rank_of(model, left, right):
 
 @kernel
 def encode_short(buffer, at, n, model, work, out, out_at):
-    """Encode a pretoken of at most 32 bytes to ``out[out_at:]``; returns the number of ids."""
+    """Encode a pretoken of at most 24 bytes to ``out[out_at:]``; returns the number of ids."""
     nodes, ranks = work.nodes, work.ranks
     for i in range(n):
         nodes[i] = buffer[at + i]
@@ -135,6 +146,7 @@ def encode_short(buffer, at, n, model, work, out, out_at):
 
 @inlined
 def push(queue, following, previous, ranks, place, rank):
+    """Put the merge at a place, if there is one, at the end of its rank's list."""
     ranks[place] = rank
     if rank == _NO_RANK:
         return
@@ -153,6 +165,7 @@ def push(queue, following, previous, ranks, place, rank):
 
 @inlined
 def remove(queue, following, previous, ranks, place):
+    """Take the merge at a place, if there is one, out of its rank's list."""
     rank = ranks[place]
     if rank == _NO_RANK:
         return
@@ -319,7 +332,7 @@ def encode(buffer, end, final, cursor, classes, specials, model, queue, table, w
     starts, lows, highs, homes = work.starts, work.lows, work.highs, work.homes
     slots, arena = table.slots, table.arena
     in_word = np.uint64(8 // out.itemsize)
-    out_at = 0
+    out_at = np.int64(0)
     more = True
     while more:
         found, which = next_pretokens(buffer, cursor, end, final, classes, specials, starts)

@@ -195,6 +195,7 @@ def first_pairs(corpus, length, tokens, pairs, used, numbers, totals, min_freque
 
 @inlined
 def touch(tokens, kinds, kind, token):
+    """Note that an entry of a token is not 0 any more."""
     tokens.touched[kind, kinds[kind]] = token
     kinds[kind] += 1
 

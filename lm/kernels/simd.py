@@ -5,17 +5,19 @@ Indices are not checked: callers keep 64 readable bytes past the end of every bu
 
 from typing import Any
 
+import numba.extending
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+
+intrinsic: Any = numba.extending.intrinsic  # a call of one lacks the typing context that its function has
 
 _I32 = ir.IntType(32)
 _WORD = ir.IntType(64)
 _BLOCK = ir.VectorType(ir.IntType(8), 64)
 
 
-def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any, to: Any) -> Any:
+def _pointer(context: Any, builder: Any, to: Any, array_type: Any, array: Any, index: Any) -> Any:
     """The address of element ``index`` of a contiguous array, as a pointer to ``to``."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [index]), to.as_pointer())
@@ -37,7 +39,7 @@ def in_range(typingctx: Any, buffer: Any, at: Any, ored: Any, low: Any, high: An
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array, index, ored, low, high = arguments
-        block = builder.load(_pointer(context, builder, signature.args[0], array, index, _BLOCK), align=1)
+        block = builder.load(_pointer(context, builder, _BLOCK, signature.args[0], array, index), align=1)
         block = builder.or_(block, _splat(builder, ored))
         distance = builder.sub(block, _splat(builder, low))
         inside = builder.icmp_unsigned("<=", distance, _splat(builder, builder.sub(high, low)))
@@ -51,7 +53,7 @@ def load64(typingctx: Any, buffer: Any, at: Any) -> Any:
     """The 8 bytes from element ``at`` of ``buffer`` on as one little-endian word, wherever they lie."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _pointer(context, builder, signature.args[0], *arguments, _WORD)
+        pointer = _pointer(context, builder, _WORD, signature.args[0], *arguments)
         return builder.load(pointer, align=1)
 
     return types.uint64(buffer, types.int64), generate
@@ -63,7 +65,7 @@ def store64(typingctx: Any, buffer: Any, at: Any, word: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array, index, word = arguments
-        builder.store(word, _pointer(context, builder, signature.args[0], array, index, _WORD), align=1)
+        builder.store(word, _pointer(context, builder, _WORD, signature.args[0], array, index), align=1)
         return context.get_dummy_value()
 
     return types.void(buffer, types.int64, types.uint64), generate
@@ -106,7 +108,7 @@ def prefetch(typingctx: Any, buffer: Any, at: Any) -> Any:
     """Ask for the cache line of element ``at`` of ``buffer``, which is read soon."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _pointer(context, builder, signature.args[0], *arguments, ir.IntType(8))
+        pointer = _pointer(context, builder, ir.IntType(8), signature.args[0], *arguments)
         kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         builder.call(function, [pointer, _I32(0), _I32(3), _I32(1)])
