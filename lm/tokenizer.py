@@ -5,7 +5,7 @@ Sources: Sennrich et al. 2016 (BPE); Radford et al. 2019 (bytes, pretokens); CS3
 
 import heapq
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -104,6 +104,26 @@ class Tokenizer:
         formats.write_vocab_text(directory / "vocab.txt", self.vocab, self.merges)
         about = {"special_tokens": self.special_tokens, "pattern": self.pattern}
         (directory / "tokenizer_config.json").write_text(json.dumps(about, ensure_ascii=False, indent=1), "utf-8")
+
+    @classmethod
+    def from_tiktoken(
+        cls, path: str | Path, special_tokens: Mapping[str, int] | None = None, pattern: str = GPT2_PATTERN
+    ) -> "Tokenizer":
+        """Read tiktoken's file of ranks, which names neither its special tokens nor its pattern."""
+        vocab, merges = formats.read_tiktoken(Path(path))
+        for token, token_id in (special_tokens or {}).items():
+            if vocab.setdefault(token_id, token.encode()) != token.encode():
+                raise UserError(f"{path} has another token with the id {token_id} of the special token {token!r}.")
+        return cls(vocab, merges, list(special_tokens or ()), pattern)
+
+    @classmethod
+    def from_tokenizer_json(cls, path: str | Path) -> "Tokenizer":
+        """Read Hugging Face's tokenizer.json of a byte-level BPE, its special tokens and pattern included."""
+        return cls(*formats.read_tokenizer_json(Path(path)))
+
+    def save_tiktoken(self, path: str | Path) -> None:
+        """Write tiktoken's file of ranks; raises UserError where the ids do not follow the merges, as it needs."""
+        formats.write_tiktoken(Path(path), self.vocab, self.special_tokens, self.merges)
 
     @property
     def size(self) -> int:

@@ -1,6 +1,8 @@
 """Stage ``encode``: chunks and tokenizer in, token shards out; mapped over the chunks, then indexed."""
 
 import json
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from lm.shards import write_shard
@@ -10,10 +12,16 @@ from tasks.stage import Draft, Output, stage
 from tasks.texts import Chunk, open_ranges
 
 
+@lru_cache(maxsize=1)
+def _load(directory: Path) -> Tokenizer:
+    """A run's tokenizer, the same for all chunks: what it has learned of pretokens serves them all."""
+    return Tokenizer.load(directory)
+
+
 @stage("encode-chunk", libraries=("regex",), run_name="encode {chunk}")
 def encode_chunk(out: Draft, chunk: Chunk, tokenizer: Output, separator: str) -> None:
     """Encode one chunk to one shard: ``tokens.bin``, ``documents.npy`` and ``shard.json`` with their numbers."""
-    loaded = Tokenizer.load(tokenizer.directory("tokenizer"))
+    loaded = _load(tokenizer.directory("tokenizer"))
     tokens, documents = write_shard(open_ranges(chunk, out.stopping), loaded, separator, out.directory)
     out.figures = {"tokens": tokens, "documents": documents, "bytes": chunk.bytes}
     (out.directory / "shard.json").write_text(json.dumps(out.figures), encoding="utf-8")
@@ -22,7 +30,7 @@ def encode_chunk(out: Draft, chunk: Chunk, tokenizer: Output, separator: str) ->
 @stage("encode", page=pages.encode)
 def encode(out: Draft, train: list[Output], valid: list[Output], tokenizer: Output, separator: str) -> None:
     """List the shards in their order in ``index.json``, with the statistics of each split."""
-    vocab_size = Tokenizer.load(tokenizer.directory("tokenizer")).size
+    vocab_size = _load(tokenizer.directory("tokenizer")).size
     index: dict[str, Any] = {
         "vocab_size": vocab_size,
         "dtype": token_dtype(vocab_size).str,
