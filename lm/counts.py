@@ -25,9 +25,8 @@ from lm.errors import UserError
 from lm.kernels import compiling
 from lm.kernels import count as kernel
 from lm.kernels.classes import character_classes
-from lm.kernels.encode import make_workspace
-from lm.kernels.table import BYTES_USED, SLOTS_USED, WORDS, Table, make_table
-from lm.kernels.walk import TOO_SMALL, pack_specials
+from lm.kernels.table import BYTES_USED, SLOTS_USED, WORDS, Table, make_table, make_workspace
+from lm.kernels.walk import SCANNED, TOO_SMALL, pack_specials
 from lm.pretokens import GPT2_PATTERN, cut_safely, pretokenize, split_special
 
 SCHEMA = pa.schema([("pretoken", pa.binary()), ("count", pa.int64())])
@@ -50,7 +49,7 @@ def count_pretokens(
         yield from _count_by_pattern(texts, special_tokens, pattern, memory)
         return
     specials = pack_specials([(token.encode(), 0) for token in special_tokens])
-    work, cursor, table = make_workspace(1 << 14), new_cursor(), make_table(1 << 16, 1 << 20)
+    work, cursor, table = make_workspace(SCANNED), new_cursor(), make_table(1 << 16, 1 << 20)
     for blocks in texts:
         for buffer, end, final in windows(blocks, cursor):
             while status := _count(buffer, end, final, cursor, character_classes(), specials, table, work):

@@ -8,8 +8,8 @@ import numpy.typing as npt
 from lm.buffers import WINDOW, NotUtf8, new_cursor, windows
 from lm.kernels import compiling, encode
 from lm.kernels.classes import character_classes
-from lm.kernels.encode import Queue, Workspace, make_workspace
-from lm.kernels.table import Table, make_table
+from lm.kernels.encode import Queue
+from lm.kernels.table import Table, Workspace, make_table, make_workspace
 from lm.kernels.walk import SCANNED, TOO_SMALL, Specials
 
 _SLOTS, _ARENA = 1 << 20, 16 << 20  # of the memory for pretokens that each thread has: 32 and 16 MB

@@ -15,6 +15,16 @@ from typing import Any
 
 import llvmlite.binding
 import numba
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+Ids = npt.NDArray[np.unsignedinteger]  # uint16 or uint32
+Word = np.uint64
+Int = int | np.signedinteger[Any]
 
 log = logging.getLogger(__name__)
 

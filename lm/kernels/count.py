@@ -5,7 +5,7 @@ The reference is a ``Counter`` of what :func:`lm.pretokens.pretokenize` yields.
 
 import numpy as np
 
-from lm.kernels import kernel
+from lm.kernels import Bytes, Ints, Longs, Word, Words, kernel
 from lm.kernels.simd import read, store64
 from lm.kernels.table import (
     ARENA_USED,
@@ -15,19 +15,30 @@ from lm.kernels.table import (
     SHORT,
     SLOTS_USED,
     WORDS,
+    Table,
+    Workspace,
     ask_for,
     find,
     home_of,
     probe,
 )
-from lm.kernels.walk import AT, MORE, SPECIAL_AT, next_pretokens
+from lm.kernels.walk import AT, MORE, SPECIAL_AT, Specials, next_pretokens
 
 NO_SLOTS, NO_ARENA = -3, -4  # no room in the table: statuses next to walk.TOO_SMALL
 _LENGTH = np.uint64((1 << 56) - 1)
 
 
 @kernel
-def count(buffer, end, final, cursor, classes, specials, table, work):
+def count(
+    buffer: Bytes,
+    end: int,
+    final: bool,
+    cursor: Longs,
+    classes: Bytes,
+    specials: Specials,
+    table: Table,
+    work: Workspace,
+) -> int:
     """Count the pretokens of ``buffer[cursor[AT]:end]``, as far as they are certain, and move the cursor there.
 
     The third word of a slot is the count. Returns 0; or TOO_SMALL, NO_SLOTS or NO_ARENA where that must grow to go on;
@@ -63,7 +74,7 @@ def count(buffer, end, final, cursor, classes, specials, table, work):
 
 
 @kernel
-def enter(table, low, high, slot, buffer, at, n):
+def enter(table: Table, low: Word, high: Word, slot: int, buffer: Bytes, at: int, n: int) -> int:
     """The slot of a pretoken, which is entered where it is new."""
     slots, arena, used = table.slots, table.arena, table.used
     slot = find(table, low, high, slot, buffer, at, n)
@@ -80,7 +91,7 @@ def enter(table, low, high, slot, buffer, at, n):
 
 
 @kernel
-def rehash(old, new):
+def rehash(old: Words, new: Words) -> None:
     """Put the slots of a table into the empty slots of a larger one."""
     for slot in range(0, len(old), WORDS):
         if old[slot + 1] != 0:
@@ -92,7 +103,7 @@ def rehash(old, new):
 
 
 @kernel
-def columns(table, data, ends, counts):
+def columns(table: Table, data: Bytes, ends: Ints, counts: Longs) -> None:
     """Write all pretokens, joined, to ``data`` (with 16 bytes to spare), where each ends to ``ends`` (int32; the first
     entry is 0), and their counts (int64)."""
     slots, arena = table.slots, table.arena
@@ -118,7 +129,7 @@ def columns(table, data, ends, counts):
 
 
 @kernel
-def partition(data, ends, number, partitions):
+def partition(data: Bytes, ends: Ints, number: int, partitions: Bytes) -> None:
     """Write the partition of each pretoken, below ``number``, to ``partitions`` (uint8): FNV-1a of its bytes."""
     for row in range(len(partitions)):
         mixed = np.uint64(0xCBF29CE484222325)

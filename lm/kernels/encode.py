@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lm.kernels import inlined, kernel
+from lm.kernels import Bytes, Ids, Int, Ints, Longs, Word, Words, inlined, kernel
 from lm.kernels.simd import first_bit, load64, read, store64
-from lm.kernels.table import ARENA_USED, BATCH, LONG, SHORT, SLOTS_USED, WORDS, ask_for, find, probe
-from lm.kernels.walk import MORE, next_pretokens
+from lm.kernels.table import ARENA_USED, BATCH, LONG, SHORT, SLOTS_USED, WORDS, Table, Workspace, ask_for, find, probe
+from lm.kernels.walk import MORE, Specials, next_pretokens
 
 MAX_MERGES = (1 << 20) - 256
 REMEMBERED = 1024  # bytes: longer pretokens are encoded anew each time
@@ -51,45 +51,15 @@ def make_queue(merges: int) -> Queue:
     )
 
 
-class Workspace(NamedTuple):
-    """What the kernels write to on their way, for pretokens of up to ``len(starts) - 65`` bytes."""
-
-    starts: npt.NDArray[np.int32]
-    nodes: npt.NDArray[np.int32]
-    ranks: npt.NDArray[np.int32]
-    following: npt.NDArray[np.int32]
-    previous: npt.NDArray[np.int32]
-    tokens: npt.NDArray[np.int32]
-    lows: npt.NDArray[np.uint64]
-    highs: npt.NDArray[np.uint64]
-    homes: npt.NDArray[np.int64]
-
-
-def make_workspace(longest: int) -> Workspace:
-    """A workspace for pretokens of up to ``longest`` bytes; memory is taken only as they come."""
-    size = longest + 65
-    return Workspace(
-        starts=np.empty(size, np.int32),
-        nodes=np.empty(size, np.int32),
-        ranks=np.empty(size, np.int32),
-        following=np.empty(size, np.int32),
-        previous=np.empty(size, np.int32),
-        tokens=np.empty(2 * size, np.int32),
-        lows=np.empty(BATCH, np.uint64),
-        highs=np.empty(BATCH, np.uint64),
-        homes=np.empty(BATCH, np.int64),
-    )
-
-
 @inlined
-def pair_home(left, right, size):
+def pair_home(left: int, right: int, size: int) -> Int:
     """Where a pair is looked for first in a table of ``size`` entries."""
     mixed = (np.uint64(left) << np.uint64(22) | np.uint64(right)) * np.uint64(0x9E3779B97F4A7C15)
     return np.int64((mixed ^ mixed >> np.uint64(32)) & np.uint64(size - 1))
 
 
 @kernel
-def fill_pairs(lefts, rights, byte_pairs, pairs):
+def fill_pairs(lefts: Ints, rights: Ints, byte_pairs: Ints, pairs: Words) -> None:
     """Enter the merges, nodes by rank, into ``byte_pairs`` (filled with the largest int32) and ``pairs`` (all ones)."""
     for rank in range(len(lefts)):
         left, right = np.int64(lefts[rank]), np.int64(rights[rank])
@@ -102,7 +72,7 @@ def fill_pairs(lefts, rights, byte_pairs, pairs):
 
 
 @inlined
-def rank_of(model, left, right):
+def rank_of(model: Model, left: int, right: int) -> Int:
     """The rank of the merge of two nodes; _NO_RANK where there is none."""
     wanted = np.uint64(left) << np.uint64(22) | np.uint64(right)
     place = pair_home(left, right, len(model.pairs))
@@ -116,7 +86,7 @@ def rank_of(model, left, right):
 
 
 @kernel
-def encode_short(buffer, at, n, model, work, out, out_at):
+def encode_short(buffer: Bytes, at: int, n: int, model: Model, work: Workspace, out: Ids, out_at: int) -> int:
     """Encode a pretoken of at most 24 bytes to ``out[out_at:]``; returns the number of ids."""
     nodes, ranks = work.nodes, work.ranks
     for i in range(n):
@@ -145,7 +115,7 @@ def encode_short(buffer, at, n, model, work, out, out_at):
 
 
 @inlined
-def push(queue, following, previous, ranks, place, rank):
+def push(queue: Queue, following: Ints, previous: Ints, ranks: Ints, place: int, rank: int) -> None:
     """Put the merge at a place, if there is one, at the end of its rank's list."""
     ranks[place] = rank
     if rank == _NO_RANK:
@@ -164,7 +134,7 @@ def push(queue, following, previous, ranks, place, rank):
 
 
 @inlined
-def remove(queue, following, previous, ranks, place):
+def remove(queue: Queue, following: Ints, previous: Ints, ranks: Ints, place: int) -> None:
     """Take the merge at a place, if there is one, out of its rank's list."""
     rank = ranks[place]
     if rank == _NO_RANK:
@@ -186,7 +156,7 @@ def remove(queue, following, previous, ranks, place):
 
 
 @kernel
-def merge_block(buffer, at, n, model, queue, work, to):
+def merge_block(buffer: Bytes, at: int, n: int, model: Model, queue: Queue, work: Workspace, to: int) -> int:
     """Merge ``n`` bytes and write the nodes to ``work.tokens[to:]``; returns how many they are. Linear in ``n``.
 
     Merges are made rank by rank: a merge only gives rise to merges of later ranks (the tokenizer has checked that its
@@ -232,7 +202,9 @@ def merge_block(buffer, at, n, model, queue, work, to):
 
 
 @kernel
-def encode_long(buffer, at, n, model, queue, work, out, out_at):
+def encode_long(
+    buffer: Bytes, at: int, n: int, model: Model, queue: Queue, work: Workspace, out: Ids, out_at: int
+) -> int:
     """Encode a pretoken of any length to ``out[out_at:]``; returns the number of ids.
 
     It is done in blocks that stay in the processor's cache. Tokens are those of the whole where each two neighbours
@@ -264,7 +236,9 @@ def encode_long(buffer, at, n, model, queue, work, out, out_at):
 
 
 @kernel
-def remember(table, slot, low, high, buffer, at, n, out, out_at, count):
+def remember(
+    table: Table, slot: int, low: Word, high: Word, buffer: Bytes, at: int, n: int, out: Ids, out_at: int, count: int
+) -> None:
     """Enter the pretoken and its ids, just written to ``out``, at an empty slot; empty the table when it is full."""
     size = np.int64(out.itemsize)
     slots, arena, used = table
@@ -294,7 +268,7 @@ def remember(table, slot, low, high, buffer, at, n, out, out_at, count):
 
 
 @inlined
-def recall(arena, info, skipped, out, out_at):
+def recall(arena: Bytes, info: Word, skipped: int, out: Ids, out_at: int) -> Int:
     """Copy ids from the arena, ``skipped`` bytes after the offset in ``info``; returns their number."""
     count = np.int64(info & np.uint64(0xFFFFFF))
     offset = np.int64(info >> np.uint64(24)) + skipped
@@ -305,7 +279,20 @@ def recall(arena, info, skipped, out, out_at):
 
 
 @kernel
-def encode_other(buffer, at, n, low, high, slot, model, queue, table, work, out, out_at):
+def encode_other(
+    buffer: Bytes,
+    at: int,
+    n: int,
+    low: Word,
+    high: Word,
+    slot: int,
+    model: Model,
+    queue: Queue,
+    table: Table,
+    work: Workspace,
+    out: Ids,
+    out_at: int,
+) -> int:
     """Encode a pretoken that is long, or new and belongs at ``slot``; returns the number of ids."""
     if n > REMEMBERED:
         return encode_long(buffer, at, n, model, queue, work, out, out_at)
@@ -322,7 +309,19 @@ def encode_other(buffer, at, n, low, high, slot, model, queue, table, work, out,
 
 
 @kernel
-def encode(buffer, end, final, cursor, classes, specials, model, queue, table, work, out):
+def encode(
+    buffer: Bytes,
+    end: int,
+    final: bool,
+    cursor: Longs,
+    classes: Bytes,
+    specials: Specials,
+    model: Model,
+    queue: Queue,
+    table: Table,
+    work: Workspace,
+    out: Ids,
+) -> tuple[Int, Int]:
     """Encode ``buffer[cursor[AT]:end]``, as far as it is certain, to ``out`` (uint16 or uint32, room for one id a byte
     and 8 more) and move the cursor there.
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lm.kernels import inlined, kernel
+from lm.kernels import Bytes, Int, Ints, Longs, inlined, kernel
 
 BOUNDARY = -1  # instead of a token, between words
 TOKENS, PAIRS, HEAP, PLACES = 0, 1, 2, 3  # of ``used``
@@ -52,7 +52,7 @@ class Pairs(NamedTuple):
 
 
 @inlined
-def spot_of(pairs, left, right):
+def spot_of(pairs: Pairs, left: int, right: int) -> Int:
     """The entry of the hash table for a pair of tokens, empty where there is none."""
     mixed = (np.uint64(left) << np.uint64(32) | np.uint64(right)) * _MIX
     spot = np.int64((mixed ^ mixed >> np.uint64(32)) & np.uint64(len(pairs.table) - 1))
@@ -65,7 +65,7 @@ def spot_of(pairs, left, right):
 
 
 @inlined
-def compare_tokens(corpus, tokens, a, b):
+def compare_tokens(corpus: Corpus, tokens: Tokens, a: int, b: int) -> Int:
     """Below, at or above 0 as the bytes of token ``a`` come before, equal or after those of ``b``."""
     if tokens.first[a] != tokens.first[b]:
         return 1 if tokens.first[a] > tokens.first[b] else -1
@@ -78,7 +78,9 @@ def compare_tokens(corpus, tokens, a, b):
 
 
 @inlined
-def comes_first(corpus, tokens, pairs, count, pair, other_count, other):
+def comes_first(
+    corpus: Corpus, tokens: Tokens, pairs: Pairs, count: int, pair: int, other_count: int, other: int
+) -> bool:
     """Whether a pair is merged before another: the more frequent, then the greater by the bytes of its parts."""
     if count != other_count:
         return count > other_count
@@ -89,7 +91,7 @@ def comes_first(corpus, tokens, pairs, count, pair, other_count, other):
 
 
 @kernel
-def push(corpus, tokens, pairs, used, count, pair):
+def push(corpus: Corpus, tokens: Tokens, pairs: Pairs, used: Longs, count: int, pair: int) -> None:
     """Put a pair into the heap."""
     heap = pairs.heap
     place = used[HEAP]
@@ -104,7 +106,7 @@ def push(corpus, tokens, pairs, used, count, pair):
 
 
 @kernel
-def replace_first(corpus, tokens, pairs, used, count, pair):
+def replace_first(corpus: Corpus, tokens: Tokens, pairs: Pairs, used: Longs, count: int, pair: int) -> None:
     """Put a pair in the place of the heap's first."""
     heap = pairs.heap
     place = 0
@@ -124,7 +126,7 @@ def replace_first(corpus, tokens, pairs, used, count, pair):
 
 
 @kernel
-def pop(corpus, tokens, pairs, used):
+def pop(corpus: Corpus, tokens: Tokens, pairs: Pairs, used: Longs) -> None:
     """Take the first pair out of the heap."""
     used[HEAP] -= 1
     last = used[HEAP]
@@ -133,7 +135,7 @@ def pop(corpus, tokens, pairs, used):
 
 
 @inlined
-def add_pair(pairs, used, left, right, count, places):
+def add_pair(pairs: Pairs, used: Longs, left: int, right: int, count: int, places: int) -> int:
     """A new pair with room for its places; returns it."""
     pair = used[PAIRS]
     pairs.parts[pair, 0], pairs.parts[pair, 1] = left, right
@@ -146,7 +148,7 @@ def add_pair(pairs, used, left, right, count, places):
 
 
 @kernel
-def lay_out(words, ends, word_counts, corpus):
+def lay_out(words: Bytes, ends: Ints, word_counts: Longs, corpus: Corpus) -> int:
     """Put the words, joined in ``words`` and ending at ``ends`` (the first entry is 0), into a corpus. A word's first
     place is one after the boundary before it; words of one byte, which have no pair, are left out. Returns its length.
     """
@@ -167,7 +169,16 @@ def lay_out(words, ends, word_counts, corpus):
 
 
 @kernel
-def first_pairs(corpus, length, tokens, pairs, used, numbers, totals, min_frequency):
+def first_pairs(
+    corpus: Corpus,
+    length: int,
+    tokens: Tokens,
+    pairs: Pairs,
+    used: Longs,
+    numbers: Longs,
+    totals: Longs,
+    min_frequency: int,
+) -> None:
     """Enter the pairs of bytes. ``numbers`` and ``totals`` (int64, 65,536, zeros) are scratch."""
     ids = corpus.ids
     for at in range(1, length - 1):
@@ -194,14 +205,16 @@ def first_pairs(corpus, length, tokens, pairs, used, numbers, totals, min_freque
 
 
 @inlined
-def touch(tokens, kinds, kind, token):
+def touch(tokens: Tokens, kinds: Longs, kind: int, token: int) -> None:
     """Note that an entry of a token is not 0 any more."""
     tokens.touched[kind, kinds[kind]] = token
     kinds[kind] += 1
 
 
 @kernel
-def merge_pair(corpus, tokens, pairs, used, best, events, kinds, min_frequency):
+def merge_pair(
+    corpus: Corpus, tokens: Tokens, pairs: Pairs, used: Longs, best: int, events: Ints, kinds: Longs, min_frequency: int
+) -> None:
     """Make a new token of a pair, wherever it stands, and bring the pairs around up to date.
 
     ``events`` (int32, two for each place of the pair at least, three columns): side, neighbour, place. ``kinds``
@@ -284,7 +297,18 @@ def merge_pair(corpus, tokens, pairs, used, best, events, kinds, min_frequency):
 
 
 @kernel
-def learn(corpus, tokens, pairs, used, events, kinds, merges, done, limit, min_frequency):
+def learn(
+    corpus: Corpus,
+    tokens: Tokens,
+    pairs: Pairs,
+    used: Longs,
+    events: Ints,
+    kinds: Longs,
+    merges: Ints,
+    done: int,
+    limit: int,
+    min_frequency: int,
+) -> int:
     """Learn merges ``done`` to ``limit`` into ``merges`` (int32, (limit, 2)), fewer when no pair is left.
 
     Returns how many are learned then; where the table of pairs must grow to go on, -1 less that number.
@@ -308,7 +332,7 @@ def learn(corpus, tokens, pairs, used, events, kinds, merges, done, limit, min_f
 
 
 @kernel
-def rebuild_table(pairs, used):
+def rebuild_table(pairs: Pairs, used: Longs) -> None:
     """Enter all pairs into a new, empty hash table."""
     for pair in range(used[PAIRS]):
         pairs.table[spot_of(pairs, pairs.parts[pair, 0], pairs.parts[pair, 1])] = pair

@@ -7,7 +7,7 @@ space or other; the bytes of a character share its class. With these as 64-bit m
 
 import numpy as np
 
-from lm.kernels import inlined, kernel
+from lm.kernels import Bytes, Int, Ints, Word, inlined, kernel
 from lm.kernels.classes import DIGIT, LETTER, OTHER, WHITE
 from lm.kernels.simd import first_bit, in_range
 
@@ -17,13 +17,13 @@ _APOSTROPHE, _SPACE = 0x27, 0x20
 
 
 @inlined
-def low_bits(n):
+def low_bits(n: int) -> Word:
     """A mask of the ``n`` lowest bits, 0 to 64."""
     return _ALL >> np.uint64(64 - n) if n > 0 else np.uint64(0)
 
 
 @inlined
-def decode(buffer, at, end):
+def decode(buffer: Bytes, at: int, end: int) -> tuple[Int, Int]:
     """(code point, length in bytes) of the UTF-8 character at ``at``; length 0 where the bytes before ``end`` are
     none. Surrogates, overlong forms and what lies past U+10FFFF are no characters."""
     first = np.int64(buffer[at])
@@ -48,14 +48,14 @@ def decode(buffer, at, end):
 
 
 @inlined
-def class_at(buffer, at, end, classes):
+def class_at(buffer: Bytes, at: int, end: int, classes: Bytes) -> Int:
     """The class of the character at ``at``; OTHER where there is none."""
     point, length = decode(buffer, at, end)
     return np.int64(classes[point]) if length else OTHER
 
 
 @inlined
-def contraction(buffer, at, end):
+def contraction(buffer: Bytes, at: int, end: int) -> int:
     """The length of the contraction (``'s``, ``'ll``, ...) that begins at the apostrophe at ``at``; 0 for none."""
     if at + 1 < end:
         a = buffer[at + 1]
@@ -69,7 +69,9 @@ def contraction(buffer, at, end):
 
 
 @kernel
-def classify(buffer, at, end, size, high, letters, digits, white, classes):
+def classify(
+    buffer: Bytes, at: int, end: int, size: int, high: Word, letters: Word, digits: Word, white: Word, classes: Bytes
+) -> tuple[int, Word, Word, Word, Word]:
     """Put the characters past ASCII of a block into its masks.
 
     Returns (size, letters, digits, white, tails): the block ends before a character that crosses its end; ``tails``
@@ -99,7 +101,7 @@ def classify(buffer, at, end, size, high, letters, digits, white, classes):
 
 
 @kernel
-def scan(buffer, begin, end, classes, starts):
+def scan(buffer: Bytes, begin: int, end: int, classes: Bytes, starts: Ints) -> int:
     """Write where the pretokens of the text ``buffer[begin:end]`` begin to ``starts`` (int32, room for one a byte and
     64 more). Returns how many there are, or -1 - i where byte i of the buffer is not UTF-8.
 

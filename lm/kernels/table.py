@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lm.kernels import inlined
+from lm.kernels import Bytes, Int, Ints, Longs, Word, Words, inlined
 from lm.kernels.simd import load64, prefetch, read
 
 SHORT = 15
@@ -38,8 +38,38 @@ def make_table(slots: int, arena: int) -> Table:
     return Table(np.zeros(slots * WORDS, np.uint64), np.zeros(arena + 16, np.uint8), np.array([0, 8, 0], np.int64))
 
 
+class Workspace(NamedTuple):
+    """What the kernels write to on their way, for pretokens of up to ``len(starts) - 65`` bytes."""
+
+    starts: npt.NDArray[np.int32]
+    nodes: npt.NDArray[np.int32]
+    ranks: npt.NDArray[np.int32]
+    following: npt.NDArray[np.int32]
+    previous: npt.NDArray[np.int32]
+    tokens: npt.NDArray[np.int32]
+    lows: npt.NDArray[np.uint64]
+    highs: npt.NDArray[np.uint64]
+    homes: npt.NDArray[np.int64]
+
+
+def make_workspace(longest: int) -> Workspace:
+    """A workspace for pretokens of up to ``longest`` bytes; memory is taken only as they come."""
+    size = longest + 65
+    return Workspace(
+        starts=np.empty(size, np.int32),
+        nodes=np.empty(size, np.int32),
+        ranks=np.empty(size, np.int32),
+        following=np.empty(size, np.int32),
+        previous=np.empty(size, np.int32),
+        tokens=np.empty(2 * size, np.int32),
+        lows=np.empty(BATCH, np.uint64),
+        highs=np.empty(BATCH, np.uint64),
+        homes=np.empty(BATCH, np.int64),
+    )
+
+
 @inlined
-def key_of(buffer, at, n):
+def key_of(buffer: Bytes, at: int, n: int) -> tuple[Word, Word]:
     """The two key words of the pretoken of ``n`` bytes at ``at``."""
     if n <= SHORT:
         low = load64(buffer, at) & read(_LOW, n)
@@ -58,7 +88,7 @@ def key_of(buffer, at, n):
 
 
 @inlined
-def home_of(low, high, slots):
+def home_of(low: Word, high: Word, slots: Words) -> Int:
     """The index of the first word of the slot where a key is looked for first."""
     mixed = (low ^ (high * _MIX2)) * _MIX1
     mixed ^= mixed >> np.uint64(32)
@@ -66,7 +96,9 @@ def home_of(low, high, slots):
 
 
 @inlined
-def ask_for(buffer, starts, first, number, slots, lows, highs, homes):
+def ask_for(
+    buffer: Bytes, starts: Ints, first: int, number: int, slots: Words, lows: Words, highs: Words, homes: Longs
+) -> None:
     """Write the keys and homes of ``number`` pretokens from ``starts[first]`` on, and ask memory for their slots."""
     for i in range(number):
         at = np.int64(read(starts, first + i))
@@ -77,7 +109,7 @@ def ask_for(buffer, starts, first, number, slots, lows, highs, homes):
 
 
 @inlined
-def probe(slots, low, high, slot):
+def probe(slots: Words, low: Word, high: Word, slot: int) -> int:
     """From its home on, the first slot that has a key or is empty (second word 0)."""
     while True:
         found = read(slots, slot + 1)
@@ -87,7 +119,7 @@ def probe(slots, low, high, slot):
 
 
 @inlined
-def same_bytes(arena, offset, buffer, at, n):
+def same_bytes(arena: Bytes, offset: int, buffer: Bytes, at: int, n: int) -> bool:
     """Whether the arena holds the pretoken, of 8 bytes or more, at ``offset``."""
     k = 0
     while k + 8 <= n:
@@ -98,7 +130,7 @@ def same_bytes(arena, offset, buffer, at, n):
 
 
 @inlined
-def find(table, low, high, slot, buffer, at, n):
+def find(table: Table, low: Word, high: Word, slot: int, buffer: Bytes, at: int, n: int) -> int:
     """As :func:`probe`, also for long pretokens, whose keys may be those of others."""
     while True:
         slot = probe(table.slots, low, high, slot)

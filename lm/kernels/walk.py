@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lm.kernels import inlined, kernel
+from lm.kernels import Bytes, Ints, Longs, inlined, kernel
 from lm.kernels.scan import scan
 from lm.kernels.simd import first_bit, in_range
 
@@ -44,7 +44,7 @@ def pack_specials(tokens: Sequence[tuple[bytes, int]]) -> Specials:
 
 
 @inlined
-def starts_with(buffer, at, end, token, length):
+def starts_with(buffer: Bytes, at: int, end: int, token: Bytes, length: int) -> int:
     """How many bytes of ``token[:length]`` stand at ``at``, before ``end``."""
     k = 0
     while k < length and at + k < end and buffer[at + k] == token[k]:
@@ -53,7 +53,7 @@ def starts_with(buffer, at, end, token, length):
 
 
 @kernel
-def find_special(buffer, begin, end, specials):
+def find_special(buffer: Bytes, begin: int, end: int, specials: Specials) -> tuple[int, int, int]:
     """(position, its end, which) of the leftmost special token in ``buffer[begin:end]``, the longest there; which is
     NONE where there is none, and the position then that of the longest beginning of one at the buffer's end."""
     if len(specials.ids) == 0:
@@ -82,10 +82,11 @@ def find_special(buffer, begin, end, specials):
 
 
 @kernel
-def open_special(buffer, begin, end, specials):
+def open_special(buffer: Bytes, begin: int, end: int, specials: Specials) -> int:
     """Where a special token may have begun that ends past ``end``: the leftmost such place, or ``end``."""
-    longest = specials.ends[1] if len(specials.ids) else 1
-    for place in range(max(begin, end - longest + 1), end):
+    if len(specials.ids) == 0:
+        return end
+    for place in range(max(begin, end - specials.ends[1] + 1), end):
         for i in range(len(specials.ids)):
             token = specials.data[specials.ends[i] : specials.ends[i + 1]]
             matched = starts_with(buffer, place, end, token, len(token))
@@ -95,7 +96,7 @@ def open_special(buffer, begin, end, specials):
 
 
 @inlined
-def character_end(buffer, begin, end):
+def character_end(buffer: Bytes, begin: int, end: int) -> int:
     """``end``, less the bytes of a character that may go on past it."""
     for back in range(1, min(3, end - begin) + 1):
         byte = buffer[end - back]
@@ -108,7 +109,9 @@ def character_end(buffer, begin, end):
 
 
 @kernel
-def next_pretokens(buffer, cursor, end, final, classes, specials, starts):
+def next_pretokens(
+    buffer: Bytes, cursor: Longs, end: int, final: bool, classes: Bytes, specials: Specials, starts: Ints
+) -> tuple[int, int]:
     """Find the next pretokens from ``cursor[AT]`` on and move it past them, and past a special token after them.
 
     Pretoken i of the n found is ``buffer[starts[i]:starts[i + 1]]``. Returns (n, which): ``which`` is the index of the
@@ -121,8 +124,11 @@ def next_pretokens(buffer, cursor, end, final, classes, specials, starts):
     which = cursor[SPECIAL]
     stop = cursor[SPECIAL_AT]
     closed = which != NONE or final  # whether the text before ``stop`` is known to end there
-    if which == NONE and not final:
-        stop = character_end(buffer, at, open_special(buffer, at, end, specials))
+    if not final:
+        open_at = open_special(buffer, at, end, specials)
+        if open_at <= stop:  # a special token that may go on comes first, or is longer
+            which, closed = NONE, False
+            stop = character_end(buffer, at, open_at)
     shortened = stop - at > cursor[PIECE]
     if min(cursor[PIECE], stop - at) > len(starts) - 65:
         return TOO_SMALL, NONE
