@@ -94,16 +94,6 @@ def first_bit(typingctx: Any, word: Any) -> Any:
 
 
 @intrinsic
-def count_bits(typingctx: Any, word: Any) -> Any:
-    """The number of set bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.ctpop(arguments[0])
-
-    return types.int64(types.uint64), generate
-
-
-@intrinsic
 def prefetch(typingctx: Any, buffer: Any, at: Any) -> Any:
     """Ask for the cache line of element ``at`` of ``buffer``, which is read soon."""
 
