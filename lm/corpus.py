@@ -281,13 +281,6 @@ def _decode(
 
 
 @contextmanager
-def open_text(url: str) -> Iterator[Iterator[str]]:
-    """Open the text of a source and give it in blocks."""
-    with open_bytes(url) as blocks:
-        yield decode_blocks(blocks, url)
-
-
-@contextmanager
 def open_range(url: str, start: int, end: int) -> Iterator[Iterator[bytes]]:
     """Open the bytes ``start`` to ``end`` of a plain file and give them in blocks."""
     with open_raw(url) as raw:

@@ -26,7 +26,6 @@ from lm.corpus import (
     is_referable,
     open_bytes,
     open_range,
-    open_text,
     split_suffixes,
     version,
 )
@@ -49,8 +48,8 @@ compressed = pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
 
 
 def read_text(url: str) -> str:
-    with open_text(url) as blocks:
-        return "".join(blocks)
+    with open_bytes(url) as blocks:
+        return "".join(decode_blocks(blocks, url))
 
 
 # finding and opening sources
