@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from lm.errors import UserError
+from lm.errors import NotUtf8
 from lm.kernels.walk import AT, SCANNED, SPECIAL_AT
 
 WINDOW = 1 << 18  # bytes that a kernel is given at a time: they stay in the processor's cache
@@ -50,16 +50,6 @@ def windows(
     yield buffer, end, True
 
 
-class NotUtf8(UserError):
-    """A byte that is no part of UTF-8 text; ``offset`` is its place in the text."""
-
-    def __init__(self, buffer: npt.NDArray[np.uint8], cursor: Cursor, at: int) -> None:
-        self.byte, self.offset = int(buffer[at]), int(cursor[_BASE]) + at
-        super().__init__(self.message("The text", 0))
-
-    def message(self, name: str, start: int) -> str:
-        """What to tell where the text is that of ``name`` from byte ``start`` on."""
-        return (
-            f"{name} is not UTF-8: byte 0x{self.byte:02x} at offset {start + self.offset:,}. "
-            "Convert it, or let the pipeline read it with data.invalid_utf8 set to replace."
-        )
+def not_utf8(buffer: npt.NDArray[np.uint8], cursor: Cursor, at: int) -> NotUtf8:
+    """The error for byte ``at`` of a window."""
+    return NotUtf8(int(buffer[at]), int(cursor[_BASE]) + at)

@@ -13,9 +13,8 @@ from typing import IO
 import regex
 
 from lm.bounds import FORM, bounded, check_bounds
-from lm.buffers import NotUtf8
 from lm.corpus import BLOCK, is_referable, open_bytes, open_range, open_raw
-from lm.errors import UserError
+from lm.errors import NotUtf8
 from lm.pretokens import GPT2_PATTERN
 
 _WINDOW = 1 << 16  # bytes read at once to find where to cut
@@ -109,6 +108,11 @@ def stretches(
             yield from ((path, part) for part in chunk)
 
 
+def in_file(error: NotUtf8, path: str, part: Range | None) -> NotUtf8:
+    """The same error told of the file that a stretch is of."""
+    return NotUtf8(error.byte, error.offset + (part.start if part else 0), path)
+
+
 @contextmanager
 def open_stretch(path: str, part: Range | None) -> Iterator[Iterator[bytes]]:
     """Open what :func:`stretches` gave, in blocks of bytes."""
@@ -116,7 +120,7 @@ def open_stretch(path: str, part: Range | None) -> Iterator[Iterator[bytes]]:
         try:
             yield blocks
         except NotUtf8 as error:
-            raise UserError(error.message(path, part.start if part else 0)) from None
+            raise in_file(error, path, part) from None
 
 
 def _find_cut(

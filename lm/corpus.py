@@ -23,7 +23,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from lm.bounds import FORM, bounded, check_bounds
 from lm.demo_corpus import demo_stories
-from lm.errors import Unreachable, UserError
+from lm.errors import NotUtf8, Unreachable, UserError
 from lm.pretokens import END_OF_TEXT
 
 BLOCK = 1 << 20  # bytes read at once
@@ -270,10 +270,7 @@ def _decode(
         return codecs.utf_8_decode(data, "strict", final)
     except UnicodeDecodeError as error:
         if invalid_utf8 == "error":
-            raise UserError(
-                f"{name} is not UTF-8: byte 0x{data[error.start]:02x} at offset {offset + error.start:,}. "
-                "Convert the file, or set data.invalid_utf8 to replace."
-            ) from None
+            raise NotUtf8(data[error.start], offset + error.start, name) from None
     text, used = codecs.utf_8_decode(data, "replace", final)
     if tally:
         tally.replaced += text.count("�") - data[:used].count("�".encode())

@@ -18,10 +18,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lm.buffers import NotUtf8, new_cursor, windows
-from lm.chunks import open_stretch, stretches
+from lm.buffers import new_cursor, not_utf8, windows
+from lm.chunks import Range, in_file, open_stretch, stretches
 from lm.corpus import decode_blocks
-from lm.errors import UserError
+from lm.errors import NotUtf8, UserError
 from lm.kernels import compiling
 from lm.kernels import count as kernel
 from lm.kernels.classes import character_classes
@@ -56,7 +56,7 @@ def count_pretokens(
                 if status == TOO_SMALL:
                     work = make_workspace(2 * len(work.starts))
                 elif status < kernel.NO_ARENA:
-                    raise NotUtf8(buffer, cursor, -5 - status)
+                    raise not_utf8(buffer, cursor, -5 - status)
                 elif 3 * (table.slots.nbytes + table.arena.nbytes) > memory and table.used[SLOTS_USED]:
                     yield _columns(table)
                     table = make_table(len(table.slots) // WORDS, len(table.arena))
@@ -132,17 +132,26 @@ def count_files(
     workers = threads or os.cpu_count() or 1
     pending = deque(stretches(paths, special_tokens, pattern))
 
-    def texts() -> Iterator[Iterator[bytes]]:
-        while True:
-            try:
-                path, part = pending.popleft()
-            except IndexError:  # another thread took the last
-                return
-            with open_stretch(path, part) as blocks:
-                yield blocks
+    def count() -> list[pa.Table]:
+        stretch: tuple[str, Range | None] = "", None
+
+        def texts() -> Iterator[Iterator[bytes]]:
+            nonlocal stretch
+            while True:
+                try:
+                    stretch = pending.popleft()
+                except IndexError:  # another thread took the last
+                    return
+                with open_stretch(*stretch) as blocks:
+                    yield blocks
+
+        try:
+            return list(count_pretokens(texts(), special_tokens, pattern))
+        except NotUtf8 as error:
+            raise in_file(error, *stretch) from None
 
     with ThreadPoolExecutor(workers) as pool:
-        counts = [pool.submit(lambda: list(count_pretokens(texts(), special_tokens, pattern))) for _ in range(workers)]
+        counts = [pool.submit(count) for _ in range(workers)]
         return add_up(table for future in counts for table in future.result())
 
 

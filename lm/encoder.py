@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lm.buffers import WINDOW, NotUtf8, new_cursor, windows
+from lm.buffers import WINDOW, new_cursor, not_utf8, windows
 from lm.kernels import compiling, encode
 from lm.kernels.classes import character_classes
 from lm.kernels.encode import Queue
@@ -87,7 +87,7 @@ class Encoder:
                             out,
                         )
                     if status < TOO_SMALL:
-                        raise NotUtf8(buffer, cursor, -2 - status)
+                        raise not_utf8(buffer, cursor, -2 - status)
                     if count:
                         yield out[:count].copy()
                     if status == TOO_SMALL:

@@ -16,7 +16,7 @@ from lm.counts import count_pretokens
 from lm.demo_corpus import demo_stories
 from lm.errors import UserError
 from lm.pretokens import END_OF_TEXT
-from lm.shards import TokenShards, encode_files, write_shard
+from lm.shards import TokenShards, write_shard
 from lm.tokenizer import Tokenizer, token_dtype
 
 EOT = END_OF_TEXT

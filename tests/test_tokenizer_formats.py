@@ -55,7 +55,7 @@ def test_a_spelling_outside_the_alphabet_is_a_special_token(tmp_path: Path) -> N
 def test_an_id_is_a_whole_number_used_once(tmp_path: Path, content: str) -> None:
     path = tmp_path / "vocab.json"
     path.write_text(content)
-    with pytest.raises(UserError, match=rf"vocab\.json: the id of '(a|b c)', {'.*'}is not a whole number used once"):
+    with pytest.raises(UserError, match=r"vocab\.json: the id of '(a|b c)', .* is not a whole number used once"):
         formats.read_vocab(path)
 
 
@@ -184,7 +184,7 @@ def test_the_order_of_the_ranks_counts_not_of_the_lines(tmp_path: Path) -> None:
     ("lines", "message"),
     [
         ([b"YWI= 256", b"YWI 257"], r"line 258: b'YWI 257' is not the Base64 of a token, a space and its rank"),
-        ([b"Y*I= 256"], "line 257: .* is not the Base64"),
+        ([b"YW*I= 256"], "line 257: .* is not the Base64"),
         ([b"YWI="], "line 257: .* is not the Base64"),
         ([b"256"], "line 257: .* is not the Base64"),
         ([b"YWI= 256 a"], "line 257: .* is not the Base64"),
@@ -390,22 +390,32 @@ def test_a_feature_that_we_lack_is_refused(
         formats.read_tokenizer_json(path)
 
 
-def test_hugging_face_finds_normalized_tokens_last(tmp_path: Path) -> None:
-    """Why the overlap above is refused, and a harmless one is not."""
+@pytest.mark.parametrize(
+    ("specials", "text", "refused"),
+    [
+        (["<s>", "a<s"], "a<s>", True),
+        (["<s>", "a<s>b"], "a<s>b", True),
+        (["<s>", "<s>b"], "<s>b", True),
+        (["<s>", ">a", "s", "b"], "<s>a<s>b>a", False),
+    ],
+)
+def test_hugging_face_finds_normalized_tokens_last(
+    tmp_path: Path, specials: list[str], text: str, refused: bool
+) -> None:
+    """Why some overlaps of added tokens are refused, and others are not."""
     hf = pytest.importorskip("tokenizers", reason="the Hugging Face library is not installed")
-    for specials, text, refused in ((["<s>", "a<s"], "a<s>", True), (["<s>", ">a", "b"], "<s>a<s>b>a", False)):
-        ours = bytes_tokenizer(specials)
-        content = content_of(ours)
-        for token in content["added_tokens"][1:]:
-            token["normalized"] = True
-        path = written(content, tmp_path)
-        agree = hf.Tokenizer.from_file(str(path)).encode(text).ids == ours.encode(text)
-        assert agree is not refused
-        if refused:
-            with pytest.raises(UserError, match="'a<s', normalized and overlapping '<s>'"):
-                formats.read_tokenizer_json(path)
-        else:
-            assert formats.read_tokenizer_json(path) == parts_of(ours)
+    ours = bytes_tokenizer(specials)
+    content = content_of(ours)
+    for token in content["added_tokens"][1:]:
+        token["normalized"] = True
+    path = written(content, tmp_path)
+    agree = hf.Tokenizer.from_file(str(path)).encode(text).ids == ours.encode(text)
+    assert agree is not refused
+    if refused:
+        with pytest.raises(UserError, match=f"{specials[1]!r}, normalized and overlapping '<s>'"):
+            formats.read_tokenizer_json(path)
+    else:
+        assert formats.read_tokenizer_json(path) == parts_of(ours)
 
 
 def test_what_is_left_out_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -434,7 +444,6 @@ def test_what_is_left_out_is_warned_of(tmp_path: Path, caplog: pytest.LogCapture
         (put("model", "vocab", "<s>", value=7), "the added token '<s>' has another id in the vocabulary"),
         (put("model", "vocab", "a b", value=7), "the id of 'a b', 7, is not a whole number used once"),
         (put("model", "vocab", "ab", value=None), "the id of 'ab', None, is not"),
-        (put("model", "vocab", "<</s", value=300), ""),
         (put("model", "merges", value=["a b", "a"]), "merge 2: 'a' is not two spellings"),
         (put("model", "merges", value=[["a", "b"], ["a", "b", "c"]]), "merge 2: 'a b c' is not two spellings"),
         (put("model", "merges", value=[["a", "日"]]), "merge 1: 'a 日' is not two spellings"),
@@ -455,9 +464,6 @@ def test_a_malformed_tokenizer_json_is_a_users_mistake(
     content = content_of(bytes_tokenizer(["<s>"]))
     change(content)
     path = written(content, tmp_path)
-    if not message:
-        assert formats.read_tokenizer_json(path)[0][300] == b"<</s"  # any change as such is no mistake
-        return
     with pytest.raises(UserError, match=re.escape(message)) as caught:
         formats.read_tokenizer_json(path)
     assert str(path) in str(caught.value)

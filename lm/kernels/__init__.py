@@ -7,9 +7,10 @@ these sources and the processor, as numba itself does not see that a helper in a
 import hashlib
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,21 @@ log = logging.getLogger(__name__)
 
 
 def _cache_directory() -> Path:
-    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.binding.get_host_cpu_name()}".encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    folder = Path(__file__).parent
+    made_by = f"{sys.version} {numba.__version__} {llvmlite.binding.get_host_cpu_name()} {folder}"
+    digest = hashlib.sha256(made_by.encode())
+    for source in sorted(folder.glob("*.py")):
         digest.update(source.read_bytes())
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "textmill" / "kernels" / digest.hexdigest()[:16]
 
 
 CACHE = _cache_directory()
+try:
+    CACHE.mkdir(parents=True, exist_ok=True)
+    IS_KEPT = os.access(CACHE, os.W_OK)
+except OSError:
+    IS_KEPT = False  # on a machine where nothing can be written, each start compiles
 _config: Any = numba.config
 _config.CACHE_DIR = str(CACHE)
 
@@ -48,7 +56,7 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": 
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile a function at its first call, without the interpreter's lock, and keep the machine code on disk."""
-    return numba.njit(cache=True, **_OPTIONS)(function)
+    return numba.njit(cache=IS_KEPT, **_OPTIONS)(function)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
@@ -71,10 +79,11 @@ def compiling(what: str) -> Iterator[None]:
     is_new = not mark.exists()
     started = time.monotonic()
     if is_new:
-        log.warning("Compiling the %s kernels for this processor, once; this takes some seconds.", what)
+        often = "once" if IS_KEPT else "at each start"
+        log.warning("Compiling the %s kernels for this processor, %s; this takes some seconds.", what, often)
     yield
     if is_new:
-        log.warning("Compiled the %s kernels in %.1f s; kept in %s.", what, time.monotonic() - started, CACHE)
-        with suppress(OSError):  # a cache that cannot be written is no reason to fail
-            mark.parent.mkdir(parents=True, exist_ok=True)
+        kept = f"kept in {CACHE}" if IS_KEPT else f"not kept, as {CACHE} cannot be written"
+        log.warning("Compiled the %s kernels in %.1f s; %s.", what, time.monotonic() - started, kept)
+        if IS_KEPT:
             mark.touch()

@@ -139,12 +139,12 @@ def next_pretokens(
         return n - 1, NONE
     starts[n] = stop
     if closed and not shortened:
-        cursor[AT] = cursor[SPECIAL_END] if which != NONE else stop
+        cursor[AT], cursor[PIECE] = cursor[SPECIAL_END] if which != NONE else stop, SCANNED
         if which != NONE:
             return n, which
         return n, MORE
     while n > 0 and starts[n] > stop - _UNCERTAIN:
         n -= 1
-    cursor[PIECE] = 2 * cursor[PIECE] if n == 0 else SCANNED  # of a longer pretoken more is looked at
+    cursor[PIECE] = 2 * cursor[PIECE] if n == 0 and shortened else SCANNED  # of a longer pretoken more is looked at
     cursor[AT] = starts[n]
     return n, NONE if shortened else MORE
