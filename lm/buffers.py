@@ -38,9 +38,12 @@ def windows(
                 yield buffer, end, False
                 rest = buffer[cursor[AT] : end]
                 cursor[_BASE] += cursor[AT]
-                if 2 * len(rest) > end:  # doubling keeps a long pretoken from being looked at again and again
-                    buffer = np.empty(2 * len(buffer), np.uint8)
-                buffer[: len(rest)] = rest.copy()
+                if 2 * len(rest) > end:  # so that a long pretoken is not looked at again and again
+                    wanted = len(rest) + len(piece) + PADDING
+                    buffer = np.empty(min(max(2 * len(buffer), wanted), 8 * len(buffer)), np.uint8)
+                else:
+                    rest = rest.copy()
+                buffer[: len(rest)] = rest
                 end = len(rest)
                 cursor[AT], cursor[SPECIAL_AT] = 0, -1
             taken = min(len(piece), len(buffer) - PADDING - end)

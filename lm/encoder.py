@@ -13,6 +13,7 @@ from lm.kernels.table import Table, Workspace, make_table, make_workspace
 from lm.kernels.walk import SCANNED, TOO_SMALL, Specials
 
 _SLOTS, _ARENA = 1 << 20, 16 << 20  # of the memory for pretokens that each thread has: 32 and 16 MB
+_COPIED = 1 << 20  # ids that are copied out of a buffer that is used again; more are given with it
 _NO_RANK = np.iinfo(np.int32).max
 
 
@@ -46,9 +47,11 @@ class Encoder:
         if not (are_known and are_made_before) or len(nodes) < len(tokens) or len(merges) > encode.MAX_MERGES:
             return None
         lengths = np.array([len(token) for token in tokens], np.int32)
+        id_lengths = np.zeros(token_ids.max() + 1, np.int32)
+        id_lengths[token_ids] = lengths
         size = 1 << (2 * len(merges)).bit_length()
         model = encode.Model(
-            token_ids, lengths, np.full(1 << 16, _NO_RANK, np.int32), np.full(size, 2**64 - 1, np.uint64)
+            token_ids, lengths, id_lengths, np.full(1 << 16, _NO_RANK, np.int32), np.full(size, 2**64 - 1, np.uint64)
         )
         with compiling("pair table"):
             encode.fill_pairs(lefts, rights, model.byte_pairs, model.pairs)
@@ -88,7 +91,10 @@ class Encoder:
                         )
                     if status < TOO_SMALL:
                         raise not_utf8(buffer, cursor, -2 - status)
-                    if count:
+                    if count > _COPIED:
+                        yield out[:count]
+                        out = np.empty(0, self.dtype)
+                    elif count:
                         yield out[:count].copy()
                     if status == TOO_SMALL:
                         work = make_workspace(2 * len(work.starts))

@@ -27,6 +27,7 @@ class Model(NamedTuple):
 
     ids: npt.NDArray[np.int64]  # (nodes,): token ids
     lengths: npt.NDArray[np.int32]  # (nodes,): in bytes
+    id_lengths: npt.NDArray[np.int32]  # (token ids,): the same by token id
     byte_pairs: npt.NDArray[np.int32]  # (65,536,): rank of the merge of two bytes
     pairs: npt.NDArray[np.uint64]  # hash table: left node << 42 | right node << 20 | rank
 
@@ -77,7 +78,7 @@ def rank_of(model: Model, left: int, right: int) -> Int:
     wanted = np.uint64(left) << np.uint64(22) | np.uint64(right)
     place = pair_home(left, right, len(model.pairs))
     while True:
-        entry = model.pairs[place]
+        entry = read(model.pairs, place)
         if entry >> np.uint64(20) == wanted:
             return np.int32(entry & np.uint64(0xFFFFF))
         if entry == _EMPTY:
@@ -92,12 +93,12 @@ def encode_short(buffer: Bytes, at: int, n: int, model: Model, work: Workspace, 
     for i in range(n):
         nodes[i] = buffer[at + i]
     for i in range(n - 1):
-        ranks[i] = model.byte_pairs[np.int64(buffer[at + i]) << 8 | np.int64(buffer[at + i + 1])]
+        ranks[i] = read(model.byte_pairs, np.int64(read(buffer, at + i)) << 8 | np.int64(read(buffer, at + i + 1)))
     while n > 1:
         best, rank = 0, ranks[0]
         for i in range(1, n - 1):
-            if ranks[i] < rank:
-                best, rank = i, ranks[i]
+            if read(ranks, i) < rank:
+                best, rank = i, read(ranks, i)
         if rank == _NO_RANK:
             break
         nodes[best] = 256 + rank
@@ -120,7 +121,7 @@ def push(queue: Queue, following: Ints, previous: Ints, ranks: Ints, place: int,
     ranks[place] = rank
     if rank == _NO_RANK:
         return
-    tail = queue.tails[rank]
+    tail = read(queue.tails, np.int64(rank))
     previous[place] = tail
     following[place] = -1
     if tail < 0:
@@ -136,10 +137,10 @@ def push(queue: Queue, following: Ints, previous: Ints, ranks: Ints, place: int,
 @inlined
 def remove(queue: Queue, following: Ints, previous: Ints, ranks: Ints, place: int) -> None:
     """Take the merge at a place, if there is one, out of its rank's list."""
-    rank = ranks[place]
+    rank = read(ranks, place)
     if rank == _NO_RANK:
         return
-    before, after = previous[place], following[place]
+    before, after = read(previous, place), read(following, place)
     if before >= 0:
         following[before] = after
     else:
@@ -156,18 +157,18 @@ def remove(queue: Queue, following: Ints, previous: Ints, ranks: Ints, place: in
 
 
 @kernel
-def merge_block(buffer: Bytes, at: int, n: int, model: Model, queue: Queue, work: Workspace, to: int) -> int:
-    """Merge ``n`` bytes and write the nodes to ``work.tokens[to:]``; returns how many they are. Linear in ``n``.
+def merge_block(buffer: Bytes, at: int, n: int, model: Model, queue: Queue, work: Workspace) -> None:
+    """Merge ``n`` bytes; ``work.nodes`` then has a node at the first and at the last byte of its span. Linear in ``n``.
 
     Merges are made rank by rank: a merge only gives rise to merges of later ranks (the tokenizer has checked that its
     parts are made by earlier ones), so that the lists by rank are emptied in order, and each is in the order of the
-    text. A node stands at the first and at the last byte of its span.
+    text.
     """
     nodes, ranks, following, previous = work.nodes, work.ranks, work.following, work.previous
     for i in range(n):
         nodes[i] = buffer[at + i]
     for i in range(n - 1):
-        rank = model.byte_pairs[np.int64(buffer[at + i]) << 8 | np.int64(buffer[at + i + 1])]
+        rank = read(model.byte_pairs, np.int64(read(buffer, at + i)) << 8 | np.int64(read(buffer, at + i + 1)))
         push(queue, following, previous, ranks, i, rank)
     ranks[n - 1] = _NO_RANK
     group = 0
@@ -180,25 +181,19 @@ def merge_block(buffer: Bytes, at: int, n: int, model: Model, queue: Queue, work
         merged = 256 + rank
         length = model.lengths[merged]
         while queue.heads[rank] >= 0:
-            place = queue.heads[rank]
+            place = np.int64(read(queue.heads, rank))
             remove(queue, following, previous, ranks, place)
-            remove(queue, following, previous, ranks, place + model.lengths[nodes[place]])
+            remove(queue, following, previous, ranks, place + read(model.lengths, np.int64(read(nodes, place))))
             nodes[place] = nodes[place + length - 1] = merged
             if place > 0:
-                left = nodes[place - 1]
-                before = place - model.lengths[left]
+                left = read(nodes, place - 1)
+                before = place - read(model.lengths, np.int64(left))
                 remove(queue, following, previous, ranks, before)
                 push(queue, following, previous, ranks, before, rank_of(model, left, merged))
             after = place + length
             ranks[place] = _NO_RANK
             if after < n:
-                push(queue, following, previous, ranks, place, rank_of(model, merged, nodes[after]))
-    count = place = 0
-    while place < n:
-        work.tokens[to + count] = nodes[place]
-        count += 1
-        place += model.lengths[nodes[place]]
-    return count
+                push(queue, following, previous, ranks, place, rank_of(model, merged, read(nodes, after)))
 
 
 @kernel
@@ -211,27 +206,29 @@ def encode_long(
     are what their own bytes are encoded to: the first merge across a boundary would be made there as well. So each
     block begins with the last tokens before it, more of them until the boundary to what is kept is such a one.
     """
-    tokens, lengths = work.tokens, model.lengths
+    nodes, lengths, id_lengths = work.nodes, model.lengths, model.id_lengths
     number = end = 0
     while end < n:
         start, stop, back = end, min(n, end + _BLOCK), _BACK
         while True:
             while number > 0 and end - start < back:
                 number -= 1
-                start -= lengths[tokens[number]]
-            count = merge_block(buffer, at + start, stop - start, model, queue, work, number)
+                start -= id_lengths[out[out_at + number]]
+            merge_block(buffer, at + start, stop - start, model, queue, work)
+            count = place = 0
+            while place < stop - start:
+                out[out_at + number + count] = model.ids[nodes[place]]
+                count += 1
+                place += lengths[nodes[place]]
             if number == 0:
                 break
-            left, right = tokens[number - 1], tokens[number]
-            both = np.int64(lengths[left]) + lengths[right]
-            two = merge_block(buffer, at + start - lengths[left], both, model, queue, work, number + count)
-            if two == 2 and tokens[number + count] == left:
+            left, right = id_lengths[out[out_at + number - 1]], id_lengths[out[out_at + number]]
+            merge_block(buffer, at + start - left, left + right, model, queue, work)
+            if lengths[nodes[0]] == left and lengths[nodes[left]] == right:
                 break
             back *= 4
         number += count
         end = stop
-    for i in range(number):
-        out[out_at + i] = model.ids[tokens[i]]
     return number
 
 

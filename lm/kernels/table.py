@@ -46,7 +46,6 @@ class Workspace(NamedTuple):
     ranks: npt.NDArray[np.int32]
     following: npt.NDArray[np.int32]
     previous: npt.NDArray[np.int32]
-    tokens: npt.NDArray[np.int32]
     lows: npt.NDArray[np.uint64]
     highs: npt.NDArray[np.uint64]
     homes: npt.NDArray[np.int64]
@@ -61,7 +60,6 @@ def make_workspace(longest: int) -> Workspace:
         ranks=np.empty(size, np.int32),
         following=np.empty(size, np.int32),
         previous=np.empty(size, np.int32),
-        tokens=np.empty(2 * size, np.int32),
         lows=np.empty(BATCH, np.uint64),
         highs=np.empty(BATCH, np.uint64),
         homes=np.empty(BATCH, np.int64),

@@ -145,6 +145,9 @@ def next_pretokens(
         return n, MORE
     while n > 0 and starts[n] > stop - _UNCERTAIN:
         n -= 1
-    cursor[PIECE] = 2 * cursor[PIECE] if n == 0 and shortened else SCANNED  # of a longer pretoken more is looked at
+    if n > 0:
+        cursor[PIECE] = SCANNED
+    elif shortened:  # of a longer pretoken more is looked at
+        cursor[PIECE] *= 2
     cursor[AT] = starts[n]
     return n, NONE if shortened else MORE

@@ -1,0 +1,508 @@
+"""How fast the tokenizer is beside gigatoken, tiktoken, Hugging Face tokenizers and rustbpe: encode, count, train.
+
+``python -m benchmarks.tokenizer [--corpus FILE …] [--vocab vocab.json --merges merges.txt] [--only encode,count,…]``.
+Encoding is from a text file to a file of uint16 ids: the tokenizer is constructed within the clock, and remembers no
+pretoken. Counting and training start at the file too. First the results are compared; then everyone is timed in turn,
+each time in a process of its own that has done the same with a few words before its clock starts; medians count.
+Memory is the greatest resident size less that before the clock, files mapped to memory included. The last line is
+JSON: in ``ratios``, more than 1 means that ours is faster; ``…_rate`` is our speed on such documents over that on the
+corpus. Peers come with ``pip install -e '.[bench]'``; what a missing one would tell is left out.
+
+gigatoken encodes in both forms that keep its ids whole, the file as one text and split at the separators (which it then
+leaves out), and the faster one counts. Slow peers get a sample of the documents and are compared by MB/s.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import lzma
+import os
+import platform
+import random
+import re
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib import import_module as load
+from importlib import metadata
+from itertools import chain, cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lm.demo_corpus import demo_stories
+from lm.formats import read_vocab
+from lm.pretokens import END_OF_TEXT, GPT2_PATTERN, pretokenize
+from lm.tokenizer import Tokenizer
+
+END = END_OF_TEXT.encode()
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+MODULES = {"gigatoken": "gigatoken", "tiktoken": "tiktoken", "huggingface": "tokenizers", "rustbpe": "rustbpe"}
+FORMS = ("gigatoken", "gigatoken/split")
+MIXED, KIND, SAMPLE, LARGE = 331_000_000, 32_000_000, 30_000_000, 2_000_000_000  # bytes of the texts
+MERGES = 32_000
+SECTIONS = ("encode", "count", "train", "corpora", "documents", "adversarial", "memory")
+SECONDS = 1800  # after which a process is given up
+
+
+@dataclass(frozen=True)
+class Task:
+    """One measurement: who does which job on which text, with how many threads."""
+
+    job: str
+    who: str
+    text: str
+    threads: int = 1
+    rounds: int = 1000
+    vocab_size: int = 257 + MERGES
+    constructed: bool = False  # whether the tokenizer has been made before the clock starts
+    check: bool = False  # whether digests of the result are wanted
+    tokenizer: str = ""  # the folder of vocab.json, merges.txt and tokenizer.json
+    output: str = ""
+
+    def read(self) -> str:
+        return Path(self.text).read_bytes().decode()
+
+
+# What is timed. Each function has run once before the clock starts, which loads the modules.
+
+
+@cache
+def tokenizer(who: str, folder: str, fresh: int) -> Any:
+    if who == "ours":
+        return Tokenizer.from_files(f"{folder}/vocab.json", f"{folder}/merges.txt", [END_OF_TEXT])
+    return load("gigatoken").Tokenizer(f"{folder}/tokenizer.json")
+
+
+@cache
+def ranks(folder: str) -> dict[bytes, int]:
+    """The vocabulary as tiktoken wants it, for which it has a file of its own; read before the clock."""
+    return {token: token_id for token_id, token in read_vocab(Path(folder) / "vocab.json", [END_OF_TEXT]).items()}
+
+
+def encode(task: Task) -> list[Path]:
+    fresh = 0 if task.constructed else time.perf_counter_ns()
+    ids: Any
+    if task.who == "ours":
+        ours = tokenizer("ours", task.tokenizer, fresh)
+        return load("lm.shards").encode_files([task.text], ours, Path(task.output), threads=task.threads)
+    if task.who in FORMS:
+        split = task.who == FORMS[1]
+        source = load("gigatoken").TextFileSource([task.text], separator=END_OF_TEXT) if split else task.text
+        rows = tokenizer("gigatoken", task.tokenizer, fresh).encode_files(source, parallel=task.threads > 1)
+        ids = load("awkward").flatten(rows)
+    elif task.who == "tiktoken":
+        mergeable = dict(ranks(task.tokenizer))
+        special = {END_OF_TEXT: mergeable.pop(END)}
+        named = {"pat_str": GPT2_PATTERN, "mergeable_ranks": mergeable, "special_tokens": special}
+        encoding = load("tiktoken").Encoding("bench", **named)
+        ids = encoding.encode_to_numpy(task.read(), allowed_special="all")  # faster than its batches
+    else:
+        hugging_face = load("tokenizers").Tokenizer.from_file(f"{task.tokenizer}/tokenizer.json")
+        found = hugging_face.encode_batch_fast(task.read().split(END_OF_TEXT))
+        end = hugging_face.token_to_id(END_OF_TEXT)
+        ids = [token_id for document in found for token_id in (*document.ids, end)][:-1]
+    np.asarray(ids).astype(np.uint16).tofile(path := Path(task.output) / "ids.bin")
+    return [path]
+
+
+def count(task: Task) -> Any:
+    if task.who == "ours":
+        return load("lm.counts").count_files([task.text], [END_OF_TEXT], threads=task.threads)
+    if task.who == "gigatoken":
+        return load("gigatoken").gigatoken_rs.pretokenized_counts(Path(task.text).read_bytes(), END)
+    # the reference: the pattern as the module regex matches it
+    counts = Counter(pretoken for document in task.read().split(END_OF_TEXT) for pretoken in pretokenize(document))
+    return [(pretoken.encode(), count) for pretoken, count in counts.items()]
+
+
+def train(task: Task) -> Any:
+    if task.who == "ours":
+        return load("lm.bpe").train_bpe(task.text, task.vocab_size, [END_OF_TEXT], threads=task.threads)[1]
+    if task.who == "gigatoken":
+        return load("gigatoken").train_bpe(task.text, task.vocab_size, [END_OF_TEXT], separator=END)[1]
+    documents = iter(task.read().split(END_OF_TEXT))
+    train_from = load("rustbpe").Tokenizer().train_from_iterator
+    return train_from(documents, vocab_size=task.vocab_size - 1, pattern=GPT2_PATTERN)
+
+
+def resident(name: str) -> float:
+    """``VmRSS`` or ``VmHWM`` of this process in MB; where there is no /proc, the greatest size so far."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        return float(status.read_text().split(f"{name}:")[1].split()[0]) * 1024 / 1e6
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
+
+
+def work(task: Task) -> dict[str, Any]:
+    """Do a task in this process: seconds, memory and, if wanted, digests of what came out."""
+    run: Callable[[Task], Any] = {"encode": encode, "count": count, "train": train}[task.job]
+    with tempfile.TemporaryDirectory(dir=task.output) as folder:
+        (tiny := Path(folder) / "tiny.txt").write_text(f"Hello world, hello there{END_OF_TEXT}And hello{END_OF_TEXT}")
+        run(replace(task, text=str(tiny), output=folder, vocab_size=260))
+    with open(task.text, "rb", buffering=0) as file:  # everyone finds the file in the page cache
+        while file.read(1 << 20):
+            pass
+    if (peak := Path("/proc/self/clear_refs")).exists():
+        peak.write_text("5")  # the greatest size begins anew
+    before, wall, cpu = resident("VmRSS"), time.perf_counter(), time.process_time()
+    result = run(task)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    found = {"wall": wall, "cpu": cpu, "memory_mb": resident("VmHWM") - before}
+    return found | (digests(result, task) if task.check else {})
+
+
+def digests(result: Any, task: Task) -> dict[str, Any]:
+    """Of ids with and without separators, of counts, of merges; and these merges."""
+    digest = lambda data: hashlib.sha256(data).hexdigest()  # noqa: E731
+    if task.job == "encode":
+        ids = np.concatenate([np.fromfile(path, "<u2") for path in result])
+        return {"all": digest(ids), "words": digest(ids[ids != ranks(task.tokenizer)[END]])}
+    if task.job == "train":
+        return {"all": digest(repr(result).encode()), "merges": [f"{a.hex()} {b.hex()}" for a, b in result]}
+    pairs = result if isinstance(result, list) else zip(*(column.to_pylist() for column in result), strict=True)
+    return {"all": digest(repr(sorted(pairs)).encode())}
+
+
+# The texts: parts that are documents with their separators, as many as give the size wanted.
+
+
+@cache
+def stories() -> bytes:
+    path = DATA / "stories_train.txt.xz"
+    return lzma.decompress(path.read_bytes()) if path.exists() else "".join(demo_stories(150_000)).encode()
+
+
+def documents(data: bytes) -> list[bytes]:
+    return [part + END for part in data.split(END) if part.strip()]
+
+
+def limited(parts: Iterable[bytes], size: int) -> Iterator[bytes]:
+    for part in parts:
+        if size <= 0:
+            return
+        size -= len(part)
+        yield part
+
+
+def packages(pattern: str) -> Iterator[bytes]:
+    """The UTF-8 files of this name in the standard library and the packages of the environment, in order.
+
+    Not those with characters that Python's Unicode has not assigned: the peers' tables are of several versions.
+    """
+    folders = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
+    for path in sorted({path for folder in folders for path in folder.rglob(pattern)}):
+        data = path.read_bytes()
+        text = data.decode(errors="ignore")
+        is_utf8 = len(text.encode()) == len(data)
+        if data and END not in data and is_utf8 and "Cn" not in map(unicodedata.category, set(text)):
+            yield data + END
+
+
+def mixed() -> Iterator[bytes]:
+    """Stories, then Python sources; in an environment with little code, the same again."""
+    return chain([stories()], cycle(packages("*.py")))
+
+
+def code() -> Iterator[bytes]:
+    return iter(random.Random(0).sample(files := list(packages("*.py")), len(files)))
+
+
+COMMON = "的一是不了在人有我他这中大来上国个到说们为子和你地出道也时年得就那要下以生会自着去之过家学对可她里后"
+EMOJI = re.split(" ", "😀 😂 🥰 🎉 🔥 ✨ ❤️ 👍🏽 👋🏿 🤷🏻‍♀️ 👩‍💻 👨‍👩‍👧‍👦 🏳️‍🌈 🇯🇵 🇧🇷 🇩🇪 🧑🏾‍🚀 🐻‍❄️ 1️⃣ ☕ 🦊 🌍 ⚡️")
+
+
+def cjk() -> Iterator[bytes]:
+    """Real translations, then Chinese, Japanese and Korean in turn: words, and their characters, by Zipf's law."""
+    yield from (part for language in ("zh", "ja", "ko") for part in packages(f"locale/{language}*/**/*.po"))
+    rng = np.random.default_rng(0)
+
+    def pick(items: Sequence[str], number: int) -> list[str]:
+        weights = 1 / np.arange(2, len(items) + 2)
+        return [items[i] for i in rng.choice(len(items), number, p=weights / weights.sum())]
+
+    def words(first: int, last: int, longest: int, common: str = "", end: str = "") -> list[str]:
+        letters = common + "".join(map(chr, rng.permutation(np.arange(first, last))[:5000]))
+        return ["".join(pick(letters, length)) + end for length in sorted(rng.integers(1, longest + 1, 10_000))]
+
+    chinese, korean = words(0x4E00, 0x9FA6, 3, COMMON), words(0xAC00, 0xB9C4, 4, end=" ")
+    stems = [*chinese[:4000], *words(0x30A2, 0x30F4, 5)]
+    japanese = ["".join(parts) for parts in zip(stems, pick(words(0x3042, 0x3094, 3), len(stems)), strict=True)]
+    while True:
+        for vocabulary, stops in ((chinese, "，。、！\n"), (japanese, "、。「」\n"), (korean, ",.?!\n")):
+            sentences = np.split(pick(vocabulary, 1000), np.sort(rng.integers(1, 1000, 120)))
+            ended = [[*sentence, stop] for sentence, stop in zip(sentences, pick(stops, len(sentences)), strict=True)]
+            yield "".join(chain.from_iterable(ended)).encode() + END
+
+
+def emoji() -> Iterator[bytes]:
+    """Stories with one to four emoji after each sentence."""
+    rng = random.Random(0)
+    for document in cycle(documents(stories())):
+        parts = re.split(r"(?<=[.!?]) ", document.decode().removesuffix(END_OF_TEXT))
+        yield "".join(f"{part} {''.join(rng.choices(EMOJI, k=rng.randint(1, 4)))} " for part in parts).encode() + END
+
+
+KINDS = {"stories": lambda: documents(stories()), "code": code, "cjk": cjk, "emoji": emoji}
+
+
+def letters(rng: np.random.Generator, size: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    return rng.integers(ord("a"), ord("z") + 1, size, np.uint8)
+
+
+ADVERSARIES: dict[str, Callable[[np.random.Generator, int], bytes]] = {
+    "one_letter": lambda rng, size: b"a" * size,
+    "alternating_letters": lambda rng, size: b"ab" * (size // 2),
+    "spaces": lambda rng, size: b" " * size,
+    "no_separator": lambda rng, size: letters(rng, size).tobytes(),
+    "unique_pretokens": lambda rng, size: np.where(np.arange(size) % 9, letters(rng, size), np.uint8(32)).tobytes(),
+    "cjk_without_spaces": lambda rng, size: "".join(map(chr, rng.integers(0x4E00, 0x9FA6, size // 3))).encode(),
+    "emoji": lambda rng, size: "".join(rng.choice(EMOJI, size // 9)).encode(),
+    "invalid_bytes": lambda rng, size: rng.bytes(size // 2).decode(errors="replace").encode(),
+}
+
+
+class Bench:
+    """Texts in a folder, measurements in turn, and what they gave."""
+
+    def __init__(self, directory: Path, corpus: list[Path], rounds: int) -> None:
+        self.directory, self.rounds = directory, rounds
+        self.rows: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self.ratios: dict[str, float] = {}
+        self.checks: dict[str, bool] = {}
+        self.extra: dict[str, Any] = {"memory_mb": {}, "adversarial": {}, "merges": {}}
+        files = repr([(str(path.resolve()), path.stat()[6:9:2]) for path in corpus])  # sizes and times
+        self.name = f"given-{hashlib.sha256(files.encode()).hexdigest()[:8]}" if corpus else "mixed"
+        joined = (path.read_bytes() + END for path in corpus)
+        self.corpus = self.text(self.name, lambda: joined) if corpus else self.text(self.name, mixed, MIXED)
+
+    def text(self, name: str, parts: Callable[[], Iterable[bytes]], size: int = 1 << 40) -> str:
+        """The path of a text, made unless it is there."""
+        path = self.directory / f"{name}.txt"
+        if not path.exists():
+            say(f"making {path}")
+            with (part := path.with_suffix(".part")).open("wb") as file:
+                file.writelines(limited(parts(), size))
+            part.rename(path)
+        return str(path)
+
+    def sample(self) -> str:
+        """Documents from all over the corpus, for the slow."""
+
+        def parts() -> Iterable[bytes]:
+            data = Path(self.corpus).read_bytes()
+            return documents(data)[:: max(1, len(data) // SAMPLE)]
+
+        return self.text(f"{self.name}-sample", parts)
+
+    def measure(self, task: Task) -> dict[str, Any]:
+        """What a process of its own finds; empty, with a note, where a peer is missing or somebody fails."""
+        module = MODULES.get(task.who.split("/")[0], "lm")
+        if importlib.util.find_spec(module) is None:
+            self.notes.append(f"{module} is not installed (.[bench]): its ratios are left out")
+            return {}
+        environment = {**os.environ, "RAYON_NUM_THREADS": str(task.threads), "TOKENIZERS_PARALLELISM": "false"}
+        with tempfile.TemporaryDirectory(dir=self.directory) as output:
+            task = replace(task, tokenizer=str(self.directory / "tokenizer"), output=output)
+            command = [sys.executable, "-m", "benchmarks.tokenizer", "--worker", json.dumps(asdict(task))]
+            try:
+                done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+                if done.returncode == 0:
+                    return json.loads(done.stdout.splitlines()[-1])
+                trouble = (done.stderr.splitlines() or [f"exit {done.returncode}"])[-1]
+            except subprocess.TimeoutExpired:
+                trouble = f"given up after {SECONDS} s"
+        self.notes.append(f"{task.job} of {Path(task.text).stem} by {task.who} failed: {trouble[:200]}")
+        return {}
+
+    def medians(self, *tasks: Task) -> list[dict[str, Any]]:
+        """Measure the tasks in turn, round by round; what failed is empty."""
+        runs: list[list[dict[str, Any]]] = [[] for _ in tasks]
+        for turn in range(self.rounds):
+            for task, found in zip(tasks, runs, strict=True):
+                if turn < task.rounds and len(found) == turn and (run := self.measure(task)):
+                    found.append(run)
+                    say(f"{turn + 1}  {task.job} {Path(task.text).stem}  {task.who}  {run['wall']:.2f} s")
+        rows = []
+        for task, found in zip(tasks, runs, strict=True):
+            row = {name: statistics.median(run[name] for run in found) for name in (found[0] if found else ())}
+            if row:
+                row["mb_per_s"] = Path(task.text).stat().st_size / 1e6 / row["wall"]
+                about = {"job": task.job, "text": Path(task.text).stem, "who": task.who, "threads": task.threads}
+                self.rows.append(about | {name: round(value, 4) for name, value in row.items()} | {"runs": len(found)})
+            rows.append(row)
+        return rows
+
+    def check(self, job: str, text: str, others: Sequence[str], threads: int) -> None:
+        """Whether the others find the same as we; those that are missing or fail are left out."""
+        ours, *found = (self.measure(Task(job, who, text, threads, check=True)) for who in ("ours", *others))
+        for who, theirs in zip(others, found, strict=True):
+            if theirs or not ours:
+                what = "words" if who == FORMS[1] else "all"
+                self.checks[name := f"{job} {Path(text).stem}: {who}"] = bool(ours) and ours[what] == theirs.get(what)
+                say(f"{name}: {'equal' if self.checks[name] else 'NOT EQUAL'}")
+
+    def ratio(self, name: str, theirs: Sequence[dict[str, Any]], ours: dict[str, Any], what: str) -> None:
+        """Their best over ours in seconds; in MB/s, the other way round."""
+        values = [row[what] for row in theirs if row]
+        if values and ours:
+            self.ratios[name] = ours[what] / max(values) if what == "mb_per_s" else min(values) / ours[what]
+
+    def encode(self) -> None:
+        """Encode the corpus."""
+        self.check("encode", self.corpus, FORMS, 2)
+        self.check("encode", self.sample(), ("tiktoken", "huggingface"), 1)
+        slow = [Task("encode", "tiktoken", self.sample()), Task("encode", "huggingface", self.sample(), rounds=3)]
+        tasks = [Task("encode", who, self.corpus, threads) for threads in (1, 2) for who in ("ours", *FORMS)]
+        one, *theirs_one, two, theirs_two, split_two, tiktoken, hugging_face = self.medians(*tasks, *slow)
+        self.ratio("encode_vs_gigatoken_cpu1", theirs_one, one, "cpu")
+        self.ratio("encode_vs_gigatoken_wall2", [theirs_two, split_two], two, "wall")
+        self.ratio("encode_vs_tiktoken", [tiktoken], one, "mb_per_s")
+        self.ratio("encode_vs_huggingface", [hugging_face], one, "mb_per_s")
+
+    def count(self) -> None:
+        """Count the pretokens of the corpus."""
+        self.check("count", self.sample(), ["regex"], 1)
+        self.check("count", self.corpus, ["gigatoken"], 2)
+        tasks = [Task("count", who, self.corpus, threads) for threads in (1, 2) for who in ("ours", "gigatoken")]
+        one, theirs_one, two, theirs_two = self.medians(*tasks)
+        self.ratio("count_vs_gigatoken_cpu1", [theirs_one], one, "cpu")
+        self.ratio("count_vs_gigatoken_wall2", [theirs_two], two, "wall")
+        if found := [value for name, value in self.ratios.items() if name.startswith("count")]:
+            self.ratios["count_vs_gigatoken"] = min(found)
+
+    def train(self) -> None:
+        """Train on the corpus, from the file to the merges."""
+        ours, two, theirs = (
+            self.measure(Task("train", who, self.corpus, threads, check=True))
+            for who, threads in (("ours", 1), ("ours", 2), ("gigatoken", 2))
+        )
+        self.checks["merges of 1 and 2 threads"] = bool(ours) and ours.get("all") == two.get("all")
+        self.checks["number of merges"] = len(ours.get("merges", ())) == MERGES
+        if ours and theirs:
+            same = [mine == other for mine, other in zip(ours["merges"], theirs["merges"], strict=False)]
+            self.extra["merges"]["leading_as_gigatoken"] = [*same, False].index(False)
+        tasks = [Task("train", who, self.corpus, 2) for who in ("ours", "gigatoken", "rustbpe")]
+        our, gigatoken, rustbpe = self.medians(*tasks[:2], replace(tasks[2], rounds=3))
+        self.ratio("train_vs_gigatoken", [gigatoken], our, "wall")
+        self.ratio("train_vs_rustbpe", [rustbpe], our, "wall")
+
+    def corpora(self) -> None:
+        """Encode texts of one kind."""
+        for name, parts in KINDS.items():
+            text = self.text(name, parts, KIND)
+            self.check("encode", text, FORMS, 1)
+            ours, *theirs = self.medians(*(Task("encode", who, text) for who in ("ours", *FORMS)))
+            self.ratio(f"encode_{name}", theirs, ours, "cpu")
+
+    def documents(self) -> None:
+        """Encode one long document, and a million of 100 bytes."""
+        long = Path(self.corpus).read_bytes().replace(END, b"")
+        plain = long[:120_000_000].decode(errors="ignore").encode("ascii", "ignore")[:100_000_000]
+        small = (plain[start : start + 100] + END for start in range(0, len(plain), 100))
+        texts = [self.text(f"{self.name}-long", lambda: [long]), self.text(f"{self.name}-small", lambda: small)]
+        for text in texts:
+            self.check("encode", text, FORMS, 2)
+        usual, *rows = self.medians(*(Task("encode", "ours", text, 2) for text in (self.corpus, *texts)))
+        for name, row in zip(("long_document_rate", "small_documents_rate"), rows, strict=True):
+            if usual and row:
+                self.ratios[name] = row["mb_per_s"] / usual["mb_per_s"]
+
+    def adversarial(self) -> None:
+        """Encode 1 and 10 MB of what is hard on encoders; the tokenizer is there already."""
+        for name, make in ADVERSARIES.items():
+            texts = []
+            for size in (1, 10):
+                data = make(np.random.default_rng(0), size * 1_000_000)
+                texts.append(self.text(f"{name}-{size}", [data].copy))
+                self.check("encode", texts[-1], FORMS[:1], 1)
+            tasks = [Task("encode", who, text, constructed=True) for who in ("ours", FORMS[0]) for text in texts]
+            short, long, _, theirs = self.medians(*tasks)
+            if short and long:
+                found = {"mb_per_s": long["mb_per_s"], "times_for_10x": long["wall"] / short["wall"]}
+                found |= {"vs_gigatoken": theirs["wall"] / long["wall"]} if theirs else {}
+                self.extra["adversarial"][name] = {what: round(value, 2) for what, value in found.items()}
+
+    def memory(self) -> None:
+        """The memory that the corpus takes, and 2 GB of it again and again."""
+        parts = documents(Path(self.corpus).read_bytes())
+        large = Path(self.text(f"{self.name}-2gb", lambda: cycle(parts), LARGE))
+        for job in ("encode", "count"):
+            for name, text in (("corpus", self.corpus), ("2gb", str(large))):
+                (row,) = self.medians(Task(job, "ours", text, 2, rounds=1))
+                if row:
+                    self.extra["memory_mb"][f"{job}_{name}"] = round(row["memory_mb"])
+        large.unlink()
+
+    def report(self, table: bool) -> None:
+        """Print the table, and the line of JSON."""
+        about = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+        model = re.search(r"model name\s*:\s*(.+)", about)
+        machine = {"cpu": model[1] if model else platform.processor(), "cores": os.cpu_count()}
+        modules = filter(importlib.util.find_spec, ("numpy", "numba", "pyarrow", *MODULES.values()))
+        machine |= {"python": platform.python_version(), **{name: metadata.version(name) for name in modules}}
+        ratios = {name: round(value, 3) for name, value in self.ratios.items()}
+        notes = list(dict.fromkeys(self.notes))
+        if table:
+            columns = {"mb_per_s": "8.1f", "wall": "8.3f", "cpu": "8.3f", "memory_mb": "9.0f", "runs": "4"}
+            print(f"{'job':6} {'text':26} {'who':15} threads     MB/s   wall s    CPU s peak MB runs")
+            for row in self.rows:
+                figures = (format(row[name], form) for name, form in columns.items())
+                print(f"{row['job']:6} {row['text']:26} {row['who']:15} {row['threads']:7}", *figures)
+            checks = {name: "equal" if equal else "NOT EQUAL" for name, equal in self.checks.items()}
+            told = checks | ratios
+            for what, found in self.extra.items():
+                told |= {f"{what} {name}": value for name, value in found.items()}
+            for name, value in (told | machine).items():
+                print(f"{name:45} {value}")
+            print(*notes, sep="\n")
+        result = {"ratios": ratios, "equal": bool(self.checks) and all(self.checks.values()), "checks": self.checks}
+        print(json.dumps(result | self.extra | {"rows": self.rows, "notes": notes, "machine": machine}))
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", type=Path, nargs="+", default=[], help="UTF-8 text, where it is not to be made")
+    parser.add_argument("--vocab", type=Path, default=DATA / "gpt2_vocab.json")
+    parser.add_argument("--merges", type=Path, default=DATA / "gpt2_merges.txt")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default=",".join(SECTIONS), help="some of %(default)s")
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()) / "textmill-benchmark")
+    parser.add_argument("--json", action="store_true", help="print the line of JSON only")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(work(Task(**json.loads(options.worker)))))
+        return
+    sections = options.only.split(",")
+    if unknown := set(sections) - set(SECTIONS):
+        parser.error(f"--only {unknown.pop()}: there are {', '.join(SECTIONS)}")
+    for path in (options.vocab, options.merges, *options.corpus):
+        if not path.is_file():
+            parser.error(f"{path} is missing; name GPT-2's files with --vocab and --merges, and text with --corpus")
+    Tokenizer.from_files(options.vocab, options.merges, [END_OF_TEXT]).save(options.directory / "tokenizer")
+    bench = Bench(options.directory, options.corpus, options.rounds)
+    for section in sections:
+        getattr(bench, section)()
+    bench.report(table=not options.json)
+
+
+if __name__ == "__main__":
+    main()
