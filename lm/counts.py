@@ -25,7 +25,7 @@ from lm.errors import NotUtf8, UserError
 from lm.kernels import compiling
 from lm.kernels import count as kernel
 from lm.kernels.classes import character_classes
-from lm.kernels.table import BYTES_USED, SLOTS_USED, WORDS, Table, make_table, make_workspace
+from lm.kernels.table import BYTES_USED, SLOTS_USED, WORDS, Table, make_table, make_workspace, with_more_slots
 from lm.kernels.walk import SCANNED, TOO_SMALL, pack_specials
 from lm.pretokens import GPT2_PATTERN, cut_safely, pretokenize, split_special
 
@@ -76,9 +76,7 @@ def _grown(table: Table, what: int, more: int) -> Table:
         arena = np.zeros(2 * len(table.arena) + more, np.uint8)
         arena[: len(table.arena)] = table.arena
         return table._replace(arena=arena)
-    slots = np.zeros(2 * len(table.slots), np.uint64)
-    kernel.rehash(table.slots, slots)
-    return table._replace(slots=slots)
+    return with_more_slots(table)
 
 
 def _columns(table: Table) -> pa.Table:

@@ -1,6 +1,7 @@
 """The compiled way from text to token ids, for GPT-2's pattern; the reference is in :mod:`lm.tokenizer`."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +10,7 @@ from lm.buffers import WINDOW, new_cursor, not_utf8, windows
 from lm.kernels import compiling, encode
 from lm.kernels.classes import character_classes
 from lm.kernels.encode import Queue
-from lm.kernels.table import Table, Workspace, make_table, make_workspace
+from lm.kernels.table import NO_SLOTS, Table, Workspace, make_table, make_workspace, with_more_slots
 from lm.kernels.walk import SCANNED, TOO_SMALL, Specials
 
 _SLOTS, _ARENA = 1 << 20, 16 << 20  # of the memory for pretokens that each thread has: 32 and 16 MB
@@ -39,14 +40,18 @@ class Encoder:
         tokens = [bytes([byte]) for byte in range(256)]
         tokens += [left + right for left, right in merges]
         nodes = {token: node for node, token in enumerate(tokens)}
-        token_ids = np.array([ids.get(token, -1) for token in tokens], np.int64)
-        lefts = np.array([nodes.get(left, -1) for left, _ in merges], np.int32)
-        rights = np.array([nodes.get(right, -1) for _, right in merges], np.int32)
-        are_known = min(array.min(initial=0) for array in (token_ids, lefts, rights)) >= 0
-        are_made_before = (np.maximum(lefts, rights) < np.arange(256, len(tokens))).all()
-        if not (are_known and are_made_before) or len(nodes) < len(tokens) or len(merges) > encode.MAX_MERGES:
+        try:
+            token_ids = np.fromiter(map(ids.__getitem__, tokens), np.int64, len(tokens))
+            lefts, rights = (
+                np.fromiter(map(nodes.__getitem__, map(itemgetter(side), merges)), np.int32, len(merges))
+                for side in (0, 1)
+            )
+        except KeyError:
             return None
-        lengths = np.array([len(token) for token in tokens], np.int32)
+        are_made_before = (np.maximum(lefts, rights) < np.arange(256, len(tokens))).all()
+        if not are_made_before or len(nodes) < len(tokens) or len(merges) > encode.MAX_MERGES:
+            return None
+        lengths = np.fromiter(map(len, tokens), np.int32, len(tokens))
         id_lengths = np.zeros(token_ids.max() + 1, np.int32)
         id_lengths[token_ids] = lengths
         size = 1 << (2 * len(merges)).bit_length()
@@ -67,36 +72,31 @@ class Encoder:
         try:
             queue, table, work = self._idle.pop()
         except IndexError:
-            queue, table, work = encode.make_queue(self._merges), make_table(_SLOTS, _ARENA), make_workspace(SCANNED)
+            queue, table, work = (
+                encode.make_queue(self._merges),
+                make_table(min(_SLOTS, 1 << 16), _ARENA),
+                make_workspace(SCANNED),
+            )
         cursor, out = new_cursor(), np.empty(0, self.dtype)
         try:
             for buffer, end, final in windows(blocks, cursor, window):
                 status = TOO_SMALL
-                while status == TOO_SMALL:
+                while status:
                     if len(out) < end + 8:
                         out = np.empty(len(buffer), self.dtype)
                     with compiling(f"encoding {self.dtype.name}"):
-                        count, status = encode.encode(
-                            buffer,
-                            end,
-                            final,
-                            cursor,
-                            character_classes(),
-                            specials,
-                            self._model,
-                            queue,
-                            table,
-                            work,
-                            out,
-                        )
-                    if status < TOO_SMALL:
-                        raise not_utf8(buffer, cursor, -2 - status)
+                        arguments = buffer, end, final, cursor, character_classes(), specials, self._model, queue
+                        count, status = encode.encode(*arguments, table, _SLOTS, work, out)
                     if count > _COPIED:
                         yield out[:count]
                         out = np.empty(0, self.dtype)
                     elif count:
                         yield out[:count].copy()
-                    if status == TOO_SMALL:
+                    if status == NO_SLOTS:
+                        table = with_more_slots(table)
+                    elif status == TOO_SMALL:
                         work = make_workspace(2 * len(work.starts))
+                    elif status:
+                        raise not_utf8(buffer, cursor, -4 - status)
         finally:
             self._idle.append((queue, table, work))

@@ -489,3 +489,26 @@ def test_a_text_has_one_id(tmp_path: Path) -> None:
     content["added_tokens"] = [{"id": 257, "content": "  ", "normalized": True}]
     with pytest.raises(UserError, match=r"tokenizer\.json: b'  ' has two ids, which is not supported"):
         formats.read_tokenizer_json(written(content, tmp_path))
+
+
+def test_a_tokenizer_goes_through_tiktokens_ranks(tmp_path: Path) -> None:
+    """The file names no special tokens: they are told beside it, with their ids."""
+    tokenizer = make_tokenizer()
+    tokenizer.save_tiktoken(tmp_path / "ranks.tiktoken")
+    again = Tokenizer.from_tiktoken(tmp_path / "ranks.tiktoken", tokenizer.special_ids)
+    text = "Once upon a time<|endoftext|> there was café 日本語"
+    assert again.encode(text) == tokenizer.encode(text)
+    assert (again.vocab, again.merges) == (tokenizer.vocab, tokenizer.merges)
+    with pytest.raises(UserError, match="another token with the id 97 of the special token '<s>'"):
+        Tokenizer.from_tiktoken(tmp_path / "ranks.tiktoken", {"<s>": 97})
+
+
+def test_a_tokenizer_is_read_from_tokenizer_json(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.save(tmp_path)
+    again = Tokenizer.from_tokenizer_json(tmp_path / "tokenizer.json")
+    assert (again.vocab, again.merges, again.special_tokens) == (
+        tokenizer.vocab,
+        tokenizer.merges,
+        tokenizer.special_tokens,
+    )

@@ -5,13 +5,14 @@ The reference is a ``Counter`` of what :func:`lm.pretokens.pretokenize` yields.
 
 import numpy as np
 
-from lm.kernels import Bytes, Ints, Longs, Word, Words, kernel
+from lm.kernels import Bytes, Ints, Longs, Word, kernel
 from lm.kernels.simd import read, store64
 from lm.kernels.table import (
     ARENA_USED,
     BATCH,
     BYTES_USED,
     LONG,
+    NO_SLOTS,
     SHORT,
     SLOTS_USED,
     WORDS,
@@ -19,12 +20,11 @@ from lm.kernels.table import (
     Workspace,
     ask_for,
     find,
-    home_of,
     probe,
 )
 from lm.kernels.walk import AT, MORE, SPECIAL_AT, Specials, next_pretokens
 
-NO_SLOTS, NO_ARENA = -3, -4  # no room in the table: statuses next to walk.TOO_SMALL
+NO_ARENA = -4  # no room in the table's arena: a status next to walk.TOO_SMALL and NO_SLOTS
 _LENGTH = np.uint64((1 << 56) - 1)
 
 
@@ -88,18 +88,6 @@ def enter(table: Table, low: Word, high: Word, slot: int, buffer: Bytes, at: int
                 arena[used[ARENA_USED] + k] = buffer[at + k]
             used[ARENA_USED] += (n + 7) & ~7
     return slot
-
-
-@kernel
-def rehash(old: Words, new: Words) -> None:
-    """Put the slots of a table into the empty slots of a larger one."""
-    for slot in range(0, len(old), WORDS):
-        if old[slot + 1] != 0:
-            place = home_of(old[slot], old[slot + 1], new)
-            while new[place + 1] != 0:
-                place = (place + WORDS) & (len(new) - 1)
-            for k in range(WORDS):
-                new[place + k] = old[slot + k]
 
 
 @kernel

@@ -10,8 +10,21 @@ import numpy.typing as npt
 
 from lm.kernels import Bytes, Ids, Int, Ints, Longs, Word, Words, inlined, kernel
 from lm.kernels.simd import first_bit, load64, read, store64
-from lm.kernels.table import ARENA_USED, BATCH, LONG, SHORT, SLOTS_USED, WORDS, Table, Workspace, ask_for, find, probe
-from lm.kernels.walk import MORE, Specials, next_pretokens
+from lm.kernels.table import (
+    ARENA_USED,
+    BATCH,
+    LONG,
+    NO_SLOTS,
+    SHORT,
+    SLOTS_USED,
+    WORDS,
+    Table,
+    Workspace,
+    ask_for,
+    find,
+    probe,
+)
+from lm.kernels.walk import AT, MORE, SPECIAL_AT, TOO_SMALL, Specials, next_pretokens
 
 MAX_MERGES = (1 << 20) - 256
 REMEMBERED = 1024  # bytes: longer pretokens are encoded anew each time
@@ -86,7 +99,7 @@ def rank_of(model: Model, left: int, right: int) -> Int:
         place = (place + 1) & (len(model.pairs) - 1)
 
 
-@kernel
+@inlined
 def encode_short(buffer: Bytes, at: int, n: int, model: Model, work: Workspace, out: Ids, out_at: int) -> int:
     """Encode a pretoken of at most 24 bytes to ``out[out_at:]``; returns the number of ids."""
     nodes, ranks = work.nodes, work.ranks
@@ -232,7 +245,7 @@ def encode_long(
     return number
 
 
-@kernel
+@inlined
 def remember(
     table: Table, slot: int, low: Word, high: Word, buffer: Bytes, at: int, n: int, out: Ids, out_at: int, count: int
 ) -> None:
@@ -275,7 +288,7 @@ def recall(arena: Bytes, info: Word, skipped: int, out: Ids, out_at: int) -> Int
     return count
 
 
-@kernel
+@inlined
 def encode_other(
     buffer: Bytes,
     at: int,
@@ -316,24 +329,29 @@ def encode(
     model: Model,
     queue: Queue,
     table: Table,
+    most_slots: int,
     work: Workspace,
     out: Ids,
 ) -> tuple[Int, Int]:
     """Encode ``buffer[cursor[AT]:end]``, as far as it is certain, to ``out`` (uint16 or uint32, room for one id a byte
     and 8 more) and move the cursor there.
 
-    Returns (the number of ids, TOO_SMALL where ``starts`` must grow to go on, or -2 - i where byte i is not UTF-8).
+    Returns (the number of ids, a status): TOO_SMALL or NO_SLOTS where ``work`` or the table must grow to go on, the
+    table to ``most_slots`` at most; or below these -4 - i where byte i is not UTF-8.
     """
-    in_word = np.uint64(8 // out.itemsize)
     starts, lows, highs, homes = work.starts, work.lows, work.highs, work.homes
     slots, arena = table.slots, table.arena
     in_word = np.uint64(8 // out.itemsize)
     out_at = np.int64(0)
     more = True
     while more:
+        begin = cursor[AT]
         found, which = next_pretokens(buffer, cursor, end, final, classes, specials, starts)
         if found < 0:
-            return out_at, found
+            return out_at, found if found == TOO_SMALL else found - 2
+        if 2 * (table.used[SLOTS_USED] + found) > len(slots) // WORDS and len(slots) < most_slots * WORDS:
+            cursor[AT], cursor[SPECIAL_AT] = begin, -1
+            return out_at, NO_SLOTS
         for first in range(0, found, BATCH):
             batch = min(BATCH, found - first)
             ask_for(buffer, starts, first, batch, slots, lows, highs, homes)

@@ -16,7 +16,6 @@ from lm.kernels import Bytes, Int, Ints, Longs, inlined, kernel
 
 BOUNDARY = -1  # instead of a token, between words
 TOKENS, PAIRS, HEAP, PLACES = 0, 1, 2, 3  # of ``used``
-FULL = -1  # the table of pairs must grow
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from lm.kernels import Bytes, Int, Ints, Word, inlined, kernel
 from lm.kernels.classes import DIGIT, LETTER, OTHER, WHITE
-from lm.kernels.simd import first_bit, in_range
+from lm.kernels.simd import first_bit, in_range, write
 
 _ONE = np.uint64(1)
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
@@ -164,7 +164,7 @@ def scan(buffer: Bytes, begin: int, end: int, classes: Bytes, starts: Ints) -> i
                         added |= _ONE << np.uint64(k + length - size)
 
         while begins:
-            starts[count] = at + first_bit(begins)
+            write(starts, count, at + first_bit(begins))
             count += 1
             begins &= begins - _ONE
         top = np.uint64(size - 1)

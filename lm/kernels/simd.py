@@ -84,6 +84,19 @@ def read(typingctx: Any, array: Any, at: Any) -> Any:
 
 
 @intrinsic
+def write(typingctx: Any, array: Any, at: Any, value: Any) -> Any:
+    """``array[at] = value``, as :func:`read`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, index, value = arguments
+        data = context.make_array(signature.args[0])(context, builder, array).data
+        builder.store(value, builder.gep(data, [index]))
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, array.dtype), generate
+
+
+@intrinsic
 def first_bit(typingctx: Any, word: Any) -> Any:
     """The index of the lowest set bit; 64 where there is none."""
 

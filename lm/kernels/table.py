@@ -10,10 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lm.kernels import Bytes, Int, Ints, Longs, Word, Words, inlined
-from lm.kernels.simd import load64, prefetch, read
+from lm.kernels import Bytes, Int, Ints, Longs, Word, Words, inlined, kernel
+from lm.kernels.simd import first_bit, load64, prefetch, read
 
 SHORT = 15
+NO_SLOTS = -3  # the table must have more slots to go on: a status next to walk.TOO_SMALL
 WORDS = 4  # of a slot
 SLOTS_USED, ARENA_USED, BYTES_USED = 0, 1, 2
 BATCH = 128  # pretokens whose slots are asked for before the first is looked at
@@ -88,9 +89,8 @@ def key_of(buffer: Bytes, at: int, n: int) -> tuple[Word, Word]:
 @inlined
 def home_of(low: Word, high: Word, slots: Words) -> Int:
     """The index of the first word of the slot where a key is looked for first."""
-    mixed = (low ^ (high * _MIX2)) * _MIX1
-    mixed ^= mixed >> np.uint64(32)
-    return np.int64(mixed & np.uint64(len(slots) // WORDS - 1)) * WORDS
+    mixed = low * _MIX1 + high * _MIX2
+    return np.int64(mixed >> np.uint64(64 - first_bit(np.uint64(len(slots) // WORDS)))) * WORDS
 
 
 @inlined
@@ -136,3 +136,22 @@ def find(table: Table, low: Word, high: Word, slot: int, buffer: Bytes, at: int,
         if n <= SHORT or table.slots[slot + 1] == 0 or same_bytes(table.arena, offset, buffer, at, n):
             return slot
         slot = (slot + WORDS) & (len(table.slots) - 1)
+
+
+@kernel
+def rehash(old: Words, new: Words) -> None:
+    """Put the slots of a table into the empty slots of a larger one."""
+    for slot in range(0, len(old), WORDS):
+        if old[slot + 1] != 0:
+            place = home_of(old[slot], old[slot + 1], new)
+            while new[place + 1] != 0:
+                place = (place + WORDS) & (len(new) - 1)
+            for k in range(WORDS):
+                new[place + k] = old[slot + k]
+
+
+def with_more_slots(table: Table) -> Table:
+    """The same table with twice the slots."""
+    slots = np.zeros(2 * len(table.slots), np.uint64)
+    rehash(table.slots, slots)
+    return table._replace(slots=slots)
