@@ -10,6 +10,7 @@ from lm.kernels.walk import AT, SCANNED, SPECIAL_AT
 
 WINDOW = 1 << 18  # bytes that a kernel is given at a time: they stay in the processor's cache
 PADDING = 128  # bytes past the end that a kernel may read
+_SPARE = 16  # times the memory wanted, so that a buffer is moved rarely: memory is taken only as it is filled
 _BASE = 5  # of a cursor, after the kernels' entries: bytes of text before the buffer
 
 Cursor = npt.NDArray[np.int64]
@@ -29,24 +30,25 @@ def windows(
     True for the last window. A window grows past ``size`` while nothing in it is certain.
     """
     buffer = np.empty(size + PADDING, np.uint8)
-    end = 0
+    end, limit = 0, size
     cursor[AT], cursor[SPECIAL_AT], cursor[_BASE] = 0, -1, 0
     for block in blocks:
         piece = memoryview(block)
         while piece:
-            if end == len(buffer) - PADDING:
+            if end == limit:
                 yield buffer, end, False
                 rest = buffer[cursor[AT] : end]
-                cursor[_BASE] += cursor[AT]
-                if 2 * len(rest) > end:  # so that a long pretoken is not looked at again and again
-                    wanted = len(rest) + len(piece) + PADDING
-                    buffer = np.empty(min(max(2 * len(buffer), wanted), 8 * len(buffer)), np.uint8)
+                # Twice as much at least, so that a long pretoken is not looked at again and again.
+                limit = max(size, 2 * len(rest), min(len(rest) + len(piece), 8 * len(rest)))
+                if limit + PADDING > len(buffer):
+                    buffer = np.empty(_SPARE * limit + PADDING, np.uint8)
                 else:
                     rest = rest.copy()
                 buffer[: len(rest)] = rest
                 end = len(rest)
+                cursor[_BASE] += cursor[AT]
                 cursor[AT], cursor[SPECIAL_AT] = 0, -1
-            taken = min(len(piece), len(buffer) - PADDING - end)
+            taken = min(len(piece), limit - end)
             buffer[end : end + taken] = np.frombuffer(piece[:taken], np.uint8)
             end += taken
             piece = piece[taken:]

@@ -83,7 +83,7 @@ class Encoder:
                 status = TOO_SMALL
                 while status:
                     if len(out) < end + 8:
-                        out = np.empty(len(buffer), self.dtype)
+                        out = np.empty(max(2 * end, window) + 8, self.dtype)
                     with compiling(f"encoding {self.dtype.name}"):
                         arguments = buffer, end, final, cursor, character_classes(), specials, self._model, queue
                         count, status = encode.encode(*arguments, table, _SLOTS, work, out)
