@@ -1,6 +1,6 @@
 """Encoding: the merges of a pretoken, and whole buffers of text to token ids.
 
-The reference is :meth:`lm.tokenizer.Tokenizer.encode_pretoken` on what :func:`lm.pretokens.pretokenize` yields.
+The reference is :meth:`lm.tokenizer.Tokenizer.encode_reference`.
 """
 
 from typing import NamedTuple
