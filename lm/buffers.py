@@ -8,7 +8,7 @@ import numpy.typing as npt
 from lm.errors import NotUtf8
 from lm.kernels.walk import AT, SCANNED, SPECIAL_AT
 
-WINDOW = 1 << 18  # bytes that a kernel is given at a time: they stay in the processor's cache
+WINDOW = 1 << 19  # bytes that a kernel is given at a time: they stay in the processor's cache
 PADDING = 128  # bytes past the end that a kernel may read
 _SPARE = 16  # times the memory wanted, so that a buffer is moved rarely: memory is taken only as it is filled
 _BASE = 5  # of a cursor, after the kernels' entries: bytes of text before the buffer

@@ -1,7 +1,7 @@
 """The compiled way from text to token ids, for GPT-2's pattern; the reference is in :mod:`lm.tokenizer`."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import itemgetter
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,6 @@ from lm.kernels.walk import SCANNED, TOO_SMALL, Specials
 
 _SLOTS, _ARENA = 1 << 20, 16 << 20  # of the memory for pretokens that each thread has: 32 and 16 MB
 _COPIED = 1 << 20  # ids that are copied out of a buffer that is used again; more are given with it
-_NO_RANK = np.iinfo(np.int32).max
 
 
 class Encoder:
@@ -39,27 +38,23 @@ class Encoder:
         token is made by two merges or has no id, or there are more than a million merges."""
         tokens = [bytes([byte]) for byte in range(256)]
         tokens += [left + right for left, right in merges]
-        nodes = {token: node for node, token in enumerate(tokens)}
         try:
             token_ids = np.fromiter(map(ids.__getitem__, tokens), np.int64, len(tokens))
-            lefts, rights = (
-                np.fromiter(map(nodes.__getitem__, map(itemgetter(side), merges)), np.int32, len(merges))
-                for side in (0, 1)
-            )
+            part_ids = np.fromiter(map(ids.__getitem__, chain.from_iterable(merges)), np.int64, 2 * len(merges))
         except KeyError:
             return None
-        are_made_before = (np.maximum(lefts, rights) < np.arange(256, len(tokens))).all()
-        if not are_made_before or len(nodes) < len(tokens) or len(merges) > encode.MAX_MERGES:
+        order = np.arange(len(tokens), dtype=np.int32)
+        nodes = np.zeros(max(ids.values()) + 1, np.int32)  # by token id, counted from 1
+        nodes[token_ids] = order + 1
+        parts = nodes[part_ids].reshape(-1, 2) - 1
+        are_made_before = (parts >= 0).all() and (parts.max(axis=1) < order[256:]).all()
+        if not are_made_before or (nodes[token_ids] <= order).any() or len(merges) > encode.MAX_MERGES:
             return None
         lengths = np.fromiter(map(len, tokens), np.int32, len(tokens))
-        id_lengths = np.zeros(token_ids.max() + 1, np.int32)
+        id_lengths = np.zeros(len(nodes), np.int32)
         id_lengths[token_ids] = lengths
-        size = 1 << (2 * len(merges)).bit_length()
-        model = encode.Model(
-            token_ids, lengths, id_lengths, np.full(1 << 16, _NO_RANK, np.int32), np.full(size, 2**64 - 1, np.uint64)
-        )
         with compiling("pair table"):
-            encode.fill_pairs(lefts, rights, model.byte_pairs, model.pairs)
+            model = encode.make_model(token_ids.astype(np.uint32), lengths, id_lengths, parts)
         return cls(model, len(merges), dtype)
 
     def encode(

@@ -56,7 +56,7 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": 
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile a function at its first call, without the interpreter's lock, and keep the machine code on disk."""
-    return numba.njit(cache=IS_KEPT, **_OPTIONS)(function)
+    return numba.njit(cache=IS_KEPT, forceinline=False, **_OPTIONS)(function)
 
 
 def inlined(function: Callable[..., Any]) -> Any:

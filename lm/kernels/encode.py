@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lm.kernels import Bytes, Ids, Int, Ints, Longs, Word, Words, inlined, kernel
-from lm.kernels.simd import first_bit, load64, read, store64
+from lm.kernels.simd import first_bit, last_bit, load64, read, stand_alone, store64, write
 from lm.kernels.table import (
     ARENA_USED,
     BATCH,
@@ -28,21 +28,40 @@ from lm.kernels.walk import AT, MORE, SPECIAL_AT, TOO_SMALL, Specials, next_pret
 
 MAX_MERGES = (1 << 20) - 256
 REMEMBERED = 1024  # bytes: longer pretokens are encoded anew each time
-_SCANNED = 24  # bytes: up to here the next merge is found by looking at all pairs
+_SCANNED = 30  # bytes: up to here the next merge is found by looking at all pairs, of 32 with those at the ends
 _BLOCK, _BACK = 2048, 32  # bytes that are merged at once of a longer pretoken, and of those before them, at least
-_NO_RANK = np.int32(0x7FFFFFFF)
-_EMPTY = np.uint64(0xFFFFFFFFFFFFFFFF)
+_NO_RANK = np.int32((1 << 26) - 1)
+_NO_KEY = _NO_RANK << 5
+_NO_NODE = np.int32((1 << 22) - 1)
+_ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
+_EMPTY = np.uint64(0xFFFFFFFF)
 _ONE = np.uint64(1)
 
 
 class Model(NamedTuple):
     """A vocabulary and its merges for the kernels. Nodes are the bytes and, from 256 on, the merges by rank."""
 
-    ids: npt.NDArray[np.int64]  # (nodes,): token ids
+    ids: npt.NDArray[np.uint32]  # (nodes,): token ids
     lengths: npt.NDArray[np.int32]  # (nodes,): in bytes
     id_lengths: npt.NDArray[np.int32]  # (token ids,): the same by token id
     byte_pairs: npt.NDArray[np.int32]  # (65,536,): rank of the merge of two bytes
-    pairs: npt.NDArray[np.uint64]  # hash table: left node << 42 | right node << 20 | rank
+    pairs: npt.NDArray[np.uint32]  # hash table: tag << 20 | rank
+    parts: npt.NDArray[np.uint64]  # (merges,): left node << 22 | right node
+
+
+def make_model(ids: Ids, lengths: Ints, id_lengths: Ints, parts: Ints) -> Model:
+    """A model; ``parts`` (merges, 2): the nodes that each merge joins. The other arrays are as in the model."""
+    merges = len(parts)
+    model = Model(
+        ids,
+        lengths,
+        id_lengths,
+        np.full(1 << 16, _NO_RANK, np.int32),
+        np.full(1 << (2 * merges).bit_length(), _EMPTY, np.uint32),
+        np.empty(merges, np.uint64),
+    )
+    fill_pairs(parts, model)
+    return model
 
 
 class Queue(NamedTuple):
@@ -66,66 +85,103 @@ def make_queue(merges: int) -> Queue:
 
 
 @inlined
-def pair_home(left: int, right: int, size: int) -> Int:
-    """Where a pair is looked for first in a table of ``size`` entries."""
+def pair_home(left: int, right: int, size: int) -> tuple[Int, Word]:
+    """Where a pair is looked for first in a table of ``size`` entries, and its tag there."""
     mixed = (np.uint64(left) << np.uint64(22) | np.uint64(right)) * np.uint64(0x9E3779B97F4A7C15)
-    return np.int64((mixed ^ mixed >> np.uint64(32)) & np.uint64(size - 1))
+    return np.int64((mixed >> np.uint64(32)) & np.uint64(size - 1)), mixed >> np.uint64(52) << np.uint64(20)
 
 
 @kernel
-def fill_pairs(lefts: Ints, rights: Ints, byte_pairs: Ints, pairs: Words) -> None:
-    """Enter the merges, nodes by rank, into ``byte_pairs`` (filled with the largest int32) and ``pairs`` (all ones)."""
-    for rank in range(len(lefts)):
-        left, right = np.int64(lefts[rank]), np.int64(rights[rank])
+def fill_pairs(parts: Ints, model: Model) -> None:
+    """Enter the merges into ``byte_pairs``, ``pairs`` and ``parts``, which hold none yet."""
+    pairs = model.pairs
+    for rank in range(len(parts)):
+        left, right = np.int64(parts[rank, 0]), np.int64(parts[rank, 1])
         if left < 256 and right < 256:
-            byte_pairs[left << 8 | right] = rank
-        place = pair_home(left, right, len(pairs))
+            model.byte_pairs[left << 8 | right] = rank
+        model.parts[rank] = np.uint64(left) << np.uint64(22) | np.uint64(right)
+        place, tag = pair_home(left, right, len(pairs))
         while pairs[place] != _EMPTY:
             place = (place + 1) & (len(pairs) - 1)
-        pairs[place] = np.uint64(left) << np.uint64(42) | np.uint64(right) << np.uint64(20) | np.uint64(rank)
+        pairs[place] = tag | np.uint64(rank)
 
 
 @inlined
-def rank_of(model: Model, left: int, right: int) -> Int:
+def rank_of(pairs: Words, parts: Words, left: int, right: int) -> Int:
     """The rank of the merge of two nodes; _NO_RANK where there is none."""
     wanted = np.uint64(left) << np.uint64(22) | np.uint64(right)
-    place = pair_home(left, right, len(model.pairs))
+    place, tag = pair_home(left, right, len(pairs))
     while True:
-        entry = read(model.pairs, place)
-        if entry >> np.uint64(20) == wanted:
-            return np.int32(entry & np.uint64(0xFFFFF))
+        entry = np.uint64(read(pairs, place))
         if entry == _EMPTY:
             return _NO_RANK
-        place = (place + 1) & (len(model.pairs) - 1)
+        rank = np.int64(entry ^ tag)
+        if rank < 1 << 20 and read(parts, rank) == wanted:
+            return np.int32(rank)
+        place = (place + 1) & (len(pairs) - 1)
 
 
-@inlined
-def encode_short(buffer: Bytes, at: int, n: int, model: Model, work: Workspace, out: Ids, out_at: int) -> int:
-    """Encode a pretoken of at most 24 bytes to ``out[out_at:]``; returns the number of ids."""
-    nodes, ranks = work.nodes, work.ranks
+@kernel
+def encode_short(
+    buffer: Bytes,
+    at: int,
+    n: int,
+    byte_pairs: Ints,
+    pairs: Words,
+    parts: Words,
+    ids: Ids,
+    nodes: Ints,
+    keys: Ints,
+    out: Ids,
+    out_at: int,
+) -> int:
+    """Encode a pretoken of at most 30 bytes to ``out[out_at:]``; returns the number of ids.
+
+    Byte i is place i + 1, between two nodes that merge with nothing. A merge leaves its node at the left place; which
+    places are left is a mask. The key of a place is the rank of the merge with the next one, and below it the place: so
+    the least of all 32 is the merge to make. All of them are written and compared each time, by vector instructions,
+    which foretelling which branch is taken would not make up for.
+    """
+    stand_alone()
+    for i in range(32):
+        write(keys, i, _NO_KEY)
+    write(nodes, 0, _NO_NODE)
+    write(nodes, n + 1, _NO_NODE)
     for i in range(n):
-        nodes[i] = buffer[at + i]
+        write(nodes, i + 1, np.int32(read(buffer, at + i)))
+    best = _NO_KEY
     for i in range(n - 1):
-        ranks[i] = read(model.byte_pairs, np.int64(read(buffer, at + i)) << 8 | np.int64(read(buffer, at + i + 1)))
-    while n > 1:
-        best, rank = 0, ranks[0]
-        for i in range(1, n - 1):
-            if read(ranks, i) < rank:
-                best, rank = i, read(ranks, i)
-        if rank == _NO_RANK:
-            break
-        nodes[best] = 256 + rank
-        n -= 1
-        for i in range(best + 1, n):
-            nodes[i] = nodes[i + 1]
-            ranks[i - 1] = ranks[i]
-        if best < n - 1:
-            ranks[best] = rank_of(model, nodes[best], nodes[best + 1])
-        if best > 0:
-            ranks[best - 1] = rank_of(model, nodes[best - 1], nodes[best])
-    for i in range(n):
-        out[out_at + i] = model.ids[nodes[i]]
-    return n
+        rank = read(byte_pairs, np.int64(read(buffer, at + i)) << 8 | np.int64(read(buffer, at + i + 1)))
+        key = np.int32(rank << 5 | (i + 1))
+        write(keys, i + 1, key)
+        best = min(best, key)
+    left = (_ONE << np.uint64(n + 2)) - _ONE
+    while best < _NO_KEY:
+        place = np.int64(best & 31)
+        node = 256 + np.int64(best >> 5)
+        write(nodes, place, np.int32(node))
+        above = left & (_ALL << np.uint64(place + 1))
+        gone = first_bit(above)
+        after = first_bit(above & (above - _ONE))
+        left ^= _ONE << np.uint64(gone)
+        before = last_bit(left & ((_ONE << np.uint64(place)) - _ONE))
+        key_here = np.int32(rank_of(pairs, parts, node, np.int64(read(nodes, after))) << 5 | place)
+        key_before = np.int32(rank_of(pairs, parts, np.int64(read(nodes, before)), node) << 5 | before)
+        best = _NO_KEY
+        for i in range(32):
+            key = read(keys, i)
+            key = _NO_KEY if i == gone else key
+            key = key_here if i == place else key
+            key = key_before if i == before else key
+            write(keys, i, key)
+            best = min(best, key)
+    count = 0
+    left &= left - _ONE
+    while left & (left - _ONE):
+        write(out, out_at + count, out.dtype.type(read(ids, np.int64(read(nodes, first_bit(left))))))
+        count += 1
+        left &= left - _ONE
+    return count
 
 
 @inlined
@@ -202,11 +258,18 @@ def merge_block(buffer: Bytes, at: int, n: int, model: Model, queue: Queue, work
                 left = read(nodes, place - 1)
                 before = place - read(model.lengths, np.int64(left))
                 remove(queue, following, previous, ranks, before)
-                push(queue, following, previous, ranks, before, rank_of(model, left, merged))
+                push(queue, following, previous, ranks, before, rank_of(model.pairs, model.parts, left, merged))
             after = place + length
             ranks[place] = _NO_RANK
             if after < n:
-                push(queue, following, previous, ranks, place, rank_of(model, merged, read(nodes, after)))
+                push(
+                    queue,
+                    following,
+                    previous,
+                    ranks,
+                    place,
+                    rank_of(model.pairs, model.parts, merged, read(nodes, after)),
+                )
 
 
 @kernel
@@ -254,7 +317,7 @@ def remember(
     slots, arena, used = table
     in_word = count * size <= 8
     wanted = (0 if n <= SHORT else (n + 7) & ~7) + (0 if in_word and n <= SHORT else (count * size + 7) & ~7)
-    if used[SLOTS_USED] * 2 >= len(slots) // WORDS or used[ARENA_USED] + wanted + 16 > len(arena):
+    if used[SLOTS_USED] * 8 >= len(slots) // WORDS * 5 or used[ARENA_USED] + wanted + 16 > len(arena):
         slots[:] = 0
         used[SLOTS_USED], used[ARENA_USED] = 0, 8
         return
@@ -282,9 +345,10 @@ def recall(arena: Bytes, info: Word, skipped: int, out: Ids, out_at: int) -> Int
     """Copy ids from the arena, ``skipped`` bytes after the offset in ``info``; returns their number."""
     count = np.int64(info & np.uint64(0xFFFFFF))
     offset = np.int64(info >> np.uint64(24)) + skipped
-    step = 8 // out.itemsize
-    for k in range(0, count, step):
+    k = 0
+    while k < count:
         store64(out, out_at + k, load64(arena, offset + k * out.itemsize))
+        k += 8 // out.itemsize
     return count
 
 
@@ -293,9 +357,7 @@ def encode_other(
     buffer: Bytes,
     at: int,
     n: int,
-    low: Word,
-    high: Word,
-    slot: int,
+    key: tuple[Word, Word, int],
     model: Model,
     queue: Queue,
     table: Table,
@@ -303,19 +365,40 @@ def encode_other(
     out: Ids,
     out_at: int,
 ) -> int:
-    """Encode a pretoken that is long, or new and belongs at ``slot``; returns the number of ids."""
+    """Encode a pretoken that :func:`copy_known` leaves; ``key`` is with its home. Returns the number of ids."""
     if n > REMEMBERED:
         return encode_long(buffer, at, n, model, queue, work, out, out_at)
-    if n > SHORT:
-        slot = find(table, low, high, slot, buffer, at, n)
-        if table.slots[slot + 1] != 0:
-            return recall(table.arena, table.slots[slot + 3], (n + 7) & ~7, out, out_at)
+    low, high, home = key
+    slot = find(table, low, high, home, buffer, at, n)
+    if table.slots[slot + 1] != 0:
+        return recall(table.arena, table.slots[slot + 3], 0 if n <= SHORT else (n + 7) & ~7, out, out_at)
     if n <= _SCANNED:
-        count = encode_short(buffer, at, n, model, work, out, out_at)
+        arrays = model.byte_pairs, model.pairs, model.parts, model.ids, work.nodes, work.ranks
+        count = encode_short(buffer, at, n, *arrays, out, out_at)
     else:
         count = encode_long(buffer, at, n, model, queue, work, out, out_at)
     remember(table, slot, low, high, buffer, at, n, out, out_at, count)
     return count
+
+
+@kernel
+def copy_known(
+    slots: Words, lows: Words, highs: Words, homes: Longs, i: Int, number: int, out: Ids, out_at: Int
+) -> tuple[Int, Int]:
+    """Copy the ids of the pretokens from ``i`` to ``number``, up to one that is new, long, or of more ids than its slot
+    holds, to ``out[out_at:]``; returns (that pretoken's number, where the ids end)."""
+    stand_alone()
+    in_word = np.uint64(8 // out.itemsize)
+    while i < number:
+        low, high = read(lows, i), read(highs, i)
+        slot = probe(slots, low, high, read(homes, i))
+        info = read(slots, slot + 3)
+        if high >= LONG or read(slots, slot + 1) == 0 or info > in_word:
+            break
+        store64(out, out_at, read(slots, slot + 2))
+        out_at += np.int64(info)
+        i += 1
+    return i, out_at
 
 
 @kernel
@@ -340,8 +423,6 @@ def encode(
     table to ``most_slots`` at most; or below these -4 - i where byte i is not UTF-8.
     """
     starts, lows, highs, homes = work.starts, work.lows, work.highs, work.homes
-    slots, arena = table.slots, table.arena
-    in_word = np.uint64(8 // out.itemsize)
     out_at = np.int64(0)
     more = True
     while more:
@@ -349,27 +430,21 @@ def encode(
         found, which = next_pretokens(buffer, cursor, end, final, classes, specials, starts)
         if found < 0:
             return out_at, found if found == TOO_SMALL else found - 2
-        if 2 * (table.used[SLOTS_USED] + found) > len(slots) // WORDS and len(slots) < most_slots * WORDS:
+        if 2 * (table.used[SLOTS_USED] + found) > len(table.slots) // WORDS and len(table.slots) < most_slots * WORDS:
             cursor[AT], cursor[SPECIAL_AT] = begin, -1
             return out_at, NO_SLOTS
         for first in range(0, found, BATCH):
             batch = min(BATCH, found - first)
-            ask_for(buffer, starts, first, batch, slots, lows, highs, homes)
-            for i in range(batch):
-                low, high, slot = read(lows, i), read(highs, i), read(homes, i)
-                slot = probe(slots, low, high, slot)
-                is_known = read(slots, slot + 1) != 0
-                if high < LONG and is_known:
-                    info = read(slots, slot + 3)
-                    if info <= in_word:
-                        store64(out, out_at, read(slots, slot + 2))
-                        out_at += np.int64(info)
-                    else:
-                        out_at += recall(arena, info, 0, out, out_at)
-                    continue
-                at = np.int64(starts[first + i])
-                n = np.int64(starts[first + i + 1]) - at
-                out_at += encode_other(buffer, at, n, low, high, slot, model, queue, table, work, out, out_at)
+            ask_for(buffer, starts, first, batch, table.slots, lows, highs, homes)
+            i = np.int64(0)
+            while i < batch:
+                i, out_at = copy_known(table.slots, lows, highs, homes, i, batch, out, out_at)
+                if i < batch:
+                    at = np.int64(starts[first + i])
+                    n = np.int64(starts[first + i + 1]) - at
+                    key = read(lows, i), read(highs, i), read(homes, i)
+                    out_at += encode_other(buffer, at, n, key, model, queue, table, work, out, out_at)
+                    i += 1
         if which >= 0:
             out[out_at] = specials.ids[which]
             out_at += 1

@@ -107,6 +107,26 @@ def first_bit(typingctx: Any, word: Any) -> Any:
 
 
 @intrinsic
+def bit_count(typingctx: Any, word: Any) -> Any:
+    """The number of set bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ctpop(arguments[0])
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic
+def last_bit(typingctx: Any, word: Any) -> Any:
+    """The index of the highest set bit of a word that is not 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.sub(_WORD(63), builder.ctlz(arguments[0], cgutils.true_bit))
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic
 def prefetch(typingctx: Any, buffer: Any, at: Any) -> Any:
     """Ask for the cache line of element ``at`` of ``buffer``, which is read soon."""
 
@@ -118,3 +138,14 @@ def prefetch(typingctx: Any, buffer: Any, at: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(buffer, types.int64), generate
+
+
+@intrinsic
+def stand_alone(typingctx: Any) -> Any:
+    """Keep the kernel that calls this from becoming part of its callers: its loop has the registers to itself."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
+
+    return types.void(), generate

@@ -36,7 +36,14 @@ class Table(NamedTuple):
 
 def make_table(slots: int, arena: int) -> Table:
     """An empty table of ``slots`` slots, a power of two, and an arena of ``arena`` bytes."""
-    return Table(np.zeros(slots * WORDS, np.uint64), np.zeros(arena + 16, np.uint8), np.array([0, 8, 0], np.int64))
+    return Table(_make_slots(slots), np.zeros(arena + 16, np.uint8), np.array([0, 8, 0], np.int64))
+
+
+def _make_slots(slots: int) -> Words:
+    """Empty slots, none of which lies across two cache lines of 64 bytes."""
+    words = np.zeros(slots * WORDS + 8, np.uint64)
+    first = -(words.ctypes.data // 8) % 8
+    return words[first : first + slots * WORDS]
 
 
 class Workspace(NamedTuple):
@@ -93,7 +100,7 @@ def home_of(low: Word, high: Word, slots: Words) -> Int:
     return np.int64(mixed >> np.uint64(64 - first_bit(np.uint64(len(slots) // WORDS)))) * WORDS
 
 
-@inlined
+@kernel
 def ask_for(
     buffer: Bytes, starts: Ints, first: int, number: int, slots: Words, lows: Words, highs: Words, homes: Longs
 ) -> None:
@@ -151,7 +158,7 @@ def rehash(old: Words, new: Words) -> None:
 
 
 def with_more_slots(table: Table) -> Table:
-    """The same table with twice the slots."""
-    slots = np.zeros(2 * len(table.slots), np.uint64)
+    """The same table with four times the slots."""
+    slots = _make_slots(4 * len(table.slots) // WORDS)
     rehash(table.slots, slots)
     return table._replace(slots=slots)
