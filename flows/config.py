@@ -17,7 +17,7 @@ from lm.errors import UserError, nearest
 from lm.execution import Execution
 from lm.generate import SampleConfig
 from lm.model import ModelConfig
-from lm.train import TrainConfig
+from lm.recipe import TrainConfig
 
 PRESETS = Path(__file__).parent / "presets"
 

@@ -95,7 +95,8 @@ def save_training(
     step: int,
     about: dict[str, Any],
 ) -> None:
-    """Write a checkpoint directory: ``model.safetensors``, ``optimizer.pt``, then ``checkpoint.json`` with the model's
+    """Write a checkpoint directory: ``model.safetensors``, ``optimizer.pt`` (with the states of the random number
+    generators), then ``checkpoint.json`` with the model's
     config, the step, ``about``, and the size and sha256 of both files. An older one of that name is replaced."""
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
     older = directory.with_name(f".{directory.name}.{os.getpid()}.old")
@@ -104,7 +105,9 @@ def save_training(
     try:
         weights = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
         save_file(weights, temporary / "model.safetensors")
-        torch.save([optimizer.state_dict() for optimizer in optimizers], temporary / "optimizer.pt")
+        rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}  # the second empty without one
+        state = {"optimizers": [optimizer.state_dict() for optimizer in optimizers], "rng": rng}
+        torch.save(state, temporary / "optimizer.pt")
         files = {path.name: _digest(path) for path in sorted(temporary.iterdir())}
         description = {"step": step, "model": asdict(model.config), **about, "files": files}
         with (temporary / "checkpoint.json").open("w", encoding="utf-8") as file:
@@ -166,8 +169,11 @@ def load_training(directory: Path, model: TransformerLM, optimizers: list[torch.
     if description is None:
         raise UserError(f"The checkpoint {directory} is damaged or incomplete.")
     load_weights(model, load_file(directory / "model.safetensors"), str(directory))
-    states = _read_tensors(directory / "optimizer.pt")
-    _load_optimizers(optimizers, states, str(directory))
+    state = _read_tensors(directory / "optimizer.pt")
+    _load_optimizers(optimizers, state["optimizers"], str(directory))
+    torch.set_rng_state(state["rng"]["cpu"])
+    if len(state["rng"]["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["rng"]["cuda"])
     return int(description["step"])
 
 

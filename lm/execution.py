@@ -1,7 +1,8 @@
 """How work is carried out on this machine: nothing here decides a result, so nothing here is in a cache key."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from lm.bounds import FORM, bounded, check_bounds
 
@@ -18,6 +19,12 @@ class Execution:
     """Where the model trains: cpu, cuda, mps, or auto for the best there is."""
     compile: bool = True
     """Whether torch.compile speeds up training, where it works and the run is long enough to earn its start-up."""
+    processes: int = bounded(1, ge=1)
+    """Processes that a training is divided among, on this machine: one a GPU. The batch is divided, not multiplied."""
+    recompute: bool = False
+    """Whether the backward pass computes activations again instead of keeping them: less memory, a third more work."""
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
+    """Trackers that a training's figures go to besides metrics.jsonl; each must be installed."""
     max_trainings: int = bounded(1, ge=0)
     """Trainings that may run on this machine at once, of all runs; the others wait. 0: no limit."""
     count_memory: int = bounded(1024, ge=16)

@@ -1,15 +1,19 @@
-"""A Llama-style decoder-only Transformer: RMSNorm, rotary positions, SwiGLU, pre-norm, no biases.
+"""A Llama-style decoder-only Transformer: RMSNorm, rotary positions, SwiGLU, pre-norm, no biases; and its variants.
 
-Sources: CS336 assignment 1 (section 3); Touvron et al. 2023 (Llama 2); Su et al. 2021 (RoPE); Shazeer 2020 (SwiGLU).
+Sources: CS336 assignment 1 (sections 3 and 7.3); Touvron et al. 2023 (Llama 2); Su et al. 2021 (RoPE); Shazeer 2020
+(SwiGLU); Ainslie et al. 2023 (grouped queries); Henry et al. 2020 (QK-norm); Gemma Team 2024 (soft-cap).
 Shapes in comments: B batch, T sequence, D d_model, H heads, K head dimension, V vocabulary.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lm.bounds import FORM, bounded, check_bounds
 from lm.errors import UserError
@@ -31,12 +35,26 @@ class ModelConfig:
     """Number of Transformer blocks."""
     num_heads: int = bounded(16, ge=1)
     """Attention heads a block; each is d_model / num_heads wide, an even number (RoPE turns pairs)."""
+    num_kv_heads: int | None = bounded(None, ge=1)
+    """Heads of keys and values, each shared by as many query heads: a divisor of num_heads. Default: num_heads."""
     d_ff: int = bounded(1344, ge=1)
     """Inner width of the feed-forward network; about 8/3 of d_model, a multiple of 64 for speed."""
+    feed_forward: Literal["swiglu", "silu", "relu2"] = "swiglu"
+    """swiglu has three matrices; silu and relu2 (the square of relu) have two, and want a d_ff of 4 d_model."""
+    norm: Literal["pre", "post", "none"] = "pre"
+    """RMSNorm before each sublayer and at the end; or after each sum with the residual stream; or nowhere."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalized head by head, which keeps their products from growing."""
+    positions: Literal["rope", "none"] = "rope"
+    """rope turns queries and keys by their place; without, only the causal mask tells the order."""
     rope_theta: float = bounded(10000.0, gt=0)
     """Base of the rotary frequencies; larger turns more slowly, for longer contexts."""
     norm_eps: float = bounded(1e-5, ge=0)
     """Added to the mean square in RMSNorm so that a zero vector does not divide by zero."""
+    tied_embeddings: bool = False
+    """Whether the head's matrix is the embedding's, which then starts smaller."""
+    logit_softcap: float = bounded(0.0, ge=0, lt=math.inf)
+    """Logits are squeezed into ± this by ``cap · tanh(logits / cap)``; 0 leaves them."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "model")
@@ -45,6 +63,13 @@ class ModelConfig:
                 f"model.d_model {self.d_model} / model.num_heads {self.num_heads} must be an even whole number "
                 "(the width of a head, whose pairs RoPE turns)."
             )
+        if self.num_heads % self.kv_heads:
+            raise UserError(f"model.num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}.")
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_kv_heads or self.num_heads
 
 
 def truncated_normal_(weight: Tensor, std: float) -> None:
@@ -136,6 +161,31 @@ class SwiGLU(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
+class FeedForward(nn.Module):
+    """``w2(f(w1 x))``, with ``f`` silu or the square of relu (So et al. 2021)."""
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        activation: Literal["silu", "relu2"],
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation: Callable[[Tensor], Tensor] = F.silu if activation == "silu" else _relu2
+        self.w1 = Linear(d_model, d_ff, device, dtype)
+        self.w2 = Linear(d_ff, d_model, device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., d_model) → same shape."""
+        return self.w2(self.activation(self.w1(x)))
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
 class RotaryEmbedding(nn.Module):
     """Turns the pairs (2i, 2i+1) of a head by ``position · theta^(-2i/d_k)``: Meta's interleaved RoPE."""
 
@@ -180,7 +230,11 @@ def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor |
 
 
 class MultiHeadSelfAttention(nn.Module):
-    """Causal self-attention over ``num_heads`` heads, with rotary positions when ``rope`` is given."""
+    """Causal self-attention over ``num_heads`` heads, with rotary positions when ``rope`` is given.
+
+    ``num_kv_heads`` heads of keys and values are shared by the others in turn. With ``qk_norm`` queries and keys are
+    normalized head by head, before they are turned.
+    """
 
     def __init__(
         self,
@@ -189,31 +243,43 @@ class MultiHeadSelfAttention(nn.Module):
         rope: RotaryEmbedding | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        num_kv_heads: int | None = None,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.d_k = d_model // num_heads
+        self.shares = num_heads // (num_kv_heads or num_heads)
         self.rope = rope
         self.q_proj = Linear(d_model, d_model, device, dtype)
-        self.k_proj = Linear(d_model, d_model, device, dtype)
-        self.v_proj = Linear(d_model, d_model, device, dtype)
+        self.k_proj = Linear(d_model, d_model // self.shares, device, dtype)
+        self.v_proj = Linear(d_model, d_model // self.shares, device, dtype)
         self.output_proj = Linear(d_model, d_model, device, dtype)
+        self.q_norm, self.k_norm = (
+            RMSNorm(self.d_k, norm_eps, device, dtype) if qk_norm else nn.Identity() for _ in "qk"
+        )
 
     def forward(self, x: Tensor, token_positions: Tensor | None = None) -> Tensor:
         """(B, T, D) → (B, T, D); ``token_positions`` (T,) or (B, T)."""
         q, k, v = (
-            projection(x).unflatten(-1, (self.num_heads, -1)).transpose(-3, -2)  # (B, H, T, K)
+            projection(x).unflatten(-1, (-1, self.d_k)).transpose(-3, -2)  # (B, H, T, K)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             if token_positions is not None and token_positions.dim() > 1:
                 token_positions = token_positions.unsqueeze(-2)  # the same for every head
             q, k = self.rope(q, token_positions), self.rope(k, token_positions)
-        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.shares > 1)
         return self.output_proj(heads.transpose(-3, -2).flatten(-2))
 
 
 class TransformerBlock(nn.Module):
-    """``x + attn(ln1 x)``, then ``x + ffn(ln2 x)``."""
+    """Attention, then the feed-forward network, each added to the residual stream.
+
+    ``norm`` is ``pre``: ``x + f(ln x)``; ``post``: ``ln(x + f(x))``; or ``none``: ``x + f(x)``.
+    """
 
     def __init__(
         self,
@@ -224,21 +290,38 @@ class TransformerBlock(nn.Module):
         norm_eps: float = 1e-5,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        num_kv_heads: int | None = None,
+        qk_norm: bool = False,
+        norm: Literal["pre", "post", "none"] = "pre",
+        feed_forward: Literal["swiglu", "silu", "relu2"] = "swiglu",
     ) -> None:
         super().__init__()
-        self.ln1 = RMSNorm(d_model, norm_eps, device, dtype)
-        self.attn = MultiHeadSelfAttention(d_model, num_heads, rope, device, dtype)
-        self.ln2 = RMSNorm(d_model, norm_eps, device, dtype)
-        self.ffn = SwiGLU(d_model, d_ff, device, dtype)
+        self.is_post = norm == "post"
+        self.ln1, self.ln2 = (
+            nn.Identity() if norm == "none" else RMSNorm(d_model, norm_eps, device, dtype) for _ in range(2)
+        )
+        self.attn = MultiHeadSelfAttention(
+            d_model, num_heads, rope, device, dtype, num_kv_heads=num_kv_heads, qk_norm=qk_norm, norm_eps=norm_eps
+        )
+        self.ffn = (
+            SwiGLU(d_model, d_ff, device, dtype)
+            if feed_forward == "swiglu"
+            else FeedForward(d_model, d_ff, feed_forward, device, dtype)
+        )
 
     def forward(self, x: Tensor, token_positions: Tensor | None = None) -> Tensor:
         """(B, T, D) → (B, T, D)."""
+        if self.is_post:
+            x = self.ln1(x + self.attn(x, token_positions))
+            return self.ln2(x + self.ffn(x))
         x = x + self.attn(self.ln1(x), token_positions)
         return x + self.ffn(self.ln2(x))
 
 
 class TransformerLM(nn.Module):
-    """Token ids in, next-token logits out."""
+    """Token ids in, next-token logits out. While ``recomputes`` is set, the backward pass runs each block a second time
+    instead of keeping its activations: about a third more work for a fraction of the memory."""
 
     def __init__(
         self,
@@ -250,15 +333,38 @@ class TransformerLM(nn.Module):
         if config.vocab_size is None:
             raise UserError("model.vocab_size is not set; give the tokenizer's number of ids.")
         self.config = config
+        self.recomputes = False
         d_k = config.d_model // config.num_heads
-        self.rope = RotaryEmbedding(config.rope_theta, d_k, config.context_length, device)
+        rope = RotaryEmbedding(config.rope_theta, d_k, config.context_length, device)
+        self.rope = rope if config.positions == "rope" else None
         self.token_embeddings = Embedding(config.vocab_size, config.d_model, device, dtype)
         self.layers = nn.ModuleList(
-            TransformerBlock(config.d_model, config.num_heads, config.d_ff, self.rope, config.norm_eps, device, dtype)
+            TransformerBlock(
+                config.d_model,
+                config.num_heads,
+                config.d_ff,
+                self.rope,
+                config.norm_eps,
+                device,
+                dtype,
+                num_kv_heads=config.num_kv_heads,
+                qk_norm=config.qk_norm,
+                norm=config.norm,
+                feed_forward=config.feed_forward,
+            )
             for _ in range(config.num_layers)
         )
-        self.ln_final = RMSNorm(config.d_model, config.norm_eps, device, dtype)
-        self.lm_head = Linear(config.d_model, config.vocab_size, device, dtype)
+        is_normed = config.norm == "pre"  # after the last block of the others there is one already, or none at all
+        self.ln_final = RMSNorm(config.d_model, config.norm_eps, device, dtype) if is_normed else nn.Identity()
+        if config.tied_embeddings:
+            truncated_normal_(self.token_embeddings.weight, config.d_model**-0.5)  # logits of order 1, as a head gives
+        else:
+            self.lm_head = Linear(config.d_model, config.vocab_size, device, dtype)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The head's matrix (V, D), which may be the embedding's."""
+        return self.token_embeddings.weight if self.config.tied_embeddings else self.lm_head.weight
 
     def forward(self, token_ids: Tensor, token_positions: Tensor | None = None) -> Tensor:
         """Integer ids (B, T), T ≤ context_length → logits (B, T, V).
@@ -272,8 +378,13 @@ class TransformerLM(nn.Module):
             )
         x = self.token_embeddings(token_ids)
         for layer in self.layers:
-            x = layer(x, token_positions)
-        return self.lm_head(self.ln_final(x))
+            if self.recomputes and torch.is_grad_enabled():
+                x = checkpoint(layer, x, token_positions, use_reentrant=False)
+            else:
+                x = layer(x, token_positions)
+        logits = F.linear(self.ln_final(x), self.head_weight)
+        cap = self.config.logit_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:

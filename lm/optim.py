@@ -167,6 +167,15 @@ def lr_cosine_schedule(it: int, max_lr: float, min_lr: float, warmup_iters: int,
     return min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (max_lr - min_lr)
 
 
+def lr_wsd_schedule(it: int, max_lr: float, min_lr: float, warmup_iters: int, decay_iters: int, iters: int) -> float:
+    """Linear warm-up to ``max_lr`` at ``warmup_iters``, flat, then over the last ``decay_iters`` of ``iters`` linearly
+    down to ``min_lr``: warm-up, stable, decay (Hu et al. 2024, MiniCPM; Hägele et al. 2024 for the straight line)."""
+    lr = max_lr * it / warmup_iters if it < warmup_iters else max_lr
+    if it <= iters - decay_iters:
+        return lr
+    return min(lr, min_lr + max(0, iters - it) / decay_iters * (max_lr - min_lr))
+
+
 @torch.no_grad()
 def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale the gradients in place so that their common L2 norm is at most ``max_norm``; returns the norm before.

@@ -4,114 +4,60 @@ Source: CS336 assignment 1 (section 5). Every batch is a function of (seed, step
 the batches that it would have drawn.
 """
 
+import errno
 import json
 import logging
 import math
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.bounds import FORM, bounded, check_bounds
 from lm.checkpoint import load_training, newest_checkpoint, read_description, save_training
-from lm.data import Tokens, check_length, get_batch, windows
-from lm.device import choose_device
+from lm.data import Batch, Tokens, batch_starts, check_length, prefetched, windows
+from lm.device import choose_device, peak_flops
+from lm.distributed import DDP, mean_over_processes, told_by_first
 from lm.errors import UserError
 from lm.execution import Execution
 from lm.generate import SampleConfig, complete
-from lm.metrics import bits_per_byte, flops_per_token, plot_metrics, read_metrics
+from lm.metrics import bits_per_byte, flops_per_token, plot_metrics, read_metrics, write_metrics
 from lm.model import ModelConfig, TransformerLM
-from lm.optim import AdamW, Muon, clip_grad_norm, lr_cosine_schedule
+from lm.optim import clip_grad_norm
+from lm.recipe import TrainConfig, make_optimizers
 from lm.tokenizer import Tokenizer
+from lm.tracking import Tracker
 
 log = logging.getLogger(__name__)
 
 _COMPILE_FLOPS = 1e14  # compiling takes half a minute; a shorter run would lose more than it gains
+_SKIPPED = 5  # steps in a row whose gradients are not finite, after which a run is given up
+_SMOOTHING = 0.1  # weight of the newest loss in the smoothed one
 
 
-@dataclass(frozen=True)
-class TrainConfig:
-    """How the model is trained. Tokens seen: steps · batch_size · model.context_length."""
-
-    __pydantic_config__ = FORM
-
-    steps: int = bounded(5_000, ge=1)
-    """Optimizer steps."""
-    batch_size: int = bounded(32, ge=1)
-    """Sequences a step."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """adamw for every parameter; or muon for the matrices of the blocks and adamw for the rest."""
-    max_lr: float = bounded(1e-3, ge=0)
-    """Learning rate after the warm-up."""
-    min_lr: float = bounded(1e-4, ge=0)
-    """Learning rate at the end of the cosine."""
-    warmup_steps: int = bounded(200, ge=0)
-    """Steps over which the learning rate rises from 0."""
-    beta1: float = bounded(0.9, ge=0, lt=1)
-    """Decay of AdamW's mean of gradients."""
-    beta2: float = bounded(0.95, ge=0, lt=1)
-    """Decay of AdamW's mean of squared gradients."""
-    weight_decay: float = bounded(0.1, ge=0)
-    """Decoupled weight decay of the matrices; norm gains have none."""
-    max_grad_norm: float = bounded(1.0, gt=0)
-    """Gradients are scaled down to this common L2 norm when theirs is greater."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16 runs the matrix products in it (autocast); weights and optimizer state stay float32."""
-    seed: int = bounded(0, ge=0)
-    """Seed of the initial weights and of the batches."""
-    eval_interval: int = bounded(500, ge=1)
-    """Steps between two validations, each with a sample. The last step is validated too."""
-    eval_sequences: int = bounded(64, ge=1)
-    """Sequences of a validation, evenly spread over the validation text: the same ones each time, so that the best
-    checkpoint can be told. The end of a run is measured on the whole text."""
-    checkpoint_interval: int = bounded(500, ge=1)
-    """Steps between two checkpoints."""
-    keep_checkpoints: int = bounded(2, ge=1)
-    """Newest checkpoints kept; the best one is kept besides."""
-    sample_prompts: list[str] = field(default_factory=lambda: ["Once upon a time"])
-    """Prompts of the samples drawn at each validation."""
-    sample_tokens: int = bounded(60, ge=0)
-    """Most tokens of such a sample."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "train")
-        if self.min_lr > self.max_lr:
-            raise UserError(f"train.min_lr {self.min_lr} must not be above train.max_lr {self.max_lr}.")
+class Interrupted(Exception):
+    """A training was asked to stop; it has saved a checkpoint, from which it goes on."""
 
 
 @dataclass
 class TrainData:
-    """What a run learns from: token sequences, their tokenizer, and bytes a token on the validation text."""
+    """What a run learns from: token sequences, their tokenizer, bytes a token on the validation text, and digests of
+    what it reads by name, for checkpoints to be of the same."""
 
     train: Tokens
     valid: Tokens | None
     tokenizer: Tokenizer
     bytes_per_token: float
-
-
-def make_optimizers(model: TransformerLM, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """The optimizers of a run over the parameters of ``model``: matrices decayed, norm gains not."""
-    hidden, matrices, gains = [], [], []
-    for name, parameter in model.named_parameters():
-        if parameter.dim() < 2:
-            gains.append(parameter)
-        elif config.optimizer == "muon" and name.startswith("layers."):
-            hidden.append(parameter)
-        else:
-            matrices.append(parameter)
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": gains, "weight_decay": 0.0}]
-    optimizers: list[torch.optim.Optimizer] = [AdamW(groups, config.max_lr, (config.beta1, config.beta2))]
-    if hidden:
-        optimizers.append(Muon(hidden, config.max_lr, weight_decay=config.weight_decay))
-    return optimizers
+    digests: dict[str, str] = field(default_factory=dict)
 
 
 class Trainer:
@@ -126,19 +72,33 @@ class Trainer:
                 f"model.vocab_size is {model_config.vocab_size}, but the tokenizer has {data.tokenizer.size:,} ids; "
                 "leave it out to follow the tokenizer."
             )
+        self.rank, self.processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if config.batch_size % (config.micro_batches * self.processes):
+            raise UserError(
+                f"train.batch_size {config.batch_size} must be a multiple of train.micro_batches "
+                f"{config.micro_batches} times the {self.processes} processes."
+            )
         check_length(data.train, model_config.context_length, "training text")
         if data.valid is not None:
             check_length(data.valid, model_config.context_length, "validation text")
-        torch.set_num_threads(execution.workers)
+        torch.set_num_threads(max(1, execution.workers // self.processes))
         torch.manual_seed(config.seed)
         self.config, self.data, self.execution, self.out = config, data, execution, out
         self.device = choose_device(execution.device)
         self.model = TransformerLM(model_config, device=self.device)
+        self.model.recomputes = execution.recompute
+        self.ddp = DDP(self.model) if self.processes > 1 else None
         self.optimizers = make_optimizers(self.model, config)
         self.loss = self._compiled_loss()
         self.step = 0
-        out.mkdir(parents=True, exist_ok=True)
         self.best: dict[str, Any] = {"step": 0, "valid_loss": math.inf}
+        self.stale = 0  # validations since the best
+        self.skipped = 0  # steps whose gradients were not finite
+        self.skipped_in_a_row = 0
+        self.smoothed: Tensor | None = None
+        out.mkdir(parents=True, exist_ok=True)
+        about = {"train": asdict(config), "model": asdict(model_config)}
+        self.tracker = Tracker(out, execution.trackers, about) if self.rank == 0 else None
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.precision == "float32":
@@ -157,7 +117,7 @@ class Trainer:
             return self._plain_loss
         compiled = torch.compile(self._plain_loss)
         try:  # it compiles at its first call
-            x, y = get_batch(self.data.train, config.batch_size, model.context_length, self.device)
+            x, y = (part.chunk(config.micro_batches)[0] for part in self._batch(0))
             compiled(x, y).backward()
         except Exception as error:  # no compiler, or a device that is not supported: slower, and no reason to stop
             log.warning("torch.compile does not work here, training runs without: %s", str(error).partition("\n")[0])
@@ -166,103 +126,179 @@ class Trainer:
             self.model.zero_grad(set_to_none=True)
         return compiled
 
+    def _batch(self, step: int) -> Batch:
+        config, context = self.config, self.model.config.context_length
+        tokens = self.data.train
+        starts = batch_starts(len(tokens), config.batch_size, context, config.data_order, config.seed, step)
+        share = config.batch_size // self.processes
+        return windows(tokens, starts[self.rank * share :][:share], context, self.device)
+
     def resume(self, previous: Path) -> bool:
-        """Go on from the newest intact checkpoint of an unfinished run in ``previous``; False when there is none."""
+        """Go on from the newest intact checkpoint of an unfinished run in ``previous``, which may be this run's own
+        directory; False when there is none. Raises UserError where it is of another model, tokenizer or data."""
+        name = told_by_first(self._take_over(previous) if self.rank == 0 else None)
+        if name is None:
+            return False
+        self.step = load_training(self.out / name, self.model, self.optimizers)
+        description = read_description(self.out / name) or {}
+        if self._directory(description["best"]["step"]).exists():  # else a later one will be the best
+            self.best = description["best"]
+        self.stale, self.skipped = description["stale"], description["skipped"]
+        if description["smoothed_loss"] is not None:
+            self.smoothed = torch.tensor(description["smoothed_loss"], device=self.device)
+        log.info("Training resumes at step %s from %s.", f"{self.step:,}", previous / name)
+        return True
+
+    def _take_over(self, previous: Path) -> str | None:
+        """Copy the checkpoints of another run, and its rows up to the newest, whose name is returned."""
         newest = newest_checkpoint(previous)
         if newest is None:
-            return False
+            return None
+        description = read_description(newest) or {}
+        self._check_same(newest, description)
         try:
-            for directory in previous.glob("step-*"):
+            for directory in previous.glob("step-*") if previous != self.out else ():
                 if read_description(directory):
                     shutil.copytree(directory, self.out / directory.name)
-            self.step = load_training(self.out / newest.name, self.model, self.optimizers)
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                rows = [row for row in read_metrics(previous / name) if row["step"] <= description["step"]]
+                write_metrics(self.out / name, rows)
         except (OSError, shutil.Error) as error:  # another run of the same training is still writing there
+            if previous == self.out:
+                raise
             log.warning("The checkpoints in %s cannot be taken over: %s", previous, error)
             shutil.rmtree(self.out)
             self.out.mkdir()
-            return False
-        best = (read_description(newest) or {}).get("best", self.best)
-        if self._directory(best["step"]).exists():  # else a later one will be the best
-            self.best = best
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            for row in read_metrics(previous / name):
-                if row["step"] <= self.step:
-                    self._append(name, row)
-        log.info("Training resumes at step %s from %s.", f"{self.step:,}", newest)
-        return True
+            return None
+        return newest.name
 
-    def run(self, progress: Callable[[int], None] = lambda step: None) -> dict[str, Any]:
-        """Train to the last step and return what ``training.json`` holds; ``progress`` is told each finished step."""
-        config, context = self.config, self.model.config.context_length
-        started, first_step = time.perf_counter(), self.step
-        last_logged, last_time = self.step, started
-        while self.step < config.steps:
-            lr = self._set_lr()
-            generator = np.random.default_rng((config.seed, self.step))
-            x, y = get_batch(self.data.train, config.batch_size, context, self.device, generator)
-            loss = self.loss(x, y)
-            loss.backward()
-            grad_norm = clip_grad_norm(self.model.parameters(), config.max_grad_norm)
-            for optimizer in self.optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            self.step += 1
-            row: dict[str, Any] = {}
-            last = self.step == config.steps
-            logs = last or self.step == 1 or self.step % self.execution.log_interval == 0
-            validates = last or self.step % config.eval_interval == 0
-            saves = last or self.step % config.checkpoint_interval == 0
-            if logs or validates or saves:
-                self._check_finite(float(loss.detach()), float(grad_norm))
-            if logs:
-                now = time.perf_counter()
-                rate = (self.step - last_logged) * config.batch_size * context / (now - last_time)
-                last_logged, last_time = self.step, now
-                row = self._row(
-                    float(loss.detach()), float(grad_norm), lr, rate, (now - started) / (self.step - first_step)
-                )
-            if validates:
-                row = {"step": self.step, "loss": float(loss.detach()), "lr": lr} | row | self._validate()
-                last_time = time.perf_counter()
-            if row:
-                self._append("metrics.jsonl", row)
-            # After the row, which a run that resumes here finds in metrics.jsonl.
-            if saves or self.step == self.best["step"]:
-                self._save()
-                last_time = time.perf_counter()
-            progress(self.step)
+    def _check_same(self, newest: Path, description: dict[str, Any]) -> None:
+        ours = {"model": asdict(self.model.config), "data": self.data.digests}
+        for section, wanted in ours.items():
+            found = description.get(section, {})
+            for name in sorted(wanted.keys() | found.keys()):
+                if wanted.get(name) != found.get(name):
+                    raise UserError(
+                        f"{newest} was made with {section} {name} {found.get(name)}, and this run has "
+                        f"{wanted.get(name)}; go on with the same, or train into another directory."
+                    )
+        wanted, found = asdict(self.config), description.get("train", {})
+        if changed := [name for name in wanted if name != "steps" and wanted[name] != found.get(name, wanted[name])]:
+            log.warning("Training goes on with another %s than before.", ", ".join(changed))
+
+    def run(
+        self, progress: Callable[[int], None] = lambda step: None, stopping: threading.Event | None = None
+    ) -> dict[str, Any]:
+        """Train to the last step and return what ``training.json`` holds; ``progress`` is told each finished step.
+
+        Once ``stopping`` is set, the step is finished and saved and Interrupted raised.
+        """
+        config = self.config
+        peak = peak_flops(self.device, torch.bfloat16 if config.precision == "bfloat16" else torch.float32)
+        first_step, last_logged = self.step, self.step
+        started = last_time = time.perf_counter()
+        with prefetched(self._batch, self.step) as batch:
+            ended = self.step >= config.steps
+            while not ended:
+                lr = config.lr(self.step + 1)
+                is_asked = stopping is not None and stopping.is_set()
+                loss, grad_norm, is_stopping = self._train_step(*batch(self.step), lr, is_asked)
+                self.step += 1
+                last = self.step == config.steps
+                is_good = self.skipped_in_a_row == 0
+                logs = is_good and (last or self.step == 1 or self.step % self.execution.log_interval == 0)
+                validates = last or (is_good and self.step % config.eval_interval == 0)
+                row: dict[str, Any] = {}
+                if logs:
+                    now = time.perf_counter()
+                    seconds = (now - last_time) / (self.step - last_logged)
+                    last_logged, last_time = self.step, now
+                    mean_seconds = (now - started) / (self.step - first_step)
+                    row = self._row(float(loss), float(grad_norm), lr, seconds, mean_seconds, peak)
+                if validates:
+                    row = {"step": self.step, **({"loss": float(loss)} if is_good else {}), "lr": lr, **row}
+                    row |= self._validate()
+                    last_time = time.perf_counter()
+                if row and self.tracker:
+                    self.tracker.add(row)
+                ended = last or (config.patience is not None and self.stale >= config.patience)
+                # After the row, which a run that resumes here finds in metrics.jsonl.
+                saves = ended or is_stopping or (is_good and self.step % config.checkpoint_interval == 0)
+                if saves or self.step == self.best["step"]:
+                    self._save()
+                    last_time = time.perf_counter()
+                progress(self.step)
+                if is_stopping and not ended:
+                    raise Interrupted(
+                        f"The training was stopped after step {self.step:,} and saved in "
+                        f"{self._directory(self.step)}; it goes on from there."
+                    )
         return self._finish()
 
-    def _set_lr(self) -> float:
-        config = self.config
-        lr = lr_cosine_schedule(self.step + 1, config.max_lr, config.min_lr, config.warmup_steps, config.steps)
+    def _train_step(self, x: Tensor, y: Tensor, lr: float, is_asked: bool) -> tuple[Tensor, Tensor, bool]:
+        """Update the weights once; returns the mean loss, the norm of the gradients before they are clipped, and
+        whether any process is asked to stop. Where loss or norm is not finite, the weights stay as they are."""
+        parts = self.config.micro_batches
+        losses = []
+        for number, (part_x, part_y) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True), start=1):
+            if self.ddp:
+                self.ddp.is_last = number == parts
+            loss = self.loss(part_x, part_y) / parts
+            loss.backward()
+            losses.append(loss.detach())
+        loss = torch.stack(losses).sum()
+        if self.ddp:
+            self.ddp.finish()
+            loss, asked = mean_over_processes(torch.stack([loss, loss.new_tensor(is_asked)])).unbind()
+            is_asked = bool(asked > 0)
+        grad_norm = clip_grad_norm(self.model.parameters(), self.config.max_grad_norm)
+        if torch.isfinite(loss + grad_norm):
+            self.skipped_in_a_row = 0
+            self.smoothed = loss if self.smoothed is None else self.smoothed.lerp(loss, _SMOOTHING)
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+                optimizer.step()
+        else:
+            self._skip(float(loss), float(grad_norm))
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-        return lr
+            optimizer.zero_grad(set_to_none=True)
+        return loss, grad_norm, is_asked
 
-    def _check_finite(self, loss: float, grad_norm: float) -> None:
-        if math.isfinite(loss) and math.isfinite(grad_norm):
+    def _skip(self, loss: float, grad_norm: float) -> None:
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        what = f"The loss is {loss} and the gradient norm {grad_norm} at step {self.step + 1:,}"
+        if self.skipped_in_a_row < _SKIPPED:
+            log.warning("%s: the step is skipped.", what)
             return
-        saved = sorted(self.out.glob("step-*"))
+        saved = newest_checkpoint(self.out)
         raise UserError(
-            f"The loss is {loss} and the gradient norm {grad_norm} at step {self.step:,}: the training has diverged. "
-            f"Lower train.max_lr; {f'the last checkpoint is {saved[-1]}' if saved else 'no checkpoint was saved'}."
+            f"{what}, the {_SKIPPED}th in a row: the training has diverged. Lower train.max_lr; "
+            f"{f'the last good checkpoint is {saved}' if saved else 'no checkpoint was saved'}."
         )
 
-    def _row(self, loss: float, grad_norm: float, lr: float, rate: float, seconds_a_step: float) -> dict[str, Any]:
+    def _row(
+        self, loss: float, grad_norm: float, lr: float, seconds: float, mean_seconds: float, peak: float
+    ) -> dict[str, Any]:
+        config, model = self.config, self.model.config
+        smoothed = loss if self.smoothed is None else float(self.smoothed)
+        tokens = config.batch_size * model.context_length
         log.info(
-            "step %s/%s (%d %%)  loss %.3f  lr %.1e  grad norm %.2f  %s tokens/s  %s left",
+            "step %s/%s (%d %%)  loss %.3f  lr %.1e  grad norm %.2f  %.0f ms  %s tokens/s  MFU %.0f %%  %.1f min left",
             f"{self.step:,}",
-            f"{self.config.steps:,}",
-            100 * self.step // self.config.steps,
-            loss,
+            f"{config.steps:,}",
+            100 * self.step // config.steps,
+            smoothed,
             lr,
             grad_norm,
-            f"{rate:,.0f}",
-            f"{(self.config.steps - self.step) * seconds_a_step / 60:.1f} min",
+            1000 * seconds,
+            f"{tokens / seconds:,.0f}",
+            100 * tokens * flops_per_token(model) / seconds / peak,
+            (config.steps - self.step) * mean_seconds / 60,
         )
-        return {"step": self.step, "loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens_per_second": round(rate)}
+        figures = {"step": self.step, "loss": loss, "smoothed_loss": smoothed, "lr": lr, "grad_norm": grad_norm}
+        return {**figures, "tokens_per_second": round(tokens / seconds)}
 
     def _validate(self) -> dict[str, Any]:
         row: dict[str, Any] = {}
@@ -270,12 +306,14 @@ class Trainer:
             loss = self.evaluate(self.config.eval_sequences)
             row = {"valid_loss": loss, "valid_bits_per_byte": bits_per_byte(loss, self.data.bytes_per_token)}
             log.info("step %s  validation loss %.4f, %.4f bits per byte", f"{self.step:,}", *row.values())
+            self.stale += 1
             if loss < self.best["valid_loss"]:
-                self.best = {"step": self.step, **row}
-        sample = SampleConfig(max_new_tokens=self.config.sample_tokens)
-        for number, prompt in enumerate(self.config.sample_prompts):
-            text = complete(self.model, self.data.tokenizer, prompt, sample, seed=number)
-            self._append("samples.jsonl", {"step": self.step, "prompt": prompt, "text": text})
+                self.best, self.stale = {"step": self.step, **row}, 0
+        if self.tracker:
+            sample = SampleConfig(max_new_tokens=self.config.sample_tokens)
+            for number, prompt in enumerate(self.config.sample_prompts):
+                text = complete(self.model, self.data.tokenizer, prompt, sample, seed=number)
+                self.tracker.add_sample(self.step, prompt, text)
         return row
 
     @torch.no_grad()
@@ -288,29 +326,44 @@ class Trainer:
         count = (len(valid) - 1) // context
         chosen = np.unique(np.linspace(0, count - 1, min(sequences or count, count)).round().astype(int)) * context
         total = 0.0
-        for first in range(0, len(chosen), self.config.batch_size):
-            starts = chosen[first : first + self.config.batch_size].tolist()
+        ours = chosen[self.rank :: self.processes]
+        for first in range(0, len(ours), self.config.batch_size):
+            starts = ours[first : first + self.config.batch_size].tolist()
             total += float(self._plain_loss(*windows(valid, starts, context, self.device))) * len(starts)
+        if self.ddp:
+            total = self.processes * float(mean_over_processes(torch.tensor(total, device=self.device)))
         return total / len(chosen)
 
     def _directory(self, step: int, parent: Path | None = None) -> Path:
         return (parent or self.out) / f"step-{step:07d}"
 
     def _save(self) -> None:
-        about = {"best": self.best, "train": asdict(self.config)}
-        save_training(self._directory(self.step), self.model, self.optimizers, self.step, about)
+        if self.rank > 0:
+            return
+        about = {
+            "data": self.data.digests,
+            "train": asdict(self.config),
+            "best": self.best,
+            "stale": self.stale,
+            "skipped": self.skipped,
+            "smoothed_loss": None if self.smoothed is None else float(self.smoothed),
+        }
+        try:
+            save_training(self._directory(self.step), self.model, self.optimizers, self.step, about)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            saved = newest_checkpoint(self.out)
+            raise UserError(
+                f"The checkpoint of step {self.step:,} cannot be saved: {error.strerror}. Free some space in "
+                f"{self.out}; {f'the training goes on from {saved}' if saved else 'no checkpoint was saved'}."
+            ) from error
         kept = sorted(self.out.glob("step-*"))[-self.config.keep_checkpoints :]
         for old in self.out.glob("step-*"):
             if old not in kept and old != self._directory(self.best["step"]):
                 shutil.rmtree(old)
 
-    def _append(self, name: str, row: dict[str, Any]) -> None:
-        with (self.out / name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
     def _finish(self) -> dict[str, Any]:
-        rows = read_metrics(self.out / "metrics.jsonl")
-        plot_metrics(rows, self.out / "loss.png")
         last = self._directory(self.step).name
         has_best = self._directory(self.best["step"]).exists()
         figures: dict[str, float | None] = {"valid_loss": None, "valid_bits_per_byte": None}
@@ -322,8 +375,12 @@ class Trainer:
             "last": last,
             "best": self._directory(self.best["step"]).name if has_best else last,
             "steps": self.step,
+            "skipped_steps": self.skipped,
             "tokens": self.step * self.config.batch_size * self.model.config.context_length,
             **figures,  # of the last checkpoint, on the whole validation text
         }
-        (self.out / "training.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+        if self.tracker:
+            self.tracker.close()
+            plot_metrics(read_metrics(self.out / "metrics.jsonl"), self.out / "loss.png")
+            (self.out / "training.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
         return result

@@ -12,6 +12,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lm.metrics import flops_per_token, parameter_count, read_metrics
+from lm.metrics import flops_per_token, parameter_count, plot_metrics, read_metrics
 from lm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -195,6 +196,16 @@ def train(out: "Draft", tokenizer: "Output", model: Any, config: Any, **inputs: 
             "### Configuration\n\n" + _table(("field", "value"), settings),
         ]
     )
+
+
+def training_so_far(directory: Path) -> str:
+    """The loss plot of a training that runs in ``directory``; empty before its first figures."""
+    rows = read_metrics(directory / "metrics.jsonl")
+    if not rows:
+        return ""
+    plot = io.BytesIO()
+    plot_metrics(rows, plot)
+    return _picture(plot.getvalue(), "image/png", f"Loss and learning rate, up to step {rows[-1]['step']:,}")
 
 
 def sample(out: "Draft", tokenizer: "Output", **inputs: Any) -> str:

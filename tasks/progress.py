@@ -2,30 +2,35 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
 from typing import Any
 
-from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from prefect.context import FlowRunContext, TaskRunContext
 from tqdm import tqdm
 
 _INTERVAL = 1.0  # seconds between two updates of the artifact
+_PAGE_INTERVAL = 30  # seconds between two pages
 
 
 @contextmanager
-def show_progress(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+def show_progress(
+    title: str, total: int, unit: str, page: Callable[[], str] = lambda: ""
+) -> Iterator[Callable[[int], None]]:
     """Show the progress of ``title``; the function given is told how many of ``total`` are done.
 
-    Where output goes to a file the bar stays away. The artifact ``<title>-progress`` belongs to the run around; it is
-    updated by a thread of its own, so that a slow or dead server never holds up the work.
+    Where output goes to a file the bar stays away. The artifact ``<title>-progress`` belongs to the run around, and so
+    does ``<title>-so-far``, the Markdown that ``page`` makes when there is some. They are updated by a thread of its
+    own, so that a slow or dead server never holds up the work.
     """
     done, ended = 0, threading.Event()
 
     def report() -> None:
         with contextlib.suppress(Exception):  # the artifact is for show
-            shown = 0.0
+            shown, told, next_page = 0.0, "", time.monotonic() + _PAGE_INTERVAL
             artifact: Any = create_progress_artifact(
                 0.0, key=f"{title}-progress", description=f"{title}, {total:,} × {unit}"
             )
@@ -35,6 +40,11 @@ def show_progress(title: str, total: int, unit: str) -> Iterator[Callable[[int],
                 if percent != shown:
                     update_progress_artifact(artifact, percent)
                     shown = percent
+                if time.monotonic() >= next_page and not is_last:
+                    if (text := page()) and text != told:
+                        create_markdown_artifact(text, key=f"{title}-so-far", description=f"{title}, so far")
+                        told = text
+                    next_page = time.monotonic() + _PAGE_INTERVAL
                 if is_last:
                     return
 

@@ -13,7 +13,7 @@ from lm.tokenizer import Tokenizer
 from tests.tokenizers_made import CUSTOM_PATTERN, make_tokenizer
 
 if TYPE_CHECKING:
-    from lm.train import Trainer
+    from lm.trainer import Trainer
     from tests.deployed import Deployed
 
 # Read when Prefect is imported, which the tests of ``lm`` alone never do.

@@ -1,7 +1,9 @@
 """Batches: shapes, the shift by one, uniform starts, and data that is too short."""
 
+import threading
 from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.data import check_length, get_batch, windows
+from lm.data import batch_starts, check_length, get_batch, prefetched, windows
 from lm.errors import UserError
 
 FEW = settings(deadline=None, max_examples=30)
@@ -122,3 +124,61 @@ def test_batch_on_an_accelerator(device: str) -> None:
     expected = get_batch(tokens, 4, 8, "cpu", np.random.default_rng(0))
     assert x.device.type == device
     assert torch.equal(x.cpu(), expected[0]) and torch.equal(y.cpu(), expected[1])
+
+
+# The order of a training's data
+
+
+@FEW
+@given(
+    windows_=st.integers(1, 12), batch_size=st.integers(1, 9), context_length=st.integers(1, 5), seed=st.integers(0, 99)
+)
+def test_every_window_once_an_epoch(windows_: int, batch_size: int, context_length: int, seed: int) -> None:
+    length = windows_ * context_length + 1 + seed % context_length  # what is left over is no window
+    steps = -(-3 * windows_ // batch_size)
+    starts = [batch_starts(length, batch_size, context_length, "epochs", seed, step) for step in range(steps)]
+    drawn = [start for batch in starts for start in batch]
+    whole = [i * context_length for i in range(windows_)]
+    epochs = [drawn[i * windows_ : (i + 1) * windows_] for i in range(3)]
+    assert all(sorted(epoch) == whole for epoch in epochs)
+    if windows_ > 8:
+        assert not epochs[0] == epochs[1] == epochs[2], "another order each epoch"
+    assert starts[-1] == batch_starts(length, batch_size, context_length, "epochs", seed, steps - 1), (
+        "of the step alone"
+    )
+
+
+@pytest.mark.parametrize("order", ["random", "epochs"])
+def test_order_is_of_the_seed(order: Literal["random", "epochs"]) -> None:
+    batches = [batch_starts(10_001, 64, 10, order, seed, 3) for seed in (0, 0, 1)]
+    assert batches[0] == batches[1] != batches[2]
+
+
+def test_random_order_reaches_every_start() -> None:
+    drawn = {start for step in range(200) for start in batch_starts(30, 8, 10, "random", 0, step)}
+    assert drawn == set(range(20))
+
+
+def test_batches_are_made_ahead_by_another_thread() -> None:
+    made: list[tuple[int, bool]] = []
+    ready = threading.Event()
+
+    def make(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        made.append((step, threading.current_thread() is threading.main_thread()))
+        if step == 6:
+            ready.set()
+        return torch.tensor([step]), torch.tensor([step + 1])
+
+    with prefetched(make, 5) as batch:
+        assert batch(5)[0].item() == 5
+        assert ready.wait(10), "the next one is made before it is asked for"
+        assert batch(6)[0].item() == 6
+    assert made == [(5, False), (6, False), (7, False)]
+
+
+def test_an_error_in_making_a_batch_comes_out() -> None:
+    def fail(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        raise UserError("the shards hold id 70000")
+
+    with prefetched(fail, 0) as batch, pytest.raises(UserError, match="70000"):
+        batch(0)

@@ -2,8 +2,11 @@
 
 import json
 import math
+import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,17 +30,34 @@ XL = ModelConfig(vocab_size=50257, context_length=1024, d_model=1600, num_layers
     half_width=st.integers(1, 8),
     layers=st.integers(1, 4),
     d_ff=st.integers(1, 50),
+    variant=st.fixed_dictionaries(
+        {
+            "feed_forward": st.sampled_from(["swiglu", "silu", "relu2"]),
+            "norm": st.sampled_from(["pre", "post", "none"]),
+            "qk_norm": st.booleans(),
+            "tied_embeddings": st.booleans(),
+        }
+    ),
+    shares=st.integers(1, 3),
 )
-def test_parameter_count_equals_the_real_model(vocab: int, heads: int, half_width: int, layers: int, d_ff: int) -> None:
+def test_parameter_count_equals_the_real_model(
+    vocab: int, heads: int, half_width: int, layers: int, d_ff: int, variant: dict[str, Any], shares: int
+) -> None:
     config = ModelConfig(
-        vocab_size=vocab, d_model=2 * half_width * heads, num_layers=layers, num_heads=heads, d_ff=d_ff
+        vocab_size=vocab,
+        d_model=2 * half_width * heads * shares,
+        num_layers=layers,
+        num_heads=heads * shares,
+        num_kv_heads=heads,
+        d_ff=d_ff,
+        **variant,
     )
     model = TransformerLM(config, device="meta")
     counts = parameter_count(config)
     assert counts["total"] == sum(p.numel() for p in model.parameters())
-    patterns = {"embedding": "token_embeddings", "attention": ".attn.", "feed_forward": ".ffn.", "head": "lm_head"}
-    for part, pattern in {**patterns, "norms": "ln"}.items():
-        assert counts[part] == sum(p.numel() for name, p in model.named_parameters() if pattern in name), part
+    patterns = {"embedding": "token_embeddings", "attention": "_proj", "feed_forward": ".ffn.", "head": "lm_head"}
+    for part, pattern in {**patterns, "norms": r"ln|_norm"}.items():
+        assert counts[part] == sum(p.numel() for name, p in model.named_parameters() if re.search(pattern, name)), part
 
 
 def test_parameters_of_gpt2_xl_by_hand() -> None:
@@ -59,24 +79,61 @@ def test_parameters_of_gpt2_xl_by_hand() -> None:
 
 
 def test_flops_of_gpt2_xl_by_hand() -> None:
-    """A forward pass over one full context is 4.513 TFLOPs, term by term."""
+    """A forward pass over one full context, term by term: 4.352 TFLOPs, and 4.513 with what the mask leaves out."""
     tokens = 1024
     projections = 48 * 4 * 2 * tokens * 1600 * 1600
-    scores = 48 * 2 * tokens * tokens * 1600  # over the heads together, each is 1600 / 25 wide
+    scores = 48 * tokens * tokens * 1600  # over the heads together, each is 1600 / 25 wide; half of the keys
     weighted_sums = scores
     feed_forward = 48 * 3 * 2 * tokens * 1600 * 6400
     head = 2 * tokens * 1600 * 50257
     forward = projections + scores + weighted_sums + feed_forward + head
-    assert forward == 4_513_336_524_800
+    assert forward == 4_352_275_251_200
+    assert forward + scores + weighted_sums == 4_513_336_524_800
     assert flops_per_token(XL, training=False) * tokens == forward
     assert flops_per_token(XL) * tokens == 3 * forward
 
 
 @pytest.mark.parametrize(
-    "config", [SMALL, ModelConfig(vocab_size=7, context_length=5, d_model=8, num_layers=1, num_heads=4, d_ff=6)]
+    ("layers", "d_model", "heads", "released"),
+    [
+        (12, 768, 12, 124_439_808),
+        (24, 1024, 16, 354_823_168),
+        (36, 1280, 20, 774_030_080),
+        (48, 1600, 25, 1_557_611_200),
+    ],
+    ids=["small", "medium", "large", "xl"],
+)
+def test_gpt2_by_hand(layers: int, d_model: int, heads: int, released: int) -> None:
+    """GPT-2's shapes: a tied head, two matrices of 4 d_model in the feed-forward network. The released models have
+    learned positions besides, and biases of the matrices (3 + 1 + 4 + 1 widths a layer) and of the norms."""
+    config = ModelConfig(
+        50257,
+        1024,
+        d_model,
+        layers,
+        heads,
+        d_ff=4 * d_model,
+        feed_forward="silu",
+        tied_embeddings=True,
+    )
+    matrices = layers * 12 * d_model**2 + 50257 * d_model
+    besides = 1024 * d_model + (layers * 9 + 2 * layers + 1) * d_model
+    assert parameter_count(config)["total"] == matrices + (2 * layers + 1) * d_model == released - besides
+    assert flops_per_token(config) == 6 * matrices + 6 * layers * d_model * 1024
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SMALL,
+        ModelConfig(vocab_size=7, context_length=5, d_model=8, num_layers=1, num_heads=4, d_ff=6),
+        replace(SMALL, tied_embeddings=True, feed_forward="relu2", norm="post"),
+        replace(SMALL, norm="none", positions="none", qk_norm=True),
+    ],
 )
 def test_flops_equal_torchs_counter(config: ModelConfig) -> None:
-    """Attention as plain matrix products: torch's counter does not see inside the fused one on every device."""
+    """Attention as plain matrix products, the masked half with them: torch's counter does not see inside the fused one
+    on every device."""
     batch = 2
     model = TransformerLM(config)
     ids = torch.zeros(batch, config.context_length, dtype=torch.int64)
@@ -84,10 +141,11 @@ def test_flops_equal_torchs_counter(config: ModelConfig) -> None:
     with sdpa_kernel(SDPBackend.MATH), counter:
         logits = model(ids)
     tokens = batch * config.context_length
-    assert counter.get_total_flops() == flops_per_token(config, training=False) * tokens
+    masked = 2 * config.num_layers * config.d_model * config.context_length
+    assert counter.get_total_flops() == (flops_per_token(config, training=False) + masked) * tokens
     with sdpa_kernel(SDPBackend.MATH), counter:
         model(ids).sum().backward()
-    assert counter.get_total_flops() == flops_per_token(config) * tokens
+    assert counter.get_total_flops() == (flops_per_token(config) + 3 * masked) * tokens
     assert logits.shape[:2] == (batch, config.context_length)
 
 

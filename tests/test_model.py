@@ -1,6 +1,8 @@
 """The whole model against independent references, and its config."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -29,16 +31,66 @@ def seeded_model(config: ModelConfig = CONFIG, seed: int = 0) -> TransformerLM:
     model = TransformerLM(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "ln" in name:
+            if "ln" in name or "_norm" in name:
                 parameter.uniform_(0.5, 1.5)
     return model.eval()
 
 
-def test_model_equals_plain_functions() -> None:
-    model = seeded_model()
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"num_heads": 6, "num_kv_heads": 2},
+    {"num_heads": 6, "num_kv_heads": 1},
+    {"tied_embeddings": True},
+    {"qk_norm": True},
+    {"logit_softcap": 12.0},
+    {"norm": "post"},
+    {"norm": "none"},
+    {"positions": "none"},
+    {"feed_forward": "silu"},
+    {"feed_forward": "relu2"},
+    {
+        "num_heads": 6,
+        "num_kv_heads": 3,
+        "tied_embeddings": True,
+        "qk_norm": True,
+        "norm": "post",
+        "logit_softcap": 15.0,
+    },
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_model_equals_plain_functions(variant: dict[str, Any]) -> None:
+    config = replace(CONFIG, **variant)
+    model = seeded_model(config)
+    ids = tokens_for(config, 2, 12)
+    state = {name: weight.double() for name, weight in model.state_dict().items()}
+    expected = torch.stack([reference_transformer(row, state, config) for row in ids])
+    torch.testing.assert_close(model(ids).double(), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_recomputed_activations_give_the_same_gradients(variant: dict[str, Any]) -> None:
+    model = seeded_model(replace(CONFIG, **variant))
     ids = tokens_for(CONFIG, 2, 12)
-    expected = torch.stack([reference_transformer(row, model.state_dict(), CONFIG) for row in ids])
-    torch.testing.assert_close(model(ids), expected, atol=1e-5, rtol=1e-4)
+    gradients = []
+    for model.recomputes in (False, True):
+        model.zero_grad()
+        cross_entropy(model(ids), ids).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True) if a is not None and b is not None)
+    assert all(gradient is not None for gradient in gradients[1])
+
+
+def test_recomputing_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, kept = seeded_model(), []
+    for model.recomputes in (False, True):
+        sizes: dict[int, int] = {}
+        keep = lambda tensor: sizes.update({tensor.data_ptr(): tensor.nbytes}) or tensor  # noqa: B023, E731
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(tokens_for(CONFIG, 2, 12))
+        kept.append(sum(sizes.values()))
+    assert kept[1] < kept[0] / 2
 
 
 def test_model_equals_hugging_face_llama() -> None:
@@ -190,12 +242,16 @@ def test_device_and_dtype_reach_every_parameter() -> None:
         {"rope_theta": -1.0},
         {"rope_theta": math.nan},
         {"norm_eps": -1e-5},
+        {"num_kv_heads": 3},  # no divisor of 16
+        {"logit_softcap": -1.0},
+        {"norm": "both"},
+        {"feed_forward": "gelu"},
     ],
     ids=str,
 )
-def test_bad_config_is_a_user_error(wrong: dict[str, float]) -> None:
+def test_bad_config_is_a_user_error(wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=next(iter(wrong))):
-        ModelConfig(**wrong)  # type: ignore[arg-type]
+        ModelConfig(**wrong)
 
 
 def test_model_needs_a_vocabulary_size() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lm.optim import SGD, AdamW, Muon, clip_grad_norm, lr_cosine_schedule, orthogonalize
+from lm.optim import SGD, AdamW, Muon, clip_grad_norm, lr_cosine_schedule, lr_wsd_schedule, orthogonalize
 
 FEW = settings(deadline=None, max_examples=15)
 SHAPES = [(3, 4), (7,), (), (2, 3, 2), (1, 1), (5, 2)]
@@ -300,6 +300,21 @@ def test_muon_learns_a_linear_map() -> None:
 )
 def test_cosine_schedule_by_hand(it: int, lr: float) -> None:
     assert lr_cosine_schedule(it, max_lr=1.0, min_lr=0.1, warmup_iters=10, cosine_iters=30) == pytest.approx(lr)
+
+
+@pytest.mark.parametrize(
+    ("it", "lr"), [(0, 0.0), (5, 0.5), (10, 1.0), (79, 1.0), (80, 1.0), (90, 0.55), (95, 0.325), (100, 0.1)]
+)
+def test_wsd_schedule_by_hand(it: int, lr: float) -> None:
+    found = lr_wsd_schedule(it, max_lr=1.0, min_lr=0.1, warmup_iters=10, decay_iters=20, iters=100)
+    assert found == pytest.approx(lr)
+
+
+def test_wsd_schedule_at_the_edges() -> None:
+    assert lr_wsd_schedule(0, 1.0, 0.1, 0, 1, 10) == 1.0
+    assert lr_wsd_schedule(10, 1.0, 0.1, 0, 1, 10) == pytest.approx(0.1)
+    assert lr_wsd_schedule(11, 1.0, 0.1, 0, 1, 10) == pytest.approx(0.1), "past the end it stays"
+    assert [lr_wsd_schedule(it, 1.0, 0.0, 5, 10, 10) for it in (3, 6)] == pytest.approx([0.6, 0.4])
 
 
 def test_cosine_schedule_without_warmup_or_decay() -> None:

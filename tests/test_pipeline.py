@@ -20,7 +20,7 @@ from lm.errors import UserError
 from lm.execution import Execution
 from lm.generate import SampleConfig
 from lm.model import ModelConfig
-from lm.train import TrainConfig
+from lm.recipe import TrainConfig
 from tasks.stage import Output, Ref, Run, read_output
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -204,7 +204,7 @@ def test_a_failed_training_goes_on_from_its_checkpoint(
 
         return save
 
-    from lm.train import Trainer
+    from lm.trainer import Trainer
 
     caplog.set_level(logging.INFO)
     original = Trainer._save
@@ -214,6 +214,39 @@ def test_a_failed_training_goes_on_from_its_checkpoint(
     monkeypatch.undo()
     assert run(config) == ["train", "sample"]
     assert "Training resumes at step 2" in caplog.text
+
+
+def test_training_in_processes_and_what_they_leave_is_adopted(run: Runner, config: PipelineConfig) -> None:
+    config = replace(config, execution=replace(config.execution, processes=2, trackers=["tensorboard"]))
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    assert run(config)[-2:] == ["train", "sample"]
+    output = run.output("train")
+    boards = [file["path"] for file in output.manifest["records"] if file["path"].startswith("tensorboard/")]
+    assert boards and output.is_intact()
+    assert run(replace(config, execution=replace(config.execution, processes=1, trackers=[]))) == []
+    # As a machine without Prefect would leave it: checkpoints and figures, and no manifest.
+    digest = output.digest
+    (Path(output.url).parent / "manifest.json").unlink()
+    assert run(config) == ["train"]
+    assert run.output("train").digest == digest
+
+
+def test_a_stopped_training_saves_what_it_has(
+    run: Runner, config: PipelineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lm.trainer import Trainer
+    from tasks.stage import Stopped
+
+    original = Trainer._train_step
+
+    def asked(self: Trainer, x: Any, y: Any, lr: float, is_asked: bool) -> Any:
+        return original(self, x, y, lr, self.step == 1)
+
+    monkeypatch.setattr(Trainer, "_train_step", asked)
+    with pytest.raises(Stopped, match="stopped after step 2 and saved"):
+        run(config)
+    monkeypatch.undo()
+    assert run(config) == ["train", "sample"]
 
 
 def test_a_mistake_in_the_text_names_the_file_and_the_place(run: Runner, config: PipelineConfig) -> None:

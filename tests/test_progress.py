@@ -46,6 +46,25 @@ def test_it_moves_and_ends_at_what_was_done(monkeypatch: pytest.MonkeyPatch) -> 
     assert artifacts.created == ["sort-progress: sort, 4 × card"]
 
 
+def test_pages_follow_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    artifacts = Artifacts(monkeypatch)
+    shown: list[str] = []
+    monkeypatch.setattr(progress, "_PAGE_INTERVAL", 0)
+    monkeypatch.setattr(progress, "create_markdown_artifact", lambda text, key, description: shown.append(key + text))
+    texts = [""]
+
+    @flow
+    def work() -> None:
+        with progress.show_progress("sort", 2, "card", lambda: texts[-1]):
+            wait_for(lambda: bool(artifacts.created), 10, "the progress artifact")
+            for text in ("a", "b"):
+                texts.append(text)
+                wait_for(lambda text=text: shown[-1:] == [f"sort-so-far{text}"], 10, "a page")
+
+    work()
+    assert shown == ["sort-so-fara", "sort-so-farb"], "each once, and none that is empty"
+
+
 def test_a_server_that_hangs_or_fails_does_not_hold_the_work_up(monkeypatch: pytest.MonkeyPatch) -> None:
     artifacts = Artifacts(monkeypatch)
     hang = threading.Event()

@@ -1,22 +1,26 @@
 """Training that stops and goes on: a resumed run equals an uninterrupted one, bit for bit."""
 
 import json
+import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import lm.train
+import lm.trainer
 from lm.checkpoint import newest_checkpoint, read_description, save_training
 from lm.errors import UserError
-from lm.train import Trainer
-from tests.training import ROOT, make, rows_of, weights_equal
+from lm.model import ModelConfig
+from lm.trainer import Interrupted, Trainer
+from tests.training import MODEL, ROOT, make, make_data, rows_of, weights_equal
 
 
 class Killed(Exception):
@@ -67,7 +71,7 @@ def test_killed_between_row_and_checkpoint_loses_and_doubles_no_row(
         if directory.name == "step-0000012":
             raise Killed
 
-    monkeypatch.setattr(lm.train, "save_training", save_and_die)
+    monkeypatch.setattr(lm.trainer, "save_training", save_and_die)
     with pytest.raises(Killed):
         first.run()
     monkeypatch.undo()
@@ -125,6 +129,56 @@ def test_resume_of_another_optimizer_is_a_user_error(tmp_path: Path) -> None:
     start_and_kill(make(tmp_path / "first"), 6)
     with pytest.raises(UserError, match="optimizer"):
         make(tmp_path / "second", optimizer="muon").resume(tmp_path / "first")
+
+
+def test_asked_to_stop_it_saves_and_goes_on(tmp_path: Path, finished: Trainer) -> None:
+    first, stopping = make(tmp_path / "first"), threading.Event()
+    with pytest.raises(Interrupted, match=r"stopped after step 8 and saved in .*step-0000008"):
+        first.run(lambda step: stopping.set() if step == 7 else None, stopping)
+    second = make(tmp_path / "second")
+    assert second.resume(first.out) and second.step == 8
+    second.run()
+    assert weights_equal(second.model, finished.model)
+    assert rows_of(second.out) == rows_of(finished.out)
+
+
+def test_goes_on_in_its_own_directory(tmp_path: Path, finished: Trainer) -> None:
+    start_and_kill(make(tmp_path), 13)
+    second = make(tmp_path)
+    assert second.resume(tmp_path) and second.step == 12
+    second.run()
+    assert weights_equal(second.model, finished.model)
+    assert rows_of(tmp_path) == rows_of(finished.out)
+    assert rows_of(tmp_path, "samples.jsonl") == rows_of(finished.out, "samples.jsonl")
+
+
+def test_more_steps_go_on_from_the_last_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make(tmp_path, steps=10).run()
+    longer = make(tmp_path, steps=12, max_lr=5e-3)
+    with caplog.at_level(logging.WARNING, "lm.trainer"):
+        assert longer.resume(tmp_path) and longer.step == 10
+    assert "another max_lr" in caplog.text and "steps" not in caplog.text
+    assert longer.run()["steps"] == 12
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model": replace(MODEL, rope_theta=5.0)}, "model rope_theta 10000.0, and this run has 5.0"),
+        ({"digests": {"tokenizer": "t2", "shards": "s1"}}, "data tokenizer t1, and this run has t2"),
+        ({"digests": {"tokenizer": "t1", "shards": "s2"}}, "data shards s1, and this run has s2"),
+    ],
+)
+def test_resume_of_something_else_is_a_user_error(tmp_path: Path, change: dict[str, Any], named: str) -> None:
+    def trainer(name: str, model: ModelConfig = MODEL, digests: dict[str, str] | None = None) -> Trainer:
+        data = make_data()
+        data.digests = digests or {"tokenizer": "t1", "shards": "s1"}
+        return make(tmp_path / name, data, model)
+
+    start_and_kill(trainer("first"), 6)
+    assert trainer("same").resume(tmp_path / "first")
+    with pytest.raises(UserError, match=named):
+        trainer("other", **change).resume(tmp_path / "first")
 
 
 SCRIPT = """

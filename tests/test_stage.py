@@ -236,8 +236,8 @@ def test_an_unwritable_root_is_a_users_mistake(tmp_path: Path) -> None:
 def test_the_digests_of_the_real_stages_hold_what_they_use() -> None:
     assert {"lm.corpus", "lm.counts", "lm.pretokens", "tasks.texts"} <= set(count_chunk.source)
     assert {"lm.corpus", "lm.shards", "lm.tokenizer"} <= set(encode_chunk.source)
-    assert {"lm.shards", "lm.train", "lm.model", "lm.optim"} <= set(train.source)
-    assert "lm.train" not in sample.source
+    assert {"lm.shards", "lm.trainer", "lm.model", "lm.optim"} <= set(train.source)
+    assert "lm.trainer" not in sample.source
     for used in (count_chunk, encode_chunk, train, sample):
         assert not {"tasks.stage", "tasks.store", "tasks.progress", "lm.execution"} & set(used.source)
 

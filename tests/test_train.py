@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from lm.errors import UserError
 from lm.metrics import read_metrics
 from lm.model import cross_entropy
 from lm.optim import lr_cosine_schedule
-from lm.train import Trainer
-from tests.training import make, make_data, rows_of, weights_equal
+from lm.trainer import Trainer
+from tests.test_model import VARIANTS
+from tests.training import MODEL, make, make_data, rows_of, weights_equal
 
 
 def checkpoints(out: Path) -> list[str]:
@@ -26,19 +28,22 @@ def checkpoints(out: Path) -> list[str]:
 # Learning
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_overfits_one_repeated_sequence(tmp_path: Path, optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "variant"), [*(("adamw", variant) for variant in VARIANTS), ("muon", {})], ids=str
+)
+def test_overfits_one_repeated_sequence(tmp_path: Path, optimizer: str, variant: dict[str, Any]) -> None:
     data = make_data()
     data.train = np.tile(np.random.default_rng(1).permutation(257)[:16].astype(np.uint16), 6)
     data.valid = None
-    settings: dict[str, Any] = {"steps": 100, "batch_size": 8, "weight_decay": 0.0, "min_lr": 1e-3}
+    model = replace(MODEL, **{"d_model": 48, **variant})
+    settings: dict[str, Any] = {"steps": 120, "batch_size": 8, "weight_decay": 0.0, "min_lr": 1e-3}
     quiet: dict[str, Any] = {
         "eval_interval": 1000,
         "checkpoint_interval": 1000,
         "sample_prompts": [],
         "log_interval": 100,
     }
-    make(tmp_path, data, optimizer=optimizer, **settings, **quiet).run()
+    make(tmp_path, data, model, optimizer=optimizer, **settings, **quiet).run()
     rows = rows_of(tmp_path)
     assert rows[0]["loss"] > 4
     assert rows[-1]["loss"] < 0.05
@@ -75,6 +80,48 @@ def test_learning_rate_follows_the_schedule(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == list(range(1, 21))
     assert [row["lr"] for row in rows] == [lr_cosine_schedule(step, 1e-2, 1e-3, 4, 20) for step in range(1, 21)]
     assert rows[-1]["lr"] == 1e-3
+
+
+def test_warm_up_stable_decay(tmp_path: Path) -> None:
+    make(tmp_path, log_interval=1, sample_prompts=[], schedule="wsd", decay_fraction=0.25).run()
+    rates = [row["lr"] for row in rows_of(tmp_path)]
+    assert rates[:4] == pytest.approx([2.5e-3, 5e-3, 7.5e-3, 1e-2])
+    assert rates[3:15] == [1e-2] * 12
+    assert rates[15:] == pytest.approx([8.2e-3, 6.4e-3, 4.6e-3, 2.8e-3, 1e-3])
+
+
+def test_micro_batches_add_up_to_the_batch(tmp_path: Path, finished: Trainer) -> None:
+    trainer = make(tmp_path, micro_batches=4)
+    sizes: set[int] = set()
+    loss = trainer.loss
+    trainer.loss = lambda x, y: sizes.add(len(x)) or loss(x, y)  # type: ignore[func-returns-value]
+    trainer.run()
+    assert sizes == {1}
+    for ours, theirs in zip(rows_of(tmp_path), rows_of(finished.out), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+
+
+def test_recomputing_changes_no_weights(tmp_path: Path, finished: Trainer) -> None:
+    trainer = make(tmp_path, recompute=True)
+    trainer.run()
+    assert weights_equal(trainer.model, finished.model)
+
+
+def test_whole_epochs_are_trained_on(tmp_path: Path, finished: Trainer) -> None:
+    trainer = make(tmp_path, make_data(train=5 * 16 + 1), data_order="epochs", batch_size=5)
+    seen = [{tuple(row) for row in trainer._batch(step)[0].tolist()} for step in range(3)]
+    whole = {tuple(row) for row in trainer.data.train[: 5 * 16].reshape(5, 16).tolist()}
+    assert seen == [whole] * 3
+    trainer.run()
+    assert rows_of(tmp_path)[-1]["loss"] < rows_of(tmp_path)[0]["loss"]
+
+
+def test_patience_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(tmp_path, patience=2, eval_interval=3)
+    losses = iter([3.0, 2.0, 2.5, 1.5, 1.6, 1.7, 1.0])
+    monkeypatch.setattr(trainer, "evaluate", lambda sequences=None: next(losses))
+    result = trainer.run()
+    assert (result["steps"], result["best"], result["last"]) == (18, "step-0000012", "step-0000018")
 
 
 def test_bfloat16_on_the_processor(tmp_path: Path, finished: Trainer) -> None:
@@ -157,7 +204,7 @@ def test_rows_are_well_formed(finished: Trainer) -> None:
     for row in rows:
         assert {"step", "loss", "lr"} <= row.keys()
         logged = row["step"] % 3 == 0 or row["step"] in (1, 20)
-        assert ("grad_norm" in row and "tokens_per_second" in row) == logged
+        assert ("grad_norm" in row and "tokens_per_second" in row and "smoothed_loss" in row) == logged
         validated = row["step"] % 4 == 0
         assert ("valid_loss" in row and "valid_bits_per_byte" in row) == validated
         if validated:

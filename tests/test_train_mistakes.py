@@ -1,5 +1,7 @@
 """Training that cannot go well says why; devices, compilation, and training without Prefect."""
 
+import copy
+import errno
 import json
 import logging
 import math
@@ -13,12 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-import lm.train
+import lm.checkpoint
+import lm.trainer
 from lm.checkpoint import load_model, newest_checkpoint
 from lm.device import choose_device
 from lm.errors import UserError
 from lm.model import ModelConfig
-from lm.train import TrainConfig, Trainer
+from lm.recipe import TrainConfig
+from lm.trainer import Trainer
 from tests.training import MODEL, ROOT, make, make_data, rows_of, weights_equal
 
 
@@ -34,6 +38,58 @@ def test_diverged_loss_is_a_user_error_that_names_the_checkpoint(tmp_path: Path,
     assert newest is not None and newest.name == "step-0000008"
     assert all(tensor.isfinite().all() for tensor in load_model(newest).state_dict().values())
     assert all(math.isfinite(row["loss"]) for row in rows_of(tmp_path))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("bad", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, optimizer: str, bad: str
+) -> None:
+    trainer = make(tmp_path, optimizer=optimizer)
+    loss = trainer.loss
+    poisoned = {5, 6, 12}
+    states: dict[int, Any] = {}
+
+    def poison(x: Tensor, y: Tensor) -> Tensor:
+        states[trainer.step] = copy.deepcopy((trainer.model.state_dict(), [o.state_dict() for o in trainer.optimizers]))
+        found = loss(x, y)
+        if trainer.step not in poisoned:
+            return found
+        if bad == "gradient":
+            found.register_hook(lambda gradient: gradient * math.nan)
+        return found * (math.inf if bad == "loss" else 1.0)
+
+    trainer.loss = poison
+    with caplog.at_level(logging.WARNING, "lm.trainer"):
+        result = trainer.run()
+    assert result["steps"] == 20 and result["skipped_steps"] == 3
+    assert sum("is skipped" in record.getMessage() for record in caplog.records) == 3
+    for step in poisoned:
+        (before, before_states), (after, after_states) = states[step], states[step + 1]
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        for one, other in zip(before_states, after_states, strict=True):
+            torch.testing.assert_close(one["state"], other["state"], rtol=0, atol=0)
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(tmp_path / "first")
+    save = lm.checkpoint.save_file
+
+    def fill(weights: Any, path: Path) -> None:
+        save(weights, path)
+        if trainer.step >= 10:
+            path.write_bytes(path.read_bytes()[:100])
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(lm.checkpoint, "save_file", fill)
+    with pytest.raises(UserError, match=r"step 10 cannot be saved: No space left.*goes on from .*step-000000[58]"):
+        trainer.run()
+    assert not list((tmp_path / "first").glob(".step-*")), "the disk is not left fuller"
+    monkeypatch.undo()
+    second = make(tmp_path / "second")
+    assert second.resume(tmp_path / "first")
+    second.run()
 
 
 def test_diverged_before_any_checkpoint(tmp_path: Path) -> None:
@@ -90,8 +146,8 @@ def test_compile_that_fails_warns_and_changes_nothing(
         return compiled
 
     monkeypatch.setattr(torch, "compile", compile_loss)
-    monkeypatch.setattr(lm.train, "_COMPILE_FLOPS", 0)
-    with caplog.at_level(logging.WARNING, "lm.train"):
+    monkeypatch.setattr(lm.trainer, "_COMPILE_FLOPS", 0)
+    with caplog.at_level(logging.WARNING, "lm.trainer"):
         trainer = make(tmp_path, compile=True)
     messages = [record.getMessage() for record in caplog.records]
     if fails == "not":
@@ -112,6 +168,11 @@ def test_short_runs_are_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         {"steps": 0},
         {"batch_size": 0},
+        {"batch_size": 6, "micro_batches": 4},
+        {"patience": 0},
+        {"decay_fraction": 1.5},
+        {"schedule": "linear"},
+        {"data_order": "sorted"},
         {"eval_interval": 0},
         {"eval_sequences": 0},
         {"checkpoint_interval": -1},

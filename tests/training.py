@@ -1,6 +1,8 @@
 """A small training run, which several test files start, stop and compare."""
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,10 @@ import torch
 
 from lm.execution import Execution
 from lm.model import ModelConfig, TransformerLM
+from lm.recipe import TrainConfig
 from lm.tokenizer import Tokenizer
-from lm.train import TrainConfig, TrainData, Trainer
+from lm.train import Job
+from lm.trainer import TrainData, Trainer
 
 ROOT = Path(__file__).parents[1]
 MODEL = ModelConfig(vocab_size=257, context_length=16, d_model=32, num_layers=1, num_heads=2, d_ff=64)
@@ -44,6 +48,8 @@ def make(out: Path, data: TrainData | None = None, model: ModelConfig = MODEL, *
         device="cpu",
         compile=settings.pop("compile", False),
         log_interval=settings.pop("log_interval", 3),
+        recompute=settings.pop("recompute", False),
+        trackers=settings.pop("trackers", []),
     )
     return Trainer(TrainConfig(**{**SETTINGS, **settings}), model, data or make_data(), execution, out)
 
@@ -57,3 +63,36 @@ def rows_of(out: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 def weights_equal(a: TransformerLM, b: TransformerLM) -> bool:
     ours, theirs = a.state_dict(), b.state_dict()
     return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def write_job(directory: Path, processes: int = 1, model: Any = MODEL, **settings: Any) -> Path:
+    """A job of its own directory, on tokens that lie beside it."""
+    quiet = {"sample_prompts": [], "eval_interval": 1000, "checkpoint_interval": 5}
+    out = directory / "out"
+    out.mkdir(parents=True, exist_ok=True)
+    draws = np.random.default_rng(0)
+    for name, size in (("train", 2000), ("valid", 300)):
+        draws.integers(97, 107, size).astype("<u2").tofile(directory / f"{name}.bin")
+    Tokenizer({byte: bytes([byte]) for byte in range(256)}, [], ["<|endoftext|>"]).save(directory / "tokenizer")
+    job = Job(
+        TrainConfig(**{**SETTINGS, **quiet, **settings}),
+        model,
+        ["../train.bin"],
+        ["../valid.bin"],
+        "../tokenizer",
+        1.5,
+        {"tokenizer": "t"},
+        ".",
+        execution=Execution(threads=1, device="cpu", compile=False, log_interval=1, processes=processes),
+    )
+    job.write(out / "job.json")
+    return out / "job.json"
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False

@@ -1,0 +1,128 @@
+"""Data parallelism: several processes train one model, each on its part of every batch.
+
+Sources: CS336 assignment 2 (data parallelism); Li et al. 2020 (gradients sent in buckets during the backward pass).
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_BUCKET = 25 << 20  # bytes of gradients that are sent at once
+
+
+@contextmanager
+def joined(device: torch.device) -> Iterator[tuple[int, int]]:
+    """Be one of the processes that ``torchrun`` started (its environment variables tell); gives (rank, number of
+    processes), which is (0, 1) where there is only this one. They talk by nccl on GPUs and by gloo elsewhere."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield 0, 1
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield dist.get_rank(), dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
+
+
+def mean_over_processes(values: Tensor) -> Tensor:
+    """The mean of a tensor over all processes, in place; itself where there is one process."""
+    if dist.is_initialized():
+        dist.all_reduce(values)
+        values /= dist.get_world_size()
+    return values
+
+
+def told_by_first(value: Any) -> Any:
+    """What the first process gives, in all of them: plain data."""
+    if not dist.is_initialized():
+        return value
+    told = [value]
+    dist.broadcast_object_list(told)
+    return told[0]
+
+
+class DDP:
+    """Keeps the gradients of a model the same in all processes: their mean.
+
+    Weights and buffers start as those of the first process. While the backward pass runs, each bucket of gradients is
+    sent as soon as all of it is there, in the same order everywhere; :meth:`finish` waits for them. Only while
+    ``is_last`` is set; before (in the micro-batches before the last one) gradients add up.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), 0)
+        self.is_last = False
+        # Gradients come from the last layer to the first.
+        parameters = [parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]
+        self._buckets = [_Bucket(group) for group in _by_size(parameters)]
+        self._sent = 0  # buckets
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._arrived(bucket))
+
+    def _arrived(self, bucket: "_Bucket") -> None:
+        if self.is_last:
+            bucket.missing -= 1
+            while self._sent < len(self._buckets) and self._buckets[self._sent].missing == 0:
+                self._buckets[self._sent].send()
+                self._sent += 1
+
+    def finish(self) -> None:
+        """Wait until the gradients of all processes are averaged. A parameter without one counts as zeros."""
+        for bucket in self._buckets[self._sent :]:
+            bucket.send()
+        for bucket in self._buckets:
+            bucket.receive()
+        self._sent = 0
+
+
+class _Bucket:
+    """Parameters of one type whose gradients are sent together."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.missing = len(parameters)
+        self._flat = torch.empty(
+            sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
+        )
+        self._views = [
+            part.view_as(p)
+            for part, p in zip(self._flat.split([p.numel() for p in parameters]), parameters, strict=True)
+        ]
+        self._work: Any = None
+
+    def send(self) -> None:
+        for view, parameter in zip(self._views, self.parameters, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                view.copy_(parameter.grad)
+        self._flat /= dist.get_world_size()
+        self._work = dist.all_reduce(self._flat, async_op=True)
+
+    def receive(self) -> None:
+        self._work.wait()
+        for view, parameter in zip(self._views, self.parameters, strict=True):
+            parameter.grad = view
+        self.missing = len(self.parameters)
+
+
+def _by_size(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Groups in order, each of one type and of about a bucket's size."""
+    groups: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in parameters:
+        if not groups or size > _BUCKET or groups[-1][0].dtype != parameter.dtype:
+            groups.append([])
+            size = 0
+        groups[-1].append(parameter)
+        size += parameter.nbytes
+    return groups
