@@ -76,7 +76,7 @@ def _grown(table: Table, what: int, more: int) -> Table:
         arena = np.zeros(2 * len(table.arena) + more, np.uint8)
         arena[: len(table.arena)] = table.arena
         return table._replace(arena=arena)
-    return with_more_slots(table)
+    return with_more_slots(table, 2)
 
 
 def _columns(table: Table) -> pa.Table:

@@ -12,21 +12,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lm.errors import UserError
+
 _BUCKET = 25 << 20  # bytes of gradients that are sent at once
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[tuple[int, int]]:
-    """Be one of the processes that ``torchrun`` started (its environment variables tell); gives (rank, number of
-    processes), which is (0, 1) where there is only this one. They talk by nccl on GPUs and by gloo elsewhere."""
+def joined(device: torch.device) -> Iterator[torch.device]:
+    """Be one of the processes that ``torchrun`` started, as its environment variables tell; gives this one's device.
+
+    They talk by nccl on GPUs and by gloo on processors. Where there is only this process, nothing is done. Raises
+    UserError where a process has no GPU of its own, or the device is neither.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield 0, 1
+        yield device
         return
     if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        number = int(os.environ["LOCAL_RANK"])
+        if number >= torch.cuda.device_count():
+            raise UserError(f"Process {number} has no GPU: there are {torch.cuda.device_count()}; start one each.")
+        device = torch.device("cuda", number)
+        torch.cuda.set_device(device)
+    elif device.type != "cpu":
+        raise UserError(f"Several processes cannot train on {device}; use cpu or cuda.")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        yield dist.get_rank(), dist.get_world_size()
+        yield device
     finally:
         dist.destroy_process_group()
 

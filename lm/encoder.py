@@ -13,6 +13,7 @@ from lm.kernels.encode import Queue
 from lm.kernels.table import NO_SLOTS, Table, Workspace, make_table, make_workspace, with_more_slots
 from lm.kernels.walk import SCANNED, TOO_SMALL, Specials
 
+_FIRST_SLOTS = 1 << 15  # of a table that grows by four
 _SLOTS, _ARENA = 1 << 19, 16 << 20  # of the memory for pretokens that each thread has: 16 MB each
 _COPIED = 1 << 20  # ids that are copied out of a buffer that is used again; more are given with it
 
@@ -25,6 +26,7 @@ class Encoder:
         self.dtype = dtype
         self._model = model
         self._merges = merges
+        self._most_slots = _SLOTS
         self._idle: list[tuple[Queue, Table, Workspace]] = []  # a list's append and pop are safe in threads
 
     @classmethod
@@ -44,11 +46,11 @@ class Encoder:
         except KeyError:
             return None
         order = np.arange(len(tokens), dtype=np.int32)
-        nodes = np.zeros(max(ids.values()) + 1, np.int32)  # by token id, counted from 1
+        nodes = np.zeros(max(token_ids.max(), part_ids.max(initial=0)) + 1, np.int32)  # by token id, counted from 1
         nodes[token_ids] = order + 1
         parts = nodes[part_ids].reshape(-1, 2) - 1
         are_made_before = (parts >= 0).all() and (parts.max(axis=1) < order[256:]).all()
-        if not are_made_before or (nodes[token_ids] <= order).any() or len(merges) > encode.MAX_MERGES:
+        if not are_made_before or (nodes[token_ids] != order + 1).any() or len(merges) > encode.MAX_MERGES:
             return None
         lengths = np.fromiter(map(len, tokens), np.int32, len(tokens))
         id_lengths = np.zeros(len(nodes), np.int32)
@@ -69,7 +71,7 @@ class Encoder:
         except IndexError:
             queue, table, work = (
                 encode.make_queue(self._merges),
-                make_table(min(_SLOTS, 1 << 16), _ARENA),
+                make_table(min(self._most_slots, _FIRST_SLOTS), _ARENA),
                 make_workspace(SCANNED),
             )
         cursor, out = new_cursor(), np.empty(0, self.dtype)
@@ -81,14 +83,14 @@ class Encoder:
                         out = np.empty(max(2 * end, window) + 8, self.dtype)
                     with compiling(f"encoding {self.dtype.name}"):
                         arguments = buffer, end, final, cursor, character_classes(), specials, self._model, queue
-                        count, status = encode.encode(*arguments, table, _SLOTS, work, out)
+                        count, status = encode.encode(*arguments, table, self._most_slots, work, out)
                     if count > _COPIED:
                         yield out[:count]
                         out = np.empty(0, self.dtype)
                     elif count:
                         yield out[:count].copy()
                     if status == NO_SLOTS:
-                        table = with_more_slots(table)
+                        table = with_more_slots(table, 4)
                     elif status == TOO_SMALL:
                         work = make_workspace(2 * len(work.starts))
                     elif status:

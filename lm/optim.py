@@ -171,7 +171,7 @@ def lr_wsd_schedule(it: int, max_lr: float, min_lr: float, warmup_iters: int, de
     """Linear warm-up to ``max_lr`` at ``warmup_iters``, flat, then over the last ``decay_iters`` of ``iters`` linearly
     down to ``min_lr``: warm-up, stable, decay (Hu et al. 2024, MiniCPM; Hägele et al. 2024 for the straight line)."""
     lr = max_lr * it / warmup_iters if it < warmup_iters else max_lr
-    if it <= iters - decay_iters:
+    if it <= iters - decay_iters or decay_iters == 0:
         return lr
     return min(lr, min_lr + max(0, iters - it) / decay_iters * (max_lr - min_lr))
 

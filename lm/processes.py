@@ -1,6 +1,8 @@
 """One training in several processes of this machine, that end with the one that started them, however it ends."""
 
+import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -9,18 +11,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from operator import itemgetter
 from pathlib import Path
+from typing import IO
 
 from lm.errors import UserError
 from lm.metrics import read_metrics
-from lm.train import INTERRUPTED, PARENT
+from lm.train import INTERRUPTED, PARENT, SAYS
 from lm.trainer import Interrupted
 
 log = logging.getLogger(__name__)
 
 _POLL = 0.2  # seconds
 _GRACE = 60.0  # seconds that processes have to finish a step and save
+_REST = 5.0  # seconds that the others have to end when one has ended badly
 
 
 def run_processes(
@@ -36,73 +39,86 @@ def run_processes(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes: list[subprocess.Popen[str]] = []
-    lines: list[list[str]] = [[] for _ in range(number)]
+    ranks: list[_Rank] = []
     try:
         for rank in range(number):
             world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number}
             meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, PARENT: reading}
-            process = subprocess.Popen(
-                [sys.executable, "-m", "lm.train", str(job)],
-                env={**os.environ, **{name: str(value) for name, value in (world | meeting).items()}},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                pass_fds=(reading,),
-                process_group=processes[0].pid if processes else 0,  # Ctrl-C in a terminal comes by way of us
-            )
-            processes.append(process)
-            threading.Thread(target=_relay, args=(process, lines[rank]), daemon=True).start()
-        codes = _wait(processes, progress, stopping, metrics)
+            environment = {name: str(value) for name, value in (world | meeting).items()}
+            ranks.append(_Rank(job, environment, reading, group=ranks[0].process.pid if ranks else 0))
+        codes = _wait(ranks, progress, stopping, metrics)
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        if ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(ranks[0].process.pid, signal.SIGKILL)
+        for started in ranks:
+            started.process.wait()
+            started.relay.join()
         os.close(reading)
         os.close(writing)
-    for code, said in zip(codes, lines, strict=True):
-        if code == INTERRUPTED:
-            raise Interrupted(said[-1].removeprefix("lm.train: ") if said else "The training was stopped and saved.")
+    if codes[0] == INTERRUPTED:
+        raise Interrupted(ranks[0].message())
+    for code, ended in zip(codes, ranks, strict=True):
         if code == 2:
-            raise UserError(said[-1].removeprefix("lm.train: "))
-    if any(codes):
-        rank, code = min(((rank, code) for rank, code in enumerate(codes) if code), key=itemgetter(1))  # signals first
+            raise UserError(ended.message())
+    if stopping.is_set() and any(code != 0 for code in codes):
+        raise Interrupted("The training was stopped before it could save; it goes on from its last checkpoint.")
+    failed = [(code, rank) for rank, code in enumerate(codes) if code]
+    if failed:
+        code, rank = min(failed)  # a signal first, which the others then fail of
         raise UserError(
             f"Training process {rank} of {number} ended with code {code}; the training goes on from its last "
-            f"checkpoint when it is started again. Its last lines:\n" + "\n".join(lines[rank][-20:])
+            "checkpoint when it is started again. Its last lines:\n" + "\n".join(ranks[rank].lines[-20:])
         )
 
 
-def _relay(process: "subprocess.Popen[str]", lines: list[str]) -> None:
-    """Pass on what a process says to our log."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.append(line.rstrip("\n"))
-        log.info("%s", lines[-1])
-        del lines[:-100]
+class _Rank:
+    """One of the processes, what it said last, and the thread that passes that on to our log."""
+
+    def __init__(self, job: Path, environment: dict[str, str], pipe: int, group: int) -> None:
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "lm.train", str(job)],
+            env=os.environ | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            pass_fds=(pipe,),
+            process_group=group,  # Ctrl-C in a terminal comes by way of us
+        )
+        self.relay = threading.Thread(target=self._relay, args=(self.process.stdout,), daemon=True)
+        self.relay.start()
+
+    def _relay(self, said: IO[str]) -> None:
+        with said:
+            for line in said:
+                self.lines.append(line.rstrip("\n"))
+                log.info("%s", self.lines[-1])
+                del self.lines[:-100]
+
+    def message(self) -> str:
+        """What it said of its end."""
+        starts = [place for place, line in enumerate(self.lines) if line.startswith(SAYS)]
+        return "\n".join(self.lines[starts[-1] if starts else -20 :]).removeprefix(SAYS)
 
 
 def _wait(
-    processes: "list[subprocess.Popen[str]]",
-    progress: Callable[[int], None],
-    stopping: threading.Event,
-    metrics: Path,
-) -> list[int]:
-    """Wait until all have ended, or one badly, or those asked to stop have had their time; returns their exit codes, 0
-    for what still runs."""
-    deadline = None
-    while any(process.poll() is None for process in processes):
+    ranks: list[_Rank], progress: Callable[[int], None], stopping: threading.Event, metrics: Path
+) -> list[int | None]:
+    """Wait until all have ended, or one badly and the others with it, or those asked to stop have had their time;
+    returns their exit codes, None for what still runs."""
+    deadline, is_asked, size = math.inf, False, 0
+    processes = [rank.process for rank in ranks]
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         if any(process.returncode not in (None, 0, INTERRUPTED) for process in processes):
-            time.sleep(_POLL)  # the others may have ended first, and say why
-            break
-        if stopping.is_set() and deadline is None:
+            deadline = min(deadline, time.monotonic() + _REST)
+        if stopping.is_set() and not is_asked:
             for process in processes:
                 process.send_signal(signal.SIGTERM)
-            deadline = time.monotonic() + _GRACE
-        if deadline is not None and time.monotonic() > deadline:
-            break
-        if rows := read_metrics(metrics):
+            deadline, is_asked = min(deadline, time.monotonic() + _GRACE), True
+        if metrics.exists() and metrics.stat().st_size != size and (rows := read_metrics(metrics)):
+            size = metrics.stat().st_size
             progress(rows[-1]["step"])
         time.sleep(_POLL)
-    return [process.poll() or 0 for process in processes]
+    return [process.poll() for process in processes]

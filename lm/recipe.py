@@ -78,7 +78,7 @@ class TrainConfig:
         """The learning rate of a step, from 1."""
         if self.schedule == "cosine":
             return lr_cosine_schedule(step, self.max_lr, self.min_lr, self.warmup_steps, self.steps)
-        decay = max(1, round(self.decay_fraction * self.steps))
+        decay = round(self.decay_fraction * self.steps)
         return lr_wsd_schedule(step, self.max_lr, self.min_lr, self.warmup_steps, decay, self.steps)
 
 

@@ -1,8 +1,8 @@
 """A training as a job in a file, for machines and processes that know nothing else.
 
 ``python -m lm.train JOB.json`` trains on one device, ``torchrun --nproc-per-node N -m lm.train JOB.json`` on N. The
-stage ``train`` writes such a file where it trains. SIGTERM and Ctrl-C finish the step, save, and exit with code 75; the
-same command goes on from there.
+stage ``train`` writes such a file where it trains. SIGTERM and Ctrl-C finish the step and save, and the same command
+goes on from there; the first then exits with code 75.
 """
 
 import argparse
@@ -13,7 +13,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from lm.tokenizer import Tokenizer
 from lm.trainer import Interrupted, TrainData, Trainer
 
 INTERRUPTED = 75  # exit code: stopped and saved; the same command goes on (EX_TEMPFAIL of sysexits.h)
+SAYS = "lm.train: "  # before the one message of a training that ends early
 PARENT = "TEXTMILL_PARENT"  # environment variable: a pipe whose end-of-file tells that the starting process is gone
 _GRACE = 20.0  # seconds that are left then to finish the step and save
 
@@ -64,20 +66,19 @@ class Job:
     @classmethod
     def read(cls, path: Path) -> "Job":
         """Read a job; raises UserError for a file that is none."""
+        folder = path.absolute().parent
         try:
             job = cls(**json.loads(path.read_text(encoding="utf-8")))
             sections = {"config": TrainConfig, "model": ModelConfig, "execution": Execution}
             for name, kind in sections.items():
                 setattr(job, name, kind(**getattr(job, name)))
+            for name in ("train", "valid", "previous"):
+                setattr(job, name, [str(folder / place) for place in getattr(job, name)])
+            job.tokenizer, job.out = str(folder / job.tokenizer), str(folder / job.out)
         except OSError as error:
             raise UserError(f"The job {path} cannot be read: {error.strerror}.") from None
         except (ValueError, TypeError) as error:
             raise UserError(f"{path} is not the job of a training: {error}") from None
-        folder = path.absolute().parent
-        job.train, job.valid, job.previous = (
-            [str(folder / name) for name in names] for names in (job.train, job.valid, job.previous)
-        )
-        job.tokenizer, job.out = str(folder / job.tokenizer), str(folder / job.out)
         return job
 
     def run(
@@ -90,10 +91,34 @@ class Job:
         )
         data = TrainData(train, valid if len(valid) else None, tokenizer, self.bytes_per_token, self.digests)
         out = Path(self.out)
-        with joined(choose_device(self.execution.device)):
-            trainer = Trainer(self.config, self.model, data, self.execution, out)
+        with joined(choose_device(self.execution.device)) as device:
+            trainer = Trainer(self.config, self.model, data, self.execution, out, device)
             any(trainer.resume(previous) for previous in (out, *map(Path, self.previous)))
             return trainer.run(progress, stopping)
+
+
+@contextmanager
+def stopped_by_signals(stopping: threading.Event) -> Iterator[list[int]]:
+    """Within it, the first SIGINT or SIGTERM sets ``stopping`` and is added to the list given; the next one does what
+    it did before. Signals come to the main thread: in another one this changes nothing."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def handle(number: int, frame: Any) -> None:
+        if received:
+            signal.signal(number, handlers[signal.Signals(number)])
+            signal.raise_signal(number)
+        received.append(number)
+        stopping.set()
+
+    handlers = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _end_with_parent(pipe: int, stopping: threading.Event) -> None:
@@ -110,22 +135,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("job", type=Path, help="JSON file that the stage train wrote")
     options = parser.parse_args(arguments)
     stopping = threading.Event()
-    handlers = {number: signal.signal(number, lambda *_: stopping.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     if pipe := os.environ.get(PARENT):
         threading.Thread(target=_end_with_parent, args=(int(pipe), stopping), daemon=True).start()
     is_first = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(level=logging.INFO if is_first else logging.ERROR, format="%(message)s")
     try:
-        Job.read(options.job).run(stopping=stopping)
+        with stopped_by_signals(stopping):
+            Job.read(options.job).run(stopping=stopping)
     except UserError as error:
-        print(f"lm.train: {error}", file=sys.stderr)
+        print(f"{SAYS}{error}", file=sys.stderr)
         return 2
     except Interrupted as stop:
-        print(f"lm.train: {stop}", file=sys.stderr)
+        print(f"{SAYS}{stop}", file=sys.stderr)
         return INTERRUPTED
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
     return 0
 
 

@@ -4,15 +4,14 @@ Source: CS336 assignment 1 (section 5). Every batch is a function of (seed, step
 the batches that it would have drawn.
 """
 
-import errno
 import json
 import logging
 import math
 import shutil
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor
 
 from lm.checkpoint import load_training, newest_checkpoint, read_description, save_training
@@ -65,7 +65,13 @@ class Trainer:
     ``step-NNNNNNN/`` checkpoints and at the end ``training.json``, which names the best and the last of them."""
 
     def __init__(
-        self, config: TrainConfig, model_config: ModelConfig, data: TrainData, execution: Execution, out: Path
+        self,
+        config: TrainConfig,
+        model_config: ModelConfig,
+        data: TrainData,
+        execution: Execution,
+        out: Path,
+        device: torch.device | None = None,
     ) -> None:
         if model_config.vocab_size != data.tokenizer.size:
             raise UserError(
@@ -84,7 +90,8 @@ class Trainer:
         torch.set_num_threads(max(1, execution.workers // self.processes))
         torch.manual_seed(config.seed)
         self.config, self.data, self.execution, self.out = config, data, execution, out
-        self.device = choose_device(execution.device)
+        self.device = device or choose_device(execution.device)
+        self.share = config.batch_size // self.processes  # sequences of a batch that are this process's
         self.model = TransformerLM(model_config, device=self.device)
         self.model.recomputes = execution.recompute
         self.ddp = DDP(self.model) if self.processes > 1 else None
@@ -97,8 +104,7 @@ class Trainer:
         self.skipped_in_a_row = 0
         self.smoothed: Tensor | None = None
         out.mkdir(parents=True, exist_ok=True)
-        about = {"train": asdict(config), "model": asdict(model_config)}
-        self.tracker = Tracker(out, execution.trackers, about) if self.rank == 0 else None
+        self.tracker: Tracker | None = None  # of the first process, while it runs
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.precision == "float32":
@@ -130,8 +136,7 @@ class Trainer:
         config, context = self.config, self.model.config.context_length
         tokens = self.data.train
         starts = batch_starts(len(tokens), config.batch_size, context, config.data_order, config.seed, step)
-        share = config.batch_size // self.processes
-        return windows(tokens, starts[self.rank * share :][:share], context, self.device)
+        return windows(tokens, starts[self.rank * self.share :][: self.share], context, self.device)
 
     def resume(self, previous: Path) -> bool:
         """Go on from the newest intact checkpoint of an unfinished run in ``previous``, which may be this run's own
@@ -139,11 +144,17 @@ class Trainer:
         name = told_by_first(self._take_over(previous) if self.rank == 0 else None)
         if name is None:
             return False
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         self.step = load_training(self.out / name, self.model, self.optimizers)
+        for optimizer in self.optimizers:  # their options are this run's, not those of the checkpoint
+            for group in optimizer.param_groups:
+                group.update(options.pop(0))
         description = read_description(self.out / name) or {}
         if self._directory(description["best"]["step"]).exists():  # else a later one will be the best
             self.best = description["best"]
         self.stale, self.skipped = description["stale"], description["skipped"]
+        self.skipped_in_a_row = description["skipped_in_a_row"]
         if description["smoothed_loss"] is not None:
             self.smoothed = torch.tensor(description["smoothed_loss"], device=self.device)
         log.info("Training resumes at step %s from %s.", f"{self.step:,}", previous / name)
@@ -157,19 +168,23 @@ class Trainer:
         description = read_description(newest) or {}
         self._check_same(newest, description)
         try:
-            for directory in previous.glob("step-*") if previous != self.out else ():
-                if read_description(directory):
-                    shutil.copytree(directory, self.out / directory.name)
-            for name in ("metrics.jsonl", "samples.jsonl"):
-                rows = [row for row in read_metrics(previous / name) if row["step"] <= description["step"]]
-                write_metrics(self.out / name, rows)
-        except (OSError, shutil.Error) as error:  # another run of the same training is still writing there
-            if previous == self.out:
-                raise
-            log.warning("The checkpoints in %s cannot be taken over: %s", previous, error)
-            shutil.rmtree(self.out)
-            self.out.mkdir()
-            return None
+            for file in ("metrics.jsonl", "samples.jsonl"):
+                rows = [row for row in read_metrics(previous / file) if row["step"] <= description["step"]]
+                write_metrics(self.out / file, rows)
+            for directory in sorted(previous.glob("step-*")):
+                if not read_description(directory):
+                    if previous == self.out:
+                        shutil.rmtree(directory)
+                elif previous != self.out:
+                    copy = self.out / f".{directory.name}.copy"
+                    shutil.rmtree(copy, ignore_errors=True)
+                    shutil.copytree(directory, copy)
+                    copy.rename(self.out / directory.name)
+        except (OSError, shutil.Error) as error:
+            raise UserError(
+                f"The checkpoints in {previous} cannot be taken over: {error}. Free some space, or wait for another "
+                "run of the same training, which may be writing there."
+            ) from error
         return newest.name
 
     def _check_same(self, newest: Path, description: dict[str, Any]) -> None:
@@ -197,9 +212,8 @@ class Trainer:
         peak = peak_flops(self.device, torch.bfloat16 if config.precision == "bfloat16" else torch.float32)
         first_step, last_logged = self.step, self.step
         started = last_time = time.perf_counter()
-        with prefetched(self._batch, self.step) as batch:
-            ended = self.step >= config.steps
-            while not ended:
+        with self._tracked(), prefetched(self._batch, self.step) as batch:
+            while not self._is_over():
                 lr = config.lr(self.step + 1)
                 is_asked = stopping is not None and stopping.is_set()
                 loss, grad_norm, is_stopping = self._train_step(*batch(self.step), lr, is_asked)
@@ -215,25 +229,44 @@ class Trainer:
                     last_logged, last_time = self.step, now
                     mean_seconds = (now - started) / (self.step - first_step)
                     row = self._row(float(loss), float(grad_norm), lr, seconds, mean_seconds, peak)
+                paused = time.perf_counter()
                 if validates:
                     row = {"step": self.step, **({"loss": float(loss)} if is_good else {}), "lr": lr, **row}
                     row |= self._validate()
-                    last_time = time.perf_counter()
                 if row and self.tracker:
                     self.tracker.add(row)
-                ended = last or (config.patience is not None and self.stale >= config.patience)
                 # After the row, which a run that resumes here finds in metrics.jsonl.
-                saves = ended or is_stopping or (is_good and self.step % config.checkpoint_interval == 0)
+                saves = self._is_over() or is_stopping or (is_good and self.step % config.checkpoint_interval == 0)
                 if saves or self.step == self.best["step"]:
                     self._save()
-                    last_time = time.perf_counter()
+                last_time += time.perf_counter() - paused
                 progress(self.step)
-                if is_stopping and not ended:
+                if is_stopping and not self._is_over():
                     raise Interrupted(
                         f"The training was stopped after step {self.step:,} and saved in "
                         f"{self._directory(self.step)}; it goes on from there."
                     )
-        return self._finish()
+            return self._finish()
+
+    def _is_over(self) -> bool:
+        patience = self.config.patience
+        return self.step >= self.config.steps or (patience is not None and self.stale >= patience)
+
+    @contextmanager
+    def _tracked(self) -> Iterator[None]:
+        """Within it, the first process has a tracker."""
+        if self.rank > 0:
+            yield
+            return
+        if self.step == 0:  # what an attempt without a checkpoint left
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                (self.out / name).unlink(missing_ok=True)
+        about = {"train": asdict(self.config), "model": asdict(self.model.config)}
+        self.tracker = Tracker(self.out, self.execution.trackers, about, self.step)
+        try:
+            yield
+        finally:
+            self.tracker.close()
 
     def _train_step(self, x: Tensor, y: Tensor, lr: float, is_asked: bool) -> tuple[Tensor, Tensor, bool]:
         """Update the weights once; returns the mean loss, the norm of the gradients before they are clipped, and
@@ -327,15 +360,16 @@ class Trainer:
         chosen = np.unique(np.linspace(0, count - 1, min(sequences or count, count)).round().astype(int)) * context
         total = 0.0
         ours = chosen[self.rank :: self.processes]
-        for first in range(0, len(ours), self.config.batch_size):
-            starts = ours[first : first + self.config.batch_size].tolist()
+        at_once = self.share // self.config.micro_batches
+        for first in range(0, len(ours), at_once):
+            starts = ours[first : first + at_once].tolist()
             total += float(self._plain_loss(*windows(valid, starts, context, self.device))) * len(starts)
         if self.ddp:
             total = self.processes * float(mean_over_processes(torch.tensor(total, device=self.device)))
         return total / len(chosen)
 
-    def _directory(self, step: int, parent: Path | None = None) -> Path:
-        return (parent or self.out) / f"step-{step:07d}"
+    def _directory(self, step: int) -> Path:
+        return self.out / f"step-{step:07d}"
 
     def _save(self) -> None:
         if self.rank > 0:
@@ -346,17 +380,16 @@ class Trainer:
             "best": self.best,
             "stale": self.stale,
             "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
             "smoothed_loss": None if self.smoothed is None else float(self.smoothed),
         }
         try:
             save_training(self._directory(self.step), self.model, self.optimizers, self.step, about)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
+        except (OSError, RuntimeError, SafetensorError) as error:  # the latter two from the writers' own machine code
             saved = newest_checkpoint(self.out)
             raise UserError(
-                f"The checkpoint of step {self.step:,} cannot be saved: {error.strerror}. Free some space in "
-                f"{self.out}; {f'the training goes on from {saved}' if saved else 'no checkpoint was saved'}."
+                f"The checkpoint of step {self.step:,} cannot be saved in {self.out}: {error}. Free some space there; "
+                f"{f'the training goes on from {saved}' if saved else 'no checkpoint was saved'}."
             ) from error
         kept = sorted(self.out.glob("step-*"))[-self.config.keep_checkpoints :]
         for old in self.out.glob("step-*"):
@@ -380,7 +413,6 @@ class Trainer:
             **figures,  # of the last checkpoint, on the whole validation text
         }
         if self.tracker:
-            self.tracker.close()
             plot_metrics(read_metrics(self.out / "metrics.jsonl"), self.out / "loss.png")
             (self.out / "training.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
         return result

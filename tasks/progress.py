@@ -13,7 +13,7 @@ from prefect.context import FlowRunContext, TaskRunContext
 from tqdm import tqdm
 
 _INTERVAL = 1.0  # seconds between two updates of the artifact
-_PAGE_INTERVAL = 30  # seconds between two pages
+_PAGE_INTERVAL = 60  # seconds between two pages
 
 
 @contextmanager
@@ -41,9 +41,10 @@ def show_progress(
                     update_progress_artifact(artifact, percent)
                     shown = percent
                 if time.monotonic() >= next_page and not is_last:
-                    if (text := page()) and text != told:
-                        create_markdown_artifact(text, key=f"{title}-so-far", description=f"{title}, so far")
-                        told = text
+                    with contextlib.suppress(Exception):
+                        if (text := page()) and text != told:
+                            create_markdown_artifact(text, key=f"{title}-so-far", description=f"{title}, so far")
+                            told = text
                     next_page = time.monotonic() + _PAGE_INTERVAL
                 if is_last:
                     return

@@ -2,15 +2,17 @@
 
 import json
 import os
+import signal
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lm.errors import UserError
 from lm.model import ModelConfig
 from lm.processes import run_processes
 from lm.recipe import TrainConfig
-from lm.train import Job
+from lm.train import Job, stopped_by_signals
 from lm.trainer import Interrupted
 from tasks import pages
 from tasks.machine import training_turn
@@ -35,35 +37,44 @@ def train(
     measured = content["valid" if valid_shards else "train"]
     directory = tokenizer.directory("tokenizer")
     train_files, valid_files = (
-        [os.path.relpath(shard.path("tokens.bin"), out.directory) for shard in shards]
-        for shards in (train_shards, valid_shards)
+        [_beside(out, shard.path("tokens.bin")) for shard in shards] for shards in (train_shards, valid_shards)
     )
     job = Job(
         config,
         model if model.vocab_size else replace(model, vocab_size=content["vocab_size"]),
         train_files,
         valid_files,
-        os.path.relpath(directory, out.directory),
+        _beside(out, directory),
         _bytes_per_token(measured, content["separator"]),
         {"tokenizer": tokenizer.digest, "shards": index.digest},
         ".",
-        [os.path.relpath(previous, out.directory) for previous in out.unfinished],
+        [_beside(out, previous) for previous in out.unfinished],
         out.execution,
     )
     path = out.directory / "job.json"
     job.write(path)
     so_far = partial(pages.training_so_far, out.directory)
-    with show_progress("train", config.steps, "step", so_far) as progress:
+    interruption = None
+    with show_progress("train", config.steps, "step", so_far) as progress, stopped_by_signals(out.stopping) as signals:
         try:
             if out.execution.processes > 1:
                 run_processes(path, out.execution.processes, progress, out.stopping, out.directory / "metrics.jsonl")
             else:
                 Job.read(path).run(progress, out.stopping)
         except Interrupted as stop:
-            raise Stopped(str(stop)) from None
+            interruption = Stopped(str(stop))
+    if interruption:
+        if signals:  # which now, all saved, does what it always does
+            signal.raise_signal(signals[0])
+        raise interruption
     out.figures = json.loads((out.directory / "training.json").read_text(encoding="utf-8"))
     board = [str(file.relative_to(out.directory)) for file in out.directory.glob("tensorboard/*")]
     out.records = ["metrics.jsonl", "loss.png", "job.json", *board]
+
+
+def _beside(out: Draft, path: Path) -> str:
+    """A path relative to the job, so that a root that is moved takes its jobs along."""
+    return os.path.relpath(path.resolve(), out.directory.resolve())
 
 
 def _bytes_per_token(split: dict[str, Any], separator: str) -> float:

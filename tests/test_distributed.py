@@ -51,10 +51,29 @@ def test_two_processes_have_the_losses_of_one(tmp_path: Path, straight: list[dic
     assert steps == sorted(steps)
 
 
+MANY_BUCKETS = """
+import sys
+import lm.distributed
+lm.distributed._BUCKET = 5000
+from lm.train import main
+from lm.trainer import Trainer
+step = Trainer._train_step
+def checked(self, *rest):
+    assert len(self.ddp._buckets) > 3
+    return step(self, *rest)
+Trainer._train_step = checked
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def test_torchrun_does_the_same(tmp_path: Path, straight: list[dict[str, Any]]) -> None:
     job = write_job(tmp_path, steps=10)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lm.train"]
-    subprocess.run([*command, str(job)], cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (tmp_path / "run.py").write_text(MANY_BUCKETS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        [*command, str(tmp_path / "run.py"), str(job)], env=environment, check=True, capture_output=True, timeout=120
+    )
     # The learning rate falls over 10 steps here and over 50 there; the warm-up is the same.
     assert losses(rows_of(job.parent))[:4] == pytest.approx(losses(straight)[:4], rel=5e-6)
 

@@ -240,6 +240,20 @@ def test_ids_in_any_order_and_of_any_size(tokenizer: Tokenizer, first: int) -> N
             assert found == other.encode_reference(text, SPECIALS)
 
 
+@pytest.mark.parametrize(
+    ("merges", "text"),
+    [
+        ([(b"a", b"a"), (b"aa", b"b"), (b"a", b"b"), (b"a", b"ab"), (b"aab", b"c")], "aabc"),  # aab in two ways
+        ([(b"a", b"b"), (b"b", b"c"), (b"a", b"b")], "abc"),  # one merge twice
+    ],
+)
+def test_a_token_made_by_two_merges(merges: list[tuple[bytes, bytes]], text: str) -> None:
+    tokens = [bytes([byte]) for byte in range(256)] + [left + right for left, right in merges]
+    tokenizer = Tokenizer(dict(enumerate(dict.fromkeys(tokens))), merges)
+    assert tokenizer._encoder is None
+    assert tokenizer.encode(text) == naive_encode(tokenizer, text, [])
+
+
 @settings(deadline=None, max_examples=200)
 @given(st.data(), st.text("ab", max_size=80))
 def test_merges_in_any_order(data: st.DataObject, text: str) -> None:

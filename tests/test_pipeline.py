@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -216,7 +217,9 @@ def test_a_failed_training_goes_on_from_its_checkpoint(
     assert "Training resumes at step 2" in caplog.text
 
 
-def test_training_in_processes_and_what_they_leave_is_adopted(run: Runner, config: PipelineConfig) -> None:
+def test_training_in_processes_and_what_they_leave_is_adopted(
+    run: Runner, config: PipelineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
     config = replace(config, execution=replace(config.execution, processes=2, trackers=["tensorboard"]))
     pytest.importorskip("tensorboard", reason="needs tensorboard")
     assert run(config)[-2:] == ["train", "sample"]
@@ -227,26 +230,31 @@ def test_training_in_processes_and_what_they_leave_is_adopted(run: Runner, confi
     # As a machine without Prefect would leave it: checkpoints and figures, and no manifest.
     digest = output.digest
     (Path(output.url).parent / "manifest.json").unlink()
+    caplog.set_level(logging.INFO)
     assert run(config) == ["train"]
     assert run.output("train").digest == digest
+    assert "Training resumes at step 4" in caplog.text
 
 
-def test_a_stopped_training_saves_what_it_has(
-    run: Runner, config: PipelineConfig, monkeypatch: pytest.MonkeyPatch
+def test_ctrl_c_in_a_training_saves_what_it_has(
+    run: Runner, config: PipelineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from lm.trainer import Trainer
-    from tasks.stage import Stopped
 
     original = Trainer._train_step
 
-    def asked(self: Trainer, x: Any, y: Any, lr: float, is_asked: bool) -> Any:
-        return original(self, x, y, lr, self.step == 1)
+    def step(self: Trainer, x: Any, y: Any, lr: float, is_asked: bool) -> Any:
+        if self.step == 1:
+            signal.raise_signal(signal.SIGINT)
+        return original(self, x, y, lr, is_asked)
 
-    monkeypatch.setattr(Trainer, "_train_step", asked)
-    with pytest.raises(Stopped, match="stopped after step 2 and saved"):
+    monkeypatch.setattr(Trainer, "_train_step", step)
+    with pytest.raises(KeyboardInterrupt):
         run(config)
     monkeypatch.undo()
+    caplog.set_level(logging.INFO)
     assert run(config) == ["train", "sample"]
+    assert "Training resumes at step 3" in caplog.text, "the step after the one it came in is finished"
 
 
 def test_a_mistake_in_the_text_names_the_file_and_the_place(run: Runner, config: PipelineConfig) -> None:

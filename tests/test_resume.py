@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -154,11 +155,56 @@ def test_goes_on_in_its_own_directory(tmp_path: Path, finished: Trainer) -> None
 
 def test_more_steps_go_on_from_the_last_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make(tmp_path, steps=10).run()
-    longer = make(tmp_path, steps=12, max_lr=5e-3)
+    longer = make(tmp_path, steps=12, max_lr=5e-3, weight_decay=0.5)
     with caplog.at_level(logging.WARNING, "lm.trainer"):
         assert longer.resume(tmp_path) and longer.step == 10
-    assert "another max_lr" in caplog.text and "steps" not in caplog.text
+    assert "another max_lr, weight_decay" in caplog.text and "steps" not in caplog.text
+    assert longer.optimizers[0].param_groups[0]["weight_decay"] == 0.5, "as it says"
     assert longer.run()["steps"] == 12
+
+
+def test_an_attempt_without_a_checkpoint_leaves_no_rows(tmp_path: Path, finished: Trainer) -> None:
+    start_and_kill(make(tmp_path), 3)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    again = make(tmp_path)
+    assert not again.resume(tmp_path)
+    again.run()
+    assert rows_of(tmp_path) == rows_of(finished.out)
+
+
+def test_what_ended_early_stays_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter([3.0, 2.0, 2.5, 2.6, 2.7, 2.8])
+    monkeypatch.setattr(Trainer, "evaluate", lambda self, sequences=None: next(losses))
+    settings: dict[str, Any] = {"patience": 2, "eval_interval": 3, "checkpoint_interval": 1}
+    start_and_kill(make(tmp_path, **settings), 11)  # one validation without a better loss is counted
+    second = make(tmp_path, **settings)
+    assert second.resume(tmp_path) and second.stale == 1
+    start_and_kill(second, 12)
+    third = make(tmp_path, **settings)
+    assert third.resume(tmp_path) and third.stale == 2
+    assert third.run()["steps"] == 12
+
+
+def test_a_damaged_checkpoint_makes_room(tmp_path: Path) -> None:
+    start_and_kill(make(tmp_path, keep_checkpoints=2, sample_prompts=[]), 16)
+    (tmp_path / "step-0000016" / "model.safetensors").write_bytes(b"")
+    second = make(tmp_path, keep_checkpoints=1, sample_prompts=[], checkpoint_interval=1)
+    assert second.resume(tmp_path)
+    start_and_kill(second, second.step + 1)
+    newest = newest_checkpoint(tmp_path)
+    assert newest is not None and newest.name == f"step-{second.step:07d}"
+
+
+def test_skipped_steps_are_counted_on(tmp_path: Path) -> None:
+    first, stopping = make(tmp_path), threading.Event()
+    loss = first.loss
+    first.loss = lambda x, y: loss(x, y) * (math.nan if first.step in (3, 7) else 1.0)
+    with pytest.raises(Interrupted):
+        first.run(lambda step: stopping.set() if step == 7 else None, stopping)
+    second = make(tmp_path)
+    assert second.resume(tmp_path) and (second.step, second.skipped, second.skipped_in_a_row) == (8, 2, 1)
+    assert second.run()["skipped_steps"] == 2
 
 
 @pytest.mark.parametrize(

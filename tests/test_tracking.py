@@ -1,5 +1,6 @@
 """Where a training's figures go besides its own files."""
 
+import math
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -53,4 +54,29 @@ def test_tensorboard_gets_every_row(tmp_path: Path) -> None:
 def test_a_tracker_that_is_not_installed_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"execution\.trackers names wandb.*pip install wandb"):
-        make(tmp_path, trackers=["wandb"])
+        make(tmp_path, trackers=["wandb"]).run()
+
+
+def test_a_tracker_that_does_not_start_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", module := Recorder("wandb"))
+    monkeypatch.setattr(module, "init", lambda **settings: 1 / 0)
+    with pytest.raises(UserError, match=r"execution\.trackers names wandb, which does not start: division"):
+        make(tmp_path, trackers=["wandb"]).run()
+
+
+def test_a_tracker_that_fails_later_ends_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", module := Recorder("wandb"))
+    monkeypatch.setattr(module, "log", lambda figures, step: 1 / 0)
+    assert make(tmp_path, trackers=["wandb"]).run()["steps"] == 20
+    assert caplog.text.count("wandb fails and is told no more") == 1
+
+
+def test_trackers_are_told_of_an_end_by_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", module := Recorder("wandb"))
+    trainer = make(tmp_path, trackers=["wandb"])
+    trainer.loss = lambda x, y: trainer._plain_loss(x, y) * math.nan
+    with pytest.raises(UserError, match="diverged"):
+        trainer.run()
+    assert module.told[-1] == "finished"

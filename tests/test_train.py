@@ -189,7 +189,7 @@ def test_failed_replacement_puts_the_older_checkpoint_back(tmp_path: Path, monke
         return replace(path, target)
 
     monkeypatch.setattr(Path, "replace", fail)
-    with pytest.raises(OSError, match="Input/output"):
+    with pytest.raises(UserError, match="Input/output"):
         trainer._save()
     assert read_description(tmp_path / "step-0000001") is not None
     assert not list(tmp_path.glob(".step-*")), "nothing else is left"

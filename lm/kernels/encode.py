@@ -107,7 +107,7 @@ def fill_pairs(parts: Ints, model: Model) -> None:
 
 
 @inlined
-def rank_of(pairs: Words, parts: Words, left: int, right: int) -> Int:
+def rank_of(pairs: Ids, parts: Words, left: int, right: int) -> Int:
     """The rank of the merge of two nodes; _NO_RANK where there is none."""
     wanted = np.uint64(left) << np.uint64(22) | np.uint64(right)
     place, tag = pair_home(left, right, len(pairs))
@@ -127,7 +127,7 @@ def encode_short(
     at: int,
     n: int,
     byte_pairs: Ints,
-    pairs: Words,
+    pairs: Ids,
     parts: Words,
     ids: Ids,
     nodes: Ints,
@@ -317,7 +317,7 @@ def remember(
     slots, arena, used = table
     in_word = count * size <= 8
     wanted = (0 if n <= SHORT else (n + 7) & ~7) + (0 if in_word and n <= SHORT else (count * size + 7) & ~7)
-    if used[SLOTS_USED] * 8 >= len(slots) // WORDS * 5 or used[ARENA_USED] + wanted + 16 > len(arena):
+    if (used[SLOTS_USED] + 1) * 8 > len(slots) // WORDS * 5 or used[ARENA_USED] + wanted + 16 > len(arena):
         slots[:] = 0
         used[SLOTS_USED], used[ARENA_USED] = 0, 8
         return

@@ -35,7 +35,7 @@ class Table(NamedTuple):
 
 
 def make_table(slots: int, arena: int) -> Table:
-    """An empty table of ``slots`` slots, a power of two, and an arena of ``arena`` bytes."""
+    """An empty table of ``slots`` slots, a power of two from 2 on, and an arena of ``arena`` bytes."""
     return Table(_make_slots(slots), np.zeros(arena + 16, np.uint8), np.array([0, 8, 0], np.int64))
 
 
@@ -157,8 +157,8 @@ def rehash(old: Words, new: Words) -> None:
                 new[place + k] = old[slot + k]
 
 
-def with_more_slots(table: Table) -> Table:
-    """The same table with four times the slots."""
-    slots = _make_slots(4 * len(table.slots) // WORDS)
+def with_more_slots(table: Table, times: int) -> Table:
+    """The same table with 2 or 4 times the slots."""
+    slots = _make_slots(times * len(table.slots) // WORDS)
     rehash(table.slots, slots)
     return table._replace(slots=slots)
