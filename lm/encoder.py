@@ -13,8 +13,8 @@ from lm.kernels.encode import Queue
 from lm.kernels.table import NO_SLOTS, Table, Workspace, make_table, make_workspace, with_more_slots
 from lm.kernels.walk import SCANNED, TOO_SMALL, Specials
 
-_FIRST_SLOTS = 1 << 15  # of a table that grows by four
-_SLOTS, _ARENA = 1 << 19, 16 << 20  # of the memory for pretokens that each thread has: 16 MB each
+_FIRST_SLOTS = 1 << 16  # of a table that grows by four
+_SLOTS, _ARENA = 1 << 20, 16 << 20  # of the memory for pretokens that each thread has: 32 and 16 MB at most
 _COPIED = 1 << 20  # ids that are copied out of a buffer that is used again; more are given with it
 
 
