@@ -30,9 +30,9 @@ MAX_MERGES = (1 << 20) - 256
 REMEMBERED = 1024  # bytes: longer pretokens are encoded anew each time
 _SCANNED = 30  # bytes: up to here the next merge is found by looking at all pairs, of 32 with those at the ends
 _BLOCK, _BACK = 2048, 32  # bytes that are merged at once of a longer pretoken, and of those before them, at least
-_NO_RANK = np.int32((1 << 26) - 1)
-_NO_KEY = _NO_RANK << 5
-_NO_NODE = np.int32((1 << 22) - 1)
+_NO_RANK = np.int32((1 << 26) - 1)  # greater than any
+_NO_KEY = _NO_RANK << 5  # at most any key of no merge, and above those of merges
+_NO_NODE = np.int32((1 << 22) - 1)  # no merge has it
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 _EMPTY = np.uint64(0xFFFFFFFF)
 _ONE = np.uint64(1)
@@ -139,8 +139,8 @@ def encode_short(
 
     Byte i is place i + 1, between two nodes that merge with nothing. A merge leaves its node at the left place; which
     places are left is a mask. The key of a place is the rank of the merge with the next one, and below it the place: so
-    the least of all 32 is the merge to make. All of them are written and compared each time, by vector instructions,
-    which foretelling which branch is taken would not make up for.
+    the least of all 32 is the merge to make. All of them are compared and written each time, by vector instructions:
+    to look at fewer takes branches that the processor cannot foretell, and costs more.
     """
     stand_alone()
     for i in range(32):
