@@ -10,7 +10,7 @@ from lm.kernels.walk import AT, SCANNED, SPECIAL_AT
 
 WINDOW = 1 << 19  # bytes that a kernel is given at a time: they stay in the processor's cache
 PADDING = 128  # bytes past the end that a kernel may read
-_SPARE = 16  # times the memory wanted, so that a buffer is moved rarely: memory is taken only as it is filled
+_SPARE = 32  # times the memory wanted, so that a buffer is moved rarely: memory is taken only as it is filled
 _BASE = 5  # of a cursor, after the kernels' entries: bytes of text before the buffer
 
 Cursor = npt.NDArray[np.int64]
@@ -40,11 +40,11 @@ def windows(
                 rest = buffer[cursor[AT] : end]
                 # Twice as much at least, so that a long pretoken is not looked at again and again.
                 limit = max(size, 2 * len(rest), min(len(rest) + len(piece), 8 * len(rest)))
-                if limit + PADDING > len(buffer):
+                outgrown = limit + PADDING > len(buffer)
+                if outgrown:
                     buffer = np.empty(_SPARE * limit + PADDING, np.uint8)
-                else:
-                    rest = rest.copy()
-                buffer[: len(rest)] = rest
+                if outgrown or cursor[AT] > 0:
+                    buffer[: len(rest)] = rest
                 end = len(rest)
                 cursor[_BASE] += cursor[AT]
                 cursor[AT], cursor[SPECIAL_AT] = 0, -1

@@ -7,9 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lm.buffers import WINDOW, new_cursor, not_utf8, windows
-from lm.kernels import compiling, encode
+from lm.kernels import compiling
+from lm.kernels.apply_merges import MAX_MERGES, Model, Queue, make_model, make_queue
 from lm.kernels.classes import character_classes
-from lm.kernels.encode import Queue
+from lm.kernels.encode import encode
 from lm.kernels.table import NO_SLOTS, Table, Workspace, make_table, make_workspace, with_more_slots
 from lm.kernels.walk import SCANNED, TOO_SMALL, Specials
 
@@ -22,7 +23,7 @@ class Encoder:
     """Encodes with merges that are made in order. One may be used by many threads: each call has a memory of pretokens
     to itself while it lasts."""
 
-    def __init__(self, model: encode.Model, merges: int, dtype: np.dtype[np.unsignedinteger]) -> None:
+    def __init__(self, model: Model, merges: int, dtype: np.dtype[np.unsignedinteger]) -> None:
         self.dtype = dtype
         self._model = model
         self._merges = merges
@@ -50,13 +51,13 @@ class Encoder:
         nodes[token_ids] = order + 1
         parts = nodes[part_ids].reshape(-1, 2) - 1
         are_made_before = (parts >= 0).all() and (parts.max(axis=1) < order[256:]).all()
-        if not are_made_before or (nodes[token_ids] != order + 1).any() or len(merges) > encode.MAX_MERGES:
+        if not are_made_before or (nodes[token_ids] != order + 1).any() or len(merges) > MAX_MERGES:
             return None
         lengths = np.fromiter(map(len, tokens), np.int32, len(tokens))
         id_lengths = np.zeros(len(nodes), np.int32)
         id_lengths[token_ids] = lengths
         with compiling("pair table"):
-            model = encode.make_model(token_ids.astype(np.uint32), lengths, id_lengths, parts)
+            model = make_model(token_ids.astype(np.uint32), lengths, id_lengths, parts)
         return cls(model, len(merges), dtype)
 
     def encode(
@@ -70,7 +71,7 @@ class Encoder:
             queue, table, work = self._idle.pop()
         except IndexError:
             queue, table, work = (
-                encode.make_queue(self._merges),
+                make_queue(self._merges),
                 make_table(min(self._most_slots, _FIRST_SLOTS), _ARENA),
                 make_workspace(SCANNED),
             )
@@ -83,7 +84,7 @@ class Encoder:
                         out = np.empty(max(2 * end, window) + 8, self.dtype)
                     with compiling(f"encoding {self.dtype.name}"):
                         arguments = buffer, end, final, cursor, character_classes(), specials, self._model, queue
-                        count, status = encode.encode(*arguments, table, self._most_slots, work, out)
+                        count, status = encode(*arguments, table, self._most_slots, work, out)
                     if count > _COPIED:
                         yield out[:count]
                         out = np.empty(0, self.dtype)

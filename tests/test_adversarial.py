@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lm import encoder
 from lm.bpe import train_merges
 from lm.counts import count_pretokens
 from lm.kernels import count as count_kernels
-from lm.kernels import encode as encode_kernels
 from lm.kernels.table import key_of
 from lm.kernels.walk import AT
 from lm.pretokens import END_OF_TEXT, GPT2_PATTERN
@@ -195,7 +195,7 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
         return call
 
-    monkeypatch.setattr(encode_kernels, "encode", measured(encode_kernels.encode, 0))
+    monkeypatch.setattr(encoder, "encode", measured(encoder.encode, 0))
     monkeypatch.setattr(count_kernels, "count", measured(count_kernels.count, 1))
     yield found
 
