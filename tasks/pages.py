@@ -10,8 +10,8 @@ import io
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,26 +34,23 @@ _QUARTER_OCTAVES = 2 ** (np.arange(257) / 4)
 _COLOURS = ("#cfe8ff", "#ffe3c2", "#d8f5d0", "#f5d6ee", "#fff3b0")
 
 
-def ingest(out: "Draft", **inputs: Any) -> str:
+def ingest(out: "Draft", **inputs: Any) -> Iterator[str]:
     """Documents, bytes, where they came from, and how long the documents are."""
     found = json.loads((out.directory / "texts.json").read_text(encoding="utf-8"))["statistics"]
     rows = [
         (split, tally["documents"], tally["bytes"], tally["replaced"], tally["separators_removed"])
         for split, tally in found.items()
     ]
-    sources = [(code(source.url), source.bytes, code(source.sha256[:12])) for source in out.sources]
+    yield table(("text", "documents", "bytes", "invalid sequences replaced", "separators removed"), rows)
     lengths = np.sum([tally["lengths"] for tally in found.values()], axis=0)
-    return "\n\n".join(
-        [
-            _table(("text", "documents", "bytes", "invalid sequences replaced", "separators removed"), rows),
-            _histogram("Length of the documents", "characters", lengths, _QUARTER_OCTAVES, "documents"),
-            _table(("source", "bytes as stored", "sha256"), sources[:20]),
-            f"… and {len(sources) - 20:,} more sources." if len(sources) > 20 else "",
-        ]
-    )
+    yield _histogram("Length of the documents", "characters", lengths, _QUARTER_OCTAVES, "documents")
+    sources = [(code(source.url), source.bytes, code(source.sha256[:12])) for source in out.sources]
+    yield table(("source", "bytes as stored", "sha256"), sources[:20])
+    if len(sources) > 20:
+        yield f"… and {len(sources) - 20:,} more sources."
 
 
-def chunk(out: "Draft", **inputs: Any) -> str:
+def chunk(out: "Draft", **inputs: Any) -> Iterator[str]:
     """How many chunks there are and how large."""
     chunks = json.loads((out.directory / "chunks.json").read_text(encoding="utf-8"))
     sizes = {
@@ -63,139 +60,111 @@ def chunk(out: "Draft", **inputs: Any) -> str:
     rows = [
         (split, len(found), sum(found), min(found, default=0), max(found, default=0)) for split, found in sizes.items()
     ]
+    yield table(("text", "chunks", "bytes", "smallest", "largest"), rows)
     counts, edges = np.histogram([size / 1e6 for found in sizes.values() for size in found], bins=20)
-    return "\n\n".join(
-        [
-            _table(("text", "chunks", "bytes", "smallest", "largest"), rows),
-            _histogram("Size of the chunks", "MB", counts, edges, "chunks"),
-        ]
-    )
+    yield _histogram("Size of the chunks", "MB", counts, edges, "chunks")
 
 
-def count(out: "Draft", parts: "list[Output]") -> str:
+def count(out: "Draft", parts: "list[Output]") -> Iterator[str]:
     """The commonest and the longest pretokens, and how counts fall with rank."""
-    table = pq.read_table(out.directory / "counts.parquet").sort_by(
-        [("count", "descending"), ("pretoken", "ascending")]
-    )
-    counts = table["count"].to_numpy()
-    commonest = [
-        (code(pretoken), number, f"{100 * number / counts.sum():.2f} %")
-        for pretoken, number in zip(table["pretoken"][:20].to_pylist(), counts[:20].tolist(), strict=True)
-    ]
-    lengths = pc.binary_length(table["pretoken"])
-    order = pc.select_k_unstable(lengths, k=min(10, len(table)), sort_keys=[("not needed", "descending")])
-    longest = [
-        (code(pretoken[:80]), len(pretoken), number)
-        for pretoken, number in zip(*(column.to_pylist() for column in table.take(order).columns), strict=True)
-    ]
+    order = [("count", "descending"), ("pretoken", "ascending")]
+    found = pq.read_table(out.directory / "counts.parquet").sort_by(order)
+    counts = found["count"].to_numpy()
+    total = int(counts.sum())
+    yield f"**{total:,}** pretokens, **{len(counts):,}** different ones, from {len(parts):,} chunks."
     figure, axes = _figure("Zipf's law: how often the pretoken of each rank occurs", "rank", "count")
     ranks = np.unique(np.geomspace(1, max(1, len(counts)), 400).astype(int))
     if len(counts):
         axes.loglog(ranks, counts[ranks - 1])
-    return "\n\n".join(
-        [
-            f"**{int(counts.sum()):,}** pretokens, **{len(counts):,}** different ones, from {len(parts):,} chunks.",
-            _image(figure, "Counts by rank"),
-            "### Commonest\n\n" + _table(("pretoken", "count", "share"), commonest),
-            "### Longest\n\n" + _table(("pretoken", "bytes", "count"), longest),
-        ]
-    )
+    yield _image(figure, "Counts by rank")
+    rows = [
+        (code(row["pretoken"]), row["count"], f"{100 * row['count'] / total:.2f} %") for row in found[:20].to_pylist()
+    ]
+    yield "### Commonest\n\n" + table(("pretoken", "count", "share"), rows)
+    lengths = pc.binary_length(found["pretoken"])
+    longest = pc.select_k_unstable(lengths, k=min(10, len(found)), sort_keys=[("not needed", "descending")])
+    rows = [(code(row["pretoken"][:80]), len(row["pretoken"]), row["count"]) for row in found.take(longest).to_pylist()]
+    yield "### Longest\n\n" + table(("pretoken", "bytes", "count"), rows)
 
 
-def merge(out: "Draft", **inputs: Any) -> str:
+def merge(out: "Draft", **inputs: Any) -> Iterator[str]:
     """The tokenizer's card."""
     tokenizer = Tokenizer.load(out.directory / "tokenizer")
-    learned = tokenizer.vocab.keys() - tokenizer.special_ids.values()
-    longest = sorted(learned, key=lambda token_id: (-len(tokenizer.vocab[token_id]), token_id))[:20]
-    lengths = np.bincount([len(tokenizer.vocab[token_id]) for token_id in learned])
-    segments = _segments(tokenizer, _SENTENCE)
-    return "\n\n".join(
-        [
-            f"**{tokenizer.size:,}** token ids: 256 bytes, {len(tokenizer.merges):,} merges, special tokens "
-            + ", ".join(map(code, tokenizer.special_tokens))
-            + f". Pattern: {code(tokenizer.pattern)}",
-            f"### A sentence in {len(segments)} tokens\n\n" + _segmentation(segments),
-            _histogram("Length of the tokens", "bytes", lengths, np.arange(len(lengths) + 1) - 0.5, "token ids"),
-            "### Longest tokens\n\n"
-            + _table(
-                ("id", "token", "bytes"),
-                [(str(key), code(tokenizer.vocab[key]), len(tokenizer.vocab[key])) for key in longest],
-            ),
-        ]
+    specials = ", ".join(map(code, tokenizer.special_tokens))
+    yield (
+        f"**{tokenizer.size:,}** token ids: 256 bytes, {len(tokenizer.merges):,} merges, special tokens {specials}. "
+        f"Pattern: {code(tokenizer.pattern)}"
     )
+    segments = _segments(tokenizer, _SENTENCE)
+    yield f"### A sentence in {len(segments)} tokens\n\n" + _segmentation(segments)
+    learned = tokenizer.vocab.keys() - tokenizer.special_ids.values()
+    lengths = np.bincount([len(tokenizer.vocab[token_id]) for token_id in learned])
+    yield _histogram("Length of the tokens", "bytes", lengths, np.arange(len(lengths) + 1) - 0.5, "token ids")
+    longest = sorted(learned, key=lambda token_id: (-len(tokenizer.vocab[token_id]), token_id))[:20]
+    rows = [(str(key), code(tokenizer.vocab[key]), len(tokenizer.vocab[key])) for key in longest]
+    yield "### Longest tokens\n\n" + table(("id", "token", "bytes"), rows)
 
 
-def encode(out: "Draft", train: "list[Output]", valid: "list[Output]", **inputs: Any) -> str:
+def encode(out: "Draft", train: "list[Output]", valid: "list[Output]", **inputs: Any) -> Iterator[str]:
     """Tokens, compression, speed, and how long the documents are."""
     rows = [
         (split, len(parts), *(out.figures[split][name] for name in ("documents", "bytes", "tokens", "bytes_per_token")))
         for split, parts in (("train", train), ("valid", valid))
     ]
+    yield table(("text", "shards", "documents", "bytes", "tokens", "bytes a token"), rows)
+    yield _speed([part.manifest for part in (*train, *valid)])
     lengths = np.zeros(len(_QUARTER_OCTAVES) - 1, int)
     for part in (*train, *valid):
         tokens = np.diff(np.load(part.path("documents.npy")), prepend=0)
         lengths += np.histogram(tokens, _QUARTER_OCTAVES)[0]
-    return "\n\n".join(
-        [
-            _table(("text", "shards", "documents", "bytes", "tokens", "bytes a token"), rows),
-            _speed((*train, *valid)),
-            _histogram("Length of the documents", "tokens", lengths, _QUARTER_OCTAVES, "documents"),
-        ]
-    )
+    yield _histogram("Length of the documents", "tokens", lengths, _QUARTER_OCTAVES, "documents")
 
 
-def _speed(parts: "Sequence[Output]") -> str:
-    """Throughput of the run that made the most recent of the parts."""
-    runs = [part.manifest["made"] for part in parts]
-    latest = max(runs, key=lambda made: made["started"])["run"]
-    made = [(part.manifest["figures"]["bytes"], run) for part, run in zip(parts, runs, strict=True)]
-    made = [(size, run) for size, run in made if run["run"] == latest]
-    size = sum(size for size, _ in made) / 1e6
-    started, ended = min(run["started"] for _, run in made), max(run["started"] + run["seconds"] for _, run in made)
+def _speed(manifests: list[dict[str, Any]]) -> str:
+    """Throughput of the run that made the most recent of the shards."""
+    latest = max((manifest["made"] for manifest in manifests), key=lambda made: made["started"])["run"]
+    encoded = [manifest for manifest in manifests if manifest["made"]["run"] == latest]
+    size = sum(manifest["figures"]["bytes"] for manifest in encoded) / 1e6
+    made = [manifest["made"] for manifest in encoded]
+    seconds = max(part["started"] + part["seconds"] for part in made) - min(part["started"] for part in made)
+    cpu_seconds = sum(part["cpu_seconds"] for part in made)
     return (
-        f"Run `{latest}` encoded {size:,.1f} MB ({len(made)} of {len(parts)} shards) at "
-        f"**{size / max(1e-9, ended - started):.2f} MB/s**, "
-        f"{size / max(1e-9, sum(run['cpu_seconds'] for _, run in made)):.2f} MB a second of one core."
+        f"Run `{latest}` encoded {size:,.1f} MB ({len(encoded)} of {len(manifests)} shards) at "
+        f"**{size / max(1e-9, seconds):.2f} MB/s**, {size / max(1e-9, cpu_seconds):.2f} MB a second of one core."
     )
 
 
-def train(out: "Draft", tokenizer: "Output", model: Any, config: Any, **inputs: Any) -> str:
+def train(out: "Draft", tokenizer: "Output", model: Any, config: Any, **inputs: Any) -> Iterator[str]:
     """Loss plot, result, size and cost of the model, samples over time, configuration."""
-    vocab_size = model.vocab_size or tokenizer.manifest["figures"]["vocab_size"]
-    shape = type(model)(**{**asdict(model), "vocab_size": vocab_size})
-    parameters, flops = parameter_count(shape), flops_per_token(shape)
+    yield _picture((out.directory / "loss.png").read_bytes(), "image/png", "Loss and learning rate over the steps")
     result = out.figures
-    losses = (
-        []
-        if result["valid_loss"] is None
-        else [
+    if result["valid_loss"] is None:
+        yield "There was no validation text."
+    else:
+        losses = [
             ("loss, nats a token", f"{result['valid_loss']:.4f}"),
             ("**bits per byte**", f"**{result['valid_bits_per_byte']:.4f}**"),
         ]
-    )
-    rows = [
+        yield table(("the whole validation text", ""), losses)
+    yield f"Best checkpoint: {code(result['best'])}; the last: {code(result['last'])}."
+    shape = replace(model, vocab_size=model.vocab_size or tokenizer.manifest["figures"]["vocab_size"])
+    parameters, flops = parameter_count(shape), flops_per_token(shape)
+    costs = [
         ("steps", result["steps"]),
         ("tokens seen", result["tokens"]),
-        ("parameters", parameters["total"]),
-        *((f"… {part.replace('_', ' ')}", number) for part, number in parameters.items() if part != "total"),
+        ("parameters", parameters.pop("total")),
+        *((f"… {part.replace('_', ' ')}", number) for part, number in parameters.items()),
         ("FLOPs a token, forward and backward", flops),
         ("FLOPs of the training", f"{flops * result['tokens']:.3g}"),
     ]
+    yield table(("size and cost", ""), costs)
     samples = [
         (sample["step"], code(sample["prompt"]), code(sample["text"]))
         for sample in read_metrics(out.directory / "samples.jsonl")
     ]
+    yield "### Samples over time\n\n" + table(("step", "prompt", "goes on"), samples[:: len(samples) // 20 + 1])
     settings = [(name, code(json.dumps(value))) for part in (shape, config) for name, value in asdict(part).items()]
-    return "\n\n".join(
-        [
-            _picture((out.directory / "loss.png").read_bytes(), "image/png", "Loss and learning rate over the steps"),
-            _table(("the whole validation text", ""), losses) if losses else "There was no validation text.",
-            f"Best checkpoint: {code(result['best'])}; the last: {code(result['last'])}.",
-            _table(("size and cost", ""), rows),
-            "### Samples over time\n\n" + _table(("step", "prompt", "goes on"), samples[:: len(samples) // 20 + 1]),
-            "### Configuration\n\n" + _table(("field", "value"), settings),
-        ]
-    )
+    yield "### Configuration\n\n" + table(("field", "value"), settings)
 
 
 def training_so_far(directory: Path) -> str:
@@ -208,28 +177,22 @@ def training_so_far(directory: Path) -> str:
     return _picture(plot.getvalue(), "image/png", f"Loss and learning rate, up to step {rows[-1]['step']:,}")
 
 
-def sample(out: "Draft", tokenizer: "Output", **inputs: Any) -> str:
+def sample(out: "Draft", tokenizer: "Output", **inputs: Any) -> Iterator[str]:
     """The samples, and the first of them token by token."""
     samples = json.loads((out.directory / "samples.json").read_text(encoding="utf-8"))
-    loaded = Tokenizer.load(tokenizer.directory("tokenizer"))
-    pages = [f"{code(sample['prompt'])} goes on:\n\n{_plain(sample['text'])}" for sample in samples]
+    yield "\n\n---\n\n".join(f"{code(sample['prompt'])} goes on:\n\n{_plain(sample['text'])}" for sample in samples)
     if samples:
-        segments = _segments(loaded, samples[0]["prompt"] + samples[0]["text"])
-        pages.append("### The first, token by token\n\n" + _segmentation(segments[:300]))
-    return "\n\n---\n\n".join(pages)
+        text = samples[0]["prompt"] + samples[0]["text"]
+        segments = _segments(Tokenizer.load(tokenizer.directory("tokenizer")), text)
+        yield "---\n\n### The first, token by token\n\n" + _segmentation(segments[:300])
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A Markdown table; numbers with commas, to the right."""
     rows = list(rows)
-    numeric = [bool(rows) and all(_is_number(row[i]) for row in rows) for i in range(len(header))]
-    lines = [
-        "| " + " | ".join(header) + " |",
-        "|" + "|".join(" ---: " if right else " --- " for right in numeric) + "|",
-    ]
-    for row in rows:
-        lines.append("| " + " | ".join(map(cell, row)) + " |")
-    return "\n".join(lines)
+    columns = range(len(header))
+    marks = ["---:" if rows and all(_is_number(row[i]) for row in rows) else "---" for i in columns]
+    return "\n".join("| " + " | ".join(map(cell, row)) + " |" for row in [header, marks, *rows])
 
 
 def _is_number(value: Any) -> bool:
@@ -248,7 +211,7 @@ def code(text: str | bytes) -> str:
     if isinstance(text, bytes):
         text = text.decode("utf-8", "backslashreplace")
     shown = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
-    shown = "␣" * (len(shown) - len(shown.lstrip(" "))) + shown.strip(" ") + "␣" * (len(shown) - len(shown.rstrip(" ")))
+    shown = re.sub("^ +| +$", lambda blanks: "␣" * len(blanks.group()), shown)
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", shown)), default=0))
     return f"{fence} {shown} {fence}" if len(fence) > 1 else f"`{shown}`"
 
@@ -268,9 +231,8 @@ def _figure(title: str, x: str, y: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _histogram(title: str, x: str, counts: npt.ArrayLike, edges: Any, y: str) -> str:
+def _histogram(title: str, x: str, counts: npt.NDArray[Any], edges: Any, y: str) -> str:
     """A picture of counts between edges, from the first that is filled to the last."""
-    counts = np.asarray(counts)
     filled = np.flatnonzero(counts)
     first, last = (int(filled[0]), int(filled[-1]) + 1) if len(filled) else (0, 1)
     figure, axes = _figure(title, x, y)
@@ -294,14 +256,15 @@ def _picture(data: bytes, kind: str, alt: str) -> str:
 
 
 def _segments(tokenizer: Tokenizer, text: str) -> list[str]:
-    """The tokens of a text; one that is no whole characters, or has some that cannot be shown, in hexadecimal."""
+    """The tokens of a text as :func:`_shown`."""
+    return [_shown(tokenizer.vocab[token_id]) for token_id in tokenizer.encode(text, allowed_special=())]
 
-    def shown(token: bytes) -> str:
-        text = token.decode("utf-8", "replace")
-        is_plain = text.encode() == token and text.replace("\n", "").isprintable()
-        return text if is_plain else token.hex(" ").upper()
 
-    return [shown(tokenizer.vocab[token_id]) for token_id in tokenizer.encode(text, allowed_special=())]
+def _shown(token: bytes) -> str:
+    """A token as text; one that is no whole characters, or has some that cannot be shown, in hexadecimal."""
+    text = token.decode("utf-8", "replace")
+    is_plain = text.encode() == token and text.replace("\n", "").isprintable()
+    return text if is_plain else token.hex(" ").upper()
 
 
 def _segmentation(tokens: Sequence[str]) -> str:

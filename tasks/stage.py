@@ -200,7 +200,7 @@ class Stage:
         name: str,
         body: Callable[..., None],
         libraries: tuple[str, ...] = (),
-        page: Callable[..., str] | None = None,
+        page: Callable[..., Iterator[str]] | None = None,
         run_name: str | None = None,
         turn: Callable[[Execution], AbstractContextManager[None]] | None = None,
         **options: Any,
@@ -307,7 +307,7 @@ class Stage:
     def _write_page(self, draft: Draft, inputs: dict[str, Any]) -> None:
         if self.page:
             try:
-                (draft.directory / PAGE).write_text(self.page(draft, **inputs), encoding="utf-8")
+                (draft.directory / PAGE).write_text("\n\n".join(self.page(draft, **inputs)), encoding="utf-8")
             except Exception:  # the work is done and is worth more than its description
                 log.warning("The page of %s could not be written.", self.name, exc_info=True)
 
@@ -333,7 +333,7 @@ class Stage:
 def stage(
     name: str,
     libraries: tuple[str, ...] = (),
-    page: Callable[..., str] | None = None,
+    page: Callable[..., Iterator[str]] | None = None,
     run_name: str | None = None,
     turn: Callable[[Execution], AbstractContextManager[None]] | None = None,
     **options: Any,
@@ -341,7 +341,7 @@ def stage(
     """Make a stage of a body; see the module's docstring.
 
     The versions of ``libraries`` decide the output too. ``page`` takes what the body takes, when that is done, and
-    returns Markdown. ``run_name``, a format of the arguments, names the task runs of a stage that is mapped over parts.
+    yields paragraphs of Markdown. ``run_name``, a format of the arguments, names the task runs of a stage that is mapped over parts.
     ``turn`` is entered before the stage looks for an output and left when it has one. ``options`` go to Prefect's task.
     """
     return lambda body: Stage(name, body, libraries, page, run_name, turn, **options)

@@ -129,7 +129,7 @@ def test_a_page_that_fails_fails_nothing_else(tmp_path: Path, caplog: pytest.Log
 
 @given(st.one_of(st.text(max_size=40), st.binary(max_size=40)))
 def test_code_is_one_cell_of_a_table_whatever_is_in_it(text: str | bytes) -> None:
-    table = pages._table(("a", "b"), [(pages.code(text), "x")])
+    table = pages.table(("a", "b"), [(pages.code(text), "x")])
     assert table.isprintable() or set(filter(lambda character: not character.isprintable(), table)) == {"\n"}
     row = table.split("\n")[2:]
     assert len(row) == 1
