@@ -8,7 +8,7 @@ from flows.config import PipelineConfig
 from flows.pipeline import absolute, chain
 from lm.corpus import DataConfig, Source
 from tasks.ingest import find_sources
-from tasks.stage import Ref, Run, Stage, intact_output
+from tasks.stage import Ref, Run, Stage
 from tasks.texts import read_chunks
 
 _PENDING = "pending"  # the key of an output that is not there yet
@@ -51,7 +51,7 @@ class Planner:
             return pending, f"runs if the content of {', '.join(waits)} changes"
         named = stage.named(arguments)
         ref = stage.ref(named, self.run)
-        if not stage.is_refreshed(self.run) and intact_output(self.run.store, ref):
+        if stage.found(ref, self.run):
             return ref, "cached"
         return pending, f"runs: {stage.reason(ref, stage.ingredients(named, self.run), self.run)}"
 

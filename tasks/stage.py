@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from prefect import Task
-from prefect.cache_policies import CachePolicy
 from prefect.context import TaskRunContext
 from prefect.results import get_result_store
 
@@ -154,12 +153,6 @@ def open_output(store: Store, ref: Ref) -> Output | None:
     return Output(store, ref, manifest)
 
 
-def intact_output(store: Store, ref: Ref) -> Output | None:
-    """The output of a stage if its manifest and all its files are there, sizes and digests right."""
-    output = open_output(store, ref)
-    return output if output and output.is_intact() else None
-
-
 def read_output(store: Store, ref: Ref) -> Output:
     """The output of a stage that has run; raises UserError when it is gone."""
     output = open_output(store, ref)
@@ -168,32 +161,13 @@ def read_output(store: Store, ref: Ref) -> Output:
     return output
 
 
-@dataclass
-class _StageKey(CachePolicy):
-    """Prefect's cache key: the stage's own, with a one-time suffix where there is a record that must not count."""
-
-    stage: "Stage | None" = None
-
-    def compute_key(
-        self, task_ctx: TaskRunContext, inputs: dict[str, Any], flow_parameters: dict[str, Any], **kwargs: Any
-    ) -> str | None:
-        """See :class:`prefect.cache_policies.CachePolicy`."""
-        if self.stage is None:
-            return None
-        arguments = dict(inputs)
-        run: Run = arguments.pop("run")
-        ref = self.stage.ref(arguments, run)
-        key = f"{ref.stage}-{ref.key}"
-        output = None if self.stage.is_refreshed(run) else intact_output(run.store, ref)
-        if output:
-            message = "%s is cached: run %s made it, and nothing that decides it has changed."
-            self.stage.log.info(message, self.stage.name, output.manifest["made"]["run"])
-            return key
-        return f"{key}-{uuid.uuid4().hex}" if get_result_store().exists(key) else key
-
-
 class Stage:
-    """A stage: its key, and how its output is made. ``task`` is the Prefect task over it."""
+    """A stage: its key, and how its output is made. ``task`` is the Prefect task over it.
+
+    The versions of ``libraries`` decide the output too. ``page`` takes what the body takes, when that is done, and
+    yields paragraphs of Markdown. ``run_name``, a format of the arguments, names the task runs of a stage that is
+    mapped over parts. ``turn`` is entered before an output is made, and left when it is. ``options`` go to the task.
+    """
 
     def __init__(
         self,
@@ -202,7 +176,7 @@ class Stage:
         libraries: tuple[str, ...] = (),
         page: Callable[..., Iterator[str]] | None = None,
         run_name: str | None = None,
-        turn: Callable[[Execution], AbstractContextManager[None]] | None = None,
+        turn: Callable[[Execution], AbstractContextManager[Any]] = nullcontext,
         **options: Any,
     ) -> None:
         self.name = name
@@ -226,20 +200,29 @@ class Stage:
             task_body,
             name=name,
             task_run_name=run_name or name,
-            cache_policy=_StageKey(stage=self),
+            cache_key_fn=self._prefect_key,
             persist_result=True,
             result_serializer="json",
             **options,
         )
 
+    def _prefect_key(self, context: TaskRunContext, inputs: dict[str, Any]) -> str:
+        """Prefect's cache key: the stage's own, with a one-time suffix where there is a record that must not count."""
+        arguments = dict(inputs)
+        run: Run = arguments.pop("run")
+        ref = self.ref(arguments, run)
+        key = f"{ref.stage}-{ref.key}"
+        output = self.found(ref, run)
+        if output:
+            message = "%s is cached: run %s made it, and nothing that decides it has changed."
+            self.log.info(message, self.name, output.manifest["made"]["run"])
+            return key
+        return f"{key}-{uuid.uuid4().hex}" if get_result_store().exists(key) else key
+
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
         """The arguments of a call by the names of the body's parameters."""
         arguments = self.signature.bind(None, *args, **(kwargs or {})).arguments
         return dict(list(arguments.items())[1:])
-
-    def is_refreshed(self, run: Run) -> bool:
-        """Whether this run is asked to make the stage anew; the parts of a mapped stage go with it."""
-        return self.name.removesuffix("-chunk") in run.refresh
 
     def ingredients(self, arguments: dict[str, Any], run: Run) -> dict[str, Any]:
         """All that decides the output, by name: what the key is the digest of."""
@@ -254,24 +237,29 @@ class Stage:
         """Where the output for these arguments is, or will be."""
         return Ref(self.name, _sha256({"stage": self.name, **self.ingredients(arguments, run)}))
 
+    def found(self, ref: Ref, run: Run) -> Output | None:
+        """The output that is there, all its files intact; None where this run is asked to make it anew."""
+        output = None if self._is_refreshed(run) else open_output(run.store, ref)
+        return output if output and output.is_intact() else None
+
+    def _is_refreshed(self, run: Run) -> bool:
+        return self.name.removesuffix("-chunk") in run.refresh  # the parts of a mapped stage go with it
+
     def make(self, run: Run, arguments: dict[str, Any]) -> Ref:
         """Return the output for ``arguments``: the intact one on the store, or a new one."""
         ref = self.ref(arguments, run)
-        if not self._is_made(ref, run):
-            with self.turn(run.execution) if self.turn else nullcontext():
-                if not (self.turn and self._is_made(ref, run)):  # by another run, meanwhile
+        if not self.found(ref, run):
+            with self.turn(run.execution):
+                if not self.found(ref, run):  # which another run may have made meanwhile
                     self._make(ref, run, arguments)
         return ref
-
-    def _is_made(self, ref: Ref, run: Run) -> bool:
-        return not self.is_refreshed(run) and intact_output(run.store, ref) is not None
 
     def _make(self, ref: Ref, run: Run, arguments: dict[str, Any]) -> None:
         store = run.store
         ingredients = self.ingredients(arguments, run)
         self.log.info("%s runs: %s.", self.name, self.reason(ref, ingredients, run))
         attempt = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:8]}"
-        unfinished = [] if self.is_refreshed(run) else store.workplaces(*ref)
+        unfinished = [] if self._is_refreshed(run) else store.workplaces(*ref)
         draft = Draft(store.workplace(*ref, attempt), run.execution, run.stopping, unfinished)
         started, clock, cpu = time.time(), time.perf_counter(), time.thread_time()
         inputs = {name: _opened(value, store) for name, value in arguments.items()}
@@ -313,7 +301,7 @@ class Stage:
 
     def reason(self, ref: Ref, ingredients: dict[str, Any], run: Run) -> str:
         """Why the output must be made: refreshed, damaged, or which ingredients changed since the last result."""
-        if self.is_refreshed(run):
+        if self._is_refreshed(run):
             return "a refresh was asked for"
         if open_output(run.store, ref):
             return "its files are damaged or missing"
@@ -330,21 +318,9 @@ class Stage:
         return f"changed since its last result: {', '.join(changed[:6])}{' …' if len(changed) > 6 else ''}"
 
 
-def stage(
-    name: str,
-    libraries: tuple[str, ...] = (),
-    page: Callable[..., Iterator[str]] | None = None,
-    run_name: str | None = None,
-    turn: Callable[[Execution], AbstractContextManager[None]] | None = None,
-    **options: Any,
-) -> Callable[[Callable[..., None]], Stage]:
-    """Make a stage of a body; see the module's docstring.
-
-    The versions of ``libraries`` decide the output too. ``page`` takes what the body takes, when that is done, and
-    yields paragraphs of Markdown. ``run_name``, a format of the arguments, names the task runs of a stage that is mapped over parts.
-    ``turn`` is entered before the stage looks for an output and left when it has one. ``options`` go to Prefect's task.
-    """
-    return lambda body: Stage(name, body, libraries, page, run_name, turn, **options)
+def stage(name: str, **options: Any) -> Callable[[Callable[..., None]], Stage]:
+    """Make a stage of a body; see the module's docstring, and :class:`Stage` for the options."""
+    return lambda body: Stage(name, body, **options)
 
 
 def _identity(value: Any, store: Store) -> Any:
