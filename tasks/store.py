@@ -104,12 +104,10 @@ class Store:
                 return
             os.makedirs(os.path.dirname(path), exist_ok=True)
             temporary = f"{path}.{uuid.uuid4().hex}.tmp"
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            Path(temporary).write_bytes(data)
+            _sync(temporary)
             os.replace(temporary, path)
-            _sync_directory(os.path.dirname(path))
+            _sync(os.path.dirname(path))
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror or error}.") from None
 
@@ -142,20 +140,14 @@ class Store:
 
     def publish(self, directory: Path, *parts: str) -> None:
         """Make the files of a workplace durable at their place; one to upload from is removed."""
-        for path in sorted(directory.rglob("*")):
-            if not path.is_file():
-                continue
+        for path in (directory, *sorted(directory.rglob("*"))):
             if self.is_local:
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-            else:
+                _sync(path)
+            elif path.is_file():
                 target = self.path(*parts, path.relative_to(directory).as_posix())
                 self._ask(functools.partial(self.fs.put_file, str(path), target))
         if not self.is_local:
             shutil.rmtree(directory)
-        else:
-            for path in (directory, *(found for found in directory.rglob("*") if found.is_dir())):
-                _sync_directory(path)
 
     def is_intact(self, size: int, sha256: str, *parts: str) -> bool:
         """Whether a file is there with this size and digest; read at most once a process while it does not change."""
@@ -167,29 +159,24 @@ class Store:
             if seen[1] != size:
                 return False
             if not mark or seen not in _verified:
-                if self._ask(lambda: self._read_digest(path)) != sha256:
+                if self._ask(lambda: _digest(self.fs.open(path))) != sha256:
                     return False
                 _verified.add(seen)
         except _MISSING:
             return False
         return True
 
-    def _read_digest(self, path: str) -> str:
-        with self.fs.open(path, "rb") as file:
-            return _digest(file)
-
     def local(self, *parts: str) -> Path:
         """A local copy of a file, or the file itself on a local root. The files of a directory stay together."""
         if self.is_local:
             return Path(self.path(*parts))
-        copy = _download_directory().joinpath(_sha256(self.base.encode()), *parts)
         with _downloading:  # chunks at once want the same tokenizer
-            if copy.exists():
-                return copy
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            temporary = copy.with_name(f"{uuid.uuid4().hex}.tmp")
-            self._ask(lambda: self.fs.get_file(self.path(*parts), str(temporary)))
-            temporary.replace(copy)
+            copy = Path(_downloads().name, _sha256(self.base.encode()), *parts)
+            if not copy.exists():
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                temporary = copy.with_name(f"{uuid.uuid4().hex}.tmp")
+                self._ask(lambda: self.fs.get_file(self.path(*parts), str(temporary)))
+                temporary.replace(copy)
         return copy
 
 
@@ -199,7 +186,7 @@ def describe_files(directory: Path) -> list[dict[str, Any]]:
         {
             "path": path.relative_to(directory).as_posix(),
             "bytes": path.stat().st_size,
-            "sha256": _digest_of(path),
+            "sha256": _digest(path.open("rb")),
         }
         for path in sorted(directory.rglob("*"))
         if path.is_file()
@@ -210,19 +197,13 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _digest_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return _digest(file)
-
-
 def _digest(file: Any) -> str:
-    digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
-    return digest.hexdigest()
+    with file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync_directory(path: str | Path) -> None:
+def _sync(path: str | Path) -> None:
+    """Make a file, or the names in a directory, outlive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -230,6 +211,7 @@ def _sync_directory(path: str | Path) -> None:
         os.close(handle)
 
 
-@functools.lru_cache(maxsize=1)
-def _download_directory() -> Path:
-    return Path(tempfile.mkdtemp(prefix="textmill-downloads-"))
+@functools.cache
+def _downloads() -> tempfile.TemporaryDirectory[str]:
+    """Gone when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="textmill-downloads-")
