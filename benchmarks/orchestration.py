@@ -29,11 +29,6 @@ class DirectCaller:
 
     run: Any
 
-    def find_sources(self, data: Any) -> Any:
-        from tasks.ingest import find_sources
-
-        return find_sources.fn(data, self.run.store)
-
     def call(self, stage: Any, *arguments: Any) -> Any:
         return stage.make(self.run, stage.named(arguments))
 
@@ -50,6 +45,7 @@ def measure(kind: str, preset: str, until: str, data: dict[str, list[str]]) -> d
     from flows.config import load_preset
     from flows.console import run_pipeline
     from flows.pipeline import chain
+    from tasks.ingest import find_sources
     from tasks.stage import Run, Stage
 
     work: list[tuple[float, float]] = []
@@ -70,7 +66,8 @@ def measure(kind: str, preset: str, until: str, data: dict[str, list[str]]) -> d
         if kind == "prefect":
             run_pipeline(config, root, until)
         else:
-            for name, _ in chain(config, DirectCaller(Run(root, "direct", execution=config.execution))):
+            run = Run(root, "direct", execution=config.execution)
+            for name, _ in chain(config, find_sources.fn(config.data, run.store), DirectCaller(run)):
                 if name == until:
                     break
         wall = time.perf_counter() - started

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from pydantic import BeforeValidator
 from flows.config import PipelineConfig, fill_in, load_preset
 from flows.report import show_page, show_report
 from flows.runs import keep_alive, name_run, record_logs, tag_run
-from lm.corpus import DataConfig, Source
+from lm.corpus import Source
 from lm.device import choose_device
 from lm.errors import UserError
 from tasks.chunk import chunk
@@ -41,13 +42,6 @@ StageName = Literal["ingest", "chunk", "count", "merge", "encode", "train", "sam
 class Caller(Protocol):
     """How the chain's stages are called: run by Prefect, or only looked at by ``textmill plan``."""
 
-    @property
-    def run(self) -> Run:
-        """What every stage is told."""
-
-    def find_sources(self, data: DataConfig) -> tuple[list[Source], list[Source]]:
-        """The sources of the training and of the validation text."""
-
     def call(self, stage: Stage, *arguments: Any) -> Ref:
         """The output of one stage."""
 
@@ -55,12 +49,14 @@ class Caller(Protocol):
         """The output of one stage for each chunk of a split."""
 
 
-def chain(config: PipelineConfig, caller: Caller) -> Iterator[tuple[StageName, Ref]]:
-    """The stages in their order, each yielded once it is done."""
+def chain(
+    config: PipelineConfig, sources: tuple[list[Source], list[Source]], caller: Caller
+) -> Iterator[tuple[StageName, Ref]]:
+    """The stages in their order, each yielded once it is done; from the sources for training and for validation."""
     call, map_ = caller.call, caller.map
     specials, pattern, separator = config.tokenizer.special_tokens, config.tokenizer.pattern, config.data.separator
 
-    texts = call(ingest, *caller.find_sources(config.data), config.data)
+    texts = call(ingest, *sources, config.data)
     yield "ingest", texts
     chunks = call(chunk, texts, specials, pattern, config.chunk)
     yield "chunk", chunks
@@ -83,36 +79,25 @@ class PrefectCaller:
 
     run: Run
 
-    def find_sources(self, data: DataConfig) -> tuple[list[Source], list[Source]]:
-        """Look the sources up, again where a network fails."""
-        return find_sources(data, self.run.store)
-
     def call(self, stage: Stage, *arguments: Any) -> Ref:
         """Run a stage, or take its cached output; its exception passes on."""
         return Ref(**stage.task(*arguments, run=self.run))
 
     def map(self, stage: Stage, texts: Ref, chunks: Ref, split: str, *arguments: Any) -> list[Ref]:
         """Run a stage for each chunk, as many at a time as there are workers; the first failure passes on at once."""
-        items = read_chunks(self.run.store, texts, chunks, split)
+        items = deque(read_chunks(self.run.store, texts, chunks, split))
         futures: list[PrefectFuture[dict[str, str]]] = []
         running: list[PrefectFuture[dict[str, str]]] = []
         with show_progress(f"{stage.name.removesuffix('-chunk')}-{split}", len(items), "chunk") as progress:
-            for item in items:
-                if len(running) == self.run.execution.workers:
-                    self._finish_one(running)
-                    progress(len(futures) - len(running))
-                futures.append(stage.task.submit(item, *arguments, run=self.run))
-                running.append(futures[-1])
-            while running:
-                self._finish_one(running)
+            while items or running:
+                while items and len(running) < self.run.execution.workers:
+                    futures.append(stage.task.submit(items.popleft(), *arguments, run=self.run))
+                    running.append(futures[-1])
+                finished = next(as_completed(running))
+                finished.result()
+                running.remove(finished)
                 progress(len(futures) - len(running))
         return [Ref(**future.result()) for future in futures]
-
-    @staticmethod
-    def _finish_one(running: list[PrefectFuture[dict[str, str]]]) -> None:
-        future = next(as_completed(running))
-        future.result()
-        running.remove(future)
 
 
 DEFAULTS = load_preset("demo")
@@ -149,7 +134,7 @@ def pipeline(
     record |= {"config": asdict(config), "until": until, "refresh": list(refresh), "stages": {}}
     clock = time.perf_counter()
     try:
-        for stage_name, ref in chain(config, PrefectCaller(run)):
+        for stage_name, ref in chain(config, find_sources(config.data, run.store), PrefectCaller(run)):
             output = read_output(run.store, ref)
             state = "made" if output.manifest["made"]["run"] == run.name else "cached"
             now = time.perf_counter()

@@ -6,7 +6,6 @@ from typing import Any
 
 from flows.config import PipelineConfig
 from flows.pipeline import absolute, chain
-from lm.corpus import DataConfig, Source
 from tasks.ingest import find_sources
 from tasks.stage import Ref, Run, Stage
 from tasks.texts import read_chunks
@@ -20,10 +19,6 @@ class Planner:
 
     run: Run
     rows: list[tuple[str, str]] = field(default_factory=list)
-
-    def find_sources(self, data: DataConfig) -> tuple[list[Source], list[Source]]:
-        """Look the sources up: they are read where they are new, as their digests are in the keys."""
-        return find_sources.fn(data, self.run.store)
 
     def call(self, stage: Stage, *arguments: Any) -> Ref:
         """The output where it is intact, else a pending one."""
@@ -59,7 +54,8 @@ class Planner:
 def plan(config: PipelineConfig, root: str, until: str | None, refresh: Sequence[str]) -> list[tuple[str, str]]:
     """(stage, what would happen and why) for every stage up to ``until``."""
     planner = Planner(Run(absolute(root), "plan", frozenset(refresh), config.execution))
-    for name, _ in chain(config, planner):
+    sources = find_sources.fn(config.data, planner.run.store)  # read where they are new, as digests are in the keys
+    for name, _ in chain(config, sources, planner):
         if name == until:
             break
     return planner.rows
