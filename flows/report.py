@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 from prefect.artifacts import create_markdown_artifact
 
-from tasks.pages import cell, code
+from tasks.pages import code, table
 from tasks.stage import Output, Ref, Run, read_output
 
 log = logging.getLogger(__name__)
@@ -15,24 +15,24 @@ log = logging.getLogger(__name__)
 
 def show_page(stage: str, output: Output) -> None:
     """Show the page of a finished stage, made or cached, as an artifact of the run around."""
-    what = ", ".join(figures(output.manifest["figures"]))
-    _show(stage, f"# {stage}\n\n{_page(output)}\n\n{_origin(output)}", what)
+    _show(stage, f"# {stage}\n\n{_page(output)}", _what(output))
 
 
 def show_report(run: Run, record: dict[str, Any], failure: str = "") -> None:
     """Write the report of a run to ``runs/<name>.md`` and show it: what each stage made, then the stages' pages."""
-    outputs = outputs_of(run, record)
-    lines = [f"# Run {run.name}", "", f"Root: {_link(record['root'])}", ""]
-    if failure:
-        lines += [f"**It failed: {failure}**", ""]
-    lines += ["| stage | state | seconds | what |", "| --- | --- | ---: | --- |"]
-    for name, output in outputs.items():
-        stage = record["stages"][name]
-        what = cell(", ".join(figures(output.manifest["figures"])))
-        lines.append(f"| {name} | {stage['state']} | {stage['seconds']:,.1f} | {what} |")
-    for name, output in outputs.items():
-        lines += ["", f"## {name}", "", _page(output), "", _origin(output)]
-    report = "\n".join(lines)
+    outputs, stages = outputs_of(run, record), record["stages"]
+    rows = [
+        (name, stages[name]["state"], f"{stages[name]['seconds']:,.1f}", _what(output))
+        for name, output in outputs.items()
+    ]
+    parts = [
+        f"# Run {run.name}",
+        f"Root: {_link(record['root'])}",
+        *([f"**It failed: {failure}**"] if failure else []),
+        table(("stage", "state", "seconds", "what"), rows),
+        *(f"## {name}\n\n{_page(output)}" for name, output in outputs.items()),
+    ]
+    report = "\n\n".join(parts)
     run.store.write_text(report, "runs", f"{run.name}.md")
     _show("report", report, f"{len(outputs)} stages of run {run.name}")
 
@@ -54,15 +54,16 @@ def figures(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name.replace('_', ' ')} {text}"
 
 
+def _what(output: Output) -> str:
+    return ", ".join(figures(output.manifest["figures"]))
+
+
 def _page(output: Output) -> str:
-    """The page, or where it was lost or could not be written, the figures."""
-    return output.page or "- " + "\n- ".join(figures(output.manifest["figures"]))
-
-
-def _origin(output: Output) -> str:
+    """The page, or where it was lost or could not be written, the figures; and where the output is from."""
+    page = output.page or "- " + "\n- ".join(figures(output.manifest["figures"]))
     made = output.manifest["made"]
     return (
-        f"Made by run `{made['run']}` on {made['host']} at {made['at']} in {made['seconds']:,.1f} s. "
+        f"{page}\n\nMade by run `{made['run']}` on {made['host']} at {made['at']} in {made['seconds']:,.1f} s. "
         f"Files: {_link(output.url)}"
     )
 
