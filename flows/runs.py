@@ -46,30 +46,29 @@ def tag_run(*tags: str) -> None:
         client.update_flow_run(UUID(flow_run.id), tags={*flow_run.tags, *tags})
 
 
-class _OneLine(logging.Filter):
+def _without_traceback(record: logging.LogRecord) -> bool:
     """Takes the traceback off the record of a failure that a user can mend: its message says it all."""
+    if record.exc_info and isinstance(record.exc_info[1], (UserError, Stopped)):
+        record.exc_info = None
+    return True
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, (UserError, Stopped)):
-            record.exc_info = None
-        return True
+
+def _is_of_a_run(record: logging.LogRecord) -> bool:
+    return bool(FlowRunContext.get() or TaskRunContext.get())
+
+
+_handler = APILogHandler()
+_handler.addFilter(_is_of_a_run)
 
 
 def record_logs() -> None:
     """Have Prefect keep the project's log lines with the run and the task that they are of, and a user's mistake
     without its traceback."""
     for name in ("lm", "tasks", "flows"):
-        logger = logging.getLogger(name)
-        logger.setLevel(logging.INFO)
-        if not any(isinstance(found, APILogHandler) for found in logger.handlers):
-            handler = APILogHandler()
-            handler.addFilter(lambda record: bool(FlowRunContext.get() or TaskRunContext.get()))
-            logger.addHandler(handler)
+        logging.getLogger(name).setLevel(logging.INFO)
+        logging.getLogger(name).addHandler(_handler)
     for name in ("prefect.flow_runs", "prefect.task_runs"):
-        logger = logging.getLogger(name)
-        if not any(isinstance(found, _OneLine) for found in logger.filters):
-            logger.addFilter(_OneLine())
+        logging.getLogger(name).addFilter(_without_traceback)
 
 
 def keep_alive(run_id: str, start: int) -> None:
