@@ -5,10 +5,10 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from http.client import HTTPException
 from pathlib import Path
 
 from lm.errors import UserError
@@ -83,7 +83,7 @@ def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/api/health", timeout=5) as answer:
             return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
+    except (OSError, HTTPException):  # the second where something else than a web server answers
         return False
 
 
