@@ -1,5 +1,6 @@
 """The command line: ``textmill run``, ``plan``, ``sample``, ``up``. All options come from the dataclasses."""
 
+import argparse
 import os
 import re
 import sys
@@ -14,7 +15,7 @@ os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "180")
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings  # type: ignore[attr-defined]
 
 from flows.config import PRESETS, PipelineConfig, preset_path
-from flows.console import exit_code, plan_command, run_command, sample_command
+from flows.console import plan_command, run_command, sample_command
 from flows.pipeline import StageName
 from flows.up import start_prefect
 from lm.errors import UserError, nearest
@@ -32,9 +33,7 @@ class _Parser(ArgumentParser):
         for command in self._subcommands_action._name_parser_map.values() if self._subcommands_action else ():
             known += command._option_string_actions
         wrong = re.search(r"(?<=unrecognized arguments: )\S+|(?<=option ')[\w.]+", message)
-        hint = ""
-        if wrong:
-            hint = nearest("--" + wrong.group().partition("=")[0].lstrip("-"), known)
+        hint = nearest("--" + wrong.group().partition("=")[0].lstrip("-"), known) if wrong else ""
         raise UserError(f"{message}{hint}. See textmill --help, textmill run --help.")
 
 
@@ -72,12 +71,9 @@ def _run_parser(preset: str) -> ArgumentParser:
 
 def _preset_named(arguments: list[str]) -> str:
     """The preset is needed before the rest can be parsed: its values are the defaults."""
-    for i, argument in enumerate(arguments):
-        if argument == "--preset" and i + 1 < len(arguments):
-            return arguments[i + 1]
-        if argument.startswith("--preset="):
-            return argument.partition("=")[2]
-    return "demo"
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--preset", nargs="?", const="demo", default="demo")
+    return str(parser.parse_known_args(arguments)[0].preset)
 
 
 def _stages(names: str) -> tuple[StageName, ...]:
@@ -92,8 +88,15 @@ def _stages(names: str) -> tuple[StageName, ...]:
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns 0 for success, 2 for a user's mistake (one message), 130 when stopped. A fault of the
     project itself passes on, with its traceback."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    return exit_code(lambda: _dispatch(arguments))
+    try:
+        _dispatch(sys.argv[1:] if arguments is None else arguments)
+    except UserError as error:
+        print(f"textmill: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("textmill: stopped. What is finished is kept; the same command goes on from there.", file=sys.stderr)
+        return 130
+    return 0
 
 
 def _dispatch(arguments: list[str]) -> None:

@@ -2,7 +2,6 @@
 
 import logging
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
@@ -18,8 +17,6 @@ from lm.generate import SampleConfig
 from tasks.sample import draw
 from tasks.stage import Ref, Run, part_log, read_output
 
-_PROJECT = ("lm", "tasks", "flows")
-
 
 class _Console(logging.Handler):
     """Prints the project's lines above a progress bar."""
@@ -33,24 +30,11 @@ class _Console(logging.Handler):
 def _log_to_console() -> None:
     handler = _Console()
     handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
-    for name in _PROJECT:
+    for name in ("lm", "tasks", "flows"):
         logger = logging.getLogger(name)
         logger.propagate = False  # the root logger has Prefect's console
         logger.setLevel(logging.INFO)
         logger.handlers = [kept for kept in logger.handlers if not isinstance(kept, _Console)] + [handler]
-
-
-def exit_code(command: Callable[[], None]) -> int:
-    """Run a command and turn its exceptions into one message and an exit code."""
-    try:
-        command()
-    except UserError as error:
-        print(f"textmill: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("textmill: stopped. What is finished is kept; the same command goes on from there.", file=sys.stderr)
-        return 130
-    return 0
 
 
 def run_command(config: PipelineConfig, root: str, until: StageName | None, refresh: tuple[StageName, ...]) -> None:
