@@ -30,11 +30,10 @@ def show_progress(
 
     def report() -> None:
         with contextlib.suppress(Exception):  # the artifact is for show
-            shown, told, next_page = 0.0, "", time.monotonic() + _PAGE_INTERVAL
-            artifact: Any = create_progress_artifact(
-                0.0, key=f"{title}-progress", description=f"{title}, {total:,} × {unit}"
-            )
-            while True:
+            shown, told, next_page, is_last = 0.0, "", time.monotonic() + _PAGE_INTERVAL, False
+            description = f"{title}, {total:,} × {unit}"
+            artifact: Any = create_progress_artifact(shown, key=f"{title}-progress", description=description)
+            while not is_last:
                 is_last = ended.wait(_INTERVAL)
                 percent = 100.0 * done / max(1, total)
                 if percent != shown:
@@ -46,8 +45,6 @@ def show_progress(
                             create_markdown_artifact(text, key=f"{title}-so-far", description=f"{title}, so far")
                             told = text
                     next_page = time.monotonic() + _PAGE_INTERVAL
-                if is_last:
-                    return
 
     if FlowRunContext.get() or TaskRunContext.get():
         threading.Thread(target=copy_context().run, args=(report,), daemon=True).start()
