@@ -76,16 +76,13 @@ def fill_in(given: Any) -> Any:
 
     Prefect replaces a deployment's parameter as a whole. What was left out is what the deployment has, or the demo.
     """
-    return _merged(_base(), given) if isinstance(given, dict) else given
-
-
-def _base() -> dict[str, Any]:
-    demo = asdict(load_preset("demo"))
+    if not isinstance(given, dict):
+        return given
+    base = asdict(load_preset("demo"))
     if deployment.id:
         with get_client(sync_client=True) as client:
-            parameters = client.read_deployment(deployment.id).parameters
-        return _merged(demo, parameters.get("config", {}))
-    return demo
+            base = _merged(base, client.read_deployment(deployment.id).parameters.get("config", {}))
+    return _merged(base, given)
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
