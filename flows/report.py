@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 from prefect.artifacts import create_markdown_artifact
 
-from tasks.pages import code, table
+from tasks.pages import cell, code, table
 from tasks.stage import Output, Ref, Run, read_output
 
 log = logging.getLogger(__name__)
@@ -48,9 +48,7 @@ def figures(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
         if isinstance(value, dict):
             yield from figures(value, f"{prefix}{name} ")
         elif value:
-            text = (
-                f"{value:,}" if isinstance(value, int) else f"{value:.3f}" if isinstance(value, float) else code(value)
-            )
+            text = code(value) if isinstance(value, str) else cell(value)
             yield f"{prefix}{name.replace('_', ' ')} {text}"
 
 
