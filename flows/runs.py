@@ -53,12 +53,8 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
-def _is_of_a_run(record: logging.LogRecord) -> bool:
-    return bool(FlowRunContext.get() or TaskRunContext.get())
-
-
 _handler = APILogHandler()
-_handler.addFilter(_is_of_a_run)
+_handler.addFilter(lambda record: bool(FlowRunContext.get() or TaskRunContext.get()))
 
 
 def record_logs() -> None:
@@ -104,22 +100,16 @@ def _directory() -> Path:
 
 def _settle(directory: Path) -> None:
     for path in directory.glob("*_*.lock"):
-        lock = FileLock(path)
-        try:
-            lock.acquire(blocking=False)
-        except Timeout:
-            continue  # it lives
-        try:
-            with get_client(sync_client=True) as client:
-                run_id, start = path.stem.split("_")
-                is_known = _end(client, UUID(run_id), int(start))
-            # An unknown one may be of another database behind the same address, for a while.
-            if is_known or time.time() - path.stat().st_mtime > _KEEP_SECONDS:
-                path.unlink()
-        except Exception as error:  # settling is a courtesy to the past; this run goes on
-            log.warning("Prefect could not be told that the process of run %s has ended: %s", path.stem, error)
-        finally:
-            lock.release()
+        with suppress(Timeout), FileLock(path, timeout=0):  # which a living run holds
+            try:
+                with get_client(sync_client=True) as client:
+                    run_id, start = path.stem.split("_")
+                    is_known = _end(client, UUID(run_id), int(start))
+                # An unknown one may be of another database behind the same address, for a while.
+                if is_known or time.time() - path.stat().st_mtime > _KEEP_SECONDS:
+                    path.unlink()
+            except Exception as error:  # settling is a courtesy to the past; this run goes on
+                log.warning("Prefect could not be told that the process of run %s has ended: %s", path.stem, error)
 
 
 def _end(client: SyncPrefectClient, run_id: UUID, start: int) -> bool:

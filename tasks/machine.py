@@ -34,10 +34,9 @@ def training_turn(limit: int) -> Iterator[None]:
     is_told = False
     while True:
         for number in range(limit):
-            lock = FileLock(directory / f"{number}.lock")
             try:
                 directory.mkdir(parents=True, exist_ok=True)
-                lock.acquire(blocking=False)
+                lock = FileLock(directory / f"{number}.lock", timeout=0).acquire()
             except Timeout:
                 continue
             except OSError as error:
@@ -45,10 +44,8 @@ def training_turn(limit: int) -> Iterator[None]:
                     f"{directory}, where trainings wait for each other, cannot be used: {error.strerror}. "
                     "Set XDG_CACHE_HOME to a place that can be written, or execution.max_trainings to 0."
                 ) from None
-            try:
+            with lock:
                 yield
-            finally:
-                lock.release()
             return
         if not is_told:
             log.info("Waiting for another training on this machine to end (execution.max_trainings is %d).", limit)
