@@ -32,22 +32,18 @@ def source_digests(file: str) -> dict[str, str]:
     """Digest by module name of a stage's file and every module of the project it imports, inside functions too."""
     finder = _ProjectFinder(path=[str(PROJECT)], excludes=_NO_CONTENT)
     finder.run_script(file)
-    modules = {name: Path(str(module.__file__)) for name, module in finder.modules.items()}  # type: ignore[attr-defined]
+    modules: list[tuple[str, Any]] = sorted(finder.modules.items())
     return {
-        ("stage" if name == "__main__" else name): _code_digest(path.read_bytes())
-        for name, path in sorted(modules.items())
+        name.replace("__main__", "stage"): _code_digest(Path(module.__file__).read_bytes()) for name, module in modules
     }
 
 
 def _code_digest(source: bytes) -> str:
     """sha256 of the code without comments and blank lines; the same on every version of Python."""
-    lines = source.decode().split("\n")
-    dropped = set()
+    lines: list[str | None] = [*source.decode().split("\n")]
     for token in tokenize.tokenize(io.BytesIO(source).readline):
-        row, column = token.start
-        if token.type == tokenize.COMMENT:
-            lines[row - 1] = lines[row - 1][:column].rstrip()
-        if token.type in (tokenize.COMMENT, tokenize.NL) and not lines[row - 1].strip():
-            dropped.add(row)
-    code = "\n".join(line for row, line in enumerate(lines, start=1) if row not in dropped)
+        if token.type in (tokenize.COMMENT, tokenize.NL):
+            row, column = token.start
+            lines[row - 1] = (lines[row - 1] or "")[:column].rstrip() or None
+    code = "\n".join(line for line in lines if line is not None)
     return hashlib.sha256(code.encode()).hexdigest()
