@@ -35,7 +35,7 @@ def show_progress(
             artifact: Any = create_progress_artifact(shown, key=f"{title}-progress", description=description)
             while not is_last:
                 is_last = ended.wait(_INTERVAL)
-                percent = 100.0 * done / max(1, total)
+                percent = 100.0 * done / total if total else 100.0
                 if percent != shown:
                     update_progress_artifact(artifact, percent)
                     shown = percent

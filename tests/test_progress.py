@@ -46,6 +46,18 @@ def test_it_moves_and_ends_at_what_was_done(monkeypatch: pytest.MonkeyPatch) -> 
     assert artifacts.created == ["sort-progress: sort, 4 × card"]
 
 
+def test_nothing_to_do_is_all_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    artifacts = Artifacts(monkeypatch)
+
+    @flow
+    def work() -> None:
+        with progress.show_progress("sort", 0, "card"):
+            pass
+
+    work()
+    wait_for(lambda: artifacts.percents == [100.0], 10, "the update")
+
+
 def test_pages_follow_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     artifacts = Artifacts(monkeypatch)
     shown: list[str] = []
