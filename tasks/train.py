@@ -54,19 +54,16 @@ def train(
     path = out.directory / "job.json"
     job.write(path)
     so_far = partial(pages.training_so_far, out.directory)
-    interruption = None
-    with show_progress("train", config.steps, "step", so_far) as progress, stopped_by_signals(out.stopping) as signals:
-        try:
+    try:
+        with show_progress("train", config.steps, "step", so_far) as tell, stopped_by_signals(out.stopping) as signals:
             if out.execution.processes > 1:
-                run_processes(path, out.execution.processes, progress, out.stopping, out.directory / "metrics.jsonl")
+                run_processes(path, out.execution.processes, tell, out.stopping, out.directory / "metrics.jsonl")
             else:
-                Job.read(path).run(progress, out.stopping)
-        except Interrupted as stop:
-            interruption = Stopped(str(stop))
-    if interruption:
+                Job.read(path).run(tell, out.stopping)
+    except Interrupted as stop:
         if signals:  # which now, all saved, does what it always does
             signal.raise_signal(signals[0])
-        raise interruption
+        raise Stopped(str(stop)) from None
     out.figures = json.loads((out.directory / "training.json").read_text(encoding="utf-8"))
     board = [str(file.relative_to(out.directory)) for file in out.directory.glob("tensorboard/*")]
     out.records = ["metrics.jsonl", "loss.png", "job.json", *board]
