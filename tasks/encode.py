@@ -2,7 +2,6 @@
 
 import json
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from lm.shards import write_shard
@@ -11,11 +10,8 @@ from tasks import pages
 from tasks.stage import Draft, Output, stage
 from tasks.texts import Chunk, open_ranges
 
-
-@lru_cache(maxsize=1)
-def _load(directory: Path) -> Tokenizer:
-    """A run's tokenizer, the same for all chunks: what it has learned of pretokens serves them all."""
-    return Tokenizer.load(directory)
+# A run's tokenizer, the same for all chunks: what it has learned of pretokens serves them all.
+_load = lru_cache(maxsize=1)(Tokenizer.load)
 
 
 @stage("encode-chunk", libraries=("regex",), run_name="encode {chunk}")
