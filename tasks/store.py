@@ -155,15 +155,16 @@ class Store:
         try:
             info = self._ask(lambda: self.fs.info(path))
             mark = info.get("ETag") or info.get("mtime") or info.get("LastModified") or info.get("created")
-            seen = (path, int(info["size"]), str(mark), sha256)
-            if seen[1] != size:
+            seen = (path, size, str(mark), sha256)
+            if int(info["size"]) != size:
                 return False
-            if not mark or seen not in _verified:
-                if self._ask(lambda: _digest(self.fs.open(path))) != sha256:
-                    return False
-                _verified.add(seen)
+            if mark and seen in _verified:
+                return True
+            if self._ask(lambda: _digest(self.fs.open(path))) != sha256:
+                return False
         except _MISSING:
             return False
+        _verified.add(seen)
         return True
 
     def local(self, *parts: str) -> Path:
