@@ -2,12 +2,15 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from flows import up
 from flows.cli import main
 from flows.config import PRESETS, PipelineConfig, preset_path
 from lm.demo_corpus import demo_stories
@@ -79,6 +82,27 @@ def test_an_unknown_field_of_a_config_file_is_named(
     Path("mine.yaml").write_text("train:\n  stepps: 3\n")
     assert main(["plan", "--config", "mine.yaml"]) == 2
     assert re.search(r"train\.stepps.*did you mean '--train\.steps'", capfd.readouterr().err, re.DOTALL)
+
+
+def test_of_two_presets_the_last_counts(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    data = f"--data.train=['{tmp_path}/none.txt']"
+    assert main(["plan", "--preset", "owt", "--root", str(tmp_path), data, "--preset=demo"]) == 2
+    assert "none.txt does not exist" in capfd.readouterr().err
+
+
+def test_another_service_at_the_port_is_no_server_of_prefects() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"SSH-2.0-x\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert not up._answers(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        thread.join()
 
 
 def test_sampling_without_a_model(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

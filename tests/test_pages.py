@@ -141,6 +141,10 @@ def test_code_is_one_cell_of_a_table_whatever_is_in_it(text: str | bytes) -> Non
     assert not re.search(rf"(?<!`){fence.group()}(?!`)", span[len(fence.group()) : -len(fence.group())])
 
 
+def test_code_shows_each_blank_at_the_ends_once() -> None:
+    assert [pages.code(text) for text in (" ", "  ", " a b  ")] == ["`␣`", "`␣␣`", "`␣a b␣␣`"]
+
+
 @given(st.text("ab \n東🙂é<&", max_size=60))
 def test_the_segments_of_a_text_join_to_it(text: str) -> None:
     tokenizer = Tokenizer({index: bytes([index]) for index in range(256)}, [])
