@@ -108,13 +108,12 @@ def _dispatch(arguments: list[str]) -> None:
         raise UserError(f"Name the preset on the command line: --preset {options.preset}")
     if parsed.command == "up":
         start_prefect(options.port)
-        return
-    if parsed.command == "sample":
+    elif parsed.command == "sample":
         settings = {name: options[name] for name in SampleConfig.__dataclass_fields__ if name != "prompts"}
         sampling = SampleConfig(options.prompt or SampleConfig().prompts, **settings)
         sample_command(options.root, sampling, Execution(device=options.device))
-        return
-    until, refresh = _stages(options.until), _stages(options.refresh)
-    config = PipelineConfig(**{name: options[name] for name in PipelineConfig.__dataclass_fields__})
-    command = run_command if parsed.command == "run" else plan_command
-    command(config, options.root, until[-1] if until else None, refresh)
+    else:
+        until, refresh = _stages(options.until), _stages(options.refresh)
+        config = PipelineConfig(**{name: options[name] for name in PipelineConfig.__dataclass_fields__})
+        command = run_command if parsed.command == "run" else plan_command
+        command(config, options.root, until[-1] if until else None, refresh)

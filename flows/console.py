@@ -27,14 +27,16 @@ class _Console(logging.Handler):
         tqdm.write(self.format(record), file=sys.stderr)
 
 
+_console = _Console()
+_console.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
+
+
 def _log_to_console() -> None:
-    handler = _Console()
-    handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
     for name in ("lm", "tasks", "flows"):
         logger = logging.getLogger(name)
         logger.propagate = False  # the root logger has Prefect's console
         logger.setLevel(logging.INFO)
-        logger.handlers = [kept for kept in logger.handlers if not isinstance(kept, _Console)] + [handler]
+        logger.addHandler(_console)
 
 
 def run_command(config: PipelineConfig, root: str, until: StageName | None, refresh: tuple[StageName, ...]) -> None:
