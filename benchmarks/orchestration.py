@@ -66,8 +66,9 @@ def measure(kind: str, preset: str, until: str, data: dict[str, list[str]]) -> d
         if kind == "prefect":
             run_pipeline(config, root, until)
         else:
-            run = Run(root, "direct", execution=config.execution)
-            for name, _ in chain(config, find_sources.fn(config.data, run.store), DirectCaller(run)):
+            caller = DirectCaller(Run(root, "direct", execution=config.execution))
+            sources = find_sources.fn(config.data, caller.run.store)
+            for name, _ in chain(config, sources, caller.call, caller.map):
                 if name == until:
                     break
         wall = time.perf_counter() - started

@@ -3,12 +3,12 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from prefect import flow
 from prefect.futures import PrefectFuture, as_completed
@@ -39,21 +39,17 @@ log = logging.getLogger(__name__)
 StageName = Literal["ingest", "chunk", "count", "merge", "encode", "train", "sample"]
 
 
-class Caller(Protocol):
-    """How the chain's stages are called: run by Prefect, or only looked at by ``textmill plan``."""
-
-    def call(self, stage: Stage, *arguments: Any) -> Ref:
-        """The output of one stage."""
-
-    def map(self, stage: Stage, texts: Ref, chunks: Ref, split: str, *arguments: Any) -> list[Ref]:
-        """The output of one stage for each chunk of a split."""
-
-
 def chain(
-    config: PipelineConfig, sources: tuple[list[Source], list[Source]], caller: Caller
+    config: PipelineConfig,
+    sources: tuple[list[Source], list[Source]],
+    call: Callable[..., Ref],
+    map_: Callable[..., list[Ref]],
 ) -> Iterator[tuple[StageName, Ref]]:
-    """The stages in their order, each yielded once it is done; from the sources for training and for validation."""
-    call, map_ = caller.call, caller.map
+    """The stages in their order, each yielded once it is done; from the sources for training and for validation.
+
+    ``call(stage, *arguments)`` gives the output of a stage, ``map_(stage, texts, chunks, split, *arguments)`` those for
+    each chunk of a split: made by Prefect, or only looked up by ``textmill plan``.
+    """
     specials, pattern, separator = config.tokenizer.special_tokens, config.tokenizer.pattern, config.data.separator
 
     texts = call(ingest, *sources, config.data)
@@ -132,9 +128,9 @@ def pipeline(
     run = Run(absolute(root), flow_run.name, frozenset(refresh), config.execution)
     record: dict[str, Any] = {"name": run.name, "at": datetime.now(UTC).isoformat(timespec="seconds"), "root": run.root}
     record |= {"config": asdict(config), "until": until, "refresh": list(refresh), "stages": {}}
-    clock = time.perf_counter()
+    caller, clock = PrefectCaller(run), time.perf_counter()
     try:
-        for stage_name, ref in chain(config, find_sources(config.data, run.store), PrefectCaller(run)):
+        for stage_name, ref in chain(config, find_sources(config.data, run.store), caller.call, caller.map):
             output = read_output(run.store, ref)
             state = "made" if output.manifest["made"]["run"] == run.name else "cached"
             now = time.perf_counter()

@@ -55,7 +55,7 @@ def plan(config: PipelineConfig, root: str, until: str | None, refresh: Sequence
     """(stage, what would happen and why) for every stage up to ``until``."""
     planner = Planner(Run(absolute(root), "plan", frozenset(refresh), config.execution))
     sources = find_sources.fn(config.data, planner.run.store)  # read where they are new, as digests are in the keys
-    for name, _ in chain(config, sources, planner):
+    for name, _ in chain(config, sources, planner.call, planner.map):
         if name == until:
             break
     return planner.rows
