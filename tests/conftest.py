@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 import pytest
 
+from lm.pretokens import END_OF_TEXT
 from lm.tokenizer import Tokenizer
 from tests.tokenizers_made import CUSTOM_PATTERN, make_tokenizer
 
@@ -44,6 +45,12 @@ def shared_data() -> Path:
     if not (folder / "gpt2_vocab.json").exists():
         pytest.skip("the text and vocabulary of ../shared/data are not here")
     return folder
+
+
+@pytest.fixture(scope="session")
+def gpt2(shared_data: Path) -> Tokenizer:
+    """GPT-2's tokenizer."""
+    return Tokenizer.from_files(shared_data / "gpt2_vocab.json", shared_data / "gpt2_merges.txt", [END_OF_TEXT])
 
 
 @pytest.fixture(scope="session")

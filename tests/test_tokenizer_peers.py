@@ -72,11 +72,6 @@ def test_hugging_face_knows_special_tokens_missing_from_the_vocabulary(tmp_path:
 
 
 @pytest.fixture(scope="module")
-def gpt2(shared_data: Path) -> Tokenizer:
-    return Tokenizer.from_files(shared_data / "gpt2_vocab.json", shared_data / "gpt2_merges.txt", [END_OF_TEXT])
-
-
-@pytest.fixture(scope="module")
 def tiktoken_gpt2(shared_data: Path) -> Any:
     """tiktoken's GPT-2 out of the published vocabulary, read here apart from ``lm.formats``."""
     tiktoken = pytest.importorskip("tiktoken", reason="tiktoken is not installed")
