@@ -109,16 +109,17 @@ def _wait(
     """Wait until all have ended, or one badly and the others with it, or those asked to stop have had their time;
     returns their exit codes, None for what still runs."""
     deadline, is_asked, size = math.inf, False, 0
-    processes = [rank.process for rank in ranks]
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        if any(process.returncode not in (None, 0, INTERRUPTED) for process in processes):
-            deadline = min(deadline, time.monotonic() + _REST)
-        if stopping.is_set() and not is_asked:
-            for process in processes:
-                process.send_signal(signal.SIGTERM)
-            deadline, is_asked = min(deadline, time.monotonic() + _GRACE), True
+    while True:
+        codes = [rank.process.poll() for rank in ranks]
         if metrics.exists() and metrics.stat().st_size != size and (rows := read_metrics(metrics)):
             size = metrics.stat().st_size
             progress(rows[-1]["step"])
+        if None not in codes or time.monotonic() >= deadline:
+            return codes
+        if any(code not in (None, 0, INTERRUPTED) for code in codes):
+            deadline = min(deadline, time.monotonic() + _REST)
+        if stopping.is_set() and not is_asked:
+            for rank in ranks:
+                rank.process.send_signal(signal.SIGTERM)
+            deadline, is_asked = min(deadline, time.monotonic() + _GRACE), True
         time.sleep(_POLL)
-    return [process.poll() for process in processes]

@@ -160,8 +160,12 @@ def test_killed_parent_leaves_no_orphan(running: Running) -> None:
     assert [row["step"] for row in rows] == list(range(1, done + 6)), "it went on, and lost no step"
 
 
-def test_a_killed_process_ends_the_others(running: Running) -> None:
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_killed_process_ends_the_others(running: Running, hangs: bool) -> None:
+    """Also the first, where it hangs until a message comes, as it may on a GPU."""
     parent, job, ranks = running
+    if hangs:
+        os.kill(ranks[0], signal.SIGSTOP)
     os.kill(ranks[1], signal.SIGKILL)
     assert wait_until(lambda: parent.poll() is not None, 30)
     assert not any(map(is_alive, ranks))
