@@ -32,10 +32,8 @@ def run_processes(
     """Train the job of a file in ``number`` processes; ``progress`` is told the steps found in ``metrics``.
 
     Raises UserError for a mistake that they name or a process that dies, Interrupted once ``stopping`` is set and they
-    have saved. No process outlives this call, nor this process: all hold the reading end of a pipe, and end when its
-    other end closes.
+    have saved. No process outlives this call, nor this process: they end with their standard input, a pipe from here.
     """
-    reading, writing = os.pipe()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -43,19 +41,17 @@ def run_processes(
     try:
         for rank in range(number):
             world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number}
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, PARENT: reading}
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, PARENT: "stdin"}
             environment = {name: str(value) for name, value in (world | meeting).items()}
-            ranks.append(_Rank(job, environment, reading, group=ranks[0].process.pid if ranks else 0))
+            ranks.append(_Rank(job, environment, group=ranks[0].process.pid if ranks else 0))
         codes = _wait(ranks, progress, stopping, metrics)
     finally:
         if ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(ranks[0].process.pid, signal.SIGKILL)
         for started in ranks:
-            started.process.wait()
-            started.relay.join()
-        os.close(reading)
-        os.close(writing)
+            with started.process:  # closes its pipes and waits for it
+                started.relay.join()
     if codes[0] == INTERRUPTED:
         raise Interrupted(ranks[0].message())
     for code, ended in zip(codes, ranks, strict=True):
@@ -75,16 +71,16 @@ def run_processes(
 class _Rank:
     """One of the processes, what it said last, and the thread that passes that on to our log."""
 
-    def __init__(self, job: Path, environment: dict[str, str], pipe: int, group: int) -> None:
+    def __init__(self, job: Path, environment: dict[str, str], group: int) -> None:
         self.lines: list[str] = []
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lm.train", str(job)],
             env=os.environ | environment,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            pass_fds=(pipe,),
+            errors="replace",  # a compiler's words, say
             process_group=group,  # Ctrl-C in a terminal comes by way of us
         )
         self.relay = threading.Thread(target=self._relay, args=(self.process.stdout,), daemon=True)

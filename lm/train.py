@@ -31,7 +31,7 @@ from lm.trainer import Interrupted, TrainData, Trainer
 
 INTERRUPTED = 75  # exit code: stopped and saved; the same command goes on (EX_TEMPFAIL of sysexits.h)
 SAYS = "lm.train: "  # before the one message of a training that ends early
-PARENT = "TEXTMILL_PARENT"  # environment variable: a pipe whose end-of-file tells that the starting process is gone
+PARENT = "TEXTMILL_PARENT"  # environment variable, set where the end of standard input is the end of our parent
 _GRACE = 20.0  # seconds that are left then to finish the step and save
 
 log = logging.getLogger(__name__)
@@ -121,9 +121,9 @@ def stopped_by_signals(stopping: threading.Event) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _end_with_parent(pipe: int, stopping: threading.Event) -> None:
-    """Stop when the process that holds the other end of the pipe has ended, however it did."""
-    os.read(pipe, 1)
+def _end_with_parent(stopping: threading.Event) -> None:
+    """Stop when the process that holds the other end of standard input has ended, however it did."""
+    os.read(0, 1)  # not by way of sys.stdin, whose lock would hold up the end of this process
     stopping.set()
     time.sleep(_GRACE)
     os._exit(INTERRUPTED)
@@ -135,8 +135,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("job", type=Path, help="JSON file that the stage train wrote")
     options = parser.parse_args(arguments)
     stopping = threading.Event()
-    if pipe := os.environ.get(PARENT):
-        threading.Thread(target=_end_with_parent, args=(int(pipe), stopping), daemon=True).start()
+    if os.environ.get(PARENT):
+        threading.Thread(target=_end_with_parent, args=(stopping,), daemon=True).start()
     is_first = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(level=logging.INFO if is_first else logging.ERROR, format="%(message)s")
     try:
