@@ -383,6 +383,8 @@ def _parquet_rows(url: str, text_field: str) -> Iterator[tuple[str, str]]:
                     if document is not None:
                         yield f"row {number:,}", document
         except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
+            if is_network_failure(error):
+                raise
             raise UserError(f"{url} is not a readable Parquet file: {error}") from None
 
 

@@ -1,11 +1,13 @@
 """Networks that fail: what is tried again, and what is not."""
 
 import http.server
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from tenacity import wait_none
 
 from flows.config import load_preset
@@ -74,6 +76,21 @@ def test_a_refusal_is_no_failure_of_the_network(moody: str, answer: int) -> None
 def test_a_server_that_is_not_there(moody: str) -> None:
     with pytest.raises(Unreachable, match="cannot be"):
         fingerprint("http://127.0.0.1:9/a.txt")
+
+
+class Broken(io.FileIO):
+    """A file whose connection has broken, as a file system on a network tells it: by an OSError."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        raise ConnectionResetError("reset by peer")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.zst", "a.jsonl", "a.parquet"])
+def test_a_broken_connection_is_no_corrupt_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (tmp_path / name).write_bytes(bytes(100))
+    monkeypatch.setattr(LocalFileSystem, "open", lambda fs, path, mode: Broken(path))
+    with pytest.raises(Unreachable, match="the connection broke"):
+        read(str(tmp_path / name))
 
 
 @pytest.fixture
