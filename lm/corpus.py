@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -247,34 +248,25 @@ class Tally:
 
 
 def decode_blocks(
-    blocks: Iterable[bytes], name: str, invalid_utf8: str = "error", tally: Tally | None = None, offset: int = 0
+    blocks: Iterable[bytes], name: str, invalid_utf8: str = "error", tally: Tally | None = None
 ) -> Iterator[str]:
-    """Decode UTF-8 blocks to text. An invalid byte raises UserError with its offset in ``name`` (counted from
-    ``offset``), or with ``invalid_utf8="replace"`` becomes U+FFFD and is counted in ``tally``."""
-    pending = b""
-    for block in blocks:
-        data = pending + block
-        text, used = _decode(data, False, name, invalid_utf8, tally, offset)
-        offset += used
+    """Decode UTF-8 blocks to text. An invalid byte raises UserError with its offset in ``name``, or with
+    ``invalid_utf8="replace"`` becomes U+FFFD and is counted in ``tally``."""
+    pending, offset = b"", 0
+    for block in chain(blocks, [None]):  # after the last, what is pending is invalid
+        data = pending + (block or b"")
+        try:
+            text, used = codecs.utf_8_decode(data, "strict", block is None)
+        except UnicodeDecodeError as error:
+            if invalid_utf8 == "error":
+                raise NotUtf8(data[error.start], offset + error.start, name) from None
+            text, used = codecs.utf_8_decode(data, "replace", block is None)
+            if tally:
+                tally.replaced += text.count("�") - data[:used].count("�".encode())
         pending = data[used:]
+        offset += used
         if text:
             yield text
-    if pending:
-        yield _decode(pending, True, name, invalid_utf8, tally, offset)[0]
-
-
-def _decode(
-    data: bytes, final: bool, name: str, invalid_utf8: str, tally: Tally | None, offset: int
-) -> tuple[str, int]:
-    try:
-        return codecs.utf_8_decode(data, "strict", final)
-    except UnicodeDecodeError as error:
-        if invalid_utf8 == "error":
-            raise NotUtf8(data[error.start], offset + error.start, name) from None
-    text, used = codecs.utf_8_decode(data, "replace", final)
-    if tally:
-        tally.replaced += text.count("�") - data[:used].count("�".encode())
-    return text, used
 
 
 @contextmanager
@@ -301,12 +293,9 @@ def documents(url: str, config: DataConfig, tally: Tally) -> Iterator[str]:
     if kind == "text":
         yield from _text_documents(url, config, tally)
         return
-    if kind == "jsonl":
-        rows = _jsonl_rows(url, config, tally)
-    else:
-        if compression:
-            raise UserError(f"{url}: Parquet is compressed inside; decompress the file itself.")
-        rows = _parquet_rows(url, config.text_field)
+    if kind == "parquet" and compression:
+        raise UserError(f"{url}: Parquet is compressed inside; decompress the file itself.")
+    rows = _jsonl_rows(url, config, tally) if kind == "jsonl" else _parquet_rows(url, config.text_field)
     for place, document in rows:
         if config.separator in document:
             if config.separator_in_document == "error":
@@ -376,12 +365,11 @@ def _parquet_rows(url: str, text_field: str) -> Iterator[tuple[str, str]]:
                 )
             if file.schema_arrow.field(text_field).type not in (pa.string(), pa.large_string()):
                 raise UserError(f"{url}: column {text_field!r} is not text; set data.text_field.")
-            number = 0
-            for batch in file.iter_batches(columns=[text_field], batch_size=1024):
-                for document in batch.column(0).to_pylist():
-                    number += 1
-                    if document is not None:
-                        yield f"row {number:,}", document
+            batches = file.iter_batches(columns=[text_field], batch_size=1024)
+            rows = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+            for number, document in enumerate(rows, start=1):
+                if document is not None:
+                    yield f"row {number:,}", document
         except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
             if is_network_failure(error):
                 raise
