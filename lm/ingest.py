@@ -2,8 +2,9 @@
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain, count, groupby
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +32,24 @@ def ingest(train: Sequence[Source], valid: Sequence[Source], config: DataConfig,
     fraction is set aside, is written to ``out`` as ``train.txt`` and ``valid.txt``. Raises UserError for bad input.
     """
     if not valid and config.valid_fraction:
-        texts, statistics = _split(train, config, out)
+        texts, tallies = _split(train, config, out)
     else:
-        texts, statistics = {}, {}
+        texts, tallies = {}, {"train": Tally(), "valid": Tally()}
         for name, sources, first in (("train", train, 0), ("valid", valid, len(train))):
-            tally = Tally()
-            texts[name] = list(_collect(name, sources, first, config, out, tally))
-            statistics[name] = asdict(tally)
-    for name, tally_dict in statistics.items():
-        if tally_dict["documents"] == 1:
+            texts[name] = list(_collect(name, sources, first, config, out, tallies[name]))
+    for name, tally in tallies.items():
+        if tally.documents == 1:
             log.info("The %s text has no separator %s inside: it is one document.", name, config.separator)
-        for what in ("replaced", "separators_removed"):
-            if tally_dict[what]:
-                log.warning("The %s text: %s %s.", name, f"{tally_dict[what]:,}", what.replace("_", " "))
+        for what, number in (("replaced", tally.replaced), ("separators removed", tally.separators_removed)):
+            if number:
+                log.warning("The %s text: %s %s.", name, f"{number:,}", what)
     if not sum(text.bytes for text in texts["train"]):
         raise UserError("The sources hold no text: data.train has no document.")
     return {
         **{name: [asdict(text) for text in found] for name, found in texts.items()},
-        "statistics": {name: {**statistics[name], "bytes": sum(text.bytes for text in texts[name])} for name in texts},
+        "statistics": {
+            name: {**asdict(tally), "bytes": sum(text.bytes for text in texts[name])} for name, tally in tallies.items()
+        },
     }
 
 
@@ -56,28 +57,25 @@ def _collect(
     name: str, sources: Sequence[Source], first: int, config: DataConfig, out: Path, tally: Tally
 ) -> Iterator[Text]:
     """The texts of sources that are not split: files used where they lie, runs of the others joined to one file."""
-    copied: list[Source] = []
-    parts = 0
-
-    def flush() -> Iterator[Text]:
-        nonlocal parts
-        if copied:
-            parts += 1
-            path = out / (f"{name}.txt" if parts == 1 else f"{name}-{parts}.txt")
-            yield from _written(path, _write(path, _all_documents(copied, config, tally)))
-            copied.clear()
-
-    for number, source in enumerate(sources, start=first):
-        if is_referable(source.url) and (size := _check(source, config, tally)) is not None:
-            yield from flush()
-            yield Text(None, number, size)
-        else:
-            copied.append(source)
-    yield from flush()
+    checked = ((source, _check(source, number, config, tally)) for number, source in enumerate(sources, start=first))
+    parts = count(1)
+    for is_copied, run in groupby(checked, key=lambda found: found[1] is None):
+        if not is_copied:
+            yield from (text for _, text in run if text)
+            continue
+        part = next(parts)
+        path = out / (f"{name}.txt" if part == 1 else f"{name}-{part}.txt")
+        with path.open("wb") as file:
+            for source, _ in run:
+                file.writelines(document.encode() for document in documents(source.url, config, tally))
+        yield from _written(path)
 
 
-def _check(source: Source, config: DataConfig, tally: Tally) -> int | None:
-    """Read a plain file through: its bytes, or None when it has invalid bytes to replace and so must be copied."""
+def _check(source: Source, number: int, config: DataConfig, tally: Tally) -> Text | None:
+    """A plain file, read through, as the text that it is; None for one that must be copied, if only for its invalid
+    bytes to be replaced."""
+    if not is_referable(source.url):
+        return None
     found = Tally()
     for _ in documents(source.url, config, found):
         pass
@@ -85,49 +83,32 @@ def _check(source: Source, config: DataConfig, tally: Tally) -> int | None:
         return None
     tally.documents += found.documents
     tally.lengths = [sum(counts) for counts in zip(tally.lengths, found.lengths, strict=True)]
-    return source.bytes
+    return Text(None, number, source.bytes)
 
 
-def _all_documents(sources: Iterable[Source], config: DataConfig, tally: Tally) -> Iterator[str]:
-    for source in sources:
-        yield from documents(source.url, config, tally)
+def _written(path: Path) -> list[Text]:
+    """The text of a file of ours; an empty one is removed."""
+    if size := path.stat().st_size:
+        return [Text(path.name, None, size)]
+    path.unlink()
+    return []
 
 
-def _write(path: Path, texts: Iterable[str]) -> int:
-    size = 0
-    with path.open("wb") as file:
-        for text in texts:
-            size += file.write(text.encode())
-    return size
-
-
-def _written(path: Path, size: int) -> list[Text]:
-    if not size:
-        path.unlink()
-        return []
-    return [Text(path.name, None, size)]
-
-
-def _split(
-    sources: Sequence[Source], config: DataConfig, out: Path
-) -> tuple[dict[str, list[Text]], dict[str, dict[str, Any]]]:
+def _split(sources: Sequence[Source], config: DataConfig, out: Path) -> tuple[dict[str, list[Text]], dict[str, Tally]]:
     """Set a fraction of the documents aside, each by its own hash: the choice does not depend on order or number."""
     tallies = {"train": Tally(), "valid": Tally()}
     tally = Tally()
     limit = int(config.valid_fraction * 2**64)
     paths = {name: out / f"{name}.txt" for name in tallies}
-    sizes = dict.fromkeys(tallies, 0)
     with paths["train"].open("wb") as train, paths["valid"].open("wb") as valid:
-        for document in _all_documents(sources, config, tally):
-            data = document.encode()
+        for document in chain.from_iterable(documents(source.url, config, tally) for source in sources):
             # Stripped, as the first document of a file lacks the newline that comes before the others.
             words = document.removesuffix(config.separator).strip()
             digest = hashlib.sha256(words.encode()).digest()
             chosen = int.from_bytes(digest[:8], "big") < limit and not document.isspace()
-            name = "valid" if chosen else "train"
+            (valid if chosen else train).write(document.encode())
             if not document.isspace():
-                tallies[name].add(words)
-            sizes[name] += (valid if chosen else train).write(data)
+                tallies["valid" if chosen else "train"].add(words)
     tallies["train"].replaced, tallies["train"].separators_removed = tally.replaced, tally.separators_removed
     if not tallies["train"].documents or not tallies["valid"].documents:
         log.info(
@@ -136,18 +117,17 @@ def _split(
             100 * config.valid_fraction,
         )
         # One of the two is empty, or is white space that stood after the last separator.
-        sizes = _split_tail(paths["valid"].read_bytes() + paths["train"].read_bytes(), config, paths)
-        tallies["train"].documents, tallies["train"].lengths = tally.documents, tally.lengths
-        tallies["valid"] = Tally()
+        _split_tail(paths["valid"].read_bytes() + paths["train"].read_bytes(), config, paths)
+        tallies = {"train": tally, "valid": Tally()}
         tallies["valid"].add(paths["valid"].read_text(encoding="utf-8"))
-    texts = {name: _written(paths[name], sizes[name]) for name in paths}
-    return texts, {name: asdict(found) for name, found in tallies.items()}
+    return {name: _written(path) for name, path in paths.items()}, tallies
 
 
-def _split_tail(data: bytes, config: DataConfig, paths: dict[str, Path]) -> dict[str, int]:
+def _split_tail(data: bytes, config: DataConfig, paths: dict[str, Path]) -> None:
     wanted = data[: int(len(data) * (1 - config.valid_fraction))].decode(errors="ignore")
     cut = len(wanted[: last_cut(wanted, [config.separator])].encode())
     if not cut:
         raise UserError("The text is too short to set a validation fraction aside; set data.valid_fraction to 0.")
     end = b"" if data[:cut].endswith(config.separator.encode()) else config.separator.encode()
-    return {"train": paths["train"].write_bytes(data[:cut] + end), "valid": paths["valid"].write_bytes(data[cut:])}
+    paths["train"].write_bytes(data[:cut] + end)
+    paths["valid"].write_bytes(data[cut:])
