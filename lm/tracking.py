@@ -45,12 +45,7 @@ class Tracker:
         """Write a row of figures."""
         self._append("metrics.jsonl", row)
         figures = {name: value for name, value in row.items() if name != "step"}
-        for module in list(self._modules):
-            try:
-                module.log(figures, step=row["step"])
-            except Exception as error:  # the training is worth more
-                log.warning("%s fails and is told no more: %s", module.__name__, error)
-                self._modules.remove(module)
+        self._tell("log", figures, step=row["step"])
         for name, value in figures.items() if self._board else ():
             self._board.add_scalar(name, value, row["step"])
 
@@ -70,7 +65,14 @@ class Tracker:
 
     def close(self) -> None:
         """Tell the trackers that the run is over."""
-        for module in self._modules:
-            module.finish()
+        self._tell("finish")
         if self._board:
             self._board.close()
+
+    def _tell(self, what: str, *arguments: Any, **options: Any) -> None:
+        for module in list(self._modules):
+            try:
+                getattr(module, what)(*arguments, **options)
+            except Exception as error:  # the training is worth more
+                log.warning("%s fails and is told no more: %s", module.__name__, error)
+                self._modules.remove(module)

@@ -64,11 +64,12 @@ def test_a_tracker_that_does_not_start_is_a_user_error(tmp_path: Path, monkeypat
         make(tmp_path, trackers=["wandb"]).run()
 
 
+@pytest.mark.parametrize("fails", ["log", "finish"])
 def test_a_tracker_that_fails_later_ends_no_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", module := Recorder("wandb"))
-    monkeypatch.setattr(module, "log", lambda figures, step: 1 / 0)
+    monkeypatch.setattr(module, fails, lambda *figures, **step: 1 / 0)
     assert make(tmp_path, trackers=["wandb"]).run()["steps"] == 20
     assert caplog.text.count("wandb fails and is told no more") == 1
 
