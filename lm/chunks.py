@@ -5,7 +5,7 @@ Source: CS336 assignment 1 (section 2.5, chunk boundaries), extended to many fil
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
@@ -113,14 +113,9 @@ def in_file(error: NotUtf8, path: str, part: Range | None) -> NotUtf8:
     return NotUtf8(error.byte, error.offset + (part.start if part else 0), path)
 
 
-@contextmanager
-def open_stretch(path: str, part: Range | None) -> Iterator[Iterator[bytes]]:
+def open_stretch(path: str, part: Range | None) -> AbstractContextManager[Iterator[bytes]]:
     """Open what :func:`stretches` gave, in blocks of bytes."""
-    with open_range(path, part.start, part.end) if part else open_bytes(path) as blocks:
-        try:
-            yield blocks
-        except NotUtf8 as error:
-            raise in_file(error, path, part) from None
+    return open_range(path, part.start, part.end) if part else open_bytes(path)
 
 
 def _find_cut(

@@ -7,14 +7,14 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from lm.chunks import Range, open_stretch, stretches
-from lm.errors import UserError
+from lm.chunks import Range, in_file, open_stretch, stretches
+from lm.errors import NotUtf8, UserError
 from lm.tokenizer import Tokenizer, token_dtype
 
 
@@ -63,16 +63,19 @@ def encode_files(
     """
     directory.mkdir(parents=True, exist_ok=True)
 
-    def encode(number: int, path: str, part: Range | None) -> Path:
+    def encode(number: int, stretch: tuple[str, Range | None]) -> Path:
         target = directory / f"{number:05}.bin"
-        with open_stretch(path, part) as blocks, target.open("wb") as file:
-            for ids in tokenizer.encode_blocks(blocks):
-                file.write(ids.data)
+        try:
+            with open_stretch(*stretch) as blocks, target.open("wb") as file:
+                for ids in tokenizer.encode_blocks(blocks):
+                    file.write(ids.data)
+        except NotUtf8 as error:
+            raise in_file(error, *stretch) from None
         return target
 
     found = stretches(paths, tokenizer.special_tokens, tokenizer.pattern)
     with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
-        return [job.result() for job in [pool.submit(encode, i, *stretch) for i, stretch in enumerate(found)]]
+        return list(pool.map(encode, count(), found))  # which gives up the rest where one fails
 
 
 class TokenShards:
