@@ -115,7 +115,10 @@ def count_to_file(
     parts: list[Path] = []
     for table in count_pretokens(texts, special_tokens, pattern, memory):
         parts.append(path.with_name(f"{path.name}.{len(parts)}"))
-        write_counts(parts[-1], table)
+        totals = write_counts(parts[-1], table)
+    if len(parts) == 1:
+        parts[0].replace(path)
+        return totals
     totals = merge_counts(parts, path)
     for part in parts:
         part.unlink()
@@ -146,6 +149,7 @@ def count_files(
         try:
             return list(count_pretokens(texts(), special_tokens, pattern))
         except NotUtf8 as error:
+            pending.clear()  # the other threads need not go on
             raise in_file(error, *stretch) from None
 
     with ThreadPoolExecutor(workers) as pool:
@@ -162,42 +166,34 @@ def add_up(tables: Iterable[pa.Table]) -> pa.Table:
     return summed.rename_columns(SCHEMA.names).cast(SCHEMA)
 
 
-def write_counts(path: Path, table: pa.Table) -> None:
-    """Write counts by partition, in order."""
+def write_counts(path: Path, table: pa.Table) -> tuple[int, int]:
+    """Write counts by partition, in order; returns (pretokens, different pretokens)."""
     table = table.combine_chunks()
-    with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
-        number = _partitions(table)
-        for partition in range(PARTITIONS):
-            writer.write_table(_sorted(table.filter(pa.array(number == partition))))
+    number = np.empty(len(table), np.uint8)
+    if len(table):
+        kernel.partition(*columns_of(table)[:2], PARTITIONS, number)
+    return _write(path, (table.filter(pa.array(number == partition)) for partition in range(PARTITIONS)))
 
 
 def merge_counts(parts: Sequence[Path], path: Path) -> tuple[int, int]:
     """Add up files of counts, one partition at a time; returns (pretokens, different pretokens)."""
     files = [_open(part) for part in parts]
+    return _write(path, (add_up(file.read_row_group(partition) for file in files) for partition in range(PARTITIONS)))
+
+
+def _write(path: Path, partitions: Iterable[pa.Table]) -> tuple[int, int]:
     total = unique = 0
     with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
-        for partition in range(PARTITIONS):
-            table = _sorted(add_up(file.read_row_group(partition) for file in files))
+        for table in partitions:
+            writer.write_table(table.sort_by([("count", "descending"), ("pretoken", "ascending")]))
             total += pc.sum(table["count"]).as_py() or 0
             unique += len(table)
-            writer.write_table(table)
     return total, unique
 
 
 def read_counts(path: Path) -> pa.Table:
     """The counts of a file: columns ``pretoken`` and ``count``."""
     return _open(path).read()
-
-
-def _sorted(table: pa.Table) -> pa.Table:
-    return table.sort_by([("count", "descending"), ("pretoken", "ascending")])
-
-
-def _partitions(table: pa.Table) -> npt.NDArray[np.uint8]:
-    number = np.empty(len(table), np.uint8)
-    if len(table):
-        kernel.partition(*columns_of(table)[:2], PARTITIONS, number)
-    return number
 
 
 def columns_of(table: pa.Table) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
