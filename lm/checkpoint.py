@@ -33,8 +33,7 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, iteratio
     try:
         with temporary.open("wb") as file:
             torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
+        _sync(temporary)
         os.replace(temporary, out)
     finally:
         temporary.unlink(missing_ok=True)
@@ -96,8 +95,8 @@ def save_training(
     about: dict[str, Any],
 ) -> None:
     """Write a checkpoint directory: ``model.safetensors``, ``optimizer.pt`` (with the states of the random number
-    generators), then ``checkpoint.json`` with the model's
-    config, the step, ``about``, and the size and sha256 of both files. An older one of that name is replaced."""
+    generators), then ``checkpoint.json`` with the model's config, the step, ``about``, and the size and sha256 of both
+    files. An older one of that name is replaced."""
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
     older = directory.with_name(f".{directory.name}.{os.getpid()}.old")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -110,11 +109,9 @@ def save_training(
         torch.save(state, temporary / "optimizer.pt")
         files = {path.name: _digest(path) for path in sorted(temporary.iterdir())}
         description = {"step": step, "model": asdict(model.config), **about, "files": files}
-        with (temporary / "checkpoint.json").open("w", encoding="utf-8") as file:
-            json.dump(description, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_directory(temporary)
+        (temporary / "checkpoint.json").write_text(json.dumps(description, indent=1), encoding="utf-8")
+        for path in (*temporary.iterdir(), temporary):
+            _sync(path)
         if directory.exists():
             directory.replace(older)  # whole until the new one stands in its place
         try:
@@ -123,15 +120,15 @@ def save_training(
             if older.exists():
                 older.replace(directory)
             raise
-        _sync_directory(directory.parent)
+        _sync(directory.parent)
         shutil.rmtree(older, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # a full disk is not left fuller
 
 
-def _sync_directory(directory: Path) -> None:
-    """Make the names in a directory outlive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Make the content of a file, or the names in a directory, outlive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -140,7 +137,6 @@ def _sync_directory(directory: Path) -> None:
 
 def _digest(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
-        os.fsync(file.fileno())
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
