@@ -97,15 +97,12 @@ def expand(patterns: Iterable[str]) -> list[str]:
         fs, path = _filesystem(pattern)
         try:
             is_literal = not glob.has_magic(path) or fs.exists(path)
-            found = [] if is_literal else sorted(str(match) for match in fs.glob(path) if fs.isfile(match))
+            found = [path] if is_literal else sorted(str(match) for match in fs.glob(path) if fs.isfile(match))
         except Exception as error:  # file systems have errors of their own
             raise UserError(f"{pattern} cannot be looked up: {error}") from error
-        if is_literal:
-            urls.append(_url(fs, path))
-        elif found:
-            urls.extend(_url(fs, match) for match in found)
-        else:
+        if not found:
             raise UserError(f"No file matches {pattern}.")
+        urls += found if isinstance(fs, LocalFileSystem) else map(fs.unstrip_protocol, found)
     return urls
 
 
@@ -121,10 +118,6 @@ def _filesystem(url: str) -> tuple[Any, str]:
     except (ValueError, ImportError, OSError) as error:
         raise UserError(f"{url} cannot be read: {error}") from None
     return fs, path
-
-
-def _url(fs: Any, path: str) -> str:
-    return path if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(path)
 
 
 def version(url: str) -> tuple[int, str] | None:
@@ -202,10 +195,9 @@ def is_network_failure(error: BaseException) -> bool:
 def split_suffixes(url: str) -> tuple[str, str]:
     """(kind, compression) by the name's end: kind is ``text``, ``jsonl`` or ``parquet``; compression such as ``.gz``
     or empty."""
-    name = url.partition("?")[0] if "://" in url else url
-    suffix = Path(name).suffix.lower()
-    compression = suffix if suffix in _DECOMPRESSORS else ""
-    inner = Path(name.removesuffix(Path(name).suffix) if compression else name).suffix.lower()
+    path = Path((url.partition("?")[0] if "://" in url else url).lower())
+    compression = path.suffix if path.suffix in _DECOMPRESSORS else ""
+    inner = path.with_suffix("").suffix if compression else path.suffix
     return {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}.get(inner, "text"), compression
 
 

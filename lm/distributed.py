@@ -101,13 +101,9 @@ class _Bucket:
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         self.missing = len(parameters)
-        self._flat = torch.empty(
-            sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
-        )
-        self._views = [
-            part.view_as(p)
-            for part, p in zip(self._flat.split([p.numel() for p in parameters]), parameters, strict=True)
-        ]
+        sizes = [parameter.numel() for parameter in parameters]
+        self._flat = torch.empty(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+        self._views = [part.view_as(p) for part, p in zip(self._flat.split(sizes), parameters, strict=True)]
         self._work: Any = None
 
     def send(self) -> None:

@@ -96,7 +96,7 @@ def _spellings(vocab: dict[int, bytes], special_tokens: Iterable[str]) -> dict[s
     return spellings
 
 
-def write_vocab(path: Path, vocab: dict[int, bytes], special_tokens: Iterable[str] = ()) -> None:
+def write_vocab(path: Path, vocab: dict[int, bytes], special_tokens: Iterable[str]) -> None:
     """Write GPT-2's vocab.json in the order of the ids, special tokens in plain text.
 
     Raises UserError where a special token and another token would be spelled alike.
@@ -138,20 +138,17 @@ def write_merges(path: Path, merges: Iterable[tuple[bytes, bytes]]) -> None:
 
 
 def write_tiktoken(
-    path: Path,
-    vocab: dict[int, bytes],
-    special_tokens: Iterable[str] = (),
-    merges: Iterable[tuple[bytes, bytes]] | None = None,
+    path: Path, vocab: dict[int, bytes], special_tokens: Iterable[str], merges: Iterable[tuple[bytes, bytes]]
 ) -> None:
     """Write tiktoken's rank file: the Base64 of a token and its id on a line, in the order of the ids.
 
     Special tokens, which tiktoken is told apart from the file, are left out, but for single bytes. tiktoken takes the
-    ids for the order of the merges: where ``merges`` are given, UserError is raised if that is not their order.
+    ids for the order of the merges: UserError is raised where that is not their order.
     """
     specials = {token.encode() for token in special_tokens if len(token.encode()) > 1}
     ranks = [(token, token_id) for token_id, token in sorted(vocab.items()) if token not in specials]
     merged = [token for token, _ in ranks if len(token) > 1]
-    if merges is not None and merged != [left + right for left, right in merges]:
+    if merged != [left + right for left, right in merges]:
         raise UserError(
             f"{path} was not written: tiktoken would encode with it otherwise, since the ids of the vocabulary do not "
             "follow the order of the merges. Use vocab.json and merges.txt, or tokenizer.json."

@@ -81,14 +81,13 @@ def last_cut(text: str, special_tokens: Sequence[str], pattern: str = GPT2_PATTE
     """
     # A special token that begins before ``limit`` cannot end past the text, so it has been seen whole.
     limit = max(0, len(text) - max(map(len, special_tokens), default=1) + 1)
-    specials: list[tuple[int, int]] = []
-    if special_tokens:
-        specials = [match.span() for match in special_pattern(tuple(special_tokens)).finditer(text)]
-        specials = [span for span in specials if span[0] < limit]
-    cut = specials[-1][1] if specials else 0
+    cut = 0
+    for match in special_pattern(tuple(special_tokens)).finditer(text) if special_tokens else ():
+        if match.start() < limit:
+            cut = match.end()
     if pattern == GPT2_PATTERN and cut < limit:  # white space inside a special token is no place to cut
-        match = _LAST_SPACE.search(text, cut, limit)
-        cut = match.start() if match else cut
+        space = _LAST_SPACE.search(text, cut, limit)
+        cut = space.start() if space else cut
     return cut
 
 
