@@ -60,23 +60,18 @@ def count_pretokens(
                 elif 3 * (table.slots.nbytes + table.arena.nbytes) > memory and table.used[SLOTS_USED]:
                     yield _columns(table)
                     table = make_table(len(table.slots) // WORDS, len(table.arena))
+                elif status == kernel.NO_ARENA:
+                    arena = np.zeros(2 * (len(table.arena) + len(buffer)), np.uint8)
+                    arena[: len(table.arena)] = table.arena
+                    table = table._replace(arena=arena)
                 else:
-                    table = _grown(table, status, 2 * len(buffer))
+                    table = with_more_slots(table, 2)
     yield _columns(table)
 
 
 def _count(*arguments: Any) -> int:
     with compiling("counting"):
         return kernel.count(*arguments)
-
-
-def _grown(table: Table, what: int, more: int) -> Table:
-    """The same table with twice the slots, or with twice the arena and ``more`` bytes."""
-    if what == kernel.NO_ARENA:
-        arena = np.zeros(2 * len(table.arena) + more, np.uint8)
-        arena[: len(table.arena)] = table.arena
-        return table._replace(arena=arena)
-    return with_more_slots(table, 2)
 
 
 def _columns(table: Table) -> pa.Table:
