@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lm.bounds import FORM, bounded, check_bounds
 from lm.errors import UserError
+from lm.fused import linear, linear_cross_entropy, rms_norm, swiglu
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) → (..., out_features)."""
-        return F.linear(x, self.weight)
+        return linear(x, self.weight)
 
 
 class Embedding(nn.Module):
@@ -131,6 +132,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d_model) → same shape and dtype."""
+        if not torch.compiler.is_compiling():
+            return rms_norm(x, self.weight, self.eps)
         h = x.float()
         h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
         return (h * self.weight.float()).to(x.dtype)
@@ -158,7 +161,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d_model) → same shape."""
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        gate, up = self.w1(x), self.w3(x)
+        return self.w2(F.silu(gate) * up if torch.compiler.is_compiling() else swiglu(gate, up))
 
 
 class FeedForward(nn.Module):
@@ -206,8 +210,12 @@ class RotaryEmbedding(nn.Module):
             cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
         else:
             cos, sin = self.cos[token_positions], self.sin[token_positions]
-        even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+        pairs = x.float().unflatten(-1, (-1, 2))
+        if torch.compiler.is_compiling():  # it does not compile complex numbers
+            even, odd = pairs.unbind(-1)
+            turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+        else:
+            turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
         return turned.flatten(-2).to(x.dtype)
 
 
@@ -371,6 +379,12 @@ class TransformerLM(nn.Module):
 
         Raises UserError when the sequence is longer than the context.
         """
+        logits = linear(self.hidden(token_ids, token_positions), self.head_weight)
+        cap = self.config.logit_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def hidden(self, token_ids: Tensor, token_positions: Tensor | None = None) -> Tensor:
+        """What the head is given: (B, T) → (B, T, D). Raises as :meth:`forward` does."""
         if token_ids.shape[-1] > self.config.context_length:
             raise UserError(
                 f"A sequence of {token_ids.shape[-1]} tokens does not fit the model's context of "
@@ -382,9 +396,12 @@ class TransformerLM(nn.Module):
                 x = checkpoint(layer, x, token_positions, use_reentrant=False)
             else:
                 x = layer(x, token_positions)
-        logits = F.linear(self.ln_final(x), self.head_weight)
-        cap = self.config.logit_softcap
-        return cap * torch.tanh(logits / cap) if cap else logits
+        return self.ln_final(x)
+
+    def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy of the logits and ``targets`` (B, T), in nats, without all the logits at a time."""
+        hidden = self.hidden(token_ids).flatten(0, -2)
+        return linear_cross_entropy(hidden, self.head_weight, targets.flatten(), self.config.logit_softcap)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:

@@ -4,11 +4,13 @@ Sources: CS336 assignment 1 (section 4); Loshchilov & Hutter 2019 (AdamW); Jorda
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+
+_IN_CACHE = 1 << 18  # elements of parameters, each with a gradient and two moments
 
 
 class SGD(torch.optim.Optimizer):
@@ -36,7 +38,7 @@ class AdamW(torch.optim.Optimizer):
     """Adam with decoupled weight decay; ``p ← p - lr·wd·p`` beside the bias-corrected Adam step.
 
     Equal to ``torch.optim.AdamW``. The update runs over lists of tensors at once (``torch._foreach``), so that its cost
-    does not grow with the number of parameters.
+    does not grow with the number of parameters; on a processor over short lists, which stay in its cache.
     """
 
     def __init__(
@@ -69,7 +71,8 @@ class AdamW(torch.optim.Optimizer):
                     state["t"] += 1
                     by_age.setdefault(state["t"], []).append(p)
             for t, params in by_age.items():
-                self._update(params, t, group)
+                for part in _in_cache(params):
+                    self._update(part, t, group)
         return loss
 
     def _update(self, params: list[Tensor], t: int, group: dict[str, Any]) -> None:
@@ -85,6 +88,17 @@ class AdamW(torch.optim.Optimizer):
         torch._foreach_add_(denominators, group["eps"])
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_addcdiv_(params, m, denominators, -group["lr"] / (1 - beta1**t))
+
+
+def _in_cache(params: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The parameters in turn: on a processor in lists that its cache holds, if they are small enough, elsewhere all."""
+    part: list[Tensor] = []
+    for p in params:
+        if part and p.device.type == "cpu" and sum(map(Tensor.numel, part)) + p.numel() > _IN_CACHE:
+            yield part
+            part = []
+        part.append(p)
+    yield part
 
 
 class Muon(torch.optim.Optimizer):

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -113,8 +112,7 @@ class Trainer:
 
     def _plain_loss(self, x: Tensor, y: Tensor) -> Tensor:
         with self._autocast():
-            logits = self.model(x)
-        return F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+            return self.model.loss(x, y)
 
     def _compiled_loss(self) -> Callable[[Tensor, Tensor], Tensor]:
         config, model = self.config, self.model.config

@@ -1,0 +1,186 @@
+"""Fast forms of what costs a training step most beside its matrix products: fewer passes over memory, less kept.
+
+Each equals the plain form beside its caller or in the tests, forward and backward. Under ``torch.compile``, which
+fuses for itself, the callers take the plain forms.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 30}  # of float32 logits at a time: a processor's cache; enough for a GPU
+_ONEDNN = torch.backends.mkldnn.is_available()
+_PART = 1 << 18  # elements of a tensor that a processor's cache holds, and of a few more besides
+
+
+def _has_onednn(x: Tensor) -> bool:
+    """Whether products of float32 matrices are oneDNN's: twice as fast as MKL's, torch's choice, where the processor
+    is not of MKL's maker. Not for a few rows, whose product is done before oneDNN has begun."""
+    rows = x.numel() // x.shape[-1]
+    return x.device.type == "cpu" and x.dtype == torch.float32 and rows >= 64 and _ONEDNN
+
+
+@torch.library.custom_op("textmill::onednn_product", mutates_args=())
+def _onednn_product(x: Tensor, weight: Tensor) -> Tensor:
+    """``x weightᵀ`` by oneDNN, for a compiled graph: torch's compiler takes its operator with constant weights only."""
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return found
+
+
+@_onednn_product.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight))
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """``x weightᵀ``."""
+    if not _has_onednn(x):
+        return x @ weight.T
+    if torch.compiler.is_compiling():
+        return _onednn_product(x, weight)
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return found
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return _product(gradient, weight.T), _weight_gradient(x.flatten(0, -2), gradient.flatten(0, -2))
+
+
+def _weight_gradient(x: Tensor, gradient: Tensor) -> Tensor:
+    """``gradientᵀ x`` (V, D), the wider factor in the place where oneDNN is fast."""
+    if gradient.shape[-1] > x.shape[-1]:
+        return _product(x.T, gradient.T).T
+    return _product(gradient.T, x.T)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``x weightᵀ``: (..., D), (V, D) → (..., V)."""
+    if _has_onednn(x) and not torch.is_autocast_enabled("cpu"):
+        product: Tensor = _Linear.apply(x, weight)
+        return product
+    return F.linear(x, weight)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        h = x.float()
+        mean_square = torch.linalg.vector_norm(h, dim=-1, keepdim=True).square_().div_(h.shape[-1])
+        scale = mean_square.add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (h * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        normed, gradient = x.float() * scale, gradient.float()
+        product = gradient * normed
+        of_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
+        along = (product @ weight.float().unsqueeze(-1)).div_(x.shape[-1])
+        of_x = (gradient * weight).sub_(normed.mul_(along)).mul_(scale)
+        return of_x.to(x.dtype), of_weight, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension, in float32; the shape and dtype of ``x``."""
+    normed: Tensor = _RmsNorm.apply(x, weight, eps)
+    return normed
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        out = torch.empty_like(gate)
+        for part_gate, part_up, part_out in _parts(gate, up, out):
+            torch.ops.aten.silu.out(part_gate, out=part_out)
+            part_out.mul_(part_up)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+        for part, part_gate, part_up, part_of_gate, part_of_up in _parts(gradient, gate, up, of_gate, of_up):
+            torch.mul(part, F.silu(part_gate), out=part_of_up)
+            torch.ops.aten.silu_backward.grad_input(part * part_up, part_gate, grad_input=part_of_gate)
+        return of_gate, of_up
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) ⊙ up``, both of one shape."""
+    product: Tensor = _SwiGlu.apply(gate, up)
+    return product
+
+
+def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of one shape, some rows of each at a time on a processor, whose cache these fit."""
+    flat = [tensor.view(-1, tensor.shape[-1]) for tensor in tensors]
+    rows = max(1, _PART // flat[0].shape[-1]) if flat[0].device.type == "cpu" else len(flat[0])
+    return zip(*(tensor.split(rows) for tensor in flat), strict=True)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, softcap: float, dtype: torch.dtype) -> Tensor:
+        wants_gradients = x.requires_grad or weight.requires_grad
+        with torch.autocast(x.device.type, enabled=False):
+            rows = max(1, _CHUNK_BYTES.get(x.device.type, 1 << 27) // (4 * len(weight)))
+            inputs, matrix = x.to(dtype), weight.to(dtype)
+            of_x = torch.empty_like(inputs) if wants_gradients else None
+            of_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_gradients else None
+            total = torch.zeros((), device=x.device)
+            for start in range(0, len(x), rows):
+                part, wanted = inputs[start : start + rows], targets[start : start + rows, None]
+                logits = _product(part, matrix).float()
+                if softcap:
+                    squeezed = logits.div_(softcap).tanh_()
+                    logits = squeezed * softcap
+                of_sum = logits.logsumexp(-1, keepdim=True)
+                total += (of_sum - logits.gather(-1, wanted)).sum()
+                if of_x is None or of_weight is None:
+                    continue
+                gradient = logits.sub_(of_sum).exp_()  # softmax
+                gradient.scatter_add_(-1, wanted, gradient.new_full(wanted.shape, -1.0))
+                gradient.div_(len(x))
+                if softcap:
+                    gradient.mul_(1 - squeezed.square_())
+                gradient = gradient.to(dtype)
+                of_x[start : start + rows] = _product(gradient, matrix.T)
+                of_weight += _weight_gradient(part, gradient)
+            ctx.save_for_backward(of_x, of_weight)
+        return total / len(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        of_x, of_weight = ctx.saved_tensors
+        return of_x * gradient, of_weight * gradient, None, None, None
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: float = 0.0) -> Tensor:
+    """Mean cross-entropy, in nats, of the logits ``x weightᵀ`` and ``targets``; a float32 scalar.
+
+    ``x`` (N, D) float, ``weight`` (V, D), ``targets`` int (N,). The logits, within ± ``softcap`` if it is not 0, exist
+    a few rows at a time: their gradient is taken as soon as they are there. Under autocast the products are in its
+    dtype.
+    """
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets, softcap, dtype)
+    return loss

@@ -1,0 +1,143 @@
+"""The fast forms of :mod:`lm.fused` equal plain ones, forward and backward."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lm import fused
+from lm.fused import linear, linear_cross_entropy, rms_norm, swiglu
+from lm.model import ModelConfig, TransformerLM, cross_entropy, silu
+
+ROWS = st.sampled_from([1, 2, 63, 64, 65, 130])
+WIDTHS = st.sampled_from([1, 2, 8, 31, 40])
+
+
+def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def plain_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: float) -> Tensor:
+    logits = x @ weight.T
+    return cross_entropy(softcap * torch.tanh(logits / softcap) if softcap else logits, targets)
+
+
+def assert_same(fast: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """Both give the same and have the same gradients, the plain one in float64."""
+    ours = [x.detach().clone().requires_grad_() for x in inputs]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    out, expected = fast(*ours), plain(*exact)
+    assert out.dtype == inputs[0].dtype and out.shape == expected.shape
+    torch.testing.assert_close(out, expected.to(out.dtype), rtol=1e-5, atol=1e-5)
+    above = torch.randn_like(expected)
+    found = torch.autograd.grad(out, ours, above.to(out.dtype))
+    wanted = torch.autograd.grad(expected, exact, above)
+    for ours_x, exact_x in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours_x, exact_x.to(ours_x.dtype), rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=ROWS, width=WIDTHS, out=WIDTHS, seed=st.integers(0, 99))
+def test_linear_is_the_product(rows: int, width: int, out: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    assert_same(linear, lambda x, w: x @ w.T, torch.randn(2, rows, width), torch.randn(out, width))
+
+
+def test_linear_takes_a_transposed_input() -> None:
+    x, weight = torch.randn(3, 8, 70).mT, torch.randn(5, 8)
+    torch.testing.assert_close(linear(x, weight), x @ weight.T)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=ROWS, width=WIDTHS, seed=st.integers(0, 99))
+def test_rms_norm_is_its_formula(rows: int, width: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    x, weight = torch.randn(2, rows, width) * 3, torch.randn(width)
+    assert_same(lambda x, w: rms_norm(x, w, 1e-5), lambda x, w: plain_rms_norm(x, w, 1e-5), x, weight)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=ROWS, width=WIDTHS, part=st.sampled_from([1, 64, 1 << 18]), seed=st.integers(0, 99))
+def test_swiglu_is_its_formula(rows: int, width: int, part: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "_PART", part)
+        assert_same(swiglu, lambda a, b: silu(a) * b, torch.randn(2, rows, width), torch.randn(2, rows, width))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=ROWS,
+    width=WIDTHS,
+    vocab=WIDTHS,
+    softcap=st.sampled_from([0.0, 1.0, 15.0]),
+    chunk=st.sampled_from([1, 1 << 10, 1 << 22]),
+    seed=st.integers(0, 99),
+)
+def test_cross_entropy_in_chunks_is_that_of_all_logits(
+    rows: int, width: int, vocab: int, softcap: float, chunk: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    targets = torch.randint(vocab, (rows,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "_CHUNK_BYTES", {"cpu": chunk})
+        assert_same(
+            lambda x, w: linear_cross_entropy(x, w, targets, softcap),
+            lambda x, w: plain_cross_entropy(x, w, targets, softcap),
+            torch.randn(rows, width),
+            torch.randn(vocab, width),
+        )
+
+
+def test_great_logits_give_no_infinity() -> None:
+    x, weight = torch.tensor([[1e4]], requires_grad=True), torch.tensor([[1.0], [-1.0]])
+    loss = linear_cross_entropy(x, weight, torch.tensor([1]))
+    assert loss.item() == 2e4
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert gradient.item() == 2.0
+
+
+def test_the_loss_without_gradients_keeps_none() -> None:
+    x, weight, targets = torch.randn(70, 8), torch.randn(9, 8), torch.randint(9, (70,))
+    with torch.no_grad():
+        loss = linear_cross_entropy(x, weight, targets)
+    torch.testing.assert_close(loss, F.cross_entropy(x @ weight.T, targets))
+    assert not loss.requires_grad
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_the_loss_under_autocast_is_near_that_of_the_logits(softcap: float) -> None:
+    torch.manual_seed(0)
+    model = TransformerLM(ModelConfig(97, 64, 32, 2, 2, d_ff=64, logit_softcap=softcap))
+    ids, targets = torch.randint(97, (2, 4, 64)).unbind()
+    with torch.autocast("cpu", torch.bfloat16):
+        fast = model.loss(ids, targets)
+        plain = F.cross_entropy(model(ids).flatten(0, 1).float(), targets.flatten())
+    for loss in (fast, plain):
+        loss.backward()
+    assert fast.dtype == torch.float32
+    torch.testing.assert_close(fast, plain, rtol=1e-3, atol=1e-3)
+    half = [parameter.grad / 2 for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    model.loss(ids, targets).backward()  # float32
+    for mean, exact in zip(half, (parameter.grad for parameter in model.parameters()), strict=True):
+        assert exact is not None
+        assert (mean - exact).norm() < 0.05 * exact.norm() + 1e-4
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_compiled_and_not_the_loss_and_its_gradients_are_the_same(tied: bool) -> None:
+    torch.manual_seed(0)
+    model = TransformerLM(ModelConfig(97, 64, 32, 1, 2, d_ff=64, tied_embeddings=tied, qk_norm=True))
+    ids, targets = torch.randint(97, (2, 4, 64)).unbind()
+    found = []
+    for loss_of in (model.loss, torch.compile(model.loss)):
+        loss = loss_of(ids, targets)
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+        model.zero_grad()
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
