@@ -88,9 +88,9 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         normed, gradient = x.float() * scale, gradient.float()
-        product = gradient * normed
-        of_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
-        along = (product @ weight.float().unsqueeze(-1)).div_(x.shape[-1])
+        product = (gradient * normed).flatten(0, -2)
+        of_weight = product.sum(0).to(weight.dtype)
+        along = torch.mv(product, weight.float()).div_(x.shape[-1]).view(scale.shape)
         of_x = (gradient * weight).sub_(normed.mul_(along)).mul_(scale)
         return of_x.to(x.dtype), of_weight, None
 

@@ -29,10 +29,11 @@ from lm.distributed import DDP, mean_over_processes, told_by_first
 from lm.errors import UserError
 from lm.execution import Execution
 from lm.generate import SampleConfig, complete
-from lm.metrics import bits_per_byte, flops_per_token, plot_metrics, read_metrics, write_metrics
+from lm.metrics import bits_per_byte, flops_per_token, plot_metrics, read_metrics
 from lm.model import ModelConfig, TransformerLM
 from lm.optim import clip_grad_norm
 from lm.recipe import TrainConfig, make_optimizers
+from lm.resume import take_over
 from lm.tokenizer import Tokenizer
 from lm.tracking import Tracker
 
@@ -139,7 +140,8 @@ class Trainer:
     def resume(self, previous: Path) -> bool:
         """Go on from the newest intact checkpoint of an unfinished run in ``previous``, which may be this run's own
         directory; False when there is none. Raises UserError where it is of another model, tokenizer or data."""
-        name = told_by_first(self._take_over(previous) if self.rank == 0 else None)
+        ours = {"model": asdict(self.model.config), "data": self.data.digests, "train": asdict(self.config)}
+        name = told_by_first(take_over(previous, self.out, ours) if self.rank == 0 else None)
         if name is None:
             return False
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -157,47 +159,6 @@ class Trainer:
             self.smoothed = torch.tensor(description["smoothed_loss"], device=self.device)
         log.info("Training resumes at step %s from %s.", f"{self.step:,}", previous / name)
         return True
-
-    def _take_over(self, previous: Path) -> str | None:
-        """Copy the checkpoints of another run, and its rows up to the newest, whose name is returned."""
-        newest = newest_checkpoint(previous)
-        if newest is None:
-            return None
-        description = read_description(newest) or {}
-        self._check_same(newest, description)
-        try:
-            for file in ("metrics.jsonl", "samples.jsonl"):
-                rows = [row for row in read_metrics(previous / file) if row["step"] <= description["step"]]
-                write_metrics(self.out / file, rows)
-            for directory in sorted(previous.glob("step-*")):
-                if not read_description(directory):
-                    if previous == self.out:
-                        shutil.rmtree(directory)
-                elif previous != self.out:
-                    copy = self.out / f".{directory.name}.copy"
-                    shutil.rmtree(copy, ignore_errors=True)
-                    shutil.copytree(directory, copy)
-                    copy.rename(self.out / directory.name)
-        except (OSError, shutil.Error) as error:
-            raise UserError(
-                f"The checkpoints in {previous} cannot be taken over: {error}. Free some space, or wait for another "
-                "run of the same training, which may be writing there."
-            ) from error
-        return newest.name
-
-    def _check_same(self, newest: Path, description: dict[str, Any]) -> None:
-        ours = {"model": asdict(self.model.config), "data": self.data.digests}
-        for section, wanted in ours.items():
-            found = description.get(section, {})
-            for name in sorted(wanted.keys() | found.keys()):
-                if wanted.get(name) != found.get(name):
-                    raise UserError(
-                        f"{newest} was made with {section} {name} {found.get(name)}, and this run has "
-                        f"{wanted.get(name)}; go on with the same, or train into another directory."
-                    )
-        wanted, found = asdict(self.config), description.get("train", {})
-        if changed := [name for name in wanted if name != "steps" and wanted[name] != found.get(name, wanted[name])]:
-            log.warning("Training goes on with another %s than before.", ", ".join(changed))
 
     def run(
         self, progress: Callable[[int], None] = lambda step: None, stopping: threading.Event | None = None

@@ -3,7 +3,7 @@
 The reference is :meth:`lm.tokenizer.Tokenizer.encode_reference`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +13,8 @@ from lm.kernels.simd import first_bit, last_bit, read, stand_alone, write
 from lm.kernels.table import Workspace
 
 MAX_MERGES = (1 << 20) - 256
-MOST_SCANNED = 30  # bytes: up to here the next merge is found by looking at all pairs, of 32 with those at the ends
 _BLOCK, _BACK = 2048, 32  # bytes that are merged at once of a longer pretoken, and of those before them, at least
-_NO_RANK = np.int32((1 << 26) - 1)  # greater than any
-_NO_KEY = _NO_RANK << 5  # at most any key of no merge, and above those of merges
+_NO_RANK = np.int32((1 << 25) - 1)  # greater than any
 _NO_NODE = np.int32((1 << 22) - 1)  # no merge has it
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 _EMPTY = np.uint64(0xFFFFFFFF)
@@ -106,67 +104,77 @@ def rank_of(pairs: Ids, parts: Words, left: int, right: int) -> Int:
         place = (place + 1) & (len(pairs) - 1)
 
 
-@kernel
-def encode_short(
-    buffer: Bytes,
-    at: int,
-    n: int,
-    byte_pairs: Ints,
-    pairs: Ids,
-    parts: Words,
-    ids: Ids,
-    nodes: Ints,
-    keys: Ints,
-    out: Ids,
-    out_at: int,
-) -> int:
-    """Encode a pretoken of at most 30 bytes to ``out[out_at:]``; returns the number of ids.
+def short_encoder(places: int) -> Any:
+    """A kernel that encodes a pretoken of at most ``places`` (32 or 64) - 2 bytes to ``out[out_at:]`` and returns the
+    number of ids.
 
     Byte i is place i + 1, between two nodes that merge with nothing. A merge leaves its node at the left place; which
     places are left is a mask. The key of a place is the rank of the merge with the next one, and below it the place: so
-    the least of all 32 is the merge to make. All of them are compared and written each time, by vector instructions:
-    to look at fewer takes branches that the processor cannot foretell, and costs more.
+    the least of all is the merge to make. All of them are compared and written each time, by vector instructions: to
+    look at fewer takes branches that the processor cannot foretell, and costs more.
     """
-    stand_alone()
-    for i in range(32):
-        write(keys, i, _NO_KEY)
-    write(nodes, 0, _NO_NODE)
-    write(nodes, n + 1, _NO_NODE)
-    for i in range(n):
-        write(nodes, i + 1, np.int32(read(buffer, at + i)))
-    best = _NO_KEY
-    for i in range(n - 1):
-        rank = read(byte_pairs, np.int64(read(buffer, at + i)) << 8 | np.int64(read(buffer, at + i + 1)))
-        key = np.int32(rank << 5 | (i + 1))
-        write(keys, i + 1, key)
-        best = min(best, key)
-    left = (_ONE << np.uint64(n + 2)) - _ONE
-    while best < _NO_KEY:
-        place = np.int64(best & 31)
-        node = 256 + np.int64(best >> 5)
-        write(nodes, place, np.int32(node))
-        above = left & (_ALL << np.uint64(place + 1))
-        gone = first_bit(above)
-        after = first_bit(above & (above - _ONE))
-        left ^= _ONE << np.uint64(gone)
-        before = last_bit(left & ((_ONE << np.uint64(place)) - _ONE))
-        key_here = np.int32(rank_of(pairs, parts, node, np.int64(read(nodes, after))) << 5 | place)
-        key_before = np.int32(rank_of(pairs, parts, np.int64(read(nodes, before)), node) << 5 | before)
-        best = _NO_KEY
-        for i in range(32):
-            key = read(keys, i)
-            key = _NO_KEY if i == gone else key
-            key = key_here if i == place else key
-            key = key_before if i == before else key
-            write(keys, i, key)
+    bits = places.bit_length() - 1
+    no_key = np.int32(_NO_RANK << bits)  # at most any key of no merge, and above those of merges
+
+    @kernel
+    def encode_short(
+        buffer: Bytes,
+        at: int,
+        n: int,
+        byte_pairs: Ints,
+        pairs: Ids,
+        parts: Words,
+        ids: Ids,
+        nodes: Ints,
+        keys: Ints,
+        out: Ids,
+        out_at: int,
+    ) -> int:
+        stand_alone()
+        for i in range(places):
+            write(keys, i, no_key)
+        write(nodes, 0, _NO_NODE)
+        write(nodes, n + 1, _NO_NODE)
+        for i in range(n):
+            write(nodes, i + 1, np.int32(read(buffer, at + i)))
+        best = no_key
+        for i in range(n - 1):
+            rank = read(byte_pairs, np.int64(read(buffer, at + i)) << 8 | np.int64(read(buffer, at + i + 1)))
+            key = np.int32(rank << bits | (i + 1))
+            write(keys, i + 1, key)
             best = min(best, key)
-    count = 0
-    left &= left - _ONE
-    while left & (left - _ONE):
-        write(out, out_at + count, out.dtype.type(read(ids, np.int64(read(nodes, first_bit(left))))))
-        count += 1
+        left = _ALL >> np.uint64(62 - n)
+        while best < no_key:
+            place = np.int64(best & (places - 1))
+            node = 256 + np.int64(best >> bits)
+            write(nodes, place, np.int32(node))
+            above = left & (_ALL << np.uint64(place + 1))
+            gone = first_bit(above)
+            after = first_bit(above & (above - _ONE))
+            left ^= _ONE << np.uint64(gone)
+            before = last_bit(left & ((_ONE << np.uint64(place)) - _ONE))
+            key_here = np.int32(rank_of(pairs, parts, node, np.int64(read(nodes, after))) << bits | place)
+            key_before = np.int32(rank_of(pairs, parts, np.int64(read(nodes, before)), node) << bits | before)
+            best = no_key
+            for i in range(places):
+                key = read(keys, i)
+                key = no_key if i == gone else key
+                key = key_here if i == place else key
+                key = key_before if i == before else key
+                write(keys, i, key)
+                best = min(best, key)
+        count = 0
         left &= left - _ONE
-    return count
+        while left & (left - _ONE):
+            write(out, out_at + count, out.dtype.type(read(ids, np.int64(read(nodes, first_bit(left))))))
+            count += 1
+            left &= left - _ONE
+        return count
+
+    return encode_short
+
+
+encode_30, encode_62 = short_encoder(32), short_encoder(64)
 
 
 @inlined

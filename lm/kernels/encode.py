@@ -6,7 +6,7 @@ The reference is :meth:`lm.tokenizer.Tokenizer.encode_reference`.
 import numpy as np
 
 from lm.kernels import Bytes, Ids, Int, Longs, Word, Words, inlined, kernel
-from lm.kernels.apply_merges import MOST_SCANNED, Model, Queue, encode_long, encode_short
+from lm.kernels.apply_merges import Model, Queue, encode_30, encode_62, encode_long
 from lm.kernels.simd import load64, read, stand_alone, store64
 from lm.kernels.table import (
     ARENA_USED,
@@ -91,9 +91,11 @@ def encode_other(
     slot = find(table, low, high, home, buffer, at, n)
     if table.slots[slot + 1] != 0:
         return recall(table.arena, table.slots[slot + 3], 0 if n <= SHORT else (n + 7) & ~7, out, out_at)
-    if n <= MOST_SCANNED:
-        arrays = model.byte_pairs, model.pairs, model.parts, model.ids, work.nodes, work.ranks
-        count = encode_short(buffer, at, n, *arrays, out, out_at)
+    arrays = model.byte_pairs, model.pairs, model.parts, model.ids, work.nodes, work.ranks
+    if n <= 30:
+        count = encode_30(buffer, at, n, *arrays, out, out_at)
+    elif n <= 62:
+        count = encode_62(buffer, at, n, *arrays, out, out_at)
     else:
         count = encode_long(buffer, at, n, model, queue, work, out, out_at)
     remember(table, slot, low, high, buffer, at, n, out, out_at, count)

@@ -1,0 +1,258 @@
+"""How fast a training step is beside Hugging Face's Llama, and beside its own matrix products.
+
+``python -m benchmarks.train [--device auto] [--shape stories|tinystories|124m|350m] [--rounds N] [--json]``. Ours is
+a step of :class:`lm.trainer.Trainer`: a batch from memory, forward, backward, clipping, AdamW. ``transformers`` is its
+``LlamaForCausalLM`` of the same shape with torch's fused AdamW and the same batch, precision, threads and clipping.
+``bound`` is the products and the attention of such a step alone, forward and backward, with weights and inputs in that
+precision from the start. Each measurement is a process of its own: some steps to warm up, then steps until the seconds
+are over; the median of them counts, and of the rounds, in turn. Memory is the greatest resident size above that of the
+imports (on a GPU: what torch had reserved). The last line is JSON; ``ratios`` above 1 mean that ours is faster, or
+smaller; ``step_vs_bound_bf16`` is the part of the bound that is reached.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lm.device import choose_device, peak_flops
+from lm.execution import Execution
+from lm.metrics import flops_per_token, parameter_count
+from lm.model import Linear, ModelConfig, TransformerLM
+from lm.recipe import TrainConfig
+from lm.tokenizer import Tokenizer
+from lm.trainer import TrainData, Trainer
+
+SHAPES = {  # and sequences a step
+    "stories": (ModelConfig(4096, 256, 256, 4, 4, d_ff=704), 16),
+    "tinystories": (ModelConfig(10_000, 256, 512, 4, 16, d_ff=1344), 64),
+    "124m": (ModelConfig(50_304, 1024, 768, 12, 12, d_ff=2048), 32),
+    "350m": (ModelConfig(50_304, 1024, 1024, 24, 16, d_ff=2752), 16),
+}
+WHO = [
+    ("ours", "float32", False),
+    ("transformers", "float32", False),
+    ("ours", "bfloat16", False),
+    ("transformers", "bfloat16", False),
+    ("ours", "bfloat16", True),
+    ("transformers", "bfloat16", True),
+    ("bound", "bfloat16", False),
+]
+RATIOS = {
+    "step_vs_transformers_fp32": (("ours", "float32", False), ("transformers", "float32", False)),
+    "step_vs_transformers_bf16": (("ours", "bfloat16", False), ("transformers", "bfloat16", False)),
+    "step_vs_transformers_bf16_compiled": (("ours", "bfloat16", True), ("transformers", "bfloat16", True)),
+    "step_vs_bound_bf16": (("ours", "bfloat16", True), ("bound", "bfloat16", False)),
+}
+WARM_UP = 4  # steps
+Step = Callable[[], Any]
+
+
+def ours(model: ModelConfig, batch: int, precision: Any, compiled: bool, device: torch.device) -> Step:
+    """A step of the trainer."""
+    assert model.vocab_size is not None
+    lm_trainer = sys.modules[Trainer.__module__]
+    lm_trainer._COMPILE_FLOPS = 0  # type: ignore[attr-defined]  # compiled however few the steps
+    vocab = {i: bytes([i]) if i < 256 else b"%d" % i for i in range(model.vocab_size)}
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, 1_000_000).astype(np.uint16)
+    data = TrainData(tokens, None, Tokenizer(vocab, []), 4.0)
+    config = TrainConfig(steps=1_000_000, batch_size=batch, precision=precision, warmup_steps=0)
+    execution = Execution(device=str(device), compile=compiled)
+    trainer = Trainer(config, model, data, execution, Path(tempfile.mkdtemp(prefix="textmill-benchmark-")))
+
+    def step() -> None:
+        trainer._train_step(*trainer._batch(trainer.step), 1e-4, is_asked=False)
+        trainer.step += 1
+
+    return step
+
+
+def hugging_face(model: ModelConfig, batch: int, precision: str, compiled: bool, device: torch.device) -> Step:
+    """A step of Hugging Face's Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=model.vocab_size,
+            hidden_size=model.d_model,
+            intermediate_size=model.d_ff,
+            num_hidden_layers=model.num_layers,
+            num_attention_heads=model.num_heads,
+            max_position_embeddings=model.context_length,
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
+    ).to(device)
+    llama.train()
+    optimizer = torch.optim.AdamW(llama.parameters(), 1e-4, (0.9, 0.95), weight_decay=0.1, fused=True)
+    ids = torch.randint(0, model.vocab_size or 1, (batch, model.context_length + 1), device=device)
+
+    def loss_of(ids: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+            logits = llama(input_ids=ids[:, :-1]).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+
+    loss = torch.compile(loss_of) if compiled else loss_of
+
+    def step() -> None:
+        loss(ids).backward()
+        torch.nn.utils.clip_grad_norm_(llama.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def bound(model: ModelConfig, batch: int, precision: str, compiled: bool, device: torch.device) -> Step:
+    """The matrix products and the attention of a step, one after the other."""
+    dtype = getattr(torch, precision)
+    shapes = [
+        module.weight.shape for module in TransformerLM(model, device="meta").modules() if isinstance(module, Linear)
+    ]
+    tokens = batch * model.context_length
+    weights = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
+    tensors = {width: torch.randn(tokens, width, device=device, dtype=dtype) for shape in shapes for width in shape}
+    heads = (batch, model.num_heads, model.context_length, model.d_model // model.num_heads)
+    qkv = [torch.randn(heads, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+    above = torch.randn(heads, device=device, dtype=dtype)
+
+    def step() -> None:
+        for weight in weights:
+            x, gradient = tensors[weight.shape[1]], tensors[weight.shape[0]]
+            x @ weight.T  # forward
+            gradient @ weight  # backward, for the input
+            gradient.T @ x  # and for the weight
+        for _ in range(model.num_layers):
+            out = F.scaled_dot_product_attention(*qkv, is_causal=True)
+            torch.autograd.grad(out, qkv, above)
+
+    return step
+
+
+def measure(
+    who: str, shape: str, precision: str, compiled: bool, device: torch.device, seconds: float
+) -> dict[str, float]:
+    """Seconds of a step and memory of this process."""
+    model, batch = SHAPES[shape]
+    torch.manual_seed(0)
+    if who == "transformers":
+        import transformers.models.llama.modeling_llama  # noqa: F401
+    imported = resident()
+    step: Step = {"ours": ours, "transformers": hugging_face, "bound": bound}[who](
+        model, batch, precision, compiled, device
+    )
+
+    def timed() -> float:
+        started = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    for _ in range(WARM_UP):
+        timed()
+    found, end = [timed()], time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        found.append(timed())
+    memory = torch.cuda.max_memory_reserved() if device.type == "cuda" else resident() - imported
+    return {"seconds": statistics.median(found), "memory_mb": memory / 1e6}
+
+
+def resident() -> float:
+    """The greatest resident size of this process so far, in bytes."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def run(options: argparse.Namespace, job: tuple[str, str, bool]) -> dict[str, float]:
+    """A measurement in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.train", "--device", options.device, "--shape", options.shape]
+    done = subprocess.run(
+        [*command, "--seconds", str(options.seconds), "--worker", json.dumps(job)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        print(f"{job} failed: {(done.stderr.splitlines() or ['no message'])[-1]}", file=sys.stderr)
+        return {}
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--shape", choices=SHAPES, default="stories")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of a measurement")
+    parser.add_argument("--json", action="store_true", help="print the line of JSON only")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    device = choose_device(options.device)
+    torch.set_num_threads(os.cpu_count() or 1)
+    if options.worker:
+        who, precision, compiled = json.loads(options.worker)
+        print(json.dumps(measure(who, options.shape, precision, compiled, device, options.seconds)))
+        return
+    model, batch = SHAPES[options.shape]
+    rows: dict[tuple[str, str, bool], list[dict[str, float]]] = {job: [] for job in WHO}
+    for number in range(options.rounds):
+        for job in WHO:
+            if found := run(options, job):
+                rows[job].append(found)
+                print(f"{number + 1} {job} {found['seconds']:.3f} s", file=sys.stderr, flush=True)
+    tokens, flops = batch * model.context_length, flops_per_token(model)
+    peaks = {name: peak_flops(device, getattr(torch, name)) for name in ("float32", "bfloat16")}
+    medians = {
+        job: {name: statistics.median(row[name] for row in found) for name in found[0]}
+        for job, found in rows.items()
+        if found
+    }
+    ratios = {
+        name: medians[theirs]["seconds"] / medians[mine]["seconds"]
+        for name, (mine, theirs) in RATIOS.items()
+        if mine in medians and theirs in medians
+    } | {
+        name.replace("step", "memory"): medians[theirs]["memory_mb"] / medians[mine]["memory_mb"]
+        for name, (mine, theirs) in RATIOS.items()
+        if mine in medians and theirs in medians and theirs[0] != "bound"
+    }
+    if not options.json:
+        print(
+            f"{options.shape}: {parameter_count(model)['total']:,} parameters, {batch} × {model.context_length} tokens"
+        )
+        print(f"{'who':14}{'precision':11}compiled  tokens/s     ms   MFU %  memory MB")
+        for (who, precision, compiled), row in medians.items():
+            rate = tokens / row["seconds"]
+            use = 100 * rate * flops / peaks[precision]
+            figures = f"{rate:9,.0f}{1000 * row['seconds']:7,.0f}{use:8.1f}{row['memory_mb']:11,.0f}"
+            print(f"{who:14}{precision:11}{compiled!s:9}{figures}")
+    machine = {
+        "device": str(device),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    named = {" ".join(map(str, job)): row for job, row in medians.items()}
+    rounded = {name: round(value, 3) for name, value in ratios.items()}
+    print(
+        json.dumps({"ratios": rounded, "shape": options.shape, "rows": named, "peak_flops": peaks, "machine": machine})
+    )
+
+
+if __name__ == "__main__":
+    main()
