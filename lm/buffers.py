@@ -38,8 +38,7 @@ def windows(
             if end == limit:
                 yield buffer, end, False
                 rest = buffer[cursor[AT] : end]
-                # Twice as much at least, so that a long pretoken is not looked at again and again.
-                limit = max(size, 2 * len(rest), min(len(rest) + len(piece), 8 * len(rest)))
+                limit = max(size, 4 * len(rest))  # so that a long pretoken is not looked at again and again
                 outgrown = limit + PADDING > len(buffer)
                 if outgrown:
                     buffer = np.empty(_SPARE * limit + PADDING, np.uint8)

@@ -148,6 +148,6 @@ def next_pretokens(
     if n > 0:
         cursor[PIECE] = SCANNED
     elif shortened:  # of a longer pretoken more is looked at
-        cursor[PIECE] *= 2
+        cursor[PIECE] *= 4
     cursor[AT] = starts[n]
     return n, NONE if shortened else MORE
