@@ -104,6 +104,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
         out = torch.empty_like(gate)
         for part_gate, part_up, part_out in _parts(gate, up, out):
@@ -116,7 +117,9 @@ class _SwiGlu(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
-        for part, part_gate, part_up, part_of_gate, part_of_up in _parts(gradient, gate, up, of_gate, of_up):
+        for part, part_gate, part_up, part_of_gate, part_of_up in _parts(
+            gradient.contiguous(), gate, up, of_gate, of_up
+        ):
             torch.mul(part, F.silu(part_gate), out=part_of_up)
             torch.ops.aten.silu_backward.grad_input(part * part_up, part_gate, grad_input=part_of_gate)
         return of_gate, of_up
@@ -137,8 +140,10 @@ def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, softcap: float, dtype: torch.dtype) -> Tensor:
-        wants_gradients = x.requires_grad or weight.requires_grad
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, softcap: float, options: tuple[torch.dtype, bool]
+    ) -> Tensor:
+        dtype, wants_gradients = options
         with torch.autocast(x.device.type, enabled=False):
             rows = max(1, _CHUNK_BYTES.get(x.device.type, 1 << 27) // (4 * len(weight)))
             inputs, matrix = x.to(dtype), weight.to(dtype)
@@ -182,5 +187,6 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: fl
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets, softcap, dtype)
+    wants_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)  # within, it is not enabled
+    loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets, softcap, (dtype, wants_gradients))
     return loss

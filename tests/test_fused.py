@@ -101,8 +101,16 @@ def test_great_logits_give_no_infinity() -> None:
     assert gradient.item() == 2.0
 
 
-def test_the_loss_without_gradients_keeps_none() -> None:
-    x, weight, targets = torch.randn(70, 8), torch.randn(9, 8), torch.randint(9, (70,))
+def test_swiglu_takes_what_is_not_contiguous() -> None:
+    gate, up = (torch.randn(8, 70, requires_grad=True) for _ in range(2))
+    found = torch.autograd.grad(swiglu(gate.T, up.T).sum(), (gate, up))
+    torch.testing.assert_close(found, torch.autograd.grad((silu(gate.T) * up.T).sum(), (gate, up)))
+
+
+def test_the_loss_without_gradients_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, targets = torch.randn(70, 8), torch.randint(9, (70,))
+    weight = torch.randn(9, 8, requires_grad=True)
+    monkeypatch.setattr(fused, "_weight_gradient", lambda *_: pytest.fail("a gradient was taken"))
     with torch.no_grad():
         loss = linear_cross_entropy(x, weight, targets)
     torch.testing.assert_close(loss, F.cross_entropy(x @ weight.T, targets))
