@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 _CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 30}  # of float32 logits at a time: a processor's cache; enough for a GPU
 _ONEDNN = torch.backends.mkldnn.is_available()
+_HAS_BFLOAT16 = _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 _PART = 1 << 18  # elements of a tensor that a processor's cache holds, and of a few more besides
 
 
@@ -138,6 +139,92 @@ def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(rows) for tensor in flat), strict=True)
 
 
+_SCORES = 1 << 19  # of attention at a time, in bfloat16: they and their gradients stay in a processor's cache
+_QUERIES = 256  # at a time, so that most of the keys that lie after them are left out
+_LONGEST = 1024  # in tokens; for twice as many torch's is as fast
+
+
+@torch.library.custom_op("textmill::causal_attention", mutates_args=())
+def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention (N, T, K) of N heads, each query to the keys up to its own."""
+    out = torch.empty_like(v)
+    for heads, rows, seen in _blocks(q):
+        weights = _attention_weights(q[heads, rows], k[heads, seen], rows.start)
+        torch.bmm(weights, v[heads, seen], out=out[heads, rows])
+    return out
+
+
+@torch.library.custom_op("textmill::causal_attention_backward", mutates_args=())
+def _causal_attention_backward(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of ``q``, ``k``, ``v``; the weights are computed once more."""
+    scale, gradient = q.shape[-1] ** -0.5, gradient.contiguous()
+    of_q, of_k, of_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for heads, rows, seen in _blocks(q):
+        weights = _attention_weights(q[heads, rows], k[heads, seen], rows.start)
+        of_weights = torch.bmm(gradient[heads, rows], v[heads, seen].mT)
+        of_scores = torch._softmax_backward_data(of_weights, weights, -1, q.dtype).mul_(scale)
+        torch.bmm(of_scores, k[heads, seen], out=of_q[heads, rows])
+        more_of_k, more_of_v = torch.bmm(of_scores.mT, q[heads, rows]), torch.bmm(weights.mT, gradient[heads, rows])
+        if seen.stop == q.shape[1]:  # the first block
+            of_k[heads], of_v[heads] = more_of_k, more_of_v
+        else:
+            of_k[heads, seen] += more_of_k
+            of_v[heads, seen] += more_of_v
+    return of_q, of_k, of_v
+
+
+def _blocks(q: Tensor) -> Iterator[tuple[slice, slice, slice]]:
+    """Heads, queries and the keys that these see, as many as ``_SCORES`` allow at a time; the last queries first."""
+    count, length, _ = q.shape
+    queries = min(length, _QUERIES)
+    at_once = max(1, _SCORES // (queries * length))
+    for head in range(0, count, at_once):
+        for end in range(length, 0, -queries):
+            start = max(0, end - queries)
+            yield slice(head, head + at_once), slice(start, end), slice(0, end)
+
+
+def _attention_weights(q: Tensor, k: Tensor, start: int) -> Tensor:
+    """Softmax of the scores of queries ``start`` … and the keys up to the last of them."""
+    scores = torch.bmm(q, k.mT).mul_(q.shape[-1] ** -0.5)
+    ahead = scores.new_full((q.shape[1], q.shape[1]), float("-inf")).triu_(1)
+    scores[..., start:] += ahead
+    return scores.softmax(-1)
+
+
+@_causal_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.empty_like(v)
+
+
+@_causal_attention_backward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+_causal_attention.register_autograd(
+    lambda ctx, gradient: _causal_attention_backward(*ctx.saved_tensors, gradient),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``softmax(q kᵀ / sqrt(K)) v``, each query with the keys up to its own: (B, H, T, K), by H / H' heads of ``k`` and
+    ``v`` (B, H', T, K) → (B, H, T, K).
+
+    In bfloat16 on a processor by its matrix products, which torch's fused attention there does not use; elsewhere
+    torch's.
+    """
+    shares = q.shape[-3] // k.shape[-3]
+    is_ours = q.device.type == "cpu" and q.dtype == torch.bfloat16 and _HAS_BFLOAT16 and q.shape[-2] <= _LONGEST
+    if not is_ours:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shares > 1)
+    if shares > 1:
+        k, v = (x.repeat_interleave(shares, -3) for x in (k, v))
+    out: Tensor = _causal_attention(*(x.reshape(-1, *x.shape[-2:]) for x in (q, k, v)))
+    return out.view(q.shape)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -156,13 +243,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if softcap:
                     squeezed = logits.div_(softcap).tanh_()
                     logits = squeezed * softcap
-                of_sum = logits.logsumexp(-1, keepdim=True)
-                total += (of_sum - logits.gather(-1, wanted)).sum()
+                greatest, of_target = logits.amax(-1, keepdim=True), logits.gather(-1, wanted)
+                gradient = logits.sub_(greatest).exp_()
+                of_sum = gradient.sum(-1, keepdim=True)
+                total += (of_sum.log() + greatest - of_target).sum()
                 if of_x is None or of_weight is None:
                     continue
-                gradient = logits.sub_(of_sum).exp_()  # softmax
-                gradient.scatter_add_(-1, wanted, gradient.new_full(wanted.shape, -1.0))
-                gradient.div_(len(x))
+                gradient.scatter_add_(-1, wanted, -of_sum).div_(of_sum)
                 if softcap:
                     gradient.mul_(1 - squeezed.square_())
                 gradient = gradient.to(dtype)
@@ -175,7 +262,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         of_x, of_weight = ctx.saved_tensors
-        return of_x * gradient, of_weight * gradient, None, None, None
+        scale = gradient / len(of_x)
+        return of_x * scale, of_weight * scale, None, None, None
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: float = 0.0) -> Tensor:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lm.bounds import FORM, bounded, check_bounds
 from lm.errors import UserError
-from lm.fused import linear, linear_cross_entropy, rms_norm, swiglu
+from lm.fused import causal_attention, linear, linear_cross_entropy, rms_norm, swiglu
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class MultiHeadSelfAttention(nn.Module):
             if token_positions is not None and token_positions.dim() > 1:
                 token_positions = token_positions.unsqueeze(-2)  # the same for every head
             q, k = self.rope(q, token_positions), self.rope(k, token_positions)
-        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.shares > 1)
+        heads = causal_attention(q, k, v)
         return self.output_proj(heads.transpose(-3, -2).flatten(-2))
 
 

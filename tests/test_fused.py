@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lm import fused
-from lm.fused import linear, linear_cross_entropy, rms_norm, swiglu
-from lm.model import ModelConfig, TransformerLM, cross_entropy, silu
+from lm.fused import causal_attention, linear, linear_cross_entropy, rms_norm, swiglu
+from lm.model import ModelConfig, TransformerLM, cross_entropy, scaled_dot_product_attention, silu
 
 ROWS = st.sampled_from([1, 2, 63, 64, 65, 130])
 WIDTHS = st.sampled_from([1, 2, 8, 31, 40])
@@ -91,6 +91,63 @@ def test_cross_entropy_in_chunks_is_that_of_all_logits(
             torch.randn(rows, width),
             torch.randn(vocab, width),
         )
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Written out, with shared heads of keys and values repeated."""
+    k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    return scaled_dot_product_attention(q, k, v, torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).tril())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    heads=st.integers(1, 5),
+    length=st.integers(1, 40),
+    width=WIDTHS,
+    queries=st.sampled_from([1, 7, 256]),
+    scores=st.sampled_from([1, 500, 1 << 19]),
+    seed=st.integers(0, 99),
+)
+def test_attention_in_blocks_is_that_written_out(
+    heads: int, length: int, width: int, queries: int, scores: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "_QUERIES", queries)
+        patch.setattr(fused, "_SCORES", scores)
+        assert_same(fused._causal_attention, plain_attention, *torch.randn(3, heads, length, width))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("length", [1, 70, 300])
+def test_attention_in_bfloat16_is_as_exact_as_torchs(kv_heads: int, length: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, length, n, 16, dtype=torch.bfloat16).transpose(1, 2) for n in (4, kv_heads, kv_heads))
+    above = torch.randn(q.shape, dtype=torch.bfloat16)
+
+    def found(attention: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        inputs = [x.to(dtype).detach().requires_grad_() for x in (q, k, v)]
+        out = attention(*inputs)
+        return [out, *torch.autograd.grad(out, inputs, above.to(dtype))]
+
+    def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    exact = found(plain_attention, torch.float64)
+    for ours, theirs, right in zip(
+        found(causal_attention, torch.bfloat16), found(torchs, torch.bfloat16), exact, strict=True
+    ):
+        assert ours.dtype == torch.bfloat16 and ours.shape == right.shape
+        assert (ours - right).norm() < 2 * (theirs - right).norm() + 1e-2
+
+
+def test_attention_takes_compiled_and_not_the_same_gradients() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, 70, 16, dtype=torch.bfloat16).requires_grad_().unbind()
+    found = [attention(q, k, v) for attention in (causal_attention, torch.compile(causal_attention))]
+    torch.testing.assert_close(found[0], found[1])
+    gradients = [torch.autograd.grad(out.float().square().sum(), (q, k, v)) for out in found]
+    torch.testing.assert_close(gradients[0], gradients[1])
 
 
 def test_great_logits_give_no_infinity() -> None:
