@@ -7,7 +7,8 @@ a step of :class:`lm.trainer.Trainer`: a batch from memory, forward, backward, c
 precision from the start. Each measurement is a process of its own: some steps to warm up, then steps until the seconds
 are over; the median of them counts, and of the rounds, in turn. Memory is the greatest resident size above that of the
 imports (on a GPU: what torch had reserved). The last line is JSON; ``ratios`` above 1 mean that ours is faster, or
-smaller; ``step_vs_bound_bf16`` is the part of the bound that is reached.
+smaller; ``step_vs_bound_bf16`` is the part of the bound that is reached. ``--learning``:
+:mod:`benchmarks.learning`.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.learning import compare, read_data
 from lm.device import choose_device, peak_flops
 from lm.execution import Execution
 from lm.metrics import flops_per_token, parameter_count
@@ -126,7 +129,7 @@ def bound(model: ModelConfig, batch: int, precision: str, compiled: bool, device
     weights = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
     tensors = {width: torch.randn(tokens, width, device=device, dtype=dtype) for shape in shapes for width in shape}
     heads = (batch, model.num_heads, model.context_length, model.d_model // model.num_heads)
-    qkv = [torch.randn(heads, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+    q, k, v = (torch.randn(heads, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     above = torch.randn(heads, device=device, dtype=dtype)
 
     def step() -> None:
@@ -136,8 +139,8 @@ def bound(model: ModelConfig, batch: int, precision: str, compiled: bool, device
             gradient @ weight  # backward, for the input
             gradient.T @ x  # and for the weight
         for _ in range(model.num_layers):
-            out = F.scaled_dot_product_attention(*qkv, is_causal=True)
-            torch.autograd.grad(out, qkv, above)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            torch.autograd.grad(out, (q, k, v), above)
 
     return step
 
@@ -150,6 +153,10 @@ def measure(
     torch.manual_seed(0)
     if who == "transformers":
         import transformers.models.llama.modeling_llama  # noqa: F401
+    if who == "ours":
+        Tokenizer({i: bytes([i]) for i in range(256)}, [])  # loads its kernels, which no step uses
+    if compiled:
+        import_module("torch._inductor.compile_fx")
     imported = resident()
     step: Step = {"ours": ours, "transformers": hugging_face, "bound": bound}[who](
         model, batch, precision, compiled, device
@@ -200,6 +207,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10.0, help="of a measurement")
     parser.add_argument("--json", action="store_true", help="print the line of JSON only")
+    parser.add_argument("--learning", action="store_true", help="compare two recipes instead, by their losses")
+    parser.add_argument("--tokens", type=int, default=4_000_000, help="of a run of AdamW for --learning")
+    parser.add_argument("--directory", type=Path, help="keep the runs of --learning here, and go on with them")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     device = choose_device(options.device)
@@ -208,13 +218,27 @@ def main() -> None:
         who, precision, compiled = json.loads(options.worker)
         print(json.dumps(measure(who, options.shape, precision, compiled, device, options.seconds)))
         return
+    machine = {
+        "device": str(device),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    if options.learning:
+        directory = options.directory or Path(tempfile.mkdtemp(prefix="textmill-benchmark-"))
+        directory.mkdir(parents=True, exist_ok=True)
+        found = compare(options.tokens, read_data(directory), directory, options.device)
+        print(
+            json.dumps({"ratios": {"tokens_to_loss": round(found["tokens_to_loss"], 3)}, **found, "machine": machine})
+        )
+        return
     model, batch = SHAPES[options.shape]
     rows: dict[tuple[str, str, bool], list[dict[str, float]]] = {job: [] for job in WHO}
     for number in range(options.rounds):
         for job in WHO:
-            if found := run(options, job):
-                rows[job].append(found)
-                print(f"{number + 1} {job} {found['seconds']:.3f} s", file=sys.stderr, flush=True)
+            if row := run(options, job):
+                rows[job].append(row)
+                print(f"{number + 1} {job} {row['seconds']:.3f} s", file=sys.stderr, flush=True)
     tokens, flops = batch * model.context_length, flops_per_token(model)
     peaks = {name: peak_flops(device, getattr(torch, name)) for name in ("float32", "bfloat16")}
     medians = {
@@ -241,12 +265,6 @@ def main() -> None:
             use = 100 * rate * flops / peaks[precision]
             figures = f"{rate:9,.0f}{1000 * row['seconds']:7,.0f}{use:8.1f}{row['memory_mb']:11,.0f}"
             print(f"{who:14}{precision:11}{compiled!s:9}{figures}")
-    machine = {
-        "device": str(device),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
     named = {" ".join(map(str, job)): row for job, row in medians.items()}
     rounded = {name: round(value, 3) for name, value in ratios.items()}
     print(

@@ -1,11 +1,20 @@
-"""The benchmark of the tokenizer, on a text too small to tell anything about speed: that it runs, and compares."""
+"""The benchmarks, on what is too small to tell anything about speed: that they run, and compare."""
 
 import json
+import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+import torch
+
+from benchmarks import learning
+from benchmarks import train as benchmark
 from lm.demo_corpus import demo_stories
+from lm.model import ModelConfig
+from tests.training import MODEL, make_data
 
 
 def test_the_tokenizers_benchmark_compares_results(shared_data: Path, tmp_path: Path) -> None:
@@ -25,3 +34,37 @@ def test_the_tokenizers_benchmark_compares_results(shared_data: Path, tmp_path: 
     assert result["equal"] is True
     assert result["checks"]
     assert all(ratio > 0 for ratio in result["ratios"].values())
+
+
+@pytest.mark.parametrize("who", ["ours", "bound"])
+def test_a_step_of_training_is_measured(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lm.trainer._COMPILE_FLOPS", 0)  # the benchmark sets it; this takes it back
+    monkeypatch.setitem(benchmark.SHAPES, "tiny", (ModelConfig(300, 16, 32, 1, 2, d_ff=64), 4))
+    found = benchmark.measure(who, "tiny", "float32", False, torch.device("cpu"), 0.05)
+    assert found["seconds"] > 0
+
+
+def test_the_recipes_are_compared_by_the_tokens_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = make_data()
+    adamw, fast = learning.recipes(data.tokenizer.size)
+    assert adamw.model.context_length == fast.model.context_length and adamw.train.batch_size == fast.train.batch_size
+    small = [
+        replace(recipe, model=MODEL, train=replace(recipe.train, batch_size=2, precision="float32"), rates=rates)
+        for recipe, rates in ((adamw, (1e-3, 1e-2, 1e-5)), (fast, (0.0, 0.01, 1e-5)))
+    ]
+    monkeypatch.setattr(learning, "recipes", lambda _: small)
+    found = learning.compare(320, data, tmp_path, "cpu")
+    assert found["tokens_to_loss"] > 0
+    losses = found["fast"]["192 tokens"]
+    assert found["fast"]["768 tokens"].keys() == {min(losses, key=losses.__getitem__)}
+    runs = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert {path.name for path in tmp_path.iterdir()} >= {"adamw-0.01-320", "fast-0-192"}
+    assert learning.compare(320, data, tmp_path, "cpu") == found
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == runs
+
+
+def test_the_tokens_that_a_loss_wants_are_on_the_line_through_two_losses() -> None:
+    assert learning.tokens_for(3.0, 100, 3.0, 2.5) == 100
+    assert learning.tokens_for(2.5, 100, 3.0, 2.5) == 400
+    assert learning.tokens_for(2.75, 100, 3.0, 2.5) == 200
+    assert learning.tokens_for(2.5, 100, 3.0, 3.1) == math.inf
