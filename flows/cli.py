@@ -20,7 +20,7 @@ from flows.pipeline import StageName
 from flows.up import start_prefect
 from lm.errors import UserError, nearest
 from lm.execution import Execution
-from lm.generate import SampleConfig
+from lm.sampling import SampleConfig
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -110,7 +110,7 @@ def _dispatch(arguments: list[str]) -> None:
         start_prefect(options.port)
     elif parsed.command == "sample":
         settings = {name: options[name] for name in SampleConfig.__dataclass_fields__ if name != "prompts"}
-        sampling = SampleConfig(options.prompt or SampleConfig().prompts, **settings)
+        sampling = SampleConfig(prompts=options.prompt or SampleConfig().prompts, **settings)
         sample_command(options.root, sampling, Execution(device=options.device))
     else:
         until, refresh = _stages(options.until), _stages(options.refresh)

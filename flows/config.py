@@ -15,9 +15,9 @@ from lm.chunks import ChunkConfig
 from lm.corpus import DataConfig
 from lm.errors import UserError, nearest
 from lm.execution import Execution
-from lm.generate import SampleConfig
 from lm.model import ModelConfig
 from lm.recipe import TrainConfig
+from lm.sampling import SampleConfig
 
 PRESETS = Path(__file__).parent / "presets"
 

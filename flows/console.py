@@ -13,7 +13,7 @@ from flows.plan import plan
 from flows.report import figures, outputs_of
 from lm.errors import UserError
 from lm.execution import Execution
-from lm.generate import SampleConfig
+from lm.sampling import SampleConfig
 from tasks.sample import draw
 from tasks.stage import Ref, Run, part_log, read_output
 
@@ -73,11 +73,11 @@ def sample_command(root: str, config: SampleConfig, execution: Execution) -> Non
         raise UserError(f"{root} has no finished model; make one with: textmill run --root {root}")
     model, tokenizer = (read_output(store, Ref(name, record["stages"][name]["key"])) for name in ("train", "merge"))
     for sample in draw(model, tokenizer, config, execution):
-        print(_quote(sample))
+        print(_quote(sample.prompt, sample.text))
 
 
-def _quote(sample: dict[str, str]) -> str:
-    return f"\n> {sample['prompt']}|{sample['text']}"
+def _quote(prompt: str, text: str) -> str:
+    return f"\n> {prompt}|{text}"
 
 
 def _summary(record: dict[str, Any]) -> str:
@@ -90,7 +90,7 @@ def _summary(record: dict[str, Any]) -> str:
         stage = record["stages"][name]
         lines.append(f"{name:<8} {stage['state']:<7} {stage['seconds']:>8.1f}  {what}")
     if "sample" in outputs:
-        lines += map(_quote, outputs["sample"].json("samples.json"))
+        lines += [_quote(**sample) for sample in outputs["sample"].json("samples.json")]
     lines += ["", "Made:"]
     if "merge" in outputs:
         lines.append(f"  tokenizer  {outputs['merge'].url}/tokenizer")

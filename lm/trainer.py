@@ -23,17 +23,18 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from lm.checkpoint import load_training, newest_checkpoint, read_description, save_training
+from lm.completion import complete
 from lm.data import Batch, Tokens, batch_starts, check_length, prefetched, windows
 from lm.device import choose_device, peak_flops
 from lm.distributed import DDP, mean_over_processes, told_by_first
 from lm.errors import UserError
 from lm.execution import Execution
-from lm.generate import SampleConfig, complete
 from lm.metrics import bits_per_byte, flops_per_token, plot_metrics, read_metrics
 from lm.model import ModelConfig, TransformerLM
 from lm.optim import clip_grad_norm
 from lm.recipe import TrainConfig, make_optimizers
 from lm.resume import take_over
+from lm.sampling import SampleConfig
 from lm.tokenizer import Tokenizer
 from lm.tracking import Tracker
 
@@ -302,10 +303,9 @@ class Trainer:
             if loss < self.best["valid_loss"]:
                 self.best, self.stale = {"step": self.step, **row}, 0
         if self.tracker:
-            sample = SampleConfig(max_new_tokens=self.config.sample_tokens)
-            for number, prompt in enumerate(self.config.sample_prompts):
-                text = complete(self.model, self.data.tokenizer, prompt, sample, seed=number)
-                self.tracker.add_sample(self.step, prompt, text)
+            config = SampleConfig(prompts=self.config.sample_prompts, max_new_tokens=self.config.sample_tokens)
+            for sample in complete(self.model, self.data.tokenizer, config):
+                self.tracker.add_sample(self.step, sample.prompt, sample.text)
         return row
 
     @torch.no_grad()

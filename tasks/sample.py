@@ -1,29 +1,33 @@
 """Stage ``sample``: the best checkpoint and the tokenizer in, text out."""
 
 import json
+import time
 
 from lm.checkpoint import load_model
+from lm.completion import Completion, complete
 from lm.device import choose_device
 from lm.execution import Execution
-from lm.generate import SampleConfig, complete
+from lm.sampling import SampleConfig
 from lm.tokenizer import Tokenizer
 from tasks import pages
 from tasks.stage import Draft, Output, stage
 
+_AT_ONCE = 64  # samples; a batch reads the weights once for all
 
-def draw(model: Output, tokenizer: Output, config: SampleConfig, execution: Execution) -> list[dict[str, str]]:
-    """A completion of each prompt: ``prompt`` and ``text``."""
+
+def draw(model: Output, tokenizer: Output, config: SampleConfig, execution: Execution) -> list[Completion]:
+    """The completions of the prompts by the best checkpoint."""
     loaded = load_model(model.directory(model.json("training.json")["best"]), choose_device(execution.device))
     words = Tokenizer.load(tokenizer.directory("tokenizer"))
-    return [
-        {"prompt": prompt, "text": complete(loaded, words, prompt, config, config.seed + number)}
-        for number, prompt in enumerate(config.prompts)
-    ]
+    return complete(loaded, words, config, _AT_ONCE)
 
 
 @stage("sample", page=pages.sample)
 def sample(out: Draft, model: Output, tokenizer: Output, config: SampleConfig) -> None:
     """Write ``samples.json``."""
-    samples = draw(model, tokenizer, config, out.execution)
-    out.figures = {"samples": len(samples)}
+    started = time.perf_counter()
+    found = draw(model, tokenizer, config, out.execution)
+    rate = sum(one.tokens for one in found) / (time.perf_counter() - started)
+    out.figures = {"samples": len(found), "tokens_per_second": round(rate)}
+    samples = [{"prompt": one.prompt, "text": one.text} for one in found]
     (out.directory / "samples.json").write_text(json.dumps(samples, ensure_ascii=False, indent=1), encoding="utf-8")

@@ -57,7 +57,16 @@ EXPECTED = {
         "patience": "[1",
         "sample_tokens": "[0",
     },
-    "sample": {"max_new_tokens": "[0", "temperature": "[0, inf)", "top_p": "[0, 1]", "seed": ""},
+    "sample": {
+        "temperature": "[0, inf)",
+        "top_k": "[0",
+        "top_p": "[0, 1]",
+        "min_p": "[0, 1]",
+        "repetition_penalty": "(0, inf)",
+        "max_new_tokens": "[0",
+        "samples": "[1",
+        "seed": "",
+    },
     "execution": {
         "threads": "[1",
         "processes": "[1",

@@ -19,9 +19,9 @@ from lm.corpus import DataConfig
 from lm.demo_corpus import demo_stories
 from lm.errors import UserError
 from lm.execution import Execution
-from lm.generate import SampleConfig
 from lm.model import ModelConfig
 from lm.recipe import TrainConfig
+from lm.sampling import SampleConfig
 from tasks.stage import Output, Ref, Run, read_output
 
 pytestmark = pytest.mark.usefixtures("prefect_server")

@@ -59,6 +59,11 @@ def kernel(function: Callable[..., Any]) -> Any:
     return numba.njit(cache=IS_KEPT, forceinline=False, **_OPTIONS)(function)
 
 
+def summing(function: Callable[..., Any]) -> Any:
+    """A kernel that may add up floats in any order, and so by vectors."""
+    return numba.njit(cache=IS_KEPT, fastmath={"reassoc", "contract"}, **_OPTIONS)(function)
+
+
 def inlined(function: Callable[..., Any]) -> Any:
     """A small function that becomes part of the kernels that call it."""
     return numba.njit(forceinline=True, **_OPTIONS)(function)

@@ -1,0 +1,116 @@
+"""Text out of a model and a tokenizer: what a user's words go on with."""
+
+import codecs
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from lm.errors import UserError
+from lm.generate import Generation, generate, stream
+from lm.model import TransformerLM
+from lm.pretokens import END_OF_TEXT
+from lm.sampling import SampleConfig
+from lm.tokenizer import Tokenizer
+
+
+class Completion(NamedTuple):
+    """What a prompt goes on with."""
+
+    prompt: str
+    text: str
+    tokens: int
+    """How many were drawn, those of a stop text included."""
+
+
+class TextStream:
+    """The text of ids as they come: whole characters, up to the first of ``stops``.
+
+    What may be the start of a stop text is held back until it is known not to be.
+    """
+
+    def __init__(self, token_bytes: Mapping[int, bytes], stops: Sequence[str] = ()) -> None:
+        self._token_bytes = token_bytes
+        self._stops = [stop for stop in stops if stop]
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self.stopped = False
+        """Whether a stop text has come."""
+
+    def add(self, token_id: int) -> str:
+        """The text that is certain now."""
+        return self._pass(self._decoder.decode(self._token_bytes[token_id]))
+
+    def finish(self) -> str:
+        """The rest, when no more ids come; half a character becomes U+FFFD."""
+        rest = self._pass(self._decoder.decode(b"", final=True)) + self._held
+        self._held = ""
+        return rest
+
+    def _pass(self, more: str) -> str:
+        if self.stopped:
+            return ""
+        text = self._held + more
+        if places := [place for stop in self._stops if (place := text.find(stop)) >= 0]:
+            self.stopped, self._held = True, ""
+            return text[: min(places)]
+        longest = max((len(stop) for stop in self._stops), default=0)
+        begins = range(max(0, len(text) - longest + 1), len(text))
+        held = next((i for i in begins if any(stop.startswith(text[i:]) for stop in self._stops)), len(text))
+        self._held = text[held:]
+        return text[:held]
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The ids of a user's words, in which special tokens are plain text. No words begin a new document, where
+    ``<|endoftext|>`` ends them."""
+    ids = tokenizer.encode(prompt, allowed_special=())
+    if not ids and END_OF_TEXT in tokenizer.special_ids:
+        return [tokenizer.special_ids[END_OF_TEXT]]
+    return ids
+
+
+def _prepare(
+    model: TransformerLM, tokenizer: Tokenizer, prompt: str, config: SampleConfig, seed: int
+) -> tuple[Generation, TextStream, list[str]]:
+    """A generation, the text it becomes, and where its pieces go. Special tokens end it."""
+    if model.config.vocab_size != tokenizer.size:
+        raise UserError(
+            f"The model has a vocabulary of {model.config.vocab_size:,}, the tokenizer {tokenizer.size:,}; "
+            "they do not belong together."
+        )
+    text, pieces = TextStream(tokenizer.vocab, config.stop), list[str]()
+
+    def on_token(token_id: int) -> bool:
+        pieces.append(text.add(token_id))
+        return text.stopped
+
+    stop_ids = frozenset(tokenizer.special_ids.values())
+    ids = prompt_ids(tokenizer, prompt)
+    return Generation(ids, config.max_new_tokens, config, stop_ids, seed, on_token=on_token), text, pieces
+
+
+def complete(
+    model: TransformerLM, tokenizer: Tokenizer, config: SampleConfig, max_batch_size: int | None = None
+) -> list[Completion]:
+    """What the model adds to the prompts, ``config.samples`` times for each, one prompt after the other.
+
+    Each ends before a special token or a text of ``config.stop``. Raises UserError when the model and the tokenizer do
+    not belong together.
+    """
+    prompts = [prompt for prompt in config.prompts for _ in range(config.samples)]
+    prepared = [
+        _prepare(model, tokenizer, prompt, config, config.seed + number) for number, prompt in enumerate(prompts)
+    ]
+    generate(model, [generation for generation, _, _ in prepared], max_batch_size)
+    return [
+        Completion(prompt, "".join(pieces) + text.finish(), len(generation.ids))
+        for prompt, (generation, text, pieces) in zip(prompts, prepared, strict=True)
+    ]
+
+
+def stream_text(model: TransformerLM, tokenizer: Tokenizer, prompt: str, config: SampleConfig) -> Iterator[str]:
+    """What :func:`complete` gives for one prompt, piece by piece as it comes."""
+    generation, text, pieces = _prepare(model, tokenizer, prompt, config, config.seed)
+    for _ in stream(model, generation):
+        yield from filter(None, pieces)
+        pieces.clear()
+    yield text.finish()
