@@ -7,7 +7,10 @@ without restriction. Source: CS336 assignment 1 (section 5.2).
 import hashlib
 import json
 import os
+import pickle
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -44,7 +47,7 @@ def load_checkpoint(src: PathOrFile, model: nn.Module, optimizer: torch.optim.Op
 
     Raises UserError when the file is damaged, holds anything but tensors and plain data, or does not fit the model.
     """
-    state = _read_tensors(src)
+    state = read_tensors(src)
     if not isinstance(state, dict) or not {"model", "optimizer", "iteration"} <= state.keys():
         raise UserError(f"{src} is not a checkpoint: it lacks model, optimizer or iteration.")
     load_weights(model, state["model"], str(src))
@@ -53,12 +56,21 @@ def load_checkpoint(src: PathOrFile, model: nn.Module, optimizer: torch.optim.Op
     return int(state["iteration"])
 
 
-def _read_tensors(src: PathOrFile) -> Any:
+def read_tensors(src: PathOrFile, mmap: bool = False) -> Any:
+    """What ``torch.save`` wrote, on the CPU; with ``mmap`` a tensor is read where it is used. Runs no code.
+
+    Raises UserError when the file is missing or damaged, or holds anything but tensors and plain data.
+    """
     try:
-        return torch.load(src, map_location="cpu", weights_only=True)
+        return torch.load(src, map_location="cpu", weights_only=True, mmap=mmap)
     except FileNotFoundError:
         raise UserError(f"The checkpoint {src} does not exist.") from None
-    except Exception as error:  # torch raises many kinds for a damaged file; weights_only refuses code
+    except pickle.UnpicklingError:  # torch's own message advises to run the code
+        raise UserError(
+            f"The checkpoint {src} is damaged or not a checkpoint: it holds more than tensors and plain data, which "
+            "could run code and was not read; have it saved again as tensors only."
+        ) from None
+    except Exception as error:  # torch raises many kinds for a damaged file
         reason = str(error).partition("\n")[0]
         raise UserError(f"The checkpoint {src} is damaged or not a checkpoint: {reason}") from None
 
@@ -97,11 +109,7 @@ def save_training(
     """Write a checkpoint directory: ``model.safetensors``, ``optimizer.pt`` (with the states of the random number
     generators), then ``checkpoint.json`` with the model's config, the step, ``about``, and the size and sha256 of both
     files. An older one of that name is replaced."""
-    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
-    older = directory.with_name(f".{directory.name}.{os.getpid()}.old")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
+    with replaced_directory(directory) as temporary:
         weights = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
         save_file(weights, temporary / "model.safetensors")
         rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}  # the second empty without one
@@ -110,6 +118,18 @@ def save_training(
         files = {path.name: _digest(path) for path in sorted(temporary.iterdir())}
         description = {"step": step, "model": asdict(model.config), **about, "files": files}
         (temporary / "checkpoint.json").write_text(json.dumps(description, indent=1), encoding="utf-8")
+
+
+@contextmanager
+def replaced_directory(directory: Path) -> Iterator[Path]:
+    """A new directory to write files into, which takes the place of ``directory`` once all are on the disk. After an
+    exception nothing of it stays, and ``directory`` is as it was."""
+    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
+    older = directory.with_name(f".{directory.name}.{os.getpid()}.old")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
         for path in (*temporary.iterdir(), temporary):
             _sync(path)
         if directory.exists():
@@ -165,7 +185,7 @@ def load_training(directory: Path, model: TransformerLM, optimizers: list[torch.
     if description is None:
         raise UserError(f"The checkpoint {directory} is damaged or incomplete.")
     load_weights(model, load_file(directory / "model.safetensors"), str(directory))
-    state = _read_tensors(directory / "optimizer.pt")
+    state = read_tensors(directory / "optimizer.pt")
     _load_optimizers(optimizers, state["optimizers"], str(directory))
     torch.set_rng_state(state["rng"]["cpu"])
     if len(state["rng"]["cuda"]) == torch.cuda.device_count():

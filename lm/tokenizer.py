@@ -99,8 +99,7 @@ class Tokenizer:
         directory.mkdir(parents=True, exist_ok=True)
         formats.write_vocab(directory / "vocab.json", self.vocab, self.special_tokens)
         formats.write_merges(directory / "merges.txt", self.merges)
-        hugging_face = formats.tokenizer_json(self.vocab, self.merges, self.special_tokens, self.pattern)
-        (directory / "tokenizer.json").write_text(json.dumps(hugging_face, ensure_ascii=False), encoding="utf-8")
+        self.save_tokenizer_json(directory / "tokenizer.json")
         formats.write_vocab_text(directory / "vocab.txt", self.vocab, self.merges)
         about = {"special_tokens": self.special_tokens, "pattern": self.pattern}
         (directory / "tokenizer_config.json").write_text(json.dumps(about, ensure_ascii=False, indent=1), "utf-8")
@@ -124,6 +123,11 @@ class Tokenizer:
     def save_tiktoken(self, path: str | Path) -> None:
         """Write tiktoken's file of ranks; raises UserError where the ids do not follow the merges, as it needs."""
         formats.write_tiktoken(Path(path), self.vocab, self.special_tokens, self.merges)
+
+    def save_tokenizer_json(self, path: str | Path) -> None:
+        """Write Hugging Face's tokenizer.json; raises UserError where two tokens would be spelled alike in it."""
+        content = formats.tokenizer_json(self.vocab, self.merges, self.special_tokens, self.pattern)
+        Path(path).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
     @property
     def size(self) -> int:
