@@ -1,7 +1,8 @@
 """The recipe of a training: how long, how fast, by which optimizer, and what is looked at on the way."""
 
+import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -31,6 +32,8 @@ class TrainConfig:
     """Learning rate after the warm-up."""
     min_lr: float = bounded(1e-4, ge=0)
     """Learning rate at the end."""
+    embedding_lr_scale: float = bounded(1.0, gt=0, lt=math.inf)
+    """The embedding's learning rate over that of the rest. Most of its rows are touched by few steps."""
     warmup_steps: int = bounded(200, ge=0)
     """Steps over which the learning rate rises from 0."""
     schedule: Literal["cosine", "wsd"] = "cosine"
@@ -83,16 +86,26 @@ class TrainConfig:
 
 
 def make_optimizers(model: TransformerLM, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """The optimizers of a run over the parameters of ``model``: matrices decayed, norm gains not."""
-    hidden, matrices, gains = [], [], []
+    """The optimizers of a run over the parameters of ``model``: matrices decayed, norm gains not. A group's
+    ``lr_scale`` is what the schedule's learning rate is multiplied by for it."""
+    hidden, matrices, gains, embedding = [], [], [], []
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
             gains.append(parameter)
         elif config.optimizer == "muon" and name.startswith("layers."):
             hidden.append(parameter)
+        elif name.startswith("token_embeddings.") and config.embedding_lr_scale != 1:
+            embedding.append(parameter)
         else:
             matrices.append(parameter)
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": gains, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": gains, "weight_decay": 0.0},
+    ]
+    if embedding:
+        groups.append(
+            {"params": embedding, "weight_decay": config.weight_decay, "lr_scale": config.embedding_lr_scale}
+        )
     optimizers: list[torch.optim.Optimizer] = [AdamW(groups, config.max_lr, (config.beta1, config.beta2))]
     if hidden:
         optimizers.append(Muon(hidden, config.max_lr, weight_decay=config.weight_decay))

@@ -250,7 +250,7 @@ class Trainer:
             self.smoothed = loss if self.smoothed is None else self.smoothed.lerp(loss, _SMOOTHING)
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = lr
+                    group["lr"] = lr * group.get("lr_scale", 1.0)
                 optimizer.step()
         else:
             self._skip(float(loss), float(grad_norm))

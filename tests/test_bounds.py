@@ -43,6 +43,7 @@ EXPECTED = {
         "micro_batches": "[1",
         "max_lr": "[0",
         "min_lr": "[0",
+        "embedding_lr_scale": "(0, inf)",
         "warmup_steps": "[0",
         "decay_fraction": "[0, 1]",
         "beta1": "[0, 1)",

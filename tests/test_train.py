@@ -271,3 +271,14 @@ def test_evaluation_at_the_edges(tmp_path: Path, size: int) -> None:
 def test_evaluation_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
     found = [make(tmp_path, batch_size=batch_size).evaluate(7) for batch_size in (1, 3, 7, 100)]
     assert found == pytest.approx([found[0]] * 4, rel=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("scale", [1.0, 5.0])
+def test_the_embedding_learns_as_much_faster_as_the_config_says(tmp_path: Path, optimizer: str, scale: float) -> None:
+    trainer = make(tmp_path, optimizer=optimizer, embedding_lr_scale=scale, warmup_steps=0, weight_decay=0.0)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer._train_step(*trainer._batch(0), 1e-3, is_asked=False)
+    moved = {name: (p.detach() - before[name]).abs().max().item() for name, p in trainer.model.named_parameters()}
+    assert moved["token_embeddings.weight"] == pytest.approx(scale * 1e-3, rel=1e-2)  # AdamW's first step is its rate
+    assert moved["lm_head.weight"] == pytest.approx(1e-3, rel=1e-2)
