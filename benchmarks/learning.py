@@ -43,7 +43,7 @@ class Recipe:
 def recipes(vocab_size: int) -> tuple[Recipe, Recipe]:
     """AdamW with a cosine, and the fast one."""
     plain, fast = load_preset("stories-cpu"), load_preset("stories-fast")
-    adamw = replace(fast.train, optimizer="adamw", schedule="cosine", min_lr=0.0)
+    adamw = replace(plain.train, optimizer="adamw", schedule="cosine", min_lr=0.0)
     best = fast.train.max_lr
     return (
         Recipe("adamw", replace(plain.model, vocab_size=vocab_size), adamw, (1.5e-3, 3e-3, 6e-3)),
