@@ -1,9 +1,11 @@
 """What threads that work on one array of numbers tell each other by: operations that no other comes between."""
 
+import os
 from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 
 from lm.kernels.simd import intrinsic
 
@@ -58,3 +60,16 @@ def replace(typingctx: Any, array: Any, at: Any, old: Any, new: Any) -> Any:
         return builder.extract_value(builder.cmpxchg(place, old, new, "seq_cst", "acquire"), 1)
 
     return types.boolean(array, types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def give_way(typingctx: Any) -> Any:
+    """Let another thread have this processor, if one waits for it."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if os.name == "posix":
+            kind = ir.FunctionType(ir.IntType(32), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lm.kernels import Int, Longs, inlined, kernel, summing
-from lm.kernels.atomics import add, load, replace, store
+from lm.kernels.atomics import add, give_way, load, replace, store
 
 Floats = npt.NDArray[np.float32]
 
@@ -21,6 +21,7 @@ OFFSET, ROWS, COLUMNS = 24, 25, 26  # of the job
 STATE = 32  # words
 _NONE = 0xFFFFFFFF  # a block that no matrix has
 _BLOCK = 1 << 15  # floats of a block: enough for the claims to cost nothing beside it
+_PATIENCE = 1_000  # looks for the last blocks, before another thread may have the processor
 _SPINS = 200_000  # looks without a job before a thread rests: near a millisecond
 
 
@@ -96,5 +97,8 @@ def multiply(state: Longs, weights: Floats, x: Floats, y: Floats, offset: int, r
     _work(state, weights, x, y, job)
     height = _rows_of_a_block(columns)
     blocks = (rows + height - 1) // height
+    waits = 0
     while load(state, DONE) < blocks:
-        pass
+        waits += 1
+        if waits % _PATIENCE == 0:
+            give_way()  # who has the last block may wait for this processor
