@@ -31,10 +31,11 @@ class Team:
         self._x, self._y = np.zeros((2, widest), np.float32)
         self._others = [threading.Event() for _ in range(torch.get_num_threads() - 1)]
         is_over = threading.Event()
-        weakref.finalize(self, _dismiss, self._others, is_over)
         arrays = (self._state, self._weights, self._x, self._y)
-        for wake in self._others:
-            threading.Thread(target=_help, args=(arrays, wake, is_over), daemon=True).start()
+        threads = [threading.Thread(target=_help, args=(arrays, wake, is_over), daemon=True) for wake in self._others]
+        for thread in threads:
+            thread.start()
+        weakref.finalize(self, _dismiss, threads, self._others, is_over)  # at the end of the process too
 
     def multiply(self, x: Tensor, offset: int, rows: int) -> Tensor:
         """The matrix (rows, D) at ``offset`` of the array, times ``x`` (D,), float32 both."""
@@ -57,10 +58,13 @@ def _help(arrays: tuple[npt.NDArray[np.generic], ...], wake: threading.Event, is
         help_out(*arrays)
 
 
-def _dismiss(others: list[threading.Event], is_over: threading.Event) -> None:
+def _dismiss(threads: list[threading.Thread], others: list[threading.Event], is_over: threading.Event) -> None:
     is_over.set()
     for wake in others:
         wake.set()
+    for thread in threads:
+        if thread is not threading.current_thread():  # whose turn it may be to collect garbage
+            thread.join()  # a process that ends while one computes would abort
 
 
 class _VectorLinear(nn.Module):

@@ -103,9 +103,7 @@ def make_optimizers(model: TransformerLM, config: TrainConfig) -> list[torch.opt
         {"params": gains, "weight_decay": 0.0},
     ]
     if embedding:
-        groups.append(
-            {"params": embedding, "weight_decay": config.weight_decay, "lr_scale": config.embedding_lr_scale}
-        )
+        groups.append({"params": embedding, "weight_decay": config.weight_decay, "lr_scale": config.embedding_lr_scale})
     optimizers: list[torch.optim.Optimizer] = [AdamW(groups, config.max_lr, (config.beta1, config.beta2))]
     if hidden:
         optimizers.append(Muon(hidden, config.max_lr, weight_decay=config.weight_decay))

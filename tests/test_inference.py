@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -98,3 +100,13 @@ def test_a_model_prepared_in_bfloat16_is_near_itself(two_threads: None) -> None:
     assert near.dtype == torch.bfloat16
     assert (near.float().log_softmax(-1) - exact).abs().mean() < 0.02
     assert model.rope is not None and model.rope.cos.dtype == torch.float32
+
+
+def test_a_process_ends_while_a_team_is_awake() -> None:
+    code = (
+        "import numpy as np, torch; from lm.inference import Team; torch.set_num_threads(3);"
+        "team = Team(np.ones(6, np.float32), 3); print(team.multiply(torch.ones(3), 0, 2).tolist())"
+    )
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (0, "[3.0, 3.0]\n"), done.stderr
