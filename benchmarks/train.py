@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -64,14 +65,20 @@ WARM_UP = 4  # steps
 Step = Callable[[], Any]
 
 
+@cache
+def training_data(vocab_size: int) -> TrainData:
+    """Random tokens."""
+    vocab = {i: bytes([i]) if i < 256 else b"%d" % i for i in range(vocab_size)}
+    tokens = np.random.default_rng(0).integers(0, vocab_size, 1_000_000, np.uint16)
+    return TrainData(tokens, None, Tokenizer(vocab, []), 4.0)
+
+
 def ours(model: ModelConfig, batch: int, precision: Any, compiled: bool, device: torch.device) -> Step:
     """A step of the trainer."""
     assert model.vocab_size is not None
     lm_trainer = sys.modules[Trainer.__module__]
     lm_trainer._COMPILE_FLOPS = 0  # type: ignore[attr-defined]  # compiled however few the steps
-    vocab = {i: bytes([i]) if i < 256 else b"%d" % i for i in range(model.vocab_size)}
-    tokens = np.random.default_rng(0).integers(0, model.vocab_size, 1_000_000).astype(np.uint16)
-    data = TrainData(tokens, None, Tokenizer(vocab, []), 4.0)
+    data = training_data(model.vocab_size)
     config = TrainConfig(steps=1_000_000, batch_size=batch, precision=precision, warmup_steps=0)
     execution = Execution(device=str(device), compile=compiled)
     trainer = Trainer(config, model, data, execution, Path(tempfile.mkdtemp(prefix="textmill-benchmark-")))
@@ -154,7 +161,7 @@ def measure(
     if who == "transformers":
         import transformers.models.llama.modeling_llama  # noqa: F401
     if who == "ours":
-        Tokenizer({i: bytes([i]) for i in range(256)}, [])  # loads its kernels, which no step uses
+        training_data(model.vocab_size or 1)  # with the tokenizer's kernels, which no step uses
     if compiled:
         import_module("torch._inductor.compile_fx")
     imported = resident()

@@ -38,7 +38,7 @@ class AdamW(torch.optim.Optimizer):
     """Adam with decoupled weight decay; ``p ← p - lr·wd·p`` beside the bias-corrected Adam step.
 
     Equal to ``torch.optim.AdamW``. The update runs over lists of tensors at once (``torch._foreach``), so that its cost
-    does not grow with the number of parameters; on a processor over short lists, which stay in its cache.
+    does not grow with the number of parameters; on a processor over pieces of them that stay in its cache.
     """
 
     def __init__(
@@ -71,34 +71,41 @@ class AdamW(torch.optim.Optimizer):
                     state["t"] += 1
                     by_age.setdefault(state["t"], []).append(p)
             for t, params in by_age.items():
-                for part in _in_cache(params):
-                    self._update(part, t, group)
+                moments = [self.state[p] for p in params]
+                rows = [(p, cast(Tensor, p.grad), its["m"], its["v"]) for p, its in zip(params, moments, strict=True)]
+                for weights, grads, m, v in _in_cache(rows):
+                    _adam(weights, grads, m, v, t, group)
         return loss
 
-    def _update(self, params: list[Tensor], t: int, group: dict[str, Any]) -> None:
-        beta1, beta2 = group["betas"]
-        grads = [p.grad for p in params if p.grad is not None]
-        m = [self.state[p]["m"] for p in params]
-        v = [self.state[p]["v"] for p in params]
-        torch._foreach_lerp_(m, grads, 1 - beta1)
-        torch._foreach_mul_(v, beta2)
-        torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
-        denominators = torch._foreach_sqrt(v)
-        torch._foreach_div_(denominators, math.sqrt(1 - beta2**t))
-        torch._foreach_add_(denominators, group["eps"])
-        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_addcdiv_(params, m, denominators, -group["lr"] / (1 - beta1**t))
+
+def _adam(params: list[Tensor], grads: list[Tensor], m: list[Tensor], v: list[Tensor], t: int, group: Any) -> None:
+    beta1, beta2 = group["betas"]
+    torch._foreach_lerp_(m, grads, 1 - beta1)
+    torch._foreach_mul_(v, beta2)
+    torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
+    denominators = torch._foreach_sqrt(v)
+    torch._foreach_div_(denominators, math.sqrt(1 - beta2**t))
+    torch._foreach_add_(denominators, group["eps"])
+    torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+    torch._foreach_addcdiv_(params, m, denominators, -group["lr"] / (1 - beta1**t))
 
 
-def _in_cache(params: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The parameters in turn: on a processor in lists that its cache holds, if they are small enough, elsewhere all."""
-    part: list[Tensor] = []
-    for p in params:
-        if part and p.device.type == "cpu" and sum(map(Tensor.numel, part)) + p.numel() > _IN_CACHE:
-            yield part
-            part = []
-        part.append(p)
-    yield part
+def _in_cache(rows: list[tuple[Tensor, ...]]) -> Iterator[list[list[Tensor]]]:
+    """The columns of ``rows``, whose tensors have one shape each: on a processor some pieces at a time, which its cache
+    holds, elsewhere whole."""
+    if not all(x.device.type == "cpu" and x.is_contiguous() for row in rows for x in row):
+        yield [list(column) for column in zip(*rows, strict=True)]
+        return
+    part: list[tuple[Tensor, ...]] = []
+    room = _IN_CACHE
+    for row in rows:
+        for pieces in zip(*(x.view(-1).split(_IN_CACHE) for x in row), strict=True):
+            if part and pieces[0].numel() > room:
+                yield [list(column) for column in zip(*part, strict=True)]
+                part, room = [], _IN_CACHE
+            part.append(pieces)
+            room -= pieces[0].numel()
+    yield [list(column) for column in zip(*part, strict=True)]
 
 
 class Muon(torch.optim.Optimizer):
