@@ -68,15 +68,20 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     return ids
 
 
+def check_vocabulary(model: TransformerLM, size: int) -> None:
+    """Raise UserError unless the model's vocabulary is of ``size`` ids, those of its tokenizer."""
+    if model.config.vocab_size != size:
+        raise UserError(
+            f"The model has a vocabulary of {model.config.vocab_size:,}, the tokenizer {size:,}; "
+            "they do not belong together."
+        )
+
+
 def _prepare(
     model: TransformerLM, tokenizer: Tokenizer, prompt: str, config: SampleConfig, seed: int
 ) -> tuple[Generation, TextStream, list[str]]:
     """A generation, the text it becomes, and where its pieces go. Special tokens end it."""
-    if model.config.vocab_size != tokenizer.size:
-        raise UserError(
-            f"The model has a vocabulary of {model.config.vocab_size:,}, the tokenizer {tokenizer.size:,}; "
-            "they do not belong together."
-        )
+    check_vocabulary(model, tokenizer.size)
     text, pieces = TextStream(tokenizer.vocab, config.stop), list[str]()
 
     def on_token(token_id: int) -> bool:
