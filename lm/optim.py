@@ -4,7 +4,7 @@ Sources: CS336 assignment 1 (section 4); Loshchilov & Hutter 2019 (AdamW); Jorda
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -90,7 +90,7 @@ def _adam(params: list[Tensor], grads: list[Tensor], m: list[Tensor], v: list[Te
     torch._foreach_addcdiv_(params, m, denominators, -group["lr"] / (1 - beta1**t))
 
 
-def _in_cache(rows: list[tuple[Tensor, ...]]) -> Iterator[list[list[Tensor]]]:
+def _in_cache(rows: Sequence[tuple[Tensor, ...]]) -> Iterator[list[list[Tensor]]]:
     """The columns of ``rows``, whose tensors have one shape each: on a processor some pieces at a time, which its cache
     holds, elsewhere whole."""
     if not all(x.device.type == "cpu" and x.is_contiguous() for row in rows for x in row):
