@@ -75,14 +75,20 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The result and what each row was multiplied by."""
+    h = x.float()
+    mean_square = torch.linalg.vector_norm(h, dim=-1, keepdim=True).square_().div_(h.shape[-1])
+    scale = mean_square.add_(eps).rsqrt_()
+    return (h * scale).mul_(weight).to(x.dtype), scale
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        h = x.float()
-        mean_square = torch.linalg.vector_norm(h, dim=-1, keepdim=True).square_().div_(h.shape[-1])
-        scale = mean_square.add_(eps).rsqrt_()
+        normed, scale = _rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        return (h * scale).mul_(weight).to(x.dtype)
+        return normed
 
     @staticmethod
     @once_differentiable
@@ -98,6 +104,8 @@ class _RmsNorm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension, in float32; the shape and dtype of ``x``."""
+    if not torch.is_grad_enabled():
+        return _rms_norm(x, weight, eps)[0]
     normed: Tensor = _RmsNorm.apply(x, weight, eps)
     return normed
 
@@ -128,6 +136,8 @@ class _SwiGlu(torch.autograd.Function):
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) ⊙ up``, both of one shape."""
+    if not torch.is_grad_enabled():
+        return F.silu(gate).mul_(up)
     product: Tensor = _SwiGlu.apply(gate, up)
     return product
 

@@ -206,3 +206,10 @@ def test_compiled_and_not_the_loss_and_its_gradients_are_the_same(tied: bool) ->
         found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
         model.zero_grad()
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
+
+
+def test_without_gradients_the_results_are_the_same() -> None:
+    x, weight, up = torch.randn(3, 70, 16), torch.randn(16), torch.randn(3, 70, 16)
+    with_them = rms_norm(x, weight, 1e-5), swiglu(x, up)
+    with torch.no_grad():
+        torch.testing.assert_close((rms_norm(x, weight, 1e-5), swiglu(x, up)), with_them)
