@@ -268,7 +268,9 @@ def _read_safetensors(directory: Path) -> dict[str, Tensor]:
         files = _read_object(index).get("weight_map")
         if not isinstance(files, dict):
             raise UserError(f"{index} has no weight_map, the file of each tensor.")
-        paths = sorted({directory / str(name) for name in files.values()})
+        if outside := [name for name in files.values() if not isinstance(name, str) or Path(name).name != name]:
+            raise UserError(f"{index} names {outside[0]!r}; each file must lie in {directory} itself.")
+        paths = sorted({directory / name for name in files.values()})
     tensors: dict[str, Tensor] = {}
     for path in paths:
         try:

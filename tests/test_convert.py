@@ -490,6 +490,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         (changed_tensors(lambda tensors: tensors.update({Q: tensors[Q].char()})), r"q_proj\.weight is torch\.int8"),
         (changed_tensors(lambda tensors: tensors.update({Q: torch.ones(3)})), r"q_proj\.weight.*\(3,\).*\(40, 40\)"),
         (indexed({"weight_map": {Q: "model-00001-of-00002.safetensors"}}), r"model-00001-of-00002\.safetensors cannot"),
+        (indexed({"weight_map": {Q: "../model.safetensors"}}), r"each file must lie in"),
         (indexed({"weight_map": [Q]}), r"index\.json has no weight_map"),
         (indexed({}), r"index\.json has no weight_map"),
     ],
