@@ -1,7 +1,7 @@
 """Text out of a model and a tokenizer: what a user's words go on with."""
 
 import codecs
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from lm.errors import UserError
@@ -68,24 +68,33 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     return ids
 
 
-def _prepare(
-    model: TransformerLM, tokenizer: Tokenizer, prompt: str, config: SampleConfig, seed: int
-) -> tuple[Generation, TextStream, list[str]]:
-    """A generation, the text it becomes, and where its pieces go. Special tokens end it."""
+def check_match(model: TransformerLM, tokenizer: Tokenizer) -> None:
+    """Raise UserError when the model and the tokenizer do not belong together."""
     if model.config.vocab_size != tokenizer.size:
         raise UserError(
             f"The model has a vocabulary of {model.config.vocab_size:,}, the tokenizer {tokenizer.size:,}; "
             "they do not belong together."
         )
-    text, pieces = TextStream(tokenizer.vocab, config.stop), list[str]()
+
+
+def text_generation(
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    config: SampleConfig,
+    seed: int,
+    on_text: Callable[[str], None],
+    wants_logprobs: bool = False,
+) -> tuple[Generation, TextStream]:
+    """A generation that tells ``on_text``, at each token, of the text that is certain now; the stream has the rest at
+    the end. Special tokens and the texts of ``config.stop`` end it."""
+    text = TextStream(tokenizer.vocab, config.stop)
 
     def on_token(token_id: int) -> bool:
-        pieces.append(text.add(token_id))
+        on_text(text.add(token_id))
         return text.stopped
 
     stop_ids = frozenset(tokenizer.special_ids.values())
-    ids = prompt_ids(tokenizer, prompt)
-    return Generation(ids, config.max_new_tokens, config, stop_ids, seed, on_token=on_token), text, pieces
+    return Generation(prompt, config.max_new_tokens, config, stop_ids, seed, wants_logprobs, on_token), text
 
 
 def complete(
@@ -96,20 +105,25 @@ def complete(
     Each ends before a special token or a text of ``config.stop``. Raises UserError when the model and the tokenizer do
     not belong together.
     """
+    check_match(model, tokenizer)
     prompts = [prompt for prompt in config.prompts for _ in range(config.samples)]
-    prepared = [
-        _prepare(model, tokenizer, prompt, config, config.seed + number) for number, prompt in enumerate(prompts)
+    pieces: list[list[str]] = [[] for _ in prompts]
+    begun = [
+        text_generation(tokenizer, prompt_ids(tokenizer, prompt), config, config.seed + number, pieces[number].append)
+        for number, prompt in enumerate(prompts)
     ]
-    generate(model, [generation for generation, _, _ in prepared], max_batch_size)
+    generate(model, [generation for generation, _ in begun], max_batch_size)
     return [
-        Completion(prompt, "".join(pieces) + text.finish(), len(generation.ids))
-        for prompt, (generation, text, pieces) in zip(prompts, prepared, strict=True)
+        Completion(prompt, "".join(given) + text.finish(), len(generation.ids))
+        for prompt, given, (generation, text) in zip(prompts, pieces, begun, strict=True)
     ]
 
 
 def stream_text(model: TransformerLM, tokenizer: Tokenizer, prompt: str, config: SampleConfig) -> Iterator[str]:
     """What :func:`complete` gives for one prompt, piece by piece as it comes."""
-    generation, text, pieces = _prepare(model, tokenizer, prompt, config, config.seed)
+    check_match(model, tokenizer)
+    pieces: list[str] = []
+    generation, text = text_generation(tokenizer, prompt_ids(tokenizer, prompt), config, config.seed, pieces.append)
     for _ in stream(model, generation):
         yield from filter(None, pieces)
         pieces.clear()
