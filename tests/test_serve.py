@@ -319,13 +319,13 @@ def test_a_client_that_leaves_frees_its_row(slow: Served, stream: bool) -> None:
         for number, connection in enumerate((first, second), start=1):
             connection.sendall(head + body)
             slow.wait_for(number)
+        started = time.monotonic()
         second.close()
         slow.wait_for(1)
         first.close()
         slow.wait_for(0)
-    started = time.monotonic()
     assert slow.post({"prompt": "a", "max_tokens": 1}).status_code == 200
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 10, "it was computed to its end"
 
 
 def test_too_many_are_asked_to_come_again(slow: Served) -> None:
