@@ -1,9 +1,13 @@
-"""The command line: ``textmill run``, ``plan``, ``sample``, ``up``. All options come from the dataclasses."""
+"""The command line: ``textmill run``, ``plan``, ``sample``, ``chat``, ``serve``, ``up``.
+
+All that configures the work comes from the dataclasses.
+"""
 
 import argparse
 import os
 import re
 import sys
+from dataclasses import replace
 from typing import NoReturn, cast, get_args
 
 # Prefect reads its settings when it is imported. Its own lines are for its UI; the console shows the project's.
@@ -13,11 +17,15 @@ os.environ.setdefault("PREFECT_SERVER_LOGGING_LEVEL", "CRITICAL")
 os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "180")
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings  # type: ignore[attr-defined]
+from jsonargparse.typing import PositiveInt
 
+from flows.chat import chat_command
 from flows.config import PRESETS, PipelineConfig, preset_path
 from flows.console import plan_command, run_command, sample_command
 from flows.pipeline import StageName
+from flows.serve import serve_command
 from flows.up import start_prefect
+from lm import dialog
 from lm.errors import UserError, nearest
 from lm.execution import Execution
 from lm.sampling import SampleConfig
@@ -43,15 +51,28 @@ def build_parser(preset: str = "demo") -> ArgumentParser:
     commands = parser.add_subcommands(required=True, dest="command")
     commands.add_subcommand("run", _run_parser(preset), help="run the pipeline, taking from the cache what is there")
     commands.add_subcommand("plan", _run_parser(preset), help="tell what a run would do, and why, without running it")
-    sample = _Parser(description="Sample text from the model of the latest run.")
-    sample.add_argument("--root", type=str, default="artifacts", help="directory or URL that the outputs are below")
+    sample = _model_parser("Sample text from the model of the latest run.")
     sample.add_argument("--prompt", action="append", default=None, type=str, help="text to go on from; may be repeated")
     sample.add_class_arguments(SampleConfig, skip={"prompts"})
-    sample.add_argument("--device", type=str, default="auto", help="cpu, cuda, mps or auto")
     commands.add_subcommand("sample", sample, help="sample text from the model of the latest run")
+    chat = _model_parser("Chat with the model of the latest run. Ctrl-C stops an answer; Ctrl-D or /quit ends.")
+    chat.add_class_arguments(SampleConfig, skip={"prompts", "samples"})
+    commands.add_subcommand("chat", chat, help="chat with the model of the latest run, in the terminal")
+    serve = _model_parser("Serve the model of the latest run by OpenAI's HTTP API: completions and chat.")
+    serve.add_argument("--host", type=str, default="127.0.0.1", help="address to listen on; anyone there may ask")
+    serve.add_argument("--port", type=int, default=8000, help="port to listen on; 0 for any that is free")
+    serve.add_argument("--max-batch-size", type=PositiveInt, default=16, help="completions computed side by side")
+    commands.add_subcommand("serve", serve, help="serve the model of the latest run by OpenAI's HTTP API")
     up = _Parser(description="Start Prefect's server, a work pool, the deployments of prefect.yaml and a worker.")
     up.add_argument("--port", type=int, default=4200, help="port of the server and its UI, on 127.0.0.1")
     commands.add_subcommand("up", up, help="start Prefect's server, the deployments and a worker; Ctrl-C stops them")
+    return parser
+
+
+def _model_parser(description: str) -> ArgumentParser:
+    parser = _Parser(description=description)
+    parser.add_argument("--root", type=str, default="artifacts", help="directory or URL that the outputs are below")
+    parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, mps or auto")
     return parser
 
 
@@ -108,10 +129,17 @@ def _dispatch(arguments: list[str]) -> None:
         raise UserError(f"Name the preset on the command line: --preset {options.preset}")
     if parsed.command == "up":
         start_prefect(options.port)
-    elif parsed.command == "sample":
-        settings = {name: options[name] for name in SampleConfig.__dataclass_fields__ if name != "prompts"}
-        sampling = SampleConfig(prompts=options.prompt or SampleConfig().prompts, **settings)
-        sample_command(options.root, sampling, Execution(device=options.device))
+    elif parsed.command in ("sample", "chat"):
+        sampling = SampleConfig(
+            **{name: options[name] for name in SampleConfig.__dataclass_fields__ if name in options}
+        )
+        if parsed.command == "chat":
+            chat_command(options.root, replace(sampling, stop=[*sampling.stop, dialog.STOP]), options.device)
+        else:
+            sampling = replace(sampling, prompts=options.prompt or sampling.prompts)
+            sample_command(options.root, sampling, Execution(device=options.device))
+    elif parsed.command == "serve":
+        serve_command(options.root, options.host, options.port, options.max_batch_size, options.device)
     else:
         until, refresh = _stages(options.until), _stages(options.refresh)
         config = PipelineConfig(**{name: options[name] for name in PipelineConfig.__dataclass_fields__})

@@ -15,7 +15,7 @@ from lm.errors import UserError
 from lm.execution import Execution
 from lm.sampling import SampleConfig
 from tasks.sample import draw
-from tasks.stage import Ref, Run, part_log, read_output
+from tasks.stage import Output, Ref, Run, part_log, read_output
 
 
 class _Console(logging.Handler):
@@ -63,8 +63,8 @@ def plan_command(config: PipelineConfig, root: str, until: StageName | None, ref
         print(f"{name:<{width}}  {fate}")
 
 
-def sample_command(root: str, config: SampleConfig, execution: Execution) -> None:
-    """Print completions by the model of the latest run below ``root``."""
+def latest_model(root: str) -> tuple[Output, Output]:
+    """The model and the tokenizer of the latest run below ``root`` that has trained one; raises UserError without."""
     store = Run(absolute(root), "sample").store
     newest_first = reversed([name for name in store.names("runs") if name.endswith(".json") and name != "latest.json"])
     records = (store.read_json("runs", name) for name in newest_first)
@@ -72,7 +72,12 @@ def sample_command(root: str, config: SampleConfig, execution: Execution) -> Non
     if record is None:
         raise UserError(f"{root} has no finished model; make one with: textmill run --root {root}")
     model, tokenizer = (read_output(store, Ref(name, record["stages"][name]["key"])) for name in ("train", "merge"))
-    for sample in draw(model, tokenizer, config, execution):
+    return model, tokenizer
+
+
+def sample_command(root: str, config: SampleConfig, execution: Execution) -> None:
+    """Print completions by the model of the latest run below ``root``."""
+    for sample in draw(*latest_model(root), config, execution):
         print(_quote(sample.prompt, sample.text))
 
 

@@ -1,7 +1,7 @@
 """Text out of a model and a tokenizer: what a user's words go on with."""
 
 import codecs
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from lm.errors import UserError
@@ -22,7 +22,7 @@ class Completion(NamedTuple):
 
 
 class TextStream:
-    """The text of ids as they come: whole characters, up to the first of ``stops``.
+    """The text of ids as they come: whole characters, up to that of ``stops`` which is complete first.
 
     What may be the start of a stop text is held back until it is known not to be.
     """
@@ -49,9 +49,9 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + more
-        if places := [place for stop in self._stops if (place := text.find(stop)) >= 0]:
+        if found := [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]:
             self.stopped, self._held = True, ""
-            return text[: min(places)]
+            return text[: min(found)[1]]
         longest = max((len(stop) for stop in self._stops), default=0)
         begins = range(max(0, len(text) - longest + 1), len(text))
         held = next((i for i in begins if any(stop.startswith(text[i:]) for stop in self._stops)), len(text))
@@ -77,20 +77,24 @@ def check_vocabulary(model: TransformerLM, size: int) -> None:
         )
 
 
-def _prepare(
-    model: TransformerLM, tokenizer: Tokenizer, prompt: str, config: SampleConfig, seed: int
-) -> tuple[Generation, TextStream, list[str]]:
-    """A generation, the text it becomes, and where its pieces go. Special tokens end it."""
-    check_vocabulary(model, tokenizer.size)
-    text, pieces = TextStream(tokenizer.vocab, config.stop), list[str]()
+def text_generation(
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    config: SampleConfig,
+    seed: int,
+    on_text: Callable[[str], None],
+    wants_logprobs: bool = False,
+) -> tuple[Generation, TextStream]:
+    """A generation that tells ``on_text``, at each token, of the text that is certain now; the stream has the rest at
+    the end. Special tokens and the texts of ``config.stop`` end it."""
+    text = TextStream(tokenizer.vocab, config.stop)
 
     def on_token(token_id: int) -> bool:
-        pieces.append(text.add(token_id))
+        on_text(text.add(token_id))
         return text.stopped
 
     stop_ids = frozenset(tokenizer.special_ids.values())
-    ids = prompt_ids(tokenizer, prompt)
-    return Generation(ids, config.max_new_tokens, config, stop_ids, seed, on_token=on_token), text, pieces
+    return Generation(prompt, config.max_new_tokens, config, stop_ids, seed, wants_logprobs, on_token), text
 
 
 def complete(
@@ -101,20 +105,25 @@ def complete(
     Each ends before a special token or a text of ``config.stop``. Raises UserError when the model and the tokenizer do
     not belong together.
     """
+    check_vocabulary(model, tokenizer.size)
     prompts = [prompt for prompt in config.prompts for _ in range(config.samples)]
-    prepared = [
-        _prepare(model, tokenizer, prompt, config, config.seed + number) for number, prompt in enumerate(prompts)
+    pieces: list[list[str]] = [[] for _ in prompts]
+    begun = [
+        text_generation(tokenizer, prompt_ids(tokenizer, prompt), config, config.seed + number, pieces[number].append)
+        for number, prompt in enumerate(prompts)
     ]
-    generate(model, [generation for generation, _, _ in prepared], max_batch_size)
+    generate(model, [generation for generation, _ in begun], max_batch_size)
     return [
-        Completion(prompt, "".join(pieces) + text.finish(), len(generation.ids))
-        for prompt, (generation, text, pieces) in zip(prompts, prepared, strict=True)
+        Completion(prompt, "".join(given) + text.finish(), len(generation.ids))
+        for prompt, given, (generation, text) in zip(prompts, pieces, begun, strict=True)
     ]
 
 
 def stream_text(model: TransformerLM, tokenizer: Tokenizer, prompt: str, config: SampleConfig) -> Iterator[str]:
     """What :func:`complete` gives for one prompt, piece by piece as it comes."""
-    generation, text, pieces = _prepare(model, tokenizer, prompt, config, config.seed)
+    check_vocabulary(model, tokenizer.size)
+    pieces: list[str] = []
+    generation, text = text_generation(tokenizer, prompt_ids(tokenizer, prompt), config, config.seed, pieces.append)
     for _ in stream(model, generation):
         yield from filter(None, pieces)
         pieces.clear()

@@ -7,6 +7,7 @@ from lm.checkpoint import load_model
 from lm.completion import Completion, complete
 from lm.device import choose_device
 from lm.execution import Execution
+from lm.model import TransformerLM
 from lm.sampling import SampleConfig
 from lm.tokenizer import Tokenizer
 from tasks import pages
@@ -15,11 +16,15 @@ from tasks.stage import Draft, Output, stage
 _AT_ONCE = 64  # samples; a batch reads the weights once for all
 
 
+def load(model: Output, tokenizer: Output, device: str) -> tuple[TransformerLM, Tokenizer]:
+    """The best checkpoint, on ``device``, and its tokenizer."""
+    loaded = load_model(model.directory(model.json("training.json")["best"]), choose_device(device))
+    return loaded, Tokenizer.load(tokenizer.directory("tokenizer"))
+
+
 def draw(model: Output, tokenizer: Output, config: SampleConfig, execution: Execution) -> list[Completion]:
     """The completions of the prompts by the best checkpoint."""
-    loaded = load_model(model.directory(model.json("training.json")["best"]), choose_device(execution.device))
-    words = Tokenizer.load(tokenizer.directory("tokenizer"))
-    return complete(loaded, words, config, _AT_ONCE)
+    return complete(*load(model, tokenizer, execution.device), config, _AT_ONCE)
 
 
 @stage("sample", page=pages.sample)

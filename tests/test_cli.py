@@ -105,8 +105,9 @@ def test_another_service_at_the_port_is_no_server_of_prefects() -> None:
         thread.join()
 
 
-def test_sampling_without_a_model(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["sample", "--root", str(tmp_path)]) == 2
+@pytest.mark.parametrize("command", ["sample", "chat", "serve"])
+def test_what_needs_a_model_says_so(command: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main([command, "--root", str(tmp_path)]) == 2
     assert "has no finished model" in capfd.readouterr().err
 
 
