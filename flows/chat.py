@@ -5,7 +5,6 @@ from contextlib import suppress
 from flows.console import latest_model
 from lm import dialog
 from lm.completion import prompt_ids, stream_text
-from lm.inference import prepare
 from lm.model import TransformerLM
 from lm.sampling import SampleConfig
 from lm.tokenizer import Tokenizer
@@ -15,7 +14,6 @@ from tasks.sample import load
 def chat_command(root: str, config: SampleConfig, device: str) -> None:
     """Answer what is typed until Ctrl-D or ``/quit``; Ctrl-C stops an answer."""
     model, tokenizer = load(*latest_model(root), device)
-    prepare(model)
     print("Ctrl-C stops an answer; Ctrl-D or /quit ends.")
     said: list[dialog.Message] = []
     while True:

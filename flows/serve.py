@@ -23,7 +23,6 @@ from flows.reply import Reply
 from flows.wanted import Chat, Completion, Refused, encoded, parse
 from lm.completion import check_vocabulary
 from lm.errors import UserError
-from lm.inference import prepare
 from lm.model import TransformerLM
 from lm.scheduler import Busy, Scheduler
 from lm.tokenizer import Tokenizer
@@ -161,7 +160,7 @@ def serve_command(root: str, host: str, port: int, max_batch_size: int, device: 
         raise UserError(f"Cannot listen on {host}, port {port}: {error}. Choose another with --port.") from None
     with listener, suppress(KeyboardInterrupt):
         model, tokenizer = load(*found, device)
-        app = build_app(prepare(model), tokenizer, "textmill", max_batch_size)
+        app = build_app(model, tokenizer, "textmill", max_batch_size)
         print(f"Serving on http://{host}:{listener.getsockname()[1]}/v1 (model: textmill). Ctrl-C stops.", flush=True)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_STOP_SECONDS)
         uvicorn.Server(config).run(sockets=[listener])

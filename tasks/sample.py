@@ -7,6 +7,7 @@ from lm.checkpoint import load_model
 from lm.completion import Completion, complete
 from lm.device import choose_device
 from lm.execution import Execution
+from lm.inference import prepare
 from lm.model import TransformerLM
 from lm.sampling import SampleConfig
 from lm.tokenizer import Tokenizer
@@ -17,9 +18,9 @@ _AT_ONCE = 64  # samples; a batch reads the weights once for all
 
 
 def load(model: Output, tokenizer: Output, device: str) -> tuple[TransformerLM, Tokenizer]:
-    """The best checkpoint, on ``device``, and its tokenizer."""
+    """The best checkpoint, on ``device`` and ready to generate, and its tokenizer."""
     loaded = load_model(model.directory(model.json("training.json")["best"]), choose_device(device))
-    return loaded, Tokenizer.load(tokenizer.directory("tokenizer"))
+    return prepare(loaded), Tokenizer.load(tokenizer.directory("tokenizer"))
 
 
 def draw(model: Output, tokenizer: Output, config: SampleConfig, execution: Execution) -> list[Completion]:
