@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import generate as generation
 from benchmarks import learning
 from benchmarks import train as benchmark
 from lm.demo_corpus import demo_stories
@@ -42,6 +43,12 @@ def test_a_step_of_training_is_measured(who: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(benchmark.SHAPES, "tiny", (ModelConfig(300, 16, 32, 1, 2, d_ff=64), 4))
     found = benchmark.measure(who, "tiny", "float32", False, torch.device("cpu"), 0.05)
     assert found["seconds"] > 0
+
+
+def test_drawing_tokens_is_measured() -> None:
+    found = generation.measure(generation.Job("ours", "float32", 2), "tiny", torch.device("cpu"))
+    assert found["prefill"] > 0 and found["step"] > 0
+    assert found["bytes"] > 4 * 500 * 64  # the head at least
 
 
 def test_the_recipes_are_compared_by_the_tokens_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

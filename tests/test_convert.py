@@ -14,9 +14,10 @@ from torch import Tensor
 
 from lm.convert import load_hugging_face, load_meta, save_hugging_face
 from lm.errors import UserError
-from lm.generate import generate
+from lm.generate import Generation, generate
 from lm.model import ModelConfig, TransformerLM
 from lm.pretokens import END_OF_TEXT
+from lm.sampling import SampleConfig
 from lm.tokenizer import Tokenizer
 from tests.tokenizers_made import CUSTOM_PATTERN, bytes_tokenizer, make_tokenizer
 
@@ -339,11 +340,14 @@ def test_transformers_goes_on_as_ours_does(tmp_path: Path, tied: bool) -> None:
     continued = theirs.generate(
         torch.tensor([prompt]), max_new_tokens=50, do_sample=False, eos_token_id=None, pad_token_id=0
     )
-    assert continued[0].tolist() == prompt + list(generate(ours, prompt, 50, temperature=0))
+    greedy = SampleConfig(temperature=0)
+    whole = Generation(prompt, 50, greedy)
     first = int(continued[0, len(prompt) + 3])  # as if it were a special token, both stop there
     stopped = theirs.generate(torch.tensor([prompt]), max_new_tokens=50, eos_token_id=first, pad_token_id=0)
-    ended = prompt + list(generate(ours, prompt, 50, temperature=0, stop_ids=[first]))
-    assert stopped[0].tolist() == [*ended, first]
+    ended = Generation(prompt, 50, greedy, frozenset([first]))
+    generate(ours, [whole, ended])
+    assert continued[0].tolist() == prompt + whole.ids
+    assert stopped[0].tolist() == [*prompt, *ended.ids, first]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
