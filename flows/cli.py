@@ -27,7 +27,6 @@ from flows.serve import serve_command
 from flows.up import start_prefect
 from lm import dialog
 from lm.errors import UserError, nearest
-from lm.execution import Execution
 from lm.sampling import SampleConfig
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -137,7 +136,7 @@ def _dispatch(arguments: list[str]) -> None:
             chat_command(options.root, replace(sampling, stop=[*sampling.stop, dialog.STOP]), options.device)
         else:
             sampling = replace(sampling, prompts=options.prompt or sampling.prompts)
-            sample_command(options.root, sampling, Execution(device=options.device))
+            sample_command(options.root, sampling, options.device)
     elif parsed.command == "serve":
         serve_command(options.root, options.host, options.port, options.max_batch_size, options.device)
     else:

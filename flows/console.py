@@ -11,10 +11,10 @@ from flows.config import PipelineConfig
 from flows.pipeline import StageName, absolute, pipeline
 from flows.plan import plan
 from flows.report import figures, outputs_of
+from lm.completion import complete
 from lm.errors import UserError
-from lm.execution import Execution
 from lm.sampling import SampleConfig
-from tasks.sample import draw
+from tasks.sample import load
 from tasks.stage import Output, Ref, Run, part_log, read_output
 
 
@@ -75,9 +75,9 @@ def latest_model(root: str) -> tuple[Output, Output]:
     return model, tokenizer
 
 
-def sample_command(root: str, config: SampleConfig, execution: Execution) -> None:
+def sample_command(root: str, config: SampleConfig, device: str) -> None:
     """Print completions by the model of the latest run below ``root``."""
-    for sample in draw(*latest_model(root), config, execution):
+    for sample in complete(*load(*latest_model(root), device), config):
         print(_quote(sample.prompt, sample.text))
 
 

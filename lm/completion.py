@@ -98,9 +98,10 @@ def text_generation(
 
 
 def complete(
-    model: TransformerLM, tokenizer: Tokenizer, config: SampleConfig, max_batch_size: int | None = None
+    model: TransformerLM, tokenizer: Tokenizer, config: SampleConfig, max_batch_size: int = 64
 ) -> list[Completion]:
-    """What the model adds to the prompts, ``config.samples`` times for each, one prompt after the other.
+    """What the model adds to the prompts, ``config.samples`` times for each, one prompt after the other;
+    ``max_batch_size`` are drawn side by side.
 
     Each ends before a special token or a text of ``config.stop``. Raises UserError when the model and the tokenizer do
     not belong together.

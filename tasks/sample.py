@@ -4,17 +4,14 @@ import json
 import time
 
 from lm.checkpoint import load_model
-from lm.completion import Completion, complete
+from lm.completion import complete
 from lm.device import choose_device
-from lm.execution import Execution
 from lm.inference import prepare
 from lm.model import TransformerLM
 from lm.sampling import SampleConfig
 from lm.tokenizer import Tokenizer
 from tasks import pages
 from tasks.stage import Draft, Output, stage
-
-_AT_ONCE = 64  # samples; a batch reads the weights once for all
 
 
 def load(model: Output, tokenizer: Output, device: str) -> tuple[TransformerLM, Tokenizer]:
@@ -23,16 +20,12 @@ def load(model: Output, tokenizer: Output, device: str) -> tuple[TransformerLM, 
     return prepare(loaded), Tokenizer.load(tokenizer.directory("tokenizer"))
 
 
-def draw(model: Output, tokenizer: Output, config: SampleConfig, execution: Execution) -> list[Completion]:
-    """The completions of the prompts by the best checkpoint."""
-    return complete(*load(model, tokenizer, execution.device), config, _AT_ONCE)
-
-
 @stage("sample", page=pages.sample)
 def sample(out: Draft, model: Output, tokenizer: Output, config: SampleConfig) -> None:
     """Write ``samples.json``."""
+    loaded, words = load(model, tokenizer, out.execution.device)
     started = time.perf_counter()
-    found = draw(model, tokenizer, config, out.execution)
+    found = complete(loaded, words, config)
     rate = sum(one.tokens for one in found) / (time.perf_counter() - started)
     out.figures = {"samples": len(found), "tokens_per_second": round(rate)}
     samples = [{"prompt": one.prompt, "text": one.text} for one in found]
