@@ -61,7 +61,7 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 def summing(function: Callable[..., Any]) -> Any:
     """A kernel that may add up floats in any order, and so by vectors."""
-    return numba.njit(cache=IS_KEPT, fastmath={"reassoc", "contract"}, **_OPTIONS)(function)
+    return numba.njit(cache=IS_KEPT, fastmath={"reassoc", "contract", "nsz"}, **_OPTIONS)(function)
 
 
 def inlined(function: Callable[..., Any]) -> Any:

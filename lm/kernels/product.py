@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from lm.kernels import Int, Longs, inlined, kernel, summing
 from lm.kernels.atomics import add, give_way, load, replace, store
+from lm.kernels.simd import read
 
 Floats = npt.NDArray[np.float32]
 
@@ -38,18 +39,18 @@ def _multiply_rows(weights: Floats, offset: int, columns: int, x: Floats, y: Flo
         at = offset + row * columns
         a = b = c = d = np.float32(0)
         for i in range(columns):
-            factor = x[i]
-            a += weights[at + i] * factor
-            b += weights[at + columns + i] * factor
-            c += weights[at + 2 * columns + i] * factor
-            d += weights[at + 3 * columns + i] * factor
+            factor = read(x, i)
+            a += read(weights, at + i) * factor
+            b += read(weights, at + columns + i) * factor
+            c += read(weights, at + 2 * columns + i) * factor
+            d += read(weights, at + 3 * columns + i) * factor
         y[row], y[row + 1], y[row + 2], y[row + 3] = a, b, c, d
         row += 4
     while row < last:
         at = offset + row * columns
         a = np.float32(0)
         for i in range(columns):
-            a += weights[at + i] * x[i]
+            a += read(weights, at + i) * read(x, i)
         y[row] = a
         row += 1
 
