@@ -96,6 +96,8 @@ class Engine:
         for generation in generations:
             self.check(generation)
         self._leave()
+        if not generations:
+            return
         first = len(self.live)
         if first + len(generations) > self.max_batch_size:
             raise ValueError(f"{first} + {len(generations)} sequences are more than {self.max_batch_size}")
@@ -109,9 +111,8 @@ class Engine:
                     self._seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
                 self._seen[row] = False
                 self._seen[row, list(generation.prompt)] = True
-        if generations:
-            logits = self._prefill(list(range(first, len(self.live))))
-            self._draw(logits, first, Drawing([one.sampling for one in generations], self.device))
+        logits = self._prefill(list(range(first, len(self.live))))
+        self._draw(logits, first, Drawing([one.sampling for one in generations], self.device))
         self._drawing = None
         self._leave()
 
@@ -195,20 +196,25 @@ class Engine:
 def generate(model: TransformerLM, generations: Sequence[Generation], max_batch_size: int | None = None) -> None:
     """Bring all of ``generations`` to their end, ``max_batch_size`` at a time, by default all together. Raises
     UserError for a bad prompt, before anything is computed."""
-    engine = Engine(model, min(max_batch_size or len(generations), len(generations)))
+    engine = Engine(model, min(max_batch_size or len(generations), len(generations)), _longest(generations))
     for generation in generations:
         engine.check(generation)
     waiting = list(generations)
     while waiting or engine.live:
-        room = engine.max_batch_size - len(engine.live)
-        engine.add(waiting[:room])
-        del waiting[:room]
+        if room := engine.max_batch_size - len(engine.live):
+            engine.add(waiting[:room])
+            del waiting[:room]
         engine.step()
+
+
+def _longest(generations: Sequence[Generation]) -> int:
+    """The tokens that the cache has to hold: for a model with a long context, much less than that."""
+    return max((len(one.prompt) + one.max_new_tokens for one in generations), default=1)
 
 
 def stream(model: TransformerLM, generation: Generation) -> Iterator[int]:
     """The ids of one generation, as they come."""
-    engine = Engine(model, 1)
+    engine = Engine(model, 1, _longest([generation]))
     engine.add([generation])
     given = 0
     while True:

@@ -111,7 +111,7 @@ def _onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
 def prepare(model: TransformerLM, dtype: torch.dtype | None = None) -> TransformerLM:
     """Make ``model`` itself one that only generates, in ``dtype``, by default as it is; returns it.
 
-    It cannot be trained or saved any more.
+    It cannot be trained or saved any more, nor used by two threads at a time: its team has one job at once.
     """
     model.requires_grad_(False)
     for parameter in model.parameters():  # not the buffers: rotary angles stay float32
@@ -120,7 +120,7 @@ def prepare(model: TransformerLM, dtype: torch.dtype | None = None) -> Transform
     if parameter.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return model
     layers = list(_linear_layers(model))
-    if parameter.dtype == torch.bfloat16:
+    if parameter.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         for parent, name, layer in layers:
             setattr(parent, name, _PackedLinear(layer.weight.detach()))
     elif parameter.dtype == torch.float32:

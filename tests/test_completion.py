@@ -67,7 +67,7 @@ def test_each_sample_has_its_seed(tokenizer: Tokenizer) -> None:
     config = SampleConfig(prompts=["a", "b"], samples=2, max_new_tokens=9, temperature=1.0, seed=3)
     found = complete(model, tokenizer, config, max_batch_size=3)
     assert [one.prompt for one in found] == ["a", "a", "b", "b"]
-    assert [one.tokens for one in found] == [9] * 4 or any(one.tokens < 9 for one in found)
+    assert max(one.tokens for one in found) == 9  # one that draws the end of the text has fewer
     for number, one in enumerate(found):
         assert one.text == text_of(model, tokenizer, one.prompt, max_new_tokens=9, temperature=1.0, seed=3 + number)
     assert complete(model, tokenizer, SampleConfig(prompts=[])) == []
