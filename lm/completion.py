@@ -36,8 +36,9 @@ class TextStream:
         """Whether a stop text has come."""
 
     def add(self, token_id: int) -> str:
-        """The text that is certain now."""
-        return self._pass(self._decoder.decode(self._token_bytes[token_id]))
+        """The text that is certain now. No character goes on across an id without bytes, as special ones are."""
+        more = self._token_bytes[token_id]
+        return self._pass(self._decoder.decode(more, final=not more))
 
     def finish(self) -> str:
         """The rest, when no more ids come; half a character becomes U+FFFD."""

@@ -263,6 +263,7 @@ def test_pieces_are_whole_characters(tokenizer: LlamaTokenizer) -> None:
     text = "aé漢😀"
     assert [piece for piece in tokenizer.pieces([*text.encode(), END]) if piece] == list(text)
     assert tokenizer.decode([*text.encode(), 0xE6]) == text + "\ufffd"
+    assert tokenizer.decode([0xC3, END, 0xA9]) == "\ufffd\ufffd"
 
 
 @settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
