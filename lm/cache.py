@@ -4,6 +4,8 @@ A token's keys and values lie at its position in its sequence's row. What lies b
 looked at, so prompts of different lengths need no padding to one side: later tokens overwrite it.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,24 +39,33 @@ class KVCache:
 
         return [of_layer(keys, values) for keys, values in zip(self.keys, self.values, strict=True)]
 
-    def decode(self, positions: Tensor, longest: int) -> list[Attend]:
+    def decode(self, positions: Tensor, longest: int) -> "list[OneMore]":
         """Each layer's attention of one token more in the first rows, at ``positions`` (B,), the greatest of which is
         ``longest``."""
-        rows = torch.arange(len(positions), device=positions.device)
-        mask = torch.arange(longest + 1, device=positions.device) <= positions[:, None, None, None]  # (B, 1, 1, S)
-
-        def of_layer(keys: Tensor, values: Tensor) -> Attend:
-            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                keys[rows, :, positions], values[rows, :, positions] = k.squeeze(-2), v.squeeze(-2)
-                seen_keys, seen_values = (x[: len(positions), :, : longest + 1] for x in (keys, values))
-                queries = q.view(len(positions), k.shape[-3], -1, q.shape[-1])  # those that share keys together
-                return F.scaled_dot_product_attention(queries, seen_keys, seen_values, mask).view(q.shape)
-
-            return attend
-
-        return [of_layer(keys, values) for keys, values in zip(self.keys, self.values, strict=True)]
+        return [OneMore(*layer, positions, longest) for layer in zip(self.keys, self.values, strict=True)]
 
     def copy(self, sources: list[int], rows: list[int]) -> None:
         """Overwrite ``rows`` by the rows ``sources``."""
         for store in (self.keys, self.values):
             store[:, rows] = store[:, sources]
+
+
+@dataclass(frozen=True)
+class OneMore:
+    """A layer's attention of one token more in each of the first rows of ``keys`` and ``values`` (rows, kv heads,
+    length, K), at ``positions`` (B,), the greatest of which is ``longest``. Kernels do it in :mod:`lm.decode`."""
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    longest: int
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``q`` (B, H, 1, K), ``k`` and ``v`` (B, kv heads, 1, K) → (B, H, 1, K)."""
+        device, count = q.device, len(q)
+        rows = torch.arange(count, device=device)
+        self.keys[rows, :, self.positions], self.values[rows, :, self.positions] = k.squeeze(-2), v.squeeze(-2)
+        keys, values = (x[:count, :, : self.longest + 1] for x in (self.keys, self.values))
+        mask = torch.arange(self.longest + 1, device=device) <= self.positions[:, None, None, None]  # (B, 1, 1, S)
+        queries = q.view(count, k.shape[1], -1, q.shape[-1])  # those that share keys together
+        return F.scaled_dot_product_attention(queries, keys, values, mask).view(q.shape)

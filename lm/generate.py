@@ -179,6 +179,7 @@ class Engine:
 
     def _draw(self, logits: Tensor, first: int, drawing: Drawing) -> None:
         """Draw from ``logits`` (rows, V) for the live generations from ``first`` on."""
+        logits = logits.float()  # the greatest of many bfloat16 is found slowly
         generations = self.live[first : first + len(logits)]
         uniform = torch.tensor([one.uniform() for one in generations], device=self.device)
         seen = self._seen[first : first + len(logits)] if self._seen is not None and drawing.has_penalty else None

@@ -104,9 +104,13 @@ class SwiGLU(nn.Module):
         self.w2 = Linear(d_ff, d_model, device, dtype)
         self.w3 = Linear(d_model, d_ff, device, dtype)
 
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The gate and what it lets through: twice (..., d_ff)."""
+        return self.w1(x), self.w3(x)
+
     def forward(self, x: Tensor) -> Tensor:
         """(..., d_model) → same shape."""
-        gate, up = self.w1(x), self.w3(x)
+        gate, up = self.project(x)
         return self.w2(F.silu(gate) * up if torch.compiler.is_compiling() else swiglu(gate, up))
 
 
@@ -203,22 +207,23 @@ class MultiHeadSelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.d_k = d_model // num_heads
-        self.shares = num_heads // (num_kv_heads or num_heads)
         self.rope = rope
+        kv_width = self.d_k * (num_kv_heads or num_heads)
         self.q_proj = Linear(d_model, d_model, device, dtype)
-        self.k_proj = Linear(d_model, d_model // self.shares, device, dtype)
-        self.v_proj = Linear(d_model, d_model // self.shares, device, dtype)
+        self.k_proj = Linear(d_model, kv_width, device, dtype)
+        self.v_proj = Linear(d_model, kv_width, device, dtype)
         self.output_proj = Linear(d_model, d_model, device, dtype)
         self.q_norm, self.k_norm = (
             RMSNorm(self.d_k, norm_eps, device, dtype) if qk_norm else nn.Identity() for _ in "qk"
         )
 
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values of all heads, each (..., heads · K)."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
     def forward(self, x: Tensor, token_positions: Tensor | None = None, attend: Attend = causal_attention) -> Tensor:
         """(B, T, D) → (B, T, D); ``token_positions`` (T,) or (B, T). ``attend`` may know earlier keys and values."""
-        q, k, v = (
-            projection(x).unflatten(-1, (-1, self.d_k)).transpose(-3, -2)  # (B, H, T, K)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (part.unflatten(-1, (-1, self.d_k)).transpose(-3, -2) for part in self.project(x))  # (B, H, T, K)
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             if token_positions is not None and token_positions.dim() > 1:

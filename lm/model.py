@@ -1,7 +1,7 @@
 """A Llama-style decoder-only Transformer: RMSNorm, rotary positions, SwiGLU, pre-norm, no biases; and its variants.
 
-Sources: CS336 assignment 1 (sections 3 and 7.3); Touvron et al. 2023 (Llama 2); Gemma Team 2024 (soft-cap); and
-those of :mod:`lm.layers`, whose names can be imported from here too.
+Sources: CS336 assignment 1 (sections 3 and 7.3); Touvron et al. 2023 (Llama 2); Gemma Team 2024 (soft-cap); Zhang
+et al. 2019 (zero at the start); and those of :mod:`lm.layers`, whose names can be imported from here too.
 Shapes in comments: B batch, T sequence, D d_model, V vocabulary.
 """
 
@@ -83,6 +83,8 @@ class ModelConfig:
     """Added to the mean square in RMSNorm so that a zero vector does not divide by zero."""
     tied_embeddings: bool = False
     """Whether the head's matrix is the embedding's, which then starts smaller."""
+    zero_init_outputs: bool = False
+    """Whether the last matrix of each sublayer starts at zero, so that every block begins as the identity."""
     logit_softcap: float = bounded(0.0, ge=0, lt=math.inf)
     """Logits are squeezed into ± this by ``cap · tanh(logits / cap)``; 0 leaves them."""
 
@@ -185,13 +187,16 @@ class TransformerLM(nn.Module):
         self.ln_final = RMSNorm(config.d_model, config.norm_eps, device, dtype) if is_normed else nn.Identity()
         if config.tied_embeddings:
             truncated_normal_(self.token_embeddings.weight, config.d_model**-0.5)  # logits of order 1, as a head gives
-        else:
-            self.lm_head = Linear(config.d_model, config.vocab_size, device, dtype)
+        self.lm_head = None if config.tied_embeddings else Linear(config.d_model, config.vocab_size, device, dtype)
+        if config.zero_init_outputs:
+            for name, weight in self.layers.named_parameters():
+                if name.endswith((".output_proj.weight", ".w2.weight")):
+                    nn.init.zeros_(weight)
 
     @property
     def head_weight(self) -> Tensor:
         """The head's matrix (V, D), which may be the embedding's."""
-        return self.token_embeddings.weight if self.config.tied_embeddings else self.lm_head.weight
+        return self.token_embeddings.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(self, token_ids: Tensor, token_positions: Tensor | None = None) -> Tensor:
         """Integer ids (B, T), T ≤ context_length → logits (B, T, V).
@@ -202,7 +207,7 @@ class TransformerLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What the head makes of :meth:`hidden`: (..., D) → (..., V)."""
-        logits = linear(hidden, self.token_embeddings.weight) if self.config.tied_embeddings else self.lm_head(hidden)
+        logits = linear(hidden, self.token_embeddings.weight) if self.lm_head is None else self.lm_head(hidden)
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 

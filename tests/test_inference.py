@@ -1,10 +1,6 @@
-"""A model made ready to generate gives what it gave before, by threads that share the work."""
+"""A model made ready to generate gives what it gave before, and the kernels of a step what the layers give."""
 
 import copy
-import gc
-import subprocess
-import sys
-import threading
 from typing import Any
 
 import numpy as np
@@ -13,62 +9,114 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lm import decode
+from lm.cache import OneMore
 from lm.generate import Generation, generate
-from lm.inference import Team, prepare
+from lm.inference import prepare
+from lm.kernels import decode as kernels
+from lm.kernels import kernel
+from lm.kernels.decode import Stored
+from lm.kernels.simd import read_float, write_float
+from lm.layers import MultiHeadSelfAttention, RMSNorm, RotaryEmbedding
 from lm.sampling import SampleConfig
 from tests.generating import make_model
-from tests.training import wait_until
 
 
-@pytest.fixture
-def two_threads() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+@settings(deadline=None, max_examples=80)
+@given(
+    rows=st.integers(1, 3),
+    shares=st.integers(1, 3),
+    kv_heads=st.integers(1, 3),
+    half=st.integers(1, 20),
+    length=st.integers(1, 40),
+    rope=st.booleans(),
+    qk_norm=st.booleans(),
+    is_shared=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_token_more_attends_as_the_layer_does(
+    dtype: torch.dtype,
+    rows: int,
+    shares: int,
+    kv_heads: int,
+    half: int,
+    length: int,
+    rope: bool,
+    qk_norm: bool,
+    is_shared: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    heads, width = shares * kv_heads, 2 * half
+    turning = RotaryEmbedding(100.0, width, length) if rope else None
+    layer = MultiHeadSelfAttention(
+        heads * width, heads, turning, dtype=dtype, num_kv_heads=kv_heads, qk_norm=qk_norm
+    ).requires_grad_(False)
+    for norm in (layer.q_norm, layer.k_norm):
+        for gain in norm.parameters():
+            gain.copy_(torch.rand(width) + 0.5)
+    layer.output_proj.weight.copy_(torch.eye(heads * width))  # what is before it is to be seen
+    x = torch.randn(rows, 1, heads * width).to(dtype)
+    keys, values = torch.randn(2, rows + 1, kv_heads, length, width).to(dtype)
+    positions = torch.randint(length, (rows,))
+    places = [OneMore(keys.clone(), values.clone(), positions, int(positions.max())) for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lm.decode._SHARED", 0 if is_shared else 1 << 40)
+        patch.setattr("torch.get_num_threads", lambda: 3)
+        found = decode.Attention(layer)(torch.cat(layer.project(x), -1), places[0])
+    expected = layer(x, positions[:, None], places[1])
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(places[0].keys, places[1].keys, rtol=tolerance, atol=tolerance)
+    assert places[0].values.equal(places[1].values)
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    shapes=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=4),
-    threads=st.integers(1, 3),
-    seed=st.integers(0, 99),
-)
-def test_a_teams_products_are_those_of_its_matrices(shapes: list[tuple[int, int]], threads: int, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    matrices = [random.standard_normal(shape, np.float32) for shape in shapes]
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        team = Team(np.concatenate([matrix.ravel() for matrix in matrices]), 300)
-    finally:
-        torch.set_num_threads(before)
-    offset = 0
-    for matrix in matrices:
-        x = random.standard_normal(matrix.shape[1], np.float32)
-        found = team.multiply(torch.from_numpy(x), offset, len(matrix))
-        np.testing.assert_allclose(found.numpy(), matrix.astype(np.float64) @ x, rtol=1e-4, atol=1e-4)
-        offset += matrix.size
+@given(rows=st.integers(1, 5), width=st.integers(1, 300), size=st.sampled_from([0, 1e-3, 1, 1e4]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_norm_of_few_rows_is_the_norm(dtype: torch.dtype, rows: int, width: int, size: float) -> None:
+    norm = RMSNorm(width, dtype=dtype).requires_grad_(False)
+    norm.weight.uniform_(-2, 2)
+    x = (size * torch.randn(rows, 1, width)).to(dtype)
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(decode.Norm(norm)(x), norm(x), rtol=tolerance, atol=tolerance)
 
 
-def test_threads_that_wake_and_rest_between_jobs_leave_nothing_out(two_threads: None) -> None:
-    """Jobs of one block and of many, one right after the other, while the other thread comes and goes."""
-    weights = torch.randn(700, 120)
-    team = Team(weights.numpy().ravel(), 700)
-    x = torch.randn(3000, 120)
-    sizes = torch.randint(1, 700, (3000,)).tolist()
-    for row, size in zip(x, sizes, strict=True):
-        torch.testing.assert_close(team.multiply(row, 0, size), weights[:size] @ row, rtol=1e-3, atol=1e-3)
+def test_bfloat16_is_read_and_rounded_as_torch_does() -> None:
+    """Every bfloat16 there is; and float32 on both sides of the middle between two, infinite, and no numbers."""
+    every = np.arange(1 << 16, dtype=np.uint16)
+    floats = np.empty(1 << 16, np.float32)
+    _copy(every, floats)
+    assert np.array_equal(floats.view(np.uint32) >> 16, every)
+    bits = (np.repeat(every.astype(np.uint32), 5) << 16) + np.tile([0, 0x7FFF, 0x8000, 0x8001, 0xFFFF], 1 << 16)
+    exact = bits.astype(np.uint32).view(np.float32)
+    rounded = np.empty(len(exact), np.uint16)
+    _copy(exact, rounded)
+    found, expected = torch.from_numpy(rounded).view(torch.bfloat16), torch.from_numpy(exact).bfloat16()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_teams_threads_end_with_it(two_threads: None) -> None:
-    before = threading.active_count()
-    team = Team(np.ones(6, np.float32), 3)
-    assert team.multiply(torch.ones(3), 0, 2).tolist() == [3, 3]
-    assert threading.active_count() == before + 1
-    del team
-    gc.collect()
-    assert wait_until(lambda: threading.active_count() == before, 10)
+@kernel
+def _copy(source: Stored, target: Stored) -> None:
+    for i in range(len(source)):
+        write_float(target, i, read_float(source, i))
+
+
+@kernel
+def _exponentials(x: Stored, out: Stored) -> None:
+    for i in range(len(x)):
+        out[i] = kernels._exp(x[i])
+
+
+def test_the_exponential_is_exact_to_the_last_places() -> None:
+    x = -np.concatenate([np.geomspace(1e-30, 80, 50_000), np.linspace(0, 87, 50_000)]).astype(np.float32)
+    out = np.empty_like(x)
+    _exponentials(x, out)
+    exact = np.exp(x.astype(np.float64))
+    assert np.max(np.abs(out - exact) / exact) < 2.5 * np.finfo(np.float32).eps
+    _exponentials(np.array([-np.inf, -1e30, 0], np.float32), out)
+    assert out[:2].max() < 1e-37 and out[2] == 1
 
 
 @pytest.mark.parametrize(
@@ -76,7 +124,7 @@ def test_a_teams_threads_end_with_it(two_threads: None) -> None:
     [{}, {"num_kv_heads": 1, "qk_norm": True}, {"tied_embeddings": True, "feed_forward": "relu2"}],
     ids=str,
 )
-def test_a_prepared_model_draws_the_same(two_threads: None, variant: dict[str, Any]) -> None:
+def test_a_prepared_model_draws_the_same(variant: dict[str, Any]) -> None:
     model = make_model(300, 40, **variant)
     found = []
     for ours in (model, prepare(copy.deepcopy(model))):
@@ -91,7 +139,7 @@ def test_a_prepared_model_draws_the_same(two_threads: None, variant: dict[str, A
             assert other.logprobs == pytest.approx(one.logprobs, abs=1e-5)
 
 
-def test_a_model_prepared_in_bfloat16_is_near_itself(two_threads: None) -> None:
+def test_a_model_prepared_in_bfloat16_is_near_itself() -> None:
     model = make_model(300, 64)
     ids = torch.randint(300, (2, 64))
     with torch.no_grad():
@@ -100,13 +148,3 @@ def test_a_model_prepared_in_bfloat16_is_near_itself(two_threads: None) -> None:
     assert near.dtype == torch.bfloat16
     assert (near.float().log_softmax(-1) - exact).abs().mean() < 0.02
     assert model.rope is not None and model.rope.cos.dtype == torch.float32
-
-
-def test_a_process_ends_while_a_team_is_awake() -> None:
-    code = (
-        "import numpy as np, torch; from lm.inference import Team; torch.set_num_threads(3);"
-        "team = Team(np.ones(6, np.float32), 3); print(team.multiply(torch.ones(3), 0, 2).tolist())"
-    )
-    for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stdout) == (0, "[3.0, 3.0]\n"), done.stderr

@@ -43,6 +43,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"tied_embeddings": True},
     {"qk_norm": True},
     {"logit_softcap": 12.0},
+    {"zero_init_outputs": True},
     {"norm": "post"},
     {"norm": "none"},
     {"positions": "none"},
@@ -67,6 +68,13 @@ def test_model_equals_plain_functions(variant: dict[str, Any]) -> None:
     state = {name: weight.double() for name, weight in model.state_dict().items()}
     expected = torch.stack([reference_transformer(row, state, config) for row in ids])
     torch.testing.assert_close(model(ids).double(), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("feed_forward", ["swiglu", "relu2"])
+def test_blocks_whose_outputs_start_at_zero_pass_their_input_on(feed_forward: str) -> None:
+    model = seeded_model(replace(CONFIG, zero_init_outputs=True, feed_forward=feed_forward))  # type: ignore[arg-type]
+    ids = tokens_for(CONFIG, 2, 12)
+    torch.testing.assert_close(model(ids), model.logits(model.ln_final(model.token_embeddings(ids))))
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)

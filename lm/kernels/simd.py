@@ -84,6 +84,22 @@ def read(typingctx: Any, array: Any, at: Any) -> Any:
 
 
 @intrinsic
+def read_float(typingctx: Any, array: Any, at: Any) -> Any:
+    """The same as a float32, of an array of those; or of one of bfloat16, each the upper half of one, as uint16."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, index = arguments
+        data = context.make_array(signature.args[0])(context, builder, array).data
+        found = builder.load(builder.gep(data, [index]))
+        if signature.args[0].dtype == types.uint16:
+            found = builder.shl(builder.zext(found, _I32), _I32(16))
+            found = builder.bitcast(found, ir.FloatType())
+        return found
+
+    return types.float32(array, types.int64), generate
+
+
+@intrinsic
 def write(typingctx: Any, array: Any, at: Any, value: Any) -> Any:
     """``array[at] = value``, as :func:`read`."""
 
@@ -94,6 +110,35 @@ def write(typingctx: Any, array: Any, at: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.int64, array.dtype), generate
+
+
+@intrinsic
+def write_float(typingctx: Any, array: Any, at: Any, value: Any) -> Any:
+    """``array[at] = value``, a float32, as :func:`read_float` reads it: a bfloat16 is the nearest, of two the even."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, index, value = arguments
+        data = context.make_array(signature.args[0])(context, builder, array).data
+        if signature.args[0].dtype == types.uint16:
+            is_nan = builder.fcmp_unordered("uno", value, value)
+            bits = builder.bitcast(value, _I32)
+            last = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
+            rounded = builder.lshr(builder.add(builder.add(bits, _I32(0x7FFF)), last), _I32(16))
+            value = builder.trunc(builder.select(is_nan, _I32(0x7FC0), rounded), ir.IntType(16))
+        builder.store(value, builder.gep(data, [index]))
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.float32), generate
+
+
+@intrinsic
+def float_of_bits(typingctx: Any, word: Any) -> Any:
+    """The float32 that has the bits of an int32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
 
 
 @intrinsic
