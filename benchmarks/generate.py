@@ -1,12 +1,13 @@
-"""How fast tokens are drawn beside Hugging Face's Llama of the same shape, and beside the memory that is read for them.
+"""How fast tokens are drawn beside Hugging Face's Llama of the same weights, and beside the memory that is read for it.
 
 ``python -m benchmarks.generate [--device auto] [--shape 110m|tiny] [--rounds N] [--json]``. Ours is
-:class:`lm.generate.Engine` over a model made ready by :mod:`lm.inference`; ``transformers`` is its
-``LlamaForCausalLM`` with a static cache, greedy too, of the same shape, precision, threads and prompts. Each
-measurement is a process of its own: prompts are prefilled, then tokens drawn one step at a time; medians of prefill
-and of the steps count, and of the rounds, in turn. ``bandwidth_share`` is the bytes that a token reads (weights and
-cached keys and values) over the time it takes, over the rate at which this device reads a large array. The last line
-is JSON; ``ratios`` above 1 mean that ours is faster.
+:class:`lm.generate.Engine` over a model made ready by :mod:`lm.inference`; ``transformers`` is ``generate`` of its
+``LlamaForCausalLM`` as it comes, and ``compiled`` the same with a static cache and torch.compile: greedy all, the same
+weights, precision, threads and prompts. Each measurement is a process of its own: prompts are prefilled, then tokens
+drawn one step at a time; medians of prefill and of the steps count, and of the rounds, in turn. In float32 all must
+have drawn the same. ``bandwidth_share`` is the bytes that a token reads (weights and cached keys and values) over the
+time it takes, over the rate at which this device reads a large array. The last line is JSON; ``ratios`` above 1 mean
+that ours is faster; of prefill they are the worst of the batches.
 """
 
 import argparse
@@ -16,25 +17,28 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lm.convert import save_hugging_face
 from lm.device import choose_device
 from lm.generate import Engine, Generation
 from lm.inference import prepare
 from lm.model import ModelConfig, TransformerLM
 from lm.sampling import SampleConfig
+from lm.tokenizer import Tokenizer
 
 SHAPES = {
     "110m": ModelConfig(32_000, 1024, 768, 12, 12, d_ff=2048),
     "tiny": ModelConfig(500, 128, 64, 2, 2, d_ff=128),
 }
 PROMPT, STEPS = 64, 48  # tokens
-BATCHES = {"float32": (1, 8), "bfloat16": (1, 8, 64)}
+WHO = ("ours", "transformers", "compiled")
 
 
 class Job(NamedTuple):
@@ -45,12 +49,15 @@ class Job(NamedTuple):
     batch: int
 
 
-JOBS = [
-    Job(who, precision, batch)
-    for precision, batches in BATCHES.items()
-    for batch in batches
-    for who in ("ours", "transformers")
-]
+JOBS = [Job(who, precision, batch) for precision in ("float32", "bfloat16") for batch in (1, 8, 64) for who in WHO]
+
+
+class Drawn(NamedTuple):
+    """What came of a measurement: seconds of the prefill and of each step, and the ids."""
+
+    prefill: float
+    steps: list[float]
+    ids: list[list[int]]
 
 
 def prompts_of(config: ModelConfig, batch: int) -> Tensor:
@@ -59,78 +66,93 @@ def prompts_of(config: ModelConfig, batch: int) -> Tensor:
     return torch.randint(config.vocab_size or 1, (batch, length), generator=generator)
 
 
-def ours(
-    model: TransformerLM, prompts: Tensor, dtype: torch.dtype, sync: Callable[[], None]
-) -> tuple[float, list[float]]:
-    """Seconds of a prefill and of each step."""
+def ours(model: TransformerLM, prompts: Tensor, steps: int, dtype: torch.dtype) -> Drawn:
     prepare(model, dtype)
-    steps = min(STEPS, model.config.context_length - prompts.shape[1])
+    sync = torch.cuda.synchronize if next(model.parameters()).device.type == "cuda" else lambda: None
 
-    def run() -> tuple[float, list[float]]:
-        engine = Engine(model, len(prompts))
+    def run() -> Drawn:
+        engine = Engine(model, len(prompts), prompts.shape[1] + steps)
         greedy = SampleConfig(temperature=0)
         found = [Generation(prompt, steps, greedy) for prompt in prompts.tolist()]
-        taken = []
-        started = time.perf_counter()
+        times = [time.perf_counter()]
         engine.add(found)
+        times.append(time.perf_counter())
         for _ in range(steps - 1):
-            sync()
-            taken.append(time.perf_counter())
             engine.step()
-        sync()
-        taken.append(time.perf_counter())
-        return taken[0] - started, [after - before for before, after in zip(taken, taken[1:], strict=False)]
-
-    run()
-    return run()
-
-
-def hugging_face(
-    model: TransformerLM, prompts: Tensor, dtype: torch.dtype, sync: Callable[[], None]
-) -> tuple[float, list[float]]:
-    """The same of transformers' model, step by step as its ``generate`` does, without that one's own checks."""
-    from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
-
-    config = model.config
-    about = LlamaConfig(
-        vocab_size=config.vocab_size or 1,
-        hidden_size=config.d_model,
-        intermediate_size=config.d_ff,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        max_position_embeddings=config.context_length,
-    )
-    device = next(model.parameters()).device
-    llama: Any = LlamaForCausalLM(about).to(device=device, dtype=dtype).eval()  # type: ignore[arg-type]
-    steps = min(STEPS, config.context_length - prompts.shape[1])
-
-    @torch.inference_mode()
-    def run() -> tuple[float, list[float]]:
-        cache = StaticCache(about, max_cache_len=prompts.shape[1] + steps)
-        ids, taken = prompts.to(device), []
-        started = time.perf_counter()
-        for _ in range(steps):
-            logits = llama(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-            ids = logits[:, -1:].argmax(-1)
             sync()
-            taken.append(time.perf_counter())
-        return taken[0] - started, [after - before for before, after in zip(taken, taken[1:], strict=False)]
+            times.append(time.perf_counter())
+        return drawn(times, [one.ids for one in found])
 
     run()
     return run()
 
 
-def measure(job: Job, shape: str, device: torch.device) -> dict[str, float]:
-    """Seconds of the prefill and of a step (the median), and bytes that a step reads."""
+def hugging_face(model: TransformerLM, prompts: Tensor, steps: int, dtype: torch.dtype, is_compiled: bool) -> Drawn:
+    from transformers import CompileConfig, LlamaForCausalLM
+    from transformers.generation.streamers import BaseStreamer
+
+    class Clock(BaseStreamer):
+        """Notes when the prompts come in, and each row of new ids."""
+
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def put(self, value: Tensor) -> None:
+            self.times.append(time.perf_counter())
+
+        def end(self) -> None:
+            pass
+
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = Tokenizer({byte: bytes([byte]) for byte in range(256)}, [])
+        save_hugging_face(model, tokenizer, Path(folder) / "llama")
+        llama: Any = LlamaForCausalLM.from_pretrained(Path(folder) / "llama", dtype=dtype)
+    llama = llama.to(next(model.parameters()).device).eval()
+    prompts = prompts.to(llama.device)
+    how: dict[str, Any] = {}
+    if is_compiled:
+        how = {"cache_implementation": "static", "compile_config": CompileConfig(mode="default")}
+        how["compile_config"]._compile_all_devices = True  # on a processor too
+
+    def run() -> Drawn:
+        clock = Clock()
+        found = llama.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            streamer=clock,
+            max_new_tokens=steps,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            **how,
+        )
+        return drawn(clock.times, found[:, prompts.shape[1] :].tolist())
+
+    run()
+    return run()
+
+
+def drawn(times: list[float], ids: list[list[int]]) -> Drawn:
+    """From the times of the start and of each row of ids."""
+    prefill, *steps = (after - before for before, after in zip(times, times[1:], strict=False))
+    return Drawn(prefill, steps, ids)
+
+
+def measure(job: Job, shape: str, device: torch.device) -> dict[str, Any]:
+    """Seconds of the prefill and of a step (the median), bytes that a step reads, and what was drawn."""
     config, dtype = SHAPES[shape], getattr(torch, job.precision)
     torch.manual_seed(0)
     model = TransformerLM(config, device=device)
-    sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     read = sum(p.numel() for name, p in model.named_parameters() if name != "token_embeddings.weight")
     prompts = prompts_of(config, job.batch)
-    cached = job.batch * (prompts.shape[1] + STEPS // 2) * 2 * config.num_layers * config.d_model
-    prefill, steps = {"ours": ours, "transformers": hugging_face}[job.who](model, prompts, dtype, sync)
-    return {"prefill": prefill, "step": statistics.median(steps), "bytes": (read + cached) * dtype.itemsize}
+    steps = min(STEPS, config.context_length - prompts.shape[1])
+    cached = job.batch * (prompts.shape[1] + steps // 2) * 2 * config.num_layers * config.d_model
+    if job.who == "ours":
+        found = ours(model, prompts, steps, dtype)
+    else:
+        found = hugging_face(model, prompts, steps, dtype, job.who == "compiled")
+    step = statistics.median(found.steps)
+    return {"prefill": found.prefill, "step": step, "bytes": (read + cached) * dtype.itemsize, "ids": found.ids}
 
 
 def read_rate(device: torch.device) -> float:
@@ -154,6 +176,21 @@ def run(options: argparse.Namespace, job: Job | str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def compare(medians: dict[Job, dict[str, float]], rate: float) -> dict[str, float]:
+    """How many times faster ours is than the others, and its part of the ``rate`` at which memory is read."""
+    ratios: dict[str, float] = {}
+    for job, row in medians.items():
+        short = {"float32": "fp32", "bfloat16": "bf16"}[job.precision]
+        if job.who == "ours":
+            ratios[f"bandwidth_share_{short}_b{job.batch}"] = row["bytes"] / row["step"] / rate
+        elif mine := medians.get(job._replace(who="ours")):
+            other = {"transformers": "transformers", "compiled": "transformers_compiled"}[job.who]
+            ratios[f"decode_{short}_b{job.batch}_vs_{other}"] = row["step"] / mine["step"]
+            prefill = f"prefill_{short}_vs_{other}"
+            ratios[prefill] = min(ratios.get(prefill, float("inf")), row["prefill"] / mine["prefill"])
+    return ratios
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
@@ -168,30 +205,24 @@ def main() -> None:
         job = json.loads(options.worker)
         print(json.dumps(read_rate(device) if job == "read" else measure(Job(*job), options.shape, device)))
         return
-    rows: dict[Job, list[dict[str, float]]] = {job: [] for job in JOBS}
+    rows: dict[Job, list[dict[str, Any]]] = {job: [] for job in JOBS}
     rates = []
-    for number in range(options.rounds):
+    for number in range(1, options.rounds + 1):
         for job in JOBS:
             if row := run(options, job):
                 rows[job].append(row)
-                print(
-                    f"{number + 1} {' '.join(map(str, job))}: {1000 * row['step']:.2f} ms", file=sys.stderr, flush=True
-                )
+                named = " ".join(map(str, job))
+                print(f"{number} {named}: {1000 * row['step']:.2f} ms", file=sys.stderr, flush=True)
+                if job.precision == "float32" and row["ids"] != rows[job._replace(who="ours")][0]["ids"]:
+                    sys.exit(f"{named} drew other tokens than ours.")
         rates.append(run(options, "read"))
     rate = statistics.median(rates)
     medians = {
-        job: {name: statistics.median(row[name] for row in found) for name in found[0]}
+        job: {name: statistics.median(row[name] for row in found) for name in ("prefill", "step", "bytes")}
         for job, found in rows.items()
         if found
     }
-    ratios = {}
-    for job, row in medians.items():
-        theirs = medians.get(job._replace(who="transformers"))
-        if job.who == "ours" and theirs:
-            short = {"float32": "fp32", "bfloat16": "bf16"}[job.precision]
-            ratios[f"decode_{short}_b{job.batch}_vs_transformers"] = theirs["step"] / row["step"]
-            ratios[f"prefill_{short}_b{job.batch}_vs_transformers"] = theirs["prefill"] / row["prefill"]
-            ratios[f"bandwidth_share_{short}_b{job.batch}"] = row["bytes"] / row["step"] / rate
+    ratios = compare(medians, rate)
     if not options.json:
         print(f"{options.shape}: read at {rate / 1e9:.1f} GB/s")
         print(f"{'who':14}{'precision':11}{'batch':>5}  prefill tokens/s  decode tokens/s  ms a step   GB/s")

@@ -1,4 +1,4 @@
-"""The command line: ``textmill run``, ``plan``, ``sample``, ``chat``, ``serve``, ``up``.
+"""The command line: ``textmill run``, ``plan``, ``sample``, ``chat``, ``serve``, ``export``, ``up``.
 
 All that configures the work comes from the dataclasses.
 """
@@ -21,7 +21,7 @@ from jsonargparse.typing import PositiveInt
 
 from flows.chat import chat_command
 from flows.config import PRESETS, PipelineConfig, preset_path
-from flows.console import plan_command, run_command, sample_command
+from flows.console import export_command, plan_command, run_command, sample_command
 from flows.pipeline import StageName
 from flows.serve import serve_command
 from flows.up import start_prefect
@@ -62,6 +62,10 @@ def build_parser(preset: str = "demo") -> ArgumentParser:
     serve.add_argument("--port", type=int, default=8000, help="port to listen on; 0 for any that is free")
     serve.add_argument("--max-batch-size", type=PositiveInt, default=16, help="completions computed side by side")
     commands.add_subcommand("serve", serve, help="serve the model of the latest run by OpenAI's HTTP API")
+    export = _Parser(description="Write the model of the latest run for Hugging Face's transformers, as a Llama.")
+    export.add_argument("directory", type=str, help="a new or an empty directory")
+    export.add_argument("--root", type=str, default="artifacts", help="directory or URL that the outputs are below")
+    commands.add_subcommand("export", export, help="write the model of the latest run for Hugging Face's transformers")
     up = _Parser(description="Start Prefect's server, a work pool, the deployments of prefect.yaml and a worker.")
     up.add_argument("--port", type=int, default=4200, help="port of the server and its UI, on 127.0.0.1")
     commands.add_subcommand("up", up, help="start Prefect's server, the deployments and a worker; Ctrl-C stops them")
@@ -137,6 +141,8 @@ def _dispatch(arguments: list[str]) -> None:
         else:
             sampling = replace(sampling, prompts=options.prompt or sampling.prompts)
             sample_command(options.root, sampling, options.device)
+    elif parsed.command == "export":
+        export_command(options.root, options.directory)
     elif parsed.command == "serve":
         serve_command(options.root, options.host, options.port, options.max_batch_size, options.device)
     else:

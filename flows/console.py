@@ -1,7 +1,8 @@
-"""What the commands do in a terminal: run, plan and sample, and say at the end what there is now."""
+"""What the commands do in a terminal: run, plan, sample and export, and say at the end what there is now."""
 
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
@@ -12,9 +13,10 @@ from flows.pipeline import StageName, absolute, pipeline
 from flows.plan import plan
 from flows.report import figures, outputs_of
 from lm.completion import complete
+from lm.convert import save_hugging_face
 from lm.errors import UserError
 from lm.sampling import SampleConfig
-from tasks.sample import load
+from tasks.sample import load, trained
 from tasks.stage import Output, Ref, Run, part_log, read_output
 
 
@@ -79,6 +81,12 @@ def sample_command(root: str, config: SampleConfig, device: str) -> None:
     """Print completions by the model of the latest run below ``root``."""
     for sample in complete(*load(*latest_model(root), device), config):
         print(_quote(sample.prompt, sample.text))
+
+
+def export_command(root: str, directory: str) -> None:
+    """Write the model of the latest run below ``root`` as a Hugging Face directory."""
+    save_hugging_face(*trained(*latest_model(root), "cpu"), Path(directory))
+    print(f"Exported to {directory}, for transformers' from_pretrained and whatever else reads its Llama.")
 
 
 def _quote(prompt: str, text: str) -> str:

@@ -29,7 +29,7 @@ from lm.tokenizer import Tokenizer
 from tasks.sample import load
 
 _MAX_BODY = 1 << 20  # bytes
-_MAX_WAITING = 64  # completions that wait for a row
+_MAX_WAITING = 256  # completions that wait for a row
 _STOP_SECONDS = 5  # that clients have to take what is on its way when the server ends
 
 

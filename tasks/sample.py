@@ -14,10 +14,16 @@ from tasks import pages
 from tasks.stage import Draft, Output, stage
 
 
-def load(model: Output, tokenizer: Output, device: str) -> tuple[TransformerLM, Tokenizer]:
-    """The best checkpoint, on ``device`` and ready to generate, and its tokenizer."""
+def trained(model: Output, tokenizer: Output, device: str) -> tuple[TransformerLM, Tokenizer]:
+    """The best checkpoint, on ``device``, and its tokenizer."""
     loaded = load_model(model.directory(model.json("training.json")["best"]), choose_device(device))
-    return prepare(loaded), Tokenizer.load(tokenizer.directory("tokenizer"))
+    return loaded, Tokenizer.load(tokenizer.directory("tokenizer"))
+
+
+def load(model: Output, tokenizer: Output, device: str) -> tuple[TransformerLM, Tokenizer]:
+    """The same, ready to generate and for nothing else."""
+    loaded, words = trained(model, tokenizer, device)
+    return prepare(loaded), words
 
 
 @stage("sample", page=pages.sample)

@@ -49,6 +49,24 @@ def test_drawing_tokens_is_measured() -> None:
     found = generation.measure(generation.Job("ours", "float32", 2), "tiny", torch.device("cpu"))
     assert found["prefill"] > 0 and found["step"] > 0
     assert found["bytes"] > 4 * 500 * 64  # the head at least
+    pytest.importorskip("transformers", reason="transformers is what ours is measured beside")
+    theirs = generation.measure(generation.Job("transformers", "float32", 2), "tiny", torch.device("cpu"))
+    assert theirs["ids"] == found["ids"] and theirs["prefill"] > 0 and theirs["step"] > 0
+    slower = {name: 3 * theirs[name] for name in ("prefill", "step")}
+    medians = {generation.Job("ours", "float32", 2): theirs, generation.Job("transformers", "float32", 2): slower}
+    assert generation.compare(medians, theirs["bytes"] / theirs["step"]) == pytest.approx(
+        {"bandwidth_share_fp32_b2": 1, "decode_fp32_b2_vs_transformers": 3, "prefill_fp32_vs_transformers": 3}
+    )
+
+
+def test_a_server_bears_many_clients() -> None:
+    pytest.importorskip("httpx", reason="httpx is not installed")
+    from benchmarks import serve
+
+    found = serve.measure(clients=20, seconds=1)
+    assert found["whole"] >= 16 and found["left early"] >= 4, "each client asks at least once"
+    assert found["events"] > 16 * 8
+    assert found["failed"] == found["left"] == 0
 
 
 def test_the_recipes_are_compared_by_the_tokens_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,9 @@ import pytest
 from flows import up
 from flows.cli import main
 from flows.config import PRESETS, PipelineConfig, preset_path
+from lm.convert import load_hugging_face
 from lm.demo_corpus import demo_stories
+from lm.tokenizer import Tokenizer
 
 TINY = """\
 data:
@@ -152,6 +154,12 @@ def test_run_plan_sample(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^merge +cached", capfd.readouterr().out, re.MULTILINE)
     assert main(["sample", "--root", str(root), "--prompt", "Once <|endoftext|>", "--max_new_tokens", "2"]) == 0
     assert "> Once <|endoftext|>|" in capfd.readouterr().out
+    exported = tiny.parent / "exported"
+    assert main(["export", str(exported), "--root", str(root)]) == 0
+    assert load_hugging_face(exported).config.d_model > 0
+    assert Tokenizer.from_tokenizer_json(exported / "tokenizer.json").decode([ord("a")]) == "a"
+    assert main(["export", str(exported), "--root", str(root)]) == 2
+    assert "is there already" in capfd.readouterr().err
 
 
 def test_a_mistake_found_while_running_shows_no_traceback(tiny: Path) -> None:
