@@ -3,7 +3,8 @@
 ``python -m benchmarks.serve [--clients 100] [--seconds 60]``. The server is a process with a model of the shape of
 ``stories-cpu`` and random weights. Each client asks for one completion after the other, of various lengths; every fifth
 stream it leaves before the end. Memory is that of the server's process after a quarter of the time, and at the end.
-The last line is JSON; ``left`` is how many completions the server still has under way two seconds after all have gone.
+The last line is JSON; ``left`` is how many completions the server still has under way two seconds after all have gone. Exits with 1
+where one failed, one is left, or memory has grown by a tenth.
 """
 
 import argparse
@@ -114,6 +115,11 @@ def measure(clients: int, seconds: float) -> dict[str, Any]:
         return found | json.loads(server.stdout.readline())
 
 
+def has_grown(found: dict[str, Any]) -> bool:
+    """Whether the server's memory is a tenth more than it was."""
+    return bool(found["end_mb"] > 1.1 * found["warm_mb"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=100)
@@ -125,7 +131,7 @@ def main() -> None:
         return
     found = measure(options.clients, options.seconds)
     print(json.dumps(found))
-    if found["failed"] or found["left"]:
+    if found["failed"] or found["left"] or has_grown(found):
         sys.exit(1)
 
 
