@@ -3,8 +3,8 @@
 ``python -m benchmarks.serve [--clients 100] [--seconds 60]``. The server is a process with a model of the shape of
 ``stories-cpu`` and random weights. Each client asks for one completion after the other, of various lengths; every fifth
 stream it leaves before the end. Memory is that of the server's process after a quarter of the time, and at the end.
-The last line is JSON; ``left`` is how many completions the server still has under way two seconds after all have gone. Exits with 1
-where one failed, one is left, or memory has grown by a tenth.
+The last line is JSON; ``left`` is how many completions the server still has under way two seconds after all have gone.
+Exits with 1 where one failed, one is left, or memory has grown by a tenth.
 """
 
 import argparse
