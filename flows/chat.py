@@ -33,14 +33,13 @@ def chat_command(root: str, config: SampleConfig, device: str) -> None:
 
 def _answer(model: TransformerLM, tokenizer: Tokenizer, said: list[dialog.Message], config: SampleConfig) -> str:
     """Print the answer as it comes, up to Ctrl-C; what was said longest ago is forgotten where the context is full."""
-    while (
-        len(said) > 1
-        and len(prompt_ids(tokenizer, dialog.render(said))) + config.max_new_tokens > model.config.context_length
-    ):
-        said.pop(0)
+    context = model.config.context_length
+    room = context - min(config.max_new_tokens, context // 2)  # a long answer may forget what it began with
     answer = dialog.Answer()
     print("Assistant: ", end="", flush=True)
     with suppress(KeyboardInterrupt):
+        while len(said) > 1 and len(prompt_ids(tokenizer, dialog.render(said))) > room:
+            del said[:2]  # a question with its answer
         for piece in stream_text(model, tokenizer, dialog.render(said), config):
             print(answer.add(piece), end="", flush=True)
     print()

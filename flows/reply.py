@@ -8,6 +8,7 @@ import json
 import random
 import time
 import uuid
+from collections import ChainMap
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
@@ -39,7 +40,9 @@ class Choice:
         self._is_begun = False
         self._answer = dialog.Answer()
         self._told = self._place = 0  # ids, and characters of their text
-        self._characters = TextStream(reply.tokenizer.vocab)
+        silent = dict.fromkeys(reply.tokenizer.special_ids.values(), b"")
+        self._token_bytes = ChainMap(silent, reply.tokenizer.vocab)
+        self._characters = TextStream(self._token_bytes)
         stops = [dialog.STOP] if reply.is_chat else []
         self.generation, self._text = text_generation(
             reply.tokenizer,
@@ -62,7 +65,8 @@ class Choice:
         logprobs: list[float | None] = [*one.logprobs[self._told : event.drawn]]
         self._told = event.drawn
         if self._wants_echo and not self._is_begun:
-            text = self._reply.tokenizer.decode(one.prompt) + text
+            prompt = TextStream(self._token_bytes)
+            text = "".join([*map(prompt.add, one.prompt), prompt.finish(), text])
             ids, logprobs = [*one.prompt, *ids], [None, *one.prompt_logprobs, *logprobs]
         if self._reply.is_chat:
             text = self._answer.add(text)

@@ -97,8 +97,9 @@ def build_app(
 
     async def answer(request: Request, kind: type[Completion] | type[Chat]) -> Response:
         wanted = parse(kind, await _body(request))
-        if wanted.model not in (None, name):
-            raise Refused(404, f"There is no model {wanted.model!r}; this is {name!r}.", "model", "model_not_found")
+        if wanted.model is not None and wanted.model != name:
+            asked = wanted.model[:80]
+            raise Refused(404, f"There is no model {asked!r}; this is {name!r}.", "model", "model_not_found")
         wanted.model = name
         if wanted.logprobs:
             raise Refused(400, "Only completions have log-probabilities, with logprobs 0: no alternatives.", "logprobs")
@@ -155,12 +156,16 @@ def serve_command(root: str, host: str, port: int, max_batch_size: int, device: 
     """Serve the model of the latest run below ``root`` until Ctrl-C."""
     found = latest_model(root)
     try:
-        listener = socket.create_server((host, port))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family)
     except OSError as error:
-        raise UserError(f"Cannot listen on {host}, port {port}: {error}. Choose another with --port.") from None
+        raise UserError(
+            f"Cannot listen on {host}, port {port}: {error}. Choose others with --host and --port."
+        ) from None
     with listener, suppress(KeyboardInterrupt):
         model, tokenizer = load(*found, device)
         app = build_app(model, tokenizer, "textmill", max_batch_size)
-        print(f"Serving on http://{host}:{listener.getsockname()[1]}/v1 (model: textmill). Ctrl-C stops.", flush=True)
+        name = f"[{host}]" if ":" in host else host
+        print(f"Serving on http://{name}:{listener.getsockname()[1]}/v1 (model: textmill). Ctrl-C stops.", flush=True)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_STOP_SECONDS)
         uvicorn.Server(config).run(sockets=[listener])

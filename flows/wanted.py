@@ -14,6 +14,8 @@ from lm.tokenizer import Tokenizer
 T = TypeVar("T")
 _Items = Annotated[list[T], Field(fail_fast=True)]  # a message for each of a million wrong items helps nobody
 
+_Nothing = Annotated[T, Field(max_length=0)]
+
 
 class Refused(Exception):
     """A request that is not done, and why."""
@@ -30,7 +32,8 @@ class Refused(Exception):
 
 
 class _Strict(BaseModel):
-    """Fields of a wrong type are refused, unknown ones ignored: clients send what newer servers know."""
+    """Fields of a wrong type are refused, and those that ask for what is not there; unknown ones are ignored: clients
+    send what newer servers know."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -53,6 +56,9 @@ class Wanted(_Strict):
     top_p: float | None = Field(None, ge=0, le=1)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.1, le=10)
+    frequency_penalty: float | None = Field(None, ge=0, le=0)
+    presence_penalty: float | None = Field(None, ge=0, le=0)
+    logit_bias: _Nothing[dict[str, float]] | None = None
     n: int | None = Field(None, ge=1)
     stop: str | Annotated[list[str], Field(max_length=4)] | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
@@ -71,6 +77,8 @@ class Completion(Wanted):
     """A request to go on with texts."""
 
     prompt: str | _Items[str] | _Items[int] | _Items[_Items[int]]
+    suffix: _Nothing[str] | None = None
+    best_of: int | None = Field(None, ge=1, le=1)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0)
 
@@ -87,6 +95,10 @@ class _Part(_Strict):
     text: str
 
 
+class _Format(_Strict):
+    type: Literal["text"]
+
+
 class _Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | _Items[_Part]
@@ -96,6 +108,8 @@ class Chat(Wanted):
     """A request to answer in a dialog."""
 
     messages: Annotated[_Items[_Message], Field(min_length=1)]
+    tools: _Nothing[list[Any]] | None = None
+    response_format: _Format | None = None
     max_completion_tokens: int | None = Field(None, ge=0)
     logprobs: bool | None = None
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 30}  # of float32 logits at a time: a processor's cache; enough for a GPU
+_CHUNK_BYTES = {"cpu": 1 << 24, "cuda": 1 << 30}  # of float32 logits at a time: half a cache; enough for a GPU
 _ONEDNN = torch.backends.mkldnn.is_available()
 _HAS_BFLOAT16 = _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 _PART = 1 << 18  # elements of a tensor that a processor's cache holds, and of a few more besides

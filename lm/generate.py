@@ -44,7 +44,7 @@ class Generation:
     """Why it is over: an id of ``stop_ids`` or ``on_token``, or its length."""
 
     def __post_init__(self) -> None:
-        self._random = torch.Generator().manual_seed(self.seed)
+        self._random = torch.Generator().manual_seed(self.seed % (1 << 63))
 
     def uniform(self) -> float:
         """A number in (0, 1], of the generation's own row of them: whom it is batched with changes nothing."""

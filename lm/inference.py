@@ -73,16 +73,18 @@ class _FastNorm(RMSNorm):
 
 
 def prepare(model: TransformerLM, dtype: torch.dtype | None = None) -> TransformerLM:
-    """Make ``model`` itself one that only generates, in ``dtype``, by default as it is; returns it.
+    """Make ``model`` itself one that only generates, in ``dtype``, by default that of its embedding; returns
+    it.
 
     It cannot be trained or saved any more.
     """
     model.requires_grad_(False)
+    first = next(model.parameters())
+    dtype = dtype or first.dtype
     for parameter in model.parameters():  # not the buffers: rotary angles stay float32
-        parameter.data = parameter.data.to(dtype or parameter.dtype)
-    parameter = next(model.parameters())
-    if parameter.device.type == "cpu" and _packs(parameter.dtype):
-        decode.compile_kernels(parameter.dtype)
+        parameter.data = parameter.data.to(dtype)
+    if first.device.type == "cpu" and _packs(dtype):
+        decode.compile_kernels(dtype)
         _pack(model)
         if model.lm_head is None:
             model.lm_head = _PackedLinear(model.token_embeddings)  # type: ignore[assignment]

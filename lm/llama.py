@@ -4,11 +4,13 @@ Sources: Touvron et al. 2023 (Llama 2) and Meta's code of it (``llama/generation
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import Literal, NotRequired, TypedDict
 
 import torch
+from torch import nn
 
 from lm.checkpoint import load_model
 from lm.completion import check_vocabulary
@@ -84,6 +86,15 @@ def encode_dialog(
     return ids + tokenizer.encode(f"[INST] {contents[-1]} [/INST]", bos=True, eos=False)
 
 
+def _cut_padding(model: TransformerLM, size: int) -> None:
+    """Take away the rows of embedding and head from ``size`` on: those that make a vocabulary a round number."""
+    if (model.config.vocab_size or 0) > size:
+        model.config = replace(model.config, vocab_size=size)
+        model.token_embeddings.weight = nn.Parameter(model.token_embeddings.weight[:size].detach())
+        if model.lm_head is not None:
+            model.lm_head.weight = nn.Parameter(model.lm_head.weight[:size].detach())
+
+
 class Llama:
     """A model and its tokenizer, for up to ``max_batch_size`` sequences of up to ``max_seq_len`` tokens at a time.
 
@@ -130,6 +141,7 @@ class Llama:
                 f"{directory} is no checkpoint: it has neither Meta's params.json, nor Hugging Face's config.json, nor "
                 "checkpoint.json, which a training of ours writes."
             )
+        _cut_padding(model, tokenizer.n_words)
         return cls(prepare(model, dtype), tokenizer, max_seq_len, max_batch_size)
 
     def generate(

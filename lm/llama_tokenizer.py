@@ -36,13 +36,17 @@ class LlamaTokenizer:
 
     @classmethod
     def load(cls, path: Path) -> "LlamaTokenizer":
-        """Read SentencePiece's ``tokenizer.model``, a ``tokenizer.json``, or a directory with one, such as ours.
+        """Read SentencePiece's ``tokenizer.model``, a ``tokenizer.json``, or a directory with one, such as ours; of
+        both the former.
 
         Raises UserError where it cannot be read, the ``sentencepiece`` library is missing, or no tokens are known to
         begin and end a text.
         """
-        if path.is_dir() or path.suffix == ".json":
-            return cls._of_ours(path / "tokenizer.json" if path.is_dir() else path)
+        if path.is_dir():
+            sentencepiece = path / "tokenizer.model"
+            path = sentencepiece if sentencepiece.exists() else path / "tokenizer.json"
+        if path.suffix == ".json":
+            return cls._of_ours(path)
         return cls._of_sentencepiece(path)
 
     @classmethod

@@ -50,7 +50,7 @@ class TrainConfig:
     """Gradients are scaled down to this common L2 norm when theirs is greater."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16 runs the matrix products in it (autocast); weights and optimizer state stay float32."""
-    seed: int = bounded(0, ge=0)
+    seed: int = bounded(0, ge=0, lt=1 << 63)
     """Seed of the initial weights and of the batches."""
     eval_interval: int = bounded(500, ge=1)
     """Steps between two validations, each with a sample. The last step is validated too."""

@@ -71,7 +71,8 @@ class Drawing:
         greedy = torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
         if self.is_greedy:
             return greedy
-        logits = logits.float()
+        # As infinite as a penalty near 0 or a broken model may make them, something is drawn.
+        logits = logits.float().nan_to_num(-math.inf, torch.finfo(torch.float32).max, -math.inf)
         greatest = logits.amax(-1, keepdim=True)
         logits = (logits - greatest).masked_fill(greatest == -math.inf, 0.0)
         tiny = torch.finfo(torch.float32).tiny
@@ -89,20 +90,25 @@ class Drawing:
         ordered, order = self._in_order(probabilities)
         rank = torch.arange(ordered.shape[-1], device=ordered.device)
         ordered = ordered.masked_fill((rank >= self.top_k) & (self.top_k > 0), 0.0)
-        left = torch.where(self.top_k > 0, ordered.sum(-1, keepdim=True), 1.0)
-        before = ordered.cumsum(-1) - ordered  # the probability of all likelier tokens
+        upto = ordered.cumsum(-1)
+        left = torch.where(self.top_k > 0, upto[..., -1:], 1.0)
+        before = upto - ordered  # the probability of all likelier tokens
         outside = (before >= self.top_p * left) & (self.top_p < 1)
         outside[..., 0] = False
         return torch.zeros_like(probabilities).scatter_(-1, order, ordered.masked_fill_(outside, 0.0))
 
     def _in_order(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities from the greatest on and their ids: as many as every row needs, or all."""
+        """Probabilities from the greatest on, of equal ones the lower id first, and their ids: as many as every row
+        needs, or all."""
         if probabilities.device.type == "cpu" and probabilities.shape[-1] > 4 * _FEW:  # elsewhere a look would wait
             few = probabilities.topk(_FEW)
-            has_mass = (self.top_p < 1) & (few.values.sum(-1, keepdim=True) >= self.top_p)
-            if torch.where(self.top_k > 0, self.top_k <= _FEW, has_mass).all():
-                return few.values, few.indices
-        return probabilities.sort(-1, descending=True)
+            is_sure = few.values > few.values[:, -1:]  # others may be as likely as the last ones
+            has_mass = (self.top_p < 1) & ((few.values * is_sure).sum(-1, keepdim=True) >= self.top_p)
+            if torch.where(self.top_k > 0, self.top_k <= is_sure.sum(-1, keepdim=True), has_mass).all():
+                ids = few.indices.sort(-1).values
+                values, places = probabilities.gather(-1, ids).sort(stable=True, dim=-1, descending=True)
+                return values, ids.gather(-1, places)
+        return probabilities.sort(stable=True, dim=-1, descending=True)
 
     def draw(self, logits: Tensor, uniform: Tensor, seen: Tensor | None = None) -> Tensor:
         """Ids (B,) of the next tokens, by numbers ``uniform`` (B,) in (0, 1]: the first id up to which the

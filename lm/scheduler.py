@@ -75,6 +75,7 @@ class Scheduler:
     def _run(self) -> None:
         while (admitted := self._admit()) is not None:
             error: Exception | None = None
+            failed: set[Generation] = set()
             try:
                 if admitted:
                     self._engine.add(admitted)
@@ -82,11 +83,13 @@ class Scheduler:
             except Exception as failure:
                 log.exception("The engine failed.")
                 error = failure
-                for generation in (*admitted, *self._engine.live):
+                failed = {one for one in (*admitted, *self._engine.live) if not one.ended}
+                for generation in failed:
                     generation.ended = "stop"  # so that the engine lets go of it
             with self._changed:
                 over = [generation for generation in self._on_end if generation.ended]
-            self._tell(over, error)
+            self._tell([one for one in over if one not in failed], None)
+            self._tell([one for one in over if one in failed], error)
         self._tell(list(self._on_end), RuntimeError("The scheduler was closed."))
 
     def _admit(self) -> list[Generation] | None:

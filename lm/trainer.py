@@ -42,7 +42,7 @@ from lm.tracking import Tracker
 log = logging.getLogger(__name__)
 
 _COMPILE_FLOPS = 1e14  # compiling takes half a minute; a shorter run would lose more than it gains
-_KEPT = 0.85  # of the activations: a compiled step computes what is cheap again, on processors in no more time
+_KEPT = 0.95  # of the activations: a compiled step computes what is cheap again, on processors in no more time
 _SKIPPED = 5  # steps in a row whose gradients are not finite, after which a run is given up
 _SMOOTHING = 0.1  # weight of the newest loss in the smoothed one
 

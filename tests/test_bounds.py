@@ -50,7 +50,7 @@ EXPECTED = {
         "beta2": "[0, 1)",
         "weight_decay": "[0",
         "max_grad_norm": "(0",
-        "seed": "[0",
+        "seed": f"[0, {1 << 63})",
         "eval_interval": "[1",
         "eval_sequences": "[1",
         "checkpoint_interval": "[1",

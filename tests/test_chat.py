@@ -14,6 +14,7 @@ from lm.tokenizer import Tokenizer
 from tests.generating import make_model
 
 TOKENIZER = Tokenizer({byte: bytes([byte]) for byte in range(256)}, [], ["<|endoftext|>"])
+CONTEXT = 96
 CONFIG = SampleConfig(temperature=0, max_new_tokens=6, stop=[dialog.STOP])
 
 
@@ -34,7 +35,7 @@ Typed = Callable[..., list[str]]
 @pytest.fixture
 def typed(monkeypatch: pytest.MonkeyPatch) -> Typed:
     """Chats with a small model, typing lines or causing what the keys cause; gives the prompts it was asked with."""
-    model = make_model(257, 64).eval()
+    model = make_model(257, CONTEXT).eval()
     monkeypatch.setattr(chat, "latest_model", lambda root: (root, None))
     monkeypatch.setattr(chat, "load", lambda *arguments: (model, TOKENIZER))
 
@@ -65,15 +66,27 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Typed:
 def test_answers_are_streamed_and_remembered(typed: Typed, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = typed("Hi", "Go on", "/quit")
     expected = SampleConfig(**{**vars(CONFIG), "prompts": [first]})
-    text = complete(make_model(257, 64).eval(), TOKENIZER, expected)[0].text.lstrip()
+    text = complete(make_model(257, CONTEXT).eval(), TOKENIZER, expected)[0].text.lstrip()
     assert f"Assistant: {text}\n" in capsys.readouterr().out
     assert second == f"{first} {text.strip()}\nUser: Go on\nAssistant:"
 
 
 def test_what_is_long_ago_is_forgotten(typed: Typed) -> None:
     prompts = typed(*["Hello there"] * 5, EOFError)
-    assert all(len(prompt_ids(TOKENIZER, prompt)) + CONFIG.max_new_tokens <= 64 for prompt in prompts)
+    assert all(len(prompt_ids(TOKENIZER, prompt)) + CONFIG.max_new_tokens <= CONTEXT for prompt in prompts)
     assert all(prompt.endswith("User: Hello there\nAssistant:") for prompt in prompts)
+    one = len(prompt_ids(TOKENIZER, "User: Hello there\nAssistant:"))
+    assert all(len(prompt) + one + 3 * CONFIG.max_new_tokens > CONTEXT for prompt in prompts[1:]), (
+        "one more had found room"
+    )
+
+
+def test_an_answer_that_may_be_long_leaves_room_for_what_was_said(
+    typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "stream_text", lambda *arguments: iter([" Well"]))
+    prompts = typed("Hi", "Hm", EOFError, config=SampleConfig(max_new_tokens=10 * CONTEXT))
+    assert prompts[1] == "User: Hi\nAssistant: Well\nUser: Hm\nAssistant:"
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(
@@ -87,3 +100,9 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
     prompts = typed("Hi", KeyboardInterrupt, "And?", EOFError)
     assert prompts[1] == "User: Hi\nAssistant: Well\nUser: And?\nAssistant:"
     assert "Assistant: Well\n" in capsys.readouterr().out
+
+    def early(*arguments: Any) -> list[int]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat, "prompt_ids", early)
+    assert typed("Hi", "Ho", EOFError) == ["User: Hi\nAssistant:"]

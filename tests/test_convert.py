@@ -15,6 +15,7 @@ from torch import Tensor
 from lm.convert import load_hugging_face, load_meta, save_hugging_face
 from lm.errors import UserError
 from lm.generate import Generation, generate
+from lm.inference import prepare
 from lm.model import ModelConfig, TransformerLM
 from lm.pretokens import END_OF_TEXT
 from lm.sampling import SampleConfig
@@ -26,6 +27,7 @@ UNGROUPED = {"dim": 24, "n_layers": 2, "n_heads": 4, "vocab_size": 52, "multiple
 GROUPED = {"dim": 48, "n_layers": 3, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 36, "norm_eps": 1e-3}
 GROUPED |= {"multiple_of": 12, "ffn_dim_multiplier": 1.3, "rope_theta": 500.0}
 WIDTHS = {24: 64, 48: 168}  # int(8/3 · 24) = 64; int(1.3 · 128) = 166, to a multiple of 12
+CONTEXT = 256
 COLUMNS, ROWS = ("wq", "wk", "wv", "w1", "w3", "output"), ("wo", "w2")
 
 
@@ -81,7 +83,7 @@ def llama(params: dict[str, Any], tied: bool = False) -> Any:
         num_hidden_layers=params["n_layers"],
         num_attention_heads=heads,
         num_key_value_heads=params.get("n_kv_heads", heads),
-        max_position_embeddings=40,
+        max_position_embeddings=CONTEXT,
         rms_norm_eps=params["norm_eps"],
         rope_theta=theta,
         rope_parameters={"rope_type": "default", "rope_theta": theta},  # transformers 5 reads this, 4 the line above
@@ -108,7 +110,7 @@ def llama(params: dict[str, Any], tied: bool = False) -> Any:
 
 def same_logits(ours: TransformerLM, theirs: Any) -> None:
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(theirs.config.vocab_size, (3, 40), generator=generator)
+    ids = torch.randint(theirs.config.vocab_size, (3, ours.config.context_length), generator=generator)
     with torch.no_grad():
         torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=1e-4, rtol=0)
 
@@ -130,7 +132,24 @@ def test_metas_checkpoint_is_transformers_llama(
     tmp_path: Path, params: dict[str, Any], shards: int, embedding_dim: int
 ) -> None:
     directory = write_meta(tmp_path / "llama", params, meta_weights(params), shards, embedding_dim)
-    same_logits(load_meta(directory, 40), llama(params))
+    same_logits(load_meta(directory, CONTEXT), llama(params))
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("params", [UNGROUPED, GROUPED], ids=["ungrouped", "grouped"])
+def test_two_hundred_tokens_are_transformers(tmp_path: Path, params: dict[str, Any], shards: int) -> None:
+    """A ragged batch by the model as it generates, with a cache and joined weights; logits by their differences."""
+    theirs = llama(params)
+    ours = prepare(load_meta(write_meta(tmp_path / "llama", params, meta_weights(params), shards), CONTEXT))
+    found = [Generation(prompt, 200, SampleConfig(temperature=0), wants_logprobs=True) for prompt in ([3, 1, 4], [15])]
+    generate(ours, found)
+    for one in found:
+        prompt = torch.tensor([one.prompt])
+        expected = theirs.generate(prompt, max_new_tokens=200, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert [*one.prompt, *one.ids] == expected[0].tolist()
+        with torch.no_grad():
+            scores = theirs(expected).logits.log_softmax(-1)[0, len(one.prompt) - 1 : -1]
+        torch.testing.assert_close(torch.tensor(one.logprobs), scores.amax(-1), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("shards", "embedding_dim"), [(1, 1), (2, 1), (2, 0)])
@@ -281,7 +300,7 @@ def test_a_saved_llama_is_read(tmp_path: Path, params: dict[str, Any], tied: boo
     theirs.save_pretrained(tmp_path, max_shard_size=size)
     assert (len([*tmp_path.glob("*.safetensors")]) > 1) == (size == "20KB")
     ours = load_hugging_face(tmp_path)
-    assert (ours.config.context_length, ours.config.tied_embeddings) == (40, tied)
+    assert (ours.config.context_length, ours.config.tied_embeddings) == (CONTEXT, tied)
     same_logits(ours, theirs)
     assert load_hugging_face(tmp_path, 9, dtype=torch.bfloat16).config.context_length == 9
 
@@ -327,7 +346,7 @@ def test_transformers_goes_on_as_ours_does(tmp_path: Path, tied: bool) -> None:
     ours, tokenizer = make(tmp_path / "out", tied_embeddings=tied)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     words = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    same_logits(load_hugging_face(tmp_path / "out", 40), theirs)
+    same_logits(load_hugging_face(tmp_path / "out"), theirs)
     text = f"Once upon a time,  there wasn't\n\n déjà 日本語 🙂 aaaa<|a b|>{END_OF_TEXT}"
     ids = tokenizer.encode(text)
     assert words(text)["input_ids"] == ids

@@ -44,6 +44,11 @@ def naive(model: TransformerLM, prompt: list[int], count: int) -> tuple[list[int
     return ids[len(prompt) :], logprobs
 
 
+def test_any_whole_number_is_a_seed() -> None:
+    model = make_model()
+    assert ids_of(model, [1], 3, seed=10**30) == ids_of(model, [1], 3, seed=10**30 % (1 << 63))
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @settings(deadline=None, max_examples=12)
 @given(

@@ -139,6 +139,25 @@ def test_a_prepared_model_draws_the_same(variant: dict[str, Any]) -> None:
             assert other.logprobs == pytest.approx(one.logprobs, abs=1e-5)
 
 
+def test_a_model_of_several_dtypes_becomes_one_of_one() -> None:
+    model = make_model(30, 8)
+    assert model.lm_head is not None
+    model.lm_head.double()
+    assert {parameter.dtype for parameter in prepare(model).parameters()} == {torch.float32}
+    generate(model, [Generation([1, 2], 3)])
+
+
+def test_drawing_in_bfloat16_is_near_float32() -> None:
+    """What was drawn one by one, and how likely it was, beside the whole text at once in float32."""
+    model, greedy = make_model(300, 128, num_kv_heads=1, qk_norm=True), SampleConfig(temperature=0)
+    drawn = Generation([1, 2, 3], 100, greedy, wants_logprobs=True)
+    generate(prepare(copy.deepcopy(model), torch.bfloat16), [drawn])
+    exact = Generation([*drawn.prompt, *drawn.ids], 1, greedy, wants_logprobs=True)
+    generate(model, [exact])
+    assert len(drawn.ids) == 100
+    assert drawn.logprobs == pytest.approx(exact.prompt_logprobs[2:], abs=0.1)
+
+
 def test_a_model_prepared_in_bfloat16_is_near_itself() -> None:
     model = make_model(300, 64)
     ids = torch.randint(300, (2, 64))

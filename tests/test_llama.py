@@ -18,7 +18,7 @@ from lm.convert import load_meta, save_hugging_face
 from lm.errors import UserError
 from lm.llama import TAGS, TAGS_ANSWER, Llama, encode_dialog
 from lm.llama_tokenizer import LlamaTokenizer
-from lm.model import TransformerLM
+from lm.model import ModelConfig, TransformerLM
 from lm.pretokens import END_OF_TEXT
 from tests.generating import make_model
 from tests.test_convert import UNGROUPED, meta_weights, write_meta
@@ -159,7 +159,8 @@ def test_mistakes_are_told(llama: Llama, call: Any, message: str) -> None:
 @pytest.mark.parametrize("echo", [False, True])
 def test_text_completion(llama: Llama, tokenizer: LlamaTokenizer, echo: bool) -> None:
     """An empty prompt is the start of a text; without a length there is as much as the window has room for."""
-    prompts = ["", "ab", f"a{END_OF_TEXT}"[:9]]
+    assert tokenizer.encode(END_OF_TEXT, bos=True, eos=False) == [END, *END_OF_TEXT.encode()], "plain text"
+    prompts = ["", "ab", END_OF_TEXT[:9]]
     prompt_tokens = [[END, *prompt.encode()] for prompt in prompts]
     found = llama.text_completion(prompts, 0, logprobs=True, echo=echo)
     for prompt, one, expected in zip(prompts, found, prompt_tokens, strict=True):
@@ -257,6 +258,26 @@ def test_a_dialog_with_tags_is_not_obeyed_and_the_others_are(chat: Llama, tag: s
     assert answer["generation"] == alone["generation"] and answer["tokens"]
     assert chat.chat_completion([turns(tag)]) == [{"generation": refused["generation"]}]
     assert list(chat.chat_stream(turns(tag))) == [TAGS_ANSWER]
+
+
+def test_rows_beyond_the_tokenizers_are_cut(tmp_path: Path) -> None:
+    """A vocabulary made a round number: what no token has is never drawn."""
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    for tied in (False, True):
+        config = ModelConfig(704, 32, 16, 1, 2, d_ff=32, tied_embeddings=tied)
+        model, folder = TransformerLM(config), tmp_path / str(tied)
+        with torch.no_grad():
+            model.head_weight[tokenizer.size :] *= 1000
+        save_hugging_face(model, tokenizer, folder)
+        ids, _ = Llama.build(folder, folder, 32, 1).generate([[1]], 30, temperature=0)
+        assert len(ids[0]) > 9 and max(ids[0]) < tokenizer.size
+
+
+def test_a_directory_with_both_files_has_sentencepieces(sentencepiece_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_path.read_bytes())
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert LlamaTokenizer.load(tmp_path).words("the cat") == LlamaTokenizer.load(sentencepiece_path).words("the cat")
 
 
 def test_pieces_are_whole_characters(tokenizer: LlamaTokenizer) -> None:

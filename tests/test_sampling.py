@@ -163,6 +163,34 @@ def test_few_of_the_likeliest_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(probabilities(logits, 0.7, top_p, top_k=top_k), all_sorted)
 
 
+@pytest.mark.parametrize(("top_k", "top_p"), [(40, 1.0), (0, 0.9), (40, 0.9), (8, 0.5)])
+def test_among_equals_the_lower_id_is_kept_whoever_is_beside(top_k: int, top_p: float) -> None:
+    """bfloat16 has few values, and so many ties; how many of the likeliest are looked at depends on the batch."""
+    generator = torch.Generator().manual_seed(0)
+    wanted = SampleConfig(1.0, top_k, top_p)
+    for _ in range(40):
+        logits = torch.randn(1, 5000, generator=generator).mul(3).bfloat16().float()
+        alone = Drawing([wanted], logits.device).probabilities(logits)
+        beside = Drawing([wanted, SampleConfig(1.0, 0, 1.0)], logits.device).probabilities(logits.expand(2, -1))
+        assert alone[0].equal(beside[0])
+        kept = alone[0] > 0
+        least = logits[0][kept].min()
+        ties = (logits[0] == least).nonzero().flatten()
+        assert kept[ties].int().diff().le(0).all(), "of equals the first ones"
+
+
+@pytest.mark.parametrize(
+    "logits", [[math.inf, 0.0, 1.0], [math.nan, 0.0, 1.0], [math.inf] * 3, [math.nan] * 3, [-math.inf, math.nan, 0.0]]
+)
+@pytest.mark.parametrize("penalty", [1.0, 1e-39])
+def test_what_is_no_number_is_no_id_outside(logits: list[float], penalty: float) -> None:
+    seen = torch.ones(1, 3, dtype=torch.bool)
+    for uniform in (1e-9, 0.5, 1.0):
+        drawing = Drawing([SampleConfig(1.0, 0, 1.0, 0.0, penalty)], torch.device("cpu"))
+        drawn = drawing.draw(torch.tensor([logits]), torch.tensor([uniform]), seen)
+        assert 0 <= int(drawn) < 3
+
+
 def test_draws_follow_the_probabilities() -> None:
     logits = torch.tensor([0.3, 1.2, -0.4, 0.9, -1.5])
     generator = torch.Generator().manual_seed(0)

@@ -121,6 +121,20 @@ def test_a_failure_reaches_those_it_is_of_and_the_next_go_on(scheduler: Schedule
     assert ends.errors[waiting] is None and len(waiting.ids) == 9
 
 
+def test_what_ended_before_a_failure_is_whole(scheduler: Scheduler) -> None:
+    def fail(token_id: int) -> bool:
+        if len(failing.ids) < 2:
+            return False
+        raise MemoryError("no room")
+
+    ends = Ends()
+    failing, short = wish([1], on_token=fail), Generation([1], 1, GREEDY)
+    scheduler.submit([short, failing], ends)
+    ends.wait(failing, short)
+    assert isinstance(ends.errors[failing], MemoryError)
+    assert ends.errors[short] is None and len(short.ids) == 1 and short.ended == "length"
+
+
 def test_a_client_that_cannot_be_told_harms_nobody(scheduler: Scheduler) -> None:
     def fail(generation: Generation, error: Exception | None) -> None:
         raise RuntimeError("gone")

@@ -200,6 +200,8 @@ def test_echo_and_logprobs(served: Served) -> None:
     assert len(longer.logprobs.token_logprobs) == 9 and longer.text.startswith("Onceé")
     streamed = list(served.client.completions.create(**asked, max_tokens=3, stream=True))
     assert "".join(chunk.choices[0].text for chunk in streamed) == longer.text
+    nothing = served.client.completions.create(**{**asked, "prompt": ""}, max_tokens=3).choices[0]
+    assert END not in nothing.text and nothing.logprobs.text_offset[:2] == [0, 0]
     plain = served.client.completions.create(**{**asked, "logprobs": None}, max_tokens=3).choices[0]
     assert plain.text == longer.text and plain.logprobs is None
 
@@ -233,6 +235,12 @@ def test_echo_and_logprobs(served: Served) -> None:
         ("completions", {"prompt": "a", "stop": 5}, 400, "stop"),
         ("completions", {"prompt": "a", "logprobs": 1}, 400, "logprobs"),
         ("completions", {"prompt": "a", "stream": "yes"}, 400, "stream"),
+        ("completions", {"prompt": "a", "frequency_penalty": "abc"}, 400, "frequency_penalty"),
+        ("completions", {"prompt": "a", "presence_penalty": 0.5}, 400, "presence_penalty"),
+        ("completions", {"prompt": "a", "best_of": -3}, 400, "best_of"),
+        ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
+        ("completions", {"prompt": "a", "logit_bias": {"1": 5}}, 400, "logit_bias"),
+        ("completions", {"prompt": "a", "model": "x" * 500_000}, 404, "model"),
         ("completions", {"prompt": "a", "stream_options": []}, 400, "stream_options"),
         ("completions", {"prompt": "a", "model": "gpt"}, 404, "model"),
         ("completions", {}, 400, "prompt"),
@@ -254,6 +262,7 @@ def test_echo_and_logprobs(served: Served) -> None:
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "messages"),
         ("chat/completions", {"messages": [{"role": "user", "content": "a" * CONTEXT}]}, 400, "messages"),
         ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "logprobs": True}, 400, "logprobs"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400, "tools"),
         ("nothing", {}, 404, None),
     ],
     ids=lambda value: repr(value)[:60] if isinstance(value, (dict, bytes)) else "",
@@ -368,5 +377,5 @@ def test_the_command_says_where_it_serves(monkeypatch: pytest.MonkeyPatch, capsy
 
     monkeypatch.setattr(uvicorn.Server, "run", run)
     assert main(["serve", "--port", "0"]) == 0
-    assert "Choose another with --port" in capsys.readouterr().err
+    assert "Choose others with --host and --port" in capsys.readouterr().err
     assert main(["serve", "--max-batch-size", "0"]) == 2
