@@ -107,8 +107,8 @@ def save_training(
     about: dict[str, Any],
 ) -> None:
     """Write a checkpoint directory: ``model.safetensors``, ``optimizer.pt`` (with the states of the random number
-    generators), then ``checkpoint.json`` with the model's config, the step, ``about``, and the size and sha256 of both
-    files. An older one of that name is replaced."""
+    generators), then ``checkpoint.json`` with the model's config, the step, ``about``, the size and sha256 of both
+    files, and its own. An older one of that name is replaced."""
     with replaced_directory(directory) as temporary:
         weights = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
         save_file(weights, temporary / "model.safetensors")
@@ -117,7 +117,7 @@ def save_training(
         torch.save(state, temporary / "optimizer.pt")
         files = {path.name: _digest(path) for path in sorted(temporary.iterdir())}
         description = {"step": step, "model": asdict(model.config), **about, "files": files}
-        (temporary / "checkpoint.json").write_text(json.dumps(description, indent=1), encoding="utf-8")
+        (temporary / "checkpoint.json").write_text(_signed(description), encoding="utf-8")
 
 
 @contextmanager
@@ -160,11 +160,19 @@ def _digest(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
+def _signed(description: dict[str, Any]) -> str:
+    """Its JSON, with the digest of that; no byte of it can be another."""
+    digest = hashlib.sha256(json.dumps(description).encode()).hexdigest()
+    return json.dumps({**description, "sha256": digest}, indent=1)
+
+
 def read_description(directory: Path) -> dict[str, Any] | None:
     """The ``checkpoint.json`` of an intact checkpoint directory (sizes and digests checked); None for any other."""
     try:
-        description = json.loads((directory / "checkpoint.json").read_text(encoding="utf-8"))
-        intact = {"step", "model"} <= description.keys() and all(
+        text = (directory / "checkpoint.json").read_bytes().decode()
+        description = json.loads(text)
+        del description["sha256"]
+        intact = text == _signed(description) and all(
             _digest(directory / name) == about for name, about in description["files"].items()
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
