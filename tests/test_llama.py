@@ -21,7 +21,7 @@ from lm.llama_tokenizer import LlamaTokenizer
 from lm.model import ModelConfig, TransformerLM
 from lm.pretokens import END_OF_TEXT
 from tests.generating import make_model
-from tests.test_convert import UNGROUPED, meta_weights, write_meta
+from tests.llamas import UNGROUPED, meta_weights, write_meta
 from tests.tokenizers_made import bytes_tokenizer, make_tokenizer
 
 END = 256  # after the bytes
