@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, TextIO, cast
 
 import httpx
 import torch
@@ -107,12 +107,12 @@ def measure(clients: int, seconds: float) -> dict[str, Any]:
     """Start a server, load it, and see what it has left."""
     command = [sys.executable, "-m", "benchmarks.serve", "--server"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdin and server.stdout
-        port = json.loads(server.stdout.readline())["port"]
+        said, ending = cast(TextIO, server.stdout), cast(TextIO, server.stdin)
+        port = json.loads(said.readline())["port"]
         found = asyncio.run(load(f"http://127.0.0.1:{port}", server.pid, clients, seconds))
         time.sleep(2)
-        server.stdin.close()
-        return found | json.loads(server.stdout.readline())
+        ending.close()
+        return found | json.loads(said.readline())
 
 
 def has_grown(found: dict[str, Any]) -> bool:

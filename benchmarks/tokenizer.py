@@ -16,37 +16,31 @@ import argparse
 import hashlib
 import importlib.util
 import json
-import lzma
 import os
 import platform
-import random
 import re
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
-import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import import_module as load
 from importlib import metadata
-from itertools import chain, cycle
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lm.demo_corpus import demo_stories
+from benchmarks.texts import ADVERSARIES, DATA, END, KINDS, documents, limited, mixed
 from lm.formats import read_vocab
 from lm.pretokens import END_OF_TEXT, GPT2_PATTERN, pretokenize
 from lm.tokenizer import Tokenizer
 
-END = END_OF_TEXT.encode()
-DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 MODULES = {"gigatoken": "gigatoken", "tiktoken": "tiktoken", "huggingface": "tokenizers", "rustbpe": "rustbpe"}
 FORMS = ("gigatoken", "gigatoken/split")
 MIXED, KIND, SAMPLE, LARGE = 331_000_000, 32_000_000, 30_000_000, 2_000_000_000  # bytes of the texts
@@ -177,104 +171,6 @@ def digests(result: Any, task: Task) -> dict[str, Any]:
         return {"all": digest(repr(result).encode()), "merges": [f"{a.hex()} {b.hex()}" for a, b in result]}
     pairs = result if isinstance(result, list) else zip(*(column.to_pylist() for column in result), strict=True)
     return {"all": digest(repr(sorted(pairs)).encode())}
-
-
-# The texts: parts that are documents with their separators, as many as give the size wanted.
-
-
-@cache
-def stories() -> bytes:
-    path = DATA / "stories_train.txt.xz"
-    return lzma.decompress(path.read_bytes()) if path.exists() else "".join(demo_stories(150_000)).encode()
-
-
-def documents(data: bytes) -> list[bytes]:
-    return [part + END for part in data.split(END) if part.strip()]
-
-
-def limited(parts: Iterable[bytes], size: int) -> Iterator[bytes]:
-    for part in parts:
-        if size <= 0:
-            return
-        size -= len(part)
-        yield part
-
-
-def packages(pattern: str) -> Iterator[bytes]:
-    """The UTF-8 files of this name in the standard library and the packages of the environment, in order.
-
-    Not those with characters that Python's Unicode has not assigned: the peers' tables are of several versions.
-    """
-    folders = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
-    for path in sorted({path for folder in folders for path in folder.rglob(pattern)}):
-        data = path.read_bytes()
-        text = data.decode(errors="ignore")
-        is_utf8 = len(text.encode()) == len(data)
-        if data and END not in data and is_utf8 and "Cn" not in map(unicodedata.category, set(text)):
-            yield data + END
-
-
-def mixed() -> Iterator[bytes]:
-    """Stories, then Python sources; in an environment with little code, the same again."""
-    return chain([stories()], cycle(packages("*.py")))
-
-
-def code() -> Iterator[bytes]:
-    return iter(random.Random(0).sample(files := list(packages("*.py")), len(files)))
-
-
-COMMON = "的一是不了在人有我他这中大来上国个到说们为子和你地出道也时年得就那要下以生会自着去之过家学对可她里后"
-EMOJI = re.split(" ", "😀 😂 🥰 🎉 🔥 ✨ ❤️ 👍🏽 👋🏿 🤷🏻‍♀️ 👩‍💻 👨‍👩‍👧‍👦 🏳️‍🌈 🇯🇵 🇧🇷 🇩🇪 🧑🏾‍🚀 🐻‍❄️ 1️⃣ ☕ 🦊 🌍 ⚡️")
-
-
-def cjk() -> Iterator[bytes]:
-    """Real translations, then Chinese, Japanese and Korean in turn: words, and their characters, by Zipf's law."""
-    yield from (part for language in ("zh", "ja", "ko") for part in packages(f"locale/{language}*/**/*.po"))
-    rng = np.random.default_rng(0)
-
-    def pick(items: Sequence[str], number: int) -> list[str]:
-        weights = 1 / np.arange(2, len(items) + 2)
-        return [items[i] for i in rng.choice(len(items), number, p=weights / weights.sum())]
-
-    def words(first: int, last: int, longest: int, common: str = "", end: str = "") -> list[str]:
-        letters = common + "".join(map(chr, rng.permutation(np.arange(first, last))[:5000]))
-        return ["".join(pick(letters, length)) + end for length in sorted(rng.integers(1, longest + 1, 10_000))]
-
-    chinese, korean = words(0x4E00, 0x9FA6, 3, COMMON), words(0xAC00, 0xB9C4, 4, end=" ")
-    stems = [*chinese[:4000], *words(0x30A2, 0x30F4, 5)]
-    japanese = ["".join(parts) for parts in zip(stems, pick(words(0x3042, 0x3094, 3), len(stems)), strict=True)]
-    while True:
-        for vocabulary, stops in ((chinese, "，。、！\n"), (japanese, "、。「」\n"), (korean, ",.?!\n")):
-            sentences = np.split(pick(vocabulary, 1000), np.sort(rng.integers(1, 1000, 120)))
-            ended = [[*sentence, stop] for sentence, stop in zip(sentences, pick(stops, len(sentences)), strict=True)]
-            yield "".join(chain.from_iterable(ended)).encode() + END
-
-
-def emoji() -> Iterator[bytes]:
-    """Stories with one to four emoji after each sentence."""
-    rng = random.Random(0)
-    for document in cycle(documents(stories())):
-        parts = re.split(r"(?<=[.!?]) ", document.decode().removesuffix(END_OF_TEXT))
-        yield "".join(f"{part} {''.join(rng.choices(EMOJI, k=rng.randint(1, 4)))} " for part in parts).encode() + END
-
-
-KINDS = {"stories": lambda: documents(stories()), "code": code, "cjk": cjk, "emoji": emoji}
-
-
-def letters(rng: np.random.Generator, size: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-    return rng.integers(ord("a"), ord("z") + 1, size, np.uint8)
-
-
-ADVERSARIES: dict[str, Callable[[np.random.Generator, int], bytes]] = {
-    "one_letter": lambda rng, size: b"a" * size,
-    "alternating_letters": lambda rng, size: b"ab" * (size // 2),
-    "spaces": lambda rng, size: b" " * size,
-    "no_separator": lambda rng, size: letters(rng, size).tobytes(),
-    "unique_pretokens": lambda rng, size: np.where(np.arange(size) % 9, letters(rng, size), np.uint8(32)).tobytes(),
-    "cjk_without_spaces": lambda rng, size: "".join(map(chr, rng.integers(0x4E00, 0x9FA6, size // 3))).encode(),
-    "emoji": lambda rng, size: "".join(rng.choice(EMOJI, size // 9)).encode(),
-    "invalid_bytes": lambda rng, size: rng.bytes(size // 2).decode(errors="replace").encode(),
-}
 
 
 class Bench:
