@@ -171,7 +171,8 @@ def run(options: argparse.Namespace, job: Job | str) -> Any:
     command = [sys.executable, "-m", "benchmarks.generate", "--device", options.device, "--shape", options.shape]
     done = subprocess.run([*command, "--worker", json.dumps(job)], capture_output=True, text=True, check=False)
     if done.returncode:
-        print(f"{job} failed: {(done.stderr.splitlines() or ['no message'])[-1]}", file=sys.stderr)
+        said = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        print(f"{job} failed with {done.returncode}: {said[-1]}", file=sys.stderr)
         return None
     return json.loads(done.stdout.splitlines()[-1])
 

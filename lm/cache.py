@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lm.fused import causal_attention
 from lm.layers import Attend
-from lm.model import ModelConfig
+from lm.model import ModelConfig, TransformerLM
 
 
 class KVCache:
@@ -69,3 +69,11 @@ class OneMore:
         mask = torch.arange(self.longest + 1, device=device) <= self.positions[:, None, None, None]  # (B, 1, 1, S)
         queries = q.view(count, k.shape[1], -1, q.shape[-1])  # those that share keys together
         return F.scaled_dot_product_attention(queries, keys, values, mask).view(q.shape)
+
+
+def one_more(model: TransformerLM, cache: KVCache, inputs: Tensor, longest: int) -> Tensor:
+    """Ids and their positions (2, B), the greatest of which is ``longest``, in the cache's first rows → logits of what
+    follows (B, V)."""
+    ids, positions = inputs
+    attend = cache.decode(positions, longest)
+    return model.logits(model.hidden(ids[:, None], positions[:, None], attend).squeeze(1))

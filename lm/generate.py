@@ -6,13 +6,15 @@ Sources: CS336 assignment 1 (section 6); Touvron et al. 2023 (Llama 2); Yu et al
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lm.cache import KVCache
+from lm.cache import KVCache, one_more
 from lm.errors import UserError
+from lm.graphs import DecodeGraphs
 from lm.model import TransformerLM
 from lm.sampling import Drawing, SampleConfig, log_probabilities
 
@@ -78,6 +80,9 @@ class Engine:
         self.length = min(max_seq_len or model.config.context_length, model.config.context_length)
         self.live: list[Generation] = []  # each in the row of the cache that is its place here
         self._cache = KVCache(model.config, max_batch_size, self.length, self.device, parameter.dtype)
+        self._one_more: Callable[[Tensor, int], Tensor] = partial(one_more, model, self._cache)
+        if self.device.type == "cuda":
+            self._one_more = DecodeGraphs(model, self._cache)
         self._drawing: Drawing | None = None
         self._seen: Tensor | None = None  # (rows, V): the tokens that are there, where a repetition costs something
 
@@ -129,9 +134,7 @@ class Engine:
         else:
             last = [one.ids[-1] for one in self.live]
             places = [min(length, self.length) - 1 for length in lengths]
-            ids, positions = torch.tensor([last, places], device=self.device)
-            attend = self._cache.decode(positions, max(places))
-            logits = self.model.logits(self.model.hidden(ids[:, None], positions[:, None], attend).squeeze(1))
+            logits = self._one_more(torch.tensor([last, places], device=self.device), max(places))
             if longer:
                 logits[longer] = self._prefill(longer)
         if self._drawing is None:
