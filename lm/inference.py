@@ -6,6 +6,7 @@ larger the matrix: so those that multiply the same input are joined.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm import decode
@@ -30,8 +31,16 @@ class _PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) → (..., out_features)."""
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed[0], None, "none", [], "")
-        return found
+        rows = x.flatten(0, -2)
+        padded = F.pad(rows, (0, 0, 0, extra)) if (extra := _extra(len(rows))) else rows
+        found: Tensor = torch.ops.mkldnn._linear_pointwise(padded, self._packed[0], None, "none", [], "")
+        return found[: len(rows)].unflatten(0, x.shape[:-1])
+
+
+def _extra(rows: int) -> int:
+    """Rows to add, so that of each power of two there are eight numbers of them: for each that it meets oneDNN keeps
+    megabytes of its own, and prompts of all lengths would fill the memory with it."""
+    return -rows % (1 << max(0, (rows - 1).bit_length() - 4))
 
 
 class _PackedAttention(MultiHeadSelfAttention):

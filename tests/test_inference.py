@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from lm import decode
 from lm.cache import OneMore
 from lm.generate import Generation, generate
-from lm.inference import prepare
+from lm.inference import _extra, _PackedLinear, prepare
 from lm.kernels import decode as kernels
 from lm.kernels import kernel
 from lm.kernels.decode import Stored
 from lm.kernels.simd import read_float, write_float
-from lm.layers import MultiHeadSelfAttention, RMSNorm, RotaryEmbedding
+from lm.layers import Linear, MultiHeadSelfAttention, RMSNorm, RotaryEmbedding
 from lm.sampling import SampleConfig
 from tests.generating import make_model
 
@@ -137,6 +137,20 @@ def test_a_prepared_model_draws_the_same(variant: dict[str, Any]) -> None:
         for one, other in zip(before, after, strict=True):
             assert one.ids == other.ids
             assert other.logprobs == pytest.approx(one.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 31, 32, 33, 100, 1000])
+def test_a_product_of_any_number_of_rows(rows: int) -> None:
+    layer = Linear(24, 40).requires_grad_(False)
+    x = torch.randn(2, rows, 24)
+    torch.testing.assert_close(_PackedLinear(layer)(x), layer(x), atol=1e-5, rtol=1e-5)
+
+
+def test_few_numbers_of_rows_are_multiplied() -> None:
+    found = sorted({rows + _extra(rows) for rows in range(1, 4097)})
+    assert found[:16] == list(range(1, 17))
+    assert len(found) == 16 + 8 * 8, "what oneDNN keeps of each would fill the memory"
+    assert all(0 <= _extra(rows) <= rows / 8 for rows in range(1, 4097))
 
 
 def test_a_model_of_several_dtypes_becomes_one_of_one() -> None:
