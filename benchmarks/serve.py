@@ -61,7 +61,7 @@ async def client(http: httpx.AsyncClient, number: int, until: float, counts: dic
         asked += 1
         stays = (number + asked) % LEAVES != 0
         wanted = chance.randint(8, 64)
-        prompt = f"Client {number}, question {asked}" + chance.randint(0, 30) * " again"
+        prompt = f"Client {number}, question {asked}" + chance.randint(0, 25) * " again"
         body = {"prompt": prompt, "max_tokens": wanted, "stream": True}
         seen = 0
         try:
