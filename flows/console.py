@@ -16,6 +16,7 @@ from lm.completion import complete
 from lm.convert import save_hugging_face
 from lm.errors import UserError
 from lm.sampling import SampleConfig
+from tasks.records import RunRecord, read
 from tasks.sample import load, trained
 from tasks.stage import Output, Ref, Run, part_log, read_output
 
@@ -69,8 +70,8 @@ def latest_model(root: str) -> tuple[Output, Output]:
     """The model and the tokenizer of the latest run below ``root`` that has trained one; raises UserError without."""
     store = Run(absolute(root), "sample").store
     newest_first = reversed([name for name in store.names("runs") if name.endswith(".json") and name != "latest.json"])
-    records = (store.read_json("runs", name) for name in newest_first)
-    record = next((record for record in records if record and "train" in record["stages"]), None)
+    records = (read(RunRecord, store, "runs", name) for name in newest_first)
+    record = next((record for record in records if record and {"train", "merge"} <= record["stages"].keys()), None)
     if record is None:
         raise UserError(f"{root} has no finished model; make one with: textmill run --root {root}")
     model, tokenizer = (read_output(store, Ref(name, record["stages"][name]["key"])) for name in ("train", "merge"))

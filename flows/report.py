@@ -1,5 +1,6 @@
 """What a run shows for itself: the pages of its stages and a report that joins them, as artifacts and as a file."""
 
+import hashlib
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +20,8 @@ def show_page(stage: str, output: Output) -> None:
 
 
 def show_report(run: Run, record: dict[str, Any], failure: str = "") -> None:
-    """Write the report of a run to ``runs/<name>.md`` and show it: what each stage made, then the stages' pages."""
+    """Write the report of a run to ``runs/<name>.md`` and show it: what each stage made, then the stages' pages. Its
+    digest goes into the record, which is written once more."""
     outputs, stages = outputs_of(run, record), record["stages"]
     rows = [
         (name, stages[name]["state"], f"{stages[name]['seconds']:,.1f}", _what(output))
@@ -33,7 +35,10 @@ def show_report(run: Run, record: dict[str, Any], failure: str = "") -> None:
         *(f"## {name}\n\n{_page(output)}" for name, output in outputs.items()),
     ]
     report = "\n\n".join(parts)
-    run.store.write_text(report, "runs", f"{run.name}.md")
+    name, data = f"{run.name}.md", report.encode()
+    run.store.write_text(report, "runs", name)
+    record["report"] = {"path": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    run.store.write_json(record, "runs", f"{run.name}.json")
     _show("report", report, f"{len(outputs)} stages of run {run.name}")
 
 

@@ -5,7 +5,6 @@ without restriction. Source: CS336 assignment 1 (section 5.2).
 """
 
 import hashlib
-import json
 import os
 import pickle
 import shutil
@@ -22,6 +21,7 @@ from torch import nn
 
 from lm.errors import UserError, nearest
 from lm.model import ModelConfig, TransformerLM
+from lm.signed import read_signed, sign
 
 PathOrFile = str | os.PathLike[str] | IO[bytes]
 
@@ -117,7 +117,7 @@ def save_training(
         torch.save(state, temporary / "optimizer.pt")
         files = {path.name: _digest(path) for path in sorted(temporary.iterdir())}
         description = {"step": step, "model": asdict(model.config), **about, "files": files}
-        (temporary / "checkpoint.json").write_text(_signed(description), encoding="utf-8")
+        (temporary / "checkpoint.json").write_text(sign(description), encoding="utf-8")
 
 
 @contextmanager
@@ -160,24 +160,15 @@ def _digest(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _signed(description: dict[str, Any]) -> str:
-    """Its JSON, with the digest of that; no byte of it can be another."""
-    digest = hashlib.sha256(json.dumps(description).encode()).hexdigest()
-    return json.dumps({**description, "sha256": digest}, indent=1)
-
-
 def read_description(directory: Path) -> dict[str, Any] | None:
     """The ``checkpoint.json`` of an intact checkpoint directory (sizes and digests checked); None for any other."""
     try:
-        text = (directory / "checkpoint.json").read_bytes().decode()
-        description = json.loads(text)
-        del description["sha256"]
-        intact = text == _signed(description) and all(
-            _digest(directory / name) == about for name, about in description["files"].items()
-        )
+        description = read_signed((directory / "checkpoint.json").read_bytes())
+        files = description["files"].items() if description else ()
+        is_intact = all(Path(name).name == name and _digest(directory / name) == about for name, about in files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return description if intact else None
+    return description if is_intact else None
 
 
 def newest_checkpoint(directory: Path) -> Path | None:

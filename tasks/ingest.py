@@ -14,6 +14,7 @@ from lm import ingest as algorithm
 from lm.corpus import DataConfig, Source, expand, fingerprint, version
 from lm.errors import Unreachable, UserError
 from tasks import pages
+from tasks.records import Remembered, read
 from tasks.stage import Draft, stage
 from tasks.store import Store
 
@@ -39,7 +40,9 @@ def find_sources(data: DataConfig, store: Store) -> tuple[list[Source], list[Sou
 
 def _find_source(url: str, store: Store) -> Source:
     place = ("sources", f"{hashlib.sha256(url.encode()).hexdigest()[:32]}.json")
-    remembered = store.read_json(*place)
+    remembered = read(Remembered, store, *place)
+    if remembered and remembered["source"]["url"] != url:
+        remembered = None  # not what we wrote there
     now = version(url)
     if remembered and now and remembered["version"] == list(now):
         return Source(**remembered["source"])

@@ -30,6 +30,7 @@ from prefect.results import get_result_store
 from lm.corpus import Source
 from lm.errors import UserError
 from lm.execution import Execution
+from tasks.records import Latest, Manifest, read
 from tasks.source_digest import source_digests
 from tasks.store import Store, describe_files
 
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 # The parts of a mapped stage speak to their own task runs; in a terminal thousands of them would drown the rest.
 part_log = logging.getLogger("tasks.parts")
 
+MANIFEST = "manifest.json"  # of an output, written last: without it nothing counts
 PAGE = "page.md"  # beside the files of an output, for a person; no part of it
 FORMAT = 1  # of the manifest and of what the stages write; a change makes everything anew
 
@@ -91,21 +93,25 @@ class Output:
         return _sha256(content)
 
     def path(self, name: str) -> Path:
-        """A local path of one of the files; raises UserError when the output has no file of that name."""
+        """A local path of one of the files, intact; raises UserError when the output has no such file of that name."""
         for file in (*self.manifest["files"], *self.manifest["records"]):
             if file["path"] == name:
-                return self.store.local(*self._place, name)
+                return self.store.local(file["bytes"], file["sha256"], *self.place, name)
         raise UserError(f"{self.ref.stage} {self.ref.key[:12]} has no file {name}.")
 
     def directory(self, name: str) -> Path:
         """A local path of a directory of the output, all its files fetched."""
         paths = [self.path(file["path"]) for file in self.manifest["files"] if file["path"].startswith(f"{name}/")]
+        if not paths:
+            raise UserError(f"{self.ref.stage} {self.ref.key[:12]} has no directory {name}.")
         return paths[0].parent
 
     @property
     def page(self) -> str | None:
-        """What there is to show of it, in Markdown; None for a part of a mapped stage."""
-        return self.store.read_text(*self._place, PAGE)
+        """What there is to show of it, in Markdown; None for a part of a mapped stage, and where it is not intact."""
+        page, data = self.manifest["page"], self.store.read_bytes(*self.place, PAGE)
+        is_intact = page and data and hashlib.sha256(data).hexdigest() == page["sha256"]
+        return data.decode("utf-8", "replace") if is_intact and data else None
 
     def json(self, name: str) -> Any:
         """The content of a JSON file."""
@@ -114,18 +120,27 @@ class Output:
     @property
     def url(self) -> str:
         """Where the files are."""
-        return self.store.url(*self._place)
+        return self.store.url(*self.place)
 
     @property
-    def _place(self) -> tuple[str, str, str]:
+    def place(self) -> tuple[str, str, str]:
+        """Where the files are, below the root."""
         return (*self.ref, self.manifest["attempt"])
+
+    def described(self) -> list[dict[str, Any]]:
+        """All files, with what only a person reads."""
+        page = self.manifest["page"]
+        return [*self.manifest["files"], *self.manifest["records"], *([page] if page else [])]
 
     def is_intact(self) -> bool:
         """Whether every file is there with its size and digest."""
-        return all(
-            self.store.is_intact(file["bytes"], file["sha256"], *self._place, file["path"])
-            for file in (*self.manifest["files"], *self.manifest["records"])
-        )
+        return not any(self.damaged())
+
+    def damaged(self) -> Iterator[str]:
+        """The files that are not there with their size and digest."""
+        for file in (*self.manifest["files"], *self.manifest["records"]):
+            if not self.store.is_intact(file["bytes"], file["sha256"], *self.place, file["path"]):
+                yield file["path"]
 
 
 @dataclass
@@ -137,6 +152,8 @@ class Draft:
     stopping: threading.Event
     unfinished: list[Path]
     """Directories of earlier attempts at this very output that did not finish or were damaged, the newest first."""
+    damaged: set[Path] = field(default_factory=set)
+    """Files in them that are known to be damaged; others may be."""
     sources: list[Source] = field(default_factory=list)
     """Input that is referred to and not copied."""
     records: list[str] = field(default_factory=list)
@@ -147,8 +164,8 @@ class Draft:
 
 def open_output(store: Store, ref: Ref) -> Output | None:
     """The output of a stage if its manifest is there; its files may still be damaged."""
-    manifest = store.read_json(*ref, "manifest.json")
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    manifest = read(Manifest, store, *ref, MANIFEST)
+    if not manifest or (manifest["format"], manifest["stage"], manifest["key"]) != (FORMAT, *ref):
         return None
     return Output(store, ref, manifest)
 
@@ -260,13 +277,16 @@ class Stage:
         self.log.info("%s runs: %s.", self.name, self.reason(ref, ingredients, run))
         attempt = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:8]}"
         unfinished = [] if self._is_refreshed(run) else store.workplaces(*ref)
-        draft = Draft(store.workplace(*ref, attempt), run.execution, run.stopping, unfinished)
+        before = open_output(store, ref)
+        damaged = {Path(store.path(*before.place, name)) for name in before.damaged()} if before else set()
+        draft = Draft(store.workplace(*ref, attempt), run.execution, run.stopping, unfinished, damaged)
         started, clock, cpu = time.time(), time.perf_counter(), time.thread_time()
         inputs = {name: _opened(value, store) for name, value in arguments.items()}
         self.body(draft, **inputs)
         seconds, cpu_seconds = time.perf_counter() - clock, time.thread_time() - cpu
-        files = describe_files(draft.directory)
         self._write_page(draft, inputs)
+        files = {file["path"]: file for file in describe_files(draft.directory)}
+        page = files.pop(PAGE, None)
         store.publish(draft.directory, *ref, attempt)
         manifest = {
             "stage": self.name,
@@ -275,8 +295,9 @@ class Stage:
             "attempt": attempt,
             "ingredients": ingredients,
             "sources": [asdict(source) for source in draft.sources],
-            "files": [file for file in files if file["path"] not in draft.records],
-            "records": [file for file in files if file["path"] in draft.records],
+            "files": [file for path, file in files.items() if path not in draft.records],
+            "records": [file for path, file in files.items() if path in draft.records],
+            "page": page,
             "figures": draft.figures,
             "made": {
                 "run": run.name,
@@ -289,7 +310,7 @@ class Stage:
                 **{name: version(name) for name in ("torch", "numpy", "regex", "pyarrow")},
             },
         }
-        store.write_json(manifest, *ref, "manifest.json")
+        store.write_json(manifest, *ref, MANIFEST)
         store.write_json({"key": ref.key}, self.name, "latest.json")
 
     def _write_page(self, draft: Draft, inputs: dict[str, Any]) -> None:
@@ -305,13 +326,13 @@ class Stage:
             return "a refresh was asked for"
         if open_output(run.store, ref):
             return "its files are damaged or missing"
-        if run.store.names(*ref):
-            return "an earlier attempt has not finished"
-        latest = run.store.read_json(self.name, "latest.json") or {}
-        manifest = run.store.read_json(self.name, str(latest.get("key")), "manifest.json")
-        if not manifest:
+        if there := run.store.names(*ref):
+            return "its manifest is damaged" if MANIFEST in there else "an earlier attempt has not finished"
+        latest = read(Latest, run.store, self.name, "latest.json")
+        before_last = latest and open_output(run.store, Ref(self.name, latest["key"]))
+        if not before_last:
             return "it has no result yet"
-        before, now = dict(_flat(manifest["ingredients"])), dict(_flat(ingredients))
+        before, now = dict(_flat(before_last.manifest["ingredients"])), dict(_flat(ingredients))
         changed = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
         if changed == ["parameters.chunk"]:
             return "a chunk of text that is new"

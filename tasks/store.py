@@ -6,16 +6,16 @@ uploaded, and files are fetched before they are read.
 
 import functools
 import hashlib
-import json
 import logging
 import os
 import posixpath
 import shutil
+import stat
 import tempfile
 import threading
 import uuid
 from collections.abc import Callable
-from json import JSONDecodeError
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait
 
 from lm.corpus import is_network_failure
 from lm.errors import Unreachable, UserError
+from lm.signed import sign
 from tasks.machine import cache_directory
 
 log = logging.getLogger(__name__)
@@ -70,30 +71,32 @@ class Store:
             raise UserError(f"The root {self.base} cannot be used: {error}") from error
 
     def path(self, *parts: str) -> str:
-        """The full path of ``parts`` in the file system."""
-        return posixpath.join(self.base, *parts)
+        """The full path of ``parts`` in the file system; raises UserError where it leads out of the root, by its own
+        words or by a link: a root may come from elsewhere, and no stage makes links."""
+        place = self.base
+        for name in "/".join(parts).split("/") if parts else ():
+            if name in ("", ".", "..") or "\0" in name:
+                raise UserError(f"{self.base} has no {'/'.join(parts)!r}: that path leads out of it.")
+            place = posixpath.join(place, name)
+            if self.is_local and not _is_plain(place):
+                raise UserError(f"{place} is a link, or no plain file: none is followed below a root. Remove it.")
+        return place
 
     def url(self, *parts: str) -> str:
         """The full path of ``parts`` for a person: a plain path, or a URL with its protocol."""
         return self.path(*parts) if self.is_local else str(self.fs.unstrip_protocol(self.path(*parts)))
 
-    def read_text(self, *parts: str) -> str | None:
-        """The content of a text file; None where it is missing or not UTF-8."""
+    def read_bytes(self, *parts: str) -> bytes | None:
+        """The content of a file; None where it is missing."""
+        path = self.path(*parts)
         try:
-            return bytes(self._ask(lambda: self.fs.cat_file(self.path(*parts)))).decode()
-        except (*_MISSING, UnicodeDecodeError):
+            return bytes(self._ask(lambda: self.fs.cat_file(path)))
+        except _MISSING:
             return None
 
-    def read_json(self, *parts: str) -> Any | None:
-        """The content of a JSON file; None where it is missing or malformed."""
-        try:
-            return json.loads(self.read_text(*parts) or "")
-        except JSONDecodeError:
-            return None
-
-    def write_json(self, content: Any, *parts: str) -> None:
-        """Write a JSON file atomically; raises UserError where the root cannot be written."""
-        self.write_text(json.dumps(content, ensure_ascii=False, indent=1), *parts)
+    def write_json(self, content: dict[str, Any], *parts: str) -> None:
+        """Write a JSON file that carries its own digest, atomically; :func:`tasks.records.read` reads it."""
+        self.write_text(sign(content), *parts)
 
     def write_text(self, content: str, *parts: str) -> None:
         """Write a text file atomically; raises UserError where the root cannot be written."""
@@ -121,8 +124,9 @@ class Store:
 
     def _local_place(self, *parts: str) -> Path:
         """Where files are made: in place on a local root; for another, where a later run on this machine finds them."""
-        base = self.base if self.is_local else cache_directory() / "uploads" / _sha256(self.base.encode())
-        return Path(base, *parts)
+        if self.is_local:
+            return Path(self.path(*parts))
+        return Path(cache_directory() / "uploads" / _sha256(self.base.encode()), *parts)
 
     def workplace(self, *parts: str) -> Path:
         """A local directory for the files of a new attempt: the place itself, or one to upload from."""
@@ -134,9 +138,10 @@ class Store:
         return directory
 
     def workplaces(self, *parts: str) -> list[Path]:
-        """Directories of earlier attempts that are still on this machine, the newest first."""
+        """Directories of earlier attempts that are still on this machine, the newest first; none that holds a link."""
         place = self._local_place(*parts)
-        return sorted((path for path in place.iterdir() if path.is_dir()), reverse=True) if place.is_dir() else []
+        found = [path for path in place.iterdir() if path.is_dir()] if place.is_dir() else []
+        return sorted((path for path in found if all(map(_is_plain, (path, *path.rglob("*"))))), reverse=True)
 
     def publish(self, directory: Path, *parts: str) -> None:
         """Make the files of a workplace durable at their place; one to upload from is removed."""
@@ -154,31 +159,79 @@ class Store:
         path = self.path(*parts)
         try:
             info = self._ask(lambda: self.fs.info(path))
-            mark = info.get("ETag") or info.get("mtime") or info.get("LastModified") or info.get("created")
-            seen = (path, size, str(mark), sha256)
-            if int(info["size"]) != size:
-                return False
-            if mark and seen in _verified:
-                return True
-            if self._ask(lambda: _digest(self.fs.open(path))) != sha256:
-                return False
         except _MISSING:
             return False
-        _verified.add(seen)
+        mark = info.get("ETag") or info.get("mtime") or info.get("LastModified") or info.get("created")
+        seen = (path, size, str(mark), sha256)
+        if not (mark and seen in _verified):
+            if self.fault(size, sha256, *parts):
+                return False
+            _verified.add(seen)
         return True
 
-    def local(self, *parts: str) -> Path:
-        """A local copy of a file, or the file itself on a local root. The files of a directory stay together."""
+    def fault(self, size: int, sha256: str, *parts: str) -> str:
+        """What is wrong with a file that should have this size and digest, read whole; empty where it is as it was."""
+        path = self.path(*parts)
+        try:
+            found = int(self._ask(lambda: self.fs.info(path))["size"])
+            if found != size:
+                return f"it has {found:,} bytes instead of {size:,}"
+            return "" if self._ask(lambda: _digest(self.fs.open(path))) == sha256 else "its content has changed"
+        except _MISSING:
+            return "it is missing"
+
+    def local(self, size: int, sha256: str, *parts: str) -> Path:
+        """A local copy of a file of this size and digest, or the file itself on a local root; raises UserError where it
+        is damaged. The files of a directory stay together."""
+        damaged = f"{self.path(*parts)} is damaged or missing; run the pipeline again, which makes it anew."
         if self.is_local:
+            if not self.is_intact(size, sha256, *parts):
+                raise UserError(damaged)
             return Path(self.path(*parts))
         with _downloading:  # chunks at once want the same tokenizer
             copy = Path(_downloads().name, _sha256(self.base.encode()), *parts)
             if not copy.exists():
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 temporary = copy.with_name(f"{uuid.uuid4().hex}.tmp")
-                self._ask(lambda: self.fs.get_file(self.path(*parts), str(temporary)))
+                try:
+                    self._ask(lambda: self.fs.get_file(self.path(*parts), str(temporary)))
+                except _MISSING:
+                    raise UserError(damaged) from None
+                if _digest(temporary.open("rb")) != sha256:
+                    raise UserError(damaged)
                 temporary.replace(copy)
         return copy
+
+    def files(self) -> dict[str, int]:
+        """The size of every file below the root by its path, links not followed, and of every empty directory (0).
+        Raises UserError where there is no root."""
+        if not self._ask(lambda: self.fs.isdir(self.base)):
+            raise UserError(f"There is no root at {self.base}.")
+        if not self.is_local:
+            found = self._ask(lambda: self.fs.find(self.base, detail=True))
+            return {posixpath.relpath(path, self.base): int(info["size"]) for path, info in found.items()}
+        sizes = {}
+        for place, directories, names in os.walk(self.base):
+            links = [name for name in directories if not _is_plain(os.path.join(place, name))]
+            for path in [Path(place, name) for name in (*names, *links)] or [Path(place)] * (not directories):
+                with suppress(FileNotFoundError):  # of a run that goes on
+                    sizes[path.relative_to(self.base).as_posix()] = 0 if path.is_dir() else path.lstat().st_size
+        return sizes
+
+    def remove(self, *parts: str) -> None:
+        """Delete a file or a directory of a local root, and the directories around it that are empty then."""
+        path = Path(self.path(*parts))
+        try:
+            if path.is_dir():
+                shutil.rmtree(path)  # which follows no link
+            else:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(f"{path} cannot be deleted: {error.strerror or error}.") from None
+        with suppress(OSError):  # which is not empty
+            for _ in path.relative_to(self.base).parts[1:]:
+                path = path.parent
+                path.rmdir()
 
 
 def describe_files(directory: Path) -> list[dict[str, Any]]:
@@ -192,6 +245,15 @@ def describe_files(directory: Path) -> list[dict[str, Any]]:
         for path in sorted(directory.rglob("*"))
         if path.is_file()
     ]
+
+
+def _is_plain(path: str | Path) -> bool:
+    """Whether nothing or a file or directory is there: no link, and nothing that would never end."""
+    try:
+        mode = os.lstat(path).st_mode
+    except (OSError, ValueError):
+        return True  # using it will tell
+    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
 
 
 def _sha256(data: bytes) -> str:

@@ -10,17 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from lm.checkpoint import (
-    _signed,
-    load_model,
-    load_training,
-    newest_checkpoint,
-    read_description,
-    save_training,
-)
+from lm.checkpoint import load_model, load_training, newest_checkpoint, read_description, save_training
 from lm.errors import UserError
 from lm.model import ModelConfig
 from lm.optim import AdamW
+from lm.signed import sign
 from tests.checkpoints import CONFIG, FILES, Payload, make, states_equal, train
 
 
@@ -110,7 +104,7 @@ def describe(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
     description = json.loads((directory / "checkpoint.json").read_text())
     del description["sha256"]
     change(description)
-    (directory / "checkpoint.json").write_text(_signed(description))
+    (directory / "checkpoint.json").write_text(sign(description))
 
 
 def damage(directory: Path, how: str, name: str) -> None:

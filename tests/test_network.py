@@ -177,6 +177,6 @@ def test_a_root_in_trouble_is_not_taken_for_an_empty_one(
 
     monkeypatch.setattr(found.fs, "cat_file", cat_file)
     with pytest.raises(UserError) as caught:
-        found.read_json("manifest.json")
+        found.read_bytes("manifest.json")
     assert type(caught.value) is kind
     assert len(calls) == (4 if kind is Unreachable else 1)

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import pickle
 import shutil
 import threading
@@ -16,7 +15,6 @@ import pytest
 from tenacity import wait_none
 
 from lm.chunks import Range, cut_chunks
-from lm.corpus import Source
 from lm.errors import UserError
 from lm.execution import Execution
 from tasks import source_digest, store
@@ -24,41 +22,15 @@ from tasks.count import count_chunk
 from tasks.encode import encode_chunk
 from tasks.machine import training_turn
 from tasks.sample import sample
-from tasks.stage import Draft, Output, Ref, Run, Stage, Stopped, open_output, read_output, stage
+from tasks.stage import Draft, Run, Stage, Stopped, open_output, read_output, stage
 from tasks.texts import Chunk, open_ranges
 from tasks.train import train
-
-CALLS: list[str] = []
+from tests.roots import CALLS, a_run, letters, make, upper
 
 
 @pytest.fixture(autouse=True)
 def _forget_calls() -> None:
     CALLS.clear()
-
-
-@stage("letters")
-def letters(out: Draft, text: str, number: int) -> None:
-    CALLS.append("letters")
-    (out.directory / "a.txt").write_text(text * number)
-    (out.directory / "sub").mkdir()
-    (out.directory / "sub" / "b.txt").write_text("b")
-    (out.directory / "time.txt").write_text(os.urandom(8).hex())
-    out.records = ["time.txt"]
-    out.sources = [Source("/somewhere/x.txt", 3, "ab" * 32)]
-
-
-@stage("upper")
-def upper(out: Draft, source: Output, parts: list[Output]) -> None:
-    CALLS.append("upper")
-    (out.directory / "A.txt").write_text(source.path("a.txt").read_text().upper() * (1 + len(parts)))
-
-
-def make(stage_: Stage, run: Run, *arguments: Any) -> Ref:
-    return stage_.make(run, stage_.named(arguments))
-
-
-def a_run(root: Path, **changes: Any) -> Run:
-    return Run(str(root), "test", **changes)
 
 
 def test_an_output_is_made_once_and_described(tmp_path: Path) -> None:
