@@ -1,4 +1,5 @@
-"""The command line: ``textmill run``, ``plan``, ``sample``, ``chat``, ``serve``, ``export``, ``up``.
+"""The command line: ``textmill run``, ``plan``, ``sample``, ``chat``, ``serve``, ``export``, ``verify``, ``gc`` and
+``up``.
 
 All that configures the work comes from the dataclasses.
 """
@@ -21,7 +22,14 @@ from jsonargparse.typing import PositiveInt
 
 from flows.chat import chat_command
 from flows.config import PRESETS, PipelineConfig, preset_path
-from flows.console import export_command, plan_command, run_command, sample_command
+from flows.console import (
+    export_command,
+    gc_command,
+    plan_command,
+    run_command,
+    sample_command,
+    verify_command,
+)
 from flows.pipeline import StageName
 from flows.serve import serve_command
 from flows.up import start_prefect
@@ -66,6 +74,13 @@ def build_parser(preset: str = "demo") -> ArgumentParser:
     export.add_argument("directory", type=str, help="a new or an empty directory")
     export.add_argument("--root", type=str, default="artifacts", help="directory or URL that the outputs are below")
     commands.add_subcommand("export", export, help="write the model of the latest run for Hugging Face's transformers")
+    verify = _Parser(description="Read all that is below a root and list what is damaged, unfinished or orphaned.")
+    verify.add_argument("root", type=str, nargs="?", default="artifacts", help="directory or URL of the outputs")
+    commands.add_subcommand("verify", verify, help="check all digests below a root; exits with 1 if some are wrong")
+    gc = _Parser(description="List what no run's record needs, superseded and unfinished attempts; --delete it.")
+    gc.add_argument("root", type=str, nargs="?", default="artifacts", help="directory or URL of the outputs")
+    gc.add_argument("--delete", action="store_true", help="delete what is listed")
+    commands.add_subcommand("gc", gc, help="list, or delete, what no run needs below a root")
     up = _Parser(description="Start Prefect's server, a work pool, the deployments of prefect.yaml and a worker.")
     up.add_argument("--port", type=int, default=4200, help="port of the server and its UI, on 127.0.0.1")
     commands.add_subcommand("up", up, help="start Prefect's server, the deployments and a worker; Ctrl-C stops them")
@@ -110,20 +125,19 @@ def _stages(names: str) -> tuple[StageName, ...]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns 0 for success, 2 for a user's mistake (one message), 130 when stopped. A fault of the
-    project itself passes on, with its traceback."""
+    """Run a command; returns 0 for success, 1 where ``verify`` found damage, 2 for a user's mistake (one message), 130
+    when stopped. A fault of the project itself passes on, with its traceback."""
     try:
-        _dispatch(sys.argv[1:] if arguments is None else arguments)
+        return _dispatch(sys.argv[1:] if arguments is None else arguments)
     except UserError as error:
         print(f"textmill: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("textmill: stopped. What is finished is kept; the same command goes on from there.", file=sys.stderr)
         return 130
-    return 0
 
 
-def _dispatch(arguments: list[str]) -> None:
+def _dispatch(arguments: list[str]) -> int:
     preset = _preset_named(arguments)
     parser = build_parser(preset)
     parsed = parser.parse_args(arguments)
@@ -141,6 +155,10 @@ def _dispatch(arguments: list[str]) -> None:
         else:
             sampling = replace(sampling, prompts=options.prompt or sampling.prompts)
             sample_command(options.root, sampling, options.device)
+    elif parsed.command == "verify":
+        return verify_command(options.root)
+    elif parsed.command == "gc":
+        gc_command(options.root, options.delete)
     elif parsed.command == "export":
         export_command(options.root, options.directory)
     elif parsed.command == "serve":
@@ -150,3 +168,4 @@ def _dispatch(arguments: list[str]) -> None:
         config = PipelineConfig(**{name: options[name] for name in PipelineConfig.__dataclass_fields__})
         command = run_command if parsed.command == "run" else plan_command
         command(config, options.root, until[-1] if until else None, refresh)
+    return 0

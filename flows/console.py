@@ -1,7 +1,9 @@
-"""What the commands do in a terminal: run, plan, sample and export, and say at the end what there is now."""
+"""What the commands do in a terminal: run, plan, sample, export, verify and gc, and what they say at the end."""
 
 import logging
 import sys
+from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,12 @@ from lm.completion import complete
 from lm.convert import save_hugging_face
 from lm.errors import UserError
 from lm.sampling import SampleConfig
+from tasks.audit import delete, garbage, verify
+from tasks.lock import in_use
 from tasks.records import RunRecord, read
 from tasks.sample import load, trained
 from tasks.stage import Output, Ref, Run, part_log, read_output
+from tasks.store import Store
 
 
 class _Console(logging.Handler):
@@ -88,6 +93,40 @@ def export_command(root: str, directory: str) -> None:
     """Write the model of the latest run below ``root`` as a Hugging Face directory."""
     save_hugging_face(*trained(*latest_model(root), "cpu"), Path(directory))
     print(f"Exported to {directory}, for transformers' from_pretrained and whatever else reads its Llama.")
+
+
+def verify_command(root: str) -> int:
+    """Print what is damaged, unfinished or orphaned below a root; returns 1 where something is damaged."""
+    kinds: Counter[str] = Counter()
+    for finding in verify(Store(absolute(root))):
+        kinds[finding.kind] += 1
+        print(f"{finding.kind:<10}  {finding.place}: {finding.what}")
+    if not kinds:
+        print(f"All that is below {root} is as it was made.")
+        return 0
+    print(", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items())) + f" below {root}.")
+    if kinds["damaged"]:
+        print("What is damaged is not used: the next run that needs it makes it anew.")
+    if kinds.keys() - {"damaged"}:
+        print("What is unfinished or orphaned is not used either, and does no harm; textmill gc tells what can go.")
+    return 1 if kinds["damaged"] else 0
+
+
+def gc_command(root: str, is_meant: bool) -> None:
+    """Print what no run's record needs below a root, and delete it where that is meant."""
+    store = Store(absolute(root))
+    with in_use(store, alone=True) if is_meant else nullcontext():
+        found = garbage(store)
+        for finding in found:
+            is_kept = is_meant and not delete(store, finding)
+            what = "kept, somebody trains there" if is_kept else finding.what
+            print(f"{finding.bytes / 1e6:>10,.1f} MB  {finding.place}: {what}")
+    total = f"{len(found)} in all, {sum(finding.bytes for finding in found) / 1e6:,.1f} MB"
+    if is_meant or not found:
+        print(f"{total}.")
+    else:
+        print(f"{total}. Nothing is deleted yet: --delete does that, when no run uses {root}.")
+        print("To give up what only some run needs, delete its record in runs/ first.")
 
 
 def _quote(prompt: str, text: str) -> str:

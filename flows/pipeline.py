@@ -27,6 +27,7 @@ from tasks.chunk import chunk
 from tasks.count import count, count_chunk
 from tasks.encode import encode, encode_chunk
 from tasks.ingest import find_sources, ingest
+from tasks.lock import in_use
 from tasks.merge import merge
 from tasks.progress import show_progress
 from tasks.sample import sample
@@ -129,28 +130,29 @@ def pipeline(
     record: dict[str, Any] = {"name": run.name, "at": datetime.now(UTC).isoformat(timespec="seconds"), "root": run.root}
     record |= {"config": asdict(config), "until": until, "refresh": list(refresh), "stages": {}}
     caller, clock = PrefectCaller(run), time.perf_counter()
-    try:
-        for stage_name, ref in chain(config, find_sources(config.data, run.store), caller.call, caller.map):
-            output = read_output(run.store, ref)
-            state = "made" if output.manifest["made"]["run"] == run.name else "cached"
-            now = time.perf_counter()
-            if state == "made":
-                log.info("%s is made, in %.1f s.", stage_name, now - clock)
-            record["stages"][stage_name] = {"key": ref.key, "state": state, "seconds": round(now - clock, 3)}
-            clock = now
-            # After each, so that a later failure leaves it known.
-            run.store.write_json(record, "runs", f"{run.name}.json")
-            show_page(stage_name, output)
-            if stage_name == until:
-                break
-    except BaseException as error:
-        run.stopping.set()  # chunks that still run in threads
-        if isinstance(error, UserError):
-            with suppress(UserError):  # the root may be what cannot be written
-                show_report(run, record, str(error))
-        raise
-    run.store.write_json(record, "runs", "latest.json")
-    show_report(run, record)
+    with in_use(run.store):
+        try:
+            for stage_name, ref in chain(config, find_sources(config.data, run.store), caller.call, caller.map):
+                output = read_output(run.store, ref)
+                state = "made" if output.manifest["made"]["run"] == run.name else "cached"
+                now = time.perf_counter()
+                if state == "made":
+                    log.info("%s is made, in %.1f s.", stage_name, now - clock)
+                record["stages"][stage_name] = {"key": ref.key, "state": state, "seconds": round(now - clock, 3)}
+                clock = now
+                # After each, so that a later failure leaves it known.
+                run.store.write_json(record, "runs", f"{run.name}.json")
+                show_page(stage_name, output)
+                if stage_name == until:
+                    break
+        except BaseException as error:
+            run.stopping.set()  # chunks that still run in threads
+            if isinstance(error, UserError):
+                with suppress(UserError):  # the root may be what cannot be written
+                    show_report(run, record, str(error))
+            raise
+        show_report(run, record)
+        run.store.write_json(record, "runs", "latest.json")
     return record
 
 

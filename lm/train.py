@@ -6,6 +6,7 @@ goes on from there; the first then exits with code 75.
 """
 
 import argparse
+import fcntl
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,11 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO if is_first else logging.ERROR, format="%(message)s")
     try:
         with stopped_by_signals(stopping):
-            Job.read(options.job).run(stopping=stopping)
+            job = Job.read(options.job)
+            with options.job.open("rb") as file:
+                with suppress(OSError):  # of a file system without locks
+                    fcntl.flock(file, fcntl.LOCK_SH)  # textmill gc leaves alone what somebody trains
+                job.run(stopping=stopping)
     except UserError as error:
         print(f"{SAYS}{error}", file=sys.stderr)
         return 2
