@@ -19,6 +19,8 @@ from tasks.machine import training_turn
 from tasks.progress import show_progress
 from tasks.stage import Draft, Output, Stopped, stage
 
+_LOGS = ("metrics.jsonl", "samples.jsonl")  # a training that goes on takes over their rows, which nothing else checks
+
 
 @stage("train", page=pages.train, turn=lambda execution: training_turn(execution.max_trainings))
 def train(
@@ -48,7 +50,7 @@ def train(
         _bytes_per_token(measured, content["separator"]),
         {"tokenizer": tokenizer.digest, "shards": index.digest},
         ".",
-        [_beside(out, previous) for previous in out.unfinished],
+        [_beside(out, previous) for previous in out.unfinished if not {previous / log for log in _LOGS} & out.damaged],
         out.execution,
     )
     path = out.directory / "job.json"
