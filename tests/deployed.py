@@ -130,7 +130,7 @@ class Services(Deployed):
     """A server and a worker of their own that are started and killed one by one."""
 
     def __init__(self, home: Path) -> None:
-        super().__init__(home, free_port(), _own(home))
+        super().__init__(home, free_port(), own_environment(home))
         self.services: dict[str, subprocess.Popen[bytes]] = {}
         self._log = (home / "services.log").open("w", encoding="utf-8")
         self.start_missing("server")
@@ -170,7 +170,7 @@ class Services(Deployed):
         self._log.close()
 
 
-def _own(home: Path) -> dict[str, str]:
+def own_environment(home: Path) -> dict[str, str]:
     """Environment that keeps all that Prefect and the project remember below ``home``."""
     return {
         "PREFECT_HOME": str(home / "prefect"),
@@ -183,7 +183,7 @@ def _own(home: Path) -> dict[str, str]:
 @contextmanager
 def deployed(home: Path, **environment: str) -> Iterator[Deployed]:
     """Start ``textmill up`` with a home of its own, and stop it as Ctrl-C does."""
-    environment = _own(home) | environment
+    environment = own_environment(home) | environment
     port = free_port()
     log = (home / "up.log").open("w+", encoding="utf-8")
     command = [sys.executable, "-c", "import sys; from flows.cli import main; sys.exit(main())", "up", f"--port={port}"]
