@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lm.checkpoint import newest_checkpoint
-from lm.errors import UserError
+from lm.errors import Unreachable, UserError
 from lm.signed import read_signed
 from tasks.lock import LOCK, is_held
 from tasks.records import Latest, Remembered, RunRecord, read
@@ -52,14 +52,14 @@ def look(store: Store) -> Contents:
         try:
             found.findings += _look_at_output(store, ref, attempts, found)
         except UserError as error:
-            found.findings.append(Finding("damaged", "/".join(ref), str(error)))
+            found.findings.append(Finding("damaged", "/".join(ref), _told(error)))
     for path, size in sizes.items():
         if path == LOCK or _PLACE.fullmatch(path):
             continue
         try:
             finding = _look_at_record(store, path, size, found)
         except UserError as error:
-            finding = Finding("damaged", path, str(error))
+            finding = Finding("damaged", path, _told(error))
         found.findings += [finding] if finding else []
     return found
 
@@ -77,12 +77,13 @@ def _look_at_output(store: Store, ref: Ref, entries: dict[str, dict[str, int]], 
             yield Finding("orphaned", place, "a process was killed while it wrote this", size, can_go=True)
         elif name == named and output:
             known = {f"{place}/{file['path']}" for file in output.described()}
-            for path in files.keys() - known:
-                yield Finding("orphaned", path, "its manifest does not name it")
+            for extra in files.keys() - known:
+                yield Finding("orphaned", extra, "its manifest does not name it")
         elif name != MANIFEST and not _ATTEMPT.fullmatch(name):
             yield Finding("orphaned", place, "it is nothing that a stage makes")
         elif name != MANIFEST and name.split("-")[0] > named.split("-")[0]:
-            newest = newest_checkpoint(Path(store.path(place))) if store.is_local else None
+            path = Path(store.path(place))
+            newest = newest_checkpoint(path) if path in store.workplaces(*ref) else None
             more = f"; the same training would go on from its {newest.name}" if newest else ""
             yield Finding("unfinished", place, f"its stage has not finished it{more}", size, can_go=True)
         elif name != MANIFEST:
@@ -126,6 +127,13 @@ def _look_at_record(store: Store, path: str, size: int, found: Contents) -> Find
     return None
 
 
+def _told(error: UserError) -> str:
+    """What is wrong with one file; where the whole root is out of reach, that is said instead."""
+    if isinstance(error, Unreachable):
+        raise error
+    return str(error)
+
+
 def verify(store: Store) -> Iterator[Finding]:
     """All that is damaged, unfinished or orphaned below a root. Every file is read, whatever has been read before."""
     found = look(store)
@@ -146,7 +154,7 @@ def _damaged(output: Output) -> Iterator[Finding]:
             if not fault and path.endswith("/checkpoint.json"):
                 fault = _fault_of_checkpoint(output, path.removesuffix("checkpoint.json"), files)
         except UserError as error:
-            fault = str(error)
+            fault = _told(error)
         if fault:
             yield Finding("damaged", place, fault)
 

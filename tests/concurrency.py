@@ -72,7 +72,7 @@ class Rounds:
         processes = [self._start(variant, root) for variant in KINDS[kind]]
         while any(process.poll() is None for process in processes):
             did += _disturb(store) if root.exists() else {}
-            time.sleep(0.5)
+            time.sleep(1)
         for process, variant in zip(processes, KINDS[kind], strict=True):
             assert process.returncode == 0, process.communicate()[0]
             assert self._files(root, variant) == self.expected[variant], f"{root} has other files than a single run's"

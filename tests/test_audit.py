@@ -6,10 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tenacity import wait_none
 
 from flows.cli import main
 from lm.checkpoint import read_description
-from lm.errors import UserError
+from lm.errors import Unreachable, UserError
+from tasks import store
 from tasks.audit import delete, garbage, verify
 from tasks.lock import in_use
 from tasks.stage import Draft, Ref, Run, Stage, read_output
@@ -45,13 +47,13 @@ def a_root(root: Path | str) -> tuple[Run, Ref, Ref]:
     return run, low, high
 
 
-def kinds(store: Store) -> dict[str, str]:
+def kinds(root: Store) -> dict[str, str]:
     """Kind by place of all that verify finds."""
-    return {finding.place: finding.kind for finding in verify(store)}
+    return {finding.place: finding.kind for finding in verify(root)}
 
 
-def places(store: Store) -> set[str]:
-    return {finding.place for finding in garbage(store)}
+def places(root: Store) -> set[str]:
+    return {finding.place for finding in garbage(root)}
 
 
 @pytest.mark.parametrize("where", ["disk", "memory", "s3"])
@@ -185,11 +187,25 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(errno.ENOTSUP, "Operation not supported")
 
     monkeypatch.setattr("fcntl.flock", flock)
-    store = Store(str(tmp_path))
-    with in_use(store), in_use(store):
+    root = Store(str(tmp_path))
+    with in_use(root), in_use(root):
         pass
-    with pytest.raises(UserError, match=r"at work there: Operation not supported"), in_use(store, alone=True):
+    with pytest.raises(UserError, match=r"at work there: Operation not supported"), in_use(root, alone=True):
         pass
+
+
+def test_a_root_out_of_reach_is_not_taken_for_a_damaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, *_ = a_root(f"memory://{tmp_path.name}")
+    monkeypatch.setattr(store._patiently, "wait", wait_none())
+    for operation in ("cat_file", "open"):
+        with monkeypatch.context() as patch:
+
+            def fail(path: str, *rest: object) -> None:
+                raise ConnectionResetError("gone")
+
+            patch.setattr(run.store.fs, operation, fail)
+            with pytest.raises(Unreachable):
+                list(verify(run.store))
 
 
 def test_a_run_that_died_is_unfinished(tmp_path: Path) -> None:

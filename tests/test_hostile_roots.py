@@ -266,6 +266,14 @@ def test_a_checkpoint_that_describes_files_elsewhere(tmp_path: Path) -> None:
     assert read_description(tmp_path) is None
 
 
+def test_a_link_in_an_unfinished_training_is_not_read(run: Run) -> None:
+    step = Path(run.root, "train", "ab" * 32, "20260101T000000-00000000", "step-0000001")
+    step.mkdir(parents=True)
+    (step / "checkpoint.json").write_text(sign({"step": 1, "files": {"a": {"bytes": 0, "sha256": "ab" * 32}}}))
+    (step / "a").symlink_to("/dev/zero")
+    assert [finding.what for finding in verify(run.store)] == ["its stage has not finished it"]
+
+
 def test_a_name_that_no_file_has_is_a_users_mistake(run: Run, ref: Ref) -> None:
     output = read_output(run.store, ref)
     assert output.directory("sub").name == "sub"
