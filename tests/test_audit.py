@@ -3,6 +3,8 @@
 import errno
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,14 @@ from lm.checkpoint import read_description
 from lm.errors import Unreachable, UserError
 from tasks import store
 from tasks.audit import delete, garbage, verify
-from tasks.lock import in_use
+from tasks.lock import in_use, is_held
 from tasks.stage import Draft, Ref, Run, Stage, read_output
 from tasks.store import Store
+from tests.deployed import PROJECT, wait_for
 from tests.roots import a_run, letters, make, record, upper
 from tests.test_runs import other_process, says
 from tests.training import make as make_trainer
+from tests.training import write_job
 
 USER = """
 import sys
@@ -291,3 +295,12 @@ def test_gc_tells_of_a_training_and_leaves_one_that_lm_train_is_at(tmp_path: Pat
         assert read_description(tmp_path / finding.place / "step-0000004")
     assert delete(run.store, finding)
     assert not (tmp_path / finding.place).exists()
+
+
+def test_lm_train_holds_its_job(tmp_path: Path) -> None:
+    job = write_job(tmp_path, steps=1_000_000)
+    assert not is_held(job)
+    with subprocess.Popen([sys.executable, "-m", "lm.train", str(job)], cwd=PROJECT) as process:
+        wait_for(lambda: is_held(job), 120, "the training's lock")
+        process.terminate()
+    assert not is_held(job)
