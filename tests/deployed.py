@@ -126,22 +126,18 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-class Services(Deployed):
-    """A server and a worker of their own that are started and killed one by one."""
+class Server(Deployed):
+    """A server of its own that can be killed and started again."""
 
     def __init__(self, home: Path) -> None:
         super().__init__(home, free_port(), own_environment(home))
         self.services: dict[str, subprocess.Popen[bytes]] = {}
         self._log = (home / "services.log").open("w", encoding="utf-8")
         self.start_missing("server")
-        for arguments in (["work-pool", "create", "local", "--type", "process"], ["deploy", "--all"]):
-            done = self.prefect(*arguments)
-            assert done.returncode == 0, done.stdout + done.stderr
-        self.start_missing()
 
     def start_missing(self, *names: str) -> None:
-        """Start what does not run, server and worker unless others are named."""
-        for name in names or ("server", "worker"):
+        """Start what does not run of ``server`` and ``worker``."""
+        for name in names:
             if name not in self.services or self.services[name].poll() is not None:
                 port = ["--host", "127.0.0.1", "--port", str(self.port)]
                 command = ["server", "start", *port] if name == "server" else ["worker", "start", "--pool", "local"]
@@ -154,10 +150,10 @@ class Services(Deployed):
                 )
                 wait_for(lambda: self.client.api_healthcheck() is None, 180, "the server")
 
-    def kill(self, names: Collection[str], run_id: UUID) -> None:
+    def kill(self, names: Collection[str], run_id: UUID | None = None) -> None:
         """SIGKILL at once any of flow (the processes of the run), worker and server."""
         processes = [self.services[name].pid for name in names if name in self.services]
-        for process_id in processes + (self.processes(run_id) if "flow" in names else []):
+        for process_id in processes + (self.processes(run_id) if run_id and "flow" in names else []):
             os.kill(process_id, signal.SIGKILL)
         for name in self.services.keys() & set(names):
             self.services[name].wait()
@@ -168,6 +164,17 @@ class Services(Deployed):
             service.terminate()
             service.wait(60)
         self._log.close()
+
+
+class Services(Server):
+    """A server and a worker of their own that are started and killed one by one."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home)
+        for arguments in (["work-pool", "create", "local", "--type", "process"], ["deploy", "--all"]):
+            done = self.prefect(*arguments)
+            assert done.returncode == 0, done.stdout + done.stderr
+        self.start_missing("worker")
 
 
 def own_environment(home: Path) -> dict[str, str]:

@@ -42,7 +42,7 @@ def test_a_kill_while_a_run_encodes(services: Services, tmp_path: Path, killed: 
 
     wait_for(is_encoding, 90, "encode")
     services.kill(killed, first)
-    services.start_missing()
+    services.start_missing("server", "worker")
     wait_for(lambda: not services.processes(first), 90, "the end of the first run's process")
     if killed == {"flow"}:
         wait_for(lambda: services.flow_run(first).state_name == "Crashed", 60, "the worker's word of the crash")
