@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, is_dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -282,12 +282,13 @@ class Stage:
         draft = Draft(store.workplace(*ref, attempt), run.execution, run.stopping, unfinished, damaged)
         started, clock, cpu = time.time(), time.perf_counter(), time.thread_time()
         inputs = {name: _opened(value, store) for name, value in arguments.items()}
-        self.body(draft, **inputs)
-        seconds, cpu_seconds = time.perf_counter() - clock, time.thread_time() - cpu
-        self._write_page(draft, inputs)
-        files = {file["path"]: file for file in describe_files(draft.directory)}
-        page = files.pop(PAGE, None)
-        store.publish(draft.directory, *ref, attempt)
+        with _blaming(self.name, inputs):
+            self.body(draft, **inputs)
+            seconds, cpu_seconds = time.perf_counter() - clock, time.thread_time() - cpu
+            self._write_page(draft, inputs)
+            files = {file["path"]: file for file in describe_files(draft.directory)}
+            page = files.pop(PAGE, None)
+            store.publish(draft.directory, *ref, attempt)
         manifest = {
             "stage": self.name,
             "format": FORMAT,
@@ -317,8 +318,10 @@ class Stage:
         if self.page:
             try:
                 (draft.directory / PAGE).write_text("\n\n".join(self.page(draft, **inputs)), encoding="utf-8")
-            except Exception:  # the work is done and is worth more than its description
-                log.warning("The page of %s could not be written.", self.name, exc_info=True)
+            except OSError as error:  # the work is done and is worth more than its description
+                log.warning("The page of %s could not be written: %s", self.name, error)
+            except Exception:
+                log.warning("The page of %s could not be made.", self.name, exc_info=True)
 
     def reason(self, ref: Ref, ingredients: dict[str, Any], run: Run) -> str:
         """Why the output must be made: refreshed, damaged, or which ingredients changed since the last result."""
@@ -364,6 +367,27 @@ def _opened(value: Any, store: Store) -> Any:
     if isinstance(value, list):
         return [_opened(item, store) for item in value]
     return value
+
+
+@contextmanager
+def _blaming(name: str, inputs: dict[str, Any]) -> Iterator[None]:
+    """Within it, a file system that fails is a user's to mend, and so are inputs that are damaged when it ends: what
+    was made of them counts for nothing."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    values = [part for value in inputs.values() for part in (value if isinstance(value, list) else [value])]
+    for output in (value for value in values if isinstance(value, Output) and value.store.is_local):
+        if not output.is_intact():
+            raise UserError(
+                f"{output.url} was damaged while {name} read it; run the pipeline again, which makes both anew."
+            ) from failure
+    if isinstance(failure, OSError):
+        raise UserError(f"{name} cannot go on: {failure}. What is finished is kept.") from failure
+    if failure:
+        raise failure
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

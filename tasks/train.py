@@ -50,9 +50,10 @@ def train(
         _bytes_per_token(measured, content["separator"]),
         {"tokenizer": tokenizer.digest, "shards": index.digest},
         ".",
-        [_beside(out, previous) for previous in out.unfinished if not {previous / log for log in _LOGS} & out.damaged],
-        out.execution,
+        execution=out.execution,
     )
+    whole = (previous for previous in out.unfinished if not {previous / log for log in _LOGS} & out.damaged)
+    job.previous = [_beside(out, previous) for previous in whole if reads_the_same(previous, job)]
     path = out.directory / "job.json"
     job.write(path)
     so_far = partial(pages.training_so_far, out.directory)
@@ -74,6 +75,18 @@ def train(
 def _beside(out: Draft, path: Path) -> str:
     """A path relative to the job, so that a root that is moved takes its jobs along."""
     return os.path.relpath(path.resolve(), out.directory.resolve())
+
+
+def reads_the_same(previous: Path, job: Job) -> bool:
+    """Whether an earlier attempt read the very files of ``job``. Those that were made anew since were damaged, and so
+    may its checkpoints be."""
+    try:
+        earlier = Job.read(previous / "job.json")
+    except UserError:
+        return False
+    # In files that are fetched to read them, only the end of a path stays.
+    files = [[Path(name).parts[-4:] for name in (*one.train, *one.valid, one.tokenizer)] for one in (earlier, job)]
+    return files[0] == files[1]
 
 
 def _bytes_per_token(split: dict[str, Any], separator: str) -> float:

@@ -4,12 +4,13 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from lm.train import INTERRUPTED, Job, main
+from tasks.train import reads_the_same
 from tests.training import MODEL, ROOT, rows_of, wait_until, write_job
 
 KILLS = int(os.environ.get("TEXTMILL_KILLS", "2"))  # each costs a start of some seconds
@@ -94,3 +95,13 @@ def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert asdict(job.model) == asdict(MODEL) and job.config.steps == 20
     assert Path(job.out).resolve() == (tmp_path / "out").resolve()
     assert Path(job.train[0]).resolve() == (tmp_path / "train.bin").resolve()
+
+
+def test_checkpoints_of_data_that_was_made_anew_are_not_gone_on_from(tmp_path: Path) -> None:
+    """What was made anew was damaged, perhaps while the earlier attempt read it."""
+    path = write_job(tmp_path)
+    job = Job.read(path)
+    assert reads_the_same(path.parent, job)
+    assert not reads_the_same(path.parent, replace(job, train=[str(tmp_path / "other-attempt" / "train.bin")]))
+    path.unlink()
+    assert not reads_the_same(path.parent, job)

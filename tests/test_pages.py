@@ -124,7 +124,7 @@ def test_a_page_that_fails_fails_nothing_else(tmp_path: Path, caplog: pytest.Log
     output = read_output(run.store, Ref(*stage.make(run, {"text": "a"})))
     assert output.path("text.txt").read_text() == "a"
     assert output.page is None
-    assert "The page of pageless could not be written" in caplog.text
+    assert "The page of pageless could not be made" in caplog.text
 
 
 @given(st.one_of(st.text(max_size=40), st.binary(max_size=40)))

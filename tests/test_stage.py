@@ -99,6 +99,32 @@ def test_damage_is_noticed_and_repaired(tmp_path: Path, damage: str) -> None:
     assert read_output(run.store, ref).path("a.txt").read_bytes() == content
 
 
+@pytest.mark.parametrize("is_noticed", [True, False], ids=["body fails", "body succeeds"])
+def test_what_is_made_of_an_input_that_is_damaged_meanwhile_is_not_kept(tmp_path: Path, is_noticed: bool) -> None:
+    @stage("reading")
+    def reading(out: Draft, source: Output) -> None:
+        path = source.path("a.txt")
+        path.write_text("yyy")
+        (out.directory / "copy.txt").write_text(path.read_text())
+        if is_noticed:
+            raise ZeroDivisionError
+
+    run = a_run(tmp_path)
+    ref = make(letters, run, "x", 3)
+    with pytest.raises(UserError, match=r"letters/.* was damaged while reading read it"):
+        make(reading, run, ref)
+    assert open_output(run.store, reading.ref(reading.named((ref,)), run)) is None
+
+
+def test_a_file_system_that_fails_is_named_in_one_message(tmp_path: Path) -> None:
+    @stage("writing")
+    def writing(out: Draft, text: str) -> None:
+        raise OSError(28, "No space left on device", str(out.directory / "a.txt"))
+
+    with pytest.raises(UserError, match=r"writing cannot go on: .*No space left on device: .*a\.txt"):
+        make(writing, a_run(tmp_path), "x")
+
+
 def test_a_copied_or_moved_root_is_used(tmp_path: Path) -> None:
     ref = make(letters, a_run(tmp_path / "old"), "x", 3)
     shutil.copytree(tmp_path / "old", tmp_path / "copy")
