@@ -34,12 +34,20 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, iteratio
         return
     temporary = Path(f"{os.fspath(out)}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
-            torch.save(state, file)
+        _save_tensors(state, temporary)
         _sync(temporary)
         os.replace(temporary, out)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _save_tensors(state: dict[str, Any], path: Path) -> None:
+    """``torch.save``, but a disk that is full or read-only raises the OSError that says so."""
+    with path.open("wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # of its own archive, in which the other is lost
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
 def load_checkpoint(src: PathOrFile, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
@@ -114,7 +122,7 @@ def save_training(
         save_file(weights, temporary / "model.safetensors")
         rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}  # the second empty without one
         state = {"optimizers": [optimizer.state_dict() for optimizer in optimizers], "rng": rng}
-        torch.save(state, temporary / "optimizer.pt")
+        _save_tensors(state, temporary / "optimizer.pt")
         files = {path.name: _digest(path) for path in sorted(temporary.iterdir())}
         description = {"step": step, "model": asdict(model.config), **about, "files": files}
         (temporary / "checkpoint.json").write_text(sign(description), encoding="utf-8")

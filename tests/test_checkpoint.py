@@ -73,8 +73,8 @@ def test_saving_again_replaces_the_directory(saved: Path) -> None:
 def test_failed_save_leaves_the_older_directory(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizers = make(3)
 
-    def fail(state: Any, path: Path) -> None:
-        path.write_bytes(b"half")
+    def fail(state: Any, file: Any) -> None:
+        file.write(b"half")
         raise OSError("No space left on device")
 
     before = {path.name: path.read_bytes() for path in saved.iterdir()}

@@ -70,17 +70,21 @@ def test_a_step_that_is_not_finite_is_skipped(
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt"])
+def test_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path, file: str) -> None:
     """A limit to the size of files stands for the disk: the writers meet it in their own machine code."""
     resource = pytest.importorskip("resource", reason="needs limits of the operating system")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill(step: int) -> None:
         if step == 9:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+            size = (tmp_path / "first" / "step-0000005" / file).stat().st_size
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, hard))
 
     try:
-        with pytest.raises(UserError, match=r"step 10 cannot be saved in .*goes on from .*step-000000[58]"):
+        with pytest.raises(
+            UserError, match=r"step 10 cannot be saved in .*File too large.*goes on from .*step-000000[58]"
+        ):
             make(tmp_path / "first").run(fill)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
