@@ -105,6 +105,7 @@ class Trainer:
         self.stale = 0  # validations since the best
         self.skipped = 0  # steps whose gradients were not finite
         self.skipped_in_a_row = 0
+        self.extra: Path | None = None  # the checkpoint, of a step that saves none else, that an interruption left
         self.smoothed: Tensor | None = None
         out.mkdir(parents=True, exist_ok=True)
         self.tracker: Tracker | None = None  # of the first process, while it runs
@@ -162,6 +163,8 @@ class Trainer:
         self.skipped_in_a_row = description["skipped_in_a_row"]
         if description["smoothed_loss"] is not None:
             self.smoothed = torch.tensor(description["smoothed_loss"], device=self.device)
+        if self.step % self.config.checkpoint_interval and description["best"]["step"] != self.step:
+            self.extra = self.out / name
         log.info("Training resumes at step %s from %s.", f"{self.step:,}", previous / name)
         return True
 
@@ -354,7 +357,8 @@ class Trainer:
                 f"The checkpoint of step {self.step:,} cannot be saved in {self.out}: {error}. Free some space there; "
                 f"{f'the training goes on from {saved}' if saved else 'no checkpoint was saved'}."
             ) from error
-        kept = sorted(self.out.glob("step-*"))[-self.config.keep_checkpoints :]
+        # Those that stay are the same, interrupted or not: they are part of the output.
+        kept = [path for path in sorted(self.out.glob("step-*")) if path != self.extra][-self.config.keep_checkpoints :]
         for old in self.out.glob("step-*"):
             if old not in kept and old != self._directory(self.best["step"]):
                 shutil.rmtree(old)

@@ -126,6 +126,20 @@ def test_damaged_newest_checkpoint_falls_back(tmp_path: Path, finished: Trainer)
     assert rows_of(second.out) == rows_of(finished.out)
 
 
+def test_a_training_that_was_stopped_leaves_the_files_of_one_that_was_not(tmp_path: Path, finished: Trainer) -> None:
+    """The checkpoint that stopping saves, of step 18, is none of those that stay."""
+    first, stopping = make(tmp_path / "first"), threading.Event()
+    with pytest.raises(Interrupted):
+        first.run(lambda step: stopping.set() if step == 17 else None, stopping)
+    second = make(tmp_path / "second")
+    assert second.resume(first.out) and second.step == 18
+    second.run()
+    left, wanted = (
+        {path.name: read_description(path) for path in out.glob("step-*")} for out in (second.out, finished.out)
+    )
+    assert left == wanted
+
+
 def test_resume_of_another_optimizer_is_a_user_error(tmp_path: Path) -> None:
     start_and_kill(make(tmp_path / "first"), 6)
     with pytest.raises(UserError, match="optimizer"):
