@@ -7,9 +7,10 @@ All that configures the work comes from the dataclasses.
 import argparse
 import os
 import re
+import signal
 import sys
 from dataclasses import replace
-from typing import NoReturn, cast, get_args
+from typing import Any, NoReturn, cast, get_args
 
 # Prefect reads its settings when it is imported. Its own lines are for its UI; the console shows the project's.
 os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
@@ -31,6 +32,7 @@ from flows.console import (
     verify_command,
 )
 from flows.pipeline import StageName
+from flows.runs import end_without_server
 from flows.serve import serve_command
 from flows.up import start_prefect
 from lm import dialog
@@ -124,17 +126,32 @@ def _stages(names: str) -> tuple[StageName, ...]:
     return cast(tuple[StageName, ...], tuple(stages))
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which else would end the process without a word."""
+
+
+def _terminate(number: int, frame: Any) -> NoReturn:
+    raise _Terminated
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns 0 for success, 1 where ``verify`` found damage, 2 for a user's mistake (one message), 130
-    when stopped. A fault of the project itself passes on, with its traceback."""
+    when stopped by Ctrl-C, 143 by SIGTERM. A fault of the project itself passes on, with its traceback."""
+    signal.signal(signal.SIGTERM, _terminate)
+    code = _told(sys.argv[1:] if arguments is None else arguments)
+    end_without_server(code)
+    return code
+
+
+def _told(arguments: list[str]) -> int:
     try:
-        return _dispatch(sys.argv[1:] if arguments is None else arguments)
+        return _dispatch(arguments)
     except UserError as error:
         print(f"textmill: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print("textmill: stopped. What is finished is kept; the same command goes on from there.", file=sys.stderr)
-        return 130
+        return 143 if isinstance(stop, _Terminated) else 130
 
 
 def _dispatch(arguments: list[str]) -> int:

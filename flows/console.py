@@ -7,7 +7,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+import httpx
+from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
 from tqdm import tqdm
 
 from flows.config import PipelineConfig
@@ -45,6 +46,8 @@ def _log_to_console() -> None:
         logger.propagate = False  # the root logger has Prefect's console
         logger.setLevel(logging.INFO)
         logger.addHandler(_console)
+    # It speaks for itself, whatever Prefect's level, of each of many events that a server which is gone was not sent.
+    logging.getLogger("prefect._internal.concurrency").setLevel(logging.CRITICAL)
 
 
 def run_command(config: PipelineConfig, root: str, until: StageName | None, refresh: tuple[StageName, ...]) -> None:
@@ -59,7 +62,15 @@ def run_pipeline(
     """Run the flow in this process and return the run's record."""
     # A flow that ends waits up to a second for the thread of its heartbeats. Whether this one lives, its lock tells.
     with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
-        return pipeline(config, root, until, refresh)
+        try:
+            return pipeline(config, root, until, refresh)
+        except Exception as error:
+            if not any(isinstance(one, httpx.TransportError) for one in (error, error.__cause__)):
+                raise
+            raise UserError(
+                f"Prefect's server at {get_current_settings().api.url} cannot be reached: {error}. What is finished is "
+                "kept; start the server and the same command again, or unset PREFECT_API_URL to run without one."
+            ) from error
 
 
 def plan_command(config: PipelineConfig, root: str, until: StageName | None, refresh: tuple[StageName, ...]) -> None:
@@ -152,7 +163,7 @@ def _summary(record: dict[str, Any]) -> str:
         lines.append(f"  model      {model.url}/{model.json('training.json')['best']}")
         lines.append(f"  loss plot  {model.url}/loss.png")
     root = record["root"]
-    lines += [f"  report     {run.store.path('runs', run.name)}.md", "", "Try next:"]
+    lines += [f"  report     {run.store.url('runs', run.name)}.md", "", "Try next:"]
     if "train" in outputs:
         lines.append(f'  textmill sample --root {root} --prompt "Once upon a time"')
     lines += [

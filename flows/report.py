@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
@@ -12,6 +13,8 @@ from tasks.pages import cell, code, table
 from tasks.stage import Output, Ref, Run, read_output
 
 log = logging.getLogger(__name__)
+
+_is_gone = threading.Event()  # Prefect's server: asked again it would hold up each stage for a minute
 
 
 def show_page(stage: str, output: Output) -> None:
@@ -78,7 +81,10 @@ def _link(place: str) -> str:
 
 
 def _show(key: str, markdown: str, description: str) -> None:
+    if _is_gone.is_set():
+        return
     try:
         create_markdown_artifact(markdown, key=key, description=description)
     except Exception as error:  # what was made is made, shown or not
-        log.warning("The page of %s could not be shown in Prefect: %s", key, error)
+        log.warning("The page of %s could not be shown in Prefect, and no later one is tried: %s", key, error)
+        _is_gone.set()

@@ -2,7 +2,9 @@
 
 import hashlib
 import logging
+import os
 import re
+import sys
 import time
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -87,6 +89,18 @@ def keep_alive(run_id: str, start: int) -> None:
         log.warning(
             "Should this run's process die, nobody will tell Prefect: %s cannot be written: %s", directory, error
         )
+
+
+def end_without_server(code: int) -> None:
+    """End the process at once where it ran a flow and Prefect's server is gone: else each of the events that it was not
+    told of would be tried for seconds. The next run settles this one."""
+    if _held and get_current_settings().api.url:
+        with get_client(sync_client=True) as client:
+            is_gone = client.api_healthcheck() is not None
+        if is_gone:
+            print("Prefect's server does not answer; what it shows of this run is not all.", file=sys.stderr)
+            sys.stdout.flush()
+            os._exit(code)
 
 
 def _directory() -> Path:

@@ -181,14 +181,30 @@ def test_run_plan_sample(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "is there already" in capfd.readouterr().err
 
 
-def test_a_mistake_found_while_running_shows_no_traceback(tiny: Path) -> None:
-    """As a process of its own, with the ephemeral server: nothing of Prefect's comes between."""
-    (tiny.parent / "corpus.txt").write_bytes(b"fine so far \xff and on")
-    environment = os.environ | {"PREFECT_HOME": str(tiny.parent / "prefect"), "DO_NOT_TRACK": "1"}
-    environment |= {"PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+def run_alone(tiny: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """``textmill run`` as a process of its own: nothing of Prefect's comes between."""
+    own = {
+        "PREFECT_HOME": str(tiny.parent / "prefect"),
+        "DO_NOT_TRACK": "1",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    }
     code = "import sys; from flows.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "run", "--config", str(tiny), "--root", str(tiny.parent / "root")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | own | environment, timeout=300, check=False
+    )
+
+
+def test_a_mistake_found_while_running_shows_no_traceback(tiny: Path) -> None:
+    (tiny.parent / "corpus.txt").write_bytes(b"fine so far \xff and on")
+    done = run_alone(tiny)
     assert done.returncode == 2, done.stderr
     assert "corpus.txt is not UTF-8: byte 0xff at offset 12" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_server_that_is_not_there_is_named(tiny: Path) -> None:
+    done = run_alone(tiny, PREFECT_API_URL="http://127.0.0.1:9/api")
+    assert done.returncode == 2, done.stderr
+    assert "textmill: Prefect's server at http://127.0.0.1:9/api cannot be reached" in done.stderr
     assert "Traceback" not in done.stderr

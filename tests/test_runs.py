@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,7 +20,8 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling, Completed, Pending, Running, Scheduled
 
-from flows.runs import keep_alive, name_run
+from flows import report, runs
+from flows.runs import end_without_server, keep_alive, name_run
 from tests.deployed import PROJECT
 
 LOCK = """
@@ -195,3 +197,32 @@ def test_a_limit_of_0_makes_no_training_wait(tmp_path: Path, monkeypatch: pytest
     with ExitStack() as stack:
         processes = [stack.enter_context(other_process(TURN, 0)) for _ in range(3)]
         assert [says(process) for process in processes] == ["in"] * 3
+
+
+@pytest.mark.parametrize("port", ["9", ""], ids=["gone", "none"])
+def test_a_run_whose_server_is_gone_ends_without_it(
+    port: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{port}/api" if port else None}):
+        end_without_server(3)
+        assert not codes, "no run was here"
+        monkeypatch.setattr(runs, "_held", [object()])
+        end_without_server(3)
+    assert codes == ([3] if port else [])
+    assert ("server does not answer" in capsys.readouterr().err) == bool(port)
+
+
+def test_a_server_that_is_gone_holds_up_one_page_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def gone(markdown: str, key: str, description: str) -> None:
+        asked.append(key)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(report, "create_markdown_artifact", gone)
+    monkeypatch.setattr(report, "_is_gone", threading.Event())
+    for key in ("ingest", "chunk", "count"):
+        report._show(key, "", "")
+    assert asked == ["ingest"]
