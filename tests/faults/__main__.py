@@ -48,7 +48,8 @@ def main() -> int:
     if options.list:
         print("\n".join(f"{name} in {stage}" for stage, name in pairs()), senseless(), sep="\n")
         return 0
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also in the background: it ends with the table
+    for number in (signal.SIGINT, signal.SIGTERM):  # in a shell's background too, it ends with the table
+        signal.signal(number, signal.default_int_handler)
     numbers = range(options.first, options.first + options.rounds) if options.round is None else [options.round]
     rounds: list[Round] = []
     with tempfile.TemporaryDirectory(prefix="faults-") as home:

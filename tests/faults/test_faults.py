@@ -1,10 +1,15 @@
 """A few rounds of the fault suite; ``python -m tests.faults`` plays all."""
 
+import random
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.faults.bench import Bench
+from tests.faults.faults import flipped, replaced
+from tests.faults.judge import differences, digests
 from tests.faults.rounds import play
 
 
@@ -15,6 +20,18 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     found = Bench(tmp_path_factory.mktemp("bench"), is_warm=True)
     yield found
     found.close()
+
+
+def test_the_judge_sees_a_changed_byte_and_a_missing_output(bench: Bench, tmp_path: Path) -> None:
+    expected, copy = digests(str(bench.reference)), tmp_path / "copy"
+    shutil.copytree(bench.reference, copy)
+    assert not differences(expected, str(copy))
+    shards = next(copy.glob("encode-chunk/*/*/tokens.bin"))
+    replaced(shards, flipped(shards.read_bytes(), random.Random(0)))
+    place = "/".join(shards.parts[-4:-2])
+    assert differences(expected, str(copy)) == [f"{place}: tokens.bin differs"]
+    (copy / place / "manifest.json").unlink()
+    assert differences(expected, str(copy)) == [f"no output {place}"]
 
 
 @pytest.mark.parametrize(
