@@ -20,10 +20,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lm.errors import UserError, nearest
-from lm.model import ModelConfig, TransformerLM
+from lm.model import ModelConfig, RotaryEmbedding, TransformerLM
 from lm.signed import read_signed, sign
 
 PathOrFile = str | os.PathLike[str] | IO[bytes]
+
+_FILES = {"model.safetensors", "optimizer.pt"}  # of a checkpoint directory, besides the description
 
 
 def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, iteration: int, out: PathOrFile) -> None:
@@ -56,12 +58,14 @@ def load_checkpoint(src: PathOrFile, model: nn.Module, optimizer: torch.optim.Op
     Raises UserError when the file is damaged, holds anything but tensors and plain data, or does not fit the model.
     """
     state = read_tensors(src)
-    if not isinstance(state, dict) or not {"model", "optimizer", "iteration"} <= state.keys():
-        raise UserError(f"{src} is not a checkpoint: it lacks model, optimizer or iteration.")
-    load_weights(model, state["model"], str(src))
-    if optimizer is not None:
-        _load_optimizers([optimizer], [state["optimizer"]], str(src))
-    return int(state["iteration"])
+    match state:
+        case {"model": weights, "optimizer": about, "iteration": int(iteration)}:
+            load_weights(model, weights, str(src))
+            if optimizer is not None:
+                _load_optimizers([optimizer], [about], str(src))
+            return iteration
+        case _:
+            raise UserError(f"{src} is not a checkpoint: it lacks model, optimizer or iteration.")
 
 
 def read_tensors(src: PathOrFile, mmap: bool = False) -> Any:
@@ -83,8 +87,24 @@ def read_tensors(src: PathOrFile, mmap: bool = False) -> Any:
         raise UserError(f"The checkpoint {src} is damaged or not a checkpoint: {reason}") from None
 
 
-def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], name: str) -> None:
+def read_safetensors(path: Path, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
+    """The tensors of a file, mapped from the disk; raises UserError where it is missing or damaged."""
+    try:
+        return load_file(path, device=str(device))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read: {error}. The weights must be there, whole, as safetensors.") from None
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether it is a tensor with a number in the memory for each of its places."""
+    is_strided = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+    return is_strided and not tensor.is_meta and not tensor.is_quantized
+
+
+def load_weights(model: nn.Module, weights: Any, name: str, assign: bool = False) -> None:
     """Load a state dict, or raise UserError that names the first parameter that is missing, unknown or misshapen."""
+    if not isinstance(weights, dict) or not all(isinstance(key, str) and is_plain(weights[key]) for key in weights):
+        raise UserError(f"{name} has something else than plain tensors by their names; have it saved as a state dict.")
     expected = model.state_dict()
     for key, tensor in expected.items():
         if key not in weights:
@@ -94,16 +114,39 @@ def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], name: str) 
                 f"{name} does not fit the model: {key} is {tuple(weights[key].shape)}, "
                 f"the config wants {tuple(tensor.shape)}."
             )
+        if weights[key].is_floating_point() != tensor.is_floating_point():
+            raise UserError(f"{name} does not fit the model: {key} is {weights[key].dtype}, not {tensor.dtype}.")
     if unknown := weights.keys() - expected.keys():
         raise UserError(f"{name} has {sorted(unknown)[0]}, which the model config does not know.")
-    model.load_state_dict(weights)
+    model.load_state_dict(weights, assign=assign)
+
+
+def empty_model(config: ModelConfig, tensors: int, name: str) -> TransformerLM:
+    """A model without weights yet, for :func:`fill`; raises UserError where no ``tensors`` would fill it, before it
+    takes memory."""
+    if config.num_layers > tensors:
+        raise UserError(f"{name} has {tensors} tensors, and its config {config.num_layers} layers; they do not fit.")
+    try:
+        return TransformerLM(config, device="meta")
+    except (RuntimeError, TypeError, OverflowError) as error:  # torch has several kinds for a size that is none
+        raise UserError(f"{name} describes a model that cannot be made: {error}") from None
+
+
+def fill(model: TransformerLM, weights: dict[str, torch.Tensor], name: str, device: str | torch.device) -> None:
+    """Give an :func:`empty_model` these very tensors; raises as :func:`load_weights` does."""
+    load_weights(model, weights, name, assign=True)
+    config = model.config
+    rope = RotaryEmbedding(config.rope_theta, config.d_model // config.num_heads, config.context_length, device)
+    for module in model.modules():
+        if isinstance(module, RotaryEmbedding):
+            module.cos, module.sin = rope.cos, rope.sin
 
 
 def _load_optimizers(optimizers: list[torch.optim.Optimizer], states: list[dict[str, Any]], name: str) -> None:
     try:
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise UserError(f"{name} belongs to another optimizer config: {error}") from None
 
 
@@ -163,6 +206,10 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _is_intact(path: Path, about: Any) -> bool:
+    return path.is_file() and _digest(path) == about  # reading a device would never end
+
+
 def _digest(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
@@ -171,18 +218,18 @@ def _digest(path: Path) -> dict[str, Any]:
 def read_description(directory: Path) -> dict[str, Any] | None:
     """The ``checkpoint.json`` of an intact checkpoint directory (sizes and digests checked); None for any other."""
     try:
-        description = read_signed((directory / "checkpoint.json").read_bytes())
-        files = description["files"].items() if description else ()
-        is_intact = all(Path(name).name == name and _digest(directory / name) == about for name, about in files)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return description if is_intact else None
+        match read_signed((directory / "checkpoint.json").read_bytes()):
+            case {"step": int(), "model": dict(), "files": dict(files)} as description if files.keys() == _FILES:
+                return description if all(_is_intact(directory / name, files[name]) for name in files) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return None
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
     """The intact checkpoint with the most steps among the ``step-*`` directories in ``directory``."""
     intact = ((path, read_description(path)) for path in directory.glob("step-*"))
-    found = [(int(description["step"]), path) for path, description in intact if description]
+    found = [(description["step"], path) for path, description in intact if description]
     return max(found)[1] if found else None
 
 
@@ -191,13 +238,20 @@ def load_training(directory: Path, model: TransformerLM, optimizers: list[torch.
     description = read_description(directory)
     if description is None:
         raise UserError(f"The checkpoint {directory} is damaged or incomplete.")
-    load_weights(model, load_file(directory / "model.safetensors"), str(directory))
-    state = read_tensors(directory / "optimizer.pt")
-    _load_optimizers(optimizers, state["optimizers"], str(directory))
-    torch.set_rng_state(state["rng"]["cpu"])
-    if len(state["rng"]["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["rng"]["cuda"])
-    return int(description["step"])
+    load_weights(model, read_safetensors(directory / "model.safetensors"), str(directory))
+    match read_tensors(directory / "optimizer.pt"):
+        case {"optimizers": list(states), "rng": {"cpu": torch.Tensor() as cpu, "cuda": list(cuda)}}:
+            _load_optimizers(optimizers, states, str(directory))
+        case _:
+            raise UserError(f"The checkpoint {directory} lacks the states of optimizers or random numbers.")
+    try:
+        torch.set_rng_state(cpu)
+        if len(cuda) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(cuda)
+    except (TypeError, RuntimeError) as error:
+        raise UserError(f"The checkpoint {directory} has a state of random numbers that is none: {error}") from None
+    step: int = description["step"]
+    return step
 
 
 def load_model(directory: Path, device: str | torch.device = "cpu") -> TransformerLM:
@@ -206,8 +260,10 @@ def load_model(directory: Path, device: str | torch.device = "cpu") -> Transform
     if description is None:
         raise UserError(f"{directory} is not an intact checkpoint.")
     try:
-        model = TransformerLM(ModelConfig(**description["model"]), device=device)
-        load_weights(model, load_file(directory / "model.safetensors", device=str(device)), str(directory))
-    except (TypeError, SafetensorError) as error:
+        config = ModelConfig(**description["model"])
+    except TypeError as error:
         raise UserError(f"The checkpoint {directory} cannot be read: {error}") from None
+    weights = read_safetensors(directory / "model.safetensors", device)
+    model = empty_model(config, len(weights), str(directory))
+    fill(model, {key: tensor.clone() for key, tensor in weights.items()}, str(directory), device)
     return model.eval()

@@ -8,7 +8,6 @@ Sources: Touvron et al. 2023 (Llama 2) and Meta's code of it; the ``transformers
 """
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from itertools import chain
@@ -16,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from lm.checkpoint import read_tensors, replaced_directory
+from lm.checkpoint import empty_model, fill, is_plain, read_safetensors, read_tensors, replaced_directory
 from lm.errors import UserError
 from lm.formats import read_json
-from lm.model import ModelConfig, RotaryEmbedding, TransformerLM
+from lm.model import ModelConfig, TransformerLM
 from lm.pretokens import END_OF_TEXT
 from lm.tokenizer import Tokenizer
 
@@ -78,6 +76,7 @@ _HUGGING_FACE_FIELDS: dict[str, tuple[str, Any]] = {
 _HUGGING_FACE_FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 _LLAMA_OPTIONS = {"feed_forward": "swiglu", "norm": "pre", "qk_norm": False, "positions": "rope", "logit_softcap": 0}
 _DERIVED = ("rope.freqs", "rotary_emb.inv_freq")  # in some files, though they follow from the config
+_MOST = 1 << 40  # no number in a config is greater
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -222,9 +221,9 @@ def _field(path: Path, content: dict[str, Any], name: str, default: int | float 
     if isinstance(default, bool):
         fits, wanted = isinstance(value, bool), "true or false"
     elif isinstance(default, float):
-        fits, wanted = type(value) in (int, float) and 0 <= value < math.inf, "a number of at least 0"
+        fits, wanted = type(value) in (int, float) and 0 <= value < _MOST, "a number of at least 0"
     else:
-        fits, wanted = type(value) is int and value > 0, "a whole number of at least 1"
+        fits, wanted = type(value) is int and 0 < value < _MOST, "a whole number of at least 1"
     if not fits:
         raise UserError(f"{path}: {name} is {'missing' if value is None else repr(value)}; it must be {wanted}.")
     return value
@@ -255,8 +254,8 @@ def _read_shards(directory: Path) -> list[dict[str, Tensor]]:
         raise UserError(f"{directory} has no {missing[0]}; put all files of the checkpoint there.")
     shards = [read_tensors(path, mmap=True) for path in paths]
     for path, shard in zip(paths, shards, strict=True):
-        if not isinstance(shard, dict) or not all(isinstance(tensor, Tensor) for tensor in shard.values()):
-            raise UserError(f"{path} is not one of Meta's checkpoints: expected a dict of tensors.")
+        if not isinstance(shard, dict) or not all(isinstance(name, str) and is_plain(shard[name]) for name in shard):
+            raise UserError(f"{path} is not one of Meta's checkpoints: expected a dict of plain tensors.")
     return shards
 
 
@@ -273,12 +272,7 @@ def _read_safetensors(directory: Path) -> dict[str, Tensor]:
         paths = sorted({directory / name for name in files.values()})
     tensors: dict[str, Tensor] = {}
     for path in paths:
-        try:
-            tensors |= load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{path} cannot be read: {error}. The weights must be there, whole, as safetensors."
-            ) from None
+        tensors |= read_safetensors(path)
     return tensors
 
 
@@ -291,7 +285,7 @@ def _assemble(
     dtype: torch.dtype | None,
 ) -> TransformerLM:
     """The model of ``config`` with the tensors of ``shards`` under their ``names``, each copied once."""
-    model = TransformerLM(config, device="meta")  # weights that are replaced need no start
+    model = empty_model(config, sum(map(len, shards)), str(directory))
     weights = {}
     for name, expected in model.state_dict().items():
         theirs = _translate(name, names)
@@ -307,11 +301,7 @@ def _assemble(
     known = {_translate(name, names) for name in weights}
     if unknown := [name for name in chain(*shards) if name not in known and not name.endswith(_DERIVED)]:
         raise UserError(f"{directory} has {unknown[0]}, which no Llama of its config has; use the weights' own config.")
-    model.load_state_dict(weights, assign=True)
-    rope = RotaryEmbedding(config.rope_theta, config.d_model // config.num_heads, config.context_length, device)
-    for module in model.modules():
-        if isinstance(module, RotaryEmbedding):
-            module.cos, module.sin = rope.cos, rope.sin
+    fill(model, weights, str(directory), device)
     return model.eval()
 
 

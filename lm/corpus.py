@@ -99,7 +99,8 @@ def expand(patterns: Iterable[str]) -> list[str]:
             is_literal = not glob.has_magic(path) or fs.exists(path)
             found = [path] if is_literal else sorted(str(match) for match in fs.glob(path) if fs.isfile(match))
         except Exception as error:  # file systems have errors of their own
-            raise UserError(f"{pattern} cannot be looked up: {error}") from error
+            kind = Unreachable if is_network_failure(error) else UserError
+            raise kind(f"{pattern} cannot be looked up: {error}") from error
         if not found:
             raise UserError(f"No file matches {pattern}.")
         urls += found if isinstance(fs, LocalFileSystem) else map(fs.unstrip_protocol, found)
@@ -332,7 +333,7 @@ def _jsonl_rows(url: str, config: DataConfig, tally: Tally) -> Iterator[tuple[st
             place = f"line {number:,}"
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{url}, {place}: not JSON: {error}.") from None
             if not isinstance(row, dict) or not isinstance(row.get(config.text_field), str):
                 raise UserError(f"{url}, {place}: no text field {config.text_field!r}; set data.text_field.")
@@ -362,7 +363,7 @@ def _parquet_rows(url: str, text_field: str) -> Iterator[tuple[str, str]]:
             for number, document in enumerate(rows, start=1):
                 if document is not None:
                     yield f"row {number:,}", document
-        except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             if is_network_failure(error):
                 raise
             raise UserError(f"{url} is not a readable Parquet file: {error}") from None

@@ -31,6 +31,7 @@ from lm.pretokens import GPT2_PATTERN, cut_safely, pretokenize, split_special
 
 SCHEMA = pa.schema([("pretoken", pa.binary()), ("count", pa.int64())])
 PARTITIONS = 16
+_MOST = 1 << 48  # of one pretoken in a file; sums of thousands of files stay far from 2⁶³
 DEFAULT_MEMORY = 512 << 20  # bytes, for one thread
 
 
@@ -172,8 +173,8 @@ def write_counts(path: Path, table: pa.Table) -> tuple[int, int]:
 
 def merge_counts(parts: Sequence[Path], path: Path) -> tuple[int, int]:
     """Add up files of counts, one partition at a time; returns (pretokens, different pretokens)."""
-    files = [_open(part) for part in parts]
-    return _write(path, (add_up(file.read_row_group(partition) for file in files) for partition in range(PARTITIONS)))
+    files = [(part, _open(part)) for part in parts]
+    return _write(path, (add_up(_read(*file, [partition]) for file in files) for partition in range(PARTITIONS)))
 
 
 def _write(path: Path, partitions: Iterable[pa.Table]) -> tuple[int, int]:
@@ -188,7 +189,7 @@ def _write(path: Path, partitions: Iterable[pa.Table]) -> tuple[int, int]:
 
 def read_counts(path: Path) -> pa.Table:
     """The counts of a file: columns ``pretoken`` and ``count``."""
-    return _open(path).read()
+    return _read(path, _open(path), range(PARTITIONS))
 
 
 def columns_of(table: pa.Table) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
@@ -202,8 +203,19 @@ def columns_of(table: pa.Table) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.i
 def _open(path: Path) -> pq.ParquetFile:
     try:
         file = pq.ParquetFile(path)
-    except (OSError, pa.ArrowInvalid) as error:
+    except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path} is not a Parquet file of pretoken counts: {error}") from None
     if not file.schema_arrow.equals(SCHEMA) or file.num_row_groups != PARTITIONS:
         raise UserError(f"{path} is not a Parquet file of pretoken counts: its columns are {file.schema_arrow.names}.")
     return file
+
+
+def _read(path: Path, file: pq.ParquetFile, partitions: Sequence[int]) -> pa.Table:
+    try:
+        table = file.read_row_groups(list(partitions))
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+    least, most = pc.min_max(table["count"]).as_py().values()
+    if any(column.null_count for column in table.columns) or (len(table) and not 1 <= least <= most <= _MOST):
+        raise UserError(f"{path} is not a Parquet file of pretoken counts: not all rows have a pretoken and its count.")
+    return table

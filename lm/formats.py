@@ -49,7 +49,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the second for brackets inside brackets without end
         raise UserError(f"{path} is not a JSON file: {error}.") from None
 
 
@@ -300,7 +300,7 @@ def read_tokenizer_json(path: Path) -> tuple[dict[int, bytes], list[tuple[bytes,
         if feature := next(_unsupported_features(path, content), None):
             raise UserError(f"{path}: {feature} is not supported; use a tokenizer of byte-level BPE without it.")
         model, added = content["model"], content.get("added_tokens") or []
-        spellings = dict(model["vocab"])
+        spellings = {**model["vocab"]}
         for token in added:
             if spellings.setdefault(token["content"], token["id"]) != token["id"]:
                 raise UserError(f"{path}: the added token {token['content']!r} has another id in the vocabulary.")

@@ -72,7 +72,7 @@ class LlamaTokenizer:
             raise UserError(f"{path} needs the sentencepiece library: pip install 'textmill[llama]'") from None
         try:
             model = SentencePieceProcessor(model_file=str(path))
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, ValueError) as error:  # the last for words of its own that are not UTF-8
             raise UserError(f"{path} cannot be read: {error}. It must be a model of SentencePiece.") from None
         if min(model.bos_id(), model.eos_id()) < 0:
             raise UserError(f"{path} has no tokens that begin and end a text; train it with bos and eos ids.")
@@ -92,8 +92,11 @@ class LlamaTokenizer:
             return found
 
         ids = range(model.vocab_size())
-        spaced = frozenset(token_id for token_id in ids if model.id_to_piece(token_id).startswith(_SPACE))
-        token_bytes = {token_id: piece_bytes(token_id) for token_id in ids}
+        try:
+            spaced = frozenset(token_id for token_id in ids if model.id_to_piece(token_id).startswith(_SPACE))
+            token_bytes = {token_id: piece_bytes(token_id) for token_id in ids}
+        except ValueError as error:  # a piece is not UTF-8, or not the byte that it is said to be
+            raise UserError(f"{path} is damaged: {error}.") from None
         return cls(len(ids), model.bos_id(), model.eos_id(), model.pad_id(), words, token_bytes, spaced)
 
     def encode(self, text: str, bos: bool, eos: bool) -> list[int]:

@@ -57,7 +57,7 @@ class ModelConfig:
 
     vocab_size: int | None = bounded(None, ge=1)
     """Number of token ids, the rows of embedding and head. Default: as many as the tokenizer has."""
-    context_length: int = bounded(256, ge=1)
+    context_length: int = bounded(256, ge=1, le=1 << 24)
     """Longest sequence the model sees, in tokens."""
     d_model: int = bounded(512, ge=2)
     """Width of the residual stream. A multiple of num_heads."""

@@ -56,6 +56,8 @@ class Tokenizer:
                 token_id = max(self.vocab, default=-1) + 1
                 self.vocab[token_id] = special.encode()
                 ids[special.encode()] = token_id
+        if self.size > 1 << 32:
+            raise UserError(f"The token id {self.size - 1} does not fit in four bytes; number the tokens from 0 on.")
         self.special_ids = {special: ids[special.encode()] for special in self.special_tokens}
         self._ids = ids
         encoder = Encoder.make(ids, self.merges, token_dtype(self.size))
@@ -85,12 +87,12 @@ class Tokenizer:
         directory = Path(directory)
         path = directory / "tokenizer_config.json"
         about = formats.read_json(path)
-        try:
-            specials, pattern = about["special_tokens"], about["pattern"]
-        except (KeyError, TypeError):
-            raise UserError(f"{path} does not name special_tokens and pattern; save the tokenizer again.") from None
-        vocab = formats.read_vocab(directory / "vocab.json", specials)
-        return cls(vocab, formats.read_merges(directory / "merges.txt"), specials, pattern)
+        match about:
+            case {"special_tokens": [*specials], "pattern": str(pattern)} if all(type(one) is str for one in specials):
+                vocab = formats.read_vocab(directory / "vocab.json", specials)
+                return cls(vocab, formats.read_merges(directory / "merges.txt"), specials, pattern)
+            case _:
+                raise UserError(f"{path} does not name special_tokens and pattern; save the tokenizer again.")
 
     def save(self, directory: str | Path) -> None:
         """Write vocab.json and merges.txt (GPT-2), tokenizer.json (Hugging Face), vocab.txt (for human eyes) and

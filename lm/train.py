@@ -78,7 +78,7 @@ class Job:
             job.tokenizer, job.out = str(folder / job.tokenizer), str(folder / job.out)
         except OSError as error:
             raise UserError(f"The job {path} cannot be read: {error.strerror}.") from None
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise UserError(f"{path} is not the job of a training: {error}") from None
         return job
 

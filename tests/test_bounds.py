@@ -27,7 +27,7 @@ EXPECTED = {
     "tokenizer": {"vocab_size": "[256", "min_frequency": "[1"},
     "model": {
         "vocab_size": "[1",
-        "context_length": "[1",
+        "context_length": f"[1, {1 << 24}]",
         "d_model": "[2",
         "num_layers": "[1",
         "num_heads": "[1",
