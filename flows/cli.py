@@ -39,7 +39,8 @@ from lm import dialog
 from lm.errors import UserError, nearest
 from lm.sampling import SampleConfig
 
-set_parsing_settings(docstring_parse_attribute_docstrings=True)
+# No value of an option may name something to import, as "class_path" would.
+set_parsing_settings(docstring_parse_attribute_docstrings=True, import_path_denylist=["*"])
 
 
 class _Parser(ArgumentParser):
@@ -154,10 +155,22 @@ def _told(arguments: list[str]) -> int:
         return 143 if isinstance(stop, _Terminated) else 130
 
 
+def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
+    """The command and its options; raises UserError for what they cannot be."""
+    try:
+        parsed: Namespace = parser.parse_args(arguments)
+    except ImportError:
+        raise UserError("An option's value names something to import (class_path), which none may.") from None
+    for name in PipelineConfig.__dataclass_fields__:
+        if not isinstance(section := parsed[parsed.command].get(name, Namespace()), Namespace):
+            raise UserError(f"{name} is {section!r}; it must be a section of options, each with a name and a value.")
+    return parsed
+
+
 def _dispatch(arguments: list[str]) -> int:
     preset = _preset_named(arguments)
     parser = build_parser(preset)
-    parsed = parser.parse_args(arguments)
+    parsed = parse(parser, arguments)
     options: Namespace = parser.instantiate(parsed)[parsed.command]
     if options.get("preset", preset) != preset:  # from a file, or an abbreviated option: too late for its defaults
         raise UserError(f"Name the preset on the command line: --preset {options.preset}")
