@@ -81,7 +81,7 @@ def _running(arguments: list[str], environment: dict[str, str]) -> Iterator[subp
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/api/health", timeout=5) as answer:
+        with urllib.request.urlopen(f"{url}/api/health", timeout=5) as answer:  # nosec B310 # our own http://127.0.0.1
             return bool(answer.status == 200)
     except (OSError, HTTPException):  # the second where something else than a web server answers
         return False

@@ -6,7 +6,7 @@ without restriction. Source: CS336 assignment 1 (section 5.2).
 
 import hashlib
 import os
-import pickle
+import pickle  # nosec B403 # for the name of the exception that torch raises
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

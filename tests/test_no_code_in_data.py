@@ -177,7 +177,7 @@ def imported(folders: tuple[str, ...]) -> set[str]:
 
 
 NAMES = {"pyyaml": "yaml", "pillow": "PIL", "pytest-xdist": "xdist"}
-TOOLS = {"ruff", "mypy", "import-linter", "pytest-xdist", "tensorboard"}  # commands, and what torch imports
+TOOLS = {"ruff", "mypy", "bandit", "import-linter", "pytest-xdist", "tensorboard"}  # commands, and what torch imports
 TOOLS |= {"types-PyYAML", "types-tqdm", "types-regex"}
 
 
