@@ -1,0 +1,164 @@
+"""Targets: manifests and records of a root, configurations, and requests to the server."""
+
+import asyncio
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from starlette.types import Message
+
+from flows.cli import build_parser, parse
+from flows.config import PRESETS, PipelineConfig, fill_in
+from flows.console import latest_model
+from flows.report import figures
+from flows.serve import build_app
+from lm.errors import UserError
+from tasks.stage import FORMAT, Ref, Run, open_output
+from tasks.store import Store, describe_files
+from tests.fuzz.choices import DEEP, Choices, cut_up, damaged, json_bytes
+from tests.generating import make_model
+from tests.tokenizers_made import bytes_tokenizer
+
+ATTEMPT = "20260101T000000-00000000"
+REF = Ref("train", "0" * 64)
+RUN = {"name": "a", "root": "b", "at": "", "stages": {"train": {"key": REF.key}, "merge": {"key": REF.key}}}
+
+
+def _manifest(files: list[dict[str, Any]]) -> dict[str, Any]:
+    made = {"run": "a", "at": "2026-01-01T00:00:00+00:00", "seconds": 1.0, "host": "b"}
+    return {
+        "stage": REF.stage,
+        "format": FORMAT,
+        "key": REF.key,
+        "attempt": ATTEMPT,
+        "ingredients": {"format": FORMAT, "parameters": {"config": {"steps": 3}}, "source": {}, "libraries": {}},
+        "sources": [{"url": "/a", "bytes": 1, "sha256": "0" * 64}],
+        "files": files[:1],
+        "records": files[1:],
+        "figures": {"train": {"tokens": 3}},
+        "made": made,
+    }
+
+
+def manifest(choices: Choices, folder: Path) -> None:
+    """A manifest, all that is asked of one, and the record of a run."""
+    root = folder / "root"
+    place = root / REF.stage / REF.key
+    (place / ATTEMPT / "step-1").mkdir(parents=True, exist_ok=True)
+    (root / "runs").mkdir(exist_ok=True)
+    (place / ATTEMPT / "training.json").write_text("{}")
+    (place / ATTEMPT / "step-1" / "data").write_text("data")
+    files = describe_files(place / ATTEMPT)
+    content = damaged(_manifest(files), choices)
+    (place / "manifest.json").write_bytes(json_bytes(content, choices))
+    (root / "runs" / "a.json").write_bytes(json_bytes(damaged(RUN, choices, 2) if choices.below(2) else RUN, choices))
+    store = Store(str(root))
+    output = open_output(store, REF)
+    if output is not None:
+        assert len(output.digest) == 64
+        output.is_intact()
+        for name in ("training.json", "step-1/data"):
+            path = output.path(name)
+            assert (place / ATTEMPT).resolve() in path.resolve().parents, f"{path} leaves the attempt"
+        output.json("training.json")
+        output.directory("step-1")
+        "".join(figures(output.manifest["figures"]))
+        assert output.page is None or isinstance(output.page, str)
+    latest_model(str(root))
+    Run(str(root), "fuzz")
+
+
+@cache
+def _preset(name: str) -> Any:
+    return yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+@cache
+def _adapter() -> TypeAdapter[PipelineConfig]:
+    return TypeAdapter(PipelineConfig)
+
+
+@cache
+def _parser() -> Any:
+    return build_parser()
+
+
+_TAGS = [
+    *("!!python/object/apply:os.getcwd []", "!!python/name:os.system ''", "&a [*a]", "*nothing", "!!binary x", "? [a]"),
+    *("2026-01-01", "0x10", "1_000", "1e3", "~", "=", "!!set {a}", "<<: 5", "{class_path: os.system}", "- -"),
+]
+
+
+def _yaml(choices: Choices) -> str:
+    content = damaged(_preset(choices.pick(["demo", "stories-fast", "owt"])), choices)
+    text = yaml.safe_dump(content) if choices.below(2) else json.dumps(content)
+    text = text.replace(f'"{DEEP}"', "[" * 400 + "]" * 400)
+    if choices.below(4) == 3:
+        i = choices.below(len(text) + 1)
+        text = text[:i] + choices.pick(_TAGS) + text[i:]
+    data = text.encode("utf-8", "surrogatepass")
+    return (cut_up(data, choices) if choices.below(4) == 3 else data).decode("utf-8", "replace")
+
+
+def config(choices: Choices, folder: Path) -> None:
+    """What a deployment is given, as Prefect validates it."""
+    try:
+        content = yaml.safe_load(_yaml(choices))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # Prefect is given JSON
+        raise UserError(str(error)) from None
+    try:
+        _adapter().validate_python(content if choices.below(8) else fill_in(content))
+    except ValidationError as error:
+        raise UserError(str(error)) from None
+
+
+def preset(choices: Choices, folder: Path) -> None:
+    """A file of options for the command line."""
+    path = folder / "mine.yaml"
+    path.write_bytes(_yaml(choices).encode("utf-8", "replace"))
+    options = _parser().instantiate(parse(_parser(), ["run", "--config", str(path)]))["run"]
+    PipelineConfig(**{name: options[name] for name in PipelineConfig.__dataclass_fields__})
+
+
+COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "One <|endoftext|>", "max_tokens": 2, "temperature": 0.5}
+COMPLETION |= {"top_p": 0.9, "stop": ["a"], "stream": True, "echo": True, "logprobs": 0, "n": 2, "seed": 1, "top_k": 3}
+CHAT: dict[str, Any] = {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}
+CHAT |= {"max_tokens": 2, "stream_options": {"include_usage": True}, "stream": True, "min_p": 0.1, "n": 1}
+
+
+@cache
+def _server() -> tuple[asyncio.AbstractEventLoop, Any]:
+    model = make_model(257, 32).eval()
+    return asyncio.new_event_loop(), build_app(model, bytes_tokenizer(["<|endoftext|>"]), "tiny", 4, 4)
+
+
+async def _asked(app: Any, path: str, body: bytes) -> tuple[int, bytes]:
+    """The server's answer, without a network between."""
+    waiting: asyncio.Queue[Message] = asyncio.Queue()
+    waiting.put_nowait({"type": "http.request", "body": body, "more_body": False})
+    answer: list[Message] = []
+
+    async def send(message: Message) -> None:
+        answer.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+    await app({**scope, "headers": [], "http_version": "1.1", "scheme": "http", "root_path": ""}, waiting.get, send)
+    return answer[0]["status"], b"".join(message.get("body", b"") for message in answer)
+
+
+def request(choices: Choices, folder: Path) -> None:
+    """A request's body: an answer, or why there is none."""
+    path, whole = choices.pick([("completions", COMPLETION), ("chat/completions", CHAT)])
+    if choices.below(4) == 3:
+        whole = {**whole, "prompt": choices.pick([[1, 2], [[1], [2]], ["a", "b"], [256], "é" * 20, ""])}
+    body = json_bytes(damaged(whole, choices), choices)
+    loop, app = _server()
+    status, answer = loop.run_until_complete(_asked(app, f"/v1/{path}", body))
+    assert status in (200, 400, 404, 413, 429), (status, answer)
+    if answer.startswith(b"data: "):
+        assert answer.endswith(b"data: [DONE]\n\n") and b"server_error" not in answer, answer
+    else:
+        assert ("error" in json.loads(answer)) == (status != 200)
