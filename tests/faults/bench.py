@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
+from unittest.mock import patch
 
 import fsspec
 import yaml
@@ -87,11 +88,15 @@ class Process:
     def ends(self) -> bool:
         """Wait for the end; one that does not come is a hang, and made."""
         is_over = any(self.code is not None for _ in ticks(_LONG))
-        if not is_over:
+        self.kill()
+        return is_over
+
+    def kill(self) -> None:
+        """End it, where it has not, and take in its last words."""
+        if self.code is None:
             os.killpg(self.id, signal.SIGKILL)
         for thread in self._threads:
             thread.join(10)
-        return is_over
 
     def others(self) -> list[int]:
         """Ids of the processes that it has started and that are still there."""
@@ -113,13 +118,14 @@ class Process:
 class Bench:
     """Everything that is started once."""
 
-    def __init__(self, home: Path, is_warm: bool = False) -> None:
+    def __init__(self, home: Path) -> None:
         home.mkdir(parents=True, exist_ok=True)
         self.home = home
         self.server = Server(home)
         self.objects = ObjectStore()
         s3 = KEYS | {"AWS_ENDPOINT_URL": self.objects.url}
-        os.environ.update(s3)
+        self._own = patch.dict(os.environ, s3)  # for the judge
+        self._own.start()
         self._zygote = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.zygote"],
             cwd=PROJECT,
@@ -136,8 +142,7 @@ class Bench:
         valid.write_text("".join(json.dumps({"text": story}) + "\n" for story in stories), encoding="utf-8")
         data = {"train": [str(self.source)], "valid": [str(valid)]}
         (home / "config.yaml").write_text(yaml.safe_dump({"data": data, **CONFIG}), encoding="utf-8")
-        if not is_warm:
-            self._undisturbed("first")  # which compiles, and so tells nothing of how long a stage takes
+        self._undisturbed("first")  # which compiles, and so tells nothing of how long a stage takes
         self.reference = self._undisturbed("reference")
         record = json.loads((self.reference / "runs" / "latest.json").read_text())
         self.seconds = {stage: about["seconds"] for stage, about in record["stages"].items()}
@@ -146,6 +151,8 @@ class Bench:
         self._zygote.communicate()
         self.objects.close()
         self.server.close()
+        self._own.stop()
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
 
     def start(self, root: str) -> Process:
         """Run the whole pipeline below ``root``."""

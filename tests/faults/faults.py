@@ -8,6 +8,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -27,14 +28,14 @@ class Scene:
     rng: random.Random
     stage: str
     root: str
-    run: Process | None = None
+    runs: list[Process] = field(default_factory=list)
     damaged: set[str] = field(default_factory=set)
     """``stage/key`` of the outputs that the fault has harmed."""
 
-    def process(self) -> int:
-        """The id of the process to strike."""
-        assert self.run is not None
-        return self.run.id
+    def start(self) -> Process:
+        """Run the pipeline; the first such run is the one to strike."""
+        self.runs.append(self.bench.start(self.root))
+        return self.runs[-1]
 
 
 class Fault:
@@ -75,7 +76,7 @@ class Signal(Fault):
         self.number, self.codes = number, {code}
 
     def inject(self, scene: Scene) -> None:
-        os.kill(scene.process(), self.number)
+        os.kill(scene.runs[0].id, self.number)
 
 
 class DiskFull(Fault):
@@ -88,10 +89,13 @@ class DiskFull(Fault):
         subprocess.run([*_MOUNT, scene.root], check=True)
 
     def inject(self, scene: Scene) -> None:
-        left = scene.rng.choice([0, scene.rng.randrange(300_000)])
-        with Path(scene.root, "ballast").open("wb") as ballast:
-            free = os.statvfs(scene.root)
-            os.posix_fallocate(ballast.fileno(), 0, max(1, free.f_bavail * free.f_frsize - left))
+        with Path(scene.root, "ballast").open("wb", buffering=0) as ballast:
+            for size in (1 << 20, 1 << 12):
+                with suppress(OSError):
+                    while ballast.write(bytes(size)):
+                        pass
+            left = scene.rng.choice([0, scene.rng.randrange(300_000)])
+            ballast.truncate(max(0, ballast.tell() - left))
 
     def undo(self, scene: Scene) -> None:
         Path(scene.root, "ballast").unlink(missing_ok=True)
@@ -104,7 +108,7 @@ class FileLimit(Fault):
 
     def inject(self, scene: Scene) -> None:
         limit = scene.rng.randrange(2000)
-        resource.prlimit(scene.process(), resource.RLIMIT_FSIZE, (limit, limit))
+        resource.prlimit(scene.runs[0].id, resource.RLIMIT_FSIZE, (limit, limit))
 
 
 class Unwritable(Fault):

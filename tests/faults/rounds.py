@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 import subprocess
+import traceback
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -51,7 +52,7 @@ def play(bench: Bench, seed: int, number: int, stage: str, name: str) -> Round:
     scene = Scene(bench, rng, stage, root)
     fault.prepare(scene)
     try:
-        struck = scene.run = bench.start(root)
+        struck = scene.start()
         _wait_for_moment(scene, fault.harms_output, struck)
         finished = list(struck.done)
         is_in_time = struck.code is None
@@ -65,7 +66,7 @@ def play(bench: Bench, seed: int, number: int, stage: str, name: str) -> Round:
             found.wrong += last_words(struck, fault.codes, fault.says)
         fault.undo(scene)
         before = {place: attempt for place, attempt in attempts(root).items() if place not in scene.damaged}
-        again = bench.start(root)
+        again = scene.start()
         if not again.ends():
             found.wrong.append("the next run hung")
         elif again.code != 0 or "Traceback" in again.said:
@@ -78,7 +79,12 @@ def play(bench: Bench, seed: int, number: int, stage: str, name: str) -> Round:
         found.wrong += wrong_in_prefect(bench.server, struck, fault.is_told)
         found.wrong += wrong_in_prefect(bench.server, again, is_told=True)
         found.said = f"{struck.said}\n-- and again:\n{again.said}"
+    except Exception:
+        found.wrong.append("the suite itself failed")
+        found.said = traceback.format_exc()
     finally:
+        for run in scene.runs:
+            run.kill()
         fault.undo(scene)
         while Path(root).is_mount():
             subprocess.run(["umount", root], check=True)

@@ -17,7 +17,7 @@ from tests.faults.rounds import play
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     for name, why in (("moto.server", "moto, which plays S3,"), ("s3fs", "s3fs")):
         pytest.importorskip(name, reason=f"{why} is not installed")
-    found = Bench(tmp_path_factory.mktemp("bench"), is_warm=True)
+    found = Bench(tmp_path_factory.mktemp("bench"))
     yield found
     found.close()
 
@@ -37,7 +37,6 @@ def test_the_judge_sees_a_changed_byte_and_a_missing_output(bench: Bench, tmp_pa
 @pytest.mark.parametrize(
     ("stage", "fault"),
     [
-        ("count", "SIGKILL"),
         ("train", "disk full"),
         ("merge", "flip"),
         ("encode", "S3 500"),
