@@ -206,6 +206,7 @@ def test_a_run_whose_server_is_gone_ends_without_it(
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{port}/api" if port else None}):
+        monkeypatch.setattr(runs, "_held", [])
         end_without_server(3)
         assert not codes, "no run was here"
         monkeypatch.setattr(runs, "_held", [object()])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from flows.console import latest_model
 from flows.report import figures
 from flows.serve import build_app
 from lm.errors import UserError
-from tasks.stage import FORMAT, Ref, Run, open_output
+from lm.signed import sign
+from tasks.audit import garbage, verify
+from tasks.stage import FORMAT, Ref, read_output
 from tasks.store import Store, describe_files
 from tests.fuzz.choices import DEEP, Choices, cut_up, damaged, json_bytes
 from tests.generating import make_model
@@ -24,11 +27,12 @@ from tests.tokenizers_made import bytes_tokenizer
 
 ATTEMPT = "20260101T000000-00000000"
 REF = Ref("train", "0" * 64)
-RUN = {"name": "a", "root": "b", "at": "", "stages": {"train": {"key": REF.key}, "merge": {"key": REF.key}}}
+USED = {"key": REF.key, "state": "made", "seconds": 1.0}
+RUN = {"name": "a", "root": "b", "at": "", "stages": {"train": USED, "merge": USED}}
 
 
 def _manifest(files: list[dict[str, Any]]) -> dict[str, Any]:
-    made = {"run": "a", "at": "2026-01-01T00:00:00+00:00", "seconds": 1.0, "host": "b"}
+    made = {"run": "a", "at": "2026-01-01T00:00:00+00:00", "started": 1.0, "seconds": 1.0, "host": "b"}
     return {
         "stage": REF.stage,
         "format": FORMAT,
@@ -38,37 +42,48 @@ def _manifest(files: list[dict[str, Any]]) -> dict[str, Any]:
         "sources": [{"url": "/a", "bytes": 1, "sha256": "0" * 64}],
         "files": files[:1],
         "records": files[1:],
+        "page": None,
         "figures": {"train": {"tokens": 3}},
         "made": made,
     }
 
 
+def _signed(content: Any, choices: Choices) -> bytes:
+    """A content with the digest of what it is, as an attacker would make it; or any damage."""
+    if isinstance(content, dict) and choices.below(8) < 7:
+        with suppress(RecursionError, ValueError):  # it is too deep to write, or a text is none
+            return sign(content).encode()
+    return json_bytes(content, choices)
+
+
 def manifest(choices: Choices, folder: Path) -> None:
-    """A manifest, all that is asked of one, and the record of a run."""
+    """A manifest, its output's files, and the record of a run: all that is asked of them."""
     root = folder / "root"
     place = root / REF.stage / REF.key
     (place / ATTEMPT / "step-1").mkdir(parents=True, exist_ok=True)
     (root / "runs").mkdir(exist_ok=True)
-    (place / ATTEMPT / "training.json").write_text("{}")
+    (place / ATTEMPT / "training.json").write_bytes(json_bytes({"best": "step-1"}, choices))
     (place / ATTEMPT / "step-1" / "data").write_text("data")
     files = describe_files(place / ATTEMPT)
-    content = damaged(_manifest(files), choices)
-    (place / "manifest.json").write_bytes(json_bytes(content, choices))
-    (root / "runs" / "a.json").write_bytes(json_bytes(damaged(RUN, choices, 2) if choices.below(2) else RUN, choices))
-    store = Store(str(root))
-    output = open_output(store, REF)
-    if output is not None:
-        assert len(output.digest) == 64
-        output.is_intact()
-        for name in ("training.json", "step-1/data"):
-            path = output.path(name)
-            assert (place / ATTEMPT).resolve() in path.resolve().parents, f"{path} leaves the attempt"
-        output.json("training.json")
-        output.directory("step-1")
-        "".join(figures(output.manifest["figures"]))
-        assert output.page is None or isinstance(output.page, str)
-    latest_model(str(root))
-    Run(str(root), "fuzz")
+    (place / "manifest.json").write_bytes(_signed(damaged(_manifest(files), choices), choices))
+    (root / "runs" / "a.json").write_bytes(_signed(damaged(RUN, choices, 2) if choices.below(2) else RUN, choices))
+    for ask in (_read_output, lambda store: list(verify(store)), garbage, lambda store: latest_model(str(root))):
+        with suppress(UserError):
+            ask(Store(str(root)))
+
+
+def _read_output(store: Store) -> None:
+    output = read_output(store, REF)
+    assert len(output.digest) == 64
+    output.is_intact()
+    "".join(figures(output.manifest["figures"]))
+    assert output.page is None or isinstance(output.page, str)
+    for name in ("training.json", "step-1/data"):
+        attempt = Path(store.path(*REF, ATTEMPT)).resolve()
+        path = output.path(name)
+        assert attempt in path.resolve().parents, f"{path} leaves the attempt"
+    output.json("training.json")
+    output.directory("step-1")
 
 
 @cache
