@@ -319,7 +319,7 @@ class Stage:
         if self.page:
             try:
                 (draft.directory / PAGE).write_text("\n\n".join(self.page(draft, **inputs)), encoding="utf-8")
-            except OSError as error:  # the work is done and is worth more than its description
+            except (OSError, UserError) as error:  # the work is done and is worth more than its description
                 log.warning("The page of %s could not be written: %s", self.name, error)
             except Exception:
                 log.warning("The page of %s could not be made.", self.name, exc_info=True)
