@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import httpx
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
 from tqdm import tqdm
 
@@ -15,6 +14,7 @@ from flows.config import PipelineConfig
 from flows.pipeline import StageName, absolute, pipeline
 from flows.plan import plan
 from flows.report import figures, outputs_of
+from flows.runs import is_unreachable
 from lm.completion import complete
 from lm.convert import save_hugging_face
 from lm.errors import UserError
@@ -65,7 +65,7 @@ def run_pipeline(
         try:
             return pipeline(config, root, until, refresh)
         except Exception as error:
-            if not any(isinstance(one, httpx.TransportError) for one in (error, error.__cause__)):
+            if not is_unreachable(error):
                 raise
             raise UserError(
                 f"Prefect's server at {get_current_settings().api.url} cannot be reached: {error}. What is finished is "

@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from prefect.artifacts import create_markdown_artifact
 
+from flows.runs import is_unreachable
 from tasks.pages import cell, code, table
 from tasks.stage import Output, Ref, Run, read_output
 
@@ -86,5 +87,7 @@ def _show(key: str, markdown: str, description: str) -> None:
     try:
         create_markdown_artifact(markdown, key=key, description=description)
     except Exception as error:  # what was made is made, shown or not
-        log.warning("The page of %s could not be shown in Prefect, and no later one is tried: %s", key, error)
-        _is_gone.set()
+        if is_unreachable(error):
+            _is_gone.set()
+        later = ", and no later one is tried" if _is_gone.is_set() else ""
+        log.warning("The page of %s could not be shown in Prefect%s: %s", key, later, error)

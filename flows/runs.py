@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from uuid import UUID
 
+import httpx
 from filelock import FileLock, Timeout
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, TaskRunFilter, TaskRunFilterState
@@ -89,6 +90,11 @@ def keep_alive(run_id: str, start: int) -> None:
         log.warning(
             "Should this run's process die, nobody will tell Prefect: %s cannot be written: %s", directory, error
         )
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Whether it is Prefect's server that cannot be reached; its client wraps some of these errors."""
+    return any(isinstance(one, httpx.TransportError) for one in (error, error.__cause__))
 
 
 def end_without_server(code: int) -> None:

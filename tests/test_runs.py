@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from uuid import UUID, uuid4
 
+import httpx
 import pytest
 from prefect import flow, task
 from prefect.client.orchestration import get_client
@@ -215,15 +216,22 @@ def test_a_run_whose_server_is_gone_ends_without_it(
     assert ("server does not answer" in capsys.readouterr().err) == bool(port)
 
 
-def test_a_server_that_is_gone_holds_up_one_page_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "tried"),
+    [(httpx.ConnectError("refused"), ["ingest"]), (ValueError("this page alone"), ["ingest", "chunk", "count"])],
+    ids=["gone", "refused"],
+)
+def test_only_a_server_that_is_gone_is_shown_no_later_page(
+    error: Exception, tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[str] = []
 
-    def gone(markdown: str, key: str, description: str) -> None:
+    def fails(markdown: str, key: str, description: str) -> None:
         asked.append(key)
-        raise ConnectionRefusedError
+        raise error
 
-    monkeypatch.setattr(report, "create_markdown_artifact", gone)
+    monkeypatch.setattr(report, "create_markdown_artifact", fails)
     monkeypatch.setattr(report, "_is_gone", threading.Event())
     for key in ("ingest", "chunk", "count"):
         report._show(key, "", "")
-    assert asked == ["ingest"]
+    assert asked == tried
