@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.tokenizer import DATA
+from benchmarks.texts import DATA
 from flows.config import load_preset
 from lm.bpe import train_bpe
 from lm.execution import Execution

@@ -27,6 +27,7 @@ import numpy as np
 
 from benchmarks.texts import END, documents, letters, limited, packages, stories
 from lm.tokenizer import Tokenizer, token_dtype
+from tasks.records import RunRecord, read
 from tasks.stage import Ref, read_output
 from tasks.store import Store
 
@@ -146,7 +147,7 @@ def run_limited(command: list[str], limit: int, log: Path) -> dict[str, Any]:
 def encoded_bytes(root: str) -> tuple[int, int, dict[str, float]]:
     """Bytes that the ids of the latest run stand for without the separators, their number, and seconds by stage."""
     store = Store(root)
-    record = store.read_json("runs", "latest.json") or {}
+    record = read(RunRecord, store, "runs", "latest.json") or {"stages": {}}
     outputs = {name: read_output(store, Ref(name, stage["key"])) for name, stage in record["stages"].items()}
     tokenizer = Tokenizer.load(outputs["merge"].directory("tokenizer"))
     counts = np.zeros(tokenizer.size, np.int64)

@@ -93,7 +93,10 @@ def train_merges(
     tokens = [bytes([byte]) for byte in range(256)] + [special.encode() for special in special_tokens]
     wanted = vocab_size - len(tokens)
     with compiling("merging"):
-        merges = _learn(counts, len(tokens), wanted, min_frequency, progress)
+        corpus, length = _lay_out(counts)
+        del counts  # the memory of millions of pretokens is wanted for their pairs
+        pa.default_memory_pool().release_unused()
+        merges = _learn(corpus, length, len(tokens), wanted, min_frequency, progress)
     learned: Merges = []
     for left, right in merges.tolist():
         learned.append((tokens[left], tokens[right]))
@@ -108,10 +111,8 @@ def train_merges(
     return dict(enumerate(tokens)), learned
 
 
-def _learn(
-    counts: pa.Table, first_id: int, wanted: int, min_frequency: int, progress: Callable[[int], None]
-) -> npt.NDArray[np.int32]:
-    """The merges as pairs of ids (merges, 2), ``first_id`` being the first merge's."""
+def _lay_out(counts: pa.Table) -> tuple[merge.Corpus, int]:
+    """The pretokens one after another, and how long that is."""
     words, ends, frequencies = columns_of(counts)
     length = len(words) + len(ends) + 2
     if length > np.iinfo(np.int32).max // 3:
@@ -119,8 +120,20 @@ def _learn(
             f"The different pretokens have {len(words):,} bytes, more than merges can be learned from: "
             "leave the rarest out, or train on less text."
         )
-    corpus = merge.Corpus(np.empty(length, np.uint8), np.empty(length, np.int32), np.empty(length, np.int64))
-    length = merge.lay_out(words, ends, frequencies, corpus)
+    large = np.empty(np.count_nonzero(frequencies > merge.MOST), np.int64)
+    corpus = merge.Corpus(np.empty(length, np.uint8), np.empty(length, np.int32), np.empty(length, np.int32), large)
+    return corpus, merge.lay_out(words, ends, frequencies, corpus)
+
+
+def _learn(
+    corpus: merge.Corpus,
+    length: int,
+    first_id: int,
+    wanted: int,
+    min_frequency: int,
+    progress: Callable[[int], None],
+) -> npt.NDArray[np.int32]:
+    """The merges as pairs of ids (merges, 2), ``first_id`` being the first merge's."""
     size = first_id + wanted + 1
     tokens = merge.Tokens(
         np.ones(size, np.int32),

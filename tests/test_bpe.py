@@ -80,7 +80,7 @@ def test_ties_go_to_the_greater_bytes_and_not_to_the_greater_id() -> None:
 
 counts_of_few_letters = st.dictionaries(
     st.text("ab", max_size=12).map(str.encode) | st.text("abcé", max_size=8).map(str.encode) | st.binary(max_size=6),
-    st.integers(1, 5),
+    st.integers(1, 5) | st.integers(2**31 - 2, 2**31 + 1) | st.just(2**40),
     max_size=12,
 )
 

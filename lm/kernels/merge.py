@@ -16,6 +16,7 @@ from lm.kernels import Bytes, Int, Ints, Longs, inlined, kernel
 
 BOUNDARY = -1  # instead of a token, between words
 TOKENS, PAIRS, HEAP, PLACES = 0, 1, 2, 3  # of ``used``
+MOST = 2**31 - 1  # that a count in four bytes can be
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -24,7 +25,8 @@ class Corpus(NamedTuple):
 
     data: npt.NDArray[np.uint8]  # (n,)
     ids: npt.NDArray[np.int32]  # (n,): of the token that begins or ends here
-    counts: npt.NDArray[np.int64]  # (n,): of the word
+    counts: npt.NDArray[np.int32]  # (n,): of the word; where it is too large, -1 less its place in ``large``
+    large: npt.NDArray[np.int64]
 
 
 class Tokens(NamedTuple):
@@ -48,6 +50,13 @@ class Pairs(NamedTuple):
     places: npt.NDArray[np.int32]
     heap: npt.NDArray[np.int64]  # (pairs, 2): count when it was put in, pair
     table: npt.NDArray[np.int32]  # (a power of two,): pair, or -1
+
+
+@inlined
+def count_at(corpus: Corpus, at: int) -> Int:
+    """The count of the word that a place is in."""
+    count = np.int64(corpus.counts[at])
+    return corpus.large[-1 - count] if count < 0 else count
 
 
 @inlined
@@ -152,15 +161,20 @@ def lay_out(words: Bytes, ends: Ints, word_counts: Longs, corpus: Corpus) -> int
     place is one after the boundary before it; words of one byte, which have no pair, are left out. Returns its length.
     """
     corpus.ids[0] = BOUNDARY
-    at = 1
+    at, large = 1, 0
     for row in range(len(word_counts)):
         begin, end = np.int64(ends[row]), np.int64(ends[row + 1])
         if end - begin < 2:
             continue
+        count = word_counts[row]
+        if count > MOST:
+            corpus.large[large] = count
+            large += 1
+            count = -large
         for k in range(begin, end):
             corpus.data[at] = words[k]
             corpus.ids[at] = words[k]
-            corpus.counts[at] = word_counts[row]
+            corpus.counts[at] = count
             at += 1
         corpus.ids[at] = BOUNDARY
         at += 1
@@ -186,7 +200,7 @@ def first_pairs(
             if ids[at + 1] >= 0:
                 pair = ids[at] << 8 | ids[at + 1]
                 numbers[pair] += 1
-                totals[pair] += corpus.counts[at]
+                totals[pair] += count_at(corpus, at)
     pairs.starts[0] = 0
     for both in range(65536):
         if totals[both] >= min_frequency:
@@ -232,7 +246,7 @@ def merge_pair(
         at = np.int64(pairs.places[i])
         if ids[at] != a or ids[at + length_a] != b:
             continue  # a part has become part of another token since
-        count = corpus.counts[at]
+        count = count_at(corpus, at)
         ids[at + length_a - 1] = ids[at + length_a] = BOUNDARY - 1  # inside a token
         ids[at] = ids[at + length - 1] = new
         tokens.places[new] = at
