@@ -241,7 +241,11 @@ def main() -> None:
     }
     described = {" ".join(map(str, job)): row for job, row in medians.items()}
     rounded = {name: round(value, 3) for name, value in ratios.items()}
-    print(json.dumps({"ratios": rounded, "shape": options.shape, "read_rate": rate, "rows": described, "machine": machine}))
+    print(
+        json.dumps(
+            {"ratios": rounded, "shape": options.shape, "read_rate": rate, "rows": described, "machine": machine}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class DirectCaller:
             return list(pool.map(lambda item: self.call(stage, item, *arguments), items))
 
 
-def measure(kind: str, preset: str, until: str, data: dict[str, list[str]]) -> dict[str, float]:
+def measure(kind: str, preset: str, until: Any, data: dict[str, Any]) -> dict[str, float]:
     """Seconds that one run takes in this process: in all, idle, and of the processor."""
     from flows.config import load_preset
     from flows.console import run_pipeline
@@ -58,7 +58,7 @@ def measure(kind: str, preset: str, until: str, data: dict[str, list[str]]) -> d
         finally:
             work.append((started, time.perf_counter()))
 
-    Stage.make = timed  # type: ignore[method-assign]
+    Stage.make = timed  # type: ignore[method-assign, assignment]
     config = load_preset(preset)
     config = replace(config, data=replace(config.data, **data))
     with tempfile.TemporaryDirectory() as root:

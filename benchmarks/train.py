@@ -94,18 +94,17 @@ def hugging_face(model: ModelConfig, batch: int, precision: str, compiled: bool,
     """A step of Hugging Face's Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    llama = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=model.vocab_size,
-            hidden_size=model.d_model,
-            intermediate_size=model.d_ff,
-            num_hidden_layers=model.num_layers,
-            num_attention_heads=model.num_heads,
-            max_position_embeddings=model.context_length,
-            use_cache=False,
-            attn_implementation="sdpa",
-        )
-    ).to(device)
+    shape: dict[str, Any] = {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.d_model,
+        "intermediate_size": model.d_ff,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "max_position_embeddings": model.context_length,
+        "attn_implementation": "sdpa",
+    }
+    llama: torch.nn.Module = LlamaForCausalLM(LlamaConfig(**shape, use_cache=False))
+    llama.to(device)
     llama.train()
     optimizer = torch.optim.AdamW(llama.parameters(), 1e-4, (0.9, 0.95), weight_decay=0.1, fused=True)
     ids = torch.randint(0, model.vocab_size or 1, (batch, model.context_length + 1), device=device)

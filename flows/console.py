@@ -26,6 +26,8 @@ from tasks.sample import load, trained
 from tasks.stage import Output, Ref, Run, part_log, read_output
 from tasks.store import Store
 
+log = logging.getLogger(__name__)
+
 
 class _Console(logging.Handler):
     """Prints the project's lines above a progress bar."""
@@ -86,12 +88,14 @@ def latest_model(root: str) -> tuple[Output, Output]:
     """The model and the tokenizer of the latest run below ``root`` that has trained one; raises UserError without."""
     store = Run(absolute(root), "sample").store
     newest_first = reversed([name for name in store.names("runs") if name.endswith(".json") and name != "latest.json"])
-    records = (read(RunRecord, store, "runs", name) for name in newest_first)
-    record = next((record for record in records if record and {"train", "merge"} <= record["stages"].keys()), None)
-    if record is None:
-        raise UserError(f"{root} has no finished model; make one with: textmill run --root {root}")
-    model, tokenizer = (read_output(store, Ref(name, record["stages"][name]["key"])) for name in ("train", "merge"))
-    return model, tokenizer
+    for name in newest_first:
+        record = read(RunRecord, store, "runs", name)
+        if record is None:
+            log.warning("%s is damaged; the run that it tells of is passed over.", store.url("runs", name))
+        elif {"train", "merge"} <= record["stages"].keys():
+            made = (read_output(store, Ref(stage, record["stages"][stage]["key"])) for stage in ("train", "merge"))
+            return next(made), next(made)
+    raise UserError(f"{root} has no finished model; make one with: textmill run --root {root}")
 
 
 def sample_command(root: str, config: SampleConfig, device: str) -> None:

@@ -8,6 +8,7 @@ from flows.config import PipelineConfig
 from flows.pipeline import absolute, chain
 from tasks.ingest import find_sources
 from tasks.stage import Ref, Run, Stage
+from tasks.store import patiently
 from tasks.texts import read_chunks
 
 _PENDING = "pending"  # the key of an output that is not there yet
@@ -54,7 +55,9 @@ class Planner:
 def plan(config: PipelineConfig, root: str, until: str | None, refresh: Sequence[str]) -> list[tuple[str, str]]:
     """(stage, what would happen and why) for every stage up to ``until``."""
     planner = Planner(Run(absolute(root), "plan", frozenset(refresh), config.execution))
-    sources = find_sources.fn(config.data, planner.run.store)  # read where they are new, as digests are in the keys
+    sources = patiently(
+        find_sources.fn, config.data, planner.run.store
+    )  # read where they are new, as digests are in the keys
     for name, _ in chain(config, sources, planner.call, planner.map):
         if name == until:
             break

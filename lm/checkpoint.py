@@ -146,6 +146,10 @@ def _load_optimizers(optimizers: list[torch.optim.Optimizer], states: list[dict[
     try:
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
+            for p, found in optimizer.state.items():
+                for part, value in found.items():
+                    if isinstance(value, torch.Tensor) and value.ndim and value.shape != p.shape:
+                        raise ValueError(f"{part} is {tuple(value.shape)} beside a parameter of {tuple(p.shape)}")
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise UserError(f"{name} belongs to another optimizer config: {error}") from None
 

@@ -108,17 +108,25 @@ def expand(patterns: Iterable[str]) -> list[str]:
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
-    options: dict[str, Any] = {}
-    if url.startswith(("http://", "https://")):
-        from aiohttp import ClientTimeout  # slow to import
-
-        # The default ends every download after five minutes, however well it goes.
-        options = {"client_kwargs": {"timeout": ClientTimeout(total=None, sock_connect=30, sock_read=60)}}
     try:
-        fs, path = fsspec.core.url_to_fs(url, **options)
+        fs, path = fsspec.core.url_to_fs(url, **patience(url))
     except (ValueError, ImportError, OSError) as error:
         raise UserError(f"{url} cannot be read: {error}") from None
     return fs, path
+
+
+def patience(url: str) -> dict[str, Any]:
+    """Options for fsspec: how long to wait for a server that does not answer."""
+    protocol = url.partition("://")[0]
+    if protocol in ("http", "https"):
+        from aiohttp import ClientTimeout  # slow to import
+
+        # The default ends every download after five minutes, however well it goes.
+        return {"client_kwargs": {"timeout": ClientTimeout(total=None, sock_connect=30, sock_read=60)}}
+    if protocol in ("s3", "s3a") and "config_kwargs" not in fsspec.config.conf.get(protocol, {}):
+        # s3fs asks five times and waits for 15 seconds; by default botocore below it makes six minutes of that.
+        return {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
+    return {}
 
 
 def version(url: str) -> tuple[int, str] | None:

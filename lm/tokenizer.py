@@ -22,6 +22,7 @@ from lm.errors import UserError
 from lm.kernels.walk import Specials, pack_specials
 from lm.pretokens import GPT2_PATTERN, check_special_tokens, cut_safely, pretokenize, split_special
 
+_MOST = 1 << 24  # ids, a hundred times as many as any vocabulary has: tables are as long as the largest
 _CACHE_ENTRIES = 1 << 18  # pretokens remembered by the reference; at about 200 bytes each, 50 MB
 
 
@@ -56,8 +57,8 @@ class Tokenizer:
                 token_id = max(self.vocab, default=-1) + 1
                 self.vocab[token_id] = special.encode()
                 ids[special.encode()] = token_id
-        if self.size > 1 << 32:
-            raise UserError(f"The token id {self.size - 1} does not fit in four bytes; number the tokens from 0 on.")
+        if self.size > _MOST:
+            raise UserError(f"The token id {self.size - 1} is past {_MOST - 1}, the largest; number tokens from 0 on.")
         self.special_ids = {special: ids[special.encode()] for special in self.special_tokens}
         self._ids = ids
         encoder = Encoder.make(ids, self.merges, token_dtype(self.size))

@@ -5,10 +5,13 @@ number, depth or type that a reader does not expect. (What a manifest says for a
 of any shape.)
 """
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from lm.errors import UserError
+from lm.formats import read_json
 from lm.signed import read_signed
 from tasks.store import Store
 
@@ -89,6 +92,73 @@ class Remembered(_Shape):
 
     source: _Source
     version: tuple[int, str] | None
+
+
+class _Text(_Shape):
+    file: _Path | None
+    source: _Size
+
+
+class _Texts(_Shape):
+    train: list[_Text]
+    valid: list[_Text]
+
+
+class _Range(_Shape):
+    text: _Size
+    start: _Size
+    end: _Size
+    last: bool
+    sha256: _Digest
+
+
+class _Chunks(_Shape):
+    train: list[list[_Range]]
+    valid: list[list[_Range]]
+
+
+class _Totals(_Shape):
+    tokens: _Size
+    documents: _Size
+    bytes: _Size
+
+
+class _Index(_Shape):
+    vocab_size: _Size
+    separator: str
+    tokenizer: _Digest
+    train: _Totals
+    valid: _Totals
+
+
+class _Training(_Shape):
+    best: _Path
+
+
+class _Sample(_Shape):
+    prompt: str
+    text: str
+
+
+_CONTENTS: dict[str, TypeAdapter[Any]] = {
+    "texts.json": TypeAdapter(_Texts),
+    "chunks.json": TypeAdapter(_Chunks),
+    "shard.json": TypeAdapter(_Totals),
+    "index.json": TypeAdapter(_Index),
+    "training.json": TypeAdapter(_Training),
+    "samples.json": TypeAdapter(list[_Sample]),
+}
+
+
+def read_content(path: Path) -> Any:
+    """A JSON file that is the content of an output; raises UserError where it is not as its stage writes it."""
+    content = read_json(path)
+    try:
+        _CONTENTS[path.name].validate_python(content)
+    except ValidationError as error:
+        place = ".".join(map(str, error.errors()[0]["loc"]))
+        raise UserError(f"{path} is not as its stage writes it: {place}: {error.errors()[0]['msg']}.") from None
+    return content
 
 
 def read(shape: type[_Shape], store: Store, *parts: str) -> dict[str, Any] | None:

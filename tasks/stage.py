@@ -30,8 +30,7 @@ from prefect.results import get_result_store
 from lm.corpus import Source
 from lm.errors import UserError
 from lm.execution import Execution
-from lm.formats import read_json
-from tasks.records import Latest, Manifest, read
+from tasks.records import Latest, Manifest, read, read_content
 from tasks.source_digest import source_digests
 from tasks.store import Store, describe_files
 
@@ -115,8 +114,8 @@ class Output:
         return data.decode("utf-8", "replace") if is_intact and data else None
 
     def json(self, name: str) -> Any:
-        """The content of a JSON file; raises UserError where it is none."""
-        return read_json(self.path(name))
+        """The content of a JSON file; raises UserError where it is not as its stage writes it."""
+        return read_content(self.path(name))
 
     @property
     def url(self) -> str:

@@ -21,9 +21,16 @@ from typing import Any, TypeVar
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
-from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential, wait_random
+from tenacity import (
+    Retrying,
+    retry_if_exception_type,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_exponential,
+    wait_random,
+)
 
-from lm.corpus import is_network_failure
+from lm.corpus import is_network_failure, patience
 from lm.errors import Unreachable, UserError
 from lm.signed import sign
 from tasks.machine import cache_directory
@@ -32,9 +39,9 @@ log = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-_patiently = Retrying(
+patiently = Retrying(
     retry=retry_if_exception_type(Unreachable),
-    stop=stop_after_attempt(4),
+    stop=stop_after_attempt(4) | stop_after_delay(60),  # an attempt may have waited for long
     wait=wait_exponential(multiplier=2) + wait_random(0, 1),  # 2, 4 and 8 seconds, and a little more
     before_sleep=lambda state: log.warning("%s Trying again.", state.outcome and state.outcome.exception()),
     reraise=True,
@@ -49,7 +56,7 @@ class Store:
     def __init__(self, root: str) -> None:
         try:
             # Listings are not remembered: another run may write to the same root.
-            self.fs, self.base = fsspec.core.url_to_fs(root, use_listings_cache=False)
+            self.fs, self.base = fsspec.core.url_to_fs(root, use_listings_cache=False, **patience(root))
         except (ValueError, ImportError) as error:
             raise UserError(f"The root {root} cannot be used: {error}") from None
         self.is_local = isinstance(self.fs, LocalFileSystem)
@@ -57,7 +64,7 @@ class Store:
     def _ask(self, operation: Callable[[], _Answer]) -> _Answer:
         """Do something in the file system: again where a network failed, and raising UserError for all but a missing
         file."""
-        return self._try(operation) if self.is_local else _patiently(self._try, operation)
+        return self._try(operation) if self.is_local else patiently(self._try, operation)
 
     def _try(self, operation: Callable[[], _Answer]) -> _Answer:
         try:

@@ -39,20 +39,26 @@ class Chunk:
 
 def text_paths(texts: Output, split: str) -> list[str]:
     """Local paths of the texts of ``train`` or ``valid``."""
-    return [
-        texts.manifest["sources"][text["source"]]["url"] if text["file"] is None else str(texts.path(text["file"]))
-        for text in texts.json("texts.json")[split]
-    ]
+    sources, found = texts.manifest["sources"], texts.json("texts.json")[split]
+    try:
+        return [
+            sources[text["source"]]["url"] if text["file"] is None else str(texts.path(text["file"])) for text in found
+        ]
+    except IndexError:
+        raise UserError(f"{texts.url} refers to sources that it does not name; refresh the ingest stage.") from None
 
 
 def read_chunks(store: Store, texts: Ref, chunks: Ref, split: str) -> list[Chunk]:
     """The chunks of ``train`` or ``valid``, ready to map over."""
     paths = text_paths(read_output(store, texts), split)
     found = read_output(store, chunks).json("chunks.json")[split]
-    return [
-        Chunk(split, number, len(found), [(paths[part["text"]], Range(**part)) for part in ranges])
-        for number, ranges in enumerate(found, start=1)
-    ]
+    try:
+        return [
+            Chunk(split, number, len(found), [(paths[part["text"]], Range(**part)) for part in ranges])
+            for number, ranges in enumerate(found, start=1)
+        ]
+    except IndexError:
+        raise UserError(f"Chunks {chunks.key[:12]} are of other texts than these; refresh the chunk stage.") from None
 
 
 def open_ranges(chunk: Chunk, stopping: Event) -> Iterator[tuple[Iterator[bytes], bool]]:

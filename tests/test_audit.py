@@ -200,7 +200,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_root_out_of_reach_is_not_taken_for_a_damaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, *_ = a_root(f"memory://{tmp_path.name}")
-    monkeypatch.setattr(store._patiently, "wait", wait_none())
+    monkeypatch.setattr(store.patiently, "wait", wait_none())
     for operation in ("cat_file", "open"):
         with monkeypatch.context() as patch:
 

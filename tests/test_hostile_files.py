@@ -92,14 +92,15 @@ def test_a_vocabulary_that_is_no_object_is_refused(tmp_path: Path, vocab: Any) -
         Tokenizer.from_tokenizer_json(tmp_path / "tokenizer.json")
 
 
-def test_ids_end_where_four_bytes_do() -> None:
+def test_ids_that_would_take_gigabytes_are_refused() -> None:
     vocab = {i: bytes([i]) for i in range(256)}
-    assert Tokenizer(vocab | {(1 << 32) - 1: b"<s>"}, [], ["<s>"]).encode("<s>") == [(1 << 32) - 1]
-    for token_id in (1 << 32, 10**30):
-        with pytest.raises(UserError, match="does not fit in four bytes"):
+    most = (1 << 24) - 1
+    assert Tokenizer(vocab | {most: b"<s>"}, [], ["<s>"]).encode("<s>") == [most]
+    for token_id in (most + 1, 1 << 32, 10**30):
+        with pytest.raises(UserError, match=f"id {token_id} is past 16777215"):
             Tokenizer(vocab | {token_id: b"<s>"}, [], ["<s>"])
-    with pytest.raises(UserError, match="does not fit in four bytes"):
-        Tokenizer(vocab | {(1 << 32) - 1: b"<s>"}, [], ["<s>", "<t>"])
+    with pytest.raises(UserError, match="is past"):
+        Tokenizer(vocab | {most: b"<s>"}, [], ["<s>", "<t>"])
 
 
 def test_a_damaged_sentencepiece_model_is_refused(tmp_path: Path) -> None:
@@ -235,6 +236,21 @@ def test_other_states_are_refused(saved: Path, state: Any) -> None:
     torch.save(state, saved / "optimizer.pt")
     describe(saved)
     with pytest.raises(UserError, match="step-5"):
+        load_training(saved, model, [optimizer_of(model)])
+
+
+def test_moments_of_another_shape_are_refused(saved: Path) -> None:
+    model = TransformerLM(CONFIG)
+    optimizer = optimizer_of(model)
+    sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    save_training(saved, model, [optimizer], 5, {})
+    assert load_training(saved, model, [optimizer_of(model)]) == 5
+    state = torch.load(saved / "optimizer.pt", weights_only=True)
+    state["optimizers"][0]["state"][0]["m"] = torch.zeros(3)
+    torch.save(state, saved / "optimizer.pt")
+    describe(saved)
+    with pytest.raises(UserError, match="step-5 belongs to another optimizer config: m is"):
         load_training(saved, model, [optimizer_of(model)])
 
 

@@ -14,10 +14,13 @@ import pytest
 from flows.cli import main
 from flows.console import latest_model
 from lm.checkpoint import read_description
+from lm.corpus import Source
 from lm.errors import UserError
 from lm.signed import read_signed, sign
 from tasks.audit import delete, garbage, verify
+from tasks.records import read_content
 from tasks.stage import Draft, Ref, Run, Stage, open_output, read_output
+from tasks.texts import read_chunks
 from tests.roots import CALLS, a_run, letters, make, record
 
 PLACES = ["../../../../outside.txt", "/outside.txt", "sub/../../a.txt", "..", ".", "", "sub//b.txt", "a\0b", "sub/"]
@@ -248,6 +251,57 @@ def test_a_record_that_names_what_is_no_key(run: Run, ref: Ref, key: Any, capsys
     assert "has no finished model" in capsys.readouterr().err
     assert main(["gc", run.root, "--delete"]) == 2
     assert read_output(run.store, ref).is_intact()
+
+
+def test_a_damaged_record_is_passed_over_with_a_word(run: Run, ref: Ref, caplog: pytest.LogCaptureFixture) -> None:
+    record(run, "20260102-000000-full-b", ref)
+    Path(run.root, "runs/20260102-000000-full-b.json").write_text("{}")
+    with pytest.raises(UserError, match="has no finished model"):
+        latest_model(run.root)
+    assert "full-b.json is damaged; the run that it tells of is passed over" in caplog.text
+
+
+_TOTALS = {"tokens": 1, "documents": 1, "bytes": 5}
+_RANGE = {"text": 0, "start": 0, "end": 5, "last": True, "sha256": "ab" * 32}
+CONTENTS: dict[str, Any] = {
+    "texts.json": {"train": [{"file": None, "source": 0, "bytes": 5}], "valid": []},
+    "chunks.json": {"train": [[_RANGE]], "valid": []},
+    "shard.json": _TOTALS,
+    "index.json": {"vocab_size": 300, "separator": "x", "tokenizer": "ab" * 32, "train": _TOTALS, "valid": _TOTALS},
+    "training.json": {"best": "step-0000001"},
+    "samples.json": [{"prompt": "a", "text": "b"}],
+}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_the_content_of_an_output_is_read_in_its_shape_alone(tmp_path: Path, name: str) -> None:
+    path, content = tmp_path / name, CONTENTS[name]
+    path.write_text(json.dumps(content))
+    assert read_content(path) == content
+    others: list[Any] = [None, 7, "x", [7], {"train": 7}, {}, {"train": [[7]], "valid": []}, [{"prompt": "a"}]]
+    others += [{**content, key: [-1]} for key in content] if isinstance(content, dict) else []
+    for other in others:
+        path.write_text(json.dumps(other))
+        with pytest.raises(UserError, match=f"{name} is not as its stage writes it"):
+            read_content(path)
+
+
+@pytest.mark.parametrize("part", ["chunks", "texts"])
+def test_a_chunk_of_a_text_that_is_not_there(run: Run, part: str) -> None:
+    """The digests fit; what refers to it is one past the last."""
+    texts = {"train": [{"file": None, "source": int(part == "texts")}], "valid": []}
+    ranges = [{**_RANGE, "text": int(part == "chunks")}]
+
+    def ingest(out: Draft, text: str) -> None:
+        out.sources = [Source("a.txt", 5, "ab" * 32)]
+        (out.directory / "texts.json").write_text(json.dumps(texts))
+
+    def chunk(out: Draft, text: str) -> None:
+        (out.directory / "chunks.json").write_text(json.dumps({"train": [ranges], "valid": []}))
+
+    made = [Stage(body.__name__, body).make(run, {"text": "x"}) for body in (ingest, chunk)]
+    with pytest.raises(UserError, match=f"refresh the {'ingest' if part == 'texts' else 'chunk'} stage"):
+        read_chunks(run.store, *made, "train")
 
 
 @pytest.mark.parametrize("stage", ["..", "../letters", "/", "", "Letters", "runs/../letters"])

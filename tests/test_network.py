@@ -2,16 +2,19 @@
 
 import http.server
 import io
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
-from tenacity import wait_none
+from tenacity import stop_after_delay, wait_none
 
 from flows.config import load_preset
 from flows.pipeline import pipeline
+from flows.plan import plan
 from lm.corpus import fingerprint
 from lm.demo_corpus import demo_stories
 from lm.errors import Unreachable, UserError
@@ -121,6 +124,55 @@ def test_the_flow_gives_up_after_three_more(moody: str, tmp_path: Path, impatien
     assert Moody.asked == 4
 
 
+def test_a_plan_tries_again(moody: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store.patiently, "wait", wait_none())
+    Moody.answers[:] = [500, BREAK]
+    config = load_preset("demo")
+    config.data.train[:] = [moody]
+    assert plan(config, str(tmp_path), "ingest", ()) == [("ingest", "runs: it has no result yet")]
+    assert not Moody.answers
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
+    """The connections to an S3 that takes them and never answers, for which 15 seconds are one fifth of one."""
+    s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
+    monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 0.2)
+    found: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def take() -> None:
+            try:
+                while True:
+                    found.append(server.accept()[0])
+            except OSError:  # closed
+                pass
+
+        threading.Thread(target=take, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "testing")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        s3fs.S3FileSystem.clear_instance_cache()
+        yield found
+        server.shutdown(socket.SHUT_RDWR)
+        for connection in found:
+            connection.close()
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_an_object_store_that_never_answers_is_given_up(
+    silent: list[socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Unreachable, match="cannot be"):
+        fingerprint("s3://bucket/a.txt")
+    assert len(silent) == 5  # the tries of s3fs, and not those of botocore for each
+    monkeypatch.setattr(store.patiently, "stop", stop_after_delay(0.5))  # instead of 60 seconds
+    with pytest.raises(Unreachable, match="cannot be reached"):
+        store.Store("s3://bucket/root").read_bytes("manifest.json")
+    assert len(silent) == 10
+
+
 def test_the_flow_does_not_repeat_a_users_mistake(moody: str, tmp_path: Path, impatient: None) -> None:
     Moody.answers[:] = [404] * 99
     config = load_preset("demo")
@@ -131,7 +183,7 @@ def test_the_flow_does_not_repeat_a_users_mistake(moody: str, tmp_path: Path, im
 
 
 def test_an_upload_that_fails_is_tried_again_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store._patiently, "wait", wait_none())
+    monkeypatch.setattr(store.patiently, "wait", wait_none())
     bodies: list[str] = []
 
     def body(out: Draft, text: str) -> None:
@@ -167,7 +219,7 @@ def failing_first(operation: Callable[..., Any], failures: list[Exception]) -> C
 def test_a_root_in_trouble_is_not_taken_for_an_empty_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]
 ) -> None:
-    monkeypatch.setattr(store._patiently, "wait", wait_none())
+    monkeypatch.setattr(store.patiently, "wait", wait_none())
     found = Run(f"memory://{tmp_path.name}", "run").store
     calls: list[str] = []
 

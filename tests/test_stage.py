@@ -215,7 +215,7 @@ def test_a_root_on_s3(bucket: Any) -> None:
 
 
 def test_a_root_on_s3_out_of_reach(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store._patiently, "wait", wait_none())
+    monkeypatch.setattr(store.patiently, "wait", wait_none())
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     type(bucket).clear_instance_cache()
