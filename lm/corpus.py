@@ -109,24 +109,25 @@ def expand(patterns: Iterable[str]) -> list[str]:
 
 def _filesystem(url: str) -> tuple[Any, str]:
     try:
-        fs, path = fsspec.core.url_to_fs(url, **patience(url))
+        fs, path = fsspec.core.url_to_fs(url, **connection(url))
     except (ValueError, ImportError, OSError) as error:
         raise UserError(f"{url} cannot be read: {error}") from None
     return fs, path
 
 
-def patience(url: str) -> dict[str, Any]:
-    """Options for fsspec: how long to wait for a server that does not answer."""
+def connection(url: str) -> dict[str, Any]:
+    """Options for fsspec: no listings are remembered, as others write there too; how long to wait for a server."""
+    options: dict[str, Any] = {"use_listings_cache": False}
     protocol = url.partition("://")[0]
     if protocol in ("http", "https"):
         from aiohttp import ClientTimeout  # slow to import
 
         # The default ends every download after five minutes, however well it goes.
-        return {"client_kwargs": {"timeout": ClientTimeout(total=None, sock_connect=30, sock_read=60)}}
+        options |= {"client_kwargs": {"timeout": ClientTimeout(total=None, sock_connect=30, sock_read=60)}}
     if protocol in ("s3", "s3a") and "config_kwargs" not in fsspec.config.conf.get(protocol, {}):
         # s3fs asks five times and waits for 15 seconds; by default botocore below it makes six minutes of that.
-        return {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
-    return {}
+        options |= {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
+    return options
 
 
 def version(url: str) -> tuple[int, str] | None:
@@ -242,10 +243,10 @@ class Tally:
     separators_removed: int = 0
     lengths: list[int] = field(default_factory=lambda: [0] * 256)
 
-    def add(self, document: str) -> None:
-        """Count a document."""
+    def add(self, length: int) -> None:
+        """Count a document of so many characters."""
         self.documents += 1
-        self.lengths[int(4 * math.log2(max(1, len(document))))] += 1
+        self.lengths[int(4 * math.log2(max(1, length)))] += 1
 
 
 def decode_blocks(
@@ -284,15 +285,17 @@ def _read_blocks(raw: IO[bytes], length: int) -> Iterator[bytes]:
         yield block
 
 
-def documents(url: str, config: DataConfig, tally: Tally) -> Iterator[str]:
-    """Yield the documents of a source, each ended by the separator (the last of a text that lacks it gets it).
+def pieces(url: str, config: DataConfig, tally: Tally) -> Iterator[str]:
+    """Yield the text of a source in pieces. The separator ends each document, and stands nowhere but at the end of a
+    piece; the last document of a text that lacks it gets it. A document of text, which may be longer than memory, comes
+    in many pieces; one of a row in one.
 
     Text keeps every byte, so white space after the last separator comes last without one. Raises UserError for what
     cannot be read; counts into ``tally``.
     """
     kind, compression = split_suffixes(url)
     if kind == "text":
-        yield from _text_documents(url, config, tally)
+        yield from _text_pieces(url, config, tally)
         return
     if kind == "parquet" and compression:
         raise UserError(f"{url}: Parquet is compressed inside; decompress the file itself.")
@@ -307,30 +310,31 @@ def documents(url: str, config: DataConfig, tally: Tally) -> Iterator[str]:
             while config.separator in document:  # what is left of a removed one may join to another
                 tally.separators_removed += document.count(config.separator)
                 document = document.replace(config.separator, "")
-        tally.add(document)
+        tally.add(len(document))
         yield document + config.separator
 
 
-def _text_documents(url: str, config: DataConfig, tally: Tally) -> Iterator[str]:
+def _text_pieces(url: str, config: DataConfig, tally: Tally) -> Iterator[str]:
+    length, is_blank = 0, True  # of the document so far
+    tail = ""  # its last characters, in which a separator may have begun
     with open_bytes(url) as blocks:
-        held: list[str] = []  # the pieces of a document whose end has not been read yet
-        tail = ""  # the last characters, in which a separator may have begun
         for text in decode_blocks(blocks, url, config.invalid_utf8, tally):
-            *whole, rest = (tail + text).split(config.separator)
-            for piece in whole:
-                document = "".join(held) + piece
-                tally.add(document)
-                yield document + config.separator
-                held.clear()
+            *ends, rest = (tail + text).split(config.separator)
+            for end in ends:
+                tally.add(length + len(end))
+                yield end + config.separator
+                length, is_blank = 0, True
             cut = max(0, len(rest) - len(config.separator) + 1)
-            held.append(rest[:cut])
-            tail = rest[cut:]
-    if rest := "".join(held) + tail:
-        if rest.isspace():
-            yield rest
-        else:
-            tally.add(rest)
-            yield rest + config.separator
+            piece, tail = rest[:cut], rest[cut:]
+            if piece:
+                length += cut
+                is_blank = is_blank and piece.isspace()
+                yield piece
+    if tail and is_blank and tail.isspace():
+        yield tail
+    elif tail or not is_blank:
+        tally.add(length + len(tail))
+        yield tail + config.separator
 
 
 def _jsonl_rows(url: str, config: DataConfig, tally: Tally) -> Iterator[tuple[str, str]]:

@@ -2,15 +2,16 @@
 
 import hashlib
 import logging
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, count, groupby
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
-from lm.corpus import DataConfig, Source, Tally, documents, is_referable
+from lm.corpus import DataConfig, Source, Tally, decode_blocks, is_referable, open_range, pieces
 from lm.errors import UserError
-from lm.pretokens import last_cut
+from lm.pretokens import cut_safely, last_cut
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ def _collect(
         path = out / (f"{name}.txt" if part == 1 else f"{name}-{part}.txt")
         with path.open("wb") as file:
             for source, _ in run:
-                file.writelines(document.encode() for document in documents(source.url, config, tally))
+                file.writelines(piece.encode() for piece in pieces(source.url, config, tally))
         yield from _written(path)
 
 
@@ -77,7 +78,7 @@ def _check(source: Source, number: int, config: DataConfig, tally: Tally) -> Tex
     if not is_referable(source.url):
         return None
     found = Tally()
-    for _ in documents(source.url, config, found):
+    for _ in pieces(source.url, config, found):
         pass
     if found.replaced:
         return None
@@ -94,21 +95,48 @@ def _written(path: Path) -> list[Text]:
     return []
 
 
+class _Words:
+    """The text of a document without the white space around it, taken in piece by piece."""
+
+    def __init__(self) -> None:
+        self.digest = hashlib.sha256()
+        self.length = 0
+        self._space: list[str] = []  # which is around it, or inside where more follows
+
+    def add(self, piece: str) -> None:
+        text = piece if self.length else piece.lstrip()
+        if words := text.rstrip():
+            for part in (*self._space, words):
+                self.digest.update(part.encode())
+                self.length += len(part)
+            self._space.clear()
+        if self.length:
+            self._space.append(text[len(words) :])
+
+
 def _split(sources: Sequence[Source], config: DataConfig, out: Path) -> tuple[dict[str, list[Text]], dict[str, Tally]]:
     """Set a fraction of the documents aside, each by its own hash: the choice does not depend on order or number."""
     tallies = {"train": Tally(), "valid": Tally()}
     tally = Tally()
     limit = int(config.valid_fraction * 2**64)
     paths = {name: out / f"{name}.txt" for name in tallies}
-    with paths["train"].open("wb") as train, paths["valid"].open("wb") as valid:
-        for document in chain.from_iterable(documents(source.url, config, tally) for source in sources):
-            # Stripped, as the first document of a file lacks the newline that comes before the others.
-            words = document.removesuffix(config.separator).strip()
-            digest = hashlib.sha256(words.encode()).digest()
-            chosen = int.from_bytes(digest[:8], "big") < limit and not document.isspace()
-            (valid if chosen else train).write(document.encode())
-            if not document.isspace():
-                tallies["valid" if chosen else "train"].add(words)
+    with paths["train"].open("w+b") as train, paths["valid"].open("wb") as valid:
+        for source in sources:
+            # Without white space around it, as the first document of a file lacks the newline before the others.
+            start, words = train.tell(), _Words()
+            for piece in pieces(source.url, config, tally):
+                train.write(piece.encode())
+                words.add(piece.removesuffix(config.separator))
+                if not piece.endswith(config.separator):
+                    continue
+                chosen = int.from_bytes(words.digest.digest()[:8], "big") < limit
+                if chosen:  # by what is known only now
+                    train.seek(start)
+                    shutil.copyfileobj(train, valid)
+                    train.seek(start)
+                    train.truncate()
+                tallies["valid" if chosen else "train"].add(words.length)
+                start, words = train.tell(), _Words()
     tallies["train"].replaced, tallies["train"].separators_removed = tally.replaced, tally.separators_removed
     if not tallies["train"].documents or not tallies["valid"].documents:
         log.info(
@@ -116,18 +144,37 @@ def _split(sources: Sequence[Source], config: DataConfig, out: Path) -> tuple[di
             tally.documents,
             100 * config.valid_fraction,
         )
-        # One of the two is empty, or is white space that stood after the last separator.
-        _split_tail(paths["valid"].read_bytes() + paths["train"].read_bytes(), config, paths)
+        if paths["valid"].stat().st_size:  # the other has no more than white space after the last separator
+            with paths["valid"].open("ab") as valid, paths["train"].open("rb") as train:
+                shutil.copyfileobj(train, valid)
+            paths["valid"].replace(paths["train"])
+        _split_tail(paths["train"], paths["valid"], config)
         tallies = {"train": tally, "valid": Tally()}
-        tallies["valid"].add(paths["valid"].read_text(encoding="utf-8"))
+        tallies["valid"].add(sum(map(len, _decoded(paths["valid"], paths["valid"].stat().st_size))))
     return {name: _written(path) for name, path in paths.items()}, tallies
 
 
-def _split_tail(data: bytes, config: DataConfig, paths: dict[str, Path]) -> None:
-    wanted = data[: int(len(data) * (1 - config.valid_fraction))].decode(errors="ignore")
-    cut = len(wanted[: last_cut(wanted, [config.separator])].encode())
-    if not cut:
+def _split_tail(train: Path, valid: Path, config: DataConfig) -> None:
+    """Move the end of one file into the other, cut where no pretoken is."""
+    position, last = 0, ""
+    wanted = int(train.stat().st_size * (1 - config.valid_fraction))
+    for piece in cut_safely(_decoded(train, wanted), [config.separator], size=1 << 16):
+        position += len(last.encode())
+        last = piece
+    position += len(last[: last_cut(last, [config.separator])].encode())
+    if not position:
         raise UserError("The text is too short to set a validation fraction aside; set data.valid_fraction to 0.")
-    end = b"" if data[:cut].endswith(config.separator.encode()) else config.separator.encode()
-    paths["train"].write_bytes(data[:cut] + end)
-    paths["valid"].write_bytes(data[cut:])
+    separator = config.separator.encode()
+    with train.open("r+b") as file, valid.open("wb") as tail:
+        file.seek(position)
+        shutil.copyfileobj(file, tail)
+        file.truncate(position)
+        file.seek(max(0, position - len(separator)))
+        if file.read() != separator:
+            file.write(separator)
+
+
+def _decoded(path: Path, end: int) -> Iterator[str]:
+    """The text of a file of ours up to a byte, which may be inside a character."""
+    with open_range(str(path), 0, end) as blocks:
+        yield from decode_blocks(blocks, str(path), "replace")

@@ -96,7 +96,7 @@ class Remembered(_Shape):
 
 class _Text(_Shape):
     file: _Path | None
-    source: _Size
+    source: _Size | None
 
 
 class _Texts(_Shape):

@@ -30,7 +30,7 @@ from tenacity import (
     wait_random,
 )
 
-from lm.corpus import is_network_failure, patience
+from lm.corpus import connection, is_network_failure
 from lm.errors import Unreachable, UserError
 from lm.signed import sign
 from tasks.machine import cache_directory
@@ -55,8 +55,7 @@ class Store:
 
     def __init__(self, root: str) -> None:
         try:
-            # Listings are not remembered: another run may write to the same root.
-            self.fs, self.base = fsspec.core.url_to_fs(root, use_listings_cache=False, **patience(root))
+            self.fs, self.base = fsspec.core.url_to_fs(root, **connection(root))
         except (ValueError, ImportError) as error:
             raise UserError(f"The root {root} cannot be used: {error}") from None
         self.is_local = isinstance(self.fs, LocalFileSystem)

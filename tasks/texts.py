@@ -44,7 +44,7 @@ def text_paths(texts: Output, split: str) -> list[str]:
         return [
             sources[text["source"]]["url"] if text["file"] is None else str(texts.path(text["file"])) for text in found
         ]
-    except IndexError:
+    except (IndexError, TypeError):
         raise UserError(f"{texts.url} refers to sources that it does not name; refresh the ingest stage.") from None
 
 

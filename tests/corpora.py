@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lm.corpus import DataConfig, Tally, documents
+from lm.corpus import DataConfig, Tally, pieces
 from lm.pretokens import END_OF_TEXT
 
 EOT = END_OF_TEXT
@@ -18,7 +18,13 @@ EOT = END_OF_TEXT
 
 def read(url: str, config: DataConfig | None = None, tally: Tally | None = None) -> list[str]:
     """All documents of a source."""
-    return list(documents(url, config or DataConfig(), tally or Tally()))
+    config = config or DataConfig()
+    found = [""]
+    for piece in pieces(url, config, tally or Tally()):
+        found[-1] += piece
+        if piece.endswith(config.separator):
+            found.append("")
+    return found if found[-1] else found[:-1]
 
 
 def write(path: Path, text: str) -> Path:

@@ -26,7 +26,6 @@ from lm.checkpoint import (
     save_training,
 )
 from lm.convert import load_hugging_face, load_meta, save_hugging_face
-from lm.corpus import DataConfig, Tally, documents
 from lm.counts import SCHEMA, merge_counts, read_counts, write_counts
 from lm.errors import Unreachable, UserError
 from lm.execution import Execution
@@ -36,6 +35,7 @@ from lm.model import ModelConfig, TransformerLM
 from lm.optim import AdamW
 from lm.tokenizer import Tokenizer
 from lm.train import Job
+from tests.corpora import read
 from tests.tokenizers_made import bytes_tokenizer, counts_table
 
 NESTED = "[" * 100_000 + "]" * 100_000  # more than Python reads
@@ -50,8 +50,7 @@ def optimizer_of(model: nn.Module) -> AdamW:
 
 
 def jsonl(path: Path) -> None:
-    for _ in documents(str(path.rename(path.with_suffix(".jsonl"))), DataConfig(), Tally()):
-        pass
+    read(str(path.rename(path.with_suffix(".jsonl"))))
 
 
 @pytest.mark.parametrize("read", [Tokenizer.from_tokenizer_json, Job.read, jsonl])
@@ -146,9 +145,9 @@ def test_counts_that_are_none_are_refused(tmp_path: Path, pretokens: list[Any], 
         for number in range(16):
             rows = (pretokens, counts) if number == 7 else ([], [])
             writer.write_table(pa.table([*rows], schema=SCHEMA))
-    for read in (read_counts, lambda path: merge_counts([path], tmp_path / "sum.parquet")):
+    for reader in (read_counts, lambda path: merge_counts([path], tmp_path / "sum.parquet")):
         with pytest.raises(UserError, match="not all rows have a pretoken and its count"):
-            read(path)
+            reader(path)
 
 
 # checkpoints

@@ -286,11 +286,11 @@ def test_the_content_of_an_output_is_read_in_its_shape_alone(tmp_path: Path, nam
             read_content(path)
 
 
-@pytest.mark.parametrize("part", ["chunks", "texts"])
-def test_a_chunk_of_a_text_that_is_not_there(run: Run, part: str) -> None:
-    """The digests fit; what refers to it is one past the last."""
-    texts = {"train": [{"file": None, "source": int(part == "texts")}], "valid": []}
-    ranges = [{**_RANGE, "text": int(part == "chunks")}]
+@pytest.mark.parametrize(("part", "source", "text"), [("texts", 1, 0), ("texts", None, 0), ("chunks", 0, 1)])
+def test_a_chunk_of_a_text_that_is_not_there(run: Run, part: str, source: int | None, text: int) -> None:
+    """The digests fit; what refers to it is one past the last, or nothing."""
+    texts = {"train": [{"file": None, "source": source}], "valid": []}
+    ranges = [{**_RANGE, "text": text}]
 
     def ingest(out: Draft, text: str) -> None:
         out.sources = [Source("a.txt", 5, "ab" * 32)]

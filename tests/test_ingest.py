@@ -1,16 +1,21 @@
 """The ingest stage: the order of its sources, what it copies, and what it sets aside for validation."""
 
 import gzip
+import hashlib
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lm.corpus import DataConfig, Source, expand, fingerprint
+from lm.corpus import DataConfig, Source, Tally, expand, fingerprint
 from lm.demo_corpus import demo_stories
 from lm.errors import UserError
 from lm.ingest import ingest
+from lm.pretokens import last_cut
 from tests.corpora import EOT, jsonl, parquet, write
 
 
@@ -120,6 +125,53 @@ def test_the_fraction_does_not_depend_on_order_number_or_format(tmp_path: Path) 
     url = jsonl(tmp_path / "a.jsonl", *(json.dumps({"text": row}) for row in rows))
     _, texts = run(tmp_path / "jsonl", sources(url), valid_fraction=0.2)
     assert texts["valid"].split(EOT)[:-1] == valid
+
+
+def naive_split(texts: list[str], fraction: float) -> dict[str, tuple[str, list[int]]]:
+    """The training and the validation text, and the lengths of their documents."""
+    found: dict[str, tuple[str, list[int]]] = {"train": ("", []), "valid": ("", [])}
+    for text in texts:
+        *whole, rest = text.split("||")
+        for document in (*whole, rest) if rest.strip() else whole:
+            words = document.strip()
+            digest = hashlib.sha256(words.encode()).digest()
+            name = "valid" if int.from_bytes(digest[:8], "big") < fraction * 2**64 else "train"
+            found[name] = (found[name][0] + document + "||", [*found[name][1], len(words)])
+        if not rest.strip():
+            found["train"] = (found["train"][0] + rest, found["train"][1])
+    return found
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.text("ab|é \n", min_size=1, max_size=60), min_size=1, max_size=3),
+    st.floats(0.05, 0.95),
+    st.integers(1, 9),
+)
+def test_a_split_in_pieces_equals_the_naive_reference(texts: list[str], fraction: float, block: int) -> None:
+    expected = naive_split(texts, fraction)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place:
+        found = sources(*(write(Path(place, f"{number}.txt"), text) for number, text in enumerate(texts)))
+        patch.setattr("lm.corpus.BLOCK", block)
+        config: dict[str, Any] = {"separator": "||", "valid_fraction": fraction}
+        if expected["train"][1] and expected["valid"][1]:
+            split, parts = run(Path(place, "out"), found, **config)
+            assert parts == {name: text for name, (text, _) in expected.items()}
+            for name, (_, lengths) in expected.items():
+                tally = Tally()
+                for length in lengths:
+                    tally.add(length)
+                assert split["statistics"][name]["lengths"] == tally.lengths
+            return
+        whole = expected["valid"][0] + expected["train"][0]
+        cut = last_cut(whole.encode()[: int(len(whole.encode()) * (1 - fraction))].decode(errors="replace"), ["||"])
+        if not cut:
+            with pytest.raises(UserError, match="too short"):
+                run(Path(place, "out"), found, **config)
+            return
+        _, parts = run(Path(place, "out"), found, **config)
+        assert parts["train"] == whole[:cut] + ("" if whole[:cut].endswith("||") else "||")
+        assert parts["valid"] == whole[cut:]
 
 
 @pytest.mark.parametrize("ending", ["", "\n", EOT, f"{EOT}\n"])

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lm.bpe import train_merges
-from lm.corpus import DataConfig, Tally, documents
+from lm.corpus import DataConfig, Tally, pieces
 from lm.counts import merge_counts, read_counts, write_counts
 from lm.errors import UserError
 from lm.llama_tokenizer import LlamaTokenizer
@@ -141,8 +141,8 @@ def sources(choices: Choices, folder: Path) -> None:
     path.write_bytes(cut_up(data, choices) if choices.below(2) else data)
     replace = choices.pick(["error", "replace"])
     config = DataConfig([str(path)], invalid_utf8=replace, separator_in_document=choices.pick(["error", "remove"]))
-    for document in documents(str(path), config, Tally()):
-        document.encode()
+    for piece in pieces(str(path), config, Tally()):
+        piece.encode()
 
 
 def _parquet(table: pa.Table, choices: Choices) -> bytes:
