@@ -27,8 +27,8 @@ import numpy as np
 
 from benchmarks.texts import END, documents, letters, limited, packages, stories
 from lm.tokenizer import Tokenizer, token_dtype
+from tasks.output import Ref, read_output
 from tasks.records import RunRecord, read
-from tasks.stage import Ref, read_output
 from tasks.store import Store
 
 _GROUPS = Path("/sys/fs/cgroup/memory")  # version 1

@@ -21,9 +21,10 @@ from lm.errors import UserError
 from lm.sampling import SampleConfig
 from tasks.audit import delete, garbage, verify
 from tasks.lock import in_use
+from tasks.output import Output, Ref, read_output
 from tasks.records import RunRecord, read
 from tasks.sample import load, trained
-from tasks.stage import Output, Ref, Run, part_log, read_output
+from tasks.stage import Run, part_log
 from tasks.store import Store
 
 log = logging.getLogger(__name__)

@@ -29,9 +29,10 @@ from tasks.encode import encode, encode_chunk
 from tasks.ingest import find_sources, ingest
 from tasks.lock import in_use
 from tasks.merge import merge
+from tasks.output import Ref, read_output
 from tasks.progress import show_progress
 from tasks.sample import sample
-from tasks.stage import Ref, Run, Stage, read_output
+from tasks.stage import Run, Stage
 from tasks.texts import read_chunks
 from tasks.train import train
 

@@ -7,7 +7,8 @@ from typing import Any
 from flows.config import PipelineConfig
 from flows.pipeline import absolute, chain
 from tasks.ingest import find_sources
-from tasks.stage import Ref, Run, Stage
+from tasks.output import Ref
+from tasks.stage import Run, Stage
 from tasks.store import patiently
 from tasks.texts import read_chunks
 

@@ -10,8 +10,9 @@ from urllib.parse import quote
 from prefect.artifacts import create_markdown_artifact
 
 from flows.runs import is_unreachable
+from tasks.output import Output, Ref, read_output
 from tasks.pages import cell, code, table
-from tasks.stage import Output, Ref, Run, read_output
+from tasks.stage import Run
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from lm.checkpoint import newest_checkpoint
 from lm.errors import Unreachable, UserError
 from lm.signed import read_signed
 from tasks.lock import LOCK, is_held
+from tasks.output import MANIFEST, Output, Ref, open_output
 from tasks.records import Latest, Remembered, RunRecord, read
-from tasks.stage import MANIFEST, Output, Ref, open_output
 from tasks.store import Store
 
 _PLACE = re.compile(r"([a-z][a-z0-9-]*)/([0-9a-f]{64})/([^/]+)(/.+)?", re.DOTALL)

@@ -5,7 +5,8 @@ from dataclasses import asdict
 
 from lm.chunks import ChunkConfig, cut_chunks
 from tasks import pages
-from tasks.stage import Draft, Output, stage
+from tasks.output import Output
+from tasks.stage import Draft, stage
 from tasks.texts import text_paths
 
 

@@ -2,7 +2,8 @@
 
 from lm.counts import count_to_file, merge_counts
 from tasks import pages
-from tasks.stage import Draft, Output, stage
+from tasks.output import Output
+from tasks.stage import Draft, stage
 from tasks.texts import Chunk, open_ranges
 
 

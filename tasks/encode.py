@@ -7,7 +7,8 @@ from typing import Any
 from lm.shards import write_shard
 from lm.tokenizer import Tokenizer, token_dtype
 from tasks import pages
-from tasks.stage import Draft, Output, stage
+from tasks.output import Output
+from tasks.stage import Draft, stage
 from tasks.texts import Chunk, open_ranges
 
 # A run's tokenizer, the same for all chunks: what it has learned of pretokens serves them all.

@@ -4,8 +4,9 @@ from lm.bpe import TokenizerConfig, train_merges
 from lm.counts import read_counts
 from lm.tokenizer import Tokenizer
 from tasks import pages
+from tasks.output import Output
 from tasks.progress import show_progress
-from tasks.stage import Draft, Output, stage
+from tasks.stage import Draft, stage
 
 
 @stage("merge", page=pages.merge)

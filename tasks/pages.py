@@ -24,7 +24,8 @@ from lm.metrics import flops_per_token, parameter_count, plot_metrics, read_metr
 from lm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from tasks.stage import Draft, Output
+    from tasks.output import Output
+    from tasks.stage import Draft
 
 _SENTENCE = (
     "Once upon a time there wasn't any tokenizer: in 1994 «byte pair encoding» only compressed files. "

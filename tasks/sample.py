@@ -11,7 +11,8 @@ from lm.model import TransformerLM
 from lm.sampling import SampleConfig
 from lm.tokenizer import Tokenizer
 from tasks import pages
-from tasks.stage import Draft, Output, stage
+from tasks.output import Output
+from tasks.stage import Draft, stage
 
 
 def trained(model: Output, tokenizer: Output, device: str) -> tuple[TransformerLM, Tokenizer]:

@@ -13,8 +13,8 @@ PROJECT = Path(__file__).parents[1]
 
 # These decide where files lie, how a run is shown and how fast it is, and never what is in a file.
 _NO_CONTENT = [
-    *("tasks.stage", "tasks.store", "tasks.records", "tasks.source_digest", "tasks.progress", "tasks.pages"),
-    *("tasks.machine", "lm.execution"),
+    *("tasks.stage", "tasks.output", "tasks.store", "tasks.records", "tasks.source_digest"),
+    *("tasks.progress", "tasks.pages", "tasks.machine", "lm.execution"),
 ]
 
 

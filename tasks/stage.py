@@ -7,7 +7,6 @@ is only the Ref: the manifest on the store is the truth.
 """
 
 import functools
-import hashlib
 import inspect
 import json
 import logging
@@ -21,7 +20,7 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from prefect import Task
 from prefect.context import TaskRunContext
@@ -30,7 +29,8 @@ from prefect.results import get_result_store
 from lm.corpus import Source
 from lm.errors import UserError
 from lm.execution import Execution
-from tasks.records import Latest, Manifest, read, read_content
+from tasks.output import FORMAT, MANIFEST, PAGE, Output, Ref, digest_of, open_output, read_output
+from tasks.records import Latest, read
 from tasks.source_digest import source_digests
 from tasks.store import Store, describe_files
 
@@ -38,20 +38,9 @@ log = logging.getLogger(__name__)
 # The parts of a mapped stage speak to their own task runs; in a terminal thousands of them would drown the rest.
 part_log = logging.getLogger("tasks.parts")
 
-MANIFEST = "manifest.json"  # of an output, written last: without it nothing counts
-PAGE = "page.md"  # beside the files of an output, for a person; no part of it
-FORMAT = 1  # of the manifest and of what the stages write; a change makes everything anew
-
 
 class Stopped(Exception):
     """The run is being stopped, and with it this part of its work."""
-
-
-class Ref(NamedTuple):
-    """The result of a stage: where its manifest is."""
-
-    stage: str
-    key: str
 
 
 @dataclass(frozen=True)
@@ -74,75 +63,6 @@ class Run:
         return Run, (self.root, self.name, self.refresh, self.execution)  # on another machine, an event of its own
 
 
-@dataclass(frozen=True)
-class Output:
-    """The finished output of a stage, opened for reading."""
-
-    store: Store
-    ref: Ref
-    manifest: dict[str, Any]
-
-    @property
-    def digest(self) -> str:
-        """Digest of the content: files, source digests and format, nothing that changes from run to run."""
-        content = {
-            "format": self.manifest["format"],
-            "files": self.manifest["files"],
-            "sources": [source["sha256"] for source in self.manifest["sources"]],
-        }
-        return _sha256(content)
-
-    def path(self, name: str) -> Path:
-        """A local path of one of the files, intact; raises UserError when the output has no such file of that name."""
-        for file in (*self.manifest["files"], *self.manifest["records"]):
-            if file["path"] == name:
-                return self.store.local(file["bytes"], file["sha256"], *self.place, name)
-        raise UserError(f"{self.ref.stage} {self.ref.key[:12]} has no file {name}.")
-
-    def directory(self, name: str) -> Path:
-        """A local path of a directory of the output, all its files fetched."""
-        paths = [self.path(file["path"]) for file in self.manifest["files"] if file["path"].startswith(f"{name}/")]
-        if not paths:
-            raise UserError(f"{self.ref.stage} {self.ref.key[:12]} has no directory {name}.")
-        return paths[0].parent
-
-    @property
-    def page(self) -> str | None:
-        """What there is to show of it, in Markdown; None for a part of a mapped stage, and where it is not intact."""
-        page, data = self.manifest["page"], self.store.read_bytes(*self.place, PAGE)
-        is_intact = page and data and hashlib.sha256(data).hexdigest() == page["sha256"]
-        return data.decode("utf-8", "replace") if is_intact and data else None
-
-    def json(self, name: str) -> Any:
-        """The content of a JSON file; raises UserError where it is not as its stage writes it."""
-        return read_content(self.path(name))
-
-    @property
-    def url(self) -> str:
-        """Where the files are."""
-        return self.store.url(*self.place)
-
-    @property
-    def place(self) -> tuple[str, str, str]:
-        """Where the files are, below the root."""
-        return (*self.ref, self.manifest["attempt"])
-
-    def described(self) -> list[dict[str, Any]]:
-        """All files, with what only a person reads."""
-        page = self.manifest["page"]
-        return [*self.manifest["files"], *self.manifest["records"], *([page] if page else [])]
-
-    def is_intact(self) -> bool:
-        """Whether every file is there with its size and digest."""
-        return not any(self.damaged())
-
-    def damaged(self) -> Iterator[str]:
-        """The files that are not there with their size and digest."""
-        for file in (*self.manifest["files"], *self.manifest["records"]):
-            if not self.store.is_intact(file["bytes"], file["sha256"], *self.place, file["path"]):
-                yield file["path"]
-
-
 @dataclass
 class Draft:
     """The output of a stage in the making: write files below ``directory`` and say the rest here."""
@@ -160,22 +80,6 @@ class Draft:
     """Files that tell of the run (timings, plots): kept and checked, but no part of the content."""
     figures: dict[str, Any] = field(default_factory=dict)
     """Figures for the manifest, outside the content."""
-
-
-def open_output(store: Store, ref: Ref) -> Output | None:
-    """The output of a stage if its manifest is there; its files may still be damaged."""
-    manifest = read(Manifest, store, *ref, MANIFEST)
-    if not manifest or (manifest["format"], manifest["stage"], manifest["key"]) != (FORMAT, *ref):
-        return None
-    return Output(store, ref, manifest)
-
-
-def read_output(store: Store, ref: Ref) -> Output:
-    """The output of a stage that has run; raises UserError when it is gone."""
-    output = open_output(store, ref)
-    if output is None:
-        raise UserError(f"{store.path(*ref)} has no manifest of a finished {ref.stage}; run the pipeline again.")
-    return output
 
 
 class Stage:
@@ -252,7 +156,7 @@ class Stage:
 
     def ref(self, arguments: dict[str, Any], run: Run) -> Ref:
         """Where the output for these arguments is, or will be."""
-        return Ref(self.name, _sha256({"stage": self.name, **self.ingredients(arguments, run)}))
+        return Ref(self.name, digest_of({"stage": self.name, **self.ingredients(arguments, run)}))
 
     def found(self, ref: Ref, run: Run) -> Output | None:
         """The output that is there, all its files intact; None where this run is asked to make it anew."""
@@ -397,7 +301,3 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
             yield from _flat(item, f"{name}.{key}" if name else key)
     else:
         yield name, json.dumps(value)
-
-
-def _sha256(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode()).hexdigest()

@@ -9,7 +9,8 @@ from typing import Any
 from lm.chunks import Range
 from lm.corpus import open_range
 from lm.errors import UserError
-from tasks.stage import Output, Ref, Stopped, read_output
+from tasks.output import Output, Ref, read_output
+from tasks.stage import Stopped
 from tasks.store import Store
 
 

@@ -16,8 +16,9 @@ from lm.train import Job, stopped_by_signals
 from lm.trainer import Interrupted
 from tasks import pages
 from tasks.machine import training_turn
+from tasks.output import Output
 from tasks.progress import show_progress
-from tasks.stage import Draft, Output, Stopped, stage
+from tasks.stage import Draft, Stopped, stage
 
 _LOGS = ("metrics.jsonl", "samples.jsonl")  # a training that goes on takes over their rows, which nothing else checks
 

@@ -20,8 +20,8 @@ import yaml
 from lm.errors import UserError
 from tasks.audit import delete, garbage, verify
 from tasks.lock import in_use
+from tasks.output import Ref, read_output
 from tasks.records import RunRecord, read
-from tasks.stage import Ref, read_output
 from tasks.store import Store
 from tests.deployed import PROJECT, TINY, own_environment
 
@@ -52,15 +52,14 @@ class Rounds:
             self.configs[-1].write_text(yaml.safe_dump(config))
         self.single = directory / "single"
         for number in range(len(VARIANTS)):
-            process = self._start(number, self.single)
-            out, _ = process.communicate()
-            assert process.returncode == 0, out
+            log = directory / f"{number}.log"
+            assert self._start(number, self.single, log).wait() == 0, log.read_text()
         self.expected = {number: self._files(self.single, number) for number in range(len(VARIANTS))}
 
-    def _start(self, variant: int, root: Path) -> "subprocess.Popen[str]":
+    def _start(self, variant: int, root: Path, log: Path) -> "subprocess.Popen[bytes]":
         command = [*RUN, "--config", str(self.configs[variant]), "--root", str(root)]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(command, cwd=PROJECT, env=self.environment, **pipes)
+        with log.open("wb") as said:
+            return subprocess.Popen(command, cwd=PROJECT, env=self.environment, stdout=said, stderr=subprocess.STDOUT)
 
     def play(self, kind: str) -> Counter[str]:
         """One round, in a root of its own; fails where anything differs from single runs. Returns what happened."""
@@ -69,12 +68,13 @@ class Rounds:
             shutil.copytree(self.single, root)
             shutil.rmtree(root / "runs")
         store, did = Store(str(root)), Counter[str]()
-        processes = [self._start(variant, root) for variant in KINDS[kind]]
+        logs = [root.with_name(f"{number}.log") for number in range(2)]
+        processes = [self._start(variant, root, log) for variant, log in zip(KINDS[kind], logs, strict=True)]
         while any(process.poll() is None for process in processes):
             did += _disturb(store) if root.exists() else {}
             time.sleep(1)
-        for process, variant in zip(processes, KINDS[kind], strict=True):
-            assert process.returncode == 0, process.communicate()[0]
+        for process, variant, log in zip(processes, KINDS[kind], logs, strict=True):
+            assert process.returncode == 0, log.read_text()
             assert self._files(root, variant) == self.expected[variant], f"{root} has other files than a single run's"
         assert [finding for finding in verify(store) if finding.kind == "damaged"] == []
         did += _disturb(store)

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from lm.corpus import Source
-from tasks.stage import Draft, Output, Ref, Run, Stage, stage
+from tasks.output import Output, Ref
+from tasks.stage import Draft, Run, Stage, stage
 
 CALLS: list[str] = []
 

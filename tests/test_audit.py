@@ -16,7 +16,8 @@ from lm.errors import Unreachable, UserError
 from tasks import store
 from tasks.audit import delete, garbage, verify
 from tasks.lock import in_use, is_held
-from tasks.stage import Draft, Ref, Run, Stage, read_output
+from tasks.output import Ref, read_output
+from tasks.stage import Draft, Run, Stage
 from tasks.store import Store
 from tests.deployed import PROJECT, wait_for
 from tests.roots import a_run, letters, make, record, upper

@@ -15,8 +15,9 @@ from lm.errors import UserError
 from tasks import store as store_module
 from tasks.audit import verify
 from tasks.lock import LOCK
+from tasks.output import Output, Ref, open_output
 from tasks.records import RunRecord, read
-from tasks.stage import Output, Ref, Run, open_output
+from tasks.stage import Run
 from tasks.store import Store
 from tests.deployed import TINY
 from tests.training import rows_of

@@ -18,8 +18,9 @@ from lm.corpus import Source
 from lm.errors import UserError
 from lm.signed import read_signed, sign
 from tasks.audit import delete, garbage, verify
+from tasks.output import Ref, open_output, read_output
 from tasks.records import read_content
-from tasks.stage import Draft, Ref, Run, Stage, open_output, read_output
+from tasks.stage import Draft, Run, Stage
 from tasks.texts import read_chunks
 from tests.roots import CALLS, a_run, letters, make, record
 

@@ -20,7 +20,8 @@ from lm.demo_corpus import demo_stories
 from lm.errors import Unreachable, UserError
 from tasks import store
 from tasks.ingest import find_sources, ingest
-from tasks.stage import Draft, Ref, Run, Stage, read_output
+from tasks.output import Ref, read_output
+from tasks.stage import Draft, Run, Stage
 from tests.corpora import read, serving
 
 TEXT = "".join(demo_stories(50)).encode()

@@ -18,7 +18,8 @@ from flows.report import outputs_of
 from lm.errors import UserError
 from lm.tokenizer import Tokenizer
 from tasks import pages
-from tasks.stage import PAGE, Draft, Ref, Run, Stage, read_output
+from tasks.output import PAGE, Ref, read_output
+from tasks.stage import Draft, Run, Stage
 from tests.deployed import TINY
 
 STAGES = ["ingest", "chunk", "count", "merge", "encode", "train", "sample"]

@@ -22,7 +22,8 @@ from lm.execution import Execution
 from lm.model import ModelConfig
 from lm.recipe import TrainConfig
 from lm.sampling import SampleConfig
-from tasks.stage import Output, Ref, Run, read_output
+from tasks.output import Output, Ref, read_output
+from tasks.stage import Run
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 

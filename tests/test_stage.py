@@ -21,8 +21,9 @@ from tasks import source_digest, store
 from tasks.count import count_chunk
 from tasks.encode import encode_chunk
 from tasks.machine import training_turn
+from tasks.output import Output, open_output, read_output
 from tasks.sample import sample
-from tasks.stage import Draft, Output, Run, Stage, Stopped, open_output, read_output, stage
+from tasks.stage import Draft, Run, Stage, Stopped, stage
 from tasks.texts import Chunk, open_ranges
 from tasks.train import train
 from tests.roots import CALLS, a_run, letters, make, upper

@@ -19,7 +19,7 @@ from flows.serve import build_app
 from lm.errors import UserError
 from lm.signed import sign
 from tasks.audit import garbage, verify
-from tasks.stage import FORMAT, Ref, read_output
+from tasks.output import FORMAT, Ref, read_output
 from tasks.store import Store, describe_files
 from tests.fuzz.choices import DEEP, Choices, cut_up, damaged, json_bytes
 from tests.generating import make_model
