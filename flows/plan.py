@@ -7,7 +7,7 @@ from typing import Any
 from flows.config import PipelineConfig
 from flows.pipeline import absolute, chain
 from tasks.ingest import find_sources
-from tasks.output import Ref
+from tasks.output import Ref, open_output
 from tasks.stage import Run, Stage
 from tasks.store import patiently
 from tasks.texts import read_chunks
@@ -50,7 +50,8 @@ class Planner:
         ref = stage.ref(named, self.run)
         if stage.found(ref, self.run):
             return ref, "cached"
-        return pending, f"runs: {stage.reason(ref, stage.ingredients(named, self.run), self.run)}"
+        there = open_output(self.run.store, ref)
+        return pending, f"runs: {stage.reason(ref, there, stage.ingredients(named, self.run), self.run)}"
 
 
 def plan(config: PipelineConfig, root: str, until: str | None, refresh: Sequence[str]) -> list[tuple[str, str]]:

@@ -109,25 +109,28 @@ def expand(patterns: Iterable[str]) -> list[str]:
 
 def _filesystem(url: str) -> tuple[Any, str]:
     try:
-        fs, path = fsspec.core.url_to_fs(url, **connection(url))
+        return connect(url)
     except (ValueError, ImportError, OSError) as error:
         raise UserError(f"{url} cannot be read: {error}") from None
-    return fs, path
 
 
-def connection(url: str) -> dict[str, Any]:
-    """Options for fsspec: no listings are remembered, as others write there too; how long to wait for a server."""
-    options: dict[str, Any] = {"use_listings_cache": False}
+def connect(url: str) -> tuple[Any, str]:
+    """(file system, path) of a URL. No listings are remembered, as others write there too; a server that does not
+    answer is given up: in a minute or two, where by their defaults s3fs and botocore make six or more of it."""
     protocol = url.partition("://")[0]
+    options: dict[str, Any] = {"use_listings_cache": False}
     if protocol in ("http", "https"):
         from aiohttp import ClientTimeout  # slow to import
 
         # The default ends every download after five minutes, however well it goes.
-        options |= {"client_kwargs": {"timeout": ClientTimeout(total=None, sock_connect=30, sock_read=60)}}
-    if protocol in ("s3", "s3a") and "config_kwargs" not in fsspec.config.conf.get(protocol, {}):
-        # s3fs asks five times and waits for 15 seconds; by default botocore below it makes six minutes of that.
-        options |= {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
-    return options
+        options["client_kwargs"] = {"timeout": ClientTimeout(total=None, sock_connect=30, sock_read=60)}
+    is_s3 = protocol in ("s3", "s3a")
+    if is_s3 and "config_kwargs" not in fsspec.config.conf.get(protocol, {}):
+        options["config_kwargs"] = {"retries": {"total_max_attempts": 1}}
+    fs, path = fsspec.core.url_to_fs(url, **options)
+    if is_s3:
+        fs.retries = 2  # each waits for 15 seconds, and some operations try again as often as the requests they make
+    return fs, path
 
 
 def version(url: str) -> tuple[int, str] | None:

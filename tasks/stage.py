@@ -156,7 +156,10 @@ class Stage:
 
     def ref(self, arguments: dict[str, Any], run: Run) -> Ref:
         """Where the output for these arguments is, or will be."""
-        return Ref(self.name, digest_of({"stage": self.name, **self.ingredients(arguments, run)}))
+        return self._ref(self.ingredients(arguments, run))
+
+    def _ref(self, ingredients: dict[str, Any]) -> Ref:
+        return Ref(self.name, digest_of({"stage": self.name, **ingredients}))
 
     def found(self, ref: Ref, run: Run) -> Output | None:
         """The output that is there, all its files intact; None where this run is asked to make it anew."""
@@ -168,21 +171,23 @@ class Stage:
 
     def make(self, run: Run, arguments: dict[str, Any]) -> Ref:
         """Return the output for ``arguments``: the intact one on the store, or a new one."""
-        ref = self.ref(arguments, run)
+        ingredients = self.ingredients(arguments, run)
+        ref = self._ref(ingredients)
         if not self.found(ref, run):
             with self.turn(run.execution):
-                if not self.found(ref, run):  # which another run may have made meanwhile
-                    self._make(ref, run, arguments)
+                there = open_output(run.store, ref)  # which another run may have made meanwhile
+                if self._is_refreshed(run) or not (there and there.is_intact()):
+                    self.log.info("%s runs: %s.", self.name, self.reason(ref, there, ingredients, run))
+                    self._make(ref, there, ingredients, run, arguments)
         return ref
 
-    def _make(self, ref: Ref, run: Run, arguments: dict[str, Any]) -> None:
+    def _make(
+        self, ref: Ref, there: Output | None, ingredients: dict[str, Any], run: Run, arguments: dict[str, Any]
+    ) -> None:
         store = run.store
-        ingredients = self.ingredients(arguments, run)
-        self.log.info("%s runs: %s.", self.name, self.reason(ref, ingredients, run))
         attempt = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:8]}"
         unfinished = [] if self._is_refreshed(run) else store.workplaces(*ref)
-        before = open_output(store, ref)
-        damaged = {Path(store.path(*before.place, name)) for name in before.damaged()} if before else set()
+        damaged = {Path(store.path(*there.place, name)) for name in there.damaged()} if there else set()
         draft = Draft(store.workplace(*ref, attempt), run.execution, run.stopping, unfinished, damaged)
         started, clock, cpu = time.time(), time.perf_counter(), time.thread_time()
         inputs = {name: _opened(value, store) for name, value in arguments.items()}
@@ -227,14 +232,15 @@ class Stage:
             except Exception:
                 log.warning("The page of %s could not be made.", self.name, exc_info=True)
 
-    def reason(self, ref: Ref, ingredients: dict[str, Any], run: Run) -> str:
-        """Why the output must be made: refreshed, damaged, or which ingredients changed since the last result."""
+    def reason(self, ref: Ref, there: Output | None, ingredients: dict[str, Any], run: Run) -> str:
+        """Why the output must be made, whatever is ``there``: a refresh, damage, or which ingredients changed since the
+        last result."""
         if self._is_refreshed(run):
             return "a refresh was asked for"
-        if open_output(run.store, ref):
+        if there:
             return "its files are damaged or missing"
-        if there := run.store.names(*ref):
-            return "its manifest is damaged" if MANIFEST in there else "an earlier attempt has not finished"
+        if names := run.store.names(*ref):
+            return "its manifest is damaged" if MANIFEST in names else "an earlier attempt has not finished"
         latest = read(Latest, run.store, self.name, "latest.json")
         before_last = latest and open_output(run.store, Ref(self.name, latest["key"]))
         if not before_last:

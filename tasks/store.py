@@ -19,7 +19,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from tenacity import (
     Retrying,
@@ -30,7 +29,7 @@ from tenacity import (
     wait_random,
 )
 
-from lm.corpus import connection, is_network_failure
+from lm.corpus import connect, is_network_failure
 from lm.errors import Unreachable, UserError
 from lm.signed import sign
 from tasks.machine import cache_directory
@@ -55,7 +54,7 @@ class Store:
 
     def __init__(self, root: str) -> None:
         try:
-            self.fs, self.base = fsspec.core.url_to_fs(root, **connection(root))
+            self.fs, self.base = connect(root)
         except (ValueError, ImportError) as error:
             raise UserError(f"The root {root} cannot be used: {error}") from None
         self.is_local = isinstance(self.fs, LocalFileSystem)
@@ -95,8 +94,9 @@ class Store:
     def read_bytes(self, *parts: str) -> bytes | None:
         """The content of a file; None where it is missing."""
         path = self.path(*parts)
+        options = {"max_concurrency": 1} if "s3" in self.fs.protocol else {}  # else s3fs asks for the size first
         try:
-            return bytes(self._ask(lambda: self.fs.cat_file(path)))
+            return bytes(self._ask(lambda: self.fs.cat_file(path, **options)))
         except _MISSING:
             return None
 

@@ -167,11 +167,11 @@ def test_an_object_store_that_never_answers_is_given_up(
 ) -> None:
     with pytest.raises(Unreachable, match="cannot be"):
         fingerprint("s3://bucket/a.txt")
-    assert len(silent) == 5  # the tries of s3fs, and not those of botocore for each
+    assert len(silent) == 2  # the tries of s3fs, and not those of botocore for each
     monkeypatch.setattr(store.patiently, "stop", stop_after_delay(0.5))  # instead of 60 seconds
     with pytest.raises(Unreachable, match="cannot be reached"):
         store.Store("s3://bucket/root").read_bytes("manifest.json")
-    assert len(silent) == 10
+    assert len(silent) == 2 + 2 * 2  # some of its operations try twice what tries twice
 
 
 def test_the_flow_does_not_repeat_a_users_mistake(moody: str, tmp_path: Path, impatient: None) -> None:

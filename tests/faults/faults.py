@@ -224,7 +224,7 @@ class StoreFails(Fault):
     def inject(self, scene: Scene) -> None:
         rng = scene.rng
         scene.bench.objects.fail(self.how, rng.choice([0.2, 0.5, 1.0]), rng.randrange(1 << 30))
-        if rng.random() < 0.7:
+        if rng.random() < 0.7 or self.how == "slow":  # slow for ever is only slow
             time.sleep(rng.uniform(0.5, 5))
             scene.bench.objects.mend()
 
