@@ -14,12 +14,22 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+
 
 END_OF_TEXT = "<|endoftext|>"
 
+_REPEATED = regex.compile(r"\{(\d*)(?:,(\d*))?\}")
+_MOST_REPEATS = (
+    100_000  # in each other; the module regex unrolls them, and takes all memory for what is a short pattern
+)
 _LAST_SPACE = regex.compile(r"(?r)(?<=\S)\s")  # searched from the end
 
 
 @lru_cache(maxsize=16)
 def compile_pattern(pattern: str) -> "regex.Pattern[str]":
-    """Compile a pretoken pattern; raises UserError with the position when it is not a regular expression."""
+    """Compile a pretoken pattern; raises UserError with the position when it is not a regular expression, or where it
+    repeats things too often."""
+    repeats = 1
+    for numbers in _REPEATED.findall(pattern):
+        repeats *= max([1, *(int(number[:9]) for number in numbers if number)])
+        if repeats > _MOST_REPEATS:
+            raise UserError(f"The pretoken pattern {pattern!r} repeats things more than {_MOST_REPEATS:,} times.")
     try:
         return regex.compile(pattern)
     except regex.error as error:

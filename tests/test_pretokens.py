@@ -141,6 +141,15 @@ def test_special_tokens_are_no_regular_expressions() -> None:
     assert list(split_special("a.b axb [|]", ["a.b", "[|]"])) == [("a.b", True), (" axb ", False), ("[|]", True)]
 
 
+@pytest.mark.parametrize(
+    "pattern", ["a{1000000000}", r"\p{L}a{,999999999999}+|\s", "(((x{99}){99}){9}){9}", "(x{9,}){99999}"]
+)
+def test_a_pattern_that_would_take_all_memory_is_refused(pattern: str) -> None:
+    with pytest.raises(UserError, match="more than 100,000 times"):
+        compile_pattern(pattern)
+    assert compile_pattern("((x{99}){99}){9}").fullmatch("x" * 99 * 99 * 9)
+
+
 @pytest.mark.parametrize("pattern", ["(", "[a", r"\p{Nonsense}", "a**b("])
 def test_a_malformed_pattern_is_a_users_mistake(pattern: str) -> None:
     with pytest.raises(UserError, match="is not a regular expression"):
