@@ -1,6 +1,7 @@
 """Documents of text, JSON lines and Parquet: their separators, their fields, and what users get wrong."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.corpus import DataConfig, Tally
+from lm.corpus import DataConfig, Tally, pieces
 from lm.errors import UserError
 from tests.corpora import EOT, jsonl, parquet, read
 
@@ -29,6 +30,18 @@ def test_documents_of_a_text_join_to_it_and_a_last_separator(text: str, separato
         expected.append(rest if rest.isspace() else rest + separator)
     assert found == expected
     assert tally.documents == len(whole) + bool(rest.strip())
+
+
+def test_a_long_document_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lm.corpus.BLOCK", 100)
+    path = tmp_path / "a.txt"
+    path.write_text("word " * 1000)
+    tally = Tally()
+    found = list(pieces(str(path), DataConfig(), tally))
+    assert max(map(len, found)) < 200
+    assert "".join(found) == "word " * 1000 + EOT
+    assert tally.documents == 1
+    assert tally.lengths[int(4 * math.log2(5000))] == 1
 
 
 def test_a_text_without_a_separator_is_one_document(tmp_path: Path) -> None:
