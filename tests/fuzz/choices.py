@@ -47,8 +47,9 @@ class Choices:
         return random.Random(self.below(1 << 16))
 
 
-def changed(value: Any, choices: Choices) -> Any:
-    """A JSON-like value with one change somewhere in it; the value itself stays as it is."""
+def changed(value: Any, choices: Choices, other: Callable[[Any, "Choices"], Any] | None = None) -> Any:
+    """A value made of dicts and lists with one change somewhere in it; the value itself stays as it is. What stands in
+    place of a part is ``other``'s choice; the default is for JSON."""
     if isinstance(value, dict) and value and choices.below(8):
         name = choices.pick(list(value))
         match choices.below(8):
@@ -59,7 +60,7 @@ def changed(value: Any, choices: Choices) -> Any:
             case 2:
                 return {**value, choices.pick(_ODD_TEXTS): value[name]}
             case _:
-                return {**value, name: changed(value[name], choices)}
+                return {**value, name: changed(value[name], choices, other)}
     if isinstance(value, list) and value and choices.below(8):
         i = choices.below(len(value))
         match choices.below(8):
@@ -68,7 +69,11 @@ def changed(value: Any, choices: Choices) -> Any:
             case 1:
                 return [*value[:i], choices.pick(value), *value[i:]]
             case _:
-                return [*value[:i], changed(value[i], choices), *value[i + 1 :]]
+                return [*value[:i], changed(value[i], choices, other), *value[i + 1 :]]
+    return (other or _other)(value, choices)
+
+
+def _other(value: Any, choices: Choices) -> Any:
     if isinstance(value, str) and value and choices.below(2):
         i = choices.below(len(value) + 1)
         return value[:i] + choices.pick(_ODD_TEXTS) + value[i + choices.below(3) :]
@@ -85,10 +90,10 @@ def changed(value: Any, choices: Choices) -> Any:
             return choices.pick(ODD)
 
 
-def damaged(value: Any, choices: Choices, most: int = 4) -> Any:
-    """A value with up to ``most`` changes."""
+def damaged(value: Any, choices: Choices, most: int = 4, other: Callable[[Any, "Choices"], Any] | None = None) -> Any:
+    """A value with up to ``most`` changes; see :func:`changed`."""
     for _ in range(choices.below(most + 1)):
-        value = changed(value, choices)
+        value = changed(value, choices, other)
     return value
 
 

@@ -99,33 +99,20 @@ _ODD_TENSORS: list[Any] = [
 ]  # fmt: skip
 
 
-def _damaged_state(state: Any, choices: Choices) -> Any:
-    """A state dict, or what is around it, with something else in one of its places."""
-    if isinstance(state, dict) and state and choices.below(8):
-        name = choices.pick(list(state))
-        match choices.below(8):
-            case 0:
-                return {key: value for key, value in state.items() if key != name}
-            case 1:
-                return {**state, choices.pick(["x", 5, None, (1, 2), "layers.0.x", "rope.freqs", b""]): state[name]}
-            case _:
-                return {**state, name: _damaged_state(state[name], choices)}
-    if isinstance(state, list) and state and choices.below(4):
-        i = choices.below(len(state))
-        return [*state[:i], _damaged_state(state[i], choices), *state[i + 1 :]]
-    if isinstance(state, torch.Tensor) and choices.below(2):
-        if not is_plain(state) or not state.ndim:
+def _other_part(part: Any, choices: Choices) -> Any:
+    """Something else in place of a part of a state dict."""
+    if isinstance(part, torch.Tensor) and choices.below(2):
+        if not is_plain(part) or not part.ndim:
             return choices.pick(_ODD_TENSORS)
-        turned = state.mT if state.ndim > 1 else state[None]
-        return choices.pick([state.to_sparse(), state[:1], state.double(), turned, state.int()])
+        turned = part.mT if part.ndim > 1 else part[None]
+        return choices.pick([part.to_sparse(), part[:1], part.double(), turned, part.int()])
     return choices.pick([*_ODD_TENSORS, 0, -1, 1 << 70, 1.5, float("nan"), True, "", (), [{}], {"state": 1}])
 
 
 def _saved(state: Any, choices: Choices) -> bytes:
     """Some state as torch.save writes it, damaged."""
     if choices.below(2):
-        for _ in range(choices.below(3)):
-            state = _damaged_state(state, choices)
+        state = damaged(state, choices, 2, _other_part)
         file = io.BytesIO()
         torch.save(state, file, _use_new_zipfile_serialization=choices.below(4) > 0 or _has_odd(state))
         return file.getvalue()
