@@ -86,7 +86,8 @@ def train_merges(
     progress: Callable[[int], None] = lambda merges: None,
 ) -> tuple[Vocab, Merges]:
     """Train from a table of counts (columns ``pretoken`` and ``count``); see :func:`train_bpe`. ``progress`` is told
-    the number of merges so far, now and then."""
+    the number of merges so far, now and then. Takes some 22 bytes of memory for each byte of the different pretokens.
+    """
     check_vocab_size(vocab_size, special_tokens)
     if min_frequency < 1:
         raise UserError(f"min_frequency {min_frequency} is too small: a pair that is merged occurs at least once.")
