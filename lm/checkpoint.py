@@ -230,6 +230,11 @@ def read_description(directory: Path) -> dict[str, Any] | None:
     return None
 
 
+def step_name(step: int) -> str:
+    """The name of the directory of a checkpoint."""
+    return f"step-{step:07d}"
+
+
 def newest_checkpoint(directory: Path) -> Path | None:
     """The intact checkpoint with the most steps among the ``step-*`` directories in ``directory``."""
     intact = ((path, read_description(path)) for path in directory.glob("step-*"))

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from lm.checkpoint import newest_checkpoint, read_description
+from lm.checkpoint import read_description, step_name
 from lm.errors import UserError
 from lm.metrics import read_metrics, write_metrics
 
@@ -13,26 +13,32 @@ log = logging.getLogger(__name__)
 
 
 def take_over(previous: Path, out: Path, ours: dict[str, dict[str, Any]]) -> str | None:
-    """Copy the checkpoints of ``previous``, and the rows of its metrics and samples up to the newest, to ``out``, which
-    may be the same; returns the newest's name, None where there is none.
+    """Copy the intact checkpoints of ``previous``, and the rows of its metrics and samples up to the newest, to
+    ``out``, which may be the same; returns the newest's name, None where there is none.
 
+    Where the best checkpoint is damaged, only those before it are taken, as another would be the best in the end.
     ``ours``: this run's ``model``, ``data`` and ``train``. Raises UserError where the checkpoint is of another model or
     other data, or cannot be copied; warns of another recipe.
     """
-    newest = newest_checkpoint(previous)
-    if newest is None:
-        return None
-    description = read_description(newest) or {}
-    _check_same(newest, description, ours)
+    found = {path: read_description(path) for path in sorted(previous.glob("step-*"))}
+    damaged = {path.name for path, about in found.items() if about is None}
+    intact = {path: about for path, about in found.items() if about}
+    whole = {about["step"]: path for path, about in intact.items() if step_name(_best(path, about)) not in damaged}
+    step = max(whole, default=-1)
+    taken = [path for path, about in intact.items() if about["step"] <= step]
+    if taken:
+        _check_same(whole[step], intact[whole[step]], ours)
     try:
+        if previous == out:
+            for directory in found.keys() - taken:
+                shutil.rmtree(directory)
+        if not taken:
+            return None
         for file in ("metrics.jsonl", "samples.jsonl"):
-            rows = [row for row in read_metrics(previous / file) if row["step"] <= description["step"]]
+            rows = [row for row in read_metrics(previous / file) if row["step"] <= step]
             write_metrics(out / file, rows)
-        for directory in sorted(previous.glob("step-*")):
-            if not read_description(directory):
-                if previous == out:
-                    shutil.rmtree(directory)
-            elif previous != out:
+        if previous != out:
+            for directory in taken:
                 copy = out / f".{directory.name}.copy"
                 shutil.rmtree(copy, ignore_errors=True)
                 shutil.copytree(directory, copy)
@@ -42,7 +48,17 @@ def take_over(previous: Path, out: Path, ours: dict[str, dict[str, Any]]) -> str
             f"The checkpoints in {previous} cannot be taken over: {error}. Free some space, or wait for another "
             "run of the same training, which may be writing there."
         ) from error
-    return newest.name
+    return whole[step].name
+
+
+def _best(path: Path, about: dict[str, Any]) -> int:
+    """The step of the best checkpoint when this one was saved."""
+    match about:
+        case {"best": {"step": int(step)}, "stale": int(), "skipped": int(), "skipped_in_a_row": int()}:
+            return step
+    raise UserError(
+        f"{path} is no checkpoint of a training that this version can go on with; train into another place."
+    )
 
 
 def _check_same(newest: Path, description: dict[str, Any], ours: dict[str, dict[str, Any]]) -> None:

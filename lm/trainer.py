@@ -23,7 +23,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from lm.checkpoint import load_training, newest_checkpoint, read_description, save_training
+from lm.checkpoint import load_training, newest_checkpoint, read_description, save_training, step_name
 from lm.completion import complete
 from lm.data import Batch, Tokens, batch_starts, check_length, prefetched, windows
 from lm.device import choose_device, peak_flops
@@ -335,7 +335,7 @@ class Trainer:
         return total / len(chosen)
 
     def _directory(self, step: int) -> Path:
-        return self.out / f"step-{step:07d}"
+        return self.out / step_name(step)
 
     def _save(self) -> None:
         if self.rank > 0:

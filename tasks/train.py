@@ -70,7 +70,11 @@ def train(
         raise Stopped(str(stop)) from None
     out.figures = json.loads((out.directory / "training.json").read_text(encoding="utf-8"))
     board = [str(file.relative_to(out.directory)) for file in out.directory.glob("tensorboard/*")]
-    out.records = ["metrics.jsonl", "loss.png", "job.json", *board]
+    # A training that goes on from the last checkpoint, as older ones are damaged, is not another for that.
+    wanted = {out.figures["best"], out.figures["last"]}
+    older = [file for file in out.directory.glob("step-*/*") if file.parent.name not in wanted]
+    older_names = [str(file.relative_to(out.directory)) for file in older]
+    out.records = ["metrics.jsonl", "loss.png", "job.json", *board, *older_names]
 
 
 def _beside(out: Draft, path: Path) -> str:

@@ -200,6 +200,41 @@ def test_what_ended_early_stays_ended(tmp_path: Path, monkeypatch: pytest.Monkey
     assert third.run()["steps"] == 12
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_where_the_best_is_damaged_what_came_after_it_is_not_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_place: bool
+) -> None:
+    """Else another would be the best in the end."""
+
+    def trainer(name: str) -> Trainer:
+        found = make(tmp_path / name, keep_checkpoints=4)
+        monkeypatch.setattr(found, "evaluate", lambda sequences=None: 0.5 if found.step == 8 else 1.0)
+        return found
+
+    straight = trainer("straight")
+    straight.run()
+    start_and_kill(trainer("first"), 16)
+    saved = sorted(path.name for path in (tmp_path / "first").glob("step-*"))
+    assert "step-0000008" in saved and saved[0] < "step-0000008" < saved[-1]
+    (tmp_path / "first" / "step-0000008" / "model.safetensors").write_bytes(b"x")
+    second = trainer("first" if in_place else "second")
+    assert second.resume(tmp_path / "first")
+    assert second.step < 8
+    assert second.run()["best"] == "step-0000008"
+    assert weights_equal(second.model, straight.model)
+    assert rows_of(second.out) == rows_of(straight.out)
+    assert sorted(path.name for path in second.out.glob("step-*")) == sorted(
+        path.name for path in straight.out.glob("step-*")
+    )
+
+
+def test_a_checkpoint_of_another_make_is_named(tmp_path: Path) -> None:
+    first = make(tmp_path)
+    save_training(tmp_path / "step-0000003", first.model, first.optimizers, 3, {"best": 3})
+    with pytest.raises(UserError, match="step-0000003 is no checkpoint of a training"):
+        first.resume(tmp_path)
+
+
 def test_a_damaged_checkpoint_makes_room(tmp_path: Path) -> None:
     start_and_kill(make(tmp_path, keep_checkpoints=2, sample_prompts=[]), 16)
     (tmp_path / "step-0000016" / "model.safetensors").write_bytes(b"")
