@@ -91,7 +91,7 @@ def read_safetensors(path: Path, device: str | torch.device = "cpu") -> dict[str
     """The tensors of a file, mapped from the disk; raises UserError where it is missing or damaged."""
     try:
         return load_file(path, device=str(device))
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:  # the second for a name that is none
         raise UserError(f"{path} cannot be read: {error}. The weights must be there, whole, as safetensors.") from None
 
 
