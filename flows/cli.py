@@ -161,6 +161,8 @@ def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
         parsed: Namespace = parser.parse_args(arguments)
     except ImportError:
         raise UserError("An option's value names something to import (class_path), which none may.") from None
+    except OverflowError as error:
+        raise UserError(f"A number among the options is out of all bounds: {error}.") from None
     for name in PipelineConfig.__dataclass_fields__:
         if not isinstance(section := parsed[parsed.command].get(name, Namespace()), Namespace):
             raise UserError(f"{name} is {section!r}; it must be a section of options, each with a name and a value.")
