@@ -128,12 +128,8 @@ def test_a_flipped_byte_is_noticed_and_repaired(run: Runner, config: PipelineCon
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    if stage == "train":  # goes on from the checkpoint that is whole, so a damaged older one is not there any more
-        assert run(config) == ["train", "sample"]
-        assert run.output("train").json("training.json") == output.json("training.json")
-    else:
-        assert run(config) == [stage]
-        assert run.output(stage).digest == output.digest
+    assert run(config) == [stage]
+    assert run.output(stage).digest == output.digest
 
 
 def test_appended_documents_redo_the_last_chunks_only(run: Runner, config: PipelineConfig) -> None:
