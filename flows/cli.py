@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 from dataclasses import replace
-from typing import Any, NoReturn, cast, get_args
+from typing import NoReturn, cast, get_args
 
 # Prefect reads its settings when it is imported. Its own lines are for its UI; the console shows the project's.
 os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
@@ -34,6 +34,7 @@ from flows.console import (
 from flows.pipeline import StageName
 from flows.runs import end_without_server
 from flows.serve import serve_command
+from flows.stop import STOPPED, Terminated, terminate
 from flows.up import start_prefect
 from lm import dialog
 from lm.errors import UserError, nearest
@@ -127,18 +128,10 @@ def _stages(names: str) -> tuple[StageName, ...]:
     return cast(tuple[StageName, ...], tuple(stages))
 
 
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM, which else would end the process without a word."""
-
-
-def _terminate(number: int, frame: Any) -> NoReturn:
-    raise _Terminated
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns 0 for success, 1 where ``verify`` found damage, 2 for a user's mistake (one message), 130
     when stopped by Ctrl-C, 143 by SIGTERM. A fault of the project itself passes on, with its traceback."""
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, terminate)
     code = _told(sys.argv[1:] if arguments is None else arguments)
     end_without_server(code)
     return code
@@ -151,8 +144,8 @@ def _told(arguments: list[str]) -> int:
         print(f"textmill: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
-        print("textmill: stopped. What is finished is kept; the same command goes on from there.", file=sys.stderr)
-        return 143 if isinstance(stop, _Terminated) else 130
+        print(STOPPED, file=sys.stderr)
+        return 143 if isinstance(stop, Terminated) else 130
 
 
 def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:

@@ -15,6 +15,7 @@ from flows.pipeline import StageName, absolute, pipeline
 from flows.plan import plan
 from flows.report import figures, outputs_of
 from flows.runs import is_unreachable
+from flows.stop import stoppable
 from lm.completion import complete
 from lm.convert import save_hugging_face
 from lm.errors import UserError
@@ -56,7 +57,9 @@ def _log_to_console() -> None:
 def run_command(config: PipelineConfig, root: str, until: StageName | None, refresh: tuple[StageName, ...]) -> None:
     """Run the pipeline and print what was made."""
     _log_to_console()
-    print(_summary(run_pipeline(config, root, until, refresh)))
+    with stoppable():
+        record = run_pipeline(config, root, until, refresh)
+    print(_summary(record))
 
 
 def run_pipeline(

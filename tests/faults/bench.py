@@ -88,6 +88,9 @@ class Process:
     def ends(self) -> bool:
         """Wait for the end; one that does not come is a hang, and made."""
         is_over = any(self.code is not None for _ in ticks(_LONG))
+        if not is_over:
+            os.kill(self.id, signal.SIGABRT)  # it says where
+            any(self.code is not None for _ in ticks(5))
         self.kill()
         return is_over
 

@@ -5,6 +5,7 @@ Reads lines of JSON, ``[arguments, path of a FIFO for what it says]``; answers e
 once it has ended its exit code, negative for a signal.
 """
 
+import faulthandler
 import json
 import os
 import signal
@@ -30,6 +31,7 @@ if __name__ == "__main__":
             for place, flags, numbers in ((os.devnull, os.O_RDONLY, (0,)), (fifo, os.O_WRONLY, (1, 2))):
                 for number in numbers:
                     os.dup2(os.open(place, flags), number)
+            faulthandler.enable()  # SIGABRT tells where it hangs
             sys.exit(main(arguments))
         print(child, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
