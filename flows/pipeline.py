@@ -20,6 +20,7 @@ from pydantic import BeforeValidator
 from flows.config import PipelineConfig, fill_in, load_preset
 from flows.report import show_page, show_report
 from flows.runs import keep_alive, name_run, record_logs, tag_run
+from flows.stop import take_back
 from lm.corpus import Source
 from lm.device import choose_device
 from lm.errors import UserError
@@ -120,6 +121,7 @@ def pipeline(
         until: Last stage to run; default: all of them.
         refresh: Stages to make anew whatever is cached.
     """
+    take_back()
     record_logs()
     keep_alive(flow_run.id, flow_run.run_count)
     tag_run("textmill", until or "full")

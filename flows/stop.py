@@ -3,6 +3,7 @@
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -10,14 +11,18 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+from prefect.exceptions import TerminationSignal
+
 from lm.errors import UserError
 
 STOPPED = "textmill: stopped. What is finished is kept; the same command goes on from there."
 
 _OURS = {"lm", "tasks", "flows"}
 _TICK = 0.02  # seconds
-_PATIENCE = 1.0  # seconds in which Prefect comes back to us, unless it waits for tasks
+_PATIENCE = 1.0  # seconds in which what we have called comes back to us, unless it waits for something
 _LIMIT = 60.0  # seconds from a signal to the end of the process
+
+_active: list["_Stop"] = []
 
 
 class Terminated(KeyboardInterrupt):
@@ -29,22 +34,12 @@ def terminate(number: int, frame: FrameType | None) -> NoReturn:
     raise Terminated
 
 
-def _is_in_prefect(frame: FrameType | None) -> bool:
-    """Whether Prefect's code, or what it has called, is interrupted, and not ours that it has called."""
-    while frame is not None:
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if package == "prefect" or package in _OURS:
-            return package == "prefect"
-        frame = frame.f_back
-    return False
-
-
 @contextmanager
 def stoppable() -> Iterator[None]:
     """Within it, SIGINT raises KeyboardInterrupt and SIGTERM Terminated as soon as our own code is at work: Prefect
-    forgets to give back locks, or fails of something else, where an exception meets it at an arbitrary place. A process
-    that has not ended a minute after the signal is ended, which loses no more than SIGKILL does: nothing finished. A
-    further signal does that once the run is over.
+    forgets to give back locks, or fails of something else, where an exception meets it at an arbitrary place; other
+    libraries may too. A process that has not ended a minute after the signal is ended, which loses no more than SIGKILL
+    does: nothing finished. A further signal does that once the run is over.
 
     Signals come to the main thread: in another one this changes nothing.
     """
@@ -53,22 +48,41 @@ def stoppable() -> Iterator[None]:
         return
     bell, ring = os.pipe()
     stop = _Stop(ring)
+    _active.append(stop)
     # Started here, as no thread can be in a handler: what it interrupts may hold the lock of those that are starting.
     threading.Thread(target=stop.see_to_it, args=(bell,), daemon=True).start()
     numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
     handlers = {number: signal.signal(number, stop.handle) for number in numbers}
+    hook, sys.unraisablehook = sys.unraisablehook, stop.lost
     try:
         yield
     except BaseException as error:
-        if not stop.number or isinstance(error, (KeyboardInterrupt, UserError)):
+        if isinstance(error, (KeyboardInterrupt, UserError)) or not (stop.number or _is_aftermath(error)):
             raise
-        raise stop.exception from error  # which is an aftermath of the signal
+        raise stop.exception from error
     finally:
+        _active.remove(stop)
         stop.is_over = True
         if not stop.number:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+        sys.unraisablehook = hook
         os.close(ring)
+
+
+def take_back() -> None:
+    """Take SIGTERM back from Prefect, where the process is ``stoppable``: within a flow it has a handler of its own,
+    which raises wherever it is, and gives it back afterwards. Where a worker has started the flow, that is left alone:
+    by it Prefect cancels a run."""
+    for stop in _active:
+        signal.signal(signal.SIGTERM, stop.handle)
+
+
+def _is_aftermath(error: BaseException | None) -> bool:
+    """Whether it came of an exception of Prefect's own handler for SIGTERM."""
+    while error and not isinstance(error, TerminationSignal):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 class _Stop:
@@ -82,7 +96,7 @@ class _Stop:
 
     @property
     def exception(self) -> type[KeyboardInterrupt]:
-        return Terminated if self.number == signal.SIGTERM else KeyboardInterrupt
+        return KeyboardInterrupt if self.number == signal.SIGINT else Terminated
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -91,10 +105,18 @@ class _Stop:
         if self.is_over:
             self._end()
         os.write(self._ring, b"!")
-        if _is_in_prefect(frame) and now - self._since < _PATIENCE:
-            return
-        self._is_raised = True
-        raise self.exception
+        at_work = str(frame.f_globals.get("__name__")).partition(".")[0] if frame else ""
+        if at_work in _OURS or now - self._since > _PATIENCE:
+            self._is_raised = True
+            raise self.exception
+
+    def lost(self, unraisable: "sys.UnraisableHookArgs") -> None:
+        """Ask again where the exception came to nothing: in a destructor, or when a weak reference dies."""
+        if self.number and isinstance(unraisable.exc_value, KeyboardInterrupt):
+            self._is_raised = False
+            os.write(self._ring, b"!")
+        else:
+            sys.__unraisablehook__(unraisable)
 
     def see_to_it(self, bell: int) -> None:
         """In a thread: send a signal again that was not obeyed yet; end the process when its time is over."""

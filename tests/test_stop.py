@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect import flow
+from prefect.exceptions import TerminationSignal
 
 from flows import stop
-from flows.stop import STOPPED, Terminated, stoppable
+from flows.stop import STOPPED, Terminated, stoppable, take_back
 from lm.errors import UserError
 
 
@@ -45,17 +47,13 @@ def busy(seconds: float) -> None:
 
 @pytest.mark.parametrize(("number", "exception"), SIGNALS)
 def test_our_own_code_is_interrupted_at_once(number: int, exception: type[BaseException]) -> None:
-    def work() -> None:
-        started.append(True)
-        signal.raise_signal(number)
-        started.append(False)
-
-    started: list[bool] = []
-    ours = in_module("lm.train", "work()", work=work)
+    done: list[str] = []
+    body = "done.append('before')\nkill(number)\ndone.append('after')"
+    ours = in_module("lm.train", body, kill=signal.raise_signal, number=number, done=done)
     with pytest.raises(KeyboardInterrupt) as raised, stoppable():
         in_module("prefect.task_engine", "ours()", ours=ours)()
     assert raised.type is exception
-    assert started == [True]
+    assert done == ["before"]
 
 
 @pytest.mark.parametrize(("number", "exception"), SIGNALS)
@@ -87,11 +85,55 @@ def raise_in(seconds: float) -> None:
     threading.Timer(seconds, signal.pthread_kill, (main, signal.SIGINT)).start()
 
 
+class Dying:
+    """What is struck in its destructor, where exceptions come to nothing."""
+
+    def __init__(self, die: Callable[[], Any]) -> None:
+        self.die = die
+
+    def __del__(self) -> None:
+        self.die()
+
+
+def test_a_stop_that_came_to_nothing_is_asked_for_again() -> None:
+    ours = in_module("lm.corpus", "kill(2)", kill=signal.raise_signal)
+    loop = in_module("lm.train", "while True: pass")
+    with pytest.raises(KeyboardInterrupt), stoppable():
+        Dying(ours)
+        loop()
+
+
 def test_another_failure_after_a_signal_is_its_aftermath(monkeypatch: pytest.MonkeyPatch) -> None:
     body = "kill()\nraise ValueError('Task run is not set')"
     with pytest.raises(Terminated) as raised, stoppable():
         in_module("prefect.task_engine", body, kill=lambda: signal.raise_signal(signal.SIGTERM))()
     assert isinstance(raised.value.__cause__, ValueError)
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_sigterm_in_a_flow_of_prefect_is_ours_once_taken_back() -> None:
+    def body() -> None:
+        handlers.append(signal.getsignal(signal.SIGTERM))
+        take_back()
+        handlers.append(signal.getsignal(signal.SIGTERM))
+
+    handlers: list[Any] = []
+    flow(body)()
+    assert handlers[0] == handlers[1]  # Prefect's, by which a worker cancels a run
+    with stoppable():
+        ours = signal.getsignal(signal.SIGTERM)
+        flow(body)()
+        assert signal.getsignal(signal.SIGTERM) == ours
+    assert handlers[2] == handlers[0]
+    assert handlers[3] == ours
+
+
+def test_what_comes_of_prefects_own_handler_is_a_stop_too() -> None:
+    with pytest.raises(Terminated), stoppable():
+        try:
+            raise TerminationSignal(signal.SIGTERM)
+        except TerminationSignal:
+            raise ValueError("Task run is not set")  # noqa: B904
 
 
 @pytest.mark.parametrize("error", [ValueError("no signal"), UserError("a mistake")])
