@@ -39,13 +39,8 @@ def stoppable() -> Iterator[None]:
     """Within it, SIGINT raises KeyboardInterrupt and SIGTERM Terminated as soon as our own code is at work: Prefect
     forgets to give back locks, or fails of something else, where an exception meets it at an arbitrary place; other
     libraries may too. A process that has not ended a minute after the signal is ended, which loses no more than SIGKILL
-    does: nothing finished. A further signal does that once the run is over.
-
-    Signals come to the main thread: in another one this changes nothing.
+    does: nothing finished. A further signal does that once the run is over. For the main thread, to which signals come.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     bell, ring = os.pipe()
     stop = _Stop(ring)
     _active.append(stop)
@@ -86,9 +81,11 @@ def _is_aftermath(error: BaseException | None) -> bool:
 
 
 class _Stop:
+    """A run that signals may stop. Its handler rings, and a thread of its own then sees to it that the run ends."""
+
     def __init__(self, ring: int) -> None:
         self.number = 0
-        """The first signal."""
+        """The first signal; 0 before it comes."""
         self.is_over = False
         self._since = 0.0
         self._is_raised = False
