@@ -1,9 +1,10 @@
-"""How many tokens the fast recipe needs: AdamW with a cosine against it, on children's stories.
+"""Measure how many fewer tokens the fast recipe needs than AdamW with a cosine schedule, on children's stories.
 
-``python -m benchmarks.train --learning [--tokens N] [--directory DIR]``. Data, batch and size of the model are those of
-the presets ``stories-cpu``, whose model AdamW trains, and ``stories-fast``. Three learning rates of each recipe, of
-AdamW over ``tokens`` and of the fast recipe over 60 % of them; then the best of each over four times as many. Losses
-are of the whole validation text. ``--directory`` keeps the runs, with their curves: called again, it goes on.
+``python -m benchmarks.train --learning [--tokens N] [--directory DIR]``. AdamW trains the model of the preset
+``stories-cpu``; the fast recipe is the preset ``stories-fast``. The text is the children's stories in
+``../shared/data``, or generated stories if that folder does not exist. Each recipe runs with three learning rates:
+AdamW on ``tokens``, the fast recipe on 60 % of them. The best rate of each then runs on four times as many tokens. The
+loss is of the whole validation text. ``--directory`` keeps the runs and their curves; a second call resumes them.
 """
 
 import json
@@ -15,24 +16,25 @@ from typing import Any
 
 import torch
 
-from benchmarks.texts import DATA
+from benchmarks.texts import story_file
 from flows.config import load_preset
-from lm.bpe import train_bpe
-from lm.execution import Execution
-from lm.metrics import parameter_count
-from lm.model import ModelConfig
-from lm.pretokens import END_OF_TEXT
-from lm.recipe import TrainConfig
-from lm.shards import TokenShards, encode_files
-from lm.tokenizer import Tokenizer
-from lm.trainer import TrainData, Trainer
+from lm.common.runtime import Execution
+from lm.data.token_shards import TokenShards
+from lm.model.config import ModelConfig
+from lm.model.flops import parameter_count
+from lm.text.pretokenize import END_OF_TEXT
+from lm.tokenizer.bpe import train_bpe
+from lm.tokenizer.stream import encode_files
+from lm.tokenizer.tokenizer import Tokenizer
+from lm.train.config import TrainConfig
+from lm.train.pretraining import TrainData, make_trainer
 
-SHARE = 0.6  # of AdamW's tokens, for the fast recipe
+FAST_TOKEN_SHARE = 0.6  # tokens of the fast recipe over those of AdamW
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model and how it is trained, at each of three learning rates."""
+    """A model, its training config, and three learning rates."""
 
     name: str
     model: ModelConfig
@@ -41,7 +43,7 @@ class Recipe:
 
 
 def recipes(vocab_size: int) -> tuple[Recipe, Recipe]:
-    """AdamW with a cosine, and the fast one."""
+    """Return AdamW with a cosine schedule, and the fast recipe."""
     plain, fast = load_preset("stories-cpu"), load_preset("stories-fast")
     adamw = replace(plain.train, optimizer="adamw", schedule="cosine", min_lr=0.0)
     best = fast.train.max_lr
@@ -52,24 +54,25 @@ def recipes(vocab_size: int) -> tuple[Recipe, Recipe]:
 
 
 def read_data(directory: Path) -> TrainData:
-    """The stories as tokens; made once."""
-    found = directory / "tokenizer"
-    if not found.exists():
+    """Return the tokens of the stories. The first call makes and saves them."""
+    saved_tokenizer = directory / "tokenizer"
+    if not saved_tokenizer.exists():
         vocab_size = load_preset("stories-fast").tokenizer.vocab_size
-        Tokenizer(*train_bpe(DATA / "stories_train.txt.xz", vocab_size, [END_OF_TEXT]), [END_OF_TEXT]).save(found)
-    tokenizer = Tokenizer.load(found)
+        text = story_file("train", directory)
+        Tokenizer(*train_bpe(text, vocab_size, [END_OF_TEXT]), [END_OF_TEXT]).save(saved_tokenizer)
+    tokenizer = Tokenizer.load(saved_tokenizer)
     shards = []
     for split in ("train", "valid"):
         folder, part = directory / split, directory / f"{split}.part"
         if not folder.exists():
-            encode_files([DATA / f"stories_{split}.txt.xz"], tokenizer, part)
+            encode_files([story_file(split, directory)], tokenizer, part)
             part.rename(folder)
         shards.append(TokenShards(sorted(folder.glob("*.bin")), tokenizer.size))
     return TrainData(shards[0], shards[1], tokenizer, 1.0)
 
 
-def loss_of(recipe: Recipe, lr: float, tokens: int, data: TrainData, directory: Path, device: str) -> float:
-    """The validation loss after a run, which goes on where an earlier one ended."""
+def train_for_loss(recipe: Recipe, lr: float, tokens: int, data: TrainData, directory: Path, device: str) -> float:
+    """Train, or resume an earlier run, and return the validation loss."""
     steps = round(tokens / (recipe.train.batch_size * recipe.model.context_length))
     config = replace(
         recipe.train,
@@ -83,8 +86,8 @@ def loss_of(recipe: Recipe, lr: float, tokens: int, data: TrainData, directory: 
     )
     out = directory / f"{recipe.name}-{lr:g}-{tokens}"
     if not (out / "training.json").exists():
-        torch._dynamo.reset()  # or it would count the recipes before as versions of this one
-        trainer = Trainer(config, recipe.model, data, Execution(device=device), out)
+        torch._dynamo.reset()  # else the earlier recipes count toward the recompilation limit
+        trainer = make_trainer(config, recipe.model, data, Execution(device=device), out)
         trainer.resume(out)
         trainer.run()
     loss = float(json.loads((out / "training.json").read_text())["valid_loss"])
@@ -93,29 +96,32 @@ def loss_of(recipe: Recipe, lr: float, tokens: int, data: TrainData, directory: 
 
 
 def compare(tokens: int, data: TrainData, directory: Path, device: str) -> dict[str, Any]:
-    """Run what the module's docstring says; the losses, and how many times fewer tokens the fast recipe needs."""
+    """Train both recipes; return the losses and how many times fewer tokens the fast recipe needs."""
     adamw, fast = recipes(data.tokenizer.size)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "parameters": {recipe.name: parameter_count(recipe.model)["total"] for recipe in (adamw, fast)}
     }
-    budgets = {recipe.name: round(share * tokens) for recipe, share in ((adamw, 1.0), (fast, SHARE))}
-    ends: dict[str, tuple[float, float]] = {}  # losses at the two budgets
+    budgets = {recipe.name: round(share * tokens) for recipe, share in ((adamw, 1.0), (fast, FAST_TOKEN_SHARE))}
+    best_losses: dict[str, tuple[float, float]] = {}  # at the two budgets
     for recipe in (adamw, fast):
         budget = budgets[recipe.name]
-        losses = {lr: loss_of(recipe, lr, budget, data, directory, device) for lr in recipe.rates}
+        losses = {lr: train_for_loss(recipe, lr, budget, data, directory, device) for lr in recipe.rates}
         best = min(recipe.rates, key=losses.__getitem__)
-        ends[recipe.name] = losses[best], loss_of(recipe, best, 4 * budget, data, directory, device)
-        found[recipe.name] = {
+        best_losses[recipe.name] = losses[best], train_for_loss(recipe, best, 4 * budget, data, directory, device)
+        result[recipe.name] = {
             f"{budget:,} tokens": {f"{lr:g}": round(loss, 4) for lr, loss in losses.items()},
-            f"{4 * budget:,} tokens": {f"{best:g}": round(ends[recipe.name][1], 4)},
+            f"{4 * budget:,} tokens": {f"{best:g}": round(best_losses[recipe.name][1], 4)},
         }
-    target = ends["adamw"][1]
-    return found | {"tokens_to_loss": 4 * tokens / tokens_for(target, budgets["fast"], *ends["fast"])}
+    target = best_losses["adamw"][1]
+    return result | {"tokens_to_loss": 4 * tokens / tokens_for(target, budgets["fast"], *best_losses["fast"])}
 
 
 def tokens_for(target: float, tokens: int, loss: float, later: float) -> float:
-    """The tokens that ``target`` wants, on the line through a loss at ``tokens`` and a ``later`` one at four times as
-    many, over the logarithm of the tokens."""
+    """Return the number of tokens for the loss ``target``.
+
+    It is interpolated linearly over the logarithm of the tokens, from ``loss`` at ``tokens`` and ``later`` at four
+    times as many.
+    """
     if later >= loss:
         return math.inf
     return tokens * 4 ** ((loss - target) / (loss - later))

@@ -1,10 +1,11 @@
-"""Whether large and odd inputs go from text to shards within a memory limit: how fast, and in how much memory.
+"""Encode large and unusual inputs under a memory limit, and measure the time and the memory.
 
-``python -m benchmarks.load [--only corpus,files,document,specials,s3] [--scale 1] [--limit 2]``. Each case is made up,
-then ``textmill run --until encode`` reads it over an empty root. Above the ``limit`` of gigabytes (10⁹ bytes) the
-process and its children are killed: by the kernel where a control group can be had, and by this process, which adds up
-their memory four times a second (pages that are shared by halves, thirds …; not those of files, which the kernel takes
-back). Then the bytes of all ids must be those of the text. Linux only. The last line is JSON.
+``python -m benchmarks.load [--only corpus,files,document,specials,s3] [--scale 1] [--limit 2]``. Each case generates a
+text and runs ``textmill run --until encode`` over an empty root. A run that takes more than ``limit`` gigabytes (10⁹
+bytes) with its children is killed. The kernel does it if a control group can be created. This process also does it: it
+adds up the proportional set sizes of anonymous and shared memory four times a second. Pages of files do not count, as
+the kernel can reclaim them. At the end the ids must stand for exactly the bytes of the text. Linux only. The last line
+is JSON.
 """
 
 import argparse
@@ -25,53 +26,53 @@ from typing import Any
 import fsspec
 import numpy as np
 
-from benchmarks.texts import END, documents, letters, limited, packages, stories
-from lm.tokenizer import Tokenizer, token_dtype
-from tasks.output import Ref, read_output
-from tasks.records import RunRecord, read
-from tasks.store import Store
+from benchmarks.texts import END, documents, package_files, random_letters, stories, take_bytes
+from lm.tokenizer.tokenizer import Tokenizer, token_dtype
+from tasks.runtime.output import Ref, read_output
+from tasks.runtime.schemas import RunRecord, read_record
+from tasks.runtime.store import Store
 
-_GROUPS = Path("/sys/fs/cgroup/memory")  # version 1
+_CGROUP_ROOT = Path("/sys/fs/cgroup/memory")  # cgroup version 1
 _STAGES = ("ingest", "chunk", "count", "merge", "encode")
 
 
-def varied() -> Iterator[bytes]:
-    """Stories and Python sources again and again, each document with eight words that nothing else has."""
+def varied_documents() -> Iterator[bytes]:
+    """Yield stories and Python sources without end. Eight random words make each document unique."""
     rng = np.random.default_rng(0)
-    for document in cycle(chain(documents(stories()), packages("*.py"))):
-        words = b" ".join(letters(rng, 8).tobytes() for _ in range(8))
+    for document in cycle(chain(documents(stories()), package_files("*.py"))):
+        words = b" ".join(random_letters(rng, 8).tobytes() for _ in range(8))
         yield document.removesuffix(END) + words + b"\n" + END
 
 
 def corpus(folder: Path, scale: float) -> None:
-    """4 GB in 40 files."""
-    parts = varied()
+    """Write 4 GB in 40 files."""
+    parts = varied_documents()
     for number in range(40):
         with (folder / f"{number:02}.txt").open("wb") as file:
-            file.writelines(limited(parts, int(100_000_000 * scale)))
+            file.writelines(take_bytes(parts, int(100_000_000 * scale)))
 
 
 def files(folder: Path, scale: float) -> None:
-    """10,000 documents, each a file."""
-    for number, document in zip(range(int(10_000 * scale)), varied(), strict=False):
+    """Write 10,000 files of one document each."""
+    for number, document in zip(range(int(10_000 * scale)), varied_documents(), strict=False):
         (folder / f"{number:05}.txt").write_bytes(document.removesuffix(END))
 
 
 def document(folder: Path, scale: float) -> None:
-    """A gigabyte without a separator."""
+    """Write one document of 1 GB, without a separator."""
     with (folder / "long.txt").open("wb") as file:
-        file.writelines(part.removesuffix(END) for part in limited(varied(), int(1_000_000_000 * scale)))
+        file.writelines(part.removesuffix(END) for part in take_bytes(varied_documents(), int(1_000_000_000 * scale)))
 
 
 def specials(folder: Path, scale: float) -> None:
-    """200,000 separators in a row, between two documents."""
+    """Write 200,000 separators in a row between two documents."""
     (folder / "specials.txt").write_bytes(b"Before." + END * int(200_000 * scale) + b"After." + END)
 
 
 def bucket(folder: Path, scale: float) -> None:
-    """200 MB, for a root that is an object store."""
+    """Write 200 MB for a run whose root is in an object store."""
     with (folder / "text.txt").open("wb") as file:
-        file.writelines(limited(varied(), int(200_000_000 * scale)))
+        file.writelines(take_bytes(varied_documents(), int(200_000_000 * scale)))
 
 
 CASES: dict[str, Callable[[Path, float], None]] = {
@@ -83,28 +84,28 @@ CASES: dict[str, Callable[[Path, float], None]] = {
 }
 
 
-def memory_of(pid: int) -> int:
-    """Bytes of the process and of all that it has started."""
-    found = subprocess.run(["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
+def measure_memory(pid: int) -> int:
+    """Return the memory of the process and its descendants in bytes."""
+    listing = subprocess.run(["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
     family = {pid}
-    parents = [tuple(map(int, line.split())) for line in found.stdout.splitlines()]
-    while grown := {child for child, parent in parents if parent in family} - family:
-        family |= grown
+    parents = [tuple(map(int, line.split())) for line in listing.stdout.splitlines()]
+    while children := {child for child, parent in parents if parent in family} - family:
+        family |= children
     total = 0
     for member in family:
         try:
-            said = Path(f"/proc/{member}/smaps_rollup").read_text()
-        except OSError:  # it has ended
+            rollup = Path(f"/proc/{member}/smaps_rollup").read_text()
+        except OSError:  # the process has ended
             continue
-        sizes = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in said.splitlines()[1:]}
+        sizes = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in rollup.splitlines()[1:]}
         total += sizes["Pss_Anon"] + sizes["Pss_Shmem"]
     return total
 
 
 @contextmanager
 def control_group(limit: int) -> Iterator[Path | None]:
-    """A control group of the kernel that holds its processes to ``limit`` bytes; None where none can be made."""
-    group = _GROUPS / f"textmill-{os.getpid()}"
+    """Yield a control group with a limit of ``limit`` bytes, or None if none can be created."""
+    group = _CGROUP_ROOT / f"textmill-{os.getpid()}"
     try:
         group.mkdir()
         (group / "memory.limit_in_bytes").write_text(str(limit))
@@ -114,8 +115,8 @@ def control_group(limit: int) -> Iterator[Path | None]:
     try:
         yield group
     finally:
-        while left := (group / "cgroup.procs").read_text().split():  # such as a server that the run had started
-            for pid in left:
+        while pids := (group / "cgroup.procs").read_text().split():  # e.g. a server that the run started
+            for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
             time.sleep(0.1)
@@ -123,8 +124,8 @@ def control_group(limit: int) -> Iterator[Path | None]:
 
 
 def run_limited(command: list[str], limit: int, log: Path) -> dict[str, Any]:
-    """Run a command to its end, or to ``limit`` bytes: its exit code, seconds, and greatest memory."""
-    with control_group(limit) as group, log.open("wb") as said:
+    """Run a command under a limit of ``limit`` bytes; return its exit code, seconds and peak memory."""
+    with control_group(limit) as group, log.open("wb") as output:
 
         def join() -> None:
             if group:
@@ -132,29 +133,32 @@ def run_limited(command: list[str], limit: int, log: Path) -> dict[str, Any]:
 
         started, peak = time.perf_counter(), 0
         process = subprocess.Popen(
-            command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=join
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=join
         )
         while process.poll() is None:
-            peak = max(peak, memory_of(process.pid))
+            peak = max(peak, measure_memory(process.pid))
             if peak > limit:
                 os.killpg(process.pid, signal.SIGKILL)
             time.sleep(0.25)
         seconds = time.perf_counter() - started
-        held = "kernel" if group else "watched"
-        return {"exit": process.returncode, "seconds": round(seconds, 1), "peak_mb": peak >> 20, "limit_by": held}
+        limit_by = "kernel" if group else "polling"
+        return {"exit": process.returncode, "seconds": round(seconds, 1), "peak_mb": peak >> 20, "limit_by": limit_by}
 
 
-def encoded_bytes(root: str) -> tuple[int, int, dict[str, float]]:
-    """Bytes that the ids of the latest run stand for without the separators, their number, and seconds by stage."""
+def count_encoded_bytes(root: str) -> tuple[int, int, dict[str, float]]:
+    """Return the bytes that the ids of the latest run stand for, the number of separators, and the seconds by stage.
+
+    The bytes do not include the separators.
+    """
     store = Store(root)
-    record = read(RunRecord, store, "runs", "latest.json") or {"stages": {}}
+    record = read_record(RunRecord, store, "runs", "latest.json") or {"stages": {}}
     outputs = {name: read_output(store, Ref(name, stage["key"])) for name, stage in record["stages"].items()}
     tokenizer = Tokenizer.load(outputs["merge"].directory("tokenizer"))
     counts = np.zeros(tokenizer.size, np.int64)
-    for key in store.names("encode-chunk"):
+    for key in store.list_names("encode-group"):
         if key != "latest.json":
             ids = np.fromfile(
-                read_output(store, Ref("encode-chunk", key)).path("tokens.bin"), token_dtype(tokenizer.size)
+                read_output(store, Ref("encode-group", key)).path("tokens.bin"), token_dtype(tokenizer.size)
             )
             counts += np.bincount(ids, minlength=tokenizer.size)
     separators = sum(int(counts[token_id]) for token_id in tokenizer.special_ids.values())
@@ -164,20 +168,23 @@ def encoded_bytes(root: str) -> tuple[int, int, dict[str, float]]:
     return int(counts @ lengths), separators, seconds
 
 
-def text_bytes(folder: Path) -> tuple[int, int]:
-    """Bytes of the text without separators, and their number: a file that does not end with one gets it."""
+def count_text_bytes(folder: Path) -> tuple[int, int]:
+    """Return the bytes of the text without separators, and the number of separators.
+
+    The pipeline adds a separator to a file that does not end with one.
+    """
     total = separators = 0
     for path in folder.iterdir():
         data = path.read_bytes()
-        found = data.count(END)
-        total += len(data) - found * len(END)
-        separators += found + (not data.endswith(END))
+        count = data.count(END)
+        total += len(data) - count * len(END)
+        separators += count + (not data.endswith(END))
     return total, separators
 
 
 @contextmanager
 def object_store() -> Iterator[str]:
-    """A root in a bucket of an S3 that this process plays."""
+    """Start a local S3 server in this process, and yield the URL of a root in a bucket."""
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.WARNING)
@@ -194,40 +201,40 @@ def object_store() -> Iterator[str]:
 
 
 def measure(case: str, scale: float, limit: int) -> dict[str, Any]:
-    """Make a case, run it, check and describe it."""
+    """Generate a case, run the pipeline on it, and check the result."""
     with (
-        tempfile.TemporaryDirectory(prefix="textmill-load-") as place,
-        object_store() if case == "s3" else nullcontext(str(Path(place) / "root")) as root,
+        tempfile.TemporaryDirectory(prefix="textmill-load-") as directory,
+        object_store() if case == "s3" else nullcontext(str(Path(directory) / "root")) as root,
     ):
-        folder, log = Path(place) / "text", Path(place) / "log"
+        folder, log = Path(directory) / "text", Path(directory) / "log"
         folder.mkdir()
         CASES[case](folder, scale)
-        size, separators = text_bytes(folder)
+        size, separators = count_text_bytes(folder)
         command = ["textmill", "run", "--root", root, "--until", "encode", "--data.train", f"['{folder}/*.txt']"]
         command += ["--data.valid_fraction", "0", "--tokenizer.vocab_size", "32000", "--chunk.target_bytes", "16777216"]
-        found = run_limited(command, limit, log)
-        if found["exit"]:
-            found["said"] = log.read_text(errors="replace").splitlines()[-20:]
-            return found
-        done, ends, seconds = encoded_bytes(root)
-        if (done, ends) != (size, separators):
-            found["said"] = [f"{done:,} bytes and {ends:,} separators are encoded of {size:,} and {separators:,}"]
-            found["exit"] = "wrong"
-        return found | {"mb": round(size / 1e6, 1), "mb_per_second": round(size / 1e6 / found["seconds"], 1), **seconds}
+        result = run_limited(command, limit, log)
+        if result["exit"]:
+            return result | {"log": log.read_text(errors="replace").splitlines()[-20:]}
+        encoded = count_encoded_bytes(root)
+        if encoded[:2] != (size, separators):
+            problem = f"{encoded[0]:,} bytes and {encoded[1]:,} separators are encoded of {size:,} and {separators:,}"
+            result |= {"exit": "wrong", "log": [problem]}
+        rate = round(size / 1e6 / result["seconds"], 1)
+        return result | {"mb": round(size / 1e6, 1), "mb_per_second": rate, **encoded[2]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(CASES), help="some of %(default)s")
-    parser.add_argument("--scale", type=float, default=1, help="of the cases' sizes")
-    parser.add_argument("--limit", type=float, default=2, help="gigabytes that a run with its children may take")
+    parser.add_argument("--only", default=",".join(CASES), help="cases, separated by commas; default: %(default)s")
+    parser.add_argument("--scale", type=float, default=1, help="factor of the sizes of the cases")
+    parser.add_argument("--limit", type=float, default=2, help="memory limit of a run with its children, in gigabytes")
     options = parser.parse_args()
     results = {}
     for case in options.only.split(","):
         results[case] = measure(case, options.scale, int(options.limit * 1e9))
         print(case, json.dumps(results[case]), file=sys.stderr, flush=True)
     print(json.dumps(results))
-    sys.exit(any(found["exit"] for found in results.values()))
+    sys.exit(any(result["exit"] for result in results.values()))
 
 
 if __name__ == "__main__":

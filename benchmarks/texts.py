@@ -1,8 +1,9 @@
-"""The texts that the tokenizer is measured on: parts that are documents with their separators, endless mostly."""
+"""Texts for the tokenizer benchmarks: iterators of documents with their separators, most of them endless."""
 
 import lzma
 import random
 import re
+import sys
 import sysconfig
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,24 +14,49 @@ from typing import Any
 
 import numpy as np
 
-from lm.demo_corpus import demo_stories
-from lm.pretokens import END_OF_TEXT
+from lm.text.demo_corpus import demo_stories
+from lm.text.pretokenize import END_OF_TEXT
 
 END = END_OF_TEXT.encode()
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+GENERATED_STORIES = {"train": 150_000, "valid": 3_000}
+
+
+def find_stories(split: str) -> Path | None:
+    """Return the file of children's stories for ``train`` or ``valid`` next to the checkout, or None."""
+    path = DATA / f"stories_{split}.txt.xz"
+    return path if path.exists() else None
+
+
+def generate_stories(split: str) -> bytes:
+    """Generate stories. The splits have no story in common."""
+    return "".join(demo_stories(GENERATED_STORIES[split], seed=list(GENERATED_STORIES).index(split))).encode()
+
+
+def story_file(split: str, folder: Path) -> Path:
+    """Return a file of stories for ``train`` or ``valid``: the real file, or a generated one in ``folder``."""
+    if path := find_stories(split):
+        return path
+    path = folder / f"stories_{split}.txt"
+    if not path.exists():
+        print(f"{DATA} has no stories: generating some", file=sys.stderr)
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(generate_stories(split))
+    return path
 
 
 @cache
 def stories() -> bytes:
-    path = DATA / "stories_train.txt.xz"
-    return lzma.decompress(path.read_bytes()) if path.exists() else "".join(demo_stories(150_000)).encode()
+    path = find_stories("train")
+    return lzma.decompress(path.read_bytes()) if path else generate_stories("train")
 
 
 def documents(data: bytes) -> list[bytes]:
     return [part + END for part in data.split(END) if part.strip()]
 
 
-def limited(parts: Iterable[bytes], size: int) -> Iterator[bytes]:
+def take_bytes(parts: Iterable[bytes], size: int) -> Iterator[bytes]:
+    """Yield parts until they have ``size`` bytes together."""
     for part in parts:
         if size <= 0:
             return
@@ -38,10 +64,10 @@ def limited(parts: Iterable[bytes], size: int) -> Iterator[bytes]:
         yield part
 
 
-def packages(pattern: str) -> Iterator[bytes]:
-    """The UTF-8 files of this name in the standard library and the packages of the environment, in order.
+def package_files(pattern: str) -> Iterator[bytes]:
+    """Yield the UTF-8 files of the standard library and the installed packages that match ``pattern``, sorted.
 
-    Not those with characters that Python's Unicode has not assigned: the peers' tables are of several versions.
+    Files with characters that Python's Unicode version does not assign are skipped: the peers use other versions.
     """
     folders = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
     for path in sorted({path for folder in folders for path in folder.rglob(pattern)}):
@@ -53,12 +79,12 @@ def packages(pattern: str) -> Iterator[bytes]:
 
 
 def mixed() -> Iterator[bytes]:
-    """Stories, then Python sources; in an environment with little code, the same again."""
-    return chain([stories()], cycle(packages("*.py")))
+    """Yield stories, then Python sources without end."""
+    return chain([stories()], cycle(package_files("*.py")))
 
 
 def code() -> Iterator[bytes]:
-    return iter(random.Random(0).sample(files := list(packages("*.py")), len(files)))
+    return iter(random.Random(0).sample(files := list(package_files("*.py")), len(files)))
 
 
 COMMON = "的一是不了在人有我他这中大来上国个到说们为子和你地出道也时年得就那要下以生会自着去之过家学对可她里后"
@@ -66,17 +92,17 @@ EMOJI = re.split(" ", "😀 😂 🥰 🎉 🔥 ✨ ❤️ 👍🏽 👋🏿 �
 
 
 def cjk() -> Iterator[bytes]:
-    """Real translations, then Chinese, Japanese and Korean in turn: words, and their characters, by Zipf's law."""
-    yield from (part for language in ("zh", "ja", "ko") for part in packages(f"locale/{language}*/**/*.po"))
+    """Yield real translations, then random Chinese, Japanese and Korean. Words and characters follow Zipf's law."""
+    yield from (part for language in ("zh", "ja", "ko") for part in package_files(f"locale/{language}*/**/*.po"))
     rng = np.random.default_rng(0)
 
     def pick(items: Sequence[str], number: int) -> list[str]:
         weights = 1 / np.arange(2, len(items) + 2)
         return [items[i] for i in rng.choice(len(items), number, p=weights / weights.sum())]
 
-    def words(first: int, last: int, longest: int, common: str = "", end: str = "") -> list[str]:
-        letters = common + "".join(map(chr, rng.permutation(np.arange(first, last))[:5000]))
-        return ["".join(pick(letters, length)) + end for length in sorted(rng.integers(1, longest + 1, 10_000))]
+    def words(first: int, last: int, max_length: int, common: str = "", end: str = "") -> list[str]:
+        characters = common + "".join(map(chr, rng.permutation(np.arange(first, last))[:5000]))
+        return ["".join(pick(characters, length)) + end for length in sorted(rng.integers(1, max_length + 1, 10_000))]
 
     chinese, korean = words(0x4E00, 0x9FA6, 3, COMMON), words(0xAC00, 0xB9C4, 4, end=" ")
     stems = [*chinese[:4000], *words(0x30A2, 0x30F4, 5)]
@@ -89,26 +115,28 @@ def cjk() -> Iterator[bytes]:
 
 
 def emoji() -> Iterator[bytes]:
-    """Stories with one to four emoji after each sentence."""
+    """Yield stories with one to four emoji after each sentence."""
     rng = random.Random(0)
     for document in cycle(documents(stories())):
         parts = re.split(r"(?<=[.!?]) ", document.decode().removesuffix(END_OF_TEXT))
         yield "".join(f"{part} {''.join(rng.choices(EMOJI, k=rng.randint(1, 4)))} " for part in parts).encode() + END
 
 
-KINDS = {"stories": lambda: documents(stories()), "code": code, "cjk": cjk, "emoji": emoji}
+CORPORA = {"stories": lambda: documents(stories()), "code": code, "cjk": cjk, "emoji": emoji}
 
 
-def letters(rng: np.random.Generator, size: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+def random_letters(rng: np.random.Generator, size: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
     return rng.integers(ord("a"), ord("z") + 1, size, np.uint8)
 
 
-ADVERSARIES: dict[str, Callable[[np.random.Generator, int], bytes]] = {
+ADVERSARIAL: dict[str, Callable[[np.random.Generator, int], bytes]] = {
     "one_letter": lambda rng, size: b"a" * size,
     "alternating_letters": lambda rng, size: b"ab" * (size // 2),
     "spaces": lambda rng, size: b" " * size,
-    "no_separator": lambda rng, size: letters(rng, size).tobytes(),
-    "unique_pretokens": lambda rng, size: np.where(np.arange(size) % 9, letters(rng, size), np.uint8(32)).tobytes(),
+    "no_separator": lambda rng, size: random_letters(rng, size).tobytes(),
+    "unique_pretokens": lambda rng, size: np.where(
+        np.arange(size) % 9, random_letters(rng, size), np.uint8(32)
+    ).tobytes(),
     "cjk_without_spaces": lambda rng, size: "".join(map(chr, rng.integers(0x4E00, 0x9FA6, size // 3))).encode(),
     "emoji": lambda rng, size: "".join(rng.choice(EMOJI, size // 9)).encode(),
     "invalid_bytes": lambda rng, size: rng.bytes(size // 2).decode(errors="replace").encode(),

@@ -1,47 +1,47 @@
-"""The configuration of a run: one section a subject, each described where its algorithm is; and the presets."""
+"""The configuration of a run, one section per subject, and the presets."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
-from prefect.client.orchestration import get_client
-from prefect.runtime import deployment
-from pydantic import TypeAdapter
 
-from lm.bounds import FORM
-from lm.bpe import TokenizerConfig
-from lm.chunks import ChunkConfig
-from lm.corpus import DataConfig
-from lm.errors import UserError, nearest
-from lm.execution import Execution
-from lm.model import ModelConfig
-from lm.recipe import TrainConfig
-from lm.sampling import SampleConfig
+from lm.common.config import PYDANTIC_CONFIG
+from lm.common.errors import UserError, did_you_mean
+from lm.common.runtime import Execution
+from lm.inference.config import SampleConfig
+from lm.model.config import ModelConfig
+from lm.text.config import ChunkConfig, DataConfig
+from lm.tokenizer.config import TokenizerConfig
+from lm.train.config import TrainConfig
 
 PRESETS = Path(__file__).parent / "presets"
+
+StageName = Literal["ingest", "chunk", "count", "merge", "encode", "train", "sample"]
 
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """A whole run, section by section."""
+    """Configuration of the whole pipeline."""
 
-    __pydantic_config__ = FORM
+    __pydantic_config__ = PYDANTIC_CONFIG
 
+    name: str = "demo"
+    """Name of this configuration, part of the names of artifacts in Prefect. It has no effect on results."""
     data: DataConfig = field(default_factory=DataConfig)
-    """Where the text comes from."""
+    """Sources of the text."""
     chunk: ChunkConfig = field(default_factory=ChunkConfig)
-    """How it is cut into the units of parallel work."""
+    """Size of the chunks that are processed in parallel."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    """What the tokenizer is trained to be."""
+    """Training of the tokenizer."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """Shape of the Transformer."""
+    """Architecture of the Transformer."""
     train: TrainConfig = field(default_factory=TrainConfig)
-    """How it is trained."""
+    """Training of the model."""
     sample: SampleConfig = field(default_factory=SampleConfig)
-    """How text is sampled from it."""
+    """Sampling of text from the model."""
     execution: Execution = field(default_factory=Execution)
-    """How the work runs on this machine; decides no result."""
+    """How the work runs on this machine. It never causes a stage to run again."""
 
     def __post_init__(self) -> None:
         if self.data.separator not in self.tokenizer.special_tokens:
@@ -52,39 +52,44 @@ class PipelineConfig:
 
 
 def preset_path(name: str) -> Path:
-    """The file of a preset; raises UserError with the nearest name when there is none."""
-    path = PRESETS / f"{name}.yaml"
-    names = sorted(found.stem for found in PRESETS.glob("*.yaml"))
+    """Return the file of a preset. Raise UserError with the closest name if there is no such preset."""
+    names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
     if name not in names:
-        raise UserError(f"There is no preset {name!r}{nearest(name, names)}. Presets: {', '.join(names)}.")
-    return path
+        raise UserError(f"There is no preset {name!r}{did_you_mean(name, names)}. Presets: {', '.join(names)}.")
+    return PRESETS / f"{name}.yaml"
 
 
 def load_preset(name: str) -> PipelineConfig:
-    """The configuration that a preset gives, with the defaults of the fields it leaves out."""
+    """Return the configuration of a preset. Fields that the preset omits have their defaults."""
+    from pydantic import TypeAdapter
+
     content = yaml.safe_load(preset_path(name).read_text(encoding="utf-8"))
     return TypeAdapter(PipelineConfig).validate_python(content)
 
 
 def preset_parameters(name: str) -> dict[str, Any]:
-    """A preset as a deployment's parameter ``config``: a step of ``prefect.yaml``."""
+    """Return a preset as the parameter ``config`` of a deployment. ``prefect.yaml`` calls it as a build step."""
     return {"config": asdict(load_preset(name))}
 
 
-def fill_in(given: Any) -> Any:
-    """Complete a ``config`` that was given in part, as in ``-p config='{"train": {"steps": 20}}'``.
+def complete_config(config: Any) -> Any:
+    """Complete a partial ``config``, such as ``-p config='{"train": {"steps": 600}}'``.
 
-    Prefect replaces a deployment's parameter as a whole. What was left out is what the deployment has, or the demo.
+    Prefect replaces a deployment's parameter as a whole. Missing fields come from the deployment's own ``config``, then
+    from the preset ``demo``.
     """
-    if not isinstance(given, dict):
-        return given
+    if not isinstance(config, dict):
+        return config
+    from prefect.client.orchestration import get_client
+    from prefect.runtime import deployment
+
     base = asdict(load_preset("demo"))
     if deployment.id:
         with get_client(sync_client=True) as client:
-            base = _merged(base, client.read_deployment(deployment.id).parameters.get("config", {}))
-    return _merged(base, given)
+            base = _deep_merge(base, client.read_deployment(deployment.id).parameters.get("config", {}))
+    return _deep_merge(base, config)
 
 
-def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    both = [name for name in base if isinstance(base[name], dict) and isinstance(over.get(name), dict)]
-    return base | over | {name: _merged(base[name], over[name]) for name in both}
+def _deep_merge(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+    sections = [name for name in base if isinstance(base[name], dict) and isinstance(override.get(name), dict)]
+    return base | override | {name: _deep_merge(base[name], override[name]) for name in sections}

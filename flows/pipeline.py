@@ -1,164 +1,87 @@
-"""The pipeline: from raw text to sampled text, a chain of cached stages."""
+"""The flow ``pipeline``: from raw text to sampled text. :mod:`flows.chain` lists the stages."""
 
 import logging
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from prefect import flow
-from prefect.futures import PrefectFuture, as_completed
+from prefect import Task, flow
+from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import BeforeValidator
 
-from flows.config import PipelineConfig, fill_in, load_preset
-from flows.report import show_page, show_report
-from flows.runs import keep_alive, name_run, record_logs, tag_run
-from flows.stop import take_back
-from lm.corpus import Source
-from lm.device import choose_device
-from lm.errors import UserError
-from tasks.chunk import chunk
-from tasks.count import count, count_chunk
-from tasks.encode import encode, encode_chunk
-from tasks.ingest import find_sources, ingest
-from tasks.lock import in_use
-from tasks.merge import merge
-from tasks.output import Ref, read_output
-from tasks.progress import show_progress
-from tasks.sample import sample
-from tasks.stage import Run, Stage
-from tasks.texts import read_chunks
-from tasks.train import train
+from flows.chain import run_chain
+from flows.config import PipelineConfig, StageName, complete_config, load_preset
+from flows.executor import PrefectExecutor
+from flows.prefect_support.artifacts import ArtifactPublisher
+from flows.prefect_support.liveness import hold_liveness_lock
+from flows.prefect_support.logging import send_logs_to_prefect
+from flows.prefect_support.naming import name_run, tag_run
+from flows.prefect_support.signals import reinstall_sigterm_handler
+from flows.run_record import Recorder, make_run
+from lm.common.errors import UserError
+from tasks.ingest import find_sources
+from tasks.runtime.root_lock import lock_root
 
 log = logging.getLogger(__name__)
 
-StageName = Literal["ingest", "chunk", "count", "merge", "encode", "train", "sample"]
-
-
-def chain(
-    config: PipelineConfig,
-    sources: tuple[list[Source], list[Source]],
-    call: Callable[..., Ref],
-    map_: Callable[..., list[Ref]],
-) -> Iterator[tuple[StageName, Ref]]:
-    """The stages in their order, each yielded once it is done; from the sources for training and for validation.
-
-    ``call(stage, *arguments)`` gives the output of a stage, ``map_(stage, texts, chunks, split, *arguments)`` those for
-    each chunk of a split: made by Prefect, or only looked up by ``textmill plan``.
-    """
-    specials, pattern, separator = config.tokenizer.special_tokens, config.tokenizer.pattern, config.data.separator
-
-    texts = call(ingest, *sources, config.data)
-    yield "ingest", texts
-    chunks = call(chunk, texts, specials, pattern, config.chunk)
-    yield "chunk", chunks
-    counts = call(count, map_(count_chunk, texts, chunks, "train", specials, pattern))
-    yield "count", counts
-    tokenizer = call(merge, counts, config.tokenizer)
-    yield "merge", tokenizer
-    train_shards = map_(encode_chunk, texts, chunks, "train", tokenizer, separator)
-    valid_shards = map_(encode_chunk, texts, chunks, "valid", tokenizer, separator)
-    index = call(encode, train_shards, valid_shards, tokenizer, separator)
-    yield "encode", index
-    model = call(train, index, train_shards, valid_shards, tokenizer, config.model, config.train)
-    yield "train", model
-    yield "sample", call(sample, model, tokenizer, config.sample)
-
-
-@dataclass(frozen=True)
-class PrefectCaller:
-    """Runs the stages as Prefect tasks, the chunks in parallel."""
-
-    run: Run
-
-    def call(self, stage: Stage, *arguments: Any) -> Ref:
-        """Run a stage, or take its cached output; its exception passes on."""
-        return Ref(**stage.task(*arguments, run=self.run))
-
-    def map(self, stage: Stage, texts: Ref, chunks: Ref, split: str, *arguments: Any) -> list[Ref]:
-        """Run a stage for each chunk, as many at a time as there are workers; the first failure passes on at once."""
-        items = deque(read_chunks(self.run.store, texts, chunks, split))
-        futures: list[PrefectFuture[dict[str, str]]] = []
-        running: list[PrefectFuture[dict[str, str]]] = []
-        with show_progress(f"{stage.name.removesuffix('-chunk')}-{split}", len(items), "chunk") as progress:
-            while items or running:
-                while items and len(running) < self.run.execution.workers:
-                    futures.append(stage.task.submit(items.popleft(), *arguments, run=self.run))
-                    running.append(futures[-1])
-                finished = next(as_completed(running))
-                finished.result()
-                running.remove(finished)
-                progress(len(futures) - len(running))
-        return [Ref(**future.result()) for future in futures]
-
-
 DEFAULTS = load_preset("demo")
 
+_find_sources = Task(
+    find_sources, name="find-sources", task_run_name="find sources", cache_policy=NO_CACHE, persist_result=False
+)
+# The executor limits the parallel tasks to execution.workers; this number only has to be larger.
+_TASK_RUNNER: Any = ThreadPoolTaskRunner(max_workers=256)
 
-# A task costs milliseconds, and no text is pickled. The caller keeps to the workers that are configured.
-_THREADS: Any = ThreadPoolTaskRunner(max_workers=256)
 
-
-@flow(name="pipeline", flow_run_name=name_run, task_runner=_THREADS)
+@flow(name="pipeline", flow_run_name=name_run, task_runner=_TASK_RUNNER)
 def pipeline(
-    config: Annotated[PipelineConfig, BeforeValidator(fill_in)] = DEFAULTS,
+    config: Annotated[PipelineConfig, BeforeValidator(complete_config)] = DEFAULTS,
     root: str = "artifacts",
     until: StageName | None = None,
     refresh: tuple[StageName, ...] = (),
 ) -> dict[str, Any]:
-    """From raw text to sampled text, every stage taken from the cache where nothing that decides it has changed.
+    """Turn raw text into a tokenizer, a trained model and sampled text. Unchanged stages are taken from the cache.
 
     Args:
-        config: What to make, and how.
-        root: Directory or fsspec URL that all outputs are below.
-        until: Last stage to run; default: all of them.
-        refresh: Stages to make anew whatever is cached.
+        config: Configuration of all stages.
+        root: Directory or fsspec URL for all outputs.
+        until: Last stage to run; default: all stages.
+        refresh: Stages to run again even if they are cached.
     """
-    take_back()
-    record_logs()
-    keep_alive(flow_run.id, flow_run.run_count)
-    tag_run("textmill", until or "full")
-    if get_current_settings().api.url:  # else the server ends with the run
+    reinstall_sigterm_handler()
+    send_logs_to_prefect()
+    hold_liveness_lock(flow_run.id, flow_run.run_count)
+    tag_run("textmill", config.name, until or "full")
+    if get_current_settings().api.url:  # without it, Prefect's server and its UI end with the run
         log.info("Run %s: %s", flow_run.name, flow_run.ui_url)
     if until in (None, "train", "sample"):
-        choose_device(config.execution.device)  # a device that is not there is better known now than after hours
-    run = Run(absolute(root), flow_run.name, frozenset(refresh), config.execution)
-    record: dict[str, Any] = {"name": run.name, "at": datetime.now(UTC).isoformat(timespec="seconds"), "root": run.root}
-    record |= {"config": asdict(config), "until": until, "refresh": list(refresh), "stages": {}}
-    caller, clock = PrefectCaller(run), time.perf_counter()
-    with in_use(run.store):
+        _check_device(config.execution.device)
+
+    run = make_run(config, root, flow_run.name, refresh)
+    run.store.remove_old_uploads()
+    recorder, artifacts = Recorder(run, config, until, refresh), ArtifactPublisher(run.label)
+    with lock_root(run.store):
         try:
-            for stage_name, ref in chain(config, find_sources(config.data, run.store), caller.call, caller.map):
-                output = read_output(run.store, ref)
-                state = "made" if output.manifest["made"]["run"] == run.name else "cached"
-                now = time.perf_counter()
-                if state == "made":
-                    log.info("%s is made, in %.1f s.", stage_name, now - clock)
-                record["stages"][stage_name] = {"key": ref.key, "state": state, "seconds": round(now - clock, 3)}
-                clock = now
-                # After each, so that a later failure leaves it known.
-                run.store.write_json(record, "runs", f"{run.name}.json")
-                show_page(stage_name, output)
-                if stage_name == until:
-                    break
+            sources = _find_sources(config.data, run.store)
+            for stage_name, ref in run_chain(config, sources, PrefectExecutor(run), until):
+                output, is_made = recorder.add(stage_name, ref)
+                if is_made:
+                    artifacts.publish_stage(stage_name, output)
         except BaseException as error:
-            run.stopping.set()  # chunks that still run in threads
+            run.stopping.set()  # other threads may still process groups of chunks
             if isinstance(error, UserError):
-                with suppress(UserError):  # the root may be what cannot be written
-                    show_report(run, record, str(error))
+                recorder.fail(error)
+                artifacts.publish("report", recorder.table(str(error)), f"Run {run.name} failed")
             raise
-        show_report(run, record)
-        run.store.write_json(record, "runs", "latest.json")
+        record = recorder.finish()
+        artifacts.publish("report", recorder.table(), f"{len(record['stages'])} stages of run {run.name}")
     return record
 
 
-def absolute(root: str) -> str:
-    """A root that means the same in every process: a local path made absolute, a URL as it is."""
-    return root if "://" in root else str(Path(root).expanduser().resolve())
+def _check_device(name: str) -> None:
+    """Raise UserError if the device is missing, before hours of other work."""
+    if name not in ("auto", "cpu"):
+        from lm.common.device import choose_device
+
+        choose_device(name)

@@ -1,66 +1,96 @@
-"""What a run would do, and why, without running it."""
+"""Look up which stages are cached, without running any and without Prefect."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import uuid4
 
-from flows.config import PipelineConfig
-from flows.pipeline import absolute, chain
+from flows.chain import run_chain
+from flows.config import PipelineConfig, StageName
+from flows.run_record import Recorder, make_run, run_name
 from tasks.ingest import find_sources
-from tasks.output import Ref, open_output
-from tasks.stage import Run, Stage
-from tasks.store import patiently
-from tasks.texts import read_chunks
+from tasks.runtime.chunk_input import read_groups
+from tasks.runtime.context import RunContext
+from tasks.runtime.output import Ref
+from tasks.runtime.root_lock import lock_root
+from tasks.runtime.stage import Stage
 
-_PENDING = "pending"  # the key of an output that is not there yet
+log = logging.getLogger(__name__)
+
+_PENDING_KEY = "pending"  # the key of an output that does not exist yet
 
 
 @dataclass
-class Planner:
-    """Looks each stage up instead of running it; ``rows`` tells (stage, what would happen)."""
+class DryRunExecutor:
+    """Looks up the output of each stage and runs nothing."""
 
-    run: Run
+    run: RunContext
     rows: list[tuple[str, str]] = field(default_factory=list)
+    """Stage, and what a run would do with it and why."""
+    is_all_cached: bool = True
 
     def call(self, stage: Stage, *arguments: Any) -> Ref:
-        """The output where it is intact, else a pending one."""
-        ref, fate = self._look_up(stage, arguments)
-        self.rows.append((stage.name, fate))
+        """Return the cached output, or a pending one."""
+        if reason := _pending_reason(arguments):
+            return self._add_pending(stage, stage.name, reason)
+        ((ref, is_cached),) = stage.look_up(self.run, [stage.bind(*arguments)])
+        if not is_cached:
+            return self._add_pending(stage, stage.name, self._run_reason(stage, arguments))
+        self.rows.append((stage.name, "cached"))
         return ref
 
     def map(self, stage: Stage, texts: Ref, chunks: Ref, split: str, *arguments: Any) -> list[Ref]:
-        """The outputs of the chunks; one pending output where the chunks are not known yet."""
-        if _PENDING in (texts.key, chunks.key):
-            self.rows.append((f"{stage.name} {split}", "runs once the chunks are known"))
-            return [Ref(stage.name, _PENDING)]
-        items = read_chunks(self.run.store, texts, chunks, split)
-        found = [self._look_up(stage, (item, *arguments)) for item in items]
-        fates = [fate for ref, fate in found if ref.key == _PENDING]
-        fate = f"{len(fates)} of {len(items)} chunks: {fates[0]}" if fates else f"cached, {len(items)} chunks"
-        self.rows.append((f"{stage.name} {split}", fate))
-        return [ref for ref, _ in found]
+        """Return the cached outputs of all groups, or one pending output if any is missing or not known yet."""
+        name = f"{stage.name} {split}"
+        if _PENDING_KEY in (texts.key, chunks.key):
+            return [self._add_pending(stage, name, "runs once the chunks are known")]
+        if reason := _pending_reason(arguments):
+            return [self._add_pending(stage, name, reason)]
+        groups = read_groups(self.run.store, texts, chunks, split)
+        outputs = stage.look_up(self.run, [stage.bind(group, *arguments) for group in groups])
+        missing = [group for group, (_, is_cached) in zip(groups, outputs, strict=True) if not is_cached]
+        total_chunks = sum(group.chunks for group in groups)
+        if missing:
+            missing_chunks = sum(group.chunks for group in missing)
+            reason = self._run_reason(stage, (missing[0], *arguments))
+            return [self._add_pending(stage, name, f"{missing_chunks} of {total_chunks} chunks: {reason}")]
+        self.rows.append((name, f"cached, {total_chunks} chunks"))
+        return [ref for ref, _ in outputs]
 
-    def _look_up(self, stage: Stage, arguments: tuple[Any, ...]) -> tuple[Ref, str]:
-        pending = Ref(stage.name, _PENDING)
-        flat = [part for argument in arguments for part in (argument if isinstance(argument, list) else [argument])]
-        waits = sorted({part.stage for part in flat if isinstance(part, Ref) and part.key == _PENDING})
-        if waits:
-            return pending, f"runs if the content of {', '.join(waits)} changes"
-        named = stage.named(arguments)
-        ref = stage.ref(named, self.run)
-        if stage.found(ref, self.run):
-            return ref, "cached"
-        there = open_output(self.run.store, ref)
-        return pending, f"runs: {stage.reason(ref, there, stage.ingredients(named, self.run), self.run)}"
+    def _add_pending(self, stage: Stage, name: str, action: str) -> Ref:
+        self.is_all_cached = False
+        self.rows.append((name, action))
+        return Ref(stage.name, _PENDING_KEY)
+
+    def _run_reason(self, stage: Stage, arguments: tuple[Any, ...]) -> str:
+        return f"runs: {stage.explain(self.run, stage.bind(*arguments))}"
 
 
-def plan(config: PipelineConfig, root: str, until: str | None, refresh: Sequence[str]) -> list[tuple[str, str]]:
-    """(stage, what would happen and why) for every stage up to ``until``."""
-    planner = Planner(Run(absolute(root), "plan", frozenset(refresh), config.execution))
-    sources = patiently(
-        find_sources.fn, config.data, planner.run.store
-    )  # read where they are new, as digests are in the keys
-    for name, _ in chain(config, sources, planner.call, planner.map):
-        if name == until:
-            break
-    return planner.rows
+def _pending_reason(arguments: tuple[Any, ...]) -> str:
+    """Return a reason that names the arguments whose output does not exist yet; empty if all exist."""
+    values = [value for argument in arguments for value in (argument if isinstance(argument, list) else [argument])]
+    stages = sorted({value.stage for value in values if isinstance(value, Ref) and value.key == _PENDING_KEY})
+    return f"runs if the content of {', '.join(stages)} changes" if stages else ""
+
+
+def plan(config: PipelineConfig, root: str, until: StageName | None, refresh: Sequence[str]) -> list[tuple[str, str]]:
+    """Return for every stage up to ``until`` its name, and what a run would do and why."""
+    executor = DryRunExecutor(make_run(config, root, "plan", tuple(refresh)))
+    sources = find_sources(config.data, executor.run.store)  # reads new sources: their digests are in the keys
+    list(run_chain(config, sources, executor, until))
+    return executor.rows
+
+
+def cached_run(config: PipelineConfig, root: str, until: StageName | None) -> dict[str, Any] | None:
+    """Write and return the record of a run that takes every stage from the cache. Return None if a stage must run."""
+    run = make_run(config, root, run_name(until, f"cached-{uuid4().hex[:8]}"))
+    executor, recorder = DryRunExecutor(run), Recorder(run, config, until)
+    with lock_root(run.store):
+        stages = list(run_chain(config, find_sources(config.data, run.store), executor, until))
+        if not executor.is_all_cached:
+            return None
+        for stage, ref in stages:
+            recorder.add(stage, ref)
+        log.info("All stages are cached. Nothing to run.")
+        return recorder.finish()

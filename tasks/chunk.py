@@ -1,24 +1,21 @@
-"""Stage ``chunk``: texts in, the units of parallel work out."""
+"""Stage ``chunk``: cut texts into chunks, the units of parallel work."""
 
-import json
-from dataclasses import asdict
-
-from lm.chunks import ChunkConfig, cut_chunks
-from tasks import pages
-from tasks.output import Output
-from tasks.stage import Draft, stage
-from tasks.texts import text_paths
+from lm.text.chunks import cut_chunks
+from lm.text.config import ChunkConfig
+from tasks.pages import stages as pages
+from tasks.runtime.chunk_input import text_paths, text_ranges, write_groups
+from tasks.runtime.context import Attempt
+from tasks.runtime.output import Output
+from tasks.runtime.stage import stage
 
 
 @stage("chunk", page=pages.chunk)
-def chunk(out: Draft, texts: Output, special_tokens: list[str], pattern: str, config: ChunkConfig) -> None:
-    """Cut the texts; ``chunks.json`` lists the byte ranges of each chunk of ``train`` and ``valid``."""
+def chunk(out: Attempt, texts: Output, special_tokens: list[str], pattern: str, config: ChunkConfig) -> None:
+    """Write ``chunks.jsonl``, the byte ranges of each chunk, and ``groups.json``, the groups of chunks."""
     chunks = {
-        split: [
-            [asdict(part) for part in ranges]
-            for ranges in cut_chunks(text_paths(texts, split), special_tokens, config.target_bytes, pattern)
-        ]
+        split: cut_chunks(
+            text_paths(texts, split), special_tokens, config.target_bytes, pattern, text_ranges(texts, split)
+        )
         for split in ("train", "valid")
     }
-    out.figures = {split: {"chunks": len(found)} for split, found in chunks.items()}
-    (out.directory / "chunks.json").write_text(json.dumps(chunks), encoding="utf-8")
+    out.figures = {split: {"chunks": number} for split, number in write_groups(out.directory, chunks).items()}

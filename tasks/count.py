@@ -1,23 +1,27 @@
-"""Stage ``count``: chunks in, one table of pretoken counts out; mapped over the chunks, then added up."""
+"""Stage ``count``: count the pretokens of each group of chunks, then add up the counts."""
 
-from lm.counts import count_to_file, merge_counts
-from tasks import pages
-from tasks.output import Output
-from tasks.stage import Draft, stage
-from tasks.texts import Chunk, open_ranges
+from tasks.pages import stages as pages
+from tasks.runtime.chunk_input import Ranges, open_ranges, size_in_bytes
+from tasks.runtime.context import Attempt
+from tasks.runtime.output import Output
+from tasks.runtime.stage import stage
 
 
-@stage("count-chunk", libraries=("regex",), run_name="count {chunk}")
-def count_chunk(out: Draft, chunk: Chunk, special_tokens: list[str], pattern: str) -> None:
-    """Count the pretokens of one chunk."""
-    texts = (blocks for blocks, _ in open_ranges(chunk, out.stopping))
-    memory = (out.execution.count_memory << 20) // out.execution.workers
-    total, unique = count_to_file(out.directory / "counts.parquet", texts, special_tokens, pattern, memory)
-    out.figures = {"bytes": chunk.bytes, "pretokens": total, "unique": unique}
+@stage("count-group", libraries=("regex",), run_name="count {group}")
+def count_group(out: Attempt, group: Ranges, special_tokens: list[str], pattern: str) -> None:
+    """Count the pretokens of one group."""
+    from lm.tokenizer.pretoken_counts import count_to_file
+
+    texts = (blocks for blocks, _ in open_ranges(group, out.run.stopping))
+    memory_bytes = (out.run.execution.count_memory << 20) // out.run.execution.workers
+    total, unique = count_to_file(out.directory / "counts.parquet", texts, special_tokens, pattern, memory_bytes)
+    out.figures = {"bytes": size_in_bytes(group), "pretokens": total, "unique": unique}
 
 
 @stage("count", page=pages.count)
-def count(out: Draft, parts: list[Output]) -> None:
-    """Add up the counts of the chunks."""
+def count(out: Attempt, parts: list[Output]) -> None:
+    """Add up the counts of the groups."""
+    from lm.tokenizer.pretoken_counts import merge_counts
+
     total, unique = merge_counts([part.path("counts.parquet") for part in parts], out.directory / "counts.parquet")
     out.figures = {"pretokens": total, "unique": unique}

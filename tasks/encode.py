@@ -1,33 +1,54 @@
-"""Stage ``encode``: chunks and tokenizer in, token shards out; mapped over the chunks, then indexed."""
+"""Stage ``encode``: encode each group of chunks to a token shard, then write the index of the shards."""
 
 import json
+import threading
 from functools import lru_cache
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from lm.shards import write_shard
-from lm.tokenizer import Tokenizer, token_dtype
-from tasks import pages
-from tasks.output import Output
-from tasks.stage import Draft, stage
-from tasks.texts import Chunk, open_ranges
+from tasks.pages import stages as pages
+from tasks.runtime.chunk_input import Ranges, open_ranges, size_in_bytes
+from tasks.runtime.context import Attempt
+from tasks.runtime.output import Output
+from tasks.runtime.stage import stage
 
-# A run's tokenizer, the same for all chunks: what it has learned of pretokens serves them all.
-_load = lru_cache(maxsize=1)(Tokenizer.load)
+if TYPE_CHECKING:
+    from lm.tokenizer.tokenizer import Tokenizer
+
+_load_lock = threading.Lock()
 
 
-@stage("encode-chunk", libraries=("regex",), run_name="encode {chunk}")
-def encode_chunk(out: Draft, chunk: Chunk, tokenizer: Output, separator: str) -> None:
-    """Encode one chunk to one shard: ``tokens.bin``, ``documents.npy`` and ``shard.json`` with their numbers."""
-    loaded = _load(tokenizer.directory("tokenizer"))
-    tokens, documents = write_shard(open_ranges(chunk, out.stopping), loaded, separator, out.directory)
-    out.figures = {"tokens": tokens, "documents": documents, "bytes": chunk.bytes}
+def _load_tokenizer(directory: Path) -> "Tokenizer":
+    """Load the tokenizer of a run once: all groups then share its cache of pretokens."""
+    with _load_lock:  # lru_cache alone would let several threads load it at the same time
+        return _load_tokenizer_once(directory)
+
+
+@lru_cache(maxsize=1)
+def _load_tokenizer_once(directory: Path) -> "Tokenizer":
+    from lm.tokenizer.tokenizer import Tokenizer
+
+    return Tokenizer.load(directory)
+
+
+@stage("encode-group", libraries=("regex",), run_name="encode {group}")
+def encode_group(out: Attempt, group: Ranges, tokenizer: Output, separator: str) -> None:
+    """Encode one group to a shard: ``tokens.bin``, ``documents.npy``, and the totals in ``shard.json``."""
+    from lm.data.token_shards import write_shard
+
+    loaded_tokenizer = _load_tokenizer(tokenizer.directory("tokenizer"))
+    texts = open_ranges(group, out.run.stopping)
+    tokens, documents = write_shard(texts, loaded_tokenizer, separator, out.directory)
+    out.figures = {"tokens": tokens, "documents": documents, "bytes": size_in_bytes(group)}
     (out.directory / "shard.json").write_text(json.dumps(out.figures), encoding="utf-8")
 
 
 @stage("encode", page=pages.encode)
-def encode(out: Draft, train: list[Output], valid: list[Output], tokenizer: Output, separator: str) -> None:
-    """List the shards in their order in ``index.json``, with the statistics of each split."""
-    vocab_size = _load(tokenizer.directory("tokenizer")).size
+def encode(out: Attempt, train: list[Output], valid: list[Output], tokenizer: Output, separator: str) -> None:
+    """Write ``index.json``: the shards in order, and the totals of each split."""
+    from lm.tokenizer.tokenizer import token_dtype
+
+    vocab_size = _load_tokenizer(tokenizer.directory("tokenizer")).size
     index: dict[str, Any] = {
         "vocab_size": vocab_size,
         "dtype": token_dtype(vocab_size).str,

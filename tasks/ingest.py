@@ -1,69 +1,63 @@
-"""Stage ``ingest``: sources in, the training and the validation text out."""
+"""Stage ``ingest``: write the training and validation texts from their sources."""
 
 import hashlib
 import json
 import logging
 from dataclasses import asdict
-from typing import Any
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-from prefect.tasks import exponential_backoff
-
-from lm import ingest as algorithm
-from lm.corpus import DataConfig, Source, expand, fingerprint, version
-from lm.errors import Unreachable, UserError
-from tasks import pages
-from tasks.records import Remembered, read
-from tasks.stage import Draft, stage
-from tasks.store import Store
+from lm.common.errors import UserError
+from lm.text.config import DataConfig
+from lm.text.sources import Source, expand_urls, hash_source, source_version
+from tasks.pages import stages as pages
+from tasks.runtime.context import Attempt
+from tasks.runtime.schemas import SourceRecord, read_record
+from tasks.runtime.stage import stage
+from tasks.runtime.store import Store, retry_reading
 
 log = logging.getLogger(__name__)
 
 
-# Only what goes wrong on a network may go right the next time: 2, 4 and 8 seconds later, and up to half as much again.
-_RETRIES: dict[str, Any] = {
-    "retries": 3,
-    "retry_delay_seconds": exponential_backoff(2),
-    "retry_jitter_factor": 0.5,
-    "retry_condition_fn": lambda task, run, state: isinstance(state.data, Unreachable),
-}
-
-
-@task(name="find-sources", task_run_name="find sources", cache_policy=NO_CACHE, persist_result=False, **_RETRIES)
 def find_sources(data: DataConfig, store: Store) -> tuple[list[Source], list[Source]]:
-    """The sources that the paths, globs and URLs for training and validation name, with their digests: remembered
-    where size and mtime or etag are the same, else read. One that is gone is taken as it was last seen, and said."""
-    train, valid = ([_find_source(url, store) for url in expand(patterns)] for patterns in (data.train, data.valid))
+    """Return the sources for training and for validation, with their digests.
+
+    A source is read only if its version has changed since the last run. If a source is gone, the digest of the last run
+    is used, with a warning. Network failures are retried after 2, 4 and 8 seconds.
+    """
+    train, valid = (
+        [retry_reading(_find_source, url, store) for url in retry_reading(expand_urls, patterns)]
+        for patterns in (data.train, data.valid)
+    )
     return train, valid
 
 
 def _find_source(url: str, store: Store) -> Source:
-    place = ("sources", f"{hashlib.sha256(url.encode()).hexdigest()[:32]}.json")
-    remembered = read(Remembered, store, *place)
-    if remembered and remembered["source"]["url"] != url:
-        remembered = None  # not what we wrote there
-    now = version(url)
-    if remembered and now and remembered["version"] == list(now):
-        return Source(**remembered["source"])
+    path = ("sources", f"{hashlib.sha256(url.encode()).hexdigest()[:32]}.json")
+    record = read_record(SourceRecord, store, *path)
+    if record and record["source"]["url"] != url:
+        record = None  # not written by this function
+    current_version = source_version(url)
+    if record and current_version and record["version"] == list(current_version):
+        return Source(**record["source"])
     try:
-        source = fingerprint(url)
+        source = hash_source(url)
     except UserError as error:
-        if not remembered or now:
+        if not record or current_version:
             raise
-        log.warning("%s What was made from it is used.", error)
-        return Source(**remembered["source"])
-    store.write_json({"source": asdict(source), "version": now}, *place)
+        log.warning("%s The outputs made from it are used.", error)
+        return Source(**record["source"])
+    store.write_json({"source": asdict(source), "version": current_version}, *path)
     return source
 
 
-@stage("ingest", page=pages.ingest, **_RETRIES)
-def ingest(out: Draft, train: list[Source], valid: list[Source], data: DataConfig) -> None:
-    """Write or refer to the texts; ``texts.json`` lists them."""
+@stage("ingest", page=pages.ingest)
+def ingest(out: Attempt, train: list[Source], valid: list[Source], data: DataConfig) -> None:
+    """Write the texts, or refer to their sources; ``texts.json`` lists them."""
+    from lm.text.ingest import ingest_sources
+
     out.sources = [*train, *valid]
-    texts = algorithm.ingest(train, valid, data, out.directory)
+    texts = retry_reading(ingest_sources, train, valid, data, out.directory)  # a retry overwrites the first try
     out.figures = {
-        split: {name: number for name, number in tally.items() if name != "lengths"}
-        for split, tally in texts["statistics"].items()
+        split: {name: number for name, number in statistics.items() if name != "lengths"}
+        for split, statistics in texts["statistics"].items()
     }
-    (out.directory / "texts.json").write_text(json.dumps(texts, indent=1), encoding="utf-8")
+    (out.directory / "texts.json").write_text(json.dumps(texts), encoding="utf-8")

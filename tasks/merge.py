@@ -1,19 +1,22 @@
-"""Stage ``merge``: pretoken counts in, the tokenizer out."""
+"""Stage ``merge``: learn the merges of the tokenizer from pretoken counts."""
 
-from lm.bpe import TokenizerConfig, train_merges
-from lm.counts import read_counts
-from lm.tokenizer import Tokenizer
-from tasks import pages
-from tasks.output import Output
-from tasks.progress import show_progress
-from tasks.stage import Draft, stage
+from lm.tokenizer.config import TokenizerConfig
+from tasks.pages import stages as pages
+from tasks.runtime.context import Attempt
+from tasks.runtime.output import Output
+from tasks.runtime.progress import show_progress
+from tasks.runtime.stage import stage
 
 
 @stage("merge", page=pages.merge)
-def merge(out: Draft, counts: Output, config: TokenizerConfig) -> None:
+def merge(out: Attempt, counts: Output, config: TokenizerConfig) -> None:
     """Learn the merges and save the tokenizer in all its formats."""
-    wanted = config.vocab_size - 256 - len(config.special_tokens)
-    with show_progress("merge", wanted, "merge") as progress:
+    from lm.tokenizer.bpe import train_merges
+    from lm.tokenizer.pretoken_counts import read_counts
+    from lm.tokenizer.tokenizer import Tokenizer
+
+    merge_count = config.vocab_size - 256 - len(config.special_tokens)
+    with show_progress("merge", merge_count, "merge", out.run.label) as progress:
         vocab, merges = train_merges(
             read_counts(counts.path("counts.parquet")),
             config.vocab_size,

@@ -1,39 +1,47 @@
-"""Stage ``sample``: the best checkpoint and the tokenizer in, text out."""
+"""Stage ``sample``: generate text with the best checkpoint of the model."""
 
 import json
 import time
+from typing import TYPE_CHECKING
 
-from lm.checkpoint import load_model
-from lm.completion import complete
-from lm.device import choose_device
-from lm.inference import prepare
-from lm.model import TransformerLM
-from lm.sampling import SampleConfig
-from lm.tokenizer import Tokenizer
-from tasks import pages
-from tasks.output import Output
-from tasks.stage import Draft, stage
+from lm.inference.config import SampleConfig
+from tasks.pages import stages as pages
+from tasks.runtime.context import Attempt
+from tasks.runtime.output import Output
+from tasks.runtime.stage import stage
 
-
-def trained(model: Output, tokenizer: Output, device: str) -> tuple[TransformerLM, Tokenizer]:
-    """The best checkpoint, on ``device``, and its tokenizer."""
-    loaded = load_model(model.directory(model.json("training.json")["best"]), choose_device(device))
-    return loaded, Tokenizer.load(tokenizer.directory("tokenizer"))
+if TYPE_CHECKING:
+    from lm.model.transformer import TransformerLM
+    from lm.tokenizer.tokenizer import Tokenizer
 
 
-def load(model: Output, tokenizer: Output, device: str) -> tuple[TransformerLM, Tokenizer]:
-    """The same, ready to generate and for nothing else."""
-    loaded, words = trained(model, tokenizer, device)
-    return prepare(loaded), words
+def load_trained(model: Output, tokenizer: Output, device: str) -> "tuple[TransformerLM, Tokenizer]":
+    """Load the best checkpoint to ``device``, and its tokenizer."""
+    from lm.checkpoint.training_state import load_model
+    from lm.common.device import choose_device
+    from lm.tokenizer.tokenizer import Tokenizer
+
+    loaded_model = load_model(model.directory(model.json("training.json")["best"]), choose_device(device))
+    return loaded_model, Tokenizer.load(tokenizer.directory("tokenizer"))
+
+
+def load_for_inference(model: Output, tokenizer: Output, device: str) -> "tuple[TransformerLM, Tokenizer]":
+    """Load the best checkpoint with its weights packed for inference, and its tokenizer."""
+    from lm.inference.packed import prepare_for_inference
+
+    loaded_model, loaded_tokenizer = load_trained(model, tokenizer, device)
+    return prepare_for_inference(loaded_model), loaded_tokenizer
 
 
 @stage("sample", page=pages.sample)
-def sample(out: Draft, model: Output, tokenizer: Output, config: SampleConfig) -> None:
+def sample(out: Attempt, model: Output, tokenizer: Output, config: SampleConfig) -> None:
     """Write ``samples.json``."""
-    loaded, words = load(model, tokenizer, out.execution.device)
+    from lm.inference.completion import complete
+
+    loaded_model, loaded_tokenizer = load_for_inference(model, tokenizer, out.run.execution.device)
     started = time.perf_counter()
-    found = complete(loaded, words, config)
-    rate = sum(one.tokens for one in found) / (time.perf_counter() - started)
-    out.figures = {"samples": len(found), "tokens_per_second": round(rate)}
-    samples = [{"prompt": one.prompt, "text": one.text} for one in found]
+    completions = complete(loaded_model, loaded_tokenizer, config)
+    tokens_per_second = sum(completion.num_tokens for completion in completions) / (time.perf_counter() - started)
+    out.figures = {"samples": len(completions), "tokens_per_second": round(tokens_per_second)}
+    samples = [{"prompt": completion.prompt, "text": completion.text} for completion in completions]
     (out.directory / "samples.json").write_text(json.dumps(samples, ensure_ascii=False, indent=1), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Stage ``train``: token shards in, checkpoints out."""
+"""Stage ``train``: train the model on the token shards."""
 
 import json
 import os
@@ -6,26 +6,28 @@ import signal
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lm.errors import UserError
-from lm.model import ModelConfig
-from lm.processes import run_processes
-from lm.recipe import TrainConfig
-from lm.train import Job, stopped_by_signals
-from lm.trainer import Interrupted
-from tasks import pages
-from tasks.machine import training_turn
-from tasks.output import Output
-from tasks.progress import show_progress
-from tasks.stage import Draft, Stopped, stage
+from lm.common.errors import Stopped, UserError
+from lm.model.config import ModelConfig
+from lm.train.config import TrainConfig
+from tasks.pages import stages as pages
+from tasks.runtime.context import Attempt
+from tasks.runtime.machine import training_slot
+from tasks.runtime.output import Output
+from tasks.runtime.progress import show_progress
+from tasks.runtime.root_lock import is_locked
+from tasks.runtime.stage import stage
 
-_LOGS = ("metrics.jsonl", "samples.jsonl")  # a training that goes on takes over their rows, which nothing else checks
+if TYPE_CHECKING:
+    from lm.train.job import Job
+
+_LOGS = ("metrics.jsonl", "samples.jsonl")  # a resumed training copies their rows, which have no digests of their own
 
 
-@stage("train", page=pages.train, turn=lambda execution: training_turn(execution.max_trainings))
+@stage("train", page=pages.train, slot=lambda execution: training_slot(execution.max_trainings), is_resumable=True)
 def train(
-    out: Draft,
+    out: Attempt,
     index: Output,
     train_shards: list[Output],
     valid_shards: list[Output],
@@ -33,68 +35,81 @@ def train(
     model: ModelConfig,
     config: TrainConfig,
 ) -> None:
-    """Train the model, going on from the last checkpoint of an attempt that did not finish."""
+    """Train the model. Resume from the last checkpoint of an unfinished attempt, if there is one."""
+    from lm.distributed.launch import run_processes
+    from lm.train.graceful_stop import stop_on_signals
+    from lm.train.job import Job
+    from lm.train.metrics_file import step_reporter
+
     content = index.json("index.json")
     if content["tokenizer"] != tokenizer.digest:
-        raise UserError("The token shards were made with another tokenizer; refresh the encode stage.")
-    measured = content["valid" if valid_shards else "train"]
-    directory = tokenizer.directory("tokenizer")
+        raise UserError("The token shards were made with another tokenizer. Refresh the encode stage.")
     train_files, valid_files = (
-        [_beside(out, shard.path("tokens.bin")) for shard in shards] for shards in (train_shards, valid_shards)
+        [_relative_path(out, shard.path("tokens.bin")) for shard in shards] for shards in (train_shards, valid_shards)
     )
+    execution, stopping = out.run.execution, out.run.stopping
     job = Job(
         config,
         model if model.vocab_size else replace(model, vocab_size=content["vocab_size"]),
         train_files,
         valid_files,
-        _beside(out, directory),
-        _bytes_per_token(measured, content["separator"]),
+        _relative_path(out, tokenizer.directory("tokenizer")),
+        _bytes_per_token(content["valid" if valid_shards else "train"], content["separator"]),
         {"tokenizer": tokenizer.digest, "shards": index.digest},
         ".",
-        execution=out.execution,
+        execution=execution,
     )
-    whole = (previous for previous in out.unfinished if not {previous / log for log in _LOGS} & out.damaged)
-    job.previous = [_beside(out, previous) for previous in whole if reads_the_same(previous, job)]
+    intact = [previous for previous in out.unfinished if not {previous / log for log in _LOGS} & out.damaged]
+    job.previous = [_relative_path(out, previous) for previous in intact if has_same_inputs(previous, job)]
     path = out.directory / "job.json"
     job.write(path)
-    so_far = partial(pages.training_so_far, out.directory)
+    page = partial(pages.unfinished_training, out.directory)
     try:
-        with show_progress("train", config.steps, "step", so_far) as tell, stopped_by_signals(out.stopping) as signals:
-            if out.execution.processes > 1:
-                run_processes(path, out.execution.processes, tell, out.stopping, out.directory / "metrics.jsonl")
+        with (
+            show_progress("train", config.steps, "step", out.run.label, page) as progress,
+            stop_on_signals(stopping) as signals,
+        ):
+            if execution.processes > 1:
+                report_step = step_reporter(out.directory / "metrics.jsonl", progress)
+                run_processes(path, execution.processes, report_step, stopping)
             else:
-                Job.read(path).run(tell, out.stopping)
-    except Interrupted as stop:
-        if signals:  # which now, all saved, does what it always does
+                Job.read(path).run(progress, stopping)
+    except Stopped:
+        if signals:  # the checkpoint is saved: now let the signal have its usual effect
             signal.raise_signal(signals[0])
-        raise Stopped(str(stop)) from None
+        raise
     out.figures = json.loads((out.directory / "training.json").read_text(encoding="utf-8"))
-    board = [str(file.relative_to(out.directory)) for file in out.directory.glob("tensorboard/*")]
-    # A training that goes on from the last checkpoint, as older ones are damaged, is not another for that.
-    wanted = {out.figures["best"], out.figures["last"]}
-    older = [file for file in out.directory.glob("step-*/*") if file.parent.name not in wanted]
-    older_names = [str(file.relative_to(out.directory)) for file in older]
-    out.records = ["metrics.jsonl", "loss.png", "job.json", *board, *older_names]
+    # Older checkpoints are no content: a training that skipped a damaged one has the same result.
+    results = {out.figures["best"], out.figures["last"]}
+    older = [file for file in out.directory.glob("step-*/*") if file.parent.name not in results]
+    records = [*out.directory.glob("tensorboard/*"), *older]
+    out.records = ["metrics.jsonl", "loss.png", "job.json", *(str(file.relative_to(out.directory)) for file in records)]
 
 
-def _beside(out: Draft, path: Path) -> str:
-    """A path relative to the job, so that a root that is moved takes its jobs along."""
+def _relative_path(out: Attempt, path: Path) -> str:
+    """Return a path relative to the job, so that a moved root keeps working."""
     return os.path.relpath(path.resolve(), out.directory.resolve())
 
 
-def reads_the_same(previous: Path, job: Job) -> bool:
-    """Whether an earlier attempt read the very files of ``job``. Those that were made anew since were damaged, and so
-    may its checkpoints be."""
+def has_same_inputs(previous: Path, job: "Job") -> bool:
+    """Return whether an earlier attempt read the same files as ``job``. If a file was made again since, it had been
+    damaged, and so the checkpoints may be wrong."""
+    from lm.train.job import Job
+
     try:
-        earlier = Job.read(previous / "job.json")
-    except UserError:
+        if is_locked(previous / "job.json"):  # lm.train is running there
+            return False
+        previous_job = Job.read(previous / "job.json")
+    except (UserError, OSError):
         return False
-    # In files that are fetched to read them, only the end of a path stays.
-    files = [[Path(name).parts[-4:] for name in (*one.train, *one.valid, one.tokenizer)] for one in (earlier, job)]
-    return files[0] == files[1]
+
+    def input_files(job: "Job") -> list[tuple[str, ...]]:  # downloaded files keep only the end of their path
+        return [Path(name).parts[-4:] for name in (*job.train, *job.valid, job.tokenizer)]
+
+    return input_files(previous_job) == input_files(job)
 
 
-def _bytes_per_token(split: dict[str, Any], separator: str) -> float:
-    """Bytes of text without the separators, over all tokens: so bits per byte charge the model for every separator it
-    must foresee and do not credit it with their bytes."""
-    return float((split["bytes"] - split["documents"] * len(separator.encode())) / split["tokens"])
+def _bytes_per_token(totals: dict[str, Any], separator: str) -> float:
+    """Return the bytes of text without separators per token, separators included. So bits per byte charge the model for
+    the separators that it predicts, and give no credit for their bytes."""
+    return float((totals["bytes"] - totals["documents"] * len(separator.encode())) / totals["tokens"])

@@ -1,46 +1,70 @@
-"""Fixtures that several test files share."""
+"""Fixtures of several test files, and the options of the whole test run."""
 
 import logging
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fsspec
 import pytest
+from hypothesis import settings
 
-from lm.pretokens import END_OF_TEXT
-from lm.tokenizer import Tokenizer
-from tests.tokenizers_made import CUSTOM_PATTERN, make_tokenizer
+from tests.helpers.limits import TIMEOUT_SCALE
 
 if TYPE_CHECKING:
-    from lm.trainer import Trainer
-    from tests.deployed import Deployed
+    from lm.tokenizer.tokenizer import Tokenizer
+    from lm.train.trainer import Trainer
+    from tests.helpers.deployed import Deployed
 
-# Read when Prefect is imported, which the tests of ``lm`` alone never do.
+# Prefect reads these when it is imported. The tests of ``lm`` never import it.
 os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
 os.environ.setdefault("PREFECT_SERVER_LOGGING_LEVEL", "CRITICAL")
 
+settings.register_profile("developer", max_examples=25, deadline=None)
+settings.register_profile("ci", max_examples=100, deadline=None)
+settings.load_profile("developer")
+
+_SERVER_FIXTURES = {"prefect_deployed", "postgres", "over_postgres"}
+_is_first_process = "PYTEST_XDIST_WORKER" not in os.environ
+if _is_first_process:  # pytest-xdist's workers inherit the variable, so all processes share one cache of kernels
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="textmill-tests-")
+
+
+def pytest_unconfigure() -> None:
+    """Remove the cache of this test run."""
+    if _is_first_process:
+        shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests whose fixtures start a Prefect server and a worker."""
+    for item in items:
+        if _SERVER_FIXTURES & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.server)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _guard_processes() -> None:
+    """Kill the servers, workers and browsers of the tests when this process ends, however it ends."""
+    from tests.helpers.processes import start_process_guard
+
+    start_process_guard()
+
 
 @pytest.fixture(autouse=True)
-def _logs_are_heard() -> None:
-    """The commands keep the project's lines from the root logger, where pytest listens; each test starts anew."""
+def _propagate_logs() -> None:
+    """Undo what a command does to the project's loggers: pytest captures at the root logger."""
     for name in ("lm", "tasks", "flows"):
         logging.getLogger(name).propagate = True
         logging.getLogger(name).setLevel(logging.NOTSET)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _cache_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The tests leave the user's cache alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real text and GPT-2's vocabulary beside the checkout; tests that need it skip without it."""
+    """The folder of real text and GPT-2's vocabulary beside the checkout. A test that needs it skips without it."""
     folder = Path(__file__).parents[2] / "shared" / "data"
     if not (folder / "gpt2_vocab.json").exists():
         pytest.skip("the text and vocabulary of ../shared/data are not here")
@@ -48,44 +72,51 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(scope="session")
-def gpt2(shared_data: Path) -> Tokenizer:
+def gpt2(shared_data: Path) -> "Tokenizer":
     """GPT-2's tokenizer."""
+    from lm.text.pretokenize import END_OF_TEXT
+    from lm.tokenizer.tokenizer import Tokenizer
+
     return Tokenizer.from_files(shared_data / "gpt2_vocab.json", shared_data / "gpt2_merges.txt", [END_OF_TEXT])
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> Tokenizer:
-    """A small tokenizer of GPT-2's pattern, with overlapping special tokens."""
+def tokenizer() -> "Tokenizer":
+    """A small tokenizer with GPT-2's pattern and overlapping special tokens."""
+    from tests.helpers.tokenizers import make_tokenizer
+
     return make_tokenizer()
 
 
 @pytest.fixture(scope="session")
-def custom_tokenizer() -> Tokenizer:
-    """One of another pattern."""
+def custom_tokenizer() -> "Tokenizer":
+    """A small tokenizer with another pattern."""
+    from tests.helpers.tokenizers import CUSTOM_PATTERN, make_tokenizer
+
     return make_tokenizer(CUSTOM_PATTERN)
 
 
 @pytest.fixture(scope="session")
 def prefect_server() -> Iterator[None]:
-    """A Prefect server and database of the tests' own."""
+    """A Prefect server with its own database, one a session."""
     from prefect.testing.utilities import prefect_test_harness
 
-    with prefect_test_harness(server_startup_timeout=180):
+    with prefect_test_harness(server_startup_timeout=int(240 * TIMEOUT_SCALE)):
         yield
 
 
 @pytest.fixture(scope="session")
 def prefect_deployed(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Deployed]":
-    """A server, the deployments and a worker, with a Prefect home of their own."""
-    from tests.deployed import deployed
+    """A Prefect server, the deployments and a worker, in their own Prefect home, one a session."""
+    from tests.helpers.deployed import deployed
 
-    with deployed(tmp_path_factory.mktemp("up")) as found:
-        yield found
+    with deployed(tmp_path_factory.mktemp("up")) as stack:
+        yield stack
 
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """An s3fs file system with a bucket named ``corpus``, on a local server."""
+    """An s3fs file system with a bucket ``corpus``, on a local S3 server."""
     server_module = pytest.importorskip("moto.server", reason="moto, which plays S3, is not installed")
     s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -99,16 +130,16 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     fs = fsspec.filesystem("s3")
     fs.mkdir("corpus")
     yield fs
-    fs.rm("corpus", recursive=True)  # the server's memory outlives it
+    fs.rm("corpus", recursive=True)  # moto's memory outlives its server
     s3fs.S3FileSystem.clear_instance_cache()
     server.stop()
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> "Trainer":
-    """A run of 20 steps that nothing interrupted; tests only read it."""
-    from tests.training import make
+    """A finished training of 20 steps, read only."""
+    from tests.helpers.training import small_trainer
 
-    trainer = make(tmp_path_factory.mktemp("finished"))
+    trainer = small_trainer(tmp_path_factory.mktemp("finished"))
     trainer.run()
     return trainer

@@ -1,8 +1,12 @@
-"""The few machine operations that numba has no name for: 64 bytes at once, unaligned words, counting zeros.
+"""Machine operations that numba does not name: 64-byte blocks, unaligned words, bit counts.
 
-Indices are not checked: callers keep 64 readable bytes past the end of every buffer.
+Indices are not checked: callers keep 64 readable bytes after the end of every buffer. With the environment variable
+``TEXTMILL_KERNEL_BOUNDSCHECK=1`` every access is checked and raises IndexError instead.
 """
 
+import inspect
+import os
+from collections.abc import Callable
 from typing import Any
 
 import numba.extending
@@ -10,187 +14,149 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-intrinsic: Any = numba.extending.intrinsic  # a call of one lacks the typing context that its function has
+BOUNDSCHECK = os.environ.get("TEXTMILL_KERNEL_BOUNDSCHECK") == "1"
 
-_I32 = ir.IntType(32)
-_WORD = ir.IntType(64)
-_BLOCK = ir.VectorType(ir.IntType(8), 64)
-
-
-def _pointer(context: Any, builder: Any, to: Any, array_type: Any, array: Any, index: Any) -> Any:
-    """The address of element ``index`` of a contiguous array, as a pointer to ``to``."""
-    data = context.make_array(array_type)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [index]), to.as_pointer())
+_I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_BLOCK = ir.VectorType(_I8, 64)
 
 
-def _splat(builder: Any, byte: Any) -> Any:
-    """A vector of 64 times the low byte of an integer."""
-    one = builder.insert_element(ir.Constant(_BLOCK, ir.Undefined), builder.trunc(byte, ir.IntType(8)), _I32_ZERO)
-    return builder.shuffle_vector(one, ir.Constant(_BLOCK, ir.Undefined), ir.Constant(_LANES, [0] * 64))
+def _operation(get_signature: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Make an operation for kernels: its body emits LLVM IR with ``builder``, for arguments of the types ``args``.
+
+    ``get_signature`` has the parameters of the operation: numba types, from which it returns the signature.
+    """
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            value = emit(context, builder, signature.args, *arguments)
+            return context.get_dummy_value() if value is None else value
+
+        def define(typingctx: Any, *args: Any) -> Any:
+            return get_signature(*args), codegen
+
+        parameters = inspect.signature(get_signature).parameters.values()
+        typingctx = inspect.Parameter("typingctx", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        define.__signature__ = inspect.Signature([typingctx, *parameters])  # type: ignore[attr-defined]
+        define.__name__, define.__doc__ = emit.__name__, emit.__doc__
+        return numba.extending.intrinsic(define)
+
+    return decorate
 
 
-_I32_ZERO = ir.Constant(ir.IntType(32), 0)
-_LANES = ir.VectorType(ir.IntType(32), 64)
+def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any, size: int = 0) -> Any:
+    """Return a pointer to element ``index`` of a contiguous array, to use ``size`` bytes there (0: one element)."""
+    view = context.make_array(array_type)(context, builder, array)
+    if BOUNDSCHECK:
+        last = builder.add(index, _I64(max(size * 8 // array_type.dtype.bitwidth, 1) - 1))
+        is_first_outside, is_last_outside = (builder.icmp_unsigned(">=", i, view.nitems) for i in (index, last))
+        with builder.if_then(builder.or_(is_first_outside, is_last_outside), likely=False):
+            message = f"index is out of bounds in {builder.function.name}"
+            context.call_conv.return_user_exc(builder, IndexError, (message,))
+    return builder.gep(view.data, [index])
 
 
-@intrinsic
-def in_range(typingctx: Any, buffer: Any, at: Any, ored: Any, low: Any, high: Any) -> Any:
-    """A mask of the 64 bytes from ``buffer[at]``: bit k is set where ``low <= (byte | ored) <= high``."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array, index, ored, low, high = arguments
-        block = builder.load(_pointer(context, builder, _BLOCK, signature.args[0], array, index), align=1)
-        block = builder.or_(block, _splat(builder, ored))
-        distance = builder.sub(block, _splat(builder, low))
-        inside = builder.icmp_unsigned("<=", distance, _splat(builder, builder.sub(high, low)))
-        return builder.bitcast(inside, _WORD)
-
-    return types.uint64(buffer, types.int64, types.int64, types.int64, types.int64), generate
+def _broadcast(builder: Any, byte: Any) -> Any:
+    """Return a vector of 64 copies of the low byte of an integer."""
+    undefined = ir.Constant(_BLOCK, ir.Undefined)
+    first = builder.insert_element(undefined, builder.trunc(byte, _I8), _I32(0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, 64), [0] * 64))
 
 
-@intrinsic
-def load64(typingctx: Any, buffer: Any, at: Any) -> Any:
-    """The 8 bytes from element ``at`` of ``buffer`` on as one little-endian word, wherever they lie."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _pointer(context, builder, _WORD, signature.args[0], *arguments)
-        return builder.load(pointer, align=1)
-
-    return types.uint64(buffer, types.int64), generate
-
-
-@intrinsic
-def store64(typingctx: Any, buffer: Any, at: Any, word: Any) -> Any:
-    """Write a word over the 8 bytes from element ``at`` of ``buffer`` on."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array, index, word = arguments
-        builder.store(word, _pointer(context, builder, _WORD, signature.args[0], array, index), align=1)
-        return context.get_dummy_value()
-
-    return types.void(buffer, types.int64, types.uint64), generate
+@_operation(lambda buffer, at, ored, low, high: types.uint64(buffer, *[types.int64] * 4))
+def in_range(context: Any, builder: Any, args: Any, array: Any, index: Any, ored: Any, low: Any, high: Any) -> Any:
+    """Return a mask of the 64 bytes from ``buffer[at]``: bit k is set if ``low <= (byte k | ored) <= high``."""
+    address = builder.bitcast(_address(context, builder, args[0], array, index, 64), _BLOCK.as_pointer())
+    block = builder.or_(builder.load(address, align=1), _broadcast(builder, ored))
+    distance = builder.sub(block, _broadcast(builder, low))
+    inside = builder.icmp_unsigned("<=", distance, _broadcast(builder, builder.sub(high, low)))
+    return builder.bitcast(inside, _I64)
 
 
-@intrinsic
-def read(typingctx: Any, array: Any, at: Any) -> Any:
-    """``array[at]`` for an index that is known not to be negative, which numba would look at each time."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array, index = arguments
-        data = context.make_array(signature.args[0])(context, builder, array).data
-        return builder.load(builder.gep(data, [index]))
-
-    return array.dtype(array, types.int64), generate
+@_operation(lambda buffer, at: types.uint64(buffer, types.int64))
+def load64(context: Any, builder: Any, args: Any, array: Any, index: Any) -> Any:
+    """Return the 8 bytes from element ``at`` of ``buffer`` as a little-endian word, at any alignment."""
+    address = _address(context, builder, args[0], array, index, 8)
+    return builder.load(builder.bitcast(address, _I64.as_pointer()), align=1)
 
 
-@intrinsic
-def read_float(typingctx: Any, array: Any, at: Any) -> Any:
-    """The same as a float32, of an array of those; or of one of bfloat16, each the upper half of one, as uint16."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array, index = arguments
-        data = context.make_array(signature.args[0])(context, builder, array).data
-        found = builder.load(builder.gep(data, [index]))
-        if signature.args[0].dtype == types.uint16:
-            found = builder.shl(builder.zext(found, _I32), _I32(16))
-            found = builder.bitcast(found, ir.FloatType())
-        return found
-
-    return types.float32(array, types.int64), generate
+@_operation(lambda buffer, at, word: types.void(buffer, types.int64, types.uint64))
+def store64(context: Any, builder: Any, args: Any, array: Any, index: Any, word: Any) -> None:
+    """Write a little-endian word to the 8 bytes from element ``at`` of ``buffer``, at any alignment."""
+    address = _address(context, builder, args[0], array, index, 8)
+    builder.store(word, builder.bitcast(address, _I64.as_pointer()), align=1)
 
 
-@intrinsic
-def write(typingctx: Any, array: Any, at: Any, value: Any) -> Any:
-    """``array[at] = value``, as :func:`read`."""
+@_operation(lambda array, at: array.dtype(array, types.int64))
+def read(context: Any, builder: Any, args: Any, array: Any, index: Any) -> Any:
+    """Return ``array[at]`` without numba's test for a negative index; also faster to compile.
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array, index, value = arguments
-        data = context.make_array(signature.args[0])(context, builder, array).data
-        builder.store(value, builder.gep(data, [index]))
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64, array.dtype), generate
+    An array of several dimensions is read as if it were flat.
+    """
+    return builder.load(_address(context, builder, args[0], array, index))
 
 
-@intrinsic
-def write_float(typingctx: Any, array: Any, at: Any, value: Any) -> Any:
-    """``array[at] = value``, a float32, as :func:`read_float` reads it: a bfloat16 is the nearest, of two the even."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array, index, value = arguments
-        data = context.make_array(signature.args[0])(context, builder, array).data
-        if signature.args[0].dtype == types.uint16:
-            is_nan = builder.fcmp_unordered("uno", value, value)
-            bits = builder.bitcast(value, _I32)
-            last = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
-            rounded = builder.lshr(builder.add(builder.add(bits, _I32(0x7FFF)), last), _I32(16))
-            value = builder.trunc(builder.select(is_nan, _I32(0x7FC0), rounded), ir.IntType(16))
-        builder.store(value, builder.gep(data, [index]))
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64, types.float32), generate
+@_operation(lambda array, at, value: types.void(array, types.int64, array.dtype))
+def write(context: Any, builder: Any, args: Any, array: Any, index: Any, value: Any) -> None:
+    """Do ``array[at] = value``; see :func:`read`."""
+    builder.store(value, _address(context, builder, args[0], array, index))
 
 
-@intrinsic
-def float_of_bits(typingctx: Any, word: Any) -> Any:
-    """The float32 that has the bits of an int32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.int32), generate
-
-
-@intrinsic
-def first_bit(typingctx: Any, word: Any) -> Any:
-    """The index of the lowest set bit; 64 where there is none."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.cttz(arguments[0], cgutils.false_bit)
-
-    return types.int64(types.uint64), generate
+@_operation(lambda array, at: types.float32(array, types.int64))
+def read_float(context: Any, builder: Any, args: Any, array: Any, index: Any) -> Any:
+    """Return ``array[index]`` as float32. A uint16 array holds bfloat16, the upper 16 bits of float32."""
+    value = builder.load(_address(context, builder, args[0], array, index))
+    if args[0].dtype == types.uint16:
+        value = builder.bitcast(builder.shl(builder.zext(value, _I32), _I32(16)), _F32)
+    return value
 
 
-@intrinsic
-def bit_count(typingctx: Any, word: Any) -> Any:
-    """The number of set bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.ctpop(arguments[0])
-
-    return types.int64(types.uint64), generate
-
-
-@intrinsic
-def last_bit(typingctx: Any, word: Any) -> Any:
-    """The index of the highest set bit of a word that is not 0."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.sub(_WORD(63), builder.ctlz(arguments[0], cgutils.true_bit))
-
-    return types.int64(types.uint64), generate
+@_operation(lambda array, at, value: types.void(array, types.int64, types.float32))
+def write_float(context: Any, builder: Any, args: Any, array: Any, index: Any, value: Any) -> None:
+    """Do ``array[at] = value`` for a float32; in a uint16 array, rounded to the nearest bfloat16, ties to even."""
+    if args[0].dtype == types.uint16:
+        is_nan = builder.fcmp_unordered("uno", value, value)
+        bits = builder.bitcast(value, _I32)
+        last = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
+        rounded = builder.lshr(builder.add(builder.add(bits, _I32(0x7FFF)), last), _I32(16))
+        value = builder.trunc(builder.select(is_nan, _I32(0x7FC0), rounded), _I16)
+    builder.store(value, _address(context, builder, args[0], array, index))
 
 
-@intrinsic
-def prefetch(typingctx: Any, buffer: Any, at: Any) -> Any:
-    """Ask for the cache line of element ``at`` of ``buffer``, which is read soon."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _pointer(context, builder, ir.IntType(8), signature.args[0], *arguments)
-        kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [pointer, _I32(0), _I32(3), _I32(1)])
-        return context.get_dummy_value()
-
-    return types.void(buffer, types.int64), generate
+@_operation(lambda word: types.float32(types.int32))
+def float_of_bits(context: Any, builder: Any, args: Any, word: Any) -> Any:
+    """Return the float32 that has the bits of an int32."""
+    return builder.bitcast(word, _F32)
 
 
-@intrinsic
-def stand_alone(typingctx: Any) -> Any:
-    """Keep the kernel that calls this from becoming part of its callers: its loop has the registers to itself."""
+@_operation(lambda word: types.int64(types.uint64))
+def first_bit(context: Any, builder: Any, args: Any, word: Any) -> Any:
+    """Return the index of the lowest set bit; 64 for 0."""
+    return builder.cttz(word, cgutils.false_bit)
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.function.attributes.add("noinline")
-        return context.get_dummy_value()
 
-    return types.void(), generate
+@_operation(lambda word: types.int64(types.uint64))
+def last_bit(context: Any, builder: Any, args: Any, word: Any) -> Any:
+    """Return the index of the highest set bit of a word that is not 0."""
+    return builder.sub(_I64(63), builder.ctlz(word, cgutils.true_bit))
+
+
+@_operation(lambda word: types.int64(types.uint64))
+def bit_count(context: Any, builder: Any, args: Any, word: Any) -> Any:
+    """Return the number of set bits."""
+    return builder.ctpop(word)
+
+
+@_operation(lambda buffer, at: types.void(buffer, types.int64))
+def prefetch(context: Any, builder: Any, args: Any, array: Any, index: Any) -> None:
+    """Start to load the cache line of ``array[index]``. An index out of bounds is ignored."""
+    data = context.make_array(args[0])(context, builder, array).data
+    pointer = builder.bitcast(builder.gep(data, [index]), _I8.as_pointer())
+    function_type = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+    builder.call(function, [pointer, _I32(0), _I32(3), _I32(1)])
+
+
+@_operation(lambda: types.void())
+def noinline(context: Any, builder: Any, args: Any) -> None:
+    """Keep the calling helper from being inlined: its loop then has all registers to itself."""
+    builder.function.attributes.add("noinline")

@@ -1,4 +1,4 @@
-"""The pipeline under faults: killed, stopped, out of disk, its outputs damaged, its servers gone; then run again.
+"""Fault injection: kill the pipeline, fill its disk, damage its outputs or stop its servers, and run it again.
 
-``python -m tests.faults --rounds N --seed S`` plays rounds; ``--list`` says which there are, and which make no sense.
+``python -m tests.faults --rounds N --seed S`` runs rounds. ``--list`` shows the cases.
 """

@@ -1,4 +1,4 @@
-"""``python -m tests.faults``: play rounds, and show a table of them."""
+"""``python -m tests.faults``: run rounds of fault injection and print a table of the results."""
 
 import argparse
 import signal
@@ -8,47 +8,49 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.deployed import STAGES
 from tests.faults.bench import Bench
-from tests.faults.faults import FAULTS, pairs
-from tests.faults.rounds import Round, drawn, play
+from tests.faults.faults import FAULTS, list_cases
+from tests.faults.rounds import Round, choose_case, run_round
+from tests.helpers.deployed import STAGES
 
 
 def table(rounds: list[Round]) -> str:
-    """Rounds by the fault and the stage that it really hit, in Markdown; where some failed, how many."""
+    """Return a Markdown table with the number of rounds and of failures, by fault and by the stage that it hit."""
     columns = [*STAGES, "after"]
-    hits = Counter((one.fault, one.hit) for one in rounds)
-    failed = Counter((one.fault, one.hit) for one in rounds if one.wrong)
+    hits = Counter((round_.fault, round_.hit) for round_ in rounds)
+    failed = Counter((round_.fault, round_.hit) for round_ in rounds if round_.problems)
     lines = ["| fault | " + " | ".join(columns) + " |", "| --- |" + " ---: |" * len(columns)]
     for name, fault in FAULTS.items():
         cells = []
         for stage in columns:
-            bad = failed[name, stage]
-            number = str(hits[name, stage] or ("–" if stage in fault.not_in or stage == "after" else 0))
-            cells.append(f"{number} ({bad} failed)" if bad else number)
+            failures = failed[name, stage]
+            number = str(hits[name, stage] or ("–" if stage in fault.excluded or stage == "after" else 0))
+            cells.append(f"{number} ({failures} failed)" if failures else number)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def senseless() -> str:
-    """What is not run, and why."""
+def list_excluded() -> str:
+    """Return the excluded cases with their reasons."""
     return "\n".join(
-        f"{name} in {stage}: not run, as {why}" for name, fault in FAULTS.items() for stage, why in fault.not_in.items()
+        f"{name} in {stage}: excluded, {reason}"
+        for name, fault in FAULTS.items()
+        for stage, reason in fault.excluded.items()
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=len(pairs()), help="how many; default: each pair once")
-    parser.add_argument("--seed", type=int, default=0, help="of the order and of the moments")
+    parser.add_argument("--rounds", type=int, default=len(list_cases()), help="default: each case once")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order and of the times")
     parser.add_argument("--first", type=int, default=0, help="number of the first round")
-    parser.add_argument("--round", type=int, help="play this one alone, and show all that its runs say")
-    parser.add_argument("--list", action="store_true", help="name the pairs of stage and fault, and those not run")
+    parser.add_argument("--round", type=int, help="run only this round and print the output of its runs")
+    parser.add_argument("--list", action="store_true", help="list the cases, and the excluded ones")
     options = parser.parse_args()
     if options.list:
-        print("\n".join(f"{name} in {stage}" for stage, name in pairs()), senseless(), sep="\n")
+        print("\n".join(f"{name} in {stage}" for stage, name in list_cases()), list_excluded(), sep="\n")
         return 0
-    for number in (signal.SIGINT, signal.SIGTERM):  # in a shell's background too, it ends with the table
+    for number in (signal.SIGINT, signal.SIGTERM):  # print the table also if a background job is stopped
         signal.signal(number, signal.default_int_handler)
     numbers = range(options.first, options.first + options.rounds) if options.round is None else [options.round]
     rounds: list[Round] = []
@@ -57,23 +59,21 @@ def main() -> int:
         try:
             for number in numbers:
                 started = time.monotonic()
-                stage, name = drawn(options.seed, number)
-                rounds.append(one := play(bench, options.seed, number, stage, name))
-                fate = "; ".join(one.wrong) or "well"
-                print(
-                    f"{number}  {name} in {stage}, hit {one.hit}, {time.monotonic() - started:.0f} s: {fate}",
-                    flush=True,
-                )
-                if one.wrong or options.round is not None:
-                    print("    " + one.said.replace("\n", "\n    "), flush=True)
+                stage, name = choose_case(options.seed, number)
+                rounds.append(result := run_round(bench, options.seed, number, stage, name))
+                outcome = "; ".join(result.problems) or "passed"
+                seconds = time.monotonic() - started
+                print(f"{number}  {name} in {stage}, hit {result.hit}, {seconds:.0f} s: {outcome}", flush=True)
+                if result.problems or options.round is not None:
+                    print("    " + result.output.replace("\n", "\n    "), flush=True)
         except KeyboardInterrupt:
             print("stopped")
         finally:
             bench.close()
-    failed = [one for one in rounds if one.wrong]
+    failed = [result for result in rounds if result.problems]
     print(f"\n{table(rounds)}\n\n{len(rounds)} rounds, {len(failed)} failed.")
-    for one in failed:
-        print(f"python -m tests.faults --seed {options.seed} --round {one.number}    {'; '.join(one.wrong)}")
+    for result in failed:
+        print(f"python -m tests.faults --seed {options.seed} --round {result.number}    {'; '.join(result.problems)}")
     return 1 if failed else 0
 
 

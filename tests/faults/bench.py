@@ -1,10 +1,8 @@
-"""What the rounds share: a kept Prefect server, an object store, the sources, and an undisturbed run to compare with;
-and the real pipeline as a process, whose words are followed."""
+"""Shared setup of the rounds: a Prefect server, an object store, sources, a reference run, and pipeline processes."""
 
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,12 +16,12 @@ from unittest.mock import patch
 import fsspec
 import yaml
 
-from lm.demo_corpus import demo_stories
-from tests.deployed import PROJECT, TINY, Server
+from lm.text.demo_corpus import demo_stories
 from tests.faults.object_store import KEYS, ObjectStore
+from tests.helpers.deployed import PROJECT, TINY, Server
 
-_TICK = 0.02  # seconds
-_LONG = 240.0  # seconds until a run counts as hung: compiling the kernels, on a busy machine
+_POLL_SECONDS = 0.02
+_HANG_SECONDS = 240.0  # long enough to compile the kernels on a busy machine
 BUCKET = "faults"
 CONFIG: dict[str, Any] = {
     "chunk": {"target_bytes": 60_000},
@@ -35,22 +33,22 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def ticks(seconds: float) -> Iterator[None]:
-    """Come back every few milliseconds for so long, time in which the machine stopped all of us not counted."""
-    for _ in range(int(seconds / _TICK)):
+def poll(seconds: float) -> Iterator[None]:
+    """Yield every few milliseconds for ``seconds``. Time during which the machine is suspended does not count."""
+    for _ in range(int(seconds / _POLL_SECONDS)):
         yield
-        time.sleep(_TICK)
+        time.sleep(_POLL_SECONDS)
 
 
 class Process:
-    """A ``textmill run``: its lines as they come, and the stages that they say are done."""
+    """A ``textmill run``, with its output lines and the stages that have finished according to them."""
 
     def __init__(self, arguments: list[str], zygote: subprocess.Popen[str], fifo: Path) -> None:
         self.lines: list[str] = []
-        self.done: list[str] = []
+        self.finished: list[str] = []
         self.name = ""
         self.code: int | None = None
-        """The exit code; None while it runs."""
+        """The exit code, or None while the process runs."""
         assert zygote.stdin is not None and zygote.stdout is not None
         os.mkfifo(fifo)
         zygote.stdin.write(json.dumps([["run", *arguments], str(fifo)]) + "\n")
@@ -64,62 +62,62 @@ class Process:
             thread.start()
 
     def _read(self, fifo: Path) -> None:
-        with fifo.open(encoding="utf-8", errors="replace") as said:
-            for line in said:
+        with fifo.open(encoding="utf-8", errors="replace") as output:
+            for line in output:
                 self.lines.append(line.rstrip("\n"))
-                if found := re.match(r"\S+  (\w+) is (?:made, in|cached:)", line):
-                    self.done.append(found.group(1))
-                elif found := re.match(r"\S+  Run (\S+):", line):
-                    self.name = found.group(1)
+                if match := re.match(r"\S+  (\w+) (?:finished in|is cached:)", line):
+                    self.finished.append(match.group(1))
+                elif match := re.match(r"\S+  Run (\S+):", line):
+                    self.name = match.group(1)
         fifo.unlink()
 
     def _wait(self, codes: IO[str]) -> None:
         self.code = int(codes.readline())
 
-    def reaches(self, condition: Callable[[], bool]) -> bool:
-        """Wait until ``condition`` holds; False where the process ended before or seems to hang."""
-        for _ in ticks(_LONG):
+    def wait_until(self, condition: Callable[[], bool]) -> bool:
+        """Wait for ``condition``. Return False if the process ended before it or hangs."""
+        for _ in poll(_HANG_SECONDS):
             if condition():
                 return True
             if self.code is not None:
                 break
         return condition()
 
-    def ends(self) -> bool:
-        """Wait for the end; one that does not come is a hang, and made."""
-        is_over = any(self.code is not None for _ in ticks(_LONG))
-        if not is_over:
-            os.kill(self.id, signal.SIGABRT)  # it says where
-            any(self.code is not None for _ in ticks(5))
+    def wait(self) -> bool:
+        """Wait for the end. Return False if the process hangs; it is then killed."""
+        has_ended = any(self.code is not None for _ in poll(_HANG_SECONDS))
+        if not has_ended:
+            os.kill(self.id, signal.SIGABRT)  # prints the stacks
+            any(self.code is not None for _ in poll(5))
         self.kill()
-        return is_over
+        return has_ended
 
     def kill(self) -> None:
-        """End it, where it has not, and take in its last words."""
+        """Kill the process if it runs, and read the rest of its output."""
         if self.code is None:
             os.killpg(self.id, signal.SIGKILL)
         for thread in self._threads:
             thread.join(10)
 
-    def others(self) -> list[int]:
-        """Ids of the processes that it has started and that are still there."""
-        found = []
+    def children(self) -> list[int]:
+        """Return the ids of the processes in its session that still run."""
+        pids = []
         for path in Path("/proc").glob("[0-9]*/stat"):
             try:
                 fields = path.read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            if int(fields[3]) == self.id and fields[0] != "Z":  # its session
-                found.append(int(path.parent.name))
-        return found
+            if int(fields[3]) == self.id and fields[0] != "Z":  # session id and state
+                pids.append(int(path.parent.name))
+        return pids
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return "\n".join(self.lines)
 
 
 class Bench:
-    """Everything that is started once."""
+    """The servers, sources and reference outputs that all rounds share."""
 
     def __init__(self, home: Path) -> None:
         home.mkdir(parents=True, exist_ok=True)
@@ -127,34 +125,34 @@ class Bench:
         self.server = Server(home)
         self.objects = ObjectStore()
         s3 = KEYS | {"AWS_ENDPOINT_URL": self.objects.url}
-        self._own = patch.dict(os.environ, s3)  # for the judge
-        self._own.start()
+        self._environment = patch.dict(os.environ, s3)  # the checks read the store in this process
+        self._environment.start()
         self._zygote = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.zygote"],
             cwd=PROJECT,
-            # By default their clients would try for longer than a round.
+            # By default the clients would retry for longer than a round.
             env=self.server.environment | s3 | {"AWS_MAX_ATTEMPTS": "2", "PREFECT_CLIENT_MAX_RETRIES": "2"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.source = home / "train.txt"  # used where it lies
+        self.source = home / "train.txt"  # a source that is not copied
         self.source.write_text("".join(demo_stories(1200)), encoding="utf-8")
-        valid = home / "valid.jsonl"  # copied
+        valid = home / "valid.jsonl"  # a source that is copied
         stories = "".join(demo_stories(100, seed=1)).split("<|endoftext|>\n")[:-1]
         valid.write_text("".join(json.dumps({"text": story}) + "\n" for story in stories), encoding="utf-8")
         data = {"train": [str(self.source)], "valid": [str(valid)]}
         (home / "config.yaml").write_text(yaml.safe_dump({"data": data, **CONFIG}), encoding="utf-8")
-        self._undisturbed("first")  # which compiles, and so tells nothing of how long a stage takes
-        self.reference = self._undisturbed("reference")
+        self._run_reference("first")  # compiles the kernels, so its times are not typical
+        self.reference = self._run_reference("reference")
         record = json.loads((self.reference / "runs" / "latest.json").read_text())
-        self.seconds = {stage: about["seconds"] for stage, about in record["stages"].items()}
+        self.seconds = {stage: summary["seconds"] for stage, summary in record["stages"].items()}
 
     def close(self) -> None:
         self._zygote.communicate()
         self.objects.close()
         self.server.close()
-        self._own.stop()
+        self._environment.stop()
         fsspec.get_filesystem_class("s3").clear_instance_cache()
 
     def start(self, root: str) -> Process:
@@ -162,18 +160,14 @@ class Bench:
         arguments = ["--config", str(self.home / "config.yaml"), "--root", root]
         return Process(arguments, self._zygote, self.home / f"{time.monotonic_ns()}.fifo")
 
-    def forget(self) -> None:
-        """Have Prefect forget the results of tasks."""
-        shutil.rmtree(self.home / "prefect" / "storage", ignore_errors=True)
-
-    def _undisturbed(self, name: str) -> Path:
+    def _run_reference(self, name: str) -> Path:
         run = self.start(str(self.home / name))
-        run.ends()
-        assert run.code == 0, run.said
+        run.wait()
+        assert run.code == 0, run.output
         return self.home / name
 
     def bucket(self, name: str) -> str:
-        """The URL of a root on the object store."""
+        """Return the URL of a root on the object store."""
         fs = fsspec.filesystem("s3")
         if not fs.exists(BUCKET):
             fs.mkdir(BUCKET)

@@ -1,4 +1,4 @@
-"""The faults: each strikes a run at a moment of a stage, and is undone before the run is repeated."""
+"""The faults. Each is injected while a stage runs, and is undone before the run is repeated."""
 
 import os
 import random
@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from tests.deployed import STAGES
 from tests.faults.bench import Bench, Process
-from tests.faults.judge import manifests
+from tests.faults.checks import read_manifests
+from tests.helpers.deployed import STAGES
 
-_MOUNT = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs"]
+_MOUNT_COMMAND = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs"]
 
 
 @dataclass
 class Scene:
-    """A round as a fault finds it."""
+    """The state of a round that a fault can change."""
 
     bench: Bench
     rng: random.Random
@@ -30,27 +30,27 @@ class Scene:
     root: str
     runs: list[Process] = field(default_factory=list)
     damaged: set[str] = field(default_factory=set)
-    """``stage/key`` of the outputs that the fault has harmed."""
+    """``stage/key`` of the outputs that the fault has damaged."""
 
     def start(self) -> Process:
-        """Run the pipeline; the first such run is the one to strike."""
+        """Run the pipeline. The fault is injected into the first run."""
         self.runs.append(self.bench.start(self.root))
         return self.runs[-1]
 
 
 class Fault:
-    """``prepare`` before the run, ``inject`` at the moment, ``undo`` when the run has ended."""
+    """A fault: ``prepare`` runs before the pipeline, ``inject`` while it runs, ``undo`` after its end."""
 
-    codes: ClassVar[set[int]] = {2}
-    """How a run may end for it, but for well."""
-    says = ""
-    """What its message then matches."""
-    not_in: ClassVar[dict[str, str]] = {}
-    """Stages in which it makes no sense, and why."""
-    harms_output = False
-    """Whether it strikes what the stage has made, and so after the stage."""
-    is_told = True
-    """Whether Prefect can be told how the run ends."""
+    exit_codes: ClassVar[set[int]] = {2}
+    """The exit codes, other than 0, that a run with this fault may have."""
+    message = ""
+    """A regular expression for the error message."""
+    excluded: ClassVar[dict[str, str]] = {}
+    """The stages without this fault, with the reason."""
+    damages_output = False
+    """Whether it damages the output of the stage, so that it must be injected after the stage."""
+    reports_state = True
+    """Whether the run can report its final state to Prefect."""
     on_s3 = False
 
     def prepare(self, scene: Scene) -> None: ...
@@ -60,33 +60,34 @@ class Fault:
     def undo(self, scene: Scene) -> None: ...
 
 
-def works(do: list[str], undo: list[str]) -> bool:
-    """Whether we may do this to a directory here."""
-    with tempfile.TemporaryDirectory() as place:
-        done = bool(shutil.which(do[0])) and not subprocess.run([*do, place], capture_output=True).returncode
-        if done:
-            subprocess.run([*undo, place], check=True)
-    return done
+def command_works(command: list[str], undo: list[str]) -> bool:
+    """Return whether this user may run the command on a directory."""
+    with tempfile.TemporaryDirectory() as directory:
+        works = bool(shutil.which(command[0]))
+        works = works and not subprocess.run([*command, directory], capture_output=True).returncode
+        if works:
+            subprocess.run([*undo, directory], check=True)
+    return works
 
 
 class Signal(Fault):
-    says = "stopped"
+    message = "stopped"
 
     def __init__(self, number: signal.Signals, code: int) -> None:
-        self.number, self.codes = number, {code}
+        self.number, self.exit_codes = number, {code}
 
     def inject(self, scene: Scene) -> None:
         os.kill(scene.runs[0].id, self.number)
 
 
 class DiskFull(Fault):
-    """The root's own disk, filled but for some kilobytes."""
+    """The root has its own file system, which is full except for some kilobytes."""
 
-    says = "No space left on device"
+    message = "No space left on device"
 
     def prepare(self, scene: Scene) -> None:
         Path(scene.root).mkdir()
-        subprocess.run([*_MOUNT, scene.root], check=True)
+        subprocess.run([*_MOUNT_COMMAND, scene.root], check=True)
 
     def inject(self, scene: Scene) -> None:
         with Path(scene.root, "ballast").open("wb", buffering=0) as ballast:
@@ -94,17 +95,17 @@ class DiskFull(Fault):
                 with suppress(OSError):
                     while ballast.write(bytes(size)):
                         pass
-            left = scene.rng.choice([0, scene.rng.randrange(300_000)])
-            ballast.truncate(max(0, ballast.tell() - left))
+            free_bytes = scene.rng.choice([0, scene.rng.randrange(300_000)])
+            ballast.truncate(max(0, ballast.tell() - free_bytes))
 
     def undo(self, scene: Scene) -> None:
         Path(scene.root, "ballast").unlink(missing_ok=True)
 
 
 class FileLimit(Fault):
-    """No file may grow past some bytes: the full disk of a machine on which none can be mounted."""
+    """A limit on the size of a file. It replaces the full disk if no file system can be mounted."""
 
-    says = "File too large"
+    message = "File too large"
 
     def inject(self, scene: Scene) -> None:
         limit = scene.rng.randrange(2000)
@@ -112,27 +113,27 @@ class FileLimit(Fault):
 
 
 class Unwritable(Fault):
-    """All of the root made immutable, as root ignores the modes of files; for another user, their modes."""
+    """The files below the root cannot be written. The superuser ignores file modes, so they become immutable for it."""
 
-    says = "Operation not permitted|Permission denied"
+    message = "Operation not permitted|Permission denied"
 
     def __init__(self) -> None:
-        self.on, self.off = ["chattr", "-f", "+i"], ["chattr", "-f", "-i"]
+        self.command, self.undo_command = ["chattr", "-f", "+i"], ["chattr", "-f", "-i"]
         if os.geteuid():
-            self.on, self.off = ["chmod", "a-w"], ["chmod", "u+w"]
-        elif not works(self.on, self.off):
-            self.not_in = dict.fromkeys(STAGES, "files cannot be made immutable here")  # type: ignore[misc]
+            self.command, self.undo_command = ["chmod", "a-w"], ["chmod", "u+w"]
+        elif not command_works(self.command, self.undo_command):
+            self.excluded = dict.fromkeys(STAGES, "files cannot be made immutable here")  # type: ignore[misc]
 
     def inject(self, scene: Scene) -> None:
-        subprocess.run([*self.on, "-R", scene.root], check=False)
+        subprocess.run([*self.command, "-R", scene.root], check=False)
 
     def undo(self, scene: Scene) -> None:
-        subprocess.run([*self.off, "-R", scene.root], check=False)
+        subprocess.run([*self.undo_command, "-R", scene.root], check=False)
 
 
 class SourceRemoved(Fault):
-    says = "train.txt does not exist"
-    not_in: ClassVar = dict.fromkeys(("merge", "train", "sample"), "it reads no text")
+    message = "train.txt does not exist"
+    excluded: ClassVar = dict.fromkeys(("merge", "train", "sample"), "it reads no text")
 
     def inject(self, scene: Scene) -> None:
         scene.bench.source.rename(scene.bench.source.with_suffix(".away"))
@@ -143,64 +144,68 @@ class SourceRemoved(Fault):
 
 
 class Damage(Fault):
-    """What a stage has made is harmed, in one of its files or two."""
+    """One or two files of the output of a stage are damaged."""
 
-    says = "damaged|no manifest"
-    harms_output = True
+    message = "damaged|no manifest"
+    damages_output = True
 
-    def __init__(self, how: str) -> None:
-        self.how = how
-        one_file = dict.fromkeys(("chunk", "sample"), "it makes a single file")
-        self.not_in = one_file if how == "swap" else {}  # type: ignore[misc]
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        one_file = dict.fromkeys(("chunk", "sample"), "it writes only one file")
+        self.excluded = one_file if kind == "swap" else {}  # type: ignore[misc]
 
     def inject(self, scene: Scene) -> None:
         rng = scene.rng
-        found = {place: about for place, about in manifests(scene.root).items() if place.startswith(scene.stage)}
+        manifests = {
+            output: manifest
+            for output, manifest in read_manifests(scene.root).items()
+            if output.startswith(scene.stage)
+        }
         files = {
-            Path(scene.root, place, manifest["attempt"], file["path"]): (place, file["sha256"])
-            for place, manifest in found.items()
+            Path(scene.root, output, manifest["attempt"], file["path"]): (output, file["sha256"])
+            for output, manifest in manifests.items()
             for file in (*manifest["files"], *manifest["records"])
             if file["bytes"]
         }
         path = rng.choice(sorted(files))
-        harmed = [path]
-        if self.how == "manifest":
+        damaged = [path]
+        if self.kind == "manifest":
             manifest_path = Path(scene.root, files[path][0], "manifest.json")
             data = manifest_path.read_bytes()
             others = [b"", data[: rng.randrange(len(data))], b"[1]", b"{}", b"null"]
-            replaced(manifest_path, rng.choice([flipped(data, rng), rng.choice(others)]))
-        elif self.how == "flip":
-            replaced(path, flipped(path.read_bytes(), rng))
-        elif self.how == "truncate":
+            overwrite(manifest_path, rng.choice([flip_bit(data, rng), rng.choice(others)]))
+        elif self.kind == "flip":
+            overwrite(path, flip_bit(path.read_bytes(), rng))
+        elif self.kind == "truncate":
             os.truncate(path, rng.randrange(path.stat().st_size))
-        elif self.how == "delete":
+        elif self.kind == "delete":
             path.unlink()
-        elif self.how == "swap":
+        elif self.kind == "swap":
             other = rng.choice([other for other in sorted(files) if files[other][1] != files[path][1]])
             first, second = path.read_bytes(), other.read_bytes()
-            replaced(path, second)
-            replaced(other, first)
-            harmed.append(other)
-        scene.damaged |= {files[file][0] for file in harmed}
+            overwrite(path, second)
+            overwrite(other, first)
+            damaged.append(other)
+        scene.damaged |= {files[file][0] for file in damaged}
 
 
-def replaced(path: Path, data: bytes) -> None:
-    """Write over a file in place, as a disk that fails does."""
+def overwrite(path: Path, data: bytes) -> None:
+    """Overwrite a file in place, as a failing disk does."""
     with path.open("r+b") as file:
         file.write(data)
         file.truncate()
 
 
-def flipped(data: bytes, rng: random.Random) -> bytes:
-    place = rng.randrange(len(data))
-    return data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :]
+def flip_bit(data: bytes, rng: random.Random) -> bytes:
+    i = rng.randrange(len(data))
+    return data[:i] + bytes([data[i] ^ 1 << rng.randrange(8)]) + data[i + 1 :]
 
 
 class ServerKilled(Fault):
-    """Prefect's server is gone, for some seconds or until the run has ended."""
+    """Prefect's server is down for some seconds, or until the run has ended."""
 
-    says = "Prefect's server at .* cannot be reached"
-    is_told = False
+    message = "Prefect's server at .* cannot be reached"
+    reports_state = False
 
     def inject(self, scene: Scene) -> None:
         scene.bench.server.kill({"server"})
@@ -213,38 +218,38 @@ class ServerKilled(Fault):
 
 
 class StoreFails(Fault):
-    """The object store that holds the root fails: each time, or sometimes; for some seconds, or until the run ends."""
+    """All or some requests to the object store fail, for some seconds or until the run ends."""
 
-    says = "The root .* cannot be (reached|used)"
+    message = "The root .* cannot be (reached|used)"
     on_s3 = True
 
-    def __init__(self, how: str) -> None:
-        self.how = how
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
 
     def inject(self, scene: Scene) -> None:
         rng = scene.rng
-        scene.bench.objects.fail(self.how, rng.choice([0.2, 0.5, 1.0]), rng.randrange(1 << 30))
-        if rng.random() < 0.7 or self.how == "slow":  # slow for ever is only slow
+        scene.bench.objects.fail(self.kind, rng.choice([0.2, 0.5, 1.0]), rng.randrange(1 << 30))
+        if rng.random() < 0.7 or self.kind == "slow":  # a slow store causes no error
             time.sleep(rng.uniform(0.5, 5))
-            scene.bench.objects.mend()
+            scene.bench.objects.recover()
 
     def undo(self, scene: Scene) -> None:
-        scene.bench.objects.mend()
+        scene.bench.objects.recover()
 
 
 FAULTS: dict[str, Fault] = {
     "SIGKILL": Signal(signal.SIGKILL, -9),
     "SIGTERM": Signal(signal.SIGTERM, 143),
     "SIGINT": Signal(signal.SIGINT, 130),
-    "disk full": DiskFull() if works(_MOUNT, ["umount"]) else FileLimit(),
+    "disk full": DiskFull() if command_works(_MOUNT_COMMAND, ["umount"]) else FileLimit(),
     "unwritable": Unwritable(),
     "source removed": SourceRemoved(),
-    **{how: Damage(how) for how in ("flip", "truncate", "delete", "swap", "manifest")},
+    **{kind: Damage(kind) for kind in ("flip", "truncate", "delete", "swap", "manifest")},
     "server killed": ServerKilled(),
-    **{f"S3 {how}": StoreFails(how) for how in ("500", "reset", "slow")},
+    **{f"S3 {kind}": StoreFails(kind) for kind in ("500", "reset", "slow")},
 }
 
 
-def pairs() -> list[tuple[str, str]]:
-    """Every stage and fault that make sense together."""
-    return [(stage, name) for name, fault in FAULTS.items() for stage in STAGES if stage not in fault.not_in]
+def list_cases() -> list[tuple[str, str]]:
+    """Return all cases: (stage, fault)."""
+    return [(stage, name) for name, fault in FAULTS.items() for stage in STAGES if stage not in fault.excluded]

@@ -1,4 +1,4 @@
-"""One round: a run that a fault strikes, the fault undone, the run repeated, and all of it judged."""
+"""One round: inject a fault into a run, undo the fault, repeat the run, and check both."""
 
 import json
 import random
@@ -11,77 +11,77 @@ from pathlib import Path
 
 import fsspec
 
-from tests.deployed import STAGES
-from tests.faults.bench import Bench, Process, ticks
-from tests.faults.faults import FAULTS, Scene, pairs
-from tests.faults.judge import attempts, differences, digests, last_words, wrong_in_prefect
+from tests.faults.bench import Bench, Process, poll
+from tests.faults.checks import check_exit, check_outputs, check_prefect, compute_digests, read_attempts
+from tests.faults.faults import FAULTS, Scene, list_cases
+from tests.helpers.deployed import STAGES
 
 
 @dataclass
 class Round:
-    """What came of it."""
+    """The result of a round."""
 
     number: int
     stage: str
     fault: str
     hit: str = ""
-    """The stage that was at work when the fault struck, or whose output it harmed; ``after`` where all was done."""
-    wrong: list[str] = field(default_factory=list)
-    said: str = ""
+    """The stage that ran when the fault was injected, or whose output it damaged; ``after`` if all had finished."""
+    problems: list[str] = field(default_factory=list)
+    output: str = ""
 
 
-def drawn(seed: int, number: int) -> tuple[str, str]:
-    """Stage and fault of a round: all of them in one order after another."""
-    turn, place = divmod(number, len(pairs()))
-    return random.Random(f"{seed} turn {turn}").sample(pairs(), len(pairs()))[place]
+def choose_case(seed: int, number: int) -> tuple[str, str]:
+    """Return the stage and the fault of a round. The cases come in a new random order after each pass."""
+    cases = list_cases()
+    shuffle, i = divmod(number, len(cases))
+    return random.Random(f"{seed} turn {shuffle}").sample(cases, len(cases))[i]
 
 
 @cache
-def _expected(reference: Path) -> dict[str, dict[str, str]]:
-    return digests(str(reference))
+def _expected_digests(reference: Path) -> dict[str, dict[str, str]]:
+    return compute_digests(str(reference))
 
 
-def play(bench: Bench, seed: int, number: int, stage: str, name: str) -> Round:
-    """Play a round and judge it."""
-    fault, rng, found = FAULTS[name], random.Random(f"{seed} round {number}"), Round(number, stage, name)
+def run_round(bench: Bench, seed: int, number: int, stage: str, name: str) -> Round:
+    """Run a round and check it."""
+    fault, rng, result = FAULTS[name], random.Random(f"{seed} round {number}"), Round(number, stage, name)
     home = bench.home / f"round-{number}"
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir()
-    bench.forget()
     root = bench.bucket(f"{seed}-{number}") if fault.on_s3 else str(home / "root")
     scene = Scene(bench, rng, stage, root)
     fault.prepare(scene)
     try:
-        struck = scene.start()
-        _wait_for_moment(scene, fault.harms_output, struck)
-        finished = list(struck.done)
-        is_in_time = struck.code is None
+        first = scene.start()
+        _wait_for_injection(scene, fault.damages_output, first)
+        finished = list(first.finished)
+        is_running = first.code is None
         fault.inject(scene)
-        found.hit = stage if fault.harms_output else _at_work(finished, is_in_time)
-        if not struck.ends():
-            found.wrong.append("it hung")
-        if left := struck.others():
-            found.wrong.append(f"it left processes {left}")
-        if is_in_time:
-            found.wrong += last_words(struck, fault.codes, fault.says)
+        result.hit = stage if fault.damages_output else _running_stage(finished, is_running)
+        if not first.wait():
+            result.problems.append("the run hung")
+        if pids := first.children():
+            result.problems.append(f"the run left the processes {pids}")
+        if is_running:
+            result.problems += check_exit(first, fault.exit_codes, fault.message)
         fault.undo(scene)
-        before = {place: attempt for place, attempt in attempts(root).items() if place not in scene.damaged}
-        again = scene.start()
-        if not again.ends():
-            found.wrong.append("the next run hung")
-        elif again.code != 0 or "Traceback" in again.said:
-            found.wrong.append(f"the next run ended with code {again.code}")
+        before = {output: attempt for output, attempt in read_attempts(root).items() if output not in scene.damaged}
+        second = scene.start()
+        if not second.wait():
+            result.problems.append("the second run hung")
+        elif second.code != 0 or "Traceback" in second.output:
+            result.problems.append(f"the second run ended with exit code {second.code}")
         else:
-            after = attempts(root)
-            found.wrong += [f"{place} was made again" for place in before if after.get(place) != before[place]]
-            found.wrong += _not_cached(scene, finished)
-            found.wrong += differences(_expected(bench.reference), root)
-        found.wrong += wrong_in_prefect(bench.server, struck, fault.is_told)
-        found.wrong += wrong_in_prefect(bench.server, again, is_told=True)
-        found.said = f"{struck.said}\n-- and again:\n{again.said}"
+            after = read_attempts(root)
+            result.problems += [f"{output} was made again" for output in before if after.get(output) != before[output]]
+            result.problems += _check_cached(scene, finished)
+            result.problems += check_outputs(_expected_digests(bench.reference), root)
+        result.problems += check_prefect(bench.server, first, fault.reports_state)
+        result.problems += check_prefect(bench.server, second, reports_state=True)
+        result.output = f"{first.output}\n-- second run:\n{second.output}"
     except Exception:
-        found.wrong.append("the suite itself failed")
-        found.said = traceback.format_exc()
+        result.problems.append("the test suite failed")
+        result.output = traceback.format_exc()
     finally:
         for run in scene.runs:
             run.kill()
@@ -89,33 +89,36 @@ def play(bench: Bench, seed: int, number: int, stage: str, name: str) -> Round:
         while Path(root).is_mount():
             subprocess.run(["umount", root], check=True)
         shutil.rmtree(home)
-    return found
+    return result
 
 
-def _wait_for_moment(scene: Scene, is_after: bool, run: Process) -> None:
-    """Wait until a stage is at work, and some part of its usual time; for its output, any stage that comes later."""
+def _wait_for_injection(scene: Scene, is_after: bool, run: Process) -> None:
+    """Wait until a stage runs, and for a random share of its usual time.
+
+    If ``is_after``, wait for a random later stage or the end of the run.
+    """
     later = [*STAGES[STAGES.index(scene.stage) + 1 :], None] if is_after else [scene.stage]
     stage = scene.rng.choice(later)
-    # Not in its last part: a run is not always as slow as the one that was measured.
+    # At most 60 % of the measured time, as this run may be faster than the reference run.
     seconds = 0.6 * scene.rng.random() * (scene.bench.seconds[stage] if stage else 0)
     if stage is None:
-        run.reaches(lambda: False)
+        run.wait_until(lambda: False)
     elif stage == STAGES[0]:
-        run.reaches(lambda: bool(run.name))
+        run.wait_until(lambda: bool(run.name))
     else:
-        run.reaches(lambda: STAGES[STAGES.index(stage) - 1] in run.done)
-    for _ in ticks(seconds):
+        run.wait_until(lambda: STAGES[STAGES.index(stage) - 1] in run.finished)
+    for _ in poll(seconds):
         if run.code is not None:
             break
 
 
-def _at_work(finished: list[str], is_in_time: bool) -> str:
-    return next((stage for stage in STAGES if stage not in finished), "after") if is_in_time else "after"
+def _running_stage(finished: list[str], is_running: bool) -> str:
+    return next((stage for stage in STAGES if stage not in finished), "after") if is_running else "after"
 
 
-def _not_cached(scene: Scene, finished: list[str]) -> list[str]:
-    """Stages that were finished and not harmed, and were not taken from the cache."""
+def _check_cached(scene: Scene, finished: list[str]) -> list[str]:
+    """Return the stages whose output was finished and intact, but was not taken from the cache."""
     with fsspec.open(f"{scene.root}/runs/latest.json", "r", encoding="utf-8") as file:
-        states = {stage: about["state"] for stage, about in json.load(file)["stages"].items()}
-    harmed = {place.partition("/")[0] for place in scene.damaged}
-    return [f"{stage} is {states[stage]}" for stage in finished if stage not in harmed and states[stage] != "cached"]
+        states = {stage: summary["state"] for stage, summary in json.load(file)["stages"].items()}
+    damaged = {output.partition("/")[0] for output in scene.damaged}
+    return [f"{stage} is {states[stage]}" for stage in finished if stage not in damaged and states[stage] != "cached"]

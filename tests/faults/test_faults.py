@@ -1,4 +1,4 @@
-"""A few rounds of the fault suite; ``python -m tests.faults`` plays all."""
+"""A few rounds of fault injection; ``python -m tests.faults`` runs all."""
 
 import random
 import shutil
@@ -8,30 +8,30 @@ from pathlib import Path
 import pytest
 
 from tests.faults.bench import Bench
-from tests.faults.faults import flipped, replaced
-from tests.faults.judge import differences, digests
-from tests.faults.rounds import play
+from tests.faults.checks import check_outputs, compute_digests
+from tests.faults.faults import flip_bit, overwrite
+from tests.faults.rounds import run_round
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    for name, why in (("moto.server", "moto, which plays S3,"), ("s3fs", "s3fs")):
-        pytest.importorskip(name, reason=f"{why} is not installed")
-    found = Bench(tmp_path_factory.mktemp("bench"))
-    yield found
-    found.close()
+    for name in ("moto.server", "s3fs"):
+        pytest.importorskip(name, reason=f"{name} is not installed")
+    bench = Bench(tmp_path_factory.mktemp("bench"))
+    yield bench
+    bench.close()
 
 
-def test_the_judge_sees_a_changed_byte_and_a_missing_output(bench: Bench, tmp_path: Path) -> None:
-    expected, copy = digests(str(bench.reference)), tmp_path / "copy"
+def test_check_outputs_finds_a_changed_byte_and_a_missing_output(bench: Bench, tmp_path: Path) -> None:
+    expected, copy = compute_digests(str(bench.reference)), tmp_path / "copy"
     shutil.copytree(bench.reference, copy)
-    assert not differences(expected, str(copy))
-    shards = next(copy.glob("encode-chunk/*/*/tokens.bin"))
-    replaced(shards, flipped(shards.read_bytes(), random.Random(0)))
-    place = "/".join(shards.parts[-4:-2])
-    assert differences(expected, str(copy)) == [f"{place}: tokens.bin differs"]
-    (copy / place / "manifest.json").unlink()
-    assert differences(expected, str(copy)) == [f"no output {place}"]
+    assert not check_outputs(expected, str(copy))
+    shards = next(copy.glob("encode-group/*/*/tokens.bin"))
+    overwrite(shards, flip_bit(shards.read_bytes(), random.Random(0)))
+    output = "/".join(shards.parts[-4:-2])
+    assert check_outputs(expected, str(copy)) == [f"{output}: tokens.bin differs"]
+    (copy / output / "manifest.json").unlink()
+    assert check_outputs(expected, str(copy)) == [f"output {output} is missing"]
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,6 @@ def test_the_judge_sees_a_changed_byte_and_a_missing_output(bench: Bench, tmp_pa
         ("train", "SIGTERM"),
     ],
 )
-def test_a_round(bench: Bench, stage: str, fault: str) -> None:
-    found = play(bench, seed=0, number=0, stage=stage, name=fault)
-    assert not found.wrong, found.said
+def test_a_run_recovers_from_a_fault(bench: Bench, stage: str, fault: str) -> None:
+    result = run_round(bench, seed=0, number=0, stage=stage, name=fault)
+    assert not result.problems, result.output

@@ -1,8 +1,7 @@
-"""A process that has imported the command line and forks itself for each run of it: the imports take longer than the
-rest. What is forked ends as any process does.
+"""A process that imports the command line once and forks a child for each run, as the imports take most of the time.
 
-Reads lines of JSON, ``[arguments, path of a FIFO for what it says]``; answers each by two lines: the process's id, and
-once it has ended its exit code, negative for a signal.
+It reads lines of JSON, ``[arguments, path of a FIFO for the output]``. For each it prints two lines: the process id of
+the child, and after its end the exit code, which is negative for a signal.
 """
 
 import faulthandler
@@ -14,24 +13,25 @@ from importlib import import_module
 
 from tenacity import wait_random
 
-from flows.cli import main
-from tasks.store import patiently
+from flows.cli.parser import main
+from tasks.runtime.store import retry_reading, retry_request
 
-_LATER = ("matplotlib.figure", "s3fs", "torch._dynamo")  # imported where they are first used
+_LAZY_IMPORTS = ("matplotlib.figure", "s3fs", "torch._dynamo")  # imported on first use
 
 if __name__ == "__main__":
-    for name in _LATER:
+    for name in _LAZY_IMPORTS:
         import_module(name)
-    patiently.wait = wait_random(0, 0.5)  # as often, but all in less time than a round should take
+    # Retry as often as usual, but faster.
+    retry_reading.wait = retry_request.wait = wait_random(0, 0.5)
     for line in sys.stdin:
         arguments, fifo = json.loads(line)
         if not (child := os.fork()):
             os.setsid()
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background process ignores
-            for place, flags, numbers in ((os.devnull, os.O_RDONLY, (0,)), (fifo, os.O_WRONLY, (1, 2))):
-                for number in numbers:
-                    os.dup2(os.open(place, flags), number)
-            faulthandler.enable()  # SIGABRT tells where it hangs
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores SIGINT
+            for path, flags, descriptors in ((os.devnull, os.O_RDONLY, (0,)), (fifo, os.O_WRONLY, (1, 2))):
+                for descriptor in descriptors:
+                    os.dup2(os.open(path, flags), descriptor)
+            faulthandler.enable()  # SIGABRT prints the stacks of a run that hangs
             sys.exit(main(arguments))
         print(child, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

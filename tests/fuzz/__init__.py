@@ -1,4 +1,4 @@
-"""Hostile input for every parser, and long comparisons of the compiled kernels with the slow, obvious way.
+"""Fuzz tests: hostile input for each parser, and random comparisons of the compiled kernels with slow references.
 
-``python -m tests.fuzz`` runs all targets, one after the other, and ends with a table.
+``python -m tests.fuzz`` runs all targets in turn and prints a table.
 """

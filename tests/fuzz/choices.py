@@ -1,6 +1,6 @@
-"""Choices made out of the bytes that a fuzzer changes, and documents that are damaged by them.
+"""Choices read from the bytes of a fuzzer, and mutations of documents that use them.
 
-What a target does follows from its bytes alone, so that a case that was found can be kept as a file and tried again.
+A target depends only on its bytes, so a failing case can be kept as a file and repeated.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-DEEP = "\x01deep\x01"  # stands for a hundred thousand lists inside each other
+DEEP = "\x01deep\x01"  # json_bytes() replaces it by 100,000 nested lists
 _ODD_NUMBERS = [0, 1, -1, 2, 3, 7, 255, 256, 65535, 65536, 1 << 24, 1 << 31, 1 << 32, 1 << 63, 10**30, 10**400]
 _ODD_FLOATS = [0.5, -0.0, 1e-320, 1e308, float("nan"), float("inf"), float("-inf")]
 _ODD_TEXTS = [
@@ -27,40 +27,42 @@ _ODD_BYTES = [
 
 
 class Choices:
-    """Choices, each out of the next bytes; when there are no more it is the first that is chosen."""
+    """Choices that consume bytes. After the last byte, each choice is the first option."""
 
     def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, 0
+        self._data, self._position = data, 0
 
     def below(self, number: int) -> int:
-        """A whole number from 0 to ``number`` - 1."""
+        """Return an integer from 0 to ``number`` - 1."""
         size = 1 if number <= 256 else 2 if number <= 65536 else 4
-        taken = self._data[self._at : self._at + size]
-        self._at += size
-        return int.from_bytes(taken, "little") % number
+        chunk = self._data[self._position : self._position + size]
+        self._position += size
+        return int.from_bytes(chunk, "little") % number
 
     def pick(self, options: Sequence[T]) -> T:
         return options[self.below(len(options))]
 
     def random(self) -> random.Random:
-        """As many choices as one likes out of two bytes."""
+        """Return a generator that is seeded with two bytes."""
         return random.Random(self.below(1 << 16))
 
 
-def changed(value: Any, choices: Choices, other: Callable[[Any, "Choices"], Any] | None = None) -> Any:
-    """A value made of dicts and lists with one change somewhere in it; the value itself stays as it is. What stands in
-    place of a part is ``other``'s choice; the default is for JSON."""
+def mutate_once(value: Any, choices: Choices, replace: Callable[[Any, "Choices"], Any] | None = None) -> Any:
+    """Return a copy of nested dicts and lists with one mutation.
+
+    ``replace`` returns the replacement of a value. The default is for JSON.
+    """
     if isinstance(value, dict) and value and choices.below(8):
         name = choices.pick(list(value))
         match choices.below(8):
             case 0:
-                return {key: one for key, one in value.items() if key != name}
+                return {key: item for key, item in value.items() if key != name}
             case 1:
-                return {(choices.pick(_ODD_TEXTS) if key == name else key): one for key, one in value.items()}
+                return {(choices.pick(_ODD_TEXTS) if key == name else key): item for key, item in value.items()}
             case 2:
                 return {**value, choices.pick(_ODD_TEXTS): value[name]}
             case _:
-                return {**value, name: changed(value[name], choices, other)}
+                return {**value, name: mutate_once(value[name], choices, replace)}
     if isinstance(value, list) and value and choices.below(8):
         i = choices.below(len(value))
         match choices.below(8):
@@ -69,11 +71,11 @@ def changed(value: Any, choices: Choices, other: Callable[[Any, "Choices"], Any]
             case 1:
                 return [*value[:i], choices.pick(value), *value[i:]]
             case _:
-                return [*value[:i], changed(value[i], choices, other), *value[i + 1 :]]
-    return (other or _other)(value, choices)
+                return [*value[:i], mutate_once(value[i], choices, replace), *value[i + 1 :]]
+    return (replace or _replace_json)(value, choices)
 
 
-def _other(value: Any, choices: Choices) -> Any:
+def _replace_json(value: Any, choices: Choices) -> Any:
     if isinstance(value, str) and value and choices.below(2):
         i = choices.below(len(value) + 1)
         return value[:i] + choices.pick(_ODD_TEXTS) + value[i + choices.below(3) :]
@@ -90,23 +92,25 @@ def _other(value: Any, choices: Choices) -> Any:
             return choices.pick(ODD)
 
 
-def damaged(value: Any, choices: Choices, most: int = 4, other: Callable[[Any, "Choices"], Any] | None = None) -> Any:
-    """A value with up to ``most`` changes; see :func:`changed`."""
-    for _ in range(choices.below(most + 1)):
-        value = changed(value, choices, other)
+def mutate(
+    value: Any, choices: Choices, max_mutations: int = 4, replace: Callable[[Any, "Choices"], Any] | None = None
+) -> Any:
+    """Return a value with up to ``max_mutations`` mutations; see :func:`mutate_once`."""
+    for _ in range(choices.below(max_mutations + 1)):
+        value = mutate_once(value, choices, replace)
     return value
 
 
 def json_bytes(value: Any, choices: Choices) -> bytes:
-    """A value as JSON, mostly whole."""
+    """Return a value as JSON, which is sometimes damaged."""
     nested = "[" * 100_000 + "]" * 100_000
     text = json.dumps(value, ensure_ascii=choices.below(8) > 0).replace(json.dumps(DEEP), nested)
     data = text.encode("utf-8", "surrogatepass")
-    return cut_up(data, choices) if choices.below(4) == 3 else data
+    return mutate_bytes(data, choices) if choices.below(4) == 3 else data
 
 
-def cut_up(data: bytes, choices: Choices, most: int = 3) -> bytes:
-    """Bytes of which up to ``most`` places are changed, taken out, put in, or where they end."""
+def mutate_bytes(data: bytes, choices: Choices, max_mutations: int = 3) -> bytes:
+    """Return bytes with 1 to ``max_mutations`` replacements, insertions, deletions, duplications or truncations."""
     edits: list[Callable[[int], bytes]] = [
         lambda i: data[:i] + bytes([choices.below(256)]) + data[i + 1 :],
         lambda i: data[:i] + choices.pick(_ODD_BYTES) + data[i:],
@@ -115,7 +119,7 @@ def cut_up(data: bytes, choices: Choices, most: int = 3) -> bytes:
         lambda i: data[: i + choices.below(64)] + data[i:],
         lambda i: data[:i],
     ]
-    for _ in range(1 + choices.below(most)):
-        place = choices.below(len(data) + 1)
-        data = choices.pick(edits)(place)
+    for _ in range(1 + choices.below(max_mutations)):
+        i = choices.below(len(data) + 1)
+        data = choices.pick(edits)(i)
     return data

@@ -1,6 +1,6 @@
-"""Runs one target: hands it bytes, and keeps what made it fail otherwise than with a message for the user.
+"""Run one target on many inputs, and keep the inputs that fail with anything else than a UserError.
 
-Atheris chooses the bytes by what they reach in the code. Where it is not installed they are random.
+Atheris chooses the inputs by code coverage. Without Atheris they are random.
 """
 
 import hashlib
@@ -18,28 +18,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lm.errors import UserError
+from lm.common.errors import UserError
+from tests.helpers.processes import PROJECT
 
 Target = Callable[[bytes], int]
-"""Takes bytes, works through them, returns how many cases that were."""
+"""A function that takes the bytes of an input and returns the number of tested cases."""
 
-HANG = 5  # seconds of processor time
-MEMORY = 1 << 30  # bytes that an execution may add to the most that the process has had
-_LONGEST = 400  # bytes handed to a target
+MAX_CPU_SECONDS = 5  # of an execution
+MAX_MEMORY_GROWTH_BYTES = 1 << 30  # of the peak memory, in one execution
+_MAX_INPUT_BYTES = 400
 
 
 class Hang(BaseException):
-    """An execution takes too long. No Exception, which what is tested might catch."""
+    """An execution takes too long. It is no Exception, so that the tested code does not catch it."""
 
 
 @contextmanager
-def limited(seconds: float) -> Iterator[None]:
-    """Raises Hang after so much processor time: that of a machine that has other things to do does not count."""
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Raise Hang after this CPU time. Wall time would depend on the load of the machine."""
 
-    def late(number: int, frame: Any) -> None:
-        raise Hang(f"It takes more than {seconds} s.")
+    def on_timeout(number: int, frame: Any) -> None:
+        raise Hang(f"The execution takes more than {seconds} s of CPU time.")
 
-    previous = signal.signal(signal.SIGPROF, late)
+    previous = signal.signal(signal.SIGPROF, on_timeout)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
@@ -49,108 +50,111 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 class State:
-    """What a run has done so far, in a file, so that it is known where the process ends in whatever way."""
+    """The progress of a run, in a memory-mapped file that remains after a crash of the process."""
 
-    _HEAD = struct.Struct("<QQdQQQ")
+    _HEADER = struct.Struct("<QQdQQQ")
 
     def __init__(self, path: Path) -> None:
         if not path.exists():
             path.write_bytes(bytes(1 << 16))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 1 << 16)
-        head = self._HEAD.unpack_from(self._map)
-        self.executions, self.calls, self.seconds, self.first_memory, self.memory, size = head
-        self.last = bytes(self._map[self._HEAD.size : self._HEAD.size + size])
+        header = self._HEADER.unpack_from(self._map)
+        self.executions, self.calls, self.seconds, self.first_memory, self.memory, size = header
+        self.last = bytes(self._map[self._HEADER.size : self._HEADER.size + size])
 
     def write(self, last: bytes) -> None:
-        """Keep the figures, and the bytes that are tried now."""
+        """Save the figures and the current input."""
         figures = (self.executions, self.calls, self.seconds, self.first_memory, self.memory, len(last))
-        self._map[: self._HEAD.size] = self._HEAD.pack(*figures)
-        self._map[self._HEAD.size : self._HEAD.size + len(last)] = last
+        self._map[: self._HEADER.size] = self._HEADER.pack(*figures)
+        self._map[self._HEADER.size : self._HEADER.size + len(last)] = last
 
 
-def memory_now() -> int:
-    """Bytes that this process has in memory."""
+def resident_bytes() -> int:
+    """Return the resident size of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
-def keep(found: Path, name: str, kind: str, data: bytes, report: str) -> None:
-    """Keep a case, the shortest of its kind: ``kind`` tells where it failed."""
-    path = found / f"{name}-{hashlib.sha256(kind.encode()).hexdigest()[:8]}"
+def save_finding(findings: Path, name: str, kind: str, data: bytes, report: str) -> None:
+    """Save a failing input, if it is the shortest of its kind. ``kind`` names the error and its place."""
+    path = findings / f"{name}-{hashlib.sha256(kind.encode()).hexdigest()[:8]}"
     if not path.exists() or len(data) < path.stat().st_size:
-        found.mkdir(parents=True, exist_ok=True)
+        findings.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
         path.with_suffix(".txt").write_text(f"{kind}\n{report}")
 
 
-def _place(error: BaseException) -> str:
-    """The kind of an error and the innermost line of the project that it passed."""
+def _describe(error: BaseException) -> str:
+    """Return the type of an error and the innermost line of the project in its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
-    folders = ("lm", "tasks", "flows", "kernels", "fuzz")
-    ours = [frame for frame in frames if Path(frame.filename).parent.name in folders]
-    frame = (ours or frames)[-1]
+    project_frames = [frame for frame in frames if Path(frame.filename).is_relative_to(PROJECT)]
+    frame = (project_frames or frames)[-1]
     return f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}"
 
 
 class Trial:
-    """Tries a target on bytes, one after the other, until the time or the executions are over."""
+    """Run a target on one input after another, until a limit of time or executions is reached."""
 
-    def __init__(self, name: str, target: Target, state: State, found: Path, seconds: float, executions: int) -> None:
-        self._name, self._target, self._state, self._found = name, target, state, found
-        self._seconds, self._most = seconds, executions
+    def __init__(
+        self, name: str, target: Target, state: State, findings: Path, seconds: float, executions: int
+    ) -> None:
+        self._name, self._target, self._state, self._findings = name, target, state, findings
+        self._max_seconds, self._max_executions = seconds, executions
         self._peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     @property
     def is_over(self) -> bool:
-        return self._state.seconds >= self._seconds or self._state.executions >= self._most
+        return self._state.seconds >= self._max_seconds or self._state.executions >= self._max_executions
 
-    def one(self, data: bytes) -> None:
-        """An execution: fine where it ends, or ends with a UserError."""
+    def execute(self, data: bytes) -> None:
+        """Run the target once. Any error except UserError is a finding."""
         state, started = self._state, time.perf_counter()
         state.write(data)
         cases = 1
         try:
-            with limited(HANG):
+            with cpu_limit(MAX_CPU_SECONDS):
                 cases = self._target(data)
         except UserError:
             pass
         except (Exception, Hang) as error:
-            keep(self._found, self._name, _place(error), data, traceback.format_exc()[-20_000:])
+            save_finding(self._findings, self._name, _describe(error), data, traceback.format_exc()[-20_000:])
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        if (peak - self._peak) * 1024 > MEMORY and state.calls > 10:
-            keep(self._found, self._name, "memory", data, f"{(peak - self._peak) >> 10} MB more")
+        if (peak - self._peak) * 1024 > MAX_MEMORY_GROWTH_BYTES and state.calls > 10:
+            save_finding(self._findings, self._name, "memory", data, f"the peak grew by {(peak - self._peak) >> 10} MB")
         self._peak = peak
         state.executions += cases
         state.calls += 1
         state.seconds += time.perf_counter() - started
         if state.calls % 256 == 0:
-            state.memory = memory_now()
-            if state.calls & (state.calls - 1) == 0:  # so that growth is that of the latter half of the calls
+            state.memory = resident_bytes()
+            if (
+                state.calls & (state.calls - 1) == 0
+            ):  # at powers of two: growth is measured over the last half of the calls
                 state.first_memory = state.memory
         if self.is_over:
             state.write(b"")
 
 
 def run(trial: Trial, seed: int, corpus: Path) -> None:
-    """Try bytes until the trial is over; with Atheris this ends the process."""
+    """Execute inputs until the trial is over. With Atheris this ends the process."""
     source = random.Random(seed)
     try:
         import atheris
     except ImportError:
         while not trial.is_over:
-            trial.one(source.randbytes(source.randrange(_LONGEST)))
+            trial.execute(source.randbytes(source.randrange(_MAX_INPUT_BYTES)))
         return
     corpus.mkdir(parents=True, exist_ok=True)
     for number in range(50):
         (corpus / f"seed-{number}").write_bytes(source.randbytes(source.choice([8, 60, 200])))
 
-    def one(data: bytes) -> None:
-        trial.one(data)
+    def execute(data: bytes) -> None:
+        trial.execute(data)
         if trial.is_over:
             sys.stderr.flush()
-            os._exit(0)  # an exception would pass for a finding
+            os._exit(0)  # Atheris reports an exception as a crash
 
-    options = [f"-seed={seed % (1 << 32) or 1}", f"-max_len={_LONGEST}", "-len_control=0", "-rss_limit_mb=0"]
+    options = [f"-seed={seed % (1 << 32) or 1}", f"-max_len={_MAX_INPUT_BYTES}", "-len_control=0", "-rss_limit_mb=0"]
     options += ["-verbosity=0", f"-artifact_prefix={corpus}/"]
-    atheris.Setup([sys.argv[0], *options, str(corpus)], one)
+    atheris.Setup([sys.argv[0], *options, str(corpus)], execute)
     atheris.Fuzz()

@@ -1,4 +1,4 @@
-"""Targets: manifests and records of a root, configurations, and requests to the server."""
+"""Fuzz targets for the manifests and records of a root, for configs, and for requests to the server."""
 
 import asyncio
 import json
@@ -11,19 +11,20 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from starlette.types import Message
 
-from flows.cli import build_parser, parse
-from flows.config import PRESETS, PipelineConfig, fill_in
-from flows.console import latest_model
-from flows.report import figures
-from flows.serve import build_app
-from lm.errors import UserError
-from lm.signed import sign
-from tasks.audit import garbage, verify
-from tasks.output import FORMAT, Ref, read_output
-from tasks.store import Store, describe_files
-from tests.fuzz.choices import DEEP, Choices, cut_up, damaged, json_bytes
-from tests.generating import make_model
-from tests.tokenizers_made import bytes_tokenizer
+from flows.cli.parser import build_parser, parse
+from flows.config import PRESETS, PipelineConfig, complete_config
+from flows.report import format_figures
+from flows.run_record import latest_model
+from flows.server.app import build_app
+from lm.common.checksum import dumps_with_checksum
+from lm.common.errors import UserError
+from tasks.maintenance.gc import find_garbage
+from tasks.maintenance.verify import verify
+from tasks.runtime.output import FORMAT, Ref, read_output
+from tasks.runtime.store import Store, describe_files
+from tests.fuzz.choices import DEEP, Choices, json_bytes, mutate, mutate_bytes
+from tests.helpers.generating import make_model
+from tests.helpers.tokenizers import bytes_tokenizer
 
 ATTEMPT = "20260101T000000-00000000"
 REF = Ref("train", "0" * 64)
@@ -48,35 +49,37 @@ def _manifest(files: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _signed(content: Any, choices: Choices) -> bytes:
-    """A content with the digest of what it is, as an attacker would make it; or any damage."""
+def _with_checksum(content: Any, choices: Choices) -> bytes:
+    """Return JSON with a valid checksum, as an attacker would write it, or damaged JSON."""
     if isinstance(content, dict) and choices.below(8) < 7:
-        with suppress(RecursionError, ValueError):  # it is too deep to write, or a text is none
-            return sign(content).encode()
+        with suppress(RecursionError, ValueError):  # too deep for JSON, or text that is not valid Unicode
+            return dumps_with_checksum(content).encode()
     return json_bytes(content, choices)
 
 
 def manifest(choices: Choices, folder: Path) -> None:
-    """A manifest, its output's files, and the record of a run: all that is asked of them."""
+    """Read a manifest, the files of its output and a run record in all ways."""
     root = folder / "root"
-    place = root / REF.stage / REF.key
-    (place / ATTEMPT / "step-1").mkdir(parents=True, exist_ok=True)
+    directory = root / REF.stage / REF.key
+    (directory / ATTEMPT / "step-1").mkdir(parents=True, exist_ok=True)
     (root / "runs").mkdir(exist_ok=True)
-    (place / ATTEMPT / "training.json").write_bytes(json_bytes({"best": "step-1"}, choices))
-    (place / ATTEMPT / "step-1" / "data").write_text("data")
-    files = describe_files(place / ATTEMPT)
-    (place / "manifest.json").write_bytes(_signed(damaged(_manifest(files), choices), choices))
-    (root / "runs" / "a.json").write_bytes(_signed(damaged(RUN, choices, 2) if choices.below(2) else RUN, choices))
-    for ask in (_read_output, lambda store: list(verify(store)), garbage, lambda store: latest_model(str(root))):
+    (directory / ATTEMPT / "training.json").write_bytes(json_bytes({"best": "step-1"}, choices))
+    (directory / ATTEMPT / "step-1" / "data").write_text("data")
+    files = describe_files(directory / ATTEMPT)
+    (directory / "manifest.json").write_bytes(_with_checksum(mutate(_manifest(files), choices), choices))
+    (root / "runs" / "a.json").write_bytes(
+        _with_checksum(mutate(RUN, choices, 2) if choices.below(2) else RUN, choices)
+    )
+    for read in (_read_output, lambda store: list(verify(store)), find_garbage, lambda store: latest_model(str(root))):
         with suppress(UserError):
-            ask(Store(str(root)))
+            read(Store(str(root)))
 
 
 def _read_output(store: Store) -> None:
     output = read_output(store, REF)
     assert len(output.digest) == 64
     output.is_intact()
-    "".join(figures(output.manifest["figures"]))
+    "".join(format_figures(output.manifest["figures"]))
     assert output.page is None or isinstance(output.page, str)
     for name in ("training.json", "step-1/data"):
         attempt = Path(store.path(*REF, ATTEMPT)).resolve()
@@ -108,30 +111,34 @@ _TAGS = [
 
 
 def _yaml(choices: Choices) -> str:
-    content = damaged(_preset(choices.pick(["demo", "stories-fast", "owt"])), choices)
+    content = mutate(_preset(choices.pick(["demo", "stories-fast", "owt"])), choices)
     text = yaml.safe_dump(content) if choices.below(2) else json.dumps(content)
     text = text.replace(f'"{DEEP}"', "[" * 400 + "]" * 400)
     if choices.below(4) == 3:
         i = choices.below(len(text) + 1)
         text = text[:i] + choices.pick(_TAGS) + text[i:]
     data = text.encode("utf-8", "surrogatepass")
-    return (cut_up(data, choices) if choices.below(4) == 3 else data).decode("utf-8", "replace")
+    return (mutate_bytes(data, choices) if choices.below(4) == 3 else data).decode("utf-8", "replace")
 
 
 def config(choices: Choices, folder: Path) -> None:
-    """What a deployment is given, as Prefect validates it."""
+    """Validate the parameters of a deployment as Prefect does."""
     try:
         content = yaml.safe_load(_yaml(choices))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # Prefect is given JSON
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # Prefect gets JSON, not YAML
         raise UserError(str(error)) from None
     try:
-        _adapter().validate_python(content if choices.below(8) else fill_in(content))
+        _adapter().validate_python(content if choices.below(8) else complete_config(content))
     except ValidationError as error:
         raise UserError(str(error)) from None
 
 
 def preset(choices: Choices, folder: Path) -> None:
-    """A file of options for the command line."""
+    """Parse a YAML file of options for the command line."""
     path = folder / "mine.yaml"
     path.write_bytes(_yaml(choices).encode("utf-8", "replace"))
     options = _parser().instantiate(parse(_parser(), ["run", "--config", str(path)]))["run"]
@@ -150,30 +157,30 @@ def _server() -> tuple[asyncio.AbstractEventLoop, Any]:
     return asyncio.new_event_loop(), build_app(model, bytes_tokenizer(["<|endoftext|>"]), "tiny", 4, 4)
 
 
-async def _asked(app: Any, path: str, body: bytes) -> tuple[int, bytes]:
-    """The server's answer, without a network between."""
-    waiting: asyncio.Queue[Message] = asyncio.Queue()
-    waiting.put_nowait({"type": "http.request", "body": body, "more_body": False})
-    answer: list[Message] = []
+async def _send_request(app: Any, path: str, body: bytes) -> tuple[int, bytes]:
+    """Return the status and the body of the response, without a network."""
+    messages: asyncio.Queue[Message] = asyncio.Queue()
+    messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
+    response: list[Message] = []
 
     async def send(message: Message) -> None:
-        answer.append(message)
+        response.append(message)
 
     scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
-    await app({**scope, "headers": [], "http_version": "1.1", "scheme": "http", "root_path": ""}, waiting.get, send)
-    return answer[0]["status"], b"".join(message.get("body", b"") for message in answer)
+    await app({**scope, "headers": [], "http_version": "1.1", "scheme": "http", "root_path": ""}, messages.get, send)
+    return response[0]["status"], b"".join(message.get("body", b"") for message in response)
 
 
 def request(choices: Choices, folder: Path) -> None:
-    """A request's body: an answer, or why there is none."""
-    path, whole = choices.pick([("completions", COMPLETION), ("chat/completions", CHAT)])
+    """Send a request body. The response must be a result or an error message."""
+    path, valid_body = choices.pick([("completions", COMPLETION), ("chat/completions", CHAT)])
     if choices.below(4) == 3:
-        whole = {**whole, "prompt": choices.pick([[1, 2], [[1], [2]], ["a", "b"], [256], "é" * 20, ""])}
-    body = json_bytes(damaged(whole, choices), choices)
+        valid_body = {**valid_body, "prompt": choices.pick([[1, 2], [[1], [2]], ["a", "b"], [256], "é" * 20, ""])}
+    body = json_bytes(mutate(valid_body, choices), choices)
     loop, app = _server()
-    status, answer = loop.run_until_complete(_asked(app, f"/v1/{path}", body))
-    assert status in (200, 400, 404, 413, 429), (status, answer)
-    if answer.startswith(b"data: "):
-        assert answer.endswith(b"data: [DONE]\n\n") and b"server_error" not in answer, answer
+    status, response = loop.run_until_complete(_send_request(app, f"/v1/{path}", body))
+    assert status in (200, 400, 404, 413, 429), (status, response)
+    if response.startswith(b"data: "):
+        assert response.endswith(b"data: [DONE]\n\n") and b"server_error" not in response, response
     else:
-        assert ("error" in json.loads(answer)) == (status != 200)
+        assert ("error" in json.loads(response)) == (status != 200)

@@ -1,4 +1,7 @@
-"""Targets: the files of tokenizers, sources, counts and shards. Each is a valid document, damaged by choices."""
+"""Fuzz targets for files of tokenizers, text sources, pretoken counts and token shards.
+
+Each target writes a valid file, damages it by ``choices`` and reads it.
+"""
 
 import bz2
 import gzip
@@ -14,23 +17,25 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lm.bpe import train_merges
-from lm.corpus import DataConfig, Tally, pieces
-from lm.counts import merge_counts, read_counts, write_counts
-from lm.errors import UserError
-from lm.llama_tokenizer import LlamaTokenizer
-from lm.pretokens import END_OF_TEXT, GPT2_PATTERN
-from lm.shards import TokenShards
-from lm.tokenizer import Tokenizer
-from tests.fuzz.choices import Choices, cut_up, damaged, json_bytes
-from tests.tokenizers_made import counts_table
+from lm.common.errors import UserError
+from lm.data.token_shards import TokenShards
+from lm.inference.llama_tokenizer import LlamaTokenizer
+from lm.text.config import DataConfig
+from lm.text.documents import stream_documents
+from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN
+from lm.text.statistics import TextStatistics
+from lm.tokenizer.bpe import train_merges
+from lm.tokenizer.pretoken_counts import merge_counts, read_counts, write_counts
+from lm.tokenizer.tokenizer import Tokenizer
+from tests.fuzz.choices import Choices, json_bytes, mutate, mutate_bytes
+from tests.helpers.pretoken_counts import counts_table
 
 TEXT = "Once upon <|endoftext|>a timé \n"
 
 
 @cache
 def _tokenizer_files() -> dict[str, bytes]:
-    """What a small tokenizer is saved as."""
+    """Return the saved files of a small tokenizer by name."""
     vocab, merges = train_merges(counts_table({"once": 5, " upon": 4, " time": 3, "é": 2}), 270, [END_OF_TEXT])
     tokenizer = Tokenizer(vocab, merges, [END_OF_TEXT])
     with tempfile.TemporaryDirectory() as folder:
@@ -45,9 +50,9 @@ def _document(name: str) -> Any:
 
 
 def _use(tokenizer: Tokenizer) -> None:
-    """What was read without complaint gives a text back; by the kernels what the reference gives."""
+    """Check that a tokenizer restores a text, and that kernels and reference agree."""
     if tokenizer.pattern != GPT2_PATTERN:
-        return  # a hostile pattern may take for ever, which SECURITY.md tells
+        return  # a hostile pattern may not terminate, see SECURITY.md
     for allowed in ((), tokenizer.special_tokens):
         ids = tokenizer.encode(TEXT, allowed)
         assert tokenizer.decode(ids) == TEXT
@@ -55,21 +60,21 @@ def _use(tokenizer: Tokenizer) -> None:
 
 
 def tokenizer(choices: Choices, folder: Path) -> None:
-    """Our own directory: vocab.json, merges.txt and tokenizer_config.json."""
-    chosen = choices.below(4)
+    """A saved tokenizer directory: vocab.json, merges.txt and tokenizer_config.json."""
+    target = choices.below(4)  # the file to damage; 3: all
     for number, name in enumerate(("vocab.json", "tokenizer_config.json")):
-        is_damaged = chosen in (number, 3)
-        data = json_bytes(damaged(_document(name), choices), choices) if is_damaged else _tokenizer_files()[name]
+        is_damaged = target in (number, 3)
+        data = json_bytes(mutate(_document(name), choices), choices) if is_damaged else _tokenizer_files()[name]
         (folder / name).write_bytes(data)
     merges = _tokenizer_files()["merges.txt"]
-    (folder / "merges.txt").write_bytes(cut_up(merges, choices) if chosen >= 2 else merges)
+    (folder / "merges.txt").write_bytes(mutate_bytes(merges, choices) if target >= 2 else merges)
     _use(Tokenizer.load(folder))
 
 
 def tokenizer_json(choices: Choices, folder: Path) -> None:
     """Hugging Face's tokenizer.json."""
     content = dict(_document("tokenizer.json"))
-    if choices.below(2):  # a document that is small, so that changes come to all of its parts
+    if choices.below(2):  # a small document, so that damage reaches all of its parts
         content["model"] = {**content["model"], "merges": content["model"]["merges"][:2]}
         content["post_processor"] = {"type": "ByteLevel", "trim_offsets": True}
     if choices.below(2):
@@ -79,19 +84,19 @@ def tokenizer_json(choices: Choices, folder: Path) -> None:
             "pretokenizers": [split, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}],
         }
     part = choices.pick([*content])
-    content[part] = damaged(content[part], choices)
-    (folder / "tokenizer.json").write_bytes(json_bytes(damaged(content, choices, 1), choices))
+    content[part] = mutate(content[part], choices)
+    (folder / "tokenizer.json").write_bytes(json_bytes(mutate(content, choices, 1), choices))
     _use(Tokenizer.from_tokenizer_json(folder / "tokenizer.json"))
 
 
 def tiktoken(choices: Choices, folder: Path) -> None:
-    """tiktoken's ranks."""
+    """A file of tiktoken ranks."""
     lines = _tokenizer_files()["ranks.tiktoken"].splitlines(keepends=True)
     for _ in range(choices.below(4)):
         i = choices.below(len(lines))
-        lines[i] = choices.pick([b"", lines[i] * 2, cut_up(lines[i], choices), choices.pick(lines)]) or b"\n"
+        lines[i] = choices.pick([b"", lines[i] * 2, mutate_bytes(lines[i], choices), choices.pick(lines)]) or b"\n"
     data = b"".join(lines)
-    (folder / "ranks.tiktoken").write_bytes(cut_up(data, choices) if choices.below(2) else data)
+    (folder / "ranks.tiktoken").write_bytes(mutate_bytes(data, choices) if choices.below(2) else data)
     specials = choices.pick([{}, {END_OF_TEXT: 269}, {END_OF_TEXT: 3}, {END_OF_TEXT: 1 << 40}, {"": 300}])
     _use(Tokenizer.from_tiktoken(folder / "ranks.tiktoken", specials))
 
@@ -110,45 +115,45 @@ def _sentencepiece() -> bytes:
 
 
 def sentencepiece(choices: Choices, folder: Path) -> None:
-    """tokenizer.model of Llama 1 and 2."""
-    (folder / "tokenizer.model").write_bytes(cut_up(_sentencepiece(), choices))
-    found = LlamaTokenizer.load(folder / "tokenizer.model")
-    found.decode(found.encode(TEXT, bos=True, eos=True))
+    """SentencePiece's tokenizer.model, as of Llama 1 and 2."""
+    (folder / "tokenizer.model").write_bytes(mutate_bytes(_sentencepiece(), choices))
+    loaded = LlamaTokenizer.load(folder / "tokenizer.model")
+    loaded.decode(loaded.encode(TEXT, bos=True, eos=True))
 
 
-_CLOSE: dict[str, Any] = {
+_COMPRESS: dict[str, Any] = {
     ".gz": gzip.compress,
     ".bz2": bz2.compress,
     ".xz": lambda data: lzma.compress(data, preset=0),
     "": bytes,
 }
-_CLOSE[".zst"] = lambda data: pa.compress(data, "zstd", asbytes=True)
+_COMPRESS[".zst"] = lambda data: pa.compress(data, "zstd", asbytes=True)
 
 
 def sources(choices: Choices, folder: Path) -> None:
-    """Text, JSON lines and Parquet, plain and compressed: documents, or a message."""
-    kind, compression = choices.pick([".jsonl", ".parquet", ".txt"]), choices.pick([*_CLOSE])
+    """Plain text, JSON Lines and Parquet, plain and compressed."""
+    kind, compression = choices.pick([".jsonl", ".parquet", ".txt"]), choices.pick([*_COMPRESS])
     if kind == ".parquet":
         column = choices.pick([pa.array(["one", "two", None]), pa.array([1, 2]), pa.array(["one"]).dictionary_encode()])
         data = _parquet(pa.table({"text": column}), choices)
         compression = choices.pick(["", compression])
     else:
-        rows = [damaged({"text": "one <|end", "id": 1}, choices, 2) for _ in range(choices.below(4))]
+        rows = [mutate({"text": "one <|end", "id": 1}, choices, 2) for _ in range(choices.below(4))]
         lines = b"\n".join(json_bytes(row, choices) for row in rows)
-        data = lines if kind == ".jsonl" else cut_up(lines + TEXT.encode(), choices)
-    data = _CLOSE[compression](data)
+        data = lines if kind == ".jsonl" else mutate_bytes(lines + TEXT.encode(), choices)
+    data = _COMPRESS[compression](data)
     path = folder / f"text{kind}{compression}"
-    path.write_bytes(cut_up(data, choices) if choices.below(2) else data)
-    replace = choices.pick(["error", "replace"])
-    config = DataConfig([str(path)], invalid_utf8=replace, separator_in_document=choices.pick(["error", "remove"]))
-    for piece in pieces(str(path), config, Tally()):
+    path.write_bytes(mutate_bytes(data, choices) if choices.below(2) else data)
+    invalid_utf8, separator_in_document = choices.pick(["error", "replace"]), choices.pick(["error", "remove"])
+    config = DataConfig([str(path)], invalid_utf8=invalid_utf8, separator_in_document=separator_in_document)
+    for piece in stream_documents(str(path), config, TextStatistics()):
         piece.encode()
 
 
 def _parquet(table: pa.Table, choices: Choices) -> bytes:
     file = io.BytesIO()
     pq.write_table(table, file, compression=choices.pick(["zstd", "none", "snappy"]))
-    return cut_up(file.getvalue(), choices) if choices.below(2) else file.getvalue()
+    return mutate_bytes(file.getvalue(), choices) if choices.below(2) else file.getvalue()
 
 
 _COUNTS: dict[bytes, int] = {b"once": 3, b" upon": 2, b"a": 1 << 40, b"\xff\0": 1, b"": 1}
@@ -162,12 +167,12 @@ def _counts() -> bytes:
 
 
 def counts(choices: Choices, folder: Path) -> None:
-    """Parquet counts of pretokens: read, added up, and merges learned of them."""
+    """Pretoken counts in Parquet: read them, add them up and learn merges from them."""
     whole, path, result = folder / "whole.parquet", folder / "counts.parquet", folder / "sum.parquet"
     whole.write_bytes(_counts())
     if choices.below(2):
-        path.write_bytes(cut_up(_counts(), choices))
-    else:  # well written, and nonsense
+        path.write_bytes(mutate_bytes(_counts(), choices))
+    else:  # a valid Parquet file with odd content
         numbers = choices.pick([[1, 2], [None, 3], [-1, 2], [1 << 62, 1 << 62], [0, 0]])
         words = choices.pick([[b"a", b"bc"], [None, b"ab"], [b"", b""], [b"x" * 5000, b"x"], [b"same", b"same"]])
         fields = [("pretoken", choices.pick([pa.binary(), pa.large_binary()])), ("count", pa.int64())]
@@ -183,19 +188,19 @@ def counts(choices: Choices, folder: Path) -> None:
 
 
 def shards(choices: Choices, folder: Path) -> None:
-    """Token files and their documents' ends."""
+    """Token shards and their document ends."""
     vocab_size = choices.pick([300, 70_000])
     ids = np.arange(choices.below(64), dtype=choices.pick(["<u2", "<u4", "<i8"]))
     data = ids.tobytes()
-    (folder / "tokens.bin").write_bytes(cut_up(data, choices) if choices.below(2) else data)
+    (folder / "tokens.bin").write_bytes(mutate_bytes(data, choices) if choices.below(2) else data)
     tokens = TokenShards([folder / "tokens.bin"] * choices.below(3), vocab_size)
     start = choices.below(70)
     part = tokens[start : start + choices.below(70)]
     assert len(part) <= len(tokens) and (not len(part) or int(part.max()) < vocab_size)
     ends = io.BytesIO()
     np.save(ends, ids)
-    (folder / "documents.npy").write_bytes(cut_up(ends.getvalue(), choices))
+    (folder / "documents.npy").write_bytes(mutate_bytes(ends.getvalue(), choices))
     try:
         np.load(folder / "documents.npy")
-    except Exception as error:  # numpy's many kinds; its only reader, the page of a stage, does without
+    except Exception as error:  # numpy raises many types; the only reader, a stage's page, tolerates a failure
         raise UserError(str(error)) from None

@@ -1,4 +1,4 @@
-"""Targets: checkpoints of ours, of Meta and of Hugging Face. Each is a valid one, damaged by choices."""
+"""Fuzz targets: checkpoints of this project, of Meta and of Hugging Face. Each is a valid one with random damage."""
 
 import hashlib
 import io
@@ -13,22 +13,18 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from lm.checkpoint import (
-    is_plain,
-    load_checkpoint,
-    load_model,
-    load_training,
-    newest_checkpoint,
-    save_checkpoint,
-    save_training,
-)  # fmt: skip
-from lm.convert import load_hugging_face, load_meta, save_hugging_face
-from lm.model import ModelConfig, TransformerLM
-from lm.optim import AdamW
-from lm.train import Job
-from tests.fuzz.choices import Choices, cut_up, damaged, json_bytes
-from tests.tokenizers_made import bytes_tokenizer
-from tests.training import write_job
+from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
+from lm.checkpoint.meta import load_meta
+from lm.checkpoint.safe_load import is_plain_tensor
+from lm.checkpoint.single_file import load_checkpoint, save_checkpoint
+from lm.checkpoint.training_state import load_model, load_training, newest_checkpoint, save_training
+from lm.model.config import ModelConfig
+from lm.model.transformer import TransformerLM
+from lm.optim.adamw import AdamW
+from lm.train.job import Job
+from tests.fuzz.choices import Choices, json_bytes, mutate, mutate_bytes
+from tests.helpers.tokenizers import bytes_tokenizer
+from tests.helpers.training import write_job
 
 CONFIG = ModelConfig(vocab_size=257, context_length=8, d_model=4, num_layers=1, num_heads=2, num_kv_heads=1, d_ff=4)
 PARAMS: dict[str, Any] = {"dim": 4, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "multiple_of": 4, "vocab_size": -1}
@@ -36,7 +32,7 @@ PARAMS |= {"norm_eps": 1e-5, "ffn_dim_multiplier": 0.4}
 
 
 @cache
-def _model() -> tuple[TransformerLM, AdamW]:
+def _trained_model() -> tuple[TransformerLM, AdamW]:
     model = TransformerLM(CONFIG)
     optimizer = AdamW(model.parameters())
     model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
@@ -45,9 +41,9 @@ def _model() -> tuple[TransformerLM, AdamW]:
 
 
 @cache
-def _directory(kind: str) -> dict[str, bytes]:
-    """The files of a checkpoint directory."""
-    model, optimizer = _model()
+def _checkpoint_files(kind: str) -> dict[str, bytes]:
+    """Return the files of a checkpoint directory."""
+    model, optimizer = _trained_model()
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / kind
         if kind == "ours":
@@ -58,36 +54,36 @@ def _directory(kind: str) -> dict[str, bytes]:
 
 
 @cache
-def _single() -> bytes:
+def _single_file() -> bytes:
     file = io.BytesIO()
-    save_checkpoint(*_model(), 5, file)
+    save_checkpoint(*_trained_model(), 5, file)
     return file.getvalue()
 
 
 @cache
-def _meta() -> dict[str, torch.Tensor]:
+def _meta_weights() -> dict[str, torch.Tensor]:
     names = {"token_embeddings": "tok_embeddings", "attn.q_proj": "attention.wq", "attn.k_proj": "attention.wk"}
     names |= {"attn.v_proj": "attention.wv", "attn.output_proj": "attention.wo", "ffn.": "feed_forward."}
     names |= {"ln1": "attention_norm", "ln2": "ffn_norm", "ln_final": "norm", "lm_head": "output"}
-    found = {}
-    for name, tensor in _model()[0].state_dict().items():
+    weights = {}
+    for name, tensor in _trained_model()[0].state_dict().items():
         for ours, theirs in names.items():
             name = name.replace(ours, theirs)
-        found[name] = tensor
-    return found
+        weights[name] = tensor
+    return weights
 
 
-def _damaged_zip(data: bytes, choices: Choices) -> bytes:
-    """What torch.save wrote, with changes in its pickle, one of its other parts, or the archive itself."""
+def _damage_zip(data: bytes, choices: Choices) -> bytes:
+    """Damage a file of torch.save: its pickle, another part, or the zip archive itself."""
     if choices.below(4) == 0:
-        return cut_up(data, choices)
+        return mutate_bytes(data, choices)
     written = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as whole, zipfile.ZipFile(written, "w") as changed:
         names = whole.namelist()
         chosen = choices.pick([name for name in names if name.endswith("data.pkl")] * 3 + names)
         for name in names:
             part = whole.read(name)
-            changed.writestr(name, cut_up(part, choices) if name == chosen else part)
+            changed.writestr(name, mutate_bytes(part, choices) if name == chosen else part)
     return written.getvalue()
 
 
@@ -99,69 +95,69 @@ _ODD_TENSORS: list[Any] = [
 ]  # fmt: skip
 
 
-def _other_part(part: Any, choices: Choices) -> Any:
-    """Something else in place of a part of a state dict."""
+def _replace_part(part: Any, choices: Choices) -> Any:
+    """Return another value for a part of a state dict."""
     if isinstance(part, torch.Tensor) and choices.below(2):
-        if not is_plain(part) or not part.ndim:
+        if not is_plain_tensor(part) or not part.ndim:
             return choices.pick(_ODD_TENSORS)
         turned = part.mT if part.ndim > 1 else part[None]
         return choices.pick([part.to_sparse(), part[:1], part.double(), turned, part.int()])
     return choices.pick([*_ODD_TENSORS, 0, -1, 1 << 70, 1.5, float("nan"), True, "", (), [{}], {"state": 1}])
 
 
-def _saved(state: Any, choices: Choices) -> bytes:
-    """Some state as torch.save writes it, damaged."""
+def _save_damaged(state: Any, choices: Choices) -> bytes:
+    """Return a state written by torch.save, with damage in the state or in the file."""
     if choices.below(2):
-        state = damaged(state, choices, 2, _other_part)
+        state = mutate(state, choices, 2, _replace_part)
         file = io.BytesIO()
-        torch.save(state, file, _use_new_zipfile_serialization=choices.below(4) > 0 or _has_odd(state))
+        torch.save(state, file, _use_new_zipfile_serialization=choices.below(4) > 0 or _needs_zip_format(state))
         return file.getvalue()
     file = io.BytesIO()
     torch.save(state, file)
-    return _damaged_zip(file.getvalue(), choices)
+    return _damage_zip(file.getvalue(), choices)
 
 
-def _has_odd(state: Any) -> bool:
-    """Whether the older format cannot hold it."""
+def _needs_zip_format(state: Any) -> bool:
+    """Return whether torch.save's older format cannot hold the state."""
     parts = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
     is_odd = isinstance(state, torch.Tensor) and (state.is_sparse or state.is_quantized or state.is_meta)
-    return is_odd or any(map(_has_odd, parts))
+    return is_odd or any(map(_needs_zip_format, parts))
 
 
 def checkpoint_file(choices: Choices, folder: Path) -> None:
-    """The single-file form, into a model and an optimizer that fit the whole one."""
-    state = torch.load(io.BytesIO(_single()), weights_only=True)
-    (folder / "checkpoint.pt").write_bytes(_saved(state, choices))
+    """A single-file checkpoint, loaded into a model and an optimizer that fit the intact one."""
+    state = torch.load(io.BytesIO(_single_file()), weights_only=True)
+    (folder / "checkpoint.pt").write_bytes(_save_damaged(state, choices))
     model = TransformerLM(CONFIG)
     iteration = load_checkpoint(folder / "checkpoint.pt", model, AdamW(model.parameters()))
     assert isinstance(iteration, int)
 
 
-def _safetensors(data: bytes, choices: Choices) -> bytes:
-    """A safetensors file with a damaged header, a wrong length of it, or any damage."""
+def _damage_safetensors(data: bytes, choices: Choices) -> bytes:
+    """Damage a safetensors file: its header, the length of its header, or any bytes."""
     (size,) = struct.unpack("<Q", data[:8])
     match choices.below(4):
         case 0:
-            return cut_up(data, choices)
+            return mutate_bytes(data, choices)
         case 1:
             return struct.pack("<Q", choices.pick([0, size - 1, size + 1, 1 << 40, (1 << 64) - 1])) + data[8:]
         case _:
-            header = json_bytes(damaged(json.loads(data[8 : 8 + size]), choices), choices)
+            header = json_bytes(mutate(json.loads(data[8 : 8 + size]), choices), choices)
             return struct.pack("<Q", len(header)) + header + data[8 + size :]
 
 
 def checkpoint(choices: Choices, folder: Path) -> None:
-    """A directory of a training, its digests made to fit what is damaged, as an attacker would."""
-    files = dict(_directory("ours"))
+    """A checkpoint directory whose checksums match the damage, as an attacker would make them."""
+    files = dict(_checkpoint_files("ours"))
     description = json.loads(files.pop("checkpoint.json"))
     name = choices.pick([*files, ""])
     if name == "model.safetensors":
-        files[name] = _safetensors(files[name], choices)
+        files[name] = _damage_safetensors(files[name], choices)
     elif name:
-        files[name] = _saved(torch.load(io.BytesIO(files[name]), weights_only=True), choices)
+        files[name] = _save_damaged(torch.load(io.BytesIO(files[name]), weights_only=True), choices)
     about = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
     description |= {"files": about}
-    description = description if name else damaged(description, choices)
+    description = description if name else mutate(description, choices)
     if isinstance(description, dict) and choices.below(8):
         description = {key: value for key, value in description.items() if key != "sha256"}
         digest = hashlib.sha256(json.dumps(description).encode()).hexdigest()
@@ -184,40 +180,40 @@ def checkpoint(choices: Choices, folder: Path) -> None:
 def meta(choices: Choices, folder: Path) -> None:
     """Meta's params.json and consolidated.NN.pth."""
     chosen = choices.below(3)
-    params = json_bytes(damaged(PARAMS, choices), choices) if chosen != 1 else json.dumps(PARAMS).encode()
+    params = json_bytes(mutate(PARAMS, choices), choices) if chosen != 1 else json.dumps(PARAMS).encode()
     (folder / "params.json").write_bytes(params)
     shard = io.BytesIO()
-    torch.save(_meta(), shard)
-    data = _saved(_meta(), choices) if chosen else shard.getvalue()
+    torch.save(_meta_weights(), shard)
+    data = _save_damaged(_meta_weights(), choices) if chosen else shard.getvalue()
     (folder / "consolidated.00.pth").write_bytes(data)
     load_meta(folder, 8)
 
 
 def hugging_face(choices: Choices, folder: Path) -> None:
-    """config.json and safetensors, in one file or by an index."""
-    files = _directory("hugging face")
+    """config.json and safetensors, in one file or with an index."""
+    files = _checkpoint_files("hugging face")
     config, weights = json.loads(files["config.json"]), files["model.safetensors"]
     chosen = choices.below(4)
-    config_bytes = json_bytes(damaged(config, choices), choices) if chosen in (0, 3) else files["config.json"]
+    config_bytes = json_bytes(mutate(config, choices), choices) if chosen in (0, 3) else files["config.json"]
     (folder / "config.json").write_bytes(config_bytes)
     is_indexed = choices.below(4) == 3
     name, other = ("part.safetensors", "model.safetensors")[:: 1 if is_indexed else -1]
     (folder / other).unlink(missing_ok=True)
-    (folder / name).write_bytes(_safetensors(weights, choices) if chosen in (1, 3) else weights)
+    (folder / name).write_bytes(_damage_safetensors(weights, choices) if chosen in (1, 3) else weights)
     index = {"weight_map": {"model.norm.weight": "part.safetensors", "lm_head.weight": "part.safetensors"}}
-    (folder / "model.safetensors.index.json").write_bytes(json_bytes(damaged(index, choices), choices))
+    (folder / "model.safetensors.index.json").write_bytes(json_bytes(mutate(index, choices), choices))
     load_hugging_face(folder)
 
 
 def odd_tensors(choices: Choices, folder: Path) -> None:
-    """Well-written safetensors of the wrong kinds of tensors."""
+    """Valid safetensors files with tensors of wrong dtypes and shapes."""
     shapes = [(257, 4), (4, 4), (2, 4), (4,), (), (0,), (4, 0)]
     kinds = [torch.float32, torch.float16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64]
-    tensors = load(_directory("hugging face")["model.safetensors"])
+    tensors = load(_checkpoint_files("hugging face")["model.safetensors"])
     for _ in range(choices.below(4)):
         tensors[choices.pick([*tensors, "x"])] = torch.zeros(choices.pick(shapes), dtype=choices.pick(kinds))
     (folder / "model.safetensors").write_bytes(save(tensors))
-    (folder / "config.json").write_bytes(_directory("hugging face")["config.json"])
+    (folder / "config.json").write_bytes(_checkpoint_files("hugging face")["config.json"])
     load_hugging_face(folder, 8)
 
 
@@ -228,6 +224,6 @@ def _job() -> Any:
 
 
 def job(choices: Choices, folder: Path) -> None:
-    """The job of a training."""
-    (folder / "job.json").write_bytes(json_bytes(damaged(_job(), choices), choices))
+    """The job file of a training."""
+    (folder / "job.json").write_bytes(json_bytes(mutate(_job(), choices), choices))
     Job.read(folder / "job.json")

@@ -1,0 +1,183 @@
+"""The subcommands of ``textmill``, one function each. Heavy libraries are imported inside the functions."""
+
+import os
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from jsonargparse import Namespace
+
+from flows.cli.console import log_to_console
+from flows.cli.summary import format_sample, format_summary
+from flows.config import PipelineConfig, StageName
+from flows.plan import cached_run, plan
+from flows.run_record import absolute_root, latest_model
+from lm.common.errors import UserError, did_you_mean
+from lm.inference.config import SampleConfig
+from tasks.runtime.root_lock import lock_root
+from tasks.runtime.store import Store
+from tasks.sample import load_for_inference, load_trained
+
+
+def run_command(options: Namespace) -> None:
+    """Run the pipeline and print a summary. Prefect is not started if all is cached and no server is configured."""
+    arguments = config, root, until, refresh = _pipeline_arguments(options)
+    log_to_console()
+    record = None if refresh or _is_server_configured() else cached_run(config, root, until)
+    if not record:
+        from flows.prefect_support.signals import GracefulShutdown
+        from lm.kernels.disk_cache import compile_in_background
+
+        compiler = compile_in_background()  # while Prefect starts and text is ingested
+        try:
+            with GracefulShutdown():
+                record = run_pipeline(*arguments)
+        finally:
+            if compiler:
+                compiler.terminate()
+    print(format_summary(record))
+
+
+def plan_command(options: Namespace) -> None:
+    """Print what a run would do."""
+    log_to_console()
+    rows = plan(*_pipeline_arguments(options))
+    width = max(len(name) for name, _ in rows)
+    for name, action in rows:
+        print(f"{name:<{width}}  {action}")
+
+
+def sample_command(options: Namespace) -> None:
+    """Print samples from the model of the latest run."""
+    from lm.inference.completion import complete
+
+    config = _sample_config(options)
+    config = replace(config, prompts=options.prompt or config.prompts)
+    for sample in complete(*load_for_inference(*latest_model(options.root), options.device), config):
+        print(format_sample(sample.prompt, sample.text))
+
+
+def chat_command(options: Namespace) -> None:
+    """Chat with the model of the latest run in the terminal."""
+    from flows.cli.chat import chat
+
+    chat(options.root, _sample_config(options), options.device)
+
+
+def serve_command(options: Namespace) -> None:
+    """Serve the model of the latest run over HTTP until Ctrl-C."""
+    from flows.server.app import serve
+
+    serve(options.root, options.host, options.port, options.max_batch_size, options.device)
+
+
+def export_command(options: Namespace) -> None:
+    """Write the model of the latest run as a Hugging Face directory."""
+    from lm.checkpoint.hugging_face import save_hugging_face
+
+    save_hugging_face(*load_trained(*latest_model(options.root), "cpu"), Path(options.directory))
+    print(f"Exported to {options.directory}. transformers' from_pretrained and other readers of Llamas can load it.")
+
+
+def verify_command(options: Namespace) -> int:
+    """Print the damaged, unfinished and orphaned files under a root. Return 1 if files are damaged."""
+    from tasks.maintenance.verify import verify
+
+    counts: Counter[str] = Counter()
+    for finding in verify(Store(absolute_root(options.root))):
+        counts[finding.kind] += 1
+        print(f"{finding.kind:<10}  {finding.path}: {finding.problem}")
+    if not counts:
+        print(f"All outputs under {options.root} are intact.")
+        return 0
+    print(", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) + f" under {options.root}.")
+    if counts["damaged"]:
+        print("Damaged outputs are never used: the next run that needs them makes them again.")
+    if counts.keys() - {"damaged"}:
+        print("Unfinished and orphaned files are never used and do no harm; textmill gc lists what can be deleted.")
+    return 1 if counts["damaged"] else 0
+
+
+def gc_command(options: Namespace) -> None:
+    """List the files below a root that no run needs. With ``--delete``, delete them."""
+    from tasks.maintenance.gc import delete, find_garbage
+
+    store = Store(absolute_root(options.root))
+    with lock_root(store, exclusive=True) if options.delete else nullcontext():
+        findings = find_garbage(store)
+        for finding in findings:
+            is_kept = options.delete and not delete(store, finding)
+            reason = "kept, a training uses it" if is_kept else finding.problem
+            print(f"{finding.bytes / 1e6:>10,.1f} MB  {finding.path}: {reason}")
+    total = f"{len(findings)} in all, {sum(finding.bytes for finding in findings) / 1e6:,.1f} MB"
+    if options.delete or not findings:
+        print(f"{total}.")
+    else:
+        print(f"{total}. Nothing is deleted yet. To delete, add --delete while no run uses {options.root}.")
+        print("To delete the outputs of a run too, delete its record in runs/ first.")
+
+
+def up_command(options: Namespace) -> None:
+    """Start Prefect's server, the deployments and a worker."""
+    from flows.prefect_support.local_stack import start_local_stack
+
+    start_local_stack(options.port)
+
+
+def run_pipeline(
+    config: PipelineConfig, root: str, until: StageName | None = None, refresh: tuple[StageName, ...] = ()
+) -> dict[str, Any]:
+    """Run the flow in this process and return the run's record. Raise UserError if Prefect's server is unreachable."""
+    from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
+
+    from flows.pipeline import pipeline
+    from flows.prefect_support.liveness import is_server_unreachable
+
+    # Without heartbeats the flow ends up to a second earlier. The liveness lock replaces them.
+    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+        try:
+            return pipeline(config, root, until, refresh)
+        except Exception as error:
+            if not is_server_unreachable(error):
+                raise
+            raise UserError(
+                f"Prefect's server at {get_current_settings().api.url} cannot be reached: {error}. Finished work is "
+                "kept; start the server and run the same command again, or unset PREFECT_API_URL to run without one."
+            ) from error
+
+
+def _is_server_configured() -> bool:
+    """Return whether Prefect's settings name a server. Import Prefect only if a settings file may name one."""
+    if os.environ.get("PREFECT_API_URL"):
+        return True
+    home = Path(os.environ.get("PREFECT_HOME") or Path.home() / ".prefect")
+    profiles = Path(os.environ.get("PREFECT_PROFILES_PATH") or home / "profiles.toml")
+    files = [profiles, Path(".env"), Path("prefect.toml"), Path("pyproject.toml")]
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()]
+    if not any("PREFECT_API_URL" in text or "tool.prefect" in text or "[api]" in text for text in texts):
+        return False
+    from prefect.settings import get_current_settings
+
+    return bool(get_current_settings().api.url)
+
+
+def _pipeline_arguments(options: Namespace) -> tuple[PipelineConfig, str, StageName | None, tuple[StageName, ...]]:
+    until = _stage_names(options.until)
+    config = PipelineConfig(**{name: options[name] for name in PipelineConfig.__dataclass_fields__})
+    return config, options.root, until[-1] if until else None, _stage_names(options.refresh)
+
+
+def _stage_names(text: str) -> tuple[StageName, ...]:
+    """Parse a comma-separated list of stages. Raise UserError for an unknown stage."""
+    known = get_args(StageName)
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise UserError(f"There is no stage {name!r}{did_you_mean(name, known)}. Stages: {', '.join(known)}.")
+    return cast(tuple[StageName, ...], tuple(names))
+
+
+def _sample_config(options: Namespace) -> SampleConfig:
+    return SampleConfig(**{name: options[name] for name in SampleConfig.__dataclass_fields__ if name in options})

@@ -1,0 +1,166 @@
+"""The options of ``textmill`` and its subcommands. :mod:`flows.cli.commands` has a function ``<name>_command`` for
+each subcommand.
+
+The options that configure the pipeline come from the config dataclasses.
+"""
+
+import argparse
+import os
+import re
+import signal
+import sys
+from typing import Any, NoReturn, get_args
+
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings  # type: ignore[attr-defined]
+from jsonargparse.typing import PositiveInt
+
+from flows.config import PRESETS, PipelineConfig, StageName, preset_path
+from flows.prefect_support.signals import STOPPED_MESSAGE, Terminated, raise_terminated
+from lm.common.errors import UserError, did_you_mean
+from lm.inference.config import SampleConfig
+
+# Prefect and its ephemeral server read these settings when they are imported.
+_PREFECT_SETTINGS = {
+    # The console shows the project's own log lines. Prefect's UI shows Prefect's.
+    "PREFECT_LOGGING_LEVEL": "CRITICAL",
+    "PREFECT_LOGGING_ROOT_LEVEL": "CRITICAL",
+    "PREFECT_INTERNAL_LOGGING_LEVEL": "CRITICAL",
+    "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",
+    # Send no telemetry.
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    # On a busy machine, the ephemeral server needs more than the default 20 s to start.
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
+}
+
+_ROOT: dict[str, Any] = {"type": str, "default": "artifacts", "help": "directory or URL of all outputs"}
+_DEVICE: dict[str, Any] = {"type": str, "default": "auto", "help": "cpu, cuda, mps or auto"}
+
+# Security: no value of an option may import code, as jsonargparse's "class_path" does.
+set_parsing_settings(docstring_parse_attribute_docstrings=True, import_path_denylist=["*"])
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise UserError with the closest option, instead of printing the usage of 60 options."""
+        known = [option for option in self._option_string_actions if "." in option]
+        for command in self._subcommands_action._name_parser_map.values() if self._subcommands_action else ():
+            known += command._option_string_actions
+        wrong = re.search(r"(?<=unrecognized arguments: )\S+|(?<=option ')[\w.]+", message)
+        hint = did_you_mean("--" + wrong.group().partition("=")[0].lstrip("-"), known) if wrong else ""
+        raise UserError(f"{message}{hint}. See textmill --help, textmill run --help.")
+
+
+def build_parser(preset: str = "demo") -> ArgumentParser:
+    """Return the parser of all subcommands. The preset has the defaults of ``run`` and ``plan``."""
+    parser = _Parser(prog="textmill", description="Turn raw text into a language model, in cached stages.")
+    subcommands = parser.add_subcommands(required=True, dest="command")
+
+    def add(name: str, description: str, **options: Any) -> ArgumentParser:
+        subparser = _Parser(description=description, **options)
+        subcommands.add_subcommand(name, subparser, help=description)
+        return subparser
+
+    for name, description in (
+        ("run", "Run the pipeline. Unchanged stages are taken from the cache."),
+        ("plan", "Show what a run would do and why, without running it."),
+    ):
+        pipeline = add(name, description, default_config_files=[str(preset_path(preset))])
+        presets = ", ".join(sorted(path.stem for path in PRESETS.glob("*.yaml")))
+        pipeline.add_argument("--preset", type=str, default="demo", help=f"configuration to start from: {presets}")
+        pipeline.add_argument("--config", action=ActionConfigFile, help="YAML file of options; it overrides the preset")
+        pipeline.add_argument("--root", **_ROOT)
+        stages = ", ".join(get_args(StageName))
+        pipeline.add_argument("--until", type=str, default="", help=f"last stage to run: {stages}")
+        pipeline.add_argument("--refresh", type=str, default="", help="stages to run again, separated by commas")
+        pipeline.add_class_arguments(PipelineConfig)
+
+    sample = add("sample", "Sample text from the model of the latest run.")
+    sample.add_argument("--root", **_ROOT)
+    sample.add_argument("--device", **_DEVICE)
+    sample.add_argument("--prompt", action="append", default=None, type=str, help="text to continue; may be repeated")
+    sample.add_class_arguments(SampleConfig, skip={"prompts"})
+
+    chat = add("chat", "Chat with the model of the latest run. Ctrl-C stops an answer; Ctrl-D or /quit ends the chat.")
+    chat.add_argument("--root", **_ROOT)
+    chat.add_argument("--device", **_DEVICE)
+    chat.add_class_arguments(SampleConfig, skip={"prompts", "samples"})
+
+    serve = add("serve", "Serve the model of the latest run over OpenAI's HTTP API: completions and chat.")
+    serve.add_argument("--root", **_ROOT)
+    serve.add_argument("--device", **_DEVICE)
+    serve.add_argument("--host", type=str, default="127.0.0.1", help="address to listen on; there is no access control")
+    serve.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free port")
+    serve.add_argument("--max-batch-size", type=PositiveInt, default=16, help="completions computed at the same time")
+
+    export = add("export", "Export the model of the latest run as a Llama for Hugging Face's transformers.")
+    export.add_argument("directory", type=str, help="new or empty directory")
+    export.add_argument("--root", **_ROOT)
+
+    verify = add("verify", "Check all digests under a root. The exit code is 1 if files are damaged.")
+    verify.add_argument("root", nargs="?", **_ROOT)
+
+    gc = add("gc", "List outputs that no run needs, and unfinished or superseded attempts.")
+    gc.add_argument("root", nargs="?", **_ROOT)
+    gc.add_argument("--delete", action="store_true", help="delete the listed files")
+
+    up = add("up", "Start Prefect's server, the deployments of prefect.yaml and a worker. Ctrl-C stops them.")
+    up.add_argument("--port", type=int, default=4200, help="port of the server and its UI, on 127.0.0.1")
+    return parser
+
+
+def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
+    """Return the command and its options. Raise UserError if they are invalid."""
+    try:
+        parsed: Namespace = parser.parse_args(arguments)
+    except ImportError:
+        raise UserError("An option's value has a class_path, which is not allowed.") from None
+    except OverflowError as error:
+        raise UserError(f"An option's number is out of range: {error}.") from None
+    for name in PipelineConfig.__dataclass_fields__.keys() - {"name"}:
+        if not isinstance(section := parsed[parsed.command].get(name, Namespace()), Namespace):
+            raise UserError(f"{name} is {section!r}; it must be a section of options, each with a name and a value.")
+    return parsed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command and return its exit code.
+
+    0: success. 1: ``verify`` found damage. 2: a user error, printed as one message. 130: stopped by Ctrl-C.
+    143: stopped by SIGTERM. Other exceptions are bugs and propagate.
+    """
+    signal.signal(signal.SIGTERM, raise_terminated)
+    for name, value in _PREFECT_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        code = _run(sys.argv[1:] if arguments is None else arguments)
+    except UserError as error:
+        print(f"textmill: {error}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt as interrupt:
+        print(STOPPED_MESSAGE, file=sys.stderr)
+        code = 143 if isinstance(interrupt, Terminated) else 130
+    if "flows.pipeline" in sys.modules:  # otherwise no flow can have run, and importing Prefect would take seconds
+        from flows.prefect_support.liveness import exit_if_server_is_gone
+
+        exit_if_server_is_gone(code)
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    preset = _preset_name(arguments)
+    parser = build_parser(preset)
+    parsed = parse(parser, arguments)
+    options: Namespace = parser.instantiate(parsed)[parsed.command]
+    if options.get("preset", preset) != preset:  # named in a file or by an abbreviation, which _preset_name ignores
+        raise UserError(f"Name the preset on the command line: --preset {options.preset}")
+    from flows.cli import commands
+
+    return getattr(commands, f"{parsed.command}_command")(options) or 0
+
+
+def _preset_name(arguments: list[str]) -> str:
+    """Return the preset, which is needed to build the parser."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--preset", nargs="?", const="demo", default="demo")
+    return str(parser.parse_known_args(arguments)[0].preset)

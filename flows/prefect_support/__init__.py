@@ -1,0 +1,1 @@
+"""The project's own additions to Prefect: names, logs, artifacts, shutdown, dead runs, and ``textmill up``."""

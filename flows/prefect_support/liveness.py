@@ -1,0 +1,115 @@
+"""Detect runs whose process died, and report them to Prefect as crashed."""
+
+import hashlib
+import logging
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from uuid import UUID
+
+import httpx
+from filelock import FileLock, Timeout
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, TaskRunFilter, TaskRunFilterState
+from prefect.client.schemas.filters import TaskRunFilterStateType as StateTypes
+from prefect.client.schemas.objects import StateType
+from prefect.exceptions import ObjectNotFound
+from prefect.runtime import flow_run
+from prefect.settings import get_current_settings
+from prefect.states import Cancelled, Crashed
+
+from tasks.runtime.machine import cache_directory
+
+log = logging.getLogger(__name__)
+
+_KEEP_UNKNOWN_SECONDS = 30 * 24 * 3600
+_held_locks: list[FileLock] = []
+
+
+def hold_liveness_lock(run_id: str, run_count: int) -> None:
+    """Mark the dead runs of this machine as crashed, and hold a lock for this run until its process ends.
+
+    The operating system releases the lock however the process ends. The lock is never released earlier, because the
+    run's last state reaches Prefect after the flow's function has returned. ``run_count`` is the number of times that
+    Prefect has started the run; each start has its own lock.
+    """
+    directory = _lock_directory()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _mark_dead_runs_crashed(directory)
+        lock = FileLock(directory / f"{run_id}_{run_count}.new")
+        lock.acquire()
+        # Rename after locking: no other run may see the file unlocked under its final name.
+        Path(lock.lock_file).rename(directory / f"{run_id}_{run_count}.lock")
+        _held_locks.append(lock)
+    except OSError as error:
+        log.warning("Prefect will not be told if this run's process dies: cannot write to %s: %s", directory, error)
+
+
+def is_server_unreachable(error: BaseException) -> bool:
+    """Return whether Prefect's server cannot be reached. Prefect's client wraps some of these errors."""
+    return any(isinstance(cause, httpx.TransportError) for cause in (error, error.__cause__))
+
+
+def exit_if_server_is_gone(code: int) -> None:
+    """End the process at once if it ran a flow and Prefect's server is gone.
+
+    Otherwise Prefect would retry each unsent event for seconds. The next run reports this run's end.
+    """
+    if _held_locks and get_current_settings().api.url:
+        with get_client(sync_client=True) as client:
+            is_gone = client.api_healthcheck() is not None
+        if is_gone:
+            print("Prefect's server does not respond; its record of this run is incomplete.", file=sys.stderr)
+            sys.stdout.flush()
+            os._exit(code)
+
+
+def _lock_directory() -> Path:
+    """Return the directory for the locks of all runs in the current Prefect database."""
+    settings = get_current_settings()
+    database = settings.api.url
+    if not database and (connection := settings.server.database.connection_url):
+        database = connection.get_secret_value()
+    return cache_directory() / "runs" / hashlib.sha256(str(database).encode()).hexdigest()[:16]
+
+
+def _mark_dead_runs_crashed(directory: Path) -> None:
+    for path in directory.glob("*_*.lock"):
+        with suppress(Timeout), FileLock(path, timeout=0):  # a live run holds its lock
+            try:
+                run_id, run_count = path.stem.split("_")
+                with get_client(sync_client=True) as client:
+                    is_known = _mark_crashed(client, UUID(run_id), int(run_count))
+                # An unknown run may belong to another database that was at the same address for a while.
+                if is_known or time.time() - path.stat().st_mtime > _KEEP_UNKNOWN_SECONDS:
+                    path.unlink()
+            except Exception as error:  # the state of an old run must not stop this run
+                log.warning("Cannot tell Prefect that the process of run %s has ended: %s", path.stem, error)
+
+
+def _mark_crashed(client: SyncPrefectClient, run_id: UUID, run_count: int) -> bool:
+    """Set the final state of a run whose process has ended. Return False if Prefect does not know the run.
+
+    A run that was started again, or that waits for its start, keeps its state.
+    """
+    try:
+        run = client.read_flow_run(run_id)
+    except ObjectNotFound:
+        return False
+    is_waiting = run.state and run.state.type in (StateType.SCHEDULED, StateType.PENDING, StateType.PAUSED)
+    if is_waiting or run.run_count > run_count:
+        return True
+    message = f"Its process died; detected by run {flow_run.name}."
+    unfinished = TaskRunFilter(state=TaskRunFilterState(type=StateTypes(any_=[StateType.RUNNING, StateType.PENDING])))
+    for task_run in client.read_task_runs(
+        flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run_id])), task_run_filter=unfinished
+    ):
+        client.set_task_run_state(task_run.id, Crashed(message=message), force=True)
+    if run.state and not run.state.is_final():
+        final_state = Cancelled if run.state.type == StateType.CANCELLING else Crashed
+        client.set_flow_run_state(run_id, final_state(message=message), force=True)
+        log.info("Run %s is marked as %s: its process died.", run.name, final_state.__name__.lower())
+    return True

@@ -1,0 +1,101 @@
+"""``textmill up``: start Prefect's server, a work pool, the deployments and a worker on this machine."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from http.client import HTTPException
+from pathlib import Path
+
+from lm.common.errors import UserError
+
+WORK_POOL = "local"
+_START_SECONDS = 180
+_STOP_SECONDS = 45  # a worker gives its runs 30 s
+_POLL_SECONDS = 0.3
+
+
+def start_local_stack(port: int) -> None:
+    """Start the parts that do not run yet, print how to use them, and wait for Ctrl-C. Then stop the started parts."""
+    if not Path("prefect.yaml").exists():
+        raise UserError("There is no prefect.yaml here; run textmill up in a checkout of the project.")
+    for number in (signal.SIGINT, signal.SIGTERM):  # a background process of a shell ignores SIGINT by default
+        signal.signal(number, signal.default_int_handler)
+    url = f"http://127.0.0.1:{port}"
+    environment = {
+        "PREFECT_WORKER_QUERY_SECONDS": "2",  # how often the worker looks for new runs
+        **os.environ,
+        "PREFECT_API_URL": f"{url}/api",
+        "PREFECT_LOGGING_LEVEL": "INFO",  # the other commands of textmill set CRITICAL
+        "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+        "PWD": str(Path.cwd()),  # the working directory of runs in prefect.yaml
+    }
+    with ExitStack() as stack:
+        processes = []
+        if not is_server_healthy(url):
+            command = ["server", "start", "--host", "127.0.0.1", "--port", str(port)]
+            processes.append(stack.enter_context(_background_process(command, environment)))
+            _wait_for_server(url, processes[0])
+        if _run_prefect(["work-pool", "inspect", WORK_POOL], environment, is_required=False).returncode:
+            _run_prefect(["work-pool", "create", WORK_POOL, "--type", "process"], environment)
+        _run_prefect(["deploy", "--all"], environment)
+        worker = ["worker", "start", "--pool", WORK_POOL]
+        processes.append(stack.enter_context(_background_process(worker, environment)))
+        print(
+            f"The UI is at {url}. In another terminal:\n"
+            f"  export PREFECT_API_URL={url}/api\n"
+            "  prefect deployment run 'pipeline/full' --watch\n"
+            "Ctrl-C stops everything here.",
+            flush=True,
+        )
+        while all(process.poll() is None for process in processes):
+            time.sleep(_POLL_SECONDS)
+        raise UserError("A Prefect process has ended; see its output above.")
+
+
+def _prefect_command(arguments: list[str]) -> list[str]:
+    return [sys.executable, "-m", "prefect", "--no-prompt", *arguments]
+
+
+def _run_prefect(
+    arguments: list[str], environment: dict[str, str], is_required: bool = True
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(_prefect_command(arguments), env=environment, capture_output=True, text=True, check=False)
+    if is_required and done.returncode:
+        raise UserError(f"prefect {' '.join(arguments)} failed:\n{done.stdout}{done.stderr}")
+    return done
+
+
+@contextmanager
+def _background_process(arguments: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    # A new session: Ctrl-C reaches only this process, which then stops the others in the right order.
+    process = subprocess.Popen(_prefect_command(arguments), env=environment, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(_STOP_SECONDS)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            process.kill()
+
+
+def is_server_healthy(url: str) -> bool:
+    """Return whether a Prefect server answers at ``url``."""
+    try:
+        with urllib.request.urlopen(f"{url}/api/health", timeout=5) as response:  # nosec B310 # always http://127.0.0.1
+            return bool(response.status == 200)
+    except (OSError, HTTPException):  # HTTPException: the port belongs to a service that is no web server
+        return False
+
+
+def _wait_for_server(url: str, server: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while not is_server_healthy(url):
+        if server.poll() is not None or time.monotonic() > deadline:
+            raise UserError(f"Prefect's server did not start at {url}; see its output above. Is the port free?")
+        time.sleep(_POLL_SECONDS)

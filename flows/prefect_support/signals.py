@@ -1,0 +1,135 @@
+"""Graceful shutdown: SIGINT and SIGTERM stop a run, and never inside Prefect's bookkeeping.
+
+Prefect loses locks or fails in other ways if an exception interrupts it at an arbitrary place. So the signal handler
+raises only while the project's own code runs, or after a grace period. A watchdog thread sends the signal again until
+the handler has raised, and ends a process that hangs.
+"""
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import NoReturn
+
+from lm.common.errors import UserError
+
+STOPPED_MESSAGE = "textmill: stopped. Finished work is kept; run the same command again to continue."
+
+_PROJECT_PACKAGES = {"lm", "tasks", "flows"}
+_RESEND_SECONDS = 0.02
+_LIBRARY_GRACE_SECONDS = 1.0  # a library call that takes longer than this waits for something and may be interrupted
+
+_active_shutdowns: list["GracefulShutdown"] = []
+
+
+class Terminated(KeyboardInterrupt):
+    """Raised for SIGTERM."""
+
+
+def raise_terminated(number: int, frame: FrameType | None) -> NoReturn:
+    """Handle SIGTERM outside of :class:`GracefulShutdown`: raise Terminated."""
+    raise Terminated
+
+
+class GracefulShutdown:
+    """Context manager: raise KeyboardInterrupt for SIGINT, and Terminated for SIGTERM, as soon as project code runs.
+
+    A process that is still alive ``exit_seconds`` after the first signal is ended; finished stages are safe, as after
+    SIGKILL. A second signal after the ``with`` block ends the process immediately. Use this in the main thread, which
+    receives the signals.
+    """
+
+    def __init__(self, exit_seconds: float = 60.0) -> None:
+        self._exit_seconds = exit_seconds
+        self._signal_number = 0  # the first signal
+        self._first_signal_time = 0.0
+        self._is_raised = False
+        self._is_block_over = False
+
+    def __enter__(self) -> None:
+        read_fd, self._write_fd = os.pipe()
+        _active_shutdowns.append(self)
+        # Start the thread now: a signal handler may interrupt code that holds the lock which a thread start needs.
+        threading.Thread(target=self._run_watchdog, args=(read_fd,), daemon=True).start()
+        numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+        self._old_handlers = {number: signal.signal(number, self.handle) for number in numbers}
+        self._old_hook, sys.unraisablehook = sys.unraisablehook, self._handle_unraisable
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        _active_shutdowns.remove(self)
+        self._is_block_over = True
+        if not self._signal_number:
+            for number, handler in self._old_handlers.items():
+                signal.signal(number, handler)
+        sys.unraisablehook = self._old_hook
+        os.close(self._write_fd)
+        if error is None or isinstance(error, (KeyboardInterrupt, UserError)):
+            return
+        if self._signal_number or _is_caused_by_sigterm(error):
+            raise self._exception from error
+
+    @property
+    def _exception(self) -> type[KeyboardInterrupt]:
+        return KeyboardInterrupt if self._signal_number == signal.SIGINT else Terminated
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal, and wake up the watchdog."""
+        now = time.monotonic()
+        if not self._signal_number:
+            self._signal_number, self._first_signal_time = number, now
+        if self._is_block_over:
+            self._exit()
+        os.write(self._write_fd, b"!")
+        package = str(frame.f_globals.get("__name__")).partition(".")[0] if frame else ""
+        if package in _PROJECT_PACKAGES or now - self._first_signal_time > _LIBRARY_GRACE_SECONDS:
+            self._is_raised = True
+            raise self._exception
+
+    def _handle_unraisable(self, unraisable: "sys.UnraisableHookArgs") -> None:
+        """Have the watchdog send the signal again if a destructor or a weak reference callback lost the exception."""
+        if self._signal_number and isinstance(unraisable.exc_value, KeyboardInterrupt):
+            self._is_raised = False
+            os.write(self._write_fd, b"!")
+        else:
+            sys.__unraisablehook__(unraisable)
+
+    def _run_watchdog(self, read_fd: int) -> None:
+        """Send the signal again until it has raised an exception. End the process at the deadline."""
+        deadline: float | None = None
+        while select.select([read_fd], [], [], deadline and max(0.0, deadline - time.monotonic()))[0]:
+            if not os.read(read_fd, 1):
+                break  # the with block is over, but the process may still hang while it ends
+            deadline = deadline or time.monotonic() + self._exit_seconds
+            time.sleep(_RESEND_SECONDS)
+            if not (self._is_raised or self._is_block_over):
+                signal.pthread_kill(threading.main_thread().ident or 0, self._signal_number)
+        os.close(read_fd)
+        if deadline:
+            time.sleep(max(0.0, deadline - time.monotonic()))
+            self._exit()
+
+    def _exit(self) -> NoReturn:
+        os.write(2, f"{STOPPED_MESSAGE}\n".encode())  # sys.stderr may be locked by the code that hangs
+        os._exit(128 + self._signal_number)
+
+
+def reinstall_sigterm_handler() -> None:
+    """Replace Prefect's SIGTERM handler, which raises at any place, by the handler of :class:`GracefulShutdown`.
+
+    Prefect installs its handler while a flow runs. Outside of :class:`GracefulShutdown` that handler stays: a worker
+    cancels runs with it.
+    """
+    for shutdown in _active_shutdowns:
+        signal.signal(signal.SIGTERM, shutdown.handle)
+
+
+def _is_caused_by_sigterm(error: BaseException | None) -> bool:
+    """Return whether Prefect's own SIGTERM handler caused this error."""
+    from prefect.exceptions import TerminationSignal
+
+    while error and not isinstance(error, TerminationSignal):
+        error = error.__cause__ or error.__context__
+    return error is not None

@@ -1,0 +1,120 @@
+"""Records of runs, ``runs/<name>.json``: the configuration, and the key of each stage's output."""
+
+import hashlib
+import logging
+import re
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from flows.config import PipelineConfig, StageName
+from flows.report import report_text
+from lm.common.errors import UserError
+from tasks.runtime.context import RunContext
+from tasks.runtime.output import Output, Ref, read_output
+from tasks.runtime.schemas import RunRecord, read_record
+
+log = logging.getLogger(__name__)
+
+
+def absolute_root(root: str) -> str:
+    """Return an absolute path for a local root, and a URL unchanged."""
+    return root if "://" in root else str(Path(root).expanduser().resolve())
+
+
+def make_run(config: PipelineConfig, root: str, name: str, refresh: tuple[str, ...] = ()) -> RunContext:
+    """Return the description of a run that its stages get."""
+    place = absolute_root(root)
+    last = place.rstrip("/").rpartition("/")[2]
+    words = re.sub("[^a-z0-9]+", "-", f"{config.name}-{last}".lower()).strip("-")
+    label = f"{words}-{hashlib.sha256(place.encode()).hexdigest()[:6]}"
+    return RunContext(place, name, frozenset(refresh), config.execution, label=label)
+
+
+def run_name(until: str | None, name: str) -> str:
+    """Return ``<start time>-<last stage>-<name>``. A name that has this form already is returned unchanged."""
+    if re.fullmatch(r"\d{8}-\d{6}-[\w.-]+", name):
+        return name
+    words = re.sub(r"[^\w.-]+", "-", f"{until or 'full'}-{name}")
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{words}"
+
+
+def outputs_of(run: RunContext, record: dict[str, Any]) -> dict[str, Output]:
+    """Return the outputs of a run by the name of their stage. ``record`` is the content of ``runs/NAME.json``."""
+    return {name: read_output(run.store, Ref(name, stage["key"])) for name, stage in record["stages"].items()}
+
+
+def latest_model(root: str) -> tuple[Output, Output]:
+    """Return model and tokenizer of the latest run under ``root`` with a model. Raise UserError if there is none."""
+    store = RunContext(absolute_root(root), "sample").store
+    records = [name for name in store.list_names("runs") if name.endswith(".json") and name != "latest.json"]
+    for name in reversed(records):
+        record = read_record(RunRecord, store, "runs", name)
+        if record is None:
+            log.warning("The run record %s is damaged and is skipped.", store.url("runs", name))
+        elif {"train", "merge"} <= record["stages"].keys():
+            model, tokenizer = (
+                read_output(store, Ref(key, record["stages"][key]["key"])) for key in ("train", "merge")
+            )
+            return model, tokenizer
+    raise UserError(f"{root} has no finished model; make one with: textmill run --root {root}")
+
+
+class Recorder:
+    """Writes the record of a run after each stage, and the report at its end."""
+
+    def __init__(
+        self, run: RunContext, config: PipelineConfig, until: str | None, refresh: tuple[str, ...] = ()
+    ) -> None:
+        self.run = run
+        self.content: dict[str, Any] = {
+            "name": run.name,
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "root": run.root,
+            "config": asdict(config),
+            "until": until,
+            "refresh": list(refresh),
+            "stages": {},
+        }
+        self._outputs: dict[str, Output] = {}
+        self._last_stage_end = time.perf_counter()
+
+    def add(self, stage: StageName, ref: Ref) -> tuple[Output, bool]:
+        """Record a finished stage. Return its output, and whether this run made it."""
+        output = self._outputs[stage] = read_output(self.run.store, ref)
+        is_made = output.manifest["made"]["run"] == self.run.name
+        now = time.perf_counter()
+        seconds, self._last_stage_end = round(now - self._last_stage_end, 3), now
+        self.content["stages"][stage] = {"key": ref.key, "state": "made" if is_made else "cached", "seconds": seconds}
+        self._write(f"{self.run.name}.json")
+        if is_made:
+            log.info("%s finished in %.1f s.", stage, seconds)
+        return output, is_made
+
+    def finish(self) -> dict[str, Any]:
+        """Write the report, mark the run as the latest, and return the record."""
+        self._write_report()
+        self._write("latest.json")
+        return self.content
+
+    def fail(self, error: UserError) -> None:
+        """Write a report of the failure if the root is writable."""
+        with suppress(UserError):
+            self._write_report(str(error))
+
+    def table(self, failure: str = "") -> str:
+        """Return the report without the pages of the stages."""
+        return report_text(self.content, self._outputs, failure, has_pages=False)
+
+    def _write_report(self, failure: str = "") -> None:
+        report, name = report_text(self.content, self._outputs, failure), f"{self.run.name}.md"
+        data = report.encode()
+        self.run.store.write_text(report, "runs", name)
+        self.content["report"] = {"path": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        self._write(f"{self.run.name}.json")
+
+    def _write(self, name: str) -> None:
+        self.run.store.write_json(self.content, "runs", name)

@@ -1,0 +1,1 @@
+"""An HTTP server for a model, with OpenAI's API."""

@@ -1,0 +1,169 @@
+"""``textmill serve``: an HTTP server for a model with the completion and chat endpoints of OpenAI's API."""
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from flows.run_record import latest_model
+from flows.server.requests import ApiError, ChatRequest, CompletionRequest, encode_prompts, parse_request
+from flows.server.responses import GenerationResponse
+from lm.common.errors import UserError
+from lm.inference.completion import check_vocabulary
+from lm.inference.scheduler import QueueFull, Scheduler
+from lm.model.transformer import TransformerLM
+from lm.tokenizer.tokenizer import Tokenizer
+from tasks.sample import load_for_inference
+
+_MAX_BODY_BYTES = 1 << 20
+_MAX_WAITING_COMPLETIONS = 256
+_SHUTDOWN_SECONDS = 5  # time for open responses when the server stops
+_CLIENT_CLOSED_REQUEST = 499  # nginx's status code; nobody receives it
+
+
+def build_app(
+    model: TransformerLM,
+    tokenizer: Tokenizer,
+    name: str,
+    max_batch_size: int,
+    max_waiting: int = _MAX_WAITING_COMPLETIONS,
+) -> FastAPI:
+    """Return the web application for ``model``, which clients call ``name``. ``app.state.scheduler`` is its scheduler.
+
+    Raises UserError if the model and the tokenizer do not match.
+    """
+    check_vocabulary(model, tokenizer.size)
+    scheduler = Scheduler(model, max_batch_size, max_waiting)
+    created = int(time.time())
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        scheduler.close()
+
+    app = FastAPI(title="textmill", lifespan=lifespan, openapi_url=None)
+    for error_type in (ApiError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(error_type, _error_response)
+    app.state.scheduler = scheduler
+
+    async def generate(http_request: Request, request_type: type[CompletionRequest] | type[ChatRequest]) -> Response:
+        request = parse_request(request_type, await _read_body(http_request))
+        if request.model is not None and request.model != name:
+            message = f"There is no model {request.model[:80]!r}; this is {name!r}."
+            raise ApiError(404, message, "model", "model_not_found")
+        request.model = name
+        if request.logprobs:
+            raise ApiError(400, "logprobs must be 0, in completions only: alternatives are not available.", "logprobs")
+        prompts = request.prompts()
+        count = len(prompts) * (request.n or 1)
+        if not 0 < count <= scheduler.capacity:
+            raise ApiError(400, f"{count} completions are requested; 1 to {scheduler.capacity} are possible.", "n")
+        ids = await asyncio.to_thread(encode_prompts, prompts, tokenizer)
+        response = GenerationResponse(request, ids, tokenizer, model.config.context_length)
+        choices = {choice.generation: choice for choice in response.choices}
+        try:
+            scheduler.submit(list(choices), lambda generation, error: choices[generation].finish(error))
+        except QueueFull as busy:
+            raise ApiError(429, str(busy)) from None
+        except UserError as error:
+            raise ApiError(400, str(error), "prompt") from None
+        if request.stream:
+            return _EventStream(response, scheduler)
+        return await _wait_for_response(http_request, response, scheduler)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await generate(request, CompletionRequest)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await generate(request, ChatRequest)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        model_json = {"id": name, "object": "model", "created": created, "owned_by": "textmill"}
+        return {"object": "list", "data": [model_json]}
+
+    return app
+
+
+async def _error_response(_: Request, error: Exception) -> Response:
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    if isinstance(error, HTTPException):
+        error = ApiError(error.status_code, error.detail)
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, "The server failed; see its log.")
+    return error.response()
+
+
+async def _read_body(request: Request) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > _MAX_BODY_BYTES:
+            raise ApiError(413, f"The body is longer than {_MAX_BODY_BYTES:,} bytes.")
+    return bytes(body)
+
+
+class _EventStream(StreamingResponse):
+    """Streams events, and cancels the generation if the client disconnects."""
+
+    def __init__(self, response: GenerationResponse, scheduler: Scheduler) -> None:
+        super().__init__(response.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._response, self._scheduler = response, scheduler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            _cancel(self._response, self._scheduler)
+
+
+async def _wait_for_response(request: Request, response: GenerationResponse, scheduler: Scheduler) -> Response:
+    """Wait for the whole response, and cancel the generation if the client disconnects."""
+    body, disconnect = asyncio.ensure_future(response.body()), asyncio.ensure_future(_wait_for_disconnect(request))
+    try:
+        await asyncio.wait({body, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        return JSONResponse(body.result()) if body.done() else Response(status_code=_CLIENT_CLOSED_REQUEST)
+    finally:
+        body.cancel()
+        disconnect.cancel()
+        _cancel(response, scheduler)
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _cancel(response: GenerationResponse, scheduler: Scheduler) -> None:
+    for choice in response.choices:
+        scheduler.cancel(choice.generation)
+
+
+def serve(root: str, host: str, port: int, max_batch_size: int, device: str) -> None:
+    """Serve the model of the latest run under ``root`` until Ctrl-C."""
+    outputs = latest_model(root)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise UserError(f"Cannot listen on {host}, port {port}: {error}. Change --host or --port.") from None
+    with listener, suppress(KeyboardInterrupt):
+        model, tokenizer = load_for_inference(*outputs, device)
+        app = build_app(model, tokenizer, "textmill", max_batch_size)
+        url_host = f"[{host}]" if ":" in host else host
+        url = f"http://{url_host}:{listener.getsockname()[1]}/v1"
+        print(f"Serving on {url} (model: textmill). Ctrl-C stops the server.", flush=True)
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_SECONDS)
+        uvicorn.Server(config).run(sockets=[listener])

@@ -1,0 +1,5 @@
+"""Checkpoints: save and restore a training; import and export the weights of Llama models."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

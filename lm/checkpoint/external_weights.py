@@ -1,0 +1,127 @@
+"""Build a model from the weights of another project: its config fields, tensor names and shards."""
+
+import re
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lm.checkpoint.safe_load import assign_weights, create_empty_model
+from lm.common.errors import UserError
+from lm.common.json_files import read_json
+from lm.model.config import ModelConfig
+from lm.model.transformer import TransformerLM
+
+FieldTable = dict[str, tuple[str, Any]]
+"""External field name → (name in ModelConfig, default). A default of None means: required, a whole number."""
+
+_DERIVED_TENSORS = ("rope.freqs", "rotary_emb.inv_freq")  # in some files, though they follow from the config
+_MAX_NUMBER = 1 << 40  # of a config field
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the fields of a JSON object that are not null. Raises UserError if the file holds anything else."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not a model's config: expected one JSON object.")
+    return {name: value for name, value in content.items() if value is not None}
+
+
+def read_field(path: Path, content: dict[str, Any], name: str, default: int | float | bool | None) -> Any:
+    """Return a config field, or ``default`` if it is absent. Raises UserError for a value of another type."""
+    value: Any = content.get(name, default)
+    if isinstance(default, bool):
+        is_valid, requirement = isinstance(value, bool), "true or false"
+    elif isinstance(default, float):
+        is_valid, requirement = type(value) in (int, float) and 0 <= value < _MAX_NUMBER, "a number of at least 0"
+    else:
+        is_valid, requirement = type(value) is int and 0 < value < _MAX_NUMBER, "a whole number of at least 1"
+    if not is_valid:
+        state = "missing" if value is None else repr(value)
+        raise UserError(f"{path}: {name} is {state}; it must be {requirement}.")
+    return value
+
+
+def read_model_config(path: Path, content: dict[str, Any], table: FieldTable, **options: Any) -> ModelConfig:
+    """Return the config that ``content`` describes by the fields of ``table``; ``options`` are set as given."""
+    options = {ours: read_field(path, content, name, default) for name, (ours, default) in table.items()} | options
+    try:
+        return ModelConfig(**options)
+    except UserError as error:
+        raise UserError(f"{path} describes an unsupported model: {error}") from None
+
+
+def check_fixed_fields(path: Path, content: dict[str, Any], fixed: dict[str, Any]) -> None:
+    """Raise UserError if a field is present with another value than in ``fixed``."""
+    for name, value in fixed.items():
+        if content.get(name, value) != value:
+            raise UserError(
+                f"{path}: {name} {content[name]!r} is not supported; use a model whose {name} is {value!r}."
+            )
+
+
+def assemble_model(
+    config: ModelConfig,
+    shards: Sequence[dict[str, Tensor]],
+    names: dict[str, str],
+    directory: Path,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+) -> TransformerLM:
+    """Build the model of ``config`` from the tensors of ``shards``, and return it in evaluation mode.
+
+    ``names`` maps module names to the external ones; ``dtype`` defaults to that of the files. Each tensor is copied
+    once. Raises UserError if a tensor is missing, unknown or does not fit.
+    """
+    model = create_empty_model(config, sum(map(len, shards)), str(directory))
+    external_names = {name: translate_name(name, names) for name in model.state_dict()}
+    weights = {}
+    for name, expected in model.state_dict().items():
+        parts = collect_parts(shards, external_names[name], directory)
+        weight = _join_parts(parts, expected.shape)
+        if weight is None:
+            shapes = " and ".join(str(tuple(part.shape)) for part in parts)
+            raise UserError(
+                f"{directory}: {external_names[name]} has the shape {shapes}; the config requires "
+                f"{tuple(expected.shape)} as one tensor, in equal copies or in equal pieces. Use all files of one "
+                "model, with its own config."
+            )
+        weights[name] = weight.to(device, dtype, copy=True)  # a copy does not depend on the memory-mapped file
+    known = set(external_names.values())
+    if unknown := [name for name in chain(*shards) if name not in known and not name.endswith(_DERIVED_TENSORS)]:
+        raise UserError(f"{directory} has {unknown[0]}, which no Llama of its config has; use the weights' own config.")
+    assign_weights(model, weights, str(directory), device)
+    return model.eval()
+
+
+def translate_name(name: str, names: dict[str, str]) -> str:
+    """Replace the module names in a tensor's name, e.g. in ``layers.0.attn.q_proj.weight``; the first match wins."""
+    return re.sub(rf"\b({'|'.join(map(re.escape, names))})\b", lambda match: names[match[0]], name)
+
+
+def collect_parts(shards: Sequence[dict[str, Tensor]], name: str, directory: Path) -> list[Tensor]:
+    """Return the tensor ``name`` of each shard, not joined. Raises UserError if one is missing or dtypes differ."""
+    parts = [shard[name] for shard in shards if name in shard]
+    if len(parts) < len(shards):
+        raise UserError(f"{directory} has {name} in {len(parts)} of {len(shards)} files; use all files of one model.")
+    if bad := [part.dtype for part in parts if part.dtype not in _DTYPES or part.dtype != parts[0].dtype]:
+        raise UserError(f"{directory}: {name} is {bad[0]}; it must be floating-point, and the same in all files.")
+    return parts
+
+
+def _join_parts(parts: list[Tensor], shape: torch.Size) -> Tensor | None:
+    """Return the tensor of ``shape`` whose equal copies or equal pieces ``parts`` are; None if they are neither.
+
+    The dimension of the cut follows from the shapes: for the embedding it differs between versions of Meta's code.
+    """
+    if all(part.shape == shape for part in parts):
+        return parts[0] if all(part.equal(parts[0]) for part in parts[1:]) else None
+    for dim, size in enumerate(shape):
+        piece_shape = (*shape[:dim], size // len(parts), *shape[dim + 1 :])
+        if size % len(parts) == 0 and all(part.shape == piece_shape for part in parts):
+            return torch.cat(parts, dim)
+    return None

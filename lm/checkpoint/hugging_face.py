@@ -1,0 +1,184 @@
+"""Load and save weights in the files of Hugging Face's Llama."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lm.checkpoint.atomic_dir import atomic_directory
+from lm.checkpoint.external_weights import (
+    FieldTable,
+    assemble_model,
+    check_fixed_fields,
+    read_json_object,
+    read_model_config,
+    translate_name,
+)
+from lm.checkpoint.safe_load import read_safetensors
+from lm.common.errors import UserError
+from lm.model.config import ModelConfig
+from lm.model.transformer import TransformerLM
+from lm.text.pretokenize import END_OF_TEXT
+from lm.tokenizer.tokenizer import Tokenizer
+
+_MODULE_NAMES = {  # ours → Hugging Face's
+    "layers": "model.layers",
+    "token_embeddings": "model.embed_tokens",
+    "attn.output_proj": "self_attn.o_proj",
+    "attn": "self_attn",
+    "ffn.w1": "mlp.gate_proj",
+    "ffn.w2": "mlp.down_proj",
+    "ffn.w3": "mlp.up_proj",
+    "ln1": "input_layernorm",
+    "ln2": "post_attention_layernorm",
+    "ln_final": "model.norm",
+}
+_FIELDS: FieldTable = {
+    "hidden_size": ("d_model", None),
+    "num_hidden_layers": ("num_layers", None),
+    "num_attention_heads": ("num_heads", None),
+    "num_key_value_heads": ("num_kv_heads", None),
+    "intermediate_size": ("d_ff", None),
+    "vocab_size": ("vocab_size", None),
+    "max_position_embeddings": ("context_length", 2048),
+    "rms_norm_eps": ("norm_eps", 1e-6),
+    "rope_theta": ("rope_theta", 10000.0),
+    "tie_word_embeddings": ("tied_embeddings", False),
+}
+_FIXED_FIELDS = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+_FIXED_ROPE_FIELDS = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1}
+_INITIAL_OPTIONS = {"zero_init_residual"}  # they decide the initial weights only
+
+
+def load_hugging_face(
+    directory: Path,
+    max_seq_len: int | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> TransformerLM:
+    """Load a Llama from ``config.json`` and safetensors, in one file or several, in evaluation mode.
+
+    ``max_seq_len`` is the context length, by default ``max_position_embeddings``. ``dtype`` defaults to that of the
+    files. Raises UserError if a file, a field or a tensor is missing, unknown, damaged or does not fit the others, and
+    for unsupported features: biases, scaled rotary positions, wider heads.
+    """
+    path = directory / "config.json"
+    content = {"model_type": "unknown"} | read_json_object(path)
+    for name in ("rope_parameters", "rope_scaling"):  # transformers 5 and 4
+        rope = content.get(name, {})
+        if not isinstance(rope, dict):
+            raise UserError(f"{path}: {name} is {rope!r}; it must be an object or null.")
+        content |= rope
+    check_fixed_fields(path, content, _FIXED_FIELDS | _FIXED_ROPE_FIELDS)
+    options = {} if max_seq_len is None else {"context_length": max_seq_len}
+    content = {"num_key_value_heads": content.get("num_attention_heads")} | content
+    config = read_model_config(path, content, _FIELDS, **options)
+    check_fixed_fields(path, content, {"head_dim": config.head_dim})
+    tensors = _read_all_safetensors(directory)
+    if config.tied_embeddings and "lm_head.weight" in tensors:  # some files store the tied matrix under both names
+        head = tensors.pop("lm_head.weight")
+        if not head.equal(tensors.get("model.embed_tokens.weight", head)):
+            raise UserError(f"{path} ties the embeddings, but the weights have two; set tie_word_embeddings to false.")
+    model = assemble_model(config, [tensors], _MODULE_NAMES, directory, device, dtype)
+    roles = model.parameter_roles()
+    for name, parameter in model.named_parameters():
+        if roles[name] == "query_key":
+            parameter.data = _reorder_rotary_rows(parameter.data, 2, config.head_dim // 2)
+    return model
+
+
+def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Path) -> None:
+    """Write a directory for transformers' ``AutoModelForCausalLM`` and ``AutoTokenizer``, atomically.
+
+    The weights keep the model's dtype. Generation stops at any special token. Raises UserError if ``directory`` is not
+    new or empty, if Llama lacks an option of the model, or if the tokenizer has more ids than the model.
+    """
+    directory = directory.resolve()
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+        raise UserError(f"{directory} already exists; name a new or an empty directory.")
+    config = model.config
+    _check_is_llama(config)
+    if tokenizer.size > (config.vocab_size or 0):
+        raise UserError(
+            f"The tokenizer has {tokenizer.size:,} ids, the model {config.vocab_size:,}; they do not belong together."
+        )
+    roles, weights = model.parameter_roles(), {}
+    for name, weight in model.state_dict().items():
+        if roles[name] == "query_key":
+            weight = _reorder_rotary_rows(weight, config.head_dim // 2, 2)
+        weights[translate_name(name, _MODULE_NAMES)] = weight.cpu().contiguous()
+    end_of_text = END_OF_TEXT if END_OF_TEXT in tokenizer.special_ids else None
+    # Written even if null: the defaults of transformers are ids 1 and 2.
+    special_ids = {
+        "bos_token_id": tokenizer.special_ids.get(END_OF_TEXT),
+        "eos_token_id": [*tokenizer.special_ids.values()] or None,
+    }
+    contents = {
+        "config.json": {
+            "architectures": ["LlamaForCausalLM"],
+            **_FIXED_FIELDS,
+            **{name: getattr(config, ours) for name, (ours, _) in _FIELDS.items()},
+            "num_key_value_heads": config.kv_heads,
+            # For transformers 5; transformers 4 reads the field rope_theta.
+            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+            "torch_dtype": str(model.head_weight.dtype).removeprefix("torch."),
+            **special_ids,
+        },
+        "generation_config.json": special_ids,
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": end_of_text,
+            "eos_token": end_of_text,
+            "model_max_length": config.context_length,
+            "clean_up_tokenization_spaces": False,
+        },
+    }
+    with atomic_directory(directory) as temporary:
+        save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})  # transformers 4 requires it
+        tokenizer.save_tokenizer_json(temporary / "tokenizer.json")
+        for name, content in contents.items():
+            (temporary / name).write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
+
+
+def _check_is_llama(config: ModelConfig) -> None:
+    """Raise UserError if an option that ``config.json`` cannot express differs from its default.
+
+    The defaults describe a Llama, so options that are added later are refused without being listed here.
+    """
+    expressible = {ours for ours, _ in _FIELDS.values()} | _INITIAL_OPTIONS
+    defaults = type(config)()
+    for option in (field.name for field in fields(config) if field.name not in expressible):
+        value, default = getattr(config, option), getattr(defaults, option)
+        if value != default:
+            raise UserError(
+                f"model.{option} {value!r} cannot be exported: Hugging Face's Llama supports only {default!r}; train a "
+                "model with that."
+            )
+
+
+def _read_all_safetensors(directory: Path) -> dict[str, Tensor]:
+    """Return the memory-mapped tensors of ``model.safetensors``, or of the files that its index names."""
+    paths = [directory / "model.safetensors"]
+    index = directory / "model.safetensors.index.json"
+    if not paths[0].exists() and index.exists():
+        files = read_json_object(index).get("weight_map")
+        if not isinstance(files, dict):
+            raise UserError(f"{index} has no weight_map, the file of each tensor.")
+        if outside := [name for name in files.values() if not isinstance(name, str) or Path(name).name != name]:
+            raise UserError(f"{index} names {outside[0]!r}; each file must lie in {directory} itself.")
+        paths = sorted({directory / name for name in files.values()})
+    tensors: dict[str, Tensor] = {}
+    for path in paths:
+        tensors |= read_safetensors(path)
+    return tensors
+
+
+def _reorder_rotary_rows(weight: Tensor, rows: int, columns: int) -> Tensor:
+    """Transpose the rows of each head, seen as a grid (rows, columns), to (columns, rows).
+
+    (2, K/2) turns Hugging Face's order, pairs (i, i + K/2), into adjacent pairs; (K/2, 2) reverses that.
+    """
+    return weight.unflatten(0, (-1, rows, columns)).transpose(1, 2).flatten(0, 2)

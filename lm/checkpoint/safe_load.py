@@ -1,0 +1,124 @@
+"""Load tensors without running code, and put them into models and optimizers after checking that they fit."""
+
+import os
+import pickle  # nosec B403 # only for the exception type that torch raises
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from lm.common.errors import UserError, did_you_mean
+from lm.model.config import ModelConfig
+from lm.model.rope import RotaryEmbedding
+from lm.model.transformer import TransformerLM
+
+PathOrFile = str | os.PathLike[str] | IO[bytes]
+
+
+def save_tensors(state: dict[str, Any], path: Path) -> None:
+    """Write ``state`` with ``torch.save``. Raises OSError if the disk is full or read-only."""
+    with path.open("wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # torch's zip writer hides the OSError
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+
+
+def read_tensors(src: PathOrFile, mmap: bool = False) -> Any:
+    """Read a file of ``torch.save`` to the CPU without running code. With ``mmap``, tensors are read on first use.
+
+    Raises UserError if the file is missing, damaged, or holds anything but tensors and plain data.
+    """
+    try:
+        return torch.load(src, map_location="cpu", weights_only=True, mmap=mmap)
+    except FileNotFoundError:
+        raise UserError(f"The checkpoint {src} does not exist.") from None
+    except pickle.UnpicklingError:  # torch's message suggests weights_only=False, which would run the code
+        raise UserError(
+            f"The checkpoint {src} is damaged or not a checkpoint: it holds objects that are not tensors or plain data "
+            "and could run code. It was not read; save it again with tensors only."
+        ) from None
+    except Exception as error:  # torch raises many types for a damaged file
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"The checkpoint {src} is damaged or not a checkpoint: {reason}") from None
+
+
+def read_safetensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+    """Return the memory-mapped tensors of a safetensors file. Raises UserError if it is missing or damaged."""
+    try:
+        return load_file(path, device=str(device))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read: {error}. It must be a complete safetensors file.") from None
+
+
+def is_state_dict(value: Any) -> bool:
+    """Return whether ``value`` is a dict of plain tensors by name."""
+    return isinstance(value, dict) and all(isinstance(name, str) and is_plain_tensor(value[name]) for name in value)
+
+
+def is_plain_tensor(value: Any) -> bool:
+    """Return whether ``value`` is a dense tensor with its data in memory: not sparse, quantized or on ``meta``."""
+    is_strided = isinstance(value, Tensor) and value.layout == torch.strided
+    return is_strided and not value.is_meta and not value.is_quantized
+
+
+def load_weights(model: nn.Module, weights: Any, name: str, assign: bool = False) -> None:
+    """Load the state dict ``weights`` into ``model``; with ``assign``, the tensors become the parameters.
+
+    Raises UserError with ``name`` and the first missing, unknown or misfitting parameter, before anything is loaded.
+    """
+    if not is_state_dict(weights):
+        raise UserError(f"{name} is not a dict of plain tensors by parameter name; save it again as a state dict.")
+    expected = model.state_dict()
+    for key, tensor in expected.items():
+        if key not in weights:
+            raise UserError(f"{name} has no {key}{did_you_mean(key, weights)}; it belongs to another model config.")
+        if weights[key].shape != tensor.shape:
+            raise UserError(
+                f"{name} does not fit the model: {key} is {tuple(weights[key].shape)}, "
+                f"the config requires {tuple(tensor.shape)}."
+            )
+        if weights[key].is_floating_point() != tensor.is_floating_point():
+            raise UserError(f"{name} does not fit the model: {key} is {weights[key].dtype}, not {tensor.dtype}.")
+    if unknown := weights.keys() - expected.keys():
+        raise UserError(f"{name} has {min(unknown)}, which the model config does not know.")
+    model.load_state_dict(weights, assign=assign)
+
+
+def create_empty_model(config: ModelConfig, num_tensors: int, name: str) -> TransformerLM:
+    """Create a model on the ``meta`` device, for :func:`assign_weights`.
+
+    Raises UserError if ``num_tensors`` are too few or a shape is impossible: ``config`` may be from a hostile file.
+    """
+    if config.num_layers > num_tensors:
+        raise UserError(f"{name} has {num_tensors} tensors, too few for the {config.num_layers} layers of its config.")
+    try:
+        return TransformerLM(config, device="meta")
+    except (RuntimeError, TypeError, OverflowError) as error:  # torch's types for an impossible size
+        raise UserError(f"{name} describes a model that cannot be created: {error}") from None
+
+
+def assign_weights(model: TransformerLM, weights: dict[str, Tensor], name: str, device: str | torch.device) -> None:
+    """Make ``weights`` the parameters of an empty model. Raises UserError as :func:`load_weights` does."""
+    load_weights(model, weights, name, assign=True)
+    if model.rope is not None:  # all blocks share this module
+        config = model.config
+        rope = RotaryEmbedding(config.rope_theta, config.head_dim, config.context_length, device)
+        model.rope.cos, model.rope.sin = rope.cos, rope.sin
+
+
+def load_optimizer_states(optimizers: list[torch.optim.Optimizer], states: list[dict[str, Any]], name: str) -> None:
+    """Load a state dict into each optimizer. Raises UserError if one does not fit its optimizer."""
+    try:
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+            for parameter, parameter_state in optimizer.state.items():
+                for key, value in parameter_state.items():
+                    if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
+                        shapes = f"{tuple(value.shape)} for a parameter of {tuple(parameter.shape)}"
+                        raise ValueError(f"{key} is {shapes}")
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        raise UserError(f"{name} belongs to another optimizer config: {error}") from None

@@ -1,0 +1,1 @@
+"""Errors, config validation, checksums, execution settings and devices."""

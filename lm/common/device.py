@@ -1,0 +1,54 @@
+"""Choice of the torch device, and recognition of out-of-memory errors."""
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lm.common.errors import UserError
+
+log = logging.getLogger(__name__)
+
+# RuntimeError messages of torch's CPU allocator, of CUDA libraries (cuBLAS, cuDNN) and of MPS.
+_OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory|ALLOC_FAILED")
+
+
+def choose_device(device: str) -> torch.device:
+    """Return the named device, or for ``auto`` the best one present. Raises UserError if this machine lacks it."""
+    present = ["cpu"]
+    if torch.cuda.is_available():
+        present.append("cuda")
+    if torch.backends.mps.is_available():
+        present.append("mps")
+    try:
+        chosen = torch.device(present[-1] if device == "auto" else device)
+        torch.empty(0, device=chosen)
+    except Exception as error:  # the exception's type depends on the backend
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"The device {device!r} cannot be used; this machine has {', '.join(present)}. ({reason})"
+        ) from None
+    if device == "auto":
+        log.info("Using device %s, chosen from: %s.", chosen, ", ".join(present))
+    return chosen
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether ``error`` means that the device or the host ran out of memory."""
+    if isinstance(error, RuntimeError):
+        return isinstance(error, torch.OutOfMemoryError) or bool(_OUT_OF_MEMORY.search(str(error)))
+    return isinstance(error, MemoryError)
+
+
+@contextmanager
+def explain_out_of_memory(advice: str) -> Iterator[None]:
+    """Convert out-of-memory errors inside the ``with`` block to UserError with ``advice`` and torch's reason."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{advice} ({reason})") from error

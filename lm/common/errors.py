@@ -1,0 +1,33 @@
+"""Exceptions of the whole project."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """A mistake the user can fix. The message names the mistake, its place and the fix; the CLI exits with status 2."""
+
+
+class TransientError(UserError):
+    """A network or server failure. A retry may succeed."""
+
+
+class Stopped(Exception):
+    """The run was told to stop."""
+
+
+class InvalidUtf8Error(UserError):
+    """Text is not valid UTF-8. ``byte`` is the first invalid byte, ``offset`` its position in the text ``name``."""
+
+    def __init__(self, byte: int, offset: int, name: str = "The text") -> None:
+        super().__init__(
+            f"{name} is not UTF-8: byte 0x{byte:02x} at offset {offset:,}. "
+            "Convert the file, or set data.invalid_utf8 to replace."
+        )
+        self.byte, self.offset = byte, offset
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``" (did you mean 'x'?)"`` for the known name most similar to ``name``, or an empty string."""
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""

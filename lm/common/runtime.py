@@ -1,0 +1,49 @@
+"""Execution settings of this machine.
+
+No field here enters a cache key, so that every machine can use the results of every other. Text, counts and tokens do
+not depend on these fields. Trained weights may differ in their last bits, because device, compile, threads, processes
+and activation_checkpointing change the order of floating-point additions.
+"""
+
+import os
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How this machine does the work. A change reruns no stage; trained weights may differ in their last bits."""
+
+    __pydantic_config__ = PYDANTIC_CONFIG
+
+    threads: int | None = bounded_field(None, ge=1)
+    """Threads for parallel stages and for torch. Default: one per CPU core."""
+    device: str = "auto"
+    """Torch device for training: cpu, cuda, mps, or auto for the best one present."""
+    compile: bool = True
+    """Speed up training with torch.compile. Skipped if it fails, or if the run is too short to repay compilation."""
+    processes: int = bounded_field(1, ge=1)
+    """Training processes on this machine, one per GPU. They share the batch: train.batch_size stays the total."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of storing them: less memory, about a third more compute."""
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
+    """Experiment trackers that receive training metrics, in addition to metrics.jsonl. Each must be installed."""
+    max_trainings: int = bounded_field(1, ge=0)
+    """Most trainings at once on this machine, over all runs. Others wait. 0: no limit."""
+    count_memory: int = bounded_field(1024, ge=16)
+    """Memory for pretoken counts, in MiB, over all threads. Counts that need more go to disk in parts."""
+    verify: Literal["changed", "full"] = "changed"
+    """How outputs are verified before use. changed: hash only files whose size, times or inode changed since their last
+    check on this machine. full: hash every file."""
+    log_interval: int = bounded_field(20, ge=1)
+    """Training steps between log lines."""
+
+    def __post_init__(self) -> None:
+        validate_fields(self, "execution")
+
+    @property
+    def workers(self) -> int:
+        """Number of threads: ``threads``, or one per CPU core."""
+        return self.threads or os.cpu_count() or 1

@@ -1,0 +1,76 @@
+"""The torch process group of a training."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lm.common.errors import UserError
+
+RENDEZVOUS_VARIABLE = "TEXTMILL_RENDEZVOUS"  # environment variable: file:// URL of a file that does not exist yet
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[torch.device]:
+    """Join the process group that the environment variables of ``torchrun`` describe; yield the device of this rank.
+
+    Ranks meet through the file that RENDEZVOUS_VARIABLE names, or through torchrun's store. The backend is nccl on
+    GPUs and gloo on CPUs. If WORLD_SIZE is 1 or not set, there is no process group. Raises UserError if a rank has no
+    GPU of its own, or if several ranks are to train on a device other than GPU and CPU.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
+        yield device
+        return
+    if device.type == "cuda":
+        local_rank = int(os.environ["LOCAL_RANK"])
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"Process {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; "
+                "start one process per GPU."
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    elif device.type != "cpu":
+        raise UserError(f"Several processes cannot train on {device}; use cpu or cuda.")
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=os.environ.get(RENDEZVOUS_VARIABLE),  # None: MASTER_ADDR and MASTER_PORT
+        rank=int(os.environ["RANK"]),
+        world_size=world_size,
+    )
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def get_rank() -> int:
+    """Return the rank of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def get_world_size() -> int:
+    """Return the number of processes; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def all_reduce_mean(values: Tensor) -> Tensor:
+    """Average a tensor over all ranks, in place, and return it."""
+    if dist.is_initialized():
+        dist.all_reduce(values)
+        values /= dist.get_world_size()
+    return values
+
+
+def broadcast_from_rank0(value: Any) -> Any:
+    """Return rank 0's ``value`` (plain data) on all ranks."""
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]

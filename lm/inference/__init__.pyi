@@ -1,0 +1,9 @@
+from .completion import complete as complete
+from .completion import stream_text as stream_text
+from .config import SampleConfig as SampleConfig
+from .engine import Engine as Engine
+from .engine import Generation as Generation
+from .engine import generate as generate
+from .llama_api import Llama as Llama
+from .packed import prepare_for_inference as prepare_for_inference
+from .scheduler import Scheduler as Scheduler

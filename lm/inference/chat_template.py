@@ -1,0 +1,84 @@
+"""Chat formats: plain text for models without a format of their own, and the tags of Llama 2's chat models.
+
+The plain format has no special tokens, so a user who types ``Assistant:`` on a new line can imitate the other side:
+
+    System: You are kind.
+    User: Hello!
+    Assistant: Hi.
+    User: How are you?
+    Assistant:
+
+The model's answer ends before the next ``User:`` line.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from typing import Literal, TypedDict
+
+from lm.common.errors import UserError
+from lm.inference.llama_tokenizer import LlamaTokenizer
+
+PLAIN_STOP = "\nUser:"
+LLAMA_TAGS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
+
+
+class Message(TypedDict):
+    """One message of a dialog."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+def render_plain(messages: Sequence[Message]) -> str:
+    """Return the prompt for the answer to ``messages`` in the plain format."""
+    lines = [f"{message['role'].capitalize()}: {message['content'].strip()}\n" for message in messages]
+    return "".join(lines) + "Assistant:"
+
+
+class PlainAnswer:
+    """Collects an answer in the plain format, without the white space after ``Assistant:``."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def add(self, piece: str) -> str:
+        """Append a piece of the model's output, and return its part of the answer."""
+        piece = piece if self.text else piece.lstrip()
+        self.text += piece
+        return piece
+
+
+def encode_llama_dialog(
+    tokenizer: LlamaTokenizer, dialog: Sequence[Message], default_system: str | None = None, name: str = "The dialog"
+) -> list[int] | None:
+    """Return the prompt's ids for the answer to ``dialog`` in the format of Llama 2's chat models.
+
+    The system message, or else ``default_system``, becomes a part of the first user message. Returns None if a message
+    holds one of ``LLAMA_TAGS``, which could imitate the format. Raises UserError unless each message has a content and
+    the roles are system (optional), user, assistant, user, …, user; the error calls the dialog ``name``.
+    """
+    for index, message in enumerate(dialog):
+        if not (isinstance(message, Mapping) and isinstance(message.get("content"), str)):
+            raise UserError(f"{name}: message {index} has no content; it must be an object with a role and a text.")
+    turns, system = list(dialog), default_system
+    if turns and turns[0].get("role") == "system":
+        system = turns.pop(0)["content"]
+    start = len(dialog) - len(turns)
+    for index, (message, role) in enumerate(zip(turns, cycle(("user", "assistant")), strict=False), start):
+        if message.get("role") != role:
+            raise UserError(
+                f"{name}: message {index} has the role {message.get('role')!r}, not {role!r}; the roles must be system "
+                "(optional), user, assistant, user and so on."
+            )
+    if len(turns) % 2 == 0:
+        raise UserError(f"{name} lacks message {len(dialog)}, from the user, to be answered.")
+    contents = [message["content"] for message in turns]
+    if any(tag in content for tag in LLAMA_TAGS for content in (*contents, system or "")):
+        return None
+    if system is not None:
+        contents[0] = f"<<SYS>>\n{system}\n<</SYS>>\n\n{contents[0]}"
+    contents = [content.strip() for content in contents]
+    ids = []
+    for question, answer in zip(contents[::2], contents[1::2], strict=False):
+        ids += tokenizer.encode(f"[INST] {question} [/INST] {answer} ", bos=True, eos=True)
+    return ids + tokenizer.encode(f"[INST] {contents[-1]} [/INST]", bos=True, eos=False)

@@ -1,0 +1,136 @@
+"""Completion of text prompts by a model and its tokenizer."""
+
+import codecs
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from lm.common.errors import UserError
+from lm.inference.config import SampleConfig
+from lm.inference.engine import Generation, generate, stream
+from lm.model.transformer import TransformerLM
+from lm.text.pretokenize import END_OF_TEXT
+from lm.tokenizer.tokenizer import Tokenizer
+
+
+class Completion(NamedTuple):
+    """The text that a model adds to a prompt."""
+
+    prompt: str
+    text: str
+    num_tokens: int
+    """Tokens sampled, including those of a stop text."""
+
+
+class TextStream:
+    """Decodes ids one by one into whole characters, up to the first of ``stops``. Holds back possible starts of one."""
+
+    def __init__(self, token_bytes: Mapping[int, bytes], stops: Sequence[str] = ()) -> None:
+        self._token_bytes = token_bytes
+        self._stops = [stop for stop in stops if stop]
+        self._max_stop_length = max(map(len, self._stops), default=0)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self.is_stopped = False
+
+    def add(self, token_id: int) -> str:
+        """Return the text that is certain now. An id without bytes, such as a special one, ends a partial character."""
+        token = self._token_bytes[token_id]
+        return self._release(self._decoder.decode(token, final=not token))
+
+    def finish(self) -> str:
+        """Return the rest, after the last id. A partial character becomes U+FFFD."""
+        rest = self._release(self._decoder.decode(b"", final=True)) + self._held
+        self._held = ""
+        return rest
+
+    def _release(self, new_text: str) -> str:
+        if self.is_stopped:
+            return ""
+        text = self._held + new_text
+        if matches := [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]:
+            self.is_stopped, self._held = True, ""
+            return text[: min(matches)[1]]
+        starts = range(max(0, len(text) - self._max_stop_length + 1), len(text))
+        end = next((i for i in starts if any(stop.startswith(text[i:]) for stop in self._stops)), len(text))
+        self._held = text[end:]
+        return text[:end]
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Return the ids of a user's prompt; special tokens in it are plain text.
+
+    An empty prompt becomes ``<|endoftext|>``, if the tokenizer has it: the model starts a new document.
+    """
+    ids = tokenizer.encode(prompt, allowed_special=())
+    if not ids and END_OF_TEXT in tokenizer.special_ids:
+        return [tokenizer.special_ids[END_OF_TEXT]]
+    return ids
+
+
+def check_vocabulary(model: TransformerLM, vocab_size: int) -> None:
+    """Raise UserError unless the model has ``vocab_size`` ids, the number of its tokenizer."""
+    if model.config.vocab_size != vocab_size:
+        raise UserError(
+            f"The model has a vocabulary of {model.config.vocab_size:,}, the tokenizer {vocab_size:,}; "
+            "they do not belong together."
+        )
+
+
+def create_text_generation(
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    config: SampleConfig,
+    seed: int,
+    on_text: Callable[[str], None],
+    wants_logprobs: bool = False,
+) -> tuple[Generation, TextStream]:
+    """Create a generation, to be submitted to an engine, that calls ``on_text`` with each new piece of text.
+
+    Text that may be a part of a character or of a stop text is held back until the next tokens decide. The stream's
+    ``finish`` returns what is held back at the end. The generation ends at a special token or at a text in
+    ``config.stop``.
+    """
+    text = TextStream(tokenizer.vocab, config.stop)
+
+    def on_token(token_id: int) -> bool:
+        on_text(text.add(token_id))
+        return text.is_stopped
+
+    stop_ids = frozenset(tokenizer.special_ids.values())
+    return Generation(prompt, config.max_new_tokens, config, stop_ids, seed, wants_logprobs, on_token), text
+
+
+def complete(
+    model: TransformerLM, tokenizer: Tokenizer, config: SampleConfig, max_batch_size: int = 64
+) -> list[Completion]:
+    """Complete each of ``config.prompts`` ``config.samples`` times, ``max_batch_size`` samples at once.
+
+    Each completion ends before a special token or a text of ``config.stop``. Raises UserError if the model and the
+    tokenizer do not belong together.
+    """
+    check_vocabulary(model, tokenizer.size)
+    prompts = [prompt for prompt in config.prompts for _ in range(config.samples)]
+    pieces: list[list[str]] = [[] for _ in prompts]
+    runs = [
+        create_text_generation(
+            tokenizer, encode_prompt(tokenizer, prompt), config, config.seed + index, pieces[index].append
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    generate(model, [generation for generation, _ in runs], max_batch_size)
+    return [
+        Completion(prompt, "".join(parts) + text.finish(), len(generation.ids))
+        for prompt, parts, (generation, text) in zip(prompts, pieces, runs, strict=True)
+    ]
+
+
+def stream_text(model: TransformerLM, tokenizer: Tokenizer, prompt: str, config: SampleConfig) -> Iterator[str]:
+    """Yield the text of :func:`complete` for one prompt, piece by piece."""
+    check_vocabulary(model, tokenizer.size)
+    pieces: list[str] = []
+    ids = encode_prompt(tokenizer, prompt)
+    generation, text = create_text_generation(tokenizer, ids, config, config.seed, pieces.append)
+    for _ in stream(model, generation):
+        yield from filter(None, pieces)
+        pieces.clear()
+    yield text.finish()

@@ -1,0 +1,37 @@
+"""Configuration of sampling. It does not import torch, so that the command line starts fast."""
+
+import math
+from dataclasses import dataclass, field
+
+from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """How tokens are sampled, and the prompts to continue."""
+
+    __pydantic_config__ = PYDANTIC_CONFIG
+
+    temperature: float = bounded_field(0.8, ge=0, lt=math.inf)
+    """Divides the logits. Lower values are more predictable; 0 always takes the most likely token."""
+    top_k: int = bounded_field(0, ge=0)
+    """Samples from this many most likely tokens; 0 for all."""
+    top_p: float = bounded_field(0.95, ge=0, le=1)
+    """Samples from the smallest set of most likely tokens with at least this total probability; 1 for all."""
+    min_p: float = bounded_field(0.0, ge=0, le=1)
+    """Samples from tokens with at least this fraction of the most likely token's probability; 0 for all."""
+    repetition_penalty: float = bounded_field(1.0, gt=0, lt=math.inf)
+    """Above 1 makes tokens of the text so far less likely: positive logits are divided by it, negative multiplied."""
+    prompts: list[str] = field(default_factory=lambda: ["Once upon a time", "One day", "The little"])
+    """Texts to continue. Special tokens in them are plain text."""
+    max_new_tokens: int = bounded_field(200, ge=0)
+    """Maximum number of tokens to add to a prompt."""
+    stop: list[str] = field(default_factory=list)
+    """A sample ends before the first of these texts."""
+    samples: int = bounded_field(1, ge=1)
+    """Samples of each prompt."""
+    seed: int = 0
+    """Random seed. Sample i, counted over all prompts, has seed + i."""
+
+    def __post_init__(self) -> None:
+        validate_fields(self, "sample")

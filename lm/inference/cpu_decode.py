@@ -1,0 +1,89 @@
+"""Torch interface of the CPU kernels for a decoding step (:mod:`lm.kernels.decode_step`)."""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lm.inference.kv_cache import CachedAttention
+from lm.kernels import decode_step as kernels
+from lm.kernels.decode_step import AttentionLayer, KVCache, Stored
+from lm.kernels.jit import log_compilation
+from lm.model.attention import MultiHeadSelfAttention
+from lm.model.norm import RMSNorm
+
+_MIN_BYTES_FOR_THREADS = 1 << 24  # of a layer's keys and values; below, waking threads takes longer than it saves
+
+
+def _flat_array(x: Tensor) -> Stored:
+    """Return a view of a tensor as a flat array: float32, or uint16 for bfloat16."""
+    array: Stored = (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).reshape(-1).numpy()
+    return array
+
+
+class NormKernel:
+    """:class:`lm.model.norm.RMSNorm` for few rows."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        self._weight, self._eps = _flat_array(norm.weight.detach()), norm.eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., D) → the same shape and dtype."""
+        out = torch.empty(x.shape, dtype=x.dtype)
+        kernels.normalize(_flat_array(x), self._weight, self._eps, _flat_array(out))
+        return out
+
+
+class AttentionKernel:
+    """QK-norm, rotary positions and cached attention for one new token a row.
+
+    It replaces the part of a :class:`lm.model.attention.MultiHeadSelfAttention` between the projections.
+    """
+
+    def __init__(self, attention: MultiHeadSelfAttention) -> None:
+        weight, width = attention.q_proj.weight.detach(), attention.d_k
+        norms = [norm for norm in (attention.q_norm, attention.k_norm) if isinstance(norm, RMSNorm)]
+        rope, empty = attention.rope, torch.empty(0)
+        self._layer = AttentionLayer(
+            heads=len(weight) // width,
+            kv_heads=len(attention.k_proj.weight) // width,
+            width=width,
+            norm_weights=_flat_array(torch.cat([norm.weight.detach() for norm in norms]) if norms else weight[:0]),
+            eps=norms[0].eps if norms else 0.0,
+            cos=_flat_array(rope.cos if rope else empty),
+            sin=_flat_array(rope.sin if rope else empty),
+        )
+
+    def __call__(self, qkv: Tensor, cached: CachedAttention) -> Tensor:
+        """Queries, keys and values (B, 1, (H + 2 kv heads) K) → (B, 1, H K). The keys and values enter the cache."""
+        rows, kv_heads, width = len(qkv), self._layer.kv_heads, self._layer.width
+        out = torch.empty((rows, 1, self._layer.heads * width), dtype=qkv.dtype)
+        positions, length = cached.positions.numpy(), cached.keys.shape[2]
+        kv_cache = KVCache(_flat_array(cached.keys), _flat_array(cached.values), length, positions)
+        bytes_read = 2 * rows * kv_heads * cached.max_position * width * qkv.itemsize
+        threads = torch.get_num_threads() if bytes_read > _MIN_BYTES_FOR_THREADS else 1
+        bounds = [rows * kv_heads * part // threads for part in range(threads + 1)]
+        scratch = np.empty((threads, 2 * width + cached.max_position + 4), np.float32)
+        parts = zip(bounds, bounds[1:], scratch, strict=False)
+        jobs = [(self._layer, kv_cache, _flat_array(qkv), *part, _flat_array(out)) for part in parts]
+        futures = [_thread_pool().submit(kernels.attend, *job) for job in jobs[1:]]  # type: ignore[arg-type]
+        kernels.attend(*jobs[0])
+        for future in futures:
+            future.result()
+        return out
+
+
+@cache
+def _thread_pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1))
+
+
+def compile_kernels(dtype: torch.dtype) -> None:
+    """Compile the kernels for tensors of ``dtype``, and log it."""
+    with log_compilation(f"{str(dtype).removeprefix('torch.')} decoding"):
+        zeros = torch.zeros(1, 1, 2, 2, dtype=dtype)
+        NormKernel(RMSNorm(2, dtype=dtype))(zeros)
+        attention = AttentionKernel(MultiHeadSelfAttention(2, 1, dtype=dtype))
+        attention(torch.zeros(1, 1, 6, dtype=dtype), CachedAttention(zeros, zeros, torch.tensor([0]), 0))

@@ -1,0 +1,234 @@
+"""Batched generation of token ids with a KV cache; each sequence has settings of its own.
+
+Prompts are prefilled whole, then each decoding step adds a token to every sequence. Sequences join and leave the batch
+between steps. Sources: CS336 assignment 1 (section 6); Touvron et al. 2023 (Llama 2); Yu et al. 2022 (Orca: continuous
+batching).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lm.common.errors import UserError
+from lm.inference.config import SampleConfig
+from lm.inference.cuda_graphs import DecodeGraphs
+from lm.inference.kv_cache import KVCache, decode_step
+from lm.inference.sampler import Sampler, log_probabilities
+from lm.model.transformer import TransformerLM
+
+_MAX_LOGITS = 1 << 24  # numbers at a time for the log-probabilities of a prompt
+
+
+@dataclass(eq=False)
+class Generation:
+    """A request to continue a prompt, and its result so far."""
+
+    prompt: Sequence[int]
+    """At least one id."""
+    max_new_tokens: int
+    sampling: SampleConfig = field(default_factory=SampleConfig)
+    stop_ids: frozenset[int] = frozenset()
+    """Each of these ids ends the generation and is not part of the result."""
+    seed: int = 0
+    wants_logprobs: bool = False
+    """Whether ``prompt_logprobs`` and ``logprobs`` are computed."""
+    on_token: Callable[[int], bool] = lambda token_id: False
+    """Called with each new id; True ends the generation after it."""
+    ids: list[int] = field(default_factory=list)
+    """The new ids."""
+    logprobs: list[float] = field(default_factory=list)
+    """Log-probability, in nats, of each of ``ids`` under the model."""
+    prompt_logprobs: list[float] = field(default_factory=list)
+    """Log-probabilities of the prompt's ids, except the first."""
+    finish_reason: Literal["stop", "length"] | None = None
+    """``stop``: a stop id, ``on_token`` or a cancellation. ``length``: ``max_new_tokens``. None: unfinished."""
+
+    def __post_init__(self) -> None:
+        self._random = torch.Generator().manual_seed(self.seed % (1 << 63))
+
+    def next_uniform(self) -> float:
+        """Return a random number in (0, 1] that depends on the seed and the number of calls only, not on the batch."""
+        return 1.0 - float(torch.rand(1, generator=self._random))
+
+    def append(self, token_id: int, logprob: float | None) -> None:
+        """Add a new id, and set ``finish_reason`` if it is the last one."""
+        if token_id in self.stop_ids:
+            self.finish_reason = "stop"
+            return
+        self.ids.append(token_id)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+        if self.on_token(token_id):
+            self.finish_reason = "stop"
+        elif len(self.ids) >= self.max_new_tokens:
+            self.finish_reason = "length"
+
+
+class Engine:
+    """Runs up to ``max_batch_size`` generations at once with one model.
+
+    A sequence longer than ``max_seq_len`` tokens, by default the model's context, continues from its last
+    ``max_seq_len`` tokens, which are recomputed for every new token.
+    """
+
+    def __init__(self, model: TransformerLM, max_batch_size: int, max_seq_len: int | None = None) -> None:
+        parameter = next(model.parameters())
+        self.model, self.device = model, parameter.device
+        self.max_batch_size = max_batch_size
+        self.max_seq_len = min(max_seq_len or model.config.context_length, model.config.context_length)
+        self.active: list[Generation] = []  # the index here is the row of the cache
+        self._cache = KVCache(model.config, max_batch_size, self.max_seq_len, self.device, parameter.dtype)
+        self._decode_step: Callable[[Tensor, int], Tensor] = partial(decode_step, model, self._cache)
+        if self.device.type == "cuda":
+            self._decode_step = DecodeGraphs(model, self._cache)
+        self._sampler: Sampler | None = None  # of the active generations
+        self._seen: Tensor | None = None  # (rows, V): the tokens so far, for the repetition penalty
+
+    def check_prompt(self, generation: Generation) -> None:
+        """Raise UserError if the prompt is empty or holds ids outside the model's vocabulary."""
+        vocab_size = self.model.config.vocab_size or 0
+        if not generation.prompt:
+            raise UserError("The prompt is empty; give at least one token, such as the end-of-text token.")
+        if bad := [token_id for token_id in generation.prompt if not 0 <= token_id < vocab_size]:
+            raise UserError(f"The prompt holds token id {bad[0]}, outside the model's vocabulary of {vocab_size:,}.")
+
+    @torch.inference_mode()
+    def add(self, generations: Sequence[Generation]) -> None:
+        """Prefill the prompts and sample the first token of each.
+
+        Raises UserError for a bad prompt, before any is added, and ValueError if there are too few free rows.
+        """
+        for generation in generations:
+            self.check_prompt(generation)
+        self._remove_finished()
+        if not generations:
+            return
+        first = len(self.active)
+        if first + len(generations) > self.max_batch_size:
+            raise ValueError(f"{first} + {len(generations)} sequences are more than {self.max_batch_size}")
+        self.active += generations
+        for row, generation in enumerate(generations, start=first):
+            if generation.max_new_tokens == 0:
+                generation.finish_reason = "length"
+            if generation.sampling.repetition_penalty != 1:
+                if self._seen is None:
+                    shape = (self.max_batch_size, self.model.config.vocab_size or 0)
+                    self._seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
+                self._seen[row] = False
+                self._seen[row, list(generation.prompt)] = True
+        logits = self._prefill(list(range(first, len(self.active))))
+        self._sample(logits, first, Sampler([generation.sampling for generation in generations], self.device))
+        self._sampler = None
+        self._remove_finished()
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Sample the next token of every active generation, and remove those that finish."""
+        self._remove_finished()
+        if not self.active:
+            return
+        lengths = [len(generation.prompt) + len(generation.ids) for generation in self.active]
+        overlong_rows = [row for row, length in enumerate(lengths) if length > self.max_seq_len]
+        if len(overlong_rows) == len(self.active):
+            logits = self._prefill(overlong_rows)
+        else:
+            last_ids = [generation.ids[-1] for generation in self.active]
+            positions = [min(length, self.max_seq_len) - 1 for length in lengths]
+            logits = self._decode_step(torch.tensor([last_ids, positions], device=self.device), max(positions))
+            if overlong_rows:
+                logits[overlong_rows] = self._prefill(overlong_rows)
+        if self._sampler is None:
+            self._sampler = Sampler([generation.sampling for generation in self.active], self.device)
+        self._sample(logits, 0, self._sampler)
+        self._remove_finished()
+
+    def _remove_finished(self) -> None:
+        """Remove finished generations. The last row moves into the place of each."""
+        for row in reversed(range(len(self.active))):
+            if self.active[row].finish_reason:
+                self._sampler = None
+                last = self.active.pop()
+                if row < len(self.active):
+                    self.active[row] = last
+                    self._cache.copy_rows([len(self.active)], [row])
+                    if self._seen is not None:
+                        self._seen[row] = self._seen[len(self.active)]
+
+    def _prefill(self, rows: list[int]) -> Tensor:
+        """Compute whole sequences, equal ones once, and return the logits (rows, V) of their next tokens."""
+        sequences = [(*self.active[row].prompt, *self.active[row].ids)[-self.max_seq_len :] for row in rows]
+        index_of = {tokens: index for index, tokens in enumerate(dict.fromkeys(sequences))}
+        computed_rows = [rows[sequences.index(tokens)] for tokens in index_of]
+        longest = max(map(len, index_of))
+        ids = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in index_of], device=self.device)
+        attention = self._cache.prefill_attention(torch.tensor(computed_rows, device=self.device))
+        hidden = self.model.hidden_states(ids, None, attention)
+        indices = [index_of[tokens] for tokens in sequences]
+        for row, index, tokens in zip(rows, indices, sequences, strict=True):
+            if self.active[row].wants_logprobs and not self.active[row].ids:
+                self._score_prompt(self.active[row], hidden[index, : len(tokens) - 1], tokens)
+        if len(computed_rows) < len(rows):
+            self._cache.copy_rows([computed_rows[index] for index in indices], rows)
+        last_positions = [len(tokens) - 1 for tokens in index_of]
+        return self.model.logits(hidden[range(len(last_positions)), last_positions])[indices]
+
+    def _score_prompt(self, generation: Generation, hidden: Tensor, tokens: Sequence[int]) -> None:
+        """Set the prompt's log-probabilities, from the hidden states (T - 1, D) before each id except the first."""
+        targets = torch.tensor(tokens[1:], device=self.device)
+        chunk_size = max(1, _MAX_LOGITS // (self.model.config.vocab_size or 1))
+        for chunk, chunk_targets in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):
+            generation.prompt_logprobs += log_probabilities(self.model.logits(chunk), chunk_targets).tolist()
+
+    def _sample(self, logits: Tensor, first: int, sampler: Sampler) -> None:
+        """Sample from ``logits`` (rows, V) for the active generations from index ``first`` on."""
+        logits = logits.float()  # argmax and max are slow in bfloat16
+        generations = self.active[first : first + len(logits)]
+        uniform = torch.tensor([generation.next_uniform() for generation in generations], device=self.device)
+        seen = self._seen[first : first + len(logits)] if self._seen is not None and sampler.has_penalty else None
+        ids = sampler.sample(logits, uniform, seen)
+        logprobs: list[float | None] = [None] * len(generations)
+        if any(generation.wants_logprobs for generation in generations):
+            logprobs = [*log_probabilities(logits, ids).tolist()]
+        for row, (generation, token_id, logprob) in enumerate(zip(generations, ids.tolist(), logprobs, strict=True)):
+            if not generation.finish_reason:
+                generation.append(token_id, logprob if generation.wants_logprobs else None)
+                if seen is not None:
+                    seen[row, token_id] = True
+
+
+def generate(model: TransformerLM, generations: Sequence[Generation], max_batch_size: int | None = None) -> None:
+    """Run all ``generations`` to their end, ``max_batch_size`` at once (default: all).
+
+    Raises UserError for a bad prompt, before anything is computed.
+    """
+    engine = Engine(model, min(max_batch_size or len(generations), len(generations)), _max_length(generations))
+    for generation in generations:
+        engine.check_prompt(generation)
+    waiting = list(generations)
+    while waiting or engine.active:
+        if free_rows := engine.max_batch_size - len(engine.active):
+            engine.add(waiting[:free_rows])
+            del waiting[:free_rows]
+        engine.step()
+
+
+def stream(model: TransformerLM, generation: Generation) -> Iterator[int]:
+    """Yield the new ids of one generation as they are sampled."""
+    engine = Engine(model, 1, _max_length([generation]))
+    engine.add([generation])
+    count = 0
+    while True:
+        yield from generation.ids[count:]
+        count = len(generation.ids)
+        if generation.finish_reason:
+            return
+        engine.step()
+
+
+def _max_length(generations: Sequence[Generation]) -> int:
+    """Return the length in tokens that the cache needs, often far below the model's context."""
+    return max((len(generation.prompt) + generation.max_new_tokens for generation in generations), default=1)

@@ -1,0 +1,123 @@
+"""Prepare a model for generation: pack its weights so that products with few rows are fast on CPUs.
+
+A decoding step reads every weight once, so memory bandwidth limits its speed. On CPUs torch's product of a matrix and
+few rows reaches half of the bandwidth; oneDNN's, with weights in its own memory layout, reaches nearly all of it.
+Larger matrices are faster, so matrices with the same input are concatenated.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lm.inference.cpu_decode import AttentionKernel, NormKernel, compile_kernels
+from lm.inference.kv_cache import CachedAttention
+from lm.model.attention import AttentionFunction, MultiHeadSelfAttention
+from lm.model.feed_forward import SwiGLU
+from lm.model.linear import Embedding, Linear
+from lm.model.norm import RMSNorm
+from lm.model.ops.causal_attention import causal_attention
+from lm.model.transformer import TransformerLM
+
+_MAX_KERNEL_NUMEL = 1 << 16  # larger tensors are faster with torch's operators
+_EXPECTED_ROWS = 8  # oneDNN's hint for the layout; with 1 it keeps the slower plain layout for float32
+
+
+class PackedLinear(nn.Module):
+    """The product with the concatenated weights of one or several layers, in oneDNN's layout."""
+
+    def __init__(self, *layers: Linear | Embedding) -> None:
+        super().__init__()
+        self.sizes = [len(layer.weight) for layer in layers]
+        weight = torch.cat([layer.weight.detach() for layer in layers])
+        # In a list and so not a parameter: other operators cannot read this layout.
+        self._packed = [torch.ops.mkldnn._reorder_linear_weight(weight, _EXPECTED_ROWS)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) → (..., out_features)."""
+        rows = x.flatten(0, -2)
+        padding = count_padding_rows(len(rows))
+        padded = F.pad(rows, (0, 0, 0, padding)) if padding else rows
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(padded, self._packed[0], None, "none", [], "")
+        return out[: len(rows)].unflatten(0, x.shape[:-1])
+
+
+def count_padding_rows(rows: int) -> int:
+    """Return the rows to add, so that only eight sizes occur per power of two: oneDNN caches megabytes per size."""
+    return -rows % (1 << max(0, (rows - 1).bit_length() - 4))
+
+
+class _PackedAttention(MultiHeadSelfAttention):
+    def __init__(self, attention: MultiHeadSelfAttention) -> None:
+        nn.Module.__init__(self)  # skips the creation of weights
+        self.d_k, self.rope = attention.d_k, attention.rope
+        self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
+        self._qkv_proj = PackedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.output_proj = PackedLinear(attention.output_proj)  # type: ignore[assignment]
+        self._kernel = AttentionKernel(attention)
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self._qkv_proj(x).split(self._qkv_proj.sizes, -1)
+
+    def forward(
+        self, x: Tensor, token_positions: Tensor | None = None, attend: AttentionFunction = causal_attention
+    ) -> Tensor:
+        if not isinstance(attend, CachedAttention):
+            return super().forward(x, token_positions, attend)
+        return self.output_proj(self._kernel(self._qkv_proj(x), attend))
+
+
+class _PackedSwiGLU(SwiGLU):
+    def __init__(self, ffn: SwiGLU) -> None:
+        nn.Module.__init__(self)
+        self._w1_w3 = PackedLinear(ffn.w1, ffn.w3)
+        self.w2 = PackedLinear(ffn.w2)  # type: ignore[assignment]
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self._w1_w3(x).chunk(2, -1)
+
+
+class _KernelNorm(RMSNorm):
+    def __init__(self, norm: RMSNorm) -> None:
+        nn.Module.__init__(self)
+        self.eps, self.weight = norm.eps, norm.weight
+        self._kernel = NormKernel(norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._kernel(x) if x.numel() < _MAX_KERNEL_NUMEL else super().forward(x)
+
+
+_REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
+    MultiHeadSelfAttention: _PackedAttention,
+    RMSNorm: _KernelNorm,
+    SwiGLU: _PackedSwiGLU,
+    Linear: PackedLinear,
+}
+
+
+def prepare_for_inference(model: TransformerLM, dtype: torch.dtype | None = None) -> TransformerLM:
+    """Convert ``model`` in place to ``dtype`` (default: the embedding's) and packed weights, and return it.
+
+    It can no longer be trained or saved.
+    """
+    model.requires_grad_(False)
+    first = next(model.parameters())
+    dtype = dtype or first.dtype
+    for parameter in model.parameters():  # the rotary buffers stay float32
+        parameter.data = parameter.data.to(dtype)
+    has_onednn = torch.backends.mkldnn.is_available()
+    has_bfloat16 = has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    is_supported = {torch.float32: has_onednn, torch.bfloat16: has_bfloat16}.get(dtype, False)
+    if first.device.type == "cpu" and is_supported:
+        compile_kernels(dtype)
+        _replace_modules(model)
+        if model.lm_head is None:
+            model.lm_head = PackedLinear(model.token_embeddings)  # type: ignore[assignment]
+    return model
+
+
+def _replace_modules(module: nn.Module) -> None:
+    for name, child in list(module.named_children()):
+        if replacement := _REPLACEMENTS.get(type(child)):
+            setattr(module, name, replacement(child))
+        else:
+            _replace_modules(child)

@@ -1,0 +1,115 @@
+"""One model for many clients: a thread that runs an :class:`lm.inference.engine.Engine` while there is work.
+
+Source: Yu et al. 2022 (Orca: sequences join and leave the batch between steps).
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from lm.inference.engine import Engine, Generation
+from lm.model.transformer import TransformerLM
+
+log = logging.getLogger(__name__)
+
+OnFinish = Callable[[Generation, Exception | None], None]
+
+
+class QueueFull(RuntimeError):
+    """The queue is full; retry later."""
+
+
+class Scheduler:
+    """Accepts generations from any thread and runs them in batches, in one thread of its own.
+
+    At most ``max_batch_size`` generations run at once. At most ``max_waiting`` more wait in a queue.
+
+    ``on_token`` and ``on_finish`` are called in the scheduler's thread. If the engine fails, its active generations end
+    with the error, and the waiting ones follow.
+    """
+
+    def __init__(self, model: TransformerLM, max_batch_size: int, max_waiting: int) -> None:
+        self._engine = Engine(model, max_batch_size)
+        self.capacity = max_batch_size + max_waiting
+        self._changed = threading.Condition()
+        self._waiting: deque[Generation] = deque()
+        self._on_finish: dict[Generation, OnFinish] = {}  # of all unfinished generations
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
+        self._thread.start()
+
+    def __len__(self) -> int:
+        """Return the number of unfinished generations."""
+        return len(self._on_finish)
+
+    def submit(self, generations: Sequence[Generation], on_finish: OnFinish) -> None:
+        """Queue all of ``generations`` or none.
+
+        ``on_finish`` is called once for each, with the error that ended it, or with None.
+
+        Raises UserError for a bad prompt, QueueFull if the queue is full, and RuntimeError after :meth:`close`.
+        """
+        for generation in generations:
+            self._engine.check_prompt(generation)
+        with self._changed:
+            if self._is_closed:
+                raise RuntimeError("The scheduler is closed.")
+            if len(self) + len(generations) > self.capacity:
+                raise QueueFull(f"The queue is full: {len(self)} of {self.capacity} places are taken. Retry later.")
+            self._waiting.extend(generations)
+            self._on_finish.update(dict.fromkeys(generations, on_finish))
+            self._changed.notify()
+
+    def cancel(self, generation: Generation) -> None:
+        """End a generation early. Its row is free at the next step; a finished one is unchanged."""
+        with self._changed:
+            generation.finish_reason = generation.finish_reason or "stop"
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Stop after the current step. Unfinished generations end with a RuntimeError."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (admitted := self._admit()) is not None:
+            error: Exception | None = None
+            failed: set[Generation] = set()
+            try:
+                if admitted:
+                    self._engine.add(admitted)
+                self._engine.step()
+            except Exception as failure:
+                log.exception("The engine failed.")
+                error = failure
+                failed = {one for one in (*admitted, *self._engine.active) if not one.finish_reason}
+                for generation in failed:
+                    generation.finish_reason = "stop"  # the engine removes it
+            with self._changed:
+                finished = [generation for generation in self._on_finish if generation.finish_reason]
+            self._notify([generation for generation in finished if generation not in failed], None)
+            self._notify([generation for generation in finished if generation in failed], error)
+        self._notify(list(self._on_finish), RuntimeError("The scheduler was closed."))
+
+    def _admit(self) -> list[Generation] | None:
+        """Wait for work, and return the waiting generations that fit into free rows; None after :meth:`close`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._on_finish)
+            if self._is_closed:
+                return None
+            self._waiting = deque(generation for generation in self._waiting if not generation.finish_reason)
+            active = sum(not generation.finish_reason for generation in self._engine.active)
+            free_rows = self._engine.max_batch_size - active
+            return [self._waiting.popleft() for _ in range(min(free_rows, len(self._waiting)))]
+
+    def _notify(self, generations: list[Generation], error: Exception | None) -> None:
+        for generation in generations:
+            with self._changed:
+                on_finish = self._on_finish.pop(generation)
+            try:
+                on_finish(generation, error)
+            except Exception:  # e.g. a disconnected client; the others must still be notified
+                log.exception("The callback of a finished generation failed.")

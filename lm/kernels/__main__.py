@@ -1,0 +1,95 @@
+"""Compile all kernels ahead of time, for example in an image: ``python -m lm.kernels``.
+
+With ``--pipeline``, compile only what a pipeline run starts in the background: 16-bit ids and float32. Calls the public
+functions of :mod:`lm` on small inputs that reach every kernel with every type, so no list of signatures is needed.
+"""
+
+import argparse
+import logging
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+
+from lm.inference.cpu_decode import compile_kernels
+from lm.kernels.disk_cache import CACHE_DIR, IS_CACHE_WRITABLE, PIPELINE_MARKER
+from lm.kernels.jit import KERNELS
+from lm.text.pretokenize import GPT2_PATTERN
+from lm.tokenizer.bpe import Merges, Vocab, train_merges
+from lm.tokenizer.pretoken_counts import DEFAULT_MEMORY_BYTES, SCHEMA, count_to_file, read_counts
+from lm.tokenizer.tokenizer import Tokenizer
+
+_NUM_WORDS = 40_000  # different pretokens: more than the first hash tables of counting and encoding hold
+_NUM_RANDOM_BYTES = 200_000  # their merges make more pairs than the first hash table of training holds
+_NUM_MERGES = 9_000
+
+
+def _text() -> bytes:
+    words = b"".join(b" %x" % (number * 0x9E3779B1) for number in range(_NUM_WORDS))
+    return words + b" a" * 40 + b"\xe2\x82\xac" * 40
+
+
+def _random_counts() -> pa.Table:
+    data = random.Random(0).randbytes(_NUM_RANDOM_BYTES)
+    return pa.table([[data[i : i + 100] for i in range(0, len(data), 100)], [1] * (len(data) // 100)], schema=SCHEMA)
+
+
+def _encode(vocab: Vocab, merges: Merges) -> None:
+    for _ in Tokenizer(vocab, merges).encode_blocks([_text()]):
+        pass
+
+
+def run_groups(is_pipeline_only: bool = False) -> Iterator[str]:
+    """Run the kernels in groups; yield the name of each group after it has run."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "counts.parquet"
+        count_to_file(path, [[_text()]], [], GPT2_PATTERN, DEFAULT_MEMORY_BYTES)
+        counts = read_counts(path)
+    yield "counting"
+    vocab, merges = train_merges(counts, 300, [])
+    train_merges(_random_counts(), 256 + _NUM_MERGES, [])
+    yield "BPE training"
+    _encode(vocab, merges)
+    yield "encoding, 16-bit ids"
+    compile_kernels(torch.float32)
+    PIPELINE_MARKER.touch()
+    yield "decode step, float32"
+    if not is_pipeline_only:
+        _encode({**vocab, 1 << 16: b"a token with an id of 17 bits"}, merges)
+        yield "encoding, 32-bit ids"
+        compile_kernels(torch.bfloat16)
+        yield "decode step, bfloat16"
+
+
+def _num_compiled() -> int:
+    return sum(sum(kernel.stats.cache_misses.values()) for kernel in KERNELS)
+
+
+def main() -> None:
+    """Compile; print the seconds of each group and the folder of the machine code."""
+    parser = argparse.ArgumentParser(prog="python -m lm.kernels", description=__doc__)
+    parser.add_argument("--pipeline", action="store_true", help="leave out 32-bit ids and bfloat16")
+    options = parser.parse_args()
+    if not IS_CACHE_WRITABLE:
+        sys.exit(f"Kernels cannot be cached: {CACHE_DIR} is not writable. Set XDG_CACHE_HOME to a writable folder.")
+    logging.getLogger("lm").setLevel(logging.ERROR)  # the lines below replace its messages
+    print(f"Kernels are cached in {CACHE_DIR}", flush=True)
+    started, num_compiled = time.perf_counter(), 0
+    group_started = started
+    for name in run_groups(options.pipeline):
+        count, now = _num_compiled() - num_compiled, time.perf_counter()
+        print(f"{name:26}{f'{count} compiled, {now - group_started:.1f} s' if count else 'cached'}", flush=True)
+        num_compiled, group_started = num_compiled + count, now
+    if num_compiled:
+        print(f"{num_compiled} kernels compiled in {time.perf_counter() - started:.1f} s")
+    else:
+        print("All kernels are cached; nothing was compiled.")
+
+
+if __name__ == "__main__":
+    main()

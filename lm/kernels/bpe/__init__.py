@@ -1,0 +1,1 @@
+"""Kernels of BPE: pretokens, counts, training and encoding."""

@@ -1,0 +1,228 @@
+"""Hash table of pretokens: open addressing, linear probing, exact comparison.
+
+``slots`` is a flat uint64 array. A slot is four words, half a cache line; in code, ``slot`` is the index of its first:
+
+    word            pretoken of at most 15 bytes             longer pretoken
+    ──────────────────────────────────────────────────────────────────────────────────
+    0  key, low     bytes 0–7, zero-padded                   hash of the bytes
+    1  key, high    length << 56 | bytes 8–14                0xFF << 56 | length
+    2  value        when counting: the number of occurrences
+                    when encoding: the first 8 bytes of the token ids
+    3  info         arena offset << 24 | number of token ids (0 when counting)
+
+Word 1 is 0 in an empty slot. At its offset, the arena holds the bytes of a longer pretoken, then the token ids if they
+do not fit into the value or the pretoken is longer; each part is padded to 8 bytes.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from lm.kernels.bpe.pretoken_starts import STARTS_PADDING
+from lm.kernels.jit import Bytes, Int, Int32s, Int64s, Records, UInt64s, Word, helper, inlined, kernel
+from lm.kernels.simd import first_bit, load64, prefetch, read, write
+
+SHORT_BYTES = 15  # longest pretoken that is its own key
+SLOT_WORDS = 4
+BATCH_SIZE = 128  # pretokens whose slots are prefetched before the first is read
+LONG_KEY = np.uint64(0xFF << 56)  # ``high`` of a longer pretoken is at least this
+KEY_LOW, KEY_HIGH, VALUE, INFO = range(SLOT_WORDS)
+_OFFSET_BITS = np.uint64(24)
+_COUNT_MASK = np.uint64((1 << 24) - 1)
+_HASH_MULTIPLIER_1 = np.uint64(0x9E3779B97F4A7C15)
+_HASH_MULTIPLIER_2 = np.uint64(0xD6E8FEB86659FD93)
+_LOW_MASKS = np.array([(1 << 8 * min(n, 8)) - 1 for n in range(16)], np.uint64)  # by length
+_HIGH_MASKS = np.array([(1 << 8 * max(0, n - 8)) - 1 for n in range(16)], np.uint64)
+
+_USED = np.dtype([(name, np.int64) for name in ("slots", "arena_bytes", "pretoken_bytes")])
+ARENA_START = 8  # offset 0 means no place in the arena
+Key = tuple[Word, Word]  # (low, high)
+
+
+class Table(NamedTuple):
+    """The arrays of a table."""
+
+    slots: UInt64s  # (a power of two × SLOT_WORDS,)
+    arena: Bytes
+    used: Records  # (1,): used slots, used bytes of the arena, bytes of all pretokens
+
+
+def make_table(slots: int, arena_bytes: int) -> Table:
+    """Return an empty table; ``slots`` is a power of two, at least 2."""
+    used = np.array([(0, ARENA_START, 0)], _USED)
+    return Table(_make_slots(slots), np.zeros(arena_bytes + 16, np.uint8), used)
+
+
+def _make_slots(slots: int) -> UInt64s:
+    """Return empty slots, aligned so that no slot crosses a cache line of 64 bytes."""
+    words = np.zeros(slots * SLOT_WORDS + 8, np.uint64)
+    first = -(words.ctypes.data // 8) % 8
+    return words[first : first + slots * SLOT_WORDS]
+
+
+class Workspace(NamedTuple):
+    """Scratch arrays for pretokens of up to ``len(starts) - STARTS_PADDING`` bytes; the last three are per batch."""
+
+    starts: Int32s
+    nodes: Int32s
+    ranks: Int32s
+    following: Int32s
+    previous: Int32s
+    lows: UInt64s
+    highs: UInt64s
+    home_slots: Int64s
+
+
+def make_workspace(max_bytes: int) -> Workspace:
+    """Return a workspace for pretokens of up to ``max_bytes``; the OS gives memory only to the pages in use."""
+    starts, nodes, ranks, following, previous = (np.empty(max_bytes + STARTS_PADDING, np.int32) for _ in range(5))
+    lows, highs = (np.empty(BATCH_SIZE, np.uint64) for _ in range(2))
+    home_slots = np.empty(BATCH_SIZE, np.int64)
+    return Workspace(starts, nodes, ranks, following, previous, lows, highs, home_slots)
+
+
+@inlined
+def is_empty(slots: UInt64s, slot: int) -> bool:
+    """Return whether a slot holds no pretoken."""
+    return read(slots, slot + KEY_HIGH) == 0
+
+
+@inlined
+def arena_offset(slots: UInt64s, slot: int) -> Int:
+    """Return where the bytes and ids of a slot's pretoken are in the arena."""
+    return np.int64(read(slots, slot + INFO) >> _OFFSET_BITS)
+
+
+@inlined
+def id_count(slots: UInt64s, slot: int) -> Int:
+    """Return the number of token ids of a slot's pretoken."""
+    return np.int64(read(slots, slot + INFO) & _COUNT_MASK)
+
+
+@inlined
+def set_slot(slots: UInt64s, slot: int, key: Key, value: Word, offset: int, ids: int) -> None:
+    """Fill an empty slot; ``offset`` is in the arena, ``ids`` the number of token ids."""
+    low, high = key
+    write(slots, slot + KEY_LOW, low)
+    write(slots, slot + KEY_HIGH, high)
+    write(slots, slot + VALUE, value)
+    write(slots, slot + INFO, np.uint64(offset) << _OFFSET_BITS | np.uint64(ids))
+
+
+@inlined
+def padded_bytes(n: int) -> int:
+    """Return ``n`` rounded up to a multiple of 8."""
+    return (n + 7) & ~7
+
+
+@inlined
+def pretoken_key(buffer: Bytes, start: int, n: int) -> Key:
+    """Return the key of the pretoken of ``n`` bytes at ``start``."""
+    if n <= SHORT_BYTES:
+        low = load64(buffer, start) & read(_LOW_MASKS, n)
+        high = load64(buffer, start + 8) & read(_HIGH_MASKS, n) | np.uint64(n) << np.uint64(56)
+        return low, high
+    low = np.uint64(n)
+    k = 0
+    while k + 8 <= n:
+        low = (low ^ load64(buffer, start + k)) * _HASH_MULTIPLIER_1
+        low ^= low >> np.uint64(29)
+        k += 8
+    low = (low ^ load64(buffer, start + n - 8)) * _HASH_MULTIPLIER_2
+    low ^= low >> np.uint64(32)
+    return low, LONG_KEY | np.uint64(n)
+
+
+@inlined
+def home_slot(key: Key, slots: UInt64s) -> Int:
+    """Return the slot where the search for a key starts."""
+    low, high = key
+    mixed = low * _HASH_MULTIPLIER_1 + high * _HASH_MULTIPLIER_2
+    return np.int64(mixed >> np.uint64(64 - first_bit(np.uint64(len(slots) // SLOT_WORDS)))) * SLOT_WORDS
+
+
+@helper
+def prefetch_batch(
+    buffer: Bytes,
+    starts: Int32s,
+    first: int,
+    size: int,
+    slots: UInt64s,
+    lows: UInt64s,
+    highs: UInt64s,
+    home_slots: Int64s,
+) -> None:
+    """Write the keys and home slots of ``size`` pretokens from ``starts[first]``, and prefetch the slots."""
+    for i in range(size):
+        start = np.int64(read(starts, first + i))
+        key = pretoken_key(buffer, start, np.int64(read(starts, first + i + 1)) - start)
+        slot = home_slot(key, slots)
+        prefetch(slots, slot)
+        lows[i], highs[i] = key
+        home_slots[i] = slot
+
+
+@inlined
+def next_slot(slots: UInt64s, slot: int) -> int:
+    """Return the slot after a slot; the first follows the last."""
+    return (slot + SLOT_WORDS) & (len(slots) - 1)
+
+
+@inlined
+def probe(slots: UInt64s, key: Key, slot: int) -> int:
+    """Return the first slot from ``slot`` on that has this key or is empty."""
+    low, high = key
+    while True:
+        slot_high = read(slots, slot + KEY_HIGH)
+        if slot_high == 0 or (slot_high == high and read(slots, slot + KEY_LOW) == low):
+            return slot
+        slot = next_slot(slots, slot)
+
+
+@inlined
+def has_same_bytes(arena: Bytes, offset: int, buffer: Bytes, start: int, n: int) -> bool:
+    """Return whether the ``n`` ≥ 8 bytes at ``arena[offset]`` equal those at ``buffer[start]``."""
+    k = 0
+    while k + 8 <= n:
+        if load64(arena, offset + k) != load64(buffer, start + k):
+            return False
+        k += 8
+    return load64(arena, offset + n - 8) == load64(buffer, start + n - 8)
+
+
+@inlined
+def find_slot(table: Table, key: Key, slot: int, buffer: Bytes, start: int, n: int) -> int:
+    """Return the slot of a pretoken, or the empty slot for it: :func:`probe`, and long pretokens compared by bytes."""
+    slots = table.slots
+    while True:
+        slot = probe(slots, key, slot)
+        offset = arena_offset(slots, slot)
+        if n <= SHORT_BYTES or is_empty(slots, slot) or has_same_bytes(table.arena, offset, buffer, start, n):
+            return slot
+        slot = next_slot(slots, slot)
+
+
+@kernel
+def rehash(old: UInt64s, new: UInt64s) -> None:
+    """Insert all used slots of ``old`` into ``new``, an empty and larger table."""
+    for slot in range(0, len(old), SLOT_WORDS):
+        if not is_empty(old, slot):
+            target = home_slot((read(old, slot + KEY_LOW), read(old, slot + KEY_HIGH)), new)
+            while not is_empty(new, target):
+                target = next_slot(new, target)
+            for k in range(SLOT_WORDS):
+                write(new, target + k, read(old, slot + k))
+
+
+def grow_table(table: Table, factor: int) -> Table:
+    """Return a new table with the same entries and ``factor`` (2 or 4) times the slots."""
+    slots = _make_slots(factor * len(table.slots) // SLOT_WORDS)
+    rehash(table.slots, slots)
+    return table._replace(slots=slots)
+
+
+def grow_arena(table: Table, extra_bytes: int) -> Table:
+    """Return the same table with twice the arena and ``extra_bytes`` more."""
+    arena = np.zeros(2 * len(table.arena) + extra_bytes, np.uint8)
+    arena[: len(table.arena)] = table.arena
+    return table._replace(arena=arena)

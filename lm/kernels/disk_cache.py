@@ -1,0 +1,120 @@
+"""Machine code of the kernels on disk: the folder, and how numba writes to it.
+
+Each kernel gets its own cache object. ``numba.config.CACHE_DIR`` is left alone, because it sets the folder of every
+package in the process.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding
+import numba
+from filelock import FileLock, Timeout
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
+
+from lm.kernels.simd import BOUNDSCHECK
+
+_LOCK_TIMEOUT_SECONDS = 120  # then the process that holds the lock counts as hung
+_MAX_UNUSED_SECONDS = 30 * 24 * 3600  # after that the folder of other sources is removed
+
+
+def _cache_dir() -> Path:
+    """Return the folder for this CPU and a digest of all sources: numba does not see changed helpers in other files."""
+    sources = Path(__file__).parent
+    environment = f"{sys.version} {numba.__version__} {llvmlite.binding.get_host_cpu_name()} {sources} {BOUNDSCHECK}"
+    digest = hashlib.sha256(environment.encode())
+    for source in sorted(sources.rglob("*.py")):
+        digest.update(source.read_bytes())
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "textmill" / "kernels" / digest.hexdigest()[:16]
+
+
+def _open_cache_dir(folder: Path) -> bool:
+    """Create the folder or update its modification time; return whether it is writable."""
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    with suppress(OSError):
+        os.utime(folder)
+    if is_new:
+        _remove_unused_dirs(folder.parent)
+    return os.access(folder, os.W_OK)
+
+
+def _remove_unused_dirs(parent: Path) -> None:
+    """Remove the folders of other sources that no process has opened for 30 days."""
+    for folder in parent.iterdir():
+        if re.fullmatch("[0-9a-f]{16}", folder.name) and not folder.is_symlink():
+            with suppress(OSError):  # another process may remove it at the same time
+                if time.time() - folder.stat().st_mtime > _MAX_UNUSED_SECONDS:
+                    shutil.rmtree(folder)
+
+
+CACHE_DIR = _cache_dir()
+IS_CACHE_WRITABLE = _open_cache_dir(CACHE_DIR)  # False: each start compiles
+PIPELINE_MARKER = CACHE_DIR / "pipeline.compiled"  # exists if all kernels of a pipeline run are compiled
+
+
+class _Locator(UserProvidedCacheLocator):
+    def __init__(self, function: Callable[..., Any], path: str) -> None:
+        self._py_file, self._lineno, self._cache_path = path, function.__code__.co_firstlineno, str(CACHE_DIR)
+
+
+class _CacheFiles(CompileResultCacheImpl):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._lineno = function.__code__.co_firstlineno
+        self._locator = _Locator(function, function.__code__.co_filename)
+        self._filename_base = self.get_filename_base(f"{function.__module__}.{function.__qualname__}", "")
+
+
+class KernelCache(FunctionCache):
+    """Numba's cache of one function, in :data:`CACHE_DIR`, with a lock around compilation.
+
+    One process compiles a function while others that need it wait. With numba's own cache each process would compile
+    it, and two signatures could get the same file.
+    """
+
+    _impl_class = _CacheFiles
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        path = CACHE_DIR / f"{function.__name__}.lock"
+        self._lock = FileLock(path, timeout=_LOCK_TIMEOUT_SECONDS, thread_local=False)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return the machine code for a signature; None, with the lock held, if this process has to compile it."""
+        code = super().load_overload(sig, target_context)
+        if code is None and not self._lock.is_locked:
+            CACHE_DIR.mkdir(parents=True, exist_ok=True)  # it may have been removed since the start
+            with suppress(Timeout):
+                self._lock.acquire()
+            code = super().load_overload(sig, target_context)
+            if code is not None:
+                self._lock.release()
+        return code
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Write the machine code of one signature to the cache. Then let other processes that wait for it continue."""
+        try:
+            super().save_overload(sig, data)
+        finally:
+            self._lock.release(force=True)
+
+
+def compile_in_background() -> "subprocess.Popen[bytes] | None":
+    """Start a process that compiles the kernels of a pipeline run; return None if they are already compiled."""
+    if not IS_CACHE_WRITABLE or PIPELINE_MARKER.exists():
+        return None
+    command = [sys.executable, "-m", "lm.kernels", "--pipeline"]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

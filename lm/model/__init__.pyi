@@ -1,0 +1,16 @@
+from .attention import MultiHeadSelfAttention as MultiHeadSelfAttention
+from .config import ModelConfig as ModelConfig
+from .feed_forward import FeedForward as FeedForward
+from .feed_forward import SwiGLU as SwiGLU
+from .flops import flops_per_token as flops_per_token
+from .flops import parameter_count as parameter_count
+from .functional import cross_entropy as cross_entropy
+from .functional import scaled_dot_product_attention as scaled_dot_product_attention
+from .functional import silu as silu
+from .functional import softmax as softmax
+from .linear import Embedding as Embedding
+from .linear import Linear as Linear
+from .norm import RMSNorm as RMSNorm
+from .rope import RotaryEmbedding as RotaryEmbedding
+from .transformer import TransformerBlock as TransformerBlock
+from .transformer import TransformerLM as TransformerLM

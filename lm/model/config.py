@@ -1,0 +1,69 @@
+"""Model configuration. This module does not import torch, so that the command line starts fast."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
+from lm.common.errors import UserError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Architecture of the Transformer. The defaults are the TinyStories model of CS336 assignment 1."""
+
+    __pydantic_config__ = PYDANTIC_CONFIG
+
+    vocab_size: int | None = bounded_field(None, ge=1)
+    """Number of token ids: rows of the embedding and of the head. Default: the size of the tokenizer."""
+    context_length: int = bounded_field(256, ge=1, le=1 << 24)
+    """Maximum sequence length, in tokens."""
+    d_model: int = bounded_field(512, ge=2)
+    """Width of the residual stream. Must be a multiple of num_heads."""
+    num_layers: int = bounded_field(4, ge=1)
+    """Number of Transformer blocks."""
+    num_heads: int = bounded_field(16, ge=1)
+    """Query heads in each block. A head is d_model / num_heads wide; with rope the width must be even."""
+    num_kv_heads: int | None = bounded_field(None, ge=1)
+    """Key and value heads in each block. Must divide num_heads; fewer heads need less KV cache. Default: num_heads."""
+    d_ff: int = bounded_field(1344, ge=1)
+    """Inner width of the feed-forward network. Usually 8/3 · d_model for swiglu; multiples of 64 run fastest."""
+    feed_forward: Literal["swiglu", "silu", "relu2"] = "swiglu"
+    """swiglu has three matrices. silu and relu2 (squared ReLU) have two, usually with d_ff = 4 · d_model."""
+    norm_placement: Literal["pre", "post", "none"] = "pre"
+    """pre: RMSNorm before each sublayer and before the head. post: after each residual addition. none: no norms."""
+    qk_norm: bool = False
+    """Apply RMSNorm to the queries and keys of each head. Keeps attention scores from growing during training."""
+    position_encoding: Literal["rope", "none"] = "rope"
+    """rope: rotary position embeddings. none: only the causal mask tells the model the order of tokens."""
+    rope_theta: float = bounded_field(10000.0, gt=0, lt=math.inf)
+    """Base of the rotary frequencies. Longer contexts need a larger base."""
+    norm_eps: float = bounded_field(1e-5, ge=0, lt=math.inf)
+    """RMSNorm adds this to the mean square, so that a zero vector does not divide by zero."""
+    tied_embeddings: bool = False
+    """Use the embedding matrix as the head too. It is then initialized with a smaller standard deviation."""
+    zero_init_residual: bool = False
+    """Initialize the last matrix of each sublayer to zero, so that every block starts as the identity."""
+    logit_softcap: float = bounded_field(0.0, ge=0, lt=math.inf)
+    """Limit logits to ± this value: ``cap · tanh(logits / cap)``. 0 turns the limit off."""
+
+    def __post_init__(self) -> None:
+        validate_fields(self, "model")
+        is_rotary = self.position_encoding == "rope"
+        if self.d_model % ((2 if is_rotary else 1) * self.num_heads):
+            kind = "an even whole number, because rope rotates pairs" if is_rotary else "a whole number"
+            raise UserError(
+                f"The head width, model.d_model {self.d_model} / model.num_heads {self.num_heads}, must be {kind}."
+            )
+        if self.num_heads % self.kv_heads:
+            raise UserError(f"model.num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}.")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one query, key or value head."""
+        return self.d_model // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads: ``num_kv_heads`` with its default filled in."""
+        return self.num_kv_heads or self.num_heads

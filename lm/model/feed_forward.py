@@ -1,0 +1,55 @@
+"""Feed-forward networks: SwiGLU (Shazeer 2020) and the two-matrix form."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.types import Device
+
+from lm.model.linear import Linear
+from lm.model.ops.swiglu import swiglu
+
+
+class SwiGLU(nn.Module):
+    """``w2(silu(w1 x) ⊙ w3 x)`` (Shazeer 2020)."""
+
+    def __init__(self, d_model: int, d_ff: int, device: Device = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.w1 = Linear(d_model, d_ff, device, dtype, role="feed_forward")
+        self.w2 = Linear(d_ff, d_model, device, dtype, role="feed_forward")
+        self.w3 = Linear(d_model, d_ff, device, dtype, role="feed_forward")
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the gate ``w1 x`` and the values ``w3 x``, each (..., d_ff)."""
+        return self.w1(x), self.w3(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., d_model) → same shape."""
+        return self.w2(swiglu(*self.project(x)))
+
+
+class FeedForward(nn.Module):
+    """``w2(f(w1 x))``, with ``f`` either silu or relu2, the square of ReLU (So et al. 2021)."""
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        activation: Literal["silu", "relu2"],
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation: Callable[[Tensor], Tensor] = F.silu if activation == "silu" else _relu2
+        self.w1 = Linear(d_model, d_ff, device, dtype, role="feed_forward")
+        self.w2 = Linear(d_ff, d_model, device, dtype, role="feed_forward")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., d_model) → same shape."""
+        return self.w2(self.activation(self.w1(x)))
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()

@@ -1,0 +1,97 @@
+"""Number of parameters and FLOPs of a model, and peak FLOPs of a device."""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+
+from lm.model.config import ModelConfig
+from lm.model.ops.linear import linear
+from lm.model.transformer import TransformerLM
+
+_PART_OF_ROLE = {
+    "embedding": "embedding",
+    "query_key": "attention",
+    "value_output": "attention",
+    "feed_forward": "feed_forward",
+    "gain": "norms",
+    "head": "head",
+}
+
+# Dense bfloat16 operations per second with float32 accumulation, from the data sheets. Keys are patterns of the name
+# that the driver reports. Variants differ: PCIe cards are slower than SXM modules. A name that no pattern matches in
+# full, e.g. of a laptop GPU or a MIG slice, is measured.
+_PEAK_FLOPS = {
+    r"B200": 2250e12,
+    r"H200": 989e12,
+    r"H200 NVL": 835e12,
+    r"H100 80GB HBM3": 989e12,  # SXM
+    r"H100 NVL": 835e12,
+    r"H100 PCIe": 756e12,
+    r"A100-(SXM4|PCIE)-[48]0GB|A100 80GB PCIe": 312e12,
+    r"L40S": 362e12,
+    r"L40": 181e12,
+    r"L4": 121e12,
+    r"GeForce RTX 4090": 165e12,
+}
+
+
+def parameter_count(config: ModelConfig) -> dict[str, int]:
+    """Return the number of parameters by part (embedding, attention, feed_forward, norms, head) and in ``total``.
+
+    With tied embeddings the head has 0. Raises UserError if the vocabulary size is not set.
+    """
+    parts = _count_by_part(config)
+    return {**parts, "total": sum(parts.values())}
+
+
+def flops_per_token(config: ModelConfig, training: bool = True) -> int:
+    """Return the floating-point operations per token of a full context, matrix products only.
+
+    The forward pass costs 2 per matrix parameter. The embedding is a look-up and costs nothing; the head costs its
+    product, tied or not. Attention adds 2 · layers · d_model · context for the scores and their weighted sum, without
+    the masked half. Training costs three times as much: the backward pass has one product for weights and one for
+    inputs. Raises UserError if the vocabulary size is not set.
+    Sources: Kaplan et al. 2020; CS336 assignment 1, section 3.6, which counts the masked half too.
+    """
+    parts = _count_by_part(config)
+    matrices = parts["attention"] + parts["feed_forward"] + parts["embedding" if config.tied_embeddings else "head"]
+    forward = 2 * matrices + 2 * config.num_layers * config.d_model * config.context_length
+    return (3 if training else 1) * forward
+
+
+@lru_cache
+def _count_by_part(config: ModelConfig) -> Mapping[str, int]:
+    model = TransformerLM(config, device="meta")  # shapes without memory
+    roles, counts = model.parameter_roles(), Counter(dict.fromkeys(_PART_OF_ROLE.values(), 0))
+    for name, parameter in model.named_parameters():
+        counts[_PART_OF_ROLE[roles[name]]] += parameter.numel()
+    return counts
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the peak operations per second of ``device``, the denominator of utilization (MFU).
+
+    For bfloat16 on a known GPU the value is from its data sheet. Otherwise it is measured with a large matrix product.
+    """
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        data_sheet_peak = data_sheet_flops(torch.cuda.get_device_name(device))
+        if data_sheet_peak is not None:
+            return data_sheet_peak
+    size = 4096 if device.type == "cuda" else 1024
+    a = torch.randn(size, size, device=device, generator=torch.Generator(device)).to(dtype)
+    best_seconds = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        linear(a, a)[0, 0].item()  # waits for the device
+        best_seconds = min(best_seconds, time.perf_counter() - start)
+    return 2 * size**3 / best_seconds
+
+
+def data_sheet_flops(gpu_name: str) -> float | None:
+    """Return the dense bfloat16 operations per second of the GPU with this driver name; None if it is unknown."""
+    model = gpu_name.removeprefix("NVIDIA ")
+    return next((flops for pattern, flops in _PEAK_FLOPS.items() if re.fullmatch(pattern, model)), None)

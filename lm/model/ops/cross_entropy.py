@@ -1,0 +1,86 @@
+"""Cross-entropy fused with the head's matrix product. Memory holds one chunk of the logits at a time."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lm.model.functional import IGNORE_INDEX
+from lm.model.ops.linear import linear_forward, linear_weight_grad
+
+# float32 logits of a chunk: half of a CPU's cache, or enough work for a GPU.
+_CHUNK_BYTES = {"cpu": 1 << 24, "cuda": 1 << 30}
+_DEFAULT_CHUNK_BYTES = 1 << 27
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, softcap: float = 0.0, ignore_index: int = IGNORE_INDEX
+) -> Tensor:
+    """Return the mean cross-entropy of the logits ``x weightᵀ`` and ``targets``, in nats; a float32 scalar.
+
+    ``x`` (N, D) float, ``weight`` (V, D), ``targets`` int (N,). The mean is over the targets that are not
+    ``ignore_index``. Without any such target the loss and its gradients are 0 (torch returns nan), so that a
+    micro-batch of padding can be added with weight 0. A ``softcap`` above 0 limits the logits to ± its value. Under
+    autocast the products run in autocast's dtype. The gradients are computed in the forward pass, chunk by chunk.
+    """
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    # Decided here, because autograd turns gradients off inside forward.
+    needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets, softcap, ignore_index, dtype, needs_grad)
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        softcap: float,
+        ignore_index: int,
+        dtype: torch.dtype,
+        needs_grad: bool,
+    ) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            rows = max(1, _CHUNK_BYTES.get(x.device.type, _DEFAULT_CHUNK_BYTES) // (4 * len(weight)))
+            inputs, matrix = x.to(dtype), weight.to(dtype)
+            grad_x = torch.empty_like(inputs) if needs_grad else None
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
+            total = torch.zeros((), device=x.device)
+            is_ignored = targets[:, None] == ignore_index
+            safe_targets = targets[:, None].masked_fill(is_ignored, 0)
+            # N / counted targets. On the device, so that the host does not wait. Exactly 1 if all targets count.
+            correction = torch.full((), len(x), device=x.device) / (~is_ignored).sum().clamp_(min=1)
+            for start in range(0, len(x), rows):
+                chunk = slice(start, start + rows)
+                chunk_x, target, ignored = inputs[chunk], safe_targets[chunk], is_ignored[chunk]
+                logits = linear_forward(chunk_x, matrix).float()
+                if softcap:
+                    tanh = logits.div_(softcap).tanh_()
+                    logits = tanh * softcap
+                max_logit, target_logit = logits.amax(-1, keepdim=True), logits.gather(-1, target)
+                grad = logits.sub_(max_logit).exp_()
+                exp_sum = grad.sum(-1, keepdim=True)
+                total += (exp_sum.log() + max_logit - target_logit).masked_fill_(ignored, 0).sum()
+                if grad_x is None or grad_weight is None:
+                    continue
+                # Division by infinity zeroes the ignored rows without another pass over the logits.
+                grad.scatter_add_(-1, target, -exp_sum.masked_fill(ignored, 0))
+                grad.div_(exp_sum.masked_fill(ignored, torch.inf))
+                if softcap:
+                    grad.mul_(1 - tanh.square_())
+                grad = grad.to(dtype)
+                grad_x[chunk] = linear_forward(grad, matrix.T)
+                grad_weight += linear_weight_grad(chunk_x, grad)
+            ctx.save_for_backward(grad_x, grad_weight, correction)
+        return total / len(x) * correction
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_weight, correction = ctx.saved_tensors
+        scale = grad / len(grad_x) * correction
+        return grad_x * scale, grad_weight * scale, None, None, None, None, None

@@ -1,0 +1,37 @@
+"""Rotary position embeddings (Su et al. 2021)."""
+
+import torch
+from torch import Tensor, nn
+from torch.types import Device
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates the pairs (2i, 2i+1) of a head by the angle ``position · theta^(-2i/d_k)``: Meta's interleaved RoPE.
+
+    ``d_k`` must be even.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, theta: float, d_k: int, max_seq_len: int, device: Device = None) -> None:
+        super().__init__()
+        frequencies = theta ** (-torch.arange(0, d_k, 2, device=device, dtype=torch.float32) / d_k)
+        angles = torch.outer(torch.arange(max_seq_len, device=device, dtype=torch.float32), frequencies)
+        # Not in the state dict, because they follow from the config.
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, x: Tensor, token_positions: Tensor | None = None) -> Tensor:
+        """Rotate ``x`` (..., T, d_k) by its positions (..., T), by default 0 … T-1. Same shape and dtype."""
+        if token_positions is None:
+            cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+        else:
+            cos, sin = self.cos[token_positions], self.sin[token_positions]
+        pairs = x.float().unflatten(-1, (-1, 2))
+        if torch.compiler.is_compiling():  # torch.compile does not support complex numbers
+            even, odd = pairs.unbind(-1)
+            rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+        else:
+            rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
+        return rotated.flatten(-2).to(x.dtype)

@@ -1,0 +1,191 @@
+"""Llama-style decoder-only Transformer: RMSNorm, rotary positions, SwiGLU, pre-norm, no biases. ModelConfig selects
+variants.
+
+Sources: CS336 assignment 1 (sections 3 and 7.3); Touvron et al. 2023 (Llama 2); Gemma Team 2024 (logit soft-cap); Zhang
+et al. 2019 (zero-initialized residual branches).
+Shapes in comments: B batch, T sequence, D d_model, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.types import Device
+from torch.utils.checkpoint import checkpoint
+
+from lm.common.errors import UserError
+from lm.model.attention import AttentionFunction, MultiHeadSelfAttention
+from lm.model.config import ModelConfig
+from lm.model.feed_forward import FeedForward, SwiGLU
+from lm.model.linear import Embedding, Linear, truncated_normal_
+from lm.model.norm import RMSNorm
+from lm.model.ops.causal_attention import causal_attention
+from lm.model.ops.cross_entropy import linear_cross_entropy
+from lm.model.ops.linear import linear
+from lm.model.roles import Role
+from lm.model.rope import RotaryEmbedding
+
+
+class TransformerBlock(nn.Module):
+    """Attention, then the feed-forward network, each added to the residual stream.
+
+    A sublayer ``f`` is ``x + f(ln(x))`` with ``norm_placement`` ``pre``, ``ln(x + f(x))`` with ``post`` and
+    ``x + f(x)`` with ``none``.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        d_ff: int,
+        rope: RotaryEmbedding | None = None,
+        norm_eps: float = 1e-5,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        num_kv_heads: int | None = None,
+        qk_norm: bool = False,
+        norm_placement: Literal["pre", "post", "none"] = "pre",
+        feed_forward: Literal["swiglu", "silu", "relu2"] = "swiglu",
+    ) -> None:
+        super().__init__()
+        self.is_post_norm = norm_placement == "post"
+        self.ln1, self.ln2 = (
+            nn.Identity() if norm_placement == "none" else RMSNorm(d_model, norm_eps, device, dtype) for _ in range(2)
+        )
+        self.attn = MultiHeadSelfAttention(
+            d_model, num_heads, rope, device, dtype, num_kv_heads=num_kv_heads, qk_norm=qk_norm, norm_eps=norm_eps
+        )
+        self.ffn = (
+            SwiGLU(d_model, d_ff, device, dtype)
+            if feed_forward == "swiglu"
+            else FeedForward(d_model, d_ff, feed_forward, device, dtype)
+        )
+
+    def forward(
+        self, x: Tensor, token_positions: Tensor | None = None, attention_function: AttentionFunction = causal_attention
+    ) -> Tensor:
+        """(B, T, D) → (B, T, D)."""
+        if self.is_post_norm:
+            x = self.ln1(x + self.attn(x, token_positions, attention_function))
+            return self.ln2(x + self.ffn(x))
+        x = x + self.attn(self.ln1(x), token_positions, attention_function)
+        return x + self.ffn(self.ln2(x))
+
+
+class TransformerLM(nn.Module):
+    """Map token ids to next-token logits.
+
+    Set ``activation_checkpointing`` to True to save memory in training: blocks then store no activations, and the
+    backward pass runs each block again, for about a third more work.
+    """
+
+    def __init__(self, config: ModelConfig, device: Device = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        if config.vocab_size is None:
+            raise UserError("model.vocab_size is not set; set it to the size of the tokenizer.")
+        self.config = config
+        self.activation_checkpointing = False
+        self.rope = (
+            RotaryEmbedding(config.rope_theta, config.head_dim, config.context_length, device)
+            if config.position_encoding == "rope"
+            else None
+        )
+        self.token_embeddings = Embedding(config.vocab_size, config.d_model, device, dtype)
+        self.layers = nn.ModuleList(
+            TransformerBlock(
+                config.d_model,
+                config.num_heads,
+                config.d_ff,
+                self.rope,
+                config.norm_eps,
+                device,
+                dtype,
+                num_kv_heads=config.num_kv_heads,
+                qk_norm=config.qk_norm,
+                norm_placement=config.norm_placement,
+                feed_forward=config.feed_forward,
+            )
+            for _ in range(config.num_layers)
+        )
+        has_final_norm = config.norm_placement == "pre"  # a post-norm block ends with a norm already
+        self.ln_final = RMSNorm(config.d_model, config.norm_eps, device, dtype) if has_final_norm else nn.Identity()
+        if config.tied_embeddings:
+            truncated_normal_(self.token_embeddings.weight, config.d_model**-0.5)  # gives logits of order 1
+        self.lm_head = (
+            None if config.tied_embeddings else Linear(config.d_model, config.vocab_size, device, dtype, role="head")
+        )
+        if config.zero_init_residual:
+            for name, weight in self.layers.named_parameters():
+                if name.endswith((".output_proj.weight", ".w2.weight")):
+                    nn.init.zeros_(weight)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """Weight of the head (V, D). With tied embeddings it is the embedding's weight."""
+        return self.token_embeddings.weight if self.lm_head is None else self.lm_head.weight
+
+    def parameter_roles(self) -> dict[str, Role]:
+        """Return the role of each parameter by its name. A tied matrix has the role ``embedding``.
+
+        Raises TypeError for a parameter whose module has no role.
+        """
+        roles: dict[str, Role] = {}
+        for prefix, module in self.named_modules():
+            for name, _ in module.named_parameters(prefix, recurse=False):
+                role: Role | None = getattr(module, "role", None)
+                if role is None:
+                    raise TypeError(f"{name} has no role; set the attribute role of {type(module).__name__}.")
+                roles[name] = role
+        return roles
+
+    def forward(self, token_ids: Tensor, token_positions: Tensor | None = None) -> Tensor:
+        """Integer ids (B, T) → logits (B, T, V).
+
+        Raises UserError if the sequence is longer than the context.
+        """
+        return self.logits(self.hidden_states(token_ids, token_positions))
+
+    def hidden_states(
+        self,
+        token_ids: Tensor,
+        token_positions: Tensor | None = None,
+        attention_functions: Sequence[AttentionFunction] | None = None,
+    ) -> Tensor:
+        """Run all blocks: token ids (B, T) → hidden states (B, T, d_model), the input of the head.
+
+        ``token_positions`` (T,) or (B, T) are 0 … T-1 by default. ``attention_functions``, one per layer, replace the
+        causal attention; generation passes functions that use its KV cache. Raises UserError if the sequence is longer
+        than the context.
+        """
+        if token_ids.shape[-1] > self.config.context_length:
+            raise UserError(
+                f"A sequence of {token_ids.shape[-1]} tokens does not fit the model's context of "
+                f"{self.config.context_length}."
+            )
+        x = self.token_embeddings(token_ids)
+        for index, layer in enumerate(self.layers):
+            if attention_functions is not None:
+                x = layer(x, token_positions, attention_functions[index])
+            elif self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, x, token_positions, use_reentrant=False)
+            else:
+                x = layer(x, token_positions)
+        return self.ln_final(x)
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """Apply the head to the output of :meth:`hidden_states`: (..., D) → (..., V)."""
+        weight = self.token_embeddings.weight
+        logits = linear(hidden_states, weight) if self.lm_head is None else self.lm_head(hidden_states)
+        cap = self.config.logit_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy for ``targets`` (B, T), in nats; a float32 scalar.
+
+        Memory holds one chunk of the logits at a time. Targets equal to ``IGNORE_INDEX`` do not count; if none counts,
+        loss and gradients are 0. To average micro-batches, weight each loss by its number of counted targets.
+        """
+        hidden_states = self.hidden_states(token_ids).flatten(0, -2)
+        return linear_cross_entropy(hidden_states, self.head_weight, targets.flatten(), self.config.logit_softcap)

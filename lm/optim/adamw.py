@@ -1,0 +1,86 @@
+"""AdamW (Loshchilov & Hutter 2019; CS336 assignment 1, section 4.3)."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+_BLOCK_ELEMENTS = 1 << 18  # of parameters; with their gradients and two moments they fit a CPU's cache
+
+
+class AdamW(torch.optim.Optimizer):
+    """Adam with decoupled weight decay. Gives the same result as ``torch.optim.AdamW``.
+
+    ``torch._foreach`` updates lists of tensors together, so that a GPU launches few kernels for many parameters. On a
+    CPU the lists hold blocks of parameters that fit its cache.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(
+                f"lr {lr}, eps {eps}, weight_decay {weight_decay} must be at least 0; betas {betas} must be in [0, 1)"
+            )
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient. Return the loss of ``closure``, or None without it."""
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            params_by_step: dict[int, list[Tensor]] = {}  # bias correction depends on the parameter's own step count
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state["t"] = 0
+                        state["m"] = torch.zeros_like(p)
+                        state["v"] = torch.zeros_like(p)
+                    state["t"] += 1
+                    params_by_step.setdefault(state["t"], []).append(p)
+            for t, params in params_by_step.items():
+                rows = [(p, cast(Tensor, p.grad), self.state[p]["m"], self.state[p]["v"]) for p in params]
+                for weights, grads, m, v in _split_into_blocks(rows):
+                    _update(weights, grads, m, v, t, group)
+        return loss
+
+
+def _update(params: list[Tensor], grads: list[Tensor], m: list[Tensor], v: list[Tensor], t: int, group: Any) -> None:
+    beta1, beta2 = group["betas"]
+    torch._foreach_lerp_(m, grads, 1 - beta1)
+    torch._foreach_mul_(v, beta2)
+    torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
+    denominators = torch._foreach_sqrt(v)
+    torch._foreach_div_(denominators, math.sqrt(1 - beta2**t))
+    torch._foreach_add_(denominators, group["eps"])
+    torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+    torch._foreach_addcdiv_(params, m, denominators, -group["lr"] / (1 - beta1**t))
+
+
+def _split_into_blocks(rows: Sequence[tuple[Tensor, ...]]) -> Iterator[list[list[Tensor]]]:
+    """Yield the columns of ``rows`` in blocks that fit a CPU's cache. The tensors of a row have one shape.
+
+    On other devices the only block holds everything.
+    """
+    if not all(x.device.type == "cpu" and x.is_contiguous() for row in rows for x in row):
+        yield [list(column) for column in zip(*rows, strict=True)]
+        return
+    block: list[tuple[Tensor, ...]] = []
+    free_elements = _BLOCK_ELEMENTS
+    for row in rows:
+        for pieces in zip(*(x.view(-1).split(_BLOCK_ELEMENTS) for x in row), strict=True):
+            if block and pieces[0].numel() > free_elements:
+                yield [list(column) for column in zip(*block, strict=True)]
+                block, free_elements = [], _BLOCK_ELEMENTS
+            block.append(pieces)
+            free_elements -= pieces[0].numel()
+    yield [list(column) for column in zip(*block, strict=True)]

@@ -1,0 +1,74 @@
+"""Muon: momentum with an orthogonalized update (Jordan et al. 2024)."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum with an orthogonalized update, for the hidden matrices. Train all other parameters with AdamW.
+
+    Five Newton–Schulz steps replace the momentum matrix M = U S Vᵀ by about U Vᵀ, so that all directions of the matrix
+    learn at the same rate. The update is scaled by ``0.2 · sqrt(max(rows, columns))`` (Liu et al. 2025). The root mean
+    square of its entries is then about 0.2 · ``lr``, as with AdamW, so the two can share lr and weight decay.
+
+    Raises ValueError for a parameter that is not a matrix.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, momentum: float = 0.95, weight_decay: float = 0.01
+    ) -> None:
+        if lr < 0 or weight_decay < 0 or not 0 <= momentum < 1:
+            raise ValueError(
+                f"lr {lr}, weight_decay {weight_decay} must be at least 0; momentum {momentum} must be in [0, 1)"
+            )
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.ndim != 2:  # step would stack vectors of one shape and orthogonalize them against each other
+                raise ValueError(f"a parameter has shape {tuple(p.shape)}; Muon takes matrices only")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient. Return the loss of ``closure``, or None without it."""
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            params_by_shape: dict[torch.Size, list[Tensor]] = {}
+            for p in group["params"]:
+                if p.grad is not None:
+                    params_by_shape.setdefault(p.shape, []).append(p)
+            for shape, params in params_by_shape.items():
+                nesterov_momenta = []
+                for p in params:
+                    grad = cast(Tensor, p.grad)
+                    state = self.state[p]
+                    if not state:
+                        state["momentum"] = torch.zeros_like(p)
+                    momentum = state["momentum"]
+                    momentum.lerp_(grad, 1 - group["momentum"])
+                    nesterov_momenta.append(grad.lerp(momentum, group["momentum"]))
+                updates = orthogonalize(torch.stack(nesterov_momenta))
+                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(params, list(updates.unbind()), alpha=-group["lr"] * 0.2 * math.sqrt(max(shape)))
+        return loss
+
+
+def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
+    """Bring the singular values of each of ``matrices`` (n, rows, columns) near 1. Same shape and dtype.
+
+    A quintic Newton–Schulz iteration in bfloat16. Its coefficients are chosen for a steep start, not for convergence:
+    singular values end in about [0.7, 1.2] (Jordan et al. 2024).
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrices.bfloat16()
+    is_tall = x.shape[-2] > x.shape[-1]
+    if is_tall:
+        x = x.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.mT if is_tall else x).to(matrices.dtype)

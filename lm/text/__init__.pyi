@@ -1,0 +1,15 @@
+from .chunks import FilePart as FilePart
+from .chunks import Range as Range
+from .chunks import cut_chunks as cut_chunks
+from .chunks import split_files as split_files
+from .config import ChunkConfig as ChunkConfig
+from .config import DataConfig as DataConfig
+from .documents import stream_documents as stream_documents
+from .ingest import ingest_sources as ingest_sources
+from .pretokenize import END_OF_TEXT as END_OF_TEXT
+from .pretokenize import GPT2_PATTERN as GPT2_PATTERN
+from .pretokenize import pretokenize as pretokenize
+from .sources import Source as Source
+from .sources import expand_urls as expand_urls
+from .sources import hash_source as hash_source
+from .statistics import TextStatistics as TextStatistics

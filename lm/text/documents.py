@@ -1,0 +1,118 @@
+"""Reading of documents from plain text, JSON Lines and Parquet files."""
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+from lm.common.errors import UserError
+from lm.text.config import DataConfig
+from lm.text.sources import detect_format, is_transient_error, open_decompressed, open_raw
+from lm.text.statistics import TextStatistics
+from lm.text.utf8 import decode_utf8_blocks, replace_surrogates
+
+
+def stream_documents(url: str, config: DataConfig, statistics: TextStatistics) -> Iterator[str]:
+    """Yield the documents of a source, each followed by ``config.separator``, as pieces of text.
+
+    The separator occurs only at the end of a piece. A jsonl or parquet document is one piece. A plain text document may
+    be larger than memory and is many pieces. Plain text keeps every byte: white space after the last separator is a
+    final piece without a separator. Any other text after it is a document, which gets a separator.
+
+    Adds the documents to ``statistics``. Raises UserError if the source cannot be read.
+    """
+    file_format, compression = detect_format(url)
+    if file_format == "text":
+        yield from _stream_text(url, config, statistics)
+        return
+    if file_format == "parquet" and compression:
+        raise UserError(f"{url}: Parquet is compressed inside; decompress the file itself.")
+    rows = _jsonl_rows(url, config, statistics) if file_format == "jsonl" else _parquet_rows(url, config.text_field)
+    for row_name, document in rows:
+        if config.separator in document:
+            if config.separator_in_document == "error":
+                raise UserError(
+                    f"{url}, {row_name}: the document contains the separator {config.separator}. "
+                    "Choose another separator, or set data.separator_in_document to remove."
+                )
+            while config.separator in document:  # a removal may join two halves to another separator
+                statistics.separators_removed += document.count(config.separator)
+                document = document.replace(config.separator, "")
+        statistics.add_document(len(document))
+        yield document + config.separator
+
+
+def _stream_text(url: str, config: DataConfig, statistics: TextStatistics) -> Iterator[str]:
+    length, is_blank = 0, True  # of the current document, without ``tail``
+    tail = ""  # the last characters, in which a separator may have begun
+    with open_decompressed(url) as blocks:
+        for text in decode_utf8_blocks(blocks, url, config.invalid_utf8, statistics):
+            *endings, rest = (tail + text).split(config.separator)
+            for ending in endings:
+                statistics.add_document(length + len(ending))
+                yield ending + config.separator
+                length, is_blank = 0, True
+            cut = max(0, len(rest) - len(config.separator) + 1)
+            piece, tail = rest[:cut], rest[cut:]
+            if piece:
+                length += cut
+                is_blank = is_blank and piece.isspace()
+                yield piece
+    if tail and is_blank and tail.isspace():
+        yield tail
+    elif tail or not is_blank:
+        statistics.add_document(length + len(tail))
+        yield tail + config.separator
+
+
+def _jsonl_rows(url: str, config: DataConfig, statistics: TextStatistics) -> Iterator[tuple[str, str]]:
+    """Yield (name of the row for messages, document)."""
+    with open_decompressed(url) as blocks:
+        lines = _split_lines(decode_utf8_blocks(blocks, url, config.invalid_utf8, statistics))
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            row_name = f"line {number:,}"
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{url}, {row_name}: not JSON: {error}.") from None
+            if not isinstance(row, dict) or not isinstance(row.get(config.text_field), str):
+                raise UserError(f"{url}, {row_name}: no text field {config.text_field!r}; set data.text_field.")
+            yield row_name, replace_surrogates(row[config.text_field])
+
+
+def _split_lines(blocks: Iterable[str]) -> Iterator[str]:
+    """Split at ``\\n`` only: a JSON string may contain the other line breaks of ``str.splitlines``."""
+    parts: list[str] = []  # joined once per line: a line may span many blocks
+    for block in blocks:
+        first, *others = block.split("\n")
+        parts.append(first)
+        if others:
+            yield "".join(parts)
+            yield from others[:-1]
+            parts = others[-1:]
+    yield "".join(parts)
+
+
+def _parquet_rows(url: str, text_field: str) -> Iterator[tuple[str, str]]:
+    """Yield (name of the row for messages, document); null documents are skipped."""
+    import pyarrow as pa  # slow to import
+    import pyarrow.parquet as pq
+
+    with open_raw(url) as raw:
+        try:
+            file = pq.ParquetFile(raw)
+            schema = file.schema_arrow
+            if text_field not in schema.names:
+                raise UserError(f"{url}: no column {text_field!r} among {schema.names}; set data.text_field.")
+            if schema.field(text_field).type not in (pa.string(), pa.large_string()):
+                raise UserError(f"{url}: column {text_field!r} is not text; set data.text_field.")
+            batches = file.iter_batches(columns=[text_field], batch_size=1024)
+            documents = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+            for number, document in enumerate(documents, start=1):
+                if document is not None:
+                    yield f"row {number:,}", document
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            if is_transient_error(error):
+                raise
+            raise UserError(f"{url} is not a readable Parquet file: {error}") from None

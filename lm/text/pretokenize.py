@@ -1,0 +1,119 @@
+"""Pretokenization: the GPT-2 pattern, special tokens, and positions where text can be cut safely.
+
+Sources: Radford et al. 2019 (GPT-2's pattern); CS336 assignment 1 (section 2.4).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+
+import regex
+
+from lm.common.errors import UserError
+
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
+END_OF_TEXT = "<|endoftext|>"
+
+_QUANTIFIER = regex.compile(r"\{(\d*)(?:,(\d*))?\}")
+_MAX_REPETITIONS = 100_000  # product over a pattern: the regex module unrolls them and may exhaust memory
+_SPACE_FROM_END = regex.compile(r"(?r)(?<=\S)\s")
+
+
+@lru_cache(maxsize=16)
+def compile_pattern(pattern: str) -> "regex.Pattern[str]":
+    """Compile a pretoken pattern. Raises UserError for an invalid regular expression or too many repetitions."""
+    repetitions = 1
+    for numbers in _QUANTIFIER.findall(pattern):
+        repetitions *= max([1, *(int(number[:9]) for number in numbers if number)])
+        if repetitions > _MAX_REPETITIONS:
+            raise UserError(f"The pretoken pattern {pattern!r} repeats things more than {_MAX_REPETITIONS:,} times.")
+    try:
+        return regex.compile(pattern)
+    except regex.error as error:
+        raise UserError(f"The pretoken pattern {pattern!r} is not a regular expression: {error}.") from None
+
+
+def check_special_tokens(special_tokens: Sequence[str]) -> None:
+    """Raise UserError for a special token that is empty, repeated, or not encodable as UTF-8."""
+    for i, token in enumerate(special_tokens):
+        if not token:
+            raise UserError(f"Special token number {i + 1} is empty; remove it or give it a text.")
+        if token in special_tokens[:i]:
+            raise UserError(f"The special token {token!r} is given twice; name it once.")
+        if any("\ud800" <= character <= "\udfff" for character in token):
+            raise UserError(f"The special token {token!r} has a lone surrogate, which UTF-8 cannot encode; remove it.")
+
+
+@lru_cache(maxsize=64)
+def _compile_special_tokens(special_tokens: tuple[str, ...]) -> "regex.Pattern[str]":
+    """Compile a pattern that matches any of the special tokens (at least one), the longest at each position."""
+    longest_first = sorted(special_tokens, key=len, reverse=True)
+    return regex.compile("|".join(map(regex.escape, longest_first)))
+
+
+def split_special_tokens(text: str, special_tokens: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """Split ``text`` into non-empty pieces and yield (piece, is_special) in order."""
+    start = 0
+    if special_tokens:
+        for match in _compile_special_tokens(tuple(special_tokens)).finditer(text):
+            if match.start() > start:
+                yield text[start : match.start()], False
+            yield match.group(), True
+            start = match.end()
+    if start < len(text):
+        yield text[start:], False
+
+
+def pretokenize(text: str, pattern: str = GPT2_PATTERN) -> Iterator[str]:
+    """Yield the pretokens of ``text``, which must not contain special tokens. No character is lost: text between two
+    matches of ``pattern`` becomes a pretoken too."""
+    end = 0
+    for match in compile_pattern(pattern).finditer(text):
+        if match.start() > end:
+            yield text[end : match.start()]
+        end = match.end()
+        if match.group():
+            yield match.group()
+    if end < len(text):
+        yield text[end:]
+
+
+def find_safe_cut(text: str, special_tokens: Sequence[str], pattern: str = GPT2_PATTERN) -> int:
+    """Return the last index at which ``text``, the start of a longer text, can be cut without changing a pretoken.
+
+    Safe are the end of a special token and, for the GPT-2 pattern only, the position before white space that follows
+    other text. Returns 0 if there is none. Does not cut after a special token that more text could make longer.
+    """
+    # A special token that begins before ``limit`` cannot extend past the end of the text.
+    limit = max(0, len(text) - max(map(len, special_tokens), default=1) + 1)
+    cut = 0
+    for match in _compile_special_tokens(tuple(special_tokens)).finditer(text) if special_tokens else ():
+        if match.start() < limit:
+            cut = match.end()
+    if pattern == GPT2_PATTERN and cut < limit:  # search after ``cut``: white space in a special token is not safe
+        space = _SPACE_FROM_END.search(text, cut, limit)
+        cut = space.start() if space else cut
+    return cut
+
+
+def split_at_safe_cuts(
+    blocks: Iterable[str], special_tokens: Sequence[str], pattern: str = GPT2_PATTERN, size: int = 4096
+) -> Iterator[str]:
+    """Regroup ``blocks`` to pieces of about ``size`` characters that can be pretokenized independently.
+
+    A piece grows past ``size`` until it has a safe cut; see :func:`find_safe_cut`.
+    """
+    pending: list[str] = []
+    length, min_length = 0, size
+    for block in blocks:
+        pending.append(block)
+        length += len(block)
+        if length >= min_length:
+            text = "".join(pending)
+            cut = find_safe_cut(text, special_tokens, pattern)
+            if cut:
+                yield text[:cut]
+            pending, length = [text[cut:]], len(text) - cut
+            min_length = max(size, 2 * length)  # doubling bounds repeated searches of a text without a cut
+    if rest := "".join(pending):
+        yield rest

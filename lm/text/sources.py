@@ -1,0 +1,232 @@
+"""Text sources: resolve paths, globs and URLs, and open them with any compression."""
+
+import bz2
+import glob
+import gzip
+import hashlib
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from lm.common.errors import TransientError, UserError
+from lm.text.demo_corpus import demo_stories
+
+BLOCK_BYTES = 1 << 20  # per read
+ByteRanges = Sequence[tuple[int, int]]  # (start, end) of parts of a file, ascending
+
+
+# Not fsspec's table: its zstd may be the package zstandard, which does not notice a truncated file.
+_DECOMPRESSORS: dict[str, Callable[[IO[bytes]], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": lambda raw: import_module("pyarrow").CompressedInputStream(raw, "zstd"),  # slow to import
+}
+# Names of exception classes, because their libraries (aiohttp, botocore) may not be installed.
+_CONNECTION_ERRORS = {
+    *("ConnectionError", "TimeoutError", "ClientConnectionError", "ClientPayloadError", "HTTPClientError"),
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """An input file: its URL, its stored size in bytes and the SHA-256 of its stored bytes."""
+
+    url: str
+    bytes: int
+    sha256: str
+
+
+def expand_urls(patterns: Iterable[str]) -> list[str]:
+    """Resolve paths, globs and URLs to URLs in order. Sorts the matches of a glob and makes local paths absolute.
+
+    A path without a glob need not exist. Raises UserError for a glob without a match.
+    """
+    urls: list[str] = []
+    for pattern in patterns:
+        if pattern.startswith(("demo:", "http://", "https://")):
+            urls.append(pattern)
+            continue
+        fs, path = open_filesystem(pattern)
+        try:
+            is_literal = not glob.has_magic(path) or fs.exists(path)
+            matches = [path] if is_literal else sorted(str(match) for match in fs.glob(path) if fs.isfile(match))
+        except Exception as error:  # each file system has its own exceptions
+            raise _source_error(f"{pattern} cannot be listed", error) from error
+        if not matches:
+            raise UserError(f"No file matches {pattern}.")
+        urls += matches if isinstance(fs, LocalFileSystem) else map(fs.unstrip_protocol, matches)
+    return urls
+
+
+def open_filesystem(url: str) -> tuple[Any, str]:
+    """Return (fsspec file system, path) of a URL. Raises UserError for an unknown or unusable protocol.
+
+    Directory listings are not cached, because other processes write files too. Timeouts and retries are set so that
+    an unresponsive server fails within two minutes. The defaults of s3fs and botocore need more than six minutes.
+    """
+    protocol = url.partition("://")[0]
+    options: dict[str, Any] = {"use_listings_cache": False}
+    if protocol in ("http", "https"):
+        from aiohttp import ClientTimeout  # slow to import
+
+        # The default timeout ends each download after five minutes, even one that makes progress.
+        options["client_kwargs"] = {"timeout": ClientTimeout(total=None, sock_connect=30, sock_read=60)}
+    is_s3 = protocol in ("s3", "s3a")
+    if is_s3 and "config_kwargs" not in fsspec.config.conf.get(protocol, {}):
+        options["config_kwargs"] = {"retries": {"total_max_attempts": 1}}
+    try:
+        fs, path = fsspec.core.url_to_fs(url, **options)
+    except (ValueError, ImportError, OSError) as error:
+        raise UserError(f"{url} cannot be used: {error}") from None
+    if is_s3:
+        fs.retries = 2  # of 15 seconds each; some operations retry in nested loops
+    return fs, path
+
+
+def source_version(url: str) -> tuple[int, str] | None:
+    """Return (size in bytes, version string) of a source, without reading it. None if it is missing or has no version.
+
+    For a local file the version is mtime and ctime in nanoseconds and the inode: a copy that preserves the mtime has
+    another ctime. Elsewhere it is the ETag or the modification time.
+    """
+    if url.startswith("demo:"):
+        return None
+    fs, path = open_filesystem(url)
+    try:
+        if isinstance(fs, LocalFileSystem):
+            stat = Path(path).stat()
+            return stat.st_size, f"{stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+        info = fs.info(path)
+    except Exception:  # missing or unreachable: opening the source reports it
+        return None
+    version = info.get("ETag") or info.get("mtime") or info.get("LastModified") or info.get("Last-Modified")
+    return (int(info["size"]), str(version)) if version and info.get("size") is not None else None
+
+
+def hash_source(url: str) -> Source:
+    """Read a source once and return its size and SHA-256. Raises UserError if it is missing, empty or unreadable."""
+    digest, size = hashlib.sha256(), 0
+    with open_raw(url) as raw:
+        while block := raw.read(BLOCK_BYTES):
+            digest.update(block)
+            size += len(block)
+    if not size:
+        raise UserError(f"{url} is empty; remove it from the sources or give it a text.")
+    return Source(url, size, digest.hexdigest())
+
+
+@contextmanager
+def open_raw(url: str) -> Iterator[IO[bytes]]:
+    """Open the stored bytes of a source, still compressed.
+
+    Raises UserError if it cannot be opened, and TransientError if the connection breaks, also inside the ``with``.
+    """
+    if url.startswith("demo:"):
+        count = url.removeprefix("demo:")
+        if not count.isdecimal() or int(count) < 1:
+            raise UserError(f"{url!r} names no demo corpus; write demo:N for N stories, such as demo:6000.")
+        yield io.BytesIO("".join(demo_stories(int(count))).encode())
+        return
+    fs, path = open_filesystem(url)
+    # Stream from web servers, many of which ignore byte ranges. Parquet is read from its end and needs ranges.
+    is_streamed = url.startswith(("http://", "https://")) and detect_format(url)[0] != "parquet"
+    try:
+        file = fs.open(path, "rb", **({"block_size": 0} if is_streamed else {}))
+    except Exception as error:  # each file system has its own exceptions
+        if isinstance(error, IsADirectoryError):
+            raise UserError(f"{url} is a directory; name its files, such as {url.rstrip('/')}/*.txt.") from None
+        # fsspec's HTTP raises FileNotFoundError also for a server error.
+        if isinstance(error, FileNotFoundError) and not is_transient_error(error):
+            raise UserError(f"{url} does not exist.") from None
+        raise _source_error(f"{url} cannot be opened", error) from error
+    with file as raw:
+        try:
+            yield raw
+        except Exception as error:
+            if is_transient_error(error):
+                raise TransientError(f"{url}: the connection broke during reading: {error!r}") from error
+            raise
+
+
+def _source_error(failure: str, error: Exception) -> UserError:
+    kind = TransientError if is_transient_error(error) else UserError
+    return kind(f"{failure}: {error.__cause__ or error}")
+
+
+def is_transient_error(error: BaseException) -> bool:
+    """Return whether a retry may succeed: ``error`` or its cause is a broken connection or a server error."""
+    for candidate in (error, error.__cause__):
+        response = getattr(candidate, "response", None)  # botocore
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
+        status = status or getattr(candidate, "status", None)  # aiohttp
+        if isinstance(status, int):
+            return status >= 500 or status in (408, 425, 429)
+        names = {kind.__name__ for kind in type(candidate).__mro__}
+        if names & _CONNECTION_ERRORS and "ClientConnectorCertificateError" not in names:
+            return True
+    return False
+
+
+def detect_format(url: str) -> tuple[str, str]:
+    """Return (format, compression suffix) by the file name: ``text``, ``jsonl`` or ``parquet``; e.g. ``.gz``, or
+    empty."""
+    path = Path((url.partition("?")[0] if "://" in url else url).lower())
+    compression = path.suffix if path.suffix in _DECOMPRESSORS else ""
+    suffix = path.with_suffix("").suffix if compression else path.suffix
+    return {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}.get(suffix, "text"), compression
+
+
+@contextmanager
+def open_decompressed(url: str) -> Iterator[Iterator[bytes]]:
+    """Open a source and yield an iterator over blocks of its decompressed bytes.
+
+    The iterator raises UserError if the file is corrupt or truncated.
+    """
+    _, compression = detect_format(url)
+    with open_raw(url) as raw:
+
+        def read() -> Iterator[bytes]:
+            try:
+                with _DECOMPRESSORS[compression](raw) if compression else raw as stream:
+                    while block := stream.read(BLOCK_BYTES):
+                        yield block
+            except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+                if is_transient_error(error):
+                    raise
+                problem = "is corrupt or truncated" if compression else "cannot be read"
+                raise UserError(f"{url} {problem}: {error}") from None
+
+        yield read()
+
+
+@contextmanager
+def open_ranges(url: str, ranges: ByteRanges) -> Iterator[Iterator[bytes]]:
+    """Open an uncompressed source and yield an iterator over blocks of its ``ranges``."""
+    with open_raw(url) as raw:
+        yield chain.from_iterable(read_blocks(raw, start, end) for start, end in ranges)
+
+
+def read_blocks(raw: IO[bytes], start: int, end: int) -> Iterator[bytes]:
+    """Yield the bytes ``start`` to ``end`` of a file in blocks. Stops early at the end of the file."""
+    raw.seek(start)
+    while start < end and (block := raw.read(min(BLOCK_BYTES, end - start))):
+        start += len(block)
+        yield block
+
+
+def is_plain_local_file(url: str) -> bool:
+    """Return whether a source is uncompressed plain text on this machine, so that it need not be copied."""
+    if url.startswith("demo:") or detect_format(url) != ("text", ""):
+        return False
+    return isinstance(open_filesystem(url)[0], LocalFileSystem)

@@ -1,0 +1,5 @@
+"""Byte-level BPE: training, encoding, decoding and the file formats of tokenizers."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

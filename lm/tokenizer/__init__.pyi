@@ -1,0 +1,10 @@
+from .bpe import Merges as Merges
+from .bpe import Vocab as Vocab
+from .bpe import train_bpe as train_bpe
+from .bpe import train_merges as train_merges
+from .config import TokenizerConfig as TokenizerConfig
+from .pretoken_counts import count_pretokens as count_pretokens
+from .pretoken_counts import read_counts as read_counts
+from .stream import encode_files as encode_files
+from .tokenizer import Tokenizer as Tokenizer
+from .tokenizer import token_dtype as token_dtype

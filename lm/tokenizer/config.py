@@ -1,0 +1,39 @@
+"""Config of BPE training. Imports neither numba nor pyarrow, so that the command line starts fast."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
+from lm.common.errors import UserError
+from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN, check_special_tokens, compile_pattern
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """Config of BPE training."""
+
+    __pydantic_config__ = PYDANTIC_CONFIG
+
+    vocab_size: int = bounded_field(10_000, ge=256)
+    """Number of token ids: 256 bytes, the special tokens and the merges."""
+    special_tokens: list[str] = field(default_factory=lambda: [END_OF_TEXT])
+    """Texts encoded as one token each and never part of a pretoken. Must include the separator of the documents."""
+    pattern: str = GPT2_PATTERN
+    """Regular expression (``regex`` module) whose matches are the pretokens. Default: GPT-2's."""
+    min_frequency: int = bounded_field(1, ge=1)
+    """Minimum number of occurrences of a merged pair. May end training before ``vocab_size`` on a small text."""
+
+    def __post_init__(self) -> None:
+        validate_fields(self, "tokenizer")
+        check_special_tokens(self.special_tokens)
+        check_vocab_size(self.vocab_size, self.special_tokens)
+        compile_pattern(self.pattern)
+
+
+def check_vocab_size(vocab_size: int, special_tokens: Sequence[str]) -> None:
+    """Raise UserError if ``vocab_size`` is too small for the bytes and the special tokens."""
+    min_size = 256 + len(special_tokens)
+    if vocab_size < min_size:
+        raise UserError(
+            f"vocab_size {vocab_size} is too small: 256 bytes and {len(special_tokens)} special tokens need {min_size}."
+        )

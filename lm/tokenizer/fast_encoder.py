@@ -1,0 +1,106 @@
+"""Compiled encoder for GPT-2's pattern; the reference is :mod:`lm.tokenizer.reference`."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from lm.kernels.bpe.classes import character_classes
+from lm.kernels.bpe.encode import encode
+from lm.kernels.bpe.merge import MAX_MERGES, EncoderState, MergeTable, make_merge_table, make_queue
+from lm.kernels.bpe.pretoken_table import grow_table, make_table, make_workspace
+from lm.kernels.bpe.pretokens import SCAN_BYTES, Specials, new_cursor
+from lm.kernels.jit import log_compilation
+from lm.kernels.status import INVALID_UTF8, TABLE_FULL, WORKSPACE_FULL
+from lm.text.windows import WINDOW, not_utf8, windows
+
+# The cache of encoded pretokens; each thread has its own.
+_INITIAL_CACHE_SLOTS = 1 << 16
+_MAX_CACHE_SLOTS = 1 << 20  # 32 MB
+_CACHE_ARENA_BYTES = 16 << 20
+_MAX_COPIED_IDS = 1 << 20  # a larger array of ids is not copied: the caller gets the buffer itself
+
+
+class FastEncoder:
+    """Encodes UTF-8 text to token ids. Thread-safe: each running call has its own cache of pretokens."""
+
+    def __init__(self, merge_table: MergeTable, dtype: np.dtype[np.unsignedinteger]) -> None:
+        self.dtype = dtype
+        self._merge_table = merge_table
+        self._max_slots = _MAX_CACHE_SLOTS
+        self._idle: list[EncoderState] = []  # append and pop of a list are thread-safe
+
+    @classmethod
+    def from_merges(
+        cls,
+        ids: Mapping[bytes, int],
+        merges: Sequence[tuple[bytes, bytes]],
+        dtype: np.dtype[np.unsignedinteger],
+    ) -> "FastEncoder | None":
+        """Create an encoder of ``dtype`` ids, or return None if the kernels do not support the vocabulary.
+
+        They need an id for each byte and merged token, merges of bytes and of earlier merges only, a single merge for
+        each token, and at most ``MAX_MERGES`` merges.
+        """
+        tokens = [bytes([byte]) for byte in range(256)]
+        tokens += [left + right for left, right in merges]
+        try:
+            token_ids = np.fromiter(map(ids.__getitem__, tokens), np.int64, len(tokens))
+            part_ids = np.fromiter(map(ids.__getitem__, chain.from_iterable(merges)), np.int64, 2 * len(merges))
+        except KeyError:
+            return None
+        order = np.arange(len(tokens), dtype=np.int32)
+        nodes = np.zeros(max(token_ids.max(), part_ids.max(initial=0)) + 1, np.int32)  # token id → node + 1
+        nodes[token_ids] = order + 1
+        parts = nodes[part_ids].reshape(-1, 2) - 1
+        is_ordered = (parts >= 0).all() and (parts.max(axis=1) < order[256:]).all()
+        has_duplicates = (nodes[token_ids] != order + 1).any()
+        if not is_ordered or has_duplicates or len(merges) > MAX_MERGES:
+            return None
+        lengths = np.fromiter(map(len, tokens), np.int32, len(tokens))
+        id_lengths = np.zeros(len(nodes), np.int32)
+        id_lengths[token_ids] = lengths
+        with log_compilation("pair table"):
+            merge_table = make_merge_table(token_ids.astype(np.uint32), lengths, id_lengths, parts)
+        return cls(merge_table, dtype)
+
+    def encode(
+        self, blocks: Iterable[bytes], specials: Specials, window: int = WINDOW
+    ) -> Iterator[npt.NDArray[np.unsignedinteger]]:
+        """Yield the ids of the concatenated ``blocks``, one array for about ``window`` bytes.
+
+        Raises UserError if the text is not UTF-8.
+        """
+        try:
+            state = self._idle.pop()
+        except IndexError:
+            state = EncoderState(
+                self._merge_table,
+                make_queue(len(self._merge_table.parts)),
+                make_table(min(self._max_slots, _INITIAL_CACHE_SLOTS), _CACHE_ARENA_BYTES),
+                make_workspace(SCAN_BYTES),
+            )
+        cursor, out = new_cursor(), np.empty(0, self.dtype)
+        try:
+            for buffer, end, final in windows(blocks, cursor, window):
+                status = WORKSPACE_FULL
+                while status:
+                    if len(out) < end + 8:
+                        out = np.empty(max(2 * end, window) + 8, self.dtype)
+                    with log_compilation(f"encoding {self.dtype.name}"):
+                        text = buffer, end, final, cursor, character_classes(), specials
+                        count, status = encode(state, *text, self._max_slots, out)
+                    if count > _MAX_COPIED_IDS:
+                        yield out[:count]
+                        out = np.empty(0, self.dtype)
+                    elif count:
+                        yield out[:count].copy()
+                    if status == TABLE_FULL:
+                        state = state._replace(table=grow_table(state.table, 4))
+                    elif status == WORKSPACE_FULL:
+                        state = state._replace(work=make_workspace(2 * len(state.work.starts)))
+                    elif status:
+                        raise not_utf8(buffer, cursor, INVALID_UTF8 - status)
+        finally:
+            self._idle.append(state)

@@ -1,0 +1,241 @@
+"""Count pretokens, and read and write Parquet files of counts (``pretoken: binary, count: int64``).
+
+A file has 16 row groups, one for each partition of the pretokens by hash, so that many files can be summed one
+partition at a time. In a partition the counts descend; pretokens with equal counts are in byte order.
+Source: CS336 assignment 1 (section 2.4).
+"""
+
+import os
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from lm.common.errors import InvalidUtf8Error, UserError
+from lm.kernels.bpe import count as kernel
+from lm.kernels.bpe.classes import character_classes
+from lm.kernels.bpe.pretoken_table import SLOT_WORDS, Table, grow_arena, grow_table, make_table, make_workspace
+from lm.kernels.bpe.pretokens import SCAN_BYTES, new_cursor, pack_specials
+from lm.kernels.jit import log_compilation
+from lm.kernels.status import ARENA_FULL, INVALID_UTF8, WORKSPACE_FULL
+from lm.text.chunks import FilePart, split_files
+from lm.text.pretokenize import GPT2_PATTERN, pretokenize, split_at_safe_cuts, split_special_tokens
+from lm.text.utf8 import decode_utf8_blocks
+from lm.text.windows import not_utf8, windows
+
+SCHEMA = pa.schema([("pretoken", pa.binary()), ("count", pa.int64())])
+NUM_PARTITIONS = 16
+DEFAULT_MEMORY_BYTES = 512 << 20  # of one thread
+_MAX_COUNT = 1 << 48  # keeps the sums of thousands of files below 2**63
+_COUNTER_ENTRY_BYTES = 200  # estimate
+
+
+def count_pretokens(
+    texts: Iterable[Iterable[bytes]],
+    special_tokens: Sequence[str],
+    pattern: str = GPT2_PATTERN,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+) -> Iterator[pa.Table]:
+    """Count the pretokens of UTF-8 ``texts``, each an iterable of blocks. Special tokens are not counted.
+
+    Yields tables with the columns of :data:`SCHEMA`, one for each ``memory_bytes`` of different pretokens; their sum is
+    the count. Raises UserError if a text is not UTF-8.
+    """
+    if pattern != GPT2_PATTERN:
+        yield from _count_custom_pattern(texts, special_tokens, pattern, memory_bytes)
+        return
+    specials = pack_specials([(token.encode(), 0) for token in special_tokens])
+    work, cursor, table = make_workspace(SCAN_BYTES), new_cursor(), make_table(1 << 16, 1 << 20)
+    for blocks in texts:
+        for buffer, end, final in windows(blocks, cursor):
+            while True:
+                with log_compilation("counting"):
+                    text = buffer, end, final, cursor, character_classes(), specials
+                    status = kernel.count_pretokens(*text, table, work)
+                if not status:
+                    break
+                if status == WORKSPACE_FULL:
+                    work = make_workspace(2 * len(work.starts))
+                elif status <= INVALID_UTF8:
+                    raise not_utf8(buffer, cursor, INVALID_UTF8 - status)
+                elif 3 * (table.slots.nbytes + table.arena.nbytes) > memory_bytes and table.used[0]["slots"]:
+                    yield _table_from_slots(table)
+                    table = make_table(len(table.slots) // SLOT_WORDS, len(table.arena))
+                elif status == ARENA_FULL:
+                    table = grow_arena(table, 2 * len(buffer))
+                else:
+                    table = grow_table(table, 2)
+    yield _table_from_slots(table)
+
+
+def _table_from_slots(table: Table) -> pa.Table:
+    rows = int(table.used[0]["slots"])
+    data = np.empty(int(table.used[0]["pretoken_bytes"]) + 16, np.uint8)
+    ends, counts = np.zeros(rows + 1, np.int32), np.empty(rows, np.int64)
+    kernel.export_columns(table, data, ends, counts)
+    pretokens = pa.Array.from_buffers(pa.binary(), rows, [None, pa.py_buffer(ends), pa.py_buffer(data)])
+    return pa.table([pretokens, pa.array(counts)], schema=SCHEMA)
+
+
+def _count_custom_pattern(
+    texts: Iterable[Iterable[bytes]], special_tokens: Sequence[str], pattern: str, memory_bytes: int
+) -> Iterator[pa.Table]:
+    counts: Counter[str] = Counter()
+    for blocks in texts:
+        for piece in split_at_safe_cuts(decode_utf8_blocks(blocks, "the text"), special_tokens, pattern, size=1 << 16):
+            for part, is_special in split_special_tokens(piece, special_tokens):
+                if not is_special:
+                    counts.update(pretokenize(part, pattern))
+            if len(counts) * _COUNTER_ENTRY_BYTES > memory_bytes:
+                yield _table_from_counter(counts)
+                counts.clear()
+    yield _table_from_counter(counts)
+
+
+def _table_from_counter(counts: Counter[str]) -> pa.Table:
+    return pa.table([[pretoken.encode() for pretoken in counts], list(counts.values())], schema=SCHEMA)
+
+
+def count_to_file(
+    path: Path, texts: Iterable[Iterable[bytes]], special_tokens: Sequence[str], pattern: str, memory_bytes: int
+) -> tuple[int, int]:
+    """Write the counts of :func:`count_pretokens` to one file, by way of temporary files if they exceed the memory.
+
+    Returns (pretokens, different pretokens).
+    """
+    parts: list[Path] = []
+    for table in count_pretokens(texts, special_tokens, pattern, memory_bytes):
+        parts.append(path.with_name(f"{path.name}.{len(parts)}"))
+        totals = write_counts(parts[-1], table)
+    if len(parts) == 1:
+        parts[0].replace(path)
+        return totals
+    totals = merge_counts(parts, path)
+    for part in parts:
+        part.unlink()
+    return totals
+
+
+def count_files(
+    paths: Sequence[str | Path], special_tokens: Sequence[str], pattern: str = GPT2_PATTERN, threads: int | None = None
+) -> pa.Table:
+    """Count the pretokens of text files, plain or compressed, with ``threads`` threads (default: one per CPU core).
+
+    The order of the rows is undefined. Needs the memory of two or three tables of the result's size, or
+    :data:`DEFAULT_MEMORY_BYTES`, and :data:`DEFAULT_MEMORY_BYTES` for each thread.
+    """
+    workers = threads or os.cpu_count() or 1
+    pending = deque(split_files(paths, special_tokens, pattern))
+    tables: list[pa.Table] = []
+    max_table_bytes = DEFAULT_MEMORY_BYTES
+    lock = Lock()
+
+    def count() -> None:
+        nonlocal max_table_bytes
+        part = FilePart("")
+
+        def texts() -> Iterator[Iterator[bytes]]:
+            nonlocal part
+            while True:
+                try:
+                    part = pending.popleft()
+                except IndexError:
+                    return
+                with part.open() as blocks:
+                    yield blocks
+
+        try:
+            for table in count_pretokens(texts(), special_tokens, pattern):
+                with lock:
+                    tables.append(table)
+                    if sum(table.nbytes for table in tables) > max_table_bytes:
+                        tables[:] = [sum_counts(tables)]
+                        max_table_bytes = max(DEFAULT_MEMORY_BYTES, 2 * tables[0].nbytes)
+        except InvalidUtf8Error as error:
+            pending.clear()  # stops the other threads
+            raise part.locate(error) from None
+
+    with ThreadPoolExecutor(workers) as pool:
+        for future in [pool.submit(count) for _ in range(workers)]:
+            future.result()
+    return sum_counts(tables)
+
+
+def sum_counts(tables: Sequence[pa.Table]) -> pa.Table:
+    """Return one table with the sums of the counts of many tables."""
+    if len(tables) == 1:
+        return tables[0]
+    summed = pa.concat_tables(tables).group_by("pretoken").aggregate([("count", "sum")])
+    return summed.rename_columns(SCHEMA.names).cast(SCHEMA)
+
+
+def write_counts(path: Path, table: pa.Table) -> tuple[int, int]:
+    """Write a table of counts to a file; return (pretokens, different pretokens)."""
+    table = table.combine_chunks()
+    partitions = np.empty(len(table), np.uint8)
+    if len(table):
+        kernel.assign_partitions(*counts_to_arrays(table)[:2], NUM_PARTITIONS, partitions)
+    return _write_partitions(path, (table.filter(pa.array(partitions == i)) for i in range(NUM_PARTITIONS)))
+
+
+def merge_counts(parts: Sequence[Path], path: Path) -> tuple[int, int]:
+    """Write the sum of the files ``parts`` to one file; return (pretokens, different pretokens)."""
+    files = [(part, _open(part)) for part in parts]
+    sums = (sum_counts([_read(*file, [partition]) for file in files]) for partition in range(NUM_PARTITIONS))
+    return _write_partitions(path, sums)
+
+
+def _write_partitions(path: Path, partitions: Iterable[pa.Table]) -> tuple[int, int]:
+    total = unique = 0
+    with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
+        for table in partitions:
+            writer.write_table(table.sort_by([("count", "descending"), ("pretoken", "ascending")]))
+            total += pc.sum(table["count"]).as_py() or 0
+            unique += len(table)
+    return total, unique
+
+
+def read_counts(path: Path) -> pa.Table:
+    """Read a file of counts. Raises UserError if it is malformed."""
+    return _read(path, _open(path), range(NUM_PARTITIONS))
+
+
+def counts_to_arrays(table: pa.Table) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """Return a table of n counts as read-only arrays: concatenated pretokens, ends of the pretokens (n + 1, from 0),
+    counts (n)."""
+    pretokens = pa.concat_arrays(table["pretoken"].chunks) if len(table) else pa.array([], pa.binary())
+    _, ends, data = pretokens.buffers()
+    ends = np.frombuffer(ends, np.int32)[pretokens.offset : pretokens.offset + len(pretokens) + 1]
+    joined = np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8)
+    arrays = joined, ends, table["count"].to_numpy()
+    for array in arrays:
+        array.flags.writeable = False  # otherwise numba compiles the kernels for writable and read-only arrays
+    return arrays
+
+
+def _open(path: Path) -> pq.ParquetFile:
+    try:
+        file = pq.ParquetFile(path)
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"{path} is not a Parquet file of pretoken counts: {error}") from None
+    if not file.schema_arrow.equals(SCHEMA) or file.num_row_groups != NUM_PARTITIONS:
+        raise UserError(f"{path} is not a Parquet file of pretoken counts: its columns are {file.schema_arrow.names}.")
+    return file
+
+
+def _read(path: Path, file: pq.ParquetFile, partitions: Sequence[int]) -> pa.Table:
+    try:
+        table = file.read_row_groups(list(partitions))
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+    least, most = pc.min_max(table["count"]).as_py().values()
+    if any(column.null_count for column in table.columns) or (len(table) and not 1 <= least <= most <= _MAX_COUNT):
+        raise UserError(f"{path} is not a Parquet file of pretoken counts: not all rows have a pretoken and its count.")
+    return table

@@ -1,0 +1,53 @@
+"""Run the training of a job file, without the pipeline.
+
+``python -m lm.train JOB.json`` trains on one device, ``torchrun --nproc-per-node N -m lm.train JOB.json`` on N. The
+stage ``train`` writes the job file. SIGTERM and Ctrl-C finish the step and save; the same command resumes.
+
+Exit codes of ``python -m lm.train``: 0 when the training is finished, 2 for a user's mistake, 75 when a signal stopped
+the training and it was saved. A second signal ends the process at once without saving. ``torchrun`` replaces the exit
+codes of its processes: it exits with 1 and a traceback after a signal (SignalException), or if a process ends with a
+code other than 0 (ChildFailedError). It kills its processes 30 seconds after the signal; raise ``--shutdown-timeout``
+if a step and a checkpoint take longer.
+"""
+
+import argparse
+import fcntl
+import logging
+import os
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from lm.common.errors import Stopped, UserError
+from lm.distributed.launch import FINAL_MESSAGE_PREFIX, INTERRUPTED_EXIT_CODE, PARENT_PIPE_VARIABLE
+from lm.train.graceful_stop import stop_on_signals, stop_with_parent
+from lm.train.job import Job
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the job of a file; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m lm.train", description=__doc__)
+    parser.add_argument("job", type=Path, help="JSON file that the stage train wrote")
+    options = parser.parse_args(arguments)
+    stop_event = threading.Event()
+    if os.environ.get(PARENT_PIPE_VARIABLE):
+        threading.Thread(target=stop_with_parent, args=(stop_event,), daemon=True).start()
+    is_rank0 = os.environ.get("RANK", "0") == "0"
+    logging.basicConfig(level=logging.INFO if is_rank0 else logging.ERROR, format="%(message)s")
+    try:
+        # Under torchrun a process may receive a signal twice: from the cluster and from torchrun, which passes it on.
+        with stop_on_signals(stop_event, ignore_repeats="TORCHELASTIC_RUN_ID" in os.environ):
+            job = Job.read(options.job)
+            with options.job.open("rb") as file:
+                with suppress(OSError):  # on a file system without locks
+                    fcntl.flock(file, fcntl.LOCK_SH)  # textmill gc does not delete a locked job
+                job.run(stop_event=stop_event)
+    except (UserError, Stopped) as error:
+        print(f"{FINAL_MESSAGE_PREFIX}{error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else INTERRUPTED_EXIT_CODE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""The checkpoints of a training: save, delete old ones, adopt the checkpoints of an unfinished training."""
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch.optim import Optimizer
+
+from lm.checkpoint.atomic_dir import prevent_cleanup
+from lm.checkpoint.training_state import (
+    newest_checkpoint,
+    read_description,
+    save_training,
+    step_directories,
+    step_name,
+)
+from lm.common.errors import UserError
+from lm.model.transformer import TransformerLM
+from lm.train.metrics_file import read_metrics, write_metrics
+
+log = logging.getLogger(__name__)
+
+Settings = dict[str, dict[str, Any]]  # the sections model, train and data
+
+
+def save_step(
+    out: Path, model: TransformerLM, optimizers: list[Optimizer], step: int, description: dict[str, Any]
+) -> None:
+    """Save a checkpoint in ``out``. Raises UserError if it cannot be written, e.g. on a full disk."""
+    try:
+        save_training(out / step_name(step), model, optimizers, step, description)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise the latter two
+        newest = newest_checkpoint(out)
+        raise UserError(
+            f"The checkpoint of step {step:,} cannot be saved in {out}: {error}. Free some space there; "
+            f"{f'the training resumes from {newest}' if newest else 'no checkpoint was saved'}."
+        ) from error
+
+
+def prune_checkpoints(out: Path, keep: int, best_step: int, off_schedule_checkpoint: Path | None) -> None:
+    """Delete all checkpoints in ``out`` except the newest ``keep`` on schedule and the best one."""
+    # The remaining checkpoints are part of the output: an interruption must not change which ones remain.
+    paths = step_directories(out)
+    kept = [path for path in paths if path != off_schedule_checkpoint][-keep:]
+    for path in paths:
+        if path not in kept and path.name != step_name(best_step):
+            shutil.rmtree(path)
+
+
+def adopt_checkpoints(previous: Path, out: Path, settings: Settings) -> str | None:
+    """Copy the checkpoints of an unfinished training from ``previous`` to ``out``, so that it can be resumed there.
+
+    Only checkpoints whose checksums match are copied. If ``previous`` is ``out``, damaged checkpoints are deleted
+    instead. Rows of metrics and samples after the newest copied checkpoint are dropped. If the best checkpoint is
+    damaged, only checkpoints before it are copied: otherwise a worse checkpoint would count as the best.
+
+    Return the name of the newest copied checkpoint, or None. Raises UserError if a file cannot be copied, or if the
+    model or the data of the newest checkpoint differ from ``settings``. Other differences are logged as a warning.
+    """
+    descriptions = {path: read_description(path) for path in step_directories(previous)}
+    intact = {path: description for path, description in descriptions.items() if description is not None}
+    damaged_names = {path.name for path in descriptions.keys() - intact.keys()}
+    resumable = {
+        description["step"]: path
+        for path, description in intact.items()
+        if step_name(_best_step(path, description)) not in damaged_names
+    }
+    newest_step = max(resumable, default=-1)
+    adopted = [path for path, description in intact.items() if description["step"] <= newest_step]
+    if adopted:
+        _check_settings(resumable[newest_step], intact[resumable[newest_step]], settings)
+    try:
+        if previous == out:
+            for path in descriptions.keys() - adopted:
+                shutil.rmtree(path)
+        if not adopted:
+            return None
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            write_metrics(out / name, [row for row in read_metrics(previous / name) if row["step"] <= newest_step])
+        if previous != out:
+            with prevent_cleanup(out):
+                for path in adopted:
+                    copy = out / f".{path.name}.copy"
+                    shutil.rmtree(copy, ignore_errors=True)
+                    shutil.copytree(path, copy)
+                    copy.rename(out / path.name)
+    except (OSError, shutil.Error) as error:
+        raise UserError(
+            f"The checkpoints in {previous} cannot be copied: {error}. Free some space, or wait for another run of the "
+            "same training, which may be writing there."
+        ) from error
+    return resumable[newest_step].name
+
+
+def _best_step(path: Path, description: dict[str, Any]) -> int:
+    """Return the step of the best checkpoint when this checkpoint was saved."""
+    match description:
+        case {
+            "best": {"step": int(step)},
+            "evaluations_without_improvement": int(),
+            "skipped_steps": int(),
+            "consecutive_skipped_steps": int(),
+        }:
+            return step
+    raise UserError(
+        f"{path} was not saved by this version's training loop and cannot be resumed; train into another directory."
+    )
+
+
+def _check_settings(checkpoint: Path, description: dict[str, Any], settings: Settings) -> None:
+    for section in ("model", "data"):
+        current, saved = settings[section], description.get(section, {})
+        for name in sorted(current.keys() | saved.keys()):
+            if current.get(name) != saved.get(name):
+                raise UserError(
+                    f"{checkpoint} was made with {section} {name} {saved.get(name)}, and this run has "
+                    f"{current.get(name)}; use the same {section}, or train into another directory."
+                )
+    current, saved = settings["train"], description.get("train", {})
+    if changed := [name for name in current if name != "steps" and current[name] != saved.get(name, current[name])]:
+        log.warning("The training resumes with another value of %s than before.", ", ".join(changed))

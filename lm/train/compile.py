@@ -1,0 +1,41 @@
+"""``torch.compile`` for the loss of a training step."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import Tensor, nn
+
+from lm.common.device import is_out_of_memory
+
+log = logging.getLogger(__name__)
+
+_MIN_FLOPS_TO_COMPILE = 1e14  # compilation takes half a minute; a shorter training is faster without
+_CPU_ACTIVATION_FRACTION = 0.95  # activations to keep; a CPU recomputes the cheap ones in no more time
+
+
+def compile_loss(
+    loss: Callable[[Any], Tensor], model: nn.Module, micro_batch: Any, training_flops: float
+) -> Callable[[Any], Tensor]:
+    """Compile ``loss(micro_batch)`` and test it with a backward pass.
+
+    Return ``loss`` itself if the training is short, or, with a warning, if torch.compile does not work here. Raises
+    torch's error if the device is out of memory: the training would need the memory without compilation too.
+    """
+    if training_flops < _MIN_FLOPS_TO_COMPILE:
+        return loss
+    compiled_loss = torch.compile(loss)
+    try:  # the first call compiles
+        fraction = _CPU_ACTIVATION_FRACTION if next(model.parameters()).device.type == "cpu" else 1.0
+        with torch._functorch.config.patch(activation_memory_budget=fraction):
+            compiled_loss(micro_batch).backward()
+    except Exception as error:  # e.g. without a C++ compiler
+        if is_out_of_memory(error):
+            raise
+        log.warning("torch.compile does not work here, training runs without: %s", str(error).partition("\n")[0])
+        return loss
+    finally:
+        model.zero_grad(set_to_none=True)
+    return compiled_loss

@@ -1,0 +1,101 @@
+"""The hyperparameters of a training.
+
+Importing this module does not import torch, so that the command line starts fast.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
+from lm.common.errors import UserError
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How the model is trained. Training tokens: steps · batch_size · model.context_length."""
+
+    __pydantic_config__ = PYDANTIC_CONFIG
+
+    steps: int = bounded_field(5_000, ge=1)
+    """Optimizer steps."""
+    batch_size: int = bounded_field(32, ge=1)
+    """Sequences per step, over all processes."""
+    gradient_accumulation_steps: int = bounded_field(1, ge=1)
+    """Micro-batches per step, whose gradients are added. More micro-batches need less memory."""
+    data_order: Literal["random", "shuffled_epochs"] = "random"
+    """random: sequences start anywhere in the text. shuffled_epochs: each epoch has all windows in a new order."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw: for all parameters. muon: for the matrices of the blocks, and adamw for the other parameters."""
+    max_lr: float = bounded_field(1e-3, ge=0, lt=math.inf)
+    """Peak learning rate, after the warm-up."""
+    min_lr: float = bounded_field(1e-4, ge=0, lt=math.inf)
+    """Learning rate of the last step."""
+    embedding_lr_scale: float = bounded_field(1.0, gt=0, lt=math.inf)
+    """Factor for the learning rate of the token embedding. Most rows of the embedding have a gradient in few steps."""
+    warmup_steps: int = bounded_field(200, ge=0)
+    """Steps over which the learning rate rises from 0. Less than steps; with wsd, less than steps minus the decay."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """Learning rate after the warm-up. cosine: cosine decay. wsd (warm-up, stable, decay): constant, then linear."""
+    decay_fraction: float = bounded_field(0.2, ge=0, le=1)
+    """Fraction of the steps, at the end, over which wsd decays."""
+    beta1: float = bounded_field(0.9, ge=0, lt=1)
+    """AdamW's decay rate for the mean of gradients."""
+    beta2: float = bounded_field(0.95, ge=0, lt=1)
+    """AdamW's decay rate for the mean of squared gradients."""
+    weight_decay: float = bounded_field(0.1, ge=0, lt=math.inf)
+    """Decoupled weight decay of matrices. Norm gains have no weight decay."""
+    max_grad_norm: float = bounded_field(1.0, gt=0, lt=math.inf)
+    """Gradients are clipped to this global L2 norm."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Type of matrix products (autocast). Weights and optimizer state are float32."""
+    seed: int = bounded_field(0, ge=0, lt=1 << 63)
+    """Seed of the initial weights and of the batches."""
+    eval_interval: int = bounded_field(500, ge=1)
+    """Steps between two evaluations, each with samples. The last step is evaluated too."""
+    eval_sequences: int = bounded_field(64, ge=1)
+    """Sequences per evaluation, evenly spread over the validation text and always the same, so that losses compare. At
+    the end, the model is evaluated on the whole text."""
+    checkpoint_interval: int = bounded_field(500, ge=1)
+    """Steps between two checkpoints."""
+    keep_checkpoints: int = bounded_field(2, ge=1)
+    """Number of newest checkpoints to keep. The best checkpoint is always kept."""
+    patience: int | None = bounded_field(None, ge=1)
+    """Consecutive evaluations without a better loss after which training ends early. Default: no early stopping."""
+    sample_prompts: list[str] = field(default_factory=lambda: ["Once upon a time"])
+    """Prompts of the samples at each evaluation."""
+    sample_tokens: int = bounded_field(60, ge=0)
+    """Maximum number of tokens per sample."""
+
+    def __post_init__(self) -> None:
+        validate_fields(self, "train")
+        if self.min_lr > self.max_lr:
+            raise UserError(f"train.min_lr {self.min_lr} must not be above train.max_lr {self.max_lr}.")
+        if self.batch_size % self.gradient_accumulation_steps:
+            raise UserError(
+                f"train.batch_size {self.batch_size} must be a multiple of train.gradient_accumulation_steps "
+                f"{self.gradient_accumulation_steps}."
+            )
+        if self.warmup_steps >= self.steps:
+            raise UserError(
+                f"train.warmup_steps {self.warmup_steps} must be below train.steps {self.steps}, "
+                "so that the learning rate reaches train.max_lr."
+            )
+        if self.schedule == "wsd" and self.warmup_steps + self.decay_steps > self.steps:
+            raise UserError(
+                f"train.warmup_steps {self.warmup_steps} and the {self.decay_steps} steps of train.decay_fraction "
+                f"{self.decay_fraction} are more than train.steps {self.steps}; lower one of them."
+            )
+
+    @property
+    def decay_steps(self) -> int:
+        """Number of steps over which wsd decays."""
+        return round(self.decay_fraction * self.steps)
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of a step; the first step is 1."""
+        from lm.optim.schedules import lr_cosine_schedule, lr_wsd_schedule
+
+        if self.schedule == "cosine":
+            return lr_cosine_schedule(step, self.max_lr, self.min_lr, self.warmup_steps, self.steps)
+        return lr_wsd_schedule(step, self.max_lr, self.min_lr, self.warmup_steps, self.decay_steps, self.steps)

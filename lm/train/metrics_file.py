@@ -1,0 +1,51 @@
+"""The ``metrics.jsonl`` of a training: one JSON object per line, each with its ``step``."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of a ``metrics.jsonl`` up to the first damaged line, e.g. a line cut off by a crash."""
+    rows = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except (ValueError, RecursionError):
+                break
+    return rows
+
+
+def step_reporter(path: Path, progress: Callable[[int], None]) -> Callable[[], None]:
+    """Return a function that calls ``progress`` with the last step in a ``metrics.jsonl`` if the file has changed."""
+    size = 0
+
+    def report() -> None:
+        nonlocal size
+        if path.exists() and path.stat().st_size != size and (rows := read_metrics(path)):
+            size = path.stat().st_size
+            progress(rows[-1]["step"])
+
+    return report
+
+
+def write_metrics(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Replace a ``metrics.jsonl`` atomically."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(format_row(row) for row in rows), encoding="utf-8")
+    temporary.replace(path)
+
+
+def format_row(row: dict[str, Any]) -> str:
+    """Return the line of a ``metrics.jsonl`` for ``row``."""
+    return json.dumps(replace_non_finite(row), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def replace_non_finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Replace infinity and NaN, which JSON does not have, by None."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
+    }

@@ -1,0 +1,127 @@
+"""Pretraining: next-token prediction on long sequences of tokens. Source: CS336 assignment 1 (section 5)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lm.common.device import choose_device
+from lm.common.errors import UserError
+from lm.common.runtime import Execution
+from lm.data.batches import Batch, TokenSequence, batch_starts, check_length, evenly_spaced_starts, gather_batch
+from lm.distributed.process_group import all_reduce_mean, get_rank, get_world_size
+from lm.eval.loss import bits_per_byte
+from lm.inference.completion import Completion, complete
+from lm.inference.config import SampleConfig
+from lm.model.config import ModelConfig
+from lm.model.functional import IGNORE_INDEX
+from lm.model.transformer import TransformerLM
+from lm.tokenizer.tokenizer import Tokenizer
+from lm.train.config import TrainConfig
+from lm.train.trainer import Trainer
+
+
+@dataclass
+class TrainData:
+    """The tokens of a pretraining."""
+
+    train: TokenSequence
+    valid: TokenSequence | None
+    tokenizer: Tokenizer
+    bytes_per_token: float
+    """Bytes of text per token of the validation text."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Checksums of the input by name. A checkpoint with other checksums is refused."""
+
+
+class Pretraining:
+    """The objective (:class:`lm.train.objective.Objective`) that predicts each token from the tokens before it.
+
+    Raises UserError if the vocabularies of model and tokenizer differ, or if a text is shorter than the context.
+    """
+
+    metric_names: Sequence[str] = ("valid_loss", "valid_bits_per_byte")
+    is_prefetchable = True
+
+    def __init__(self, config: TrainConfig, model_config: ModelConfig, data: TrainData, device: torch.device) -> None:
+        if model_config.vocab_size != data.tokenizer.size:
+            raise UserError(
+                f"model.vocab_size is {model_config.vocab_size}, but the tokenizer has {data.tokenizer.size:,} ids; "
+                "leave it out to use the tokenizer's size."
+            )
+        self.config, self.data, self.digests, self.device = config, data, data.digests, device
+        self.context_length = model_config.context_length
+        check_length(data.train, self.context_length, "training text")
+        if data.valid is not None:
+            check_length(data.valid, self.context_length, "validation text")
+        self.tokens_per_step = config.batch_size * self.context_length
+        self.rank, self.world_size = get_rank(), get_world_size()
+        self.local_batch_size = config.batch_size // self.world_size
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """Return this rank's micro-batches of a step, (x, y) each; a function of the seed and the step alone."""
+        config, tokens = self.config, self.data.train
+        starts = batch_starts(len(tokens), config.batch_size, self.context_length, config.data_order, config.seed, step)
+        local_starts = starts[self.rank * self.local_batch_size :][: self.local_batch_size]
+        x, y = gather_batch(tokens, local_starts, self.context_length, self.device)
+        parts = config.gradient_accumulation_steps
+        return list(zip(x.chunk(parts), y.chunk(parts), strict=True))
+
+    def weight(self, micro_batch: Batch) -> Tensor:
+        """Return the number of targets that count."""
+        return (micro_batch[1] != IGNORE_INDEX).sum()
+
+    def loss_sum(self, model: TransformerLM, micro_batch: Batch) -> Tensor:
+        """Return the sum of the cross-entropies (nats) of the targets that count."""
+        return model.loss(*micro_batch) * self.weight(micro_batch)
+
+    def evaluate(self, model: TransformerLM, is_final: bool) -> dict[str, float]:
+        """Return loss and bits per byte of ``eval_sequences`` windows of the validation text, at the end of all."""
+        if self.data.valid is None:
+            return {}
+        loss = self.validation_loss(model, None if is_final else self.config.eval_sequences)
+        return {"valid_loss": loss, "valid_bits_per_byte": bits_per_byte(loss, self.data.bytes_per_token)}
+
+    @torch.no_grad()
+    def validation_loss(self, model: TransformerLM, sequences: int | None = None) -> float:
+        """Return the mean loss (nats per token) of the validation text.
+
+        The text is cut into windows of the context length, each without earlier context. ``sequences`` evenly spread
+        windows are evaluated, or all.
+        """
+        valid = self.data.valid
+        if valid is None:
+            raise UserError("There is no validation text to evaluate on.")
+        loss_sum, weight = 0.0, 0
+        starts = evenly_spaced_starts(len(valid), self.context_length, sequences)[self.rank :: self.world_size]
+        batch_size = self.local_batch_size // self.config.gradient_accumulation_steps
+        for first in range(0, len(starts), batch_size):
+            batch = gather_batch(valid, starts[first : first + batch_size], self.context_length, self.device)
+            loss_sum += float(self.loss_sum(model, batch))
+            weight += int(self.weight(batch))
+        if self.world_size > 1:
+            sums = torch.tensor([loss_sum, weight], dtype=torch.float64, device=self.device)
+            loss_sum, weight = all_reduce_mean(sums).tolist()
+        return loss_sum / weight
+
+    def sample(self, model: TransformerLM) -> list[Completion]:
+        """Complete the prompts of ``sample_prompts``."""
+        config = SampleConfig(prompts=self.config.sample_prompts, max_new_tokens=self.config.sample_tokens)
+        return complete(model, self.data.tokenizer, config)
+
+
+def make_trainer(
+    config: TrainConfig,
+    model_config: ModelConfig,
+    data: TrainData,
+    execution: Execution,
+    out: Path,
+    device: torch.device | None = None,
+) -> Trainer:
+    """Make the trainer of a new model, whose initial weights depend on ``config.seed`` alone."""
+    device = device or choose_device(execution.device)
+    objective = Pretraining(config, model_config, data, device)
+    torch.manual_seed(config.seed)
+    return Trainer(config, TransformerLM(model_config, device=device), objective, execution, out)

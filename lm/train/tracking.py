@@ -1,0 +1,101 @@
+"""Metrics of a training: log lines, ``metrics.jsonl``, ``samples.jsonl`` and experiment trackers."""
+
+import logging
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lm.common.errors import UserError
+from lm.train.metrics_file import format_row
+from lm.train.throughput import Throughput
+
+log = logging.getLogger(__name__)
+
+
+class Tracker:
+    """Writes metrics and samples to files in ``directory`` and to the ``trackers`` by name.
+
+    ``tensorboard`` writes to ``tensorboard/`` in the directory; rows of an interrupted run after ``step`` are hidden.
+    ``wandb`` and ``trackio`` are modules with ``init``, ``log`` and ``finish``. Raises UserError if a tracker is not
+    installed or does not start. A tracker that fails later is removed with a warning.
+    """
+
+    def __init__(self, directory: Path, trackers: Sequence[str], config: dict[str, Any], step: int) -> None:
+        self.directory = directory
+        self._tensorboard: Any = None
+        self._modules: list[Any] = []
+        if step == 0:  # an attempt without a checkpoint may have left rows
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                (directory / name).unlink(missing_ok=True)
+        for name in trackers:
+            try:
+                if name == "tensorboard":
+                    writer = import_module("torch.utils.tensorboard").SummaryWriter
+                    self._tensorboard = writer(str(directory / name), purge_step=step + 1)
+                else:
+                    module = import_module(name)
+                    module.init(project="textmill", name=directory.name, config=config)
+                    self._modules.append(module)
+            except ImportError as error:
+                raise UserError(
+                    f"execution.trackers names {name}, which cannot be imported ({error}); install it "
+                    f"(pip install {name}) or leave it out."
+                ) from None
+            except Exception as error:  # each tracker has its own, e.g. for a missing key
+                raise UserError(f"execution.trackers names {name}, which does not start: {error}") from error
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Write a row of metrics with its ``step``."""
+        self._append("metrics.jsonl", row)
+        metrics = {name: value for name, value in row.items() if name != "step"}
+        self._call_modules("log", metrics, step=row["step"])
+        if self._tensorboard:
+            for name, value in metrics.items():
+                self._tensorboard.add_scalar(name, value, row["step"])
+
+    def add_sample(self, step: int, prompt: str, text: str) -> None:
+        """Write the model's completion of a prompt."""
+        self._append("samples.jsonl", {"step": step, "prompt": prompt, "text": text})
+        if self._tensorboard:
+            self._tensorboard.add_text(prompt, text, step)
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        path = self.directory / name
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(format_row(row))
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror}. Repair that and resume.") from error
+
+    def close(self) -> None:
+        """End the run in all trackers."""
+        self._call_modules("finish")
+        if self._tensorboard:
+            self._tensorboard.close()
+
+    def _call_modules(self, function: str, *args: Any, **kwargs: Any) -> None:
+        for module in list(self._modules):
+            try:
+                getattr(module, function)(*args, **kwargs)
+            except Exception as error:  # the training is more important
+                log.warning("%s failed and gets no more metrics: %s", module.__name__, error)
+                self._modules.remove(module)
+
+
+def log_step(row: dict[str, Any], total_steps: int, throughput: Throughput) -> None:
+    """Log one line about a training step."""
+    step = row["step"]
+    log.info(
+        "step %s/%s (%d %%)  loss %.3f  lr %.1e  grad norm %.2f  %.0f ms  %s tokens/s  MFU %.0f %%  %.1f min left",
+        f"{step:,}",
+        f"{total_steps:,}",
+        100 * step // total_steps,
+        row["smoothed_loss"],
+        row["lr"],
+        row["grad_norm"],
+        1000 * throughput.seconds_per_step,
+        f"{throughput.tokens_per_second:,.0f}",
+        100 * throughput.mfu,
+        (total_steps - step) * throughput.total_seconds_per_step / 60,
+    )

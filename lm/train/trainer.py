@@ -1,0 +1,296 @@
+"""The training loop: optimizer steps, evaluations and checkpoints. Source: CS336 assignment 1 (section 5)."""
+
+import json
+import logging
+import math
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lm.checkpoint.atomic_dir import remove_abandoned_directories
+from lm.checkpoint.training_state import load_training, newest_checkpoint, read_description, step_name
+from lm.common.device import explain_out_of_memory
+from lm.common.errors import Stopped, UserError
+from lm.common.runtime import Execution
+from lm.data.batches import prefetch_batches
+from lm.distributed.ddp import DDP
+from lm.distributed.process_group import all_reduce_mean, broadcast_from_rank0, get_rank, get_world_size
+from lm.model.flops import flops_per_token, peak_flops
+from lm.model.transformer import TransformerLM
+from lm.optim.clip import clip_grad_norm
+from lm.train.checkpoints import adopt_checkpoints, prune_checkpoints, save_step
+from lm.train.compile import compile_loss
+from lm.train.config import TrainConfig
+from lm.train.metrics_file import read_metrics, replace_non_finite
+from lm.train.objective import MicroBatch, Objective
+from lm.train.optimizers import make_optimizers
+from lm.train.plot import plot_metrics
+from lm.train.throughput import StepTimer
+from lm.train.tracking import Tracker, log_step
+
+log = logging.getLogger(__name__)
+
+_MAX_CONSECUTIVE_SKIPPED_STEPS = 5
+_SMOOTHING_FACTOR = 0.1  # weight of the newest loss in the moving average
+
+
+class Trainer:
+    """One training of ``model``, which may be resumed.
+
+    The directory ``out`` receives ``metrics.jsonl``, ``samples.jsonl``, ``loss.png``, ``step-NNNNNNN/`` checkpoints
+    and, at the end, ``training.json``, which names the best and the last checkpoint. Raises UserError if the batch
+    cannot be divided among ranks and micro-batches.
+    """
+
+    def __init__(
+        self, config: TrainConfig, model: TransformerLM, objective: Objective, execution: Execution, out: Path
+    ) -> None:
+        self.rank, self.world_size = get_rank(), get_world_size()
+        if config.batch_size % (config.gradient_accumulation_steps * self.world_size):
+            raise UserError(
+                f"train.batch_size {config.batch_size} must be a multiple of train.gradient_accumulation_steps "
+                f"{config.gradient_accumulation_steps} times the {self.world_size} processes."
+            )
+        torch.set_num_threads(max(1, execution.workers // self.world_size))
+        self.config, self.model, self.objective, self.execution, self.out = config, model, objective, execution, out
+        self.device = next(model.parameters()).device
+        self.model.activation_checkpointing = execution.activation_checkpointing
+        self.ddp = DDP(model) if self.world_size > 1 else None
+        self.optimizers = make_optimizers(model, config)
+        self.loss_sum: Callable[[MicroBatch], Tensor] = self._loss_sum
+        self.flops_per_step = objective.tokens_per_step * flops_per_token(model.config)
+        if execution.compile:
+            with self._explain_out_of_memory():
+                micro_batch = objective.micro_batches(0)[0]
+                self.loss_sum = compile_loss(self._loss_sum, model, micro_batch, config.steps * self.flops_per_step)
+        self.step = 0
+        self.best: dict[str, Any] = {"step": 0, "valid_loss": None}
+        self.evaluations_without_improvement = 0
+        self.skipped_steps = 0  # their loss or gradients were not finite
+        self.consecutive_skipped_steps = 0
+        self.smoothed_loss: Tensor | None = None
+        # Off-schedule checkpoint saved on interrupt; the next save deletes it.
+        self.off_schedule_checkpoint: Path | None = None
+        self.tracker: Tracker | None = None  # of rank 0, during run()
+        out.mkdir(parents=True, exist_ok=True)
+        if self.rank == 0:
+            remove_abandoned_directories(out)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16")
+
+    def _loss_sum(self, micro_batch: MicroBatch) -> Tensor:
+        with self._autocast():
+            return self.objective.loss_sum(self.model, micro_batch)
+
+    def _explain_out_of_memory(self) -> AbstractContextManager[None]:
+        config = self.config
+        sequences = config.batch_size // (config.gradient_accumulation_steps * self.world_size)
+        return explain_out_of_memory(
+            f"{self.device} is out of memory with micro-batches of {sequences} sequences of "
+            f"{self.model.config.context_length:,} tokens. Raise train.gradient_accumulation_steps (now "
+            f"{config.gradient_accumulation_steps}), set execution.activation_checkpointing to true, lower "
+            f"train.batch_size (now {config.batch_size}), or use a smaller model."
+        )
+
+    def resume(self, previous: Path) -> bool:
+        """Continue from the newest intact checkpoint of an unfinished training; return False if there is none.
+
+        ``previous`` is the directory of that training and may be ``out``. Raises UserError if the checkpoint was made
+        with another model, tokenizer or data.
+        """
+        settings = self._settings() | {"data": self.objective.digests}
+        name = broadcast_from_rank0(adopt_checkpoints(previous, self.out, settings) if self.rank == 0 else None)
+        if name is None:
+            return False
+        options = [{key: group[key] for key in group if key != "params"} for group in self._parameter_groups()]
+        self.step = load_training(self.out / name, self.model, self.optimizers)
+        for group, group_options in zip(self._parameter_groups(), options, strict=True):
+            group.update(group_options)  # from the config, not from the checkpoint
+        description = read_description(self.out / name) or {}
+        best_step = description["best"]["step"]
+        if self._checkpoint_path(best_step).exists():  # else a later checkpoint becomes the best
+            self.best = description["best"]
+        self.evaluations_without_improvement = description["evaluations_without_improvement"]
+        self.skipped_steps = description["skipped_steps"]
+        self.consecutive_skipped_steps = description["consecutive_skipped_steps"]
+        if description["smoothed_loss"] is not None:
+            self.smoothed_loss = torch.tensor(description["smoothed_loss"], device=self.device)
+        if self.step % self.config.checkpoint_interval and best_step != self.step:
+            self.off_schedule_checkpoint = self.out / name
+        log.info("Training resumes at step %s from %s.", f"{self.step:,}", previous / name)
+        return True
+
+    def run(
+        self, progress: Callable[[int], None] = lambda step: None, stop_event: threading.Event | None = None
+    ) -> dict[str, Any]:
+        """Train to the last step; return the content of ``training.json``. ``progress`` is called after each step.
+
+        After ``stop_event`` is set in any process, the trainer finishes the step, saves it and raises Stopped.
+        """
+        config, load, log_interval = self.config, self.objective.micro_batches, self.execution.log_interval
+        loading = prefetch_batches(load, self.step) if self.objective.is_prefetchable else nullcontext(load)
+        peak = peak_flops(self.device, torch.bfloat16 if config.precision == "bfloat16" else torch.float32)
+        timer = StepTimer(self.step, self.objective.tokens_per_step, self.flops_per_step, peak)
+        if self.rank == 0:
+            self.tracker = Tracker(self.out, self.execution.trackers, self._settings(), self.step)
+        tracking = closing(self.tracker) if self.tracker else nullcontext()
+        with tracking, self._explain_out_of_memory(), loading as load_micro_batches:
+            while not self._is_finished():
+                lr = config.lr(self.step + 1)
+                is_stopping = stop_event is not None and stop_event.is_set()
+                loss, grad_norm, is_stopping = self.train_step(load_micro_batches(self.step), lr, is_stopping)
+                self.step += 1
+                is_finite, is_last = self.consecutive_skipped_steps == 0, self.step == config.steps
+                is_evaluated = is_last or (is_finite and self.step % config.eval_interval == 0)
+                is_logged = is_finite and (is_last or self.step == 1 or self.step % log_interval == 0)
+                row: dict[str, Any] = {"step": self.step, "lr": lr}
+                if is_finite and (is_logged or is_evaluated):
+                    row["loss"] = float(loss)
+                if is_logged:
+                    throughput = timer.measure(self.step)
+                    row["smoothed_loss"] = row["loss"] if self.smoothed_loss is None else float(self.smoothed_loss)
+                    row["grad_norm"] = float(grad_norm)
+                    row["tokens_per_second"] = round(throughput.tokens_per_second)
+                    log_step(row, config.steps, throughput)
+                with timer.paused():
+                    if is_evaluated:
+                        row |= self._evaluate()
+                    if self.tracker and (is_logged or is_evaluated):
+                        self.tracker.add(row)
+                    # Saved after the row, so that a resumed training has the metrics of all earlier steps.
+                    is_due = is_finite and self.step % config.checkpoint_interval == 0
+                    if is_due or is_stopping or self._is_finished() or self.step == self.best["step"]:
+                        self.save()
+                progress(self.step)
+                if is_stopping and not self._is_finished():
+                    raise Stopped(
+                        f"The training was stopped after step {self.step:,} and saved in "
+                        f"{self._checkpoint_path(self.step)}; start it again to resume."
+                    )
+            return self._finish()
+
+    def _is_finished(self) -> bool:
+        patience = self.config.patience
+        is_patience_over = patience is not None and self.evaluations_without_improvement >= patience
+        return is_patience_over or self.step >= self.config.steps
+
+    def _settings(self) -> dict[str, dict[str, Any]]:
+        return {"train": asdict(self.config), "model": asdict(self.model.config)}
+
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], lr: float, is_stopping: bool = False
+    ) -> tuple[Tensor, Tensor, bool]:
+        """Update the weights once from this rank's micro-batches.
+
+        Return the mean loss, the norm of the gradients before clipping, and whether any rank is stopping. If loss or
+        norm is not finite, the weights do not change. Raises UserError after too many such steps in a row.
+        """
+        # All targets weigh the same, in any micro-batch and rank. Gradients and losses are averaged over the ranks, so
+        # the sums are divided by the mean weight per rank.
+        weights = torch.stack([self.objective.weight(micro_batch) for micro_batch in micro_batches])
+        mean_weight = all_reduce_mean(weights.sum().float())
+        losses = []
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            with self.ddp.no_sync() if self.ddp and number < len(micro_batches) else nullcontext():
+                loss = self.loss_sum(micro_batch) / mean_weight
+                loss.backward()
+            losses.append(loss.detach())
+        loss = torch.stack(losses).sum()
+        if self.ddp:
+            self.ddp.finish_gradient_synchronization()
+            loss, stopping_fraction = all_reduce_mean(torch.stack([loss, loss.new_tensor(is_stopping)])).unbind()
+            is_stopping = bool(stopping_fraction > 0)
+        grad_norm = clip_grad_norm(self.model.parameters(), self.config.max_grad_norm)
+        if torch.isfinite(loss + grad_norm):  # waits for the device
+            self.consecutive_skipped_steps = 0
+            previous = self.smoothed_loss
+            self.smoothed_loss = loss if previous is None else previous.lerp(loss, _SMOOTHING_FACTOR)
+            for group in self._parameter_groups():
+                group["lr"] = lr * group.get("lr_scale", 1.0)
+            for optimizer in self.optimizers:
+                optimizer.step()
+        else:
+            self._skip_step(float(loss), float(grad_norm))
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        return loss, grad_norm, is_stopping
+
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def _skip_step(self, loss: float, grad_norm: float) -> None:
+        self.skipped_steps += 1
+        self.consecutive_skipped_steps += 1
+        reason = f"The loss is {loss} and the gradient norm {grad_norm} at step {self.step + 1:,}"
+        if self.consecutive_skipped_steps < _MAX_CONSECUTIVE_SKIPPED_STEPS:
+            log.warning("%s: the step is skipped.", reason)
+            return
+        newest = newest_checkpoint(self.out)
+        raise UserError(
+            f"{reason}, the {_MAX_CONSECUTIVE_SKIPPED_STEPS}th time in a row: the training has diverged. Lower "
+            f"train.max_lr; {f'the last good checkpoint is {newest}' if newest else 'no checkpoint was saved'}."
+        )
+
+    def _compute_metrics(self, is_final: bool) -> dict[str, float]:
+        with torch.no_grad(), self._autocast():
+            metrics = self.objective.evaluate(self.model, is_final)
+        if metrics:
+            moment = "end of training" if is_final else f"step {self.step:,}"
+            log.info("%s  %s", moment, "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        return metrics
+
+    def _evaluate(self) -> dict[str, float]:
+        metrics = self._compute_metrics(is_final=False)
+        if metrics:
+            self.evaluations_without_improvement += 1
+            loss, best_loss = metrics["valid_loss"], self.best["valid_loss"]
+            if math.isfinite(loss) and (best_loss is None or loss < best_loss):
+                self.best, self.evaluations_without_improvement = {"step": self.step, **metrics}, 0
+        if self.tracker:
+            for sample in self.objective.sample(self.model):
+                self.tracker.add_sample(self.step, sample.prompt, sample.text)
+        return metrics
+
+    def _checkpoint_path(self, step: int) -> Path:
+        return self.out / step_name(step)
+
+    def save(self) -> None:
+        """Save a checkpoint of the current step and delete old checkpoints. Does nothing on ranks other than 0."""
+        if self.rank > 0:
+            return
+        description = {
+            "data": self.objective.digests,
+            "train": asdict(self.config),
+            "best": self.best,
+            "evaluations_without_improvement": self.evaluations_without_improvement,
+            "skipped_steps": self.skipped_steps,
+            "consecutive_skipped_steps": self.consecutive_skipped_steps,
+            "smoothed_loss": None if self.smoothed_loss is None else float(self.smoothed_loss),
+        }
+        save_step(self.out, self.model, self.optimizers, self.step, description)
+        prune_checkpoints(self.out, self.config.keep_checkpoints, self.best["step"], self.off_schedule_checkpoint)
+
+    def _finish(self) -> dict[str, Any]:
+        metrics = self._compute_metrics(is_final=True)
+        last, best = self._checkpoint_path(self.step), self._checkpoint_path(self.best["step"])
+        result = {
+            "last": last.name,
+            "best": best.name if best.exists() else last.name,
+            "steps": self.step,
+            "skipped_steps": self.skipped_steps,
+            "tokens": self.step * self.objective.tokens_per_step,
+            **dict.fromkeys(self.objective.metric_names),
+            **metrics,
+        }
+        if self.rank == 0:
+            plot_metrics(read_metrics(self.out / "metrics.jsonl"), self.out / "loss.png")
+            text = json.dumps(replace_non_finite(result), indent=1, allow_nan=False)
+            (self.out / "training.json").write_text(text, encoding="utf-8")
+        return result

@@ -1,0 +1,1 @@
+"""Check the files below a root, and delete those that no run needs."""

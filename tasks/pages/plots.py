@@ -1,0 +1,90 @@
+"""Plots and pictures of tokens, as Markdown images."""
+
+import base64
+import html
+import io
+import unicodedata
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from lm.tokenizer.tokenizer import Tokenizer
+
+QUARTER_OCTAVES = 2 ** (np.arange(257) / 4)
+_COLOURS = ("#cfe8ff", "#ffe3c2", "#d8f5d0", "#f5d6ee", "#fff3b0")
+_COLUMN_PIXELS, _ROW_PIXELS, _COLUMNS = 8.4, 24, 66
+
+
+def new_figure(title: str, x_label: str, y_label: str) -> tuple[Any, Any]:
+    """Return a new matplotlib figure and its axes."""
+    from matplotlib.figure import Figure  # slow to import
+
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    axes = figure.add_subplot(title=title, xlabel=x_label, ylabel=y_label)
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
+def histogram(title: str, x_label: str, counts: "npt.NDArray[Any]", edges: Any, y_label: str) -> str:
+    """Draw counts between edges, from the first to the last bin that is not empty."""
+    filled = np.flatnonzero(counts)
+    first, last = (int(filled[0]), int(filled[-1]) + 1) if len(filled) else (0, 1)
+    figure, axes = new_figure(title, x_label, y_label)
+    axes.bar(edges[first:last], counts[first:last], np.diff(edges[first : last + 1]), align="edge", edgecolor="white")
+    if edges is QUARTER_OCTAVES:
+        axes.set_xscale("log", base=2)
+        ticks = edges[first : last + 1 : (last - first) // 10 + 1]
+        axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
+        axes.minorticks_off()
+    return embed_figure(figure, title)
+
+
+def embed_figure(figure: Any, alt: str) -> str:
+    """Return a matplotlib figure as a Markdown image."""
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=150)
+    return embed_image(png.getvalue(), "image/png", alt)
+
+
+def embed_image(data: bytes, media_type: str, alt: str) -> str:
+    """Return a Markdown image with a data URI."""
+    return f"![{alt}](data:{media_type};base64,{base64.b64encode(data).decode()})"
+
+
+def token_texts(tokenizer: "Tokenizer", text: str) -> list[str]:
+    """Encode a text and return each token as a string, in hexadecimal if it is not printable."""
+    return [_printable(tokenizer.vocab[token_id]) for token_id in tokenizer.encode(text, allowed_special=())]
+
+
+def _printable(token: bytes) -> str:
+    text = token.decode("utf-8", "replace")
+    is_printable = text.encode() == token and text.replace("\n", "").isprintable()
+    return text if is_printable else token.hex(" ").upper()
+
+
+def token_picture(tokens: Sequence[str]) -> str:
+    """Draw the tokens as an SVG and return it as a Markdown image."""
+    boxes, column, row = [], 0, 0
+    for number, token in enumerate(tokens):
+        shown = token.replace("\n", "↵").replace(" ", "·")
+        width = sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in shown)
+        if column and column + width > _COLUMNS:
+            column, row = 0, row + 1
+        x, y = 4 + column * _COLUMN_PIXELS, 4 + row * _ROW_PIXELS
+        pixels = f"{width * _COLUMN_PIXELS:.1f}"
+        boxes.append(
+            f'<rect x="{x:.1f}" y="{y}" width="{pixels}" height="{_ROW_PIXELS - 4}" rx="3" '
+            f'fill="{_COLOURS[number % len(_COLOURS)]}"/>'
+            f'<text x="{x:.1f}" y="{y + 15}" textLength="{pixels}">{html.escape(shown)}</text>'
+        )
+        column += width
+    size = f'width="{8 + _COLUMNS * _COLUMN_PIXELS:.0f}" height="{8 + (row + 1) * _ROW_PIXELS}"'
+    svg = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="monospace" font-size="14">'
+        f'<rect width="100%" height="100%" fill="white"/>{"".join(boxes)}</svg>'
+    )
+    return embed_image(svg.encode(), "image/svg+xml", "Text with a background colour per token")

@@ -1,0 +1,207 @@
+"""The Markdown page of each stage: what came out, in words, tables and pictures.
+
+A page is written beside the files of its stage and shown as a Prefect artifact. It is in no digest. Pictures are data
+URIs, so a page is a single file.
+"""
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tasks.pages.markdown import code, escape_markdown, table
+from tasks.pages.plots import (
+    QUARTER_OCTAVES,
+    embed_figure,
+    embed_image,
+    histogram,
+    new_figure,
+    token_picture,
+    token_texts,
+)
+
+if TYPE_CHECKING:
+    from tasks.runtime.context import Attempt
+    from tasks.runtime.output import Output
+
+_EXAMPLE_TEXT = (
+    "Once upon a time there wasn't any tokenizer: in 1994 «byte pair encoding» only compressed files. "
+    "Naïve café, 東京 and 🙂 cost more tokens than plain words do."
+)
+_MAX_SOURCES = 20
+
+
+def ingest(out: "Attempt", **inputs: Any) -> Iterator[str]:
+    """Show documents, bytes and sources, and the lengths of the documents."""
+    splits = json.loads((out.directory / "texts.json").read_text(encoding="utf-8"))["statistics"]
+    rows = [
+        (split, counts["documents"], counts["bytes"], counts["replaced"], counts["separators_removed"])
+        for split, counts in splits.items()
+    ]
+    yield table(("text", "documents", "bytes", "invalid sequences replaced", "separators removed"), rows)
+    lengths = np.sum([counts["lengths"] for counts in splits.values()], axis=0)
+    yield histogram("Length of the documents", "characters", lengths, QUARTER_OCTAVES, "documents")
+    sources = [(code(source.url), source.bytes, code(source.sha256[:12])) for source in out.sources]
+    yield table(("source", "bytes as stored", "sha256"), sources[:_MAX_SOURCES])
+    if len(sources) > _MAX_SOURCES:
+        yield f"… and {len(sources) - _MAX_SOURCES:,} more sources."
+
+
+def chunk(out: "Attempt", **inputs: Any) -> Iterator[str]:
+    """Yield the sections of the page of the stage chunk: the number and sizes of the chunks."""
+    chunks = map(json.loads, (out.directory / "chunks.jsonl").read_bytes().splitlines())
+    sizes = {
+        split: [sum(part["end"] - part["start"] for part in ranges) for ranges in islice(chunks, figures["chunks"])]
+        for split, figures in out.figures.items()
+    }
+    rows = [
+        (split, len(split_sizes), sum(split_sizes), min(split_sizes, default=0), max(split_sizes, default=0))
+        for split, split_sizes in sizes.items()
+    ]
+    yield table(("text", "chunks", "bytes", "smallest", "largest"), rows)
+    counts, edges = np.histogram(np.concatenate([*sizes.values(), []]) / 1e6, bins=20)
+    yield histogram("Size of the chunks", "MB", counts, edges, "chunks")
+
+
+def count(out: "Attempt", parts: "list[Output]") -> Iterator[str]:
+    """Show the most common and the longest pretokens, and the counts by rank."""
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    order = [("count", "descending"), ("pretoken", "ascending")]
+    pretokens = pq.read_table(out.directory / "counts.parquet").sort_by(order)
+    counts = pretokens["count"].to_numpy()
+    total = int(counts.sum())
+    yield f"**{total:,}** pretokens, **{len(counts):,}** different ones, from {len(parts):,} groups of chunks."
+    figure, axes = new_figure("Zipf's law: the count of the pretoken of each rank", "rank", "count")
+    ranks = np.unique(np.geomspace(1, max(1, len(counts)), 400).astype(int))
+    if len(counts):
+        axes.loglog(ranks, counts[ranks - 1])
+    yield embed_figure(figure, "Counts by rank")
+    common = pretokens[:20].to_pylist()
+    rows = [(code(row["pretoken"]), row["count"], f"{100 * row['count'] / total:.2f} %") for row in common]
+    yield "### Most common\n\n" + table(("pretoken", "count", "share"), rows)
+    longest = pc.top_k_unstable(pc.binary_length(pretokens["pretoken"]), min(10, len(pretokens)))
+    rows = [
+        (code(row["pretoken"][:80]), len(row["pretoken"]), row["count"]) for row in pretokens.take(longest).to_pylist()
+    ]
+    yield "### Longest\n\n" + table(("pretoken", "bytes", "count"), rows)
+
+
+def merge(out: "Attempt", **inputs: Any) -> Iterator[str]:
+    """Show the tokenizer: its size, a sentence in tokens, and the lengths of the tokens."""
+    from lm.tokenizer.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(out.directory / "tokenizer")
+    special_tokens = ", ".join(map(code, tokenizer.special_tokens))
+    yield (
+        f"**{tokenizer.size:,}** token ids: 256 bytes, {len(tokenizer.merges):,} merges, special tokens "
+        f"{special_tokens}. Pattern: {code(tokenizer.pattern)}"
+    )
+    tokens = token_texts(tokenizer, _EXAMPLE_TEXT)
+    yield f"### A sentence in {len(tokens)} tokens\n\n" + token_picture(tokens)
+    lengths = {
+        token_id: len(tokenizer.vocab[token_id]) for token_id in tokenizer.vocab.keys() - tokenizer.special_ids.values()
+    }
+    counts = np.bincount(list(lengths.values()))
+    yield histogram("Length of the tokens", "bytes", counts, np.arange(len(counts) + 1) - 0.5, "token ids")
+    longest = sorted(lengths, key=lambda token_id: (-lengths[token_id], token_id))[:20]
+    rows = [(str(token_id), code(tokenizer.vocab[token_id]), lengths[token_id]) for token_id in longest]
+    yield "### Longest tokens\n\n" + table(("id", "token", "bytes"), rows)
+
+
+def encode(out: "Attempt", train: "list[Output]", valid: "list[Output]", **inputs: Any) -> Iterator[str]:
+    """Show tokens, compression and throughput, and the lengths of the documents."""
+    columns = ("documents", "bytes", "tokens", "bytes_per_token")
+    rows = [
+        (split, len(parts), *(out.figures[split][name] for name in columns))
+        for split, parts in (("train", train), ("valid", valid))
+    ]
+    yield table(("text", "shards", "documents", "bytes", "tokens", "bytes per token"), rows)
+    yield _throughput([part.manifest for part in (*train, *valid)])
+    lengths = np.zeros(len(QUARTER_OCTAVES) - 1, int)
+    for part in (*train, *valid):
+        lengths += np.histogram(np.diff(np.load(part.path("documents.npy")), prepend=0), QUARTER_OCTAVES)[0]
+    yield histogram("Length of the documents", "tokens", lengths, QUARTER_OCTAVES, "documents")
+
+
+def _throughput(manifests: list[dict[str, Any]]) -> str:
+    """Return the throughput of the run that made the newest shard."""
+    run = max((manifest["made"] for manifest in manifests), key=lambda made: made["started"])["run"]
+    encoded = [manifest for manifest in manifests if manifest["made"]["run"] == run]
+    megabytes = sum(manifest["figures"]["bytes"] for manifest in encoded) / 1e6
+    made = [manifest["made"] for manifest in encoded]
+    seconds = max(part["started"] + part["seconds"] for part in made) - min(part["started"] for part in made)
+    cpu_seconds = sum(part["cpu_seconds"] for part in made)
+    return (
+        f"Run `{run}` encoded {megabytes:,.1f} MB ({len(encoded)} of {len(manifests)} shards) at "
+        f"**{megabytes / max(1e-9, seconds):.2f} MB/s**, or {megabytes / max(1e-9, cpu_seconds):.2f} MB per CPU-second."
+    )
+
+
+def train(out: "Attempt", tokenizer: "Output", model: Any, config: Any, **inputs: Any) -> Iterator[str]:
+    """Show the loss, the size and cost of the model, samples over time, and the configuration."""
+    from lm.model.flops import flops_per_token, parameter_count
+    from lm.train.metrics_file import read_metrics
+
+    yield embed_image((out.directory / "loss.png").read_bytes(), "image/png", "Loss and learning rate by step")
+    result = out.figures
+    if result["valid_loss"] is None:
+        yield "There was no validation text."
+    else:
+        losses = [
+            ("loss, nats per token", f"{result['valid_loss']:.4f}"),
+            ("**bits per byte**", f"**{result['valid_bits_per_byte']:.4f}**"),
+        ]
+        yield table(("whole validation text", ""), losses)
+    yield f"Best checkpoint: {code(result['best'])}; the last: {code(result['last'])}."
+    model = replace(model, vocab_size=model.vocab_size or tokenizer.manifest["figures"]["vocab_size"])
+    parameters, flops = parameter_count(model), flops_per_token(model)
+    costs = [
+        ("steps", result["steps"]),
+        ("tokens seen", result["tokens"]),
+        ("parameters", parameters.pop("total")),
+        *((f"… {part.replace('_', ' ')}", number) for part, number in parameters.items()),
+        ("FLOPs per token, forward and backward", flops),
+        ("FLOPs of the training", f"{flops * result['tokens']:.3g}"),
+    ]
+    yield table(("size and cost", ""), costs)
+    samples = [
+        (sample["step"], code(sample["prompt"]), code(sample["text"]))
+        for sample in read_metrics(out.directory / "samples.jsonl")
+    ]
+    yield "### Samples over time\n\n" + table(("step", "prompt", "completion"), samples[:: len(samples) // 20 + 1])
+    settings = [(name, code(json.dumps(value))) for part in (model, config) for name, value in asdict(part).items()]
+    yield "### Configuration\n\n" + table(("field", "value"), settings)
+
+
+def unfinished_training(directory: Path) -> str:
+    """Return the loss plot of a training that is still running; empty before its first metrics."""
+    from lm.train.metrics_file import read_metrics
+    from lm.train.plot import plot_metrics
+
+    rows = read_metrics(directory / "metrics.jsonl")
+    if not rows:
+        return ""
+    plot = io.BytesIO()
+    plot_metrics(rows, plot)
+    return embed_image(plot.getvalue(), "image/png", f"Loss and learning rate, up to step {rows[-1]['step']:,}")
+
+
+def sample(out: "Attempt", tokenizer: "Output", **inputs: Any) -> Iterator[str]:
+    """Show the samples, and the tokens of the first."""
+    from lm.tokenizer.tokenizer import Tokenizer
+
+    samples = json.loads((out.directory / "samples.json").read_text(encoding="utf-8"))
+    yield "\n\n---\n\n".join(
+        f"Prompt: {code(sample['prompt'])}\n\n{escape_markdown(sample['text'])}" for sample in samples
+    )
+    if samples:
+        text = samples[0]["prompt"] + samples[0]["text"]
+        tokens = token_texts(Tokenizer.load(tokenizer.directory("tokenizer")), text)
+        yield "---\n\n### Tokens of the first sample\n\n" + token_picture(tokens[:300])

@@ -1,0 +1,207 @@
+"""The identity of code: which code changes rerun a stage.
+
+Released code counts by a version number, edited code by its digest. The lock file ``code_versions.json`` holds a
+version of each stage and the digest of each module that a stage uses. While the modules have these digests, the key of
+a stage holds its version only. An edited module adds its digest to the key, so the stage reruns.
+
+``python -m tasks.runtime.code_version`` lists the edited modules. ``… accept`` writes their digests to the lock: the
+output is the same, so nothing reruns. ``… raise STAGE …`` also raises the versions of these stages.
+"""
+
+import argparse
+import ast
+import hashlib
+import importlib
+import json
+import pkgutil
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from lm.common.errors import UserError, did_you_mean
+
+PROJECT = Path(__file__).parents[2]
+LOCK = Path(__file__).with_name("code_versions.json")
+_PACKAGES = ("lm", "tasks")
+
+# Prefixes of modules that decide where files lie, how a run is shown and how fast it is, but never the content.
+_EXCLUDED_MODULES = (
+    "lm.common.runtime",
+    "tasks.pages",
+    "tasks.runtime.code_version",
+    "tasks.runtime.context",
+    "tasks.runtime.machine",
+    "tasks.runtime.output",
+    "tasks.runtime.progress",
+    "tasks.runtime.root_lock",
+    "tasks.runtime.schemas",
+    "tasks.runtime.stage",
+    "tasks.runtime.store",
+    "tasks.runtime.verified_files",
+)
+
+
+def code_identity(stage: str, digests: dict[str, str]) -> dict[str, Any]:
+    """Return the code's part of a key: the stage's version, and the digests of modules that differ from the lock."""
+    lock = _read_lock_once()
+    edited = {name: digest for name, digest in digests.items() if lock["modules"].get(name) != digest}
+    return {"version": lock["stages"].get(stage, 0), **edited}
+
+
+def module_digests(modules: dict[str, Path]) -> dict[str, str]:
+    """Return the digest of each module by its name."""
+    return {name: _parse(path)[0] for name, path in sorted(modules.items())}
+
+
+def check_not_edited(modules: dict[str, Path], digests: dict[str, str]) -> None:
+    """Raise UserError if a module was edited: Python may import it after the key was made."""
+    for name, path in modules.items():
+        if not path.exists() or _parse(path)[0] != digests[name]:
+            raise UserError(f"{name} was edited after this run began. Start the run again.")
+
+
+def read_lock() -> dict[str, dict[str, Any]]:
+    """Return the lock file: ``stages`` (version by name) and ``modules`` (digest by name)."""
+    lock: dict[str, dict[str, Any]] = json.loads(LOCK.read_text(encoding="utf-8"))
+    return lock
+
+
+_read_lock_once = lru_cache(maxsize=1)(read_lock)  # one lock for a whole run
+
+
+def find_modules(file: str) -> dict[str, Path]:
+    """Return name and file of the module in ``file``, of all modules of the project that it imports, directly or not,
+    and of the packages around them."""
+    first = Path(file).resolve()
+    is_inside = first.is_relative_to(PROJECT)
+    name = ".".join(first.relative_to(PROJECT).with_suffix("").parts) if is_inside else first.stem
+    modules: dict[str, Path] = {name: first}
+    unvisited = [first]
+    while unvisited:
+        for imported in _parse(unvisited.pop())[1]:
+            parts = _defining_module(imported).split(".")
+            for end in range(1, len(parts) + 1):
+                module = ".".join(parts[:end])
+                source = _source_file(module)
+                if source and module not in modules and not module.startswith(_EXCLUDED_MODULES):
+                    modules[module] = source
+                    unvisited.append(source)
+    return modules
+
+
+def _defining_module(name: str) -> str:
+    """Resolve a public name of a package by the package's stub: ``lm.tokenizer.Tokenizer`` is from
+    ``lm.tokenizer.tokenizer``. Any other name is returned unchanged."""
+    package, _, public_name = name.rpartition(".")
+    stub = PROJECT.joinpath(*package.split("."), "__init__.pyi")
+    if not package or _source_file(name) or not stub.is_file():
+        return name
+    for node in ast.walk(ast.parse(stub.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and any(alias.name == public_name for alias in node.names):
+            return f"{package}.{node.module}"
+    return name
+
+
+def _source_file(module: str) -> Path | None:
+    path = PROJECT.joinpath(*module.split("."))
+    return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
+
+
+def _parse(path: Path) -> tuple[str, frozenset[str]]:
+    """Return the digest of a module's code, and the names that it imports from the project, inside functions too."""
+    stat = path.stat()
+    return _parse_version(path, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=1024)
+def _parse_version(path: Path, mtime_ns: int, size: int) -> tuple[str, frozenset[str]]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return code_digest(tree), frozenset(name for name in _imports(tree) if name.split(".")[0] in _PACKAGES)
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+
+
+def code_digest(tree: ast.Module) -> str:
+    """Return the sha256 of a syntax tree without docstrings: comments and layout do not count."""
+    return hashlib.sha256(json.dumps(_simplify(tree)).encode()).hexdigest()
+
+
+def _simplify(node: Any) -> Any:
+    """Return a syntax tree as nested lists, without the differences between versions of Python: newer ones add fields
+    that are empty, and 3.12 adds empty strings to f-strings."""
+    if isinstance(node, ast.JoinedStr):
+        node = ast.JoinedStr(
+            [part for part in node.values if not (isinstance(part, ast.Constant) and part.value == "")]
+        )
+    if isinstance(node, ast.AST):
+        fields = [[name, _simplify(value)] for name, value in ast.iter_fields(node) if value not in (None, [])]
+        return [type(node).__name__, *fields]
+    if isinstance(node, list):
+        return [_simplify(item) for item in node if not _is_docstring(item)]
+    return ascii(node)
+
+
+def _is_docstring(node: Any) -> bool:
+    """Return whether a statement is only a string, which does nothing."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def current_lock() -> dict[str, dict[str, Any]]:
+    """Return the lock for the present code: its digests, and the versions of the lock file (1 for a new stage)."""
+    from tasks.runtime.stage import Stage
+
+    versions = read_lock()["stages"]
+    stages: dict[str, int] = {}
+    modules: dict[str, str] = {}
+    for info in pkgutil.iter_modules([str(PROJECT / "tasks")]):
+        module = importlib.import_module(f"tasks.{info.name}")
+        for stage in vars(module).values():
+            if isinstance(stage, Stage) and stage.body.__module__ == module.__name__:
+                stages[stage.name] = versions.get(stage.name, 1)
+                modules |= module_digests(stage.modules)
+    return {"stages": dict(sorted(stages.items())), "modules": dict(sorted(modules.items()))}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command. Return 1 if ``show`` finds edited code, and 2 for a mistake in the arguments."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.runtime.code_version",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("action", nargs="?", choices=["show", "accept", "raise"], default="show")
+    parser.add_argument("stages", nargs="*", help="with raise: the stages whose output changes")
+    options = parser.parse_args(arguments)
+    now, lock = current_lock(), read_lock()
+    if (options.action == "raise") != bool(options.stages):
+        print("raise needs the stages whose output changes; show and accept take none.", file=sys.stderr)
+        return 2
+    for name in options.stages:
+        if name not in now["stages"]:
+            print(f"There is no stage {name!r}{did_you_mean(name, now['stages'])}.", file=sys.stderr)
+            return 2
+    changed = {name for name, _ in now["modules"].items() ^ lock["modules"].items()}
+    for name in sorted(changed):
+        print(f"{name}: {'edited' if name in lock['modules'] and name in now['modules'] else 'new or gone'}")
+    if options.action == "show":
+        print("Accept these edits, or raise stages: see --help." if changed else "No module differs from the lock.")
+        return 1 if changed else 0
+    for name in options.stages:
+        now["stages"][name] += 1
+        print(f"{name}: version {now['stages'][name]}")
+    LOCK.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
+    print(f"{LOCK} is written.")
+    return 0
+
+
+if __name__ == "__main__":
+    # The stages use the imported module, which has other caches than __main__.
+    sys.exit(importlib.import_module("tasks.runtime.code_version").main())

@@ -1,0 +1,53 @@
+"""Resources that all runs of a user share on one machine: a cache directory, and slots for trainings."""
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from lm.common.errors import UserError
+
+log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.5
+
+
+def cache_directory() -> Path:
+    """Return the project's directory in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "textmill"
+
+
+@contextmanager
+def training_slot(max_trainings: int) -> Iterator[None]:
+    """Hold one of ``max_trainings`` slots of this machine; wait until one is free. 0: no limit.
+
+    The slots are file locks of the operating system, which releases them when the process ends.
+    """
+    if not max_trainings:
+        yield
+        return
+    directory = cache_directory() / "training"
+    is_logged = False
+    while True:
+        for number in range(max_trainings):
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                lock = FileLock(directory / f"{number}.lock", timeout=0).acquire()
+            except Timeout:
+                continue
+            except OSError as error:
+                raise UserError(
+                    f"{directory}, the directory of the training locks, cannot be used: {error.strerror}. "
+                    "Set XDG_CACHE_HOME to a writable directory, or execution.max_trainings to 0."
+                ) from None
+            with lock:
+                yield
+            return
+        if not is_logged:
+            log.info("Waiting for another training on this machine (execution.max_trainings is %d).", max_trainings)
+            is_logged = True
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,126 @@
+"""Outputs of stages: where they are, what their manifests say, and whether their files are intact."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lm.common.errors import UserError
+from tasks.runtime.schemas import Manifest, read_json_content, read_record
+from tasks.runtime.store import Store
+
+MANIFEST = "manifest.json"  # written last: without it there is no output
+PAGE = "page.md"  # beside the files of an output, but not part of its content
+FORMAT = 1  # of manifests and of the files of all stages; a new number reruns everything
+
+
+class Ref(NamedTuple):
+    """The result of a stage: where its manifest is."""
+
+    stage: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Output:
+    """The finished output of a stage, open for reading."""
+
+    store: Store
+    ref: Ref
+    manifest: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """Digest of the content: files, source digests and format."""
+        content = {
+            "format": self.manifest["format"],
+            "files": self.manifest["files"],
+            "sources": [source["sha256"] for source in self.manifest["sources"]],
+        }
+        return json_digest(content)
+
+    @property
+    def location(self) -> tuple[str, str, str]:
+        """Path of the files below the root, in parts."""
+        return (*self.ref, self.manifest["attempt"])
+
+    @property
+    def url(self) -> str:
+        """Path or URL of the files, for display."""
+        return self.store.url(*self.location)
+
+    def path(self, name: str) -> Path:
+        """Return a local path of a file. Raises UserError if the file is damaged or the manifest does not name it."""
+        for file in (*self.manifest["files"], *self.manifest["records"]):
+            if file["path"] == name:
+                return self.store.local_path(file, *self.location)
+        raise UserError(f"{self.ref.stage} {self.ref.key[:12]} has no file {name}.")
+
+    def directory(self, name: str) -> Path:
+        """Return a local path of a directory with all its files. Raises UserError as :meth:`path` does."""
+        paths = [self.path(file["path"]) for file in self.manifest["files"] if file["path"].startswith(f"{name}/")]
+        if not paths:
+            raise UserError(f"{self.ref.stage} {self.ref.key[:12]} has no directory {name}.")
+        return paths[0].parent
+
+    def json(self, name: str) -> Any:
+        """Return the content of a JSON file. Raises UserError if it does not have the schema of its stage."""
+        return read_json_content(self.path(name))
+
+    @property
+    def page(self) -> str | None:
+        """The Markdown page; None if the stage has none or the file is damaged."""
+        page, data = self.manifest["page"], self.store.read_bytes(*self.location, PAGE)
+        is_intact = page and data and hashlib.sha256(data).hexdigest() == page["sha256"]
+        return data.decode("utf-8", "replace") if is_intact and data else None
+
+    def all_files(self) -> list[dict[str, Any]]:
+        """Return path, bytes and sha256 of all files: content, records and page."""
+        page = self.manifest["page"]
+        return [*self.manifest["files"], *self.manifest["records"], *([page] if page else [])]
+
+    def find_damaged(self) -> list[str]:
+        """Return the paths of the files, except the page, that are missing or changed."""
+        files = [*self.manifest["files"], *self.manifest["records"]]
+        return self.store.find_damaged(files, *self.location, etags=self.manifest["etags"])
+
+    def is_intact(self) -> bool:
+        """Return whether all files, except the page, have their size and digest."""
+        return not self.find_damaged()
+
+
+def open_output(store: Store, ref: Ref) -> Output | None:
+    """Return an output if it has a valid manifest. Its files may be damaged."""
+    manifest = read_record(Manifest, store, *ref, MANIFEST)
+    if not manifest or (manifest["format"], manifest["stage"], manifest["key"]) != (FORMAT, *ref):
+        return None
+    return Output(store, ref, manifest)
+
+
+def read_output(store: Store, ref: Ref) -> Output:
+    """Return an output. Raises UserError if it has no valid manifest."""
+    output = open_output(store, ref)
+    if output is None:
+        raise UserError(f"{store.path(*ref)} has no manifest of a finished {ref.stage}. Run the pipeline again.")
+    return output
+
+
+def intact_digest(store: Store, ref: Ref) -> str | None:
+    """Return the content digest of an output; None if it is missing or damaged.
+
+    The manifest is read only if a file of the output has changed since the last call on this machine.
+    """
+    path, fingerprint = "/".join(ref), store.fingerprint(*ref)
+    if digest := store.verified.digest(path, fingerprint):
+        return digest
+    output = open_output(store, ref)
+    if not output or not output.is_intact():
+        return None
+    store.verified.add([(path, fingerprint, output.digest)])
+    return output.digest
+
+
+def json_digest(content: Any) -> str:
+    """Return the sha256 of a value as JSON with sorted keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode()).hexdigest()

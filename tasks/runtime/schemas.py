@@ -1,0 +1,183 @@
+"""Schemas of the JSON files below a root, and the functions that read them.
+
+A root may come from an untrusted place. A file without the expected schema counts as missing, so no reader meets a path
+outside its directory, or an unexpected number, depth or type. Figures and ingredients of a manifest may have any shape.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from lm.common.checksum import loads_with_checksum
+from lm.common.errors import UserError
+from lm.common.json_files import read_json
+from tasks.runtime.store import Store
+
+_NAME = r"\.*[A-Za-z0-9_-][A-Za-z0-9_.-]*"  # neither "." nor ".."
+_Path = Annotated[str, Field(pattern=f"^{_NAME}(/{_NAME})*$", max_length=255)]
+_Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_StageName = Annotated[str, Field(pattern="^[a-z][a-z0-9-]{0,63}$")]
+_Size = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Seconds = Annotated[float, Field(ge=0, le=1e12)]
+_T = TypeVar("_T")
+
+
+class _Schema(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _File(_Schema):
+    path: _Path
+    bytes: _Size
+    sha256: _Digest
+
+
+class _Source(_Schema):
+    url: str
+    bytes: _Size
+    sha256: _Digest
+
+
+class _Provenance(_Schema):
+    run: str
+    at: str
+    started: _Seconds
+    seconds: _Seconds
+    host: str
+
+
+class Manifest(_Schema):
+    """``<stage>/<key>/manifest.json``: a finished output."""
+
+    stage: _StageName
+    format: int
+    key: _Digest
+    attempt: Annotated[str, Field(pattern="^[0-9]{8}T[0-9]{6}-[0-9a-f]{8}$")]
+    ingredients: dict[str, Any]
+    sources: list[_Source]
+    files: list[_File]
+    """The content."""
+    records: list[_File]
+    """Files that describe the run. They are checked like the content."""
+    page: _File | None
+    """The Markdown page. If it is damaged, it is not shown, and the output still counts as intact."""
+    etags: dict[_Path, str]
+    """ETags of the files when they were published, on an object store."""
+    figures: dict[str, Any]
+    made: _Provenance
+
+
+class _StageResult(_Schema):
+    key: _Digest
+    state: Literal["made", "cached"]
+    seconds: _Seconds
+
+
+class RunRecord(_Schema):
+    """``runs/<name>.json``: the outputs that a run made or used."""
+
+    name: str
+    stages: dict[_StageName, _StageResult]
+    report: _File | None = None
+    """The Markdown report of a finished run."""
+
+
+class LatestOutput(_Schema):
+    """``<stage>/latest.json``: the key of the last output that was made."""
+
+    key: _Digest
+
+
+class SourceRecord(_Schema):
+    """``sources/….json``: the digest of a source, and the version of the source when it was read."""
+
+    source: _Source
+    version: tuple[int, str] | None
+
+
+class _Splits(_Schema, Generic[_T]):
+    train: _T
+    valid: _T
+
+
+class _Text(_Schema):
+    file: _Path | None
+    source: _Size | None
+    ranges: list[Annotated[list[_Size], Field(min_length=2, max_length=2)]]
+
+
+class _Range(_Schema):
+    text: _Size
+    start: _Size
+    end: _Size
+    last: bool
+    sha256: _Digest
+
+
+class _Group(_Schema):
+    chunks: _Size
+    sha256: _Digest
+    start: _Size
+    end: _Size
+
+
+class _Totals(_Schema):
+    tokens: _Size
+    documents: _Size
+    bytes: _Size
+
+
+class _Index(_Splits[_Totals]):
+    vocab_size: _Size
+    separator: str
+    tokenizer: _Digest
+
+
+class _Training(_Schema):
+    best: _Path
+
+
+class _Sample(_Schema):
+    prompt: str
+    text: str
+
+
+_CHUNK = TypeAdapter(list[_Range])
+_CONTENTS: dict[str, TypeAdapter[Any]] = {
+    "texts.json": TypeAdapter(_Splits[list[_Text]]),
+    "groups.json": TypeAdapter(_Splits[list[_Group]]),
+    "shard.json": TypeAdapter(_Totals),
+    "index.json": TypeAdapter(_Index),
+    "training.json": TypeAdapter(_Training),
+    "samples.json": TypeAdapter(list[_Sample]),
+}
+
+
+def read_json_content(path: Path) -> Any:
+    """Read a JSON file of an output. Raises UserError if it does not have the schema for its name."""
+    content = read_json(path)
+    try:
+        _CONTENTS[path.name].validate_python(content)
+    except ValidationError as error:
+        field = ".".join(map(str, error.errors()[0]["loc"]))
+        raise UserError(f"{path} is not valid: {field}: {error.errors()[0]['msg']}.") from None
+    return content
+
+
+def parse_chunks(lines: bytes) -> list[dict[str, Any]]:
+    """Return the ranges of all chunks in lines of ``chunks.jsonl``. Raises UserError if they are not valid."""
+    try:
+        return [part.model_dump() for line in lines.splitlines() for part in _CHUNK.validate_json(line)]
+    except ValidationError as error:
+        raise UserError(f"chunks.jsonl is not valid: {error.errors()[0]['msg']}.") from None
+
+
+def read_record(schema: type[_Schema], store: Store, *parts: str) -> dict[str, Any] | None:
+    """Read a JSON file with its checksum; None if it is missing, damaged, or has another schema."""
+    data = store.read_bytes(*parts) or b""
+    try:
+        schema.model_validate_json(data)
+    except ValidationError:
+        return None
+    return loads_with_checksum(data)

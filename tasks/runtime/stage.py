@@ -1,0 +1,291 @@
+"""The stage contract: a Prefect task whose output is a directory of files with a key and a manifest.
+
+A stage is a function ``body(out, inputs…, config…)``. The decorator ``@stage("name")`` makes it a :class:`Stage`. Its
+Prefect task takes the same arguments, without ``out`` and with ``run=RunContext(…)``. An input is passed as a
+:class:`Ref`; the body receives the :class:`Output`. The task returns only a Ref: whether the output exists, and what is
+in it, is read from its manifest.
+"""
+
+import functools
+import inspect
+import json
+import logging
+import platform
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, is_dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lm.common.errors import UserError
+from lm.common.runtime import Execution
+from tasks.runtime.code_version import check_not_edited, code_identity, find_modules, module_digests
+from tasks.runtime.context import Attempt, RunContext
+from tasks.runtime.output import (
+    FORMAT,
+    MANIFEST,
+    PAGE,
+    Output,
+    Ref,
+    intact_digest,
+    json_digest,
+    open_output,
+    read_output,
+)
+from tasks.runtime.root_lock import lock_output
+from tasks.runtime.schemas import LatestOutput, read_record
+from tasks.runtime.store import LOCK_FILE, MAX_CONCURRENT_REQUESTS, Store, describe_files
+
+if TYPE_CHECKING:
+    from prefect import Task
+
+log = logging.getLogger(__name__)
+group_log = logging.getLogger("tasks.groups")  # of stages mapped over groups: too many lines for a terminal
+_library_version = functools.cache(metadata.version)
+
+
+@dataclass(eq=False)
+class Stage:
+    """A stage: the key of its output, the look-up by that key, and the making of a missing output."""
+
+    name: str
+    body: Callable[..., None]
+    libraries: tuple[str, ...] = ()
+    """Libraries whose versions enter the key."""
+    page: Callable[..., Iterator[str]] | None = None
+    """Yields the paragraphs of the output's Markdown page. Takes the arguments of the body, after the body."""
+    run_name: str = ""
+    """Names the task runs, as a format string of the arguments. For a stage that is mapped over groups of chunks."""
+    slot: Callable[[Execution], AbstractContextManager[Any]] = nullcontext
+    """Context manager that is held while an output is made."""
+    is_resumable: bool = False
+    """Whether the body can resume an unfinished attempt. Failed attempts of other stages are deleted."""
+
+    def __post_init__(self) -> None:
+        self.file = inspect.getsourcefile(self.body) or ""
+        self.signature = inspect.signature(self.body)
+        self.log = group_log if self.run_name else log
+
+    @functools.cached_property
+    def task(self) -> "Task[..., Any]":
+        """The Prefect task. Prefect is imported only here, as a look-up does not need it."""
+        from prefect import Task
+        from prefect.cache_policies import NO_CACHE
+        from prefect.states import Completed
+
+        def task_body(*args: Any, **kwargs: Any) -> Any:
+            ref, is_cached = self.materialize(kwargs.pop("run"), self.bind(*args, **kwargs))
+            # Only the manifest decides what is cached. The name of Prefect's state is for people.
+            return Completed(name="Cached", data=ref._asdict()) if is_cached else ref._asdict()
+
+        functools.update_wrapper(task_body, self.body)
+        parameters = list(self.signature.parameters.values())[1:]
+        run = inspect.Parameter("run", inspect.Parameter.KEYWORD_ONLY, annotation=RunContext)
+        task_body.__signature__ = inspect.Signature([*parameters, run])  # type: ignore[attr-defined]
+        run_name = self.run_name or self.name
+        return Task(task_body, name=self.name, task_run_name=run_name, cache_policy=NO_CACHE, persist_result=False)
+
+    def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the arguments of a call by parameter name, without ``out``."""
+        return dict(list(self.signature.bind(None, *args, **kwargs).arguments.items())[1:])
+
+    @functools.cached_property
+    def modules(self) -> dict[str, Path]:
+        """Name and file of each module of the project that the stage runs."""
+        return find_modules(self.file)
+
+    @functools.cached_property
+    def code(self) -> dict[str, str]:
+        """Digests of these modules at the first use of the stage."""
+        return module_digests(self.modules)
+
+    def _key(self, run: RunContext, arguments: dict[str, Any], digests: dict[Ref, str]) -> tuple[Ref, dict[str, Any]]:
+        """Return the Ref of an output and the ingredients of its key: everything that decides the content.
+
+        ``digests`` caches the content digests of the inputs between calls.
+        """
+        ingredients = {
+            "format": FORMAT,
+            "parameters": {name: _identity(value, run.store, digests) for name, value in arguments.items()},
+            "code": code_identity(self.name, self.code),
+            "libraries": {name: _library_version(name) for name in self.libraries},
+        }
+        return Ref(self.name, json_digest({"stage": self.name, **ingredients})), ingredients
+
+    def _is_refreshed(self, run: RunContext) -> bool:
+        return self.name.removesuffix("-group") in run.refresh  # a mapped stage includes its groups
+
+    def _cached_output(self, run: RunContext, ref: Ref) -> Output | None:
+        output = None if self._is_refreshed(run) else open_output(run.store, ref)
+        return output if output and output.is_intact() else None
+
+    def look_up(self, run: RunContext, calls: Sequence[dict[str, Any]]) -> list[tuple[Ref, bool]]:
+        """Return the Ref of each call's output, and whether it is cached: finished, and all its files intact."""
+        digests: dict[Ref, str] = {}
+        refs = [self._key(run, arguments, digests)[0] for arguments in calls]
+        if self._is_refreshed(run):
+            return [(ref, False) for ref in refs]
+        with ThreadPoolExecutor(1 if run.store.is_local else MAX_CONCURRENT_REQUESTS) as pool:
+            intact_digests = pool.map(lambda ref: intact_digest(run.store, ref), refs)
+            return [(ref, digest is not None) for ref, digest in zip(refs, intact_digests, strict=True)]
+
+    def materialize(self, run: RunContext, arguments: dict[str, Any]) -> tuple[Ref, bool]:
+        """Make an output unless it is cached. Return its Ref, and whether it was cached."""
+        ref, ingredients = self._key(run, arguments, {})
+        output = self._cached_output(run, ref)
+        if not output:
+            with lock_output(run.store.lock_file(*ref), self.name, run.stopping), self.slot(run.execution):
+                output = self._cached_output(run, ref)  # another run may have made it in the meantime
+                if not output:
+                    check_not_edited(self.modules, self.code)
+                    self.log.info("%s runs: %s.", self.name, self._explain(run, ref, ingredients))
+                    self._make(run, ref, ingredients, arguments)
+                    return ref, False
+        message = "%s is cached: run %s made it, and nothing that decides it has changed."
+        self.log.info(message, self.name, output.manifest["made"]["run"])
+        return ref, True
+
+    def _make(self, run: RunContext, ref: Ref, ingredients: dict[str, Any], arguments: dict[str, Any]) -> None:
+        """Run the body in a new attempt directory, publish the files, and write the manifest last."""
+        store, previous = run.store, open_output(run.store, ref)
+        unfinished = store.attempt_directories(*ref) if self.is_resumable and not self._is_refreshed(run) else []
+        damaged = (
+            {Path(store.path(*previous.location, name)) for name in previous.find_damaged()} if previous else set()
+        )
+        attempt = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:8]}"
+        out = Attempt(store.create_attempt_directory(*ref, attempt), run, unfinished, damaged)
+        started, clock, cpu_clock = time.time(), time.perf_counter(), time.thread_time()
+        inputs = {name: _open(value, store) for name, value in arguments.items()}
+        try:
+            with _translate_errors(self.name, inputs):
+                self.body(out, **inputs)
+                seconds, cpu_seconds = time.perf_counter() - clock, time.thread_time() - cpu_clock
+                self._write_page(out, inputs)
+                files = describe_files(out.directory)
+                etags = store.publish(out.directory, files, *ref, attempt)
+        except BaseException:
+            if not self.is_resumable:
+                shutil.rmtree(out.directory, ignore_errors=True)
+            raise
+        manifest = {
+            "stage": self.name,
+            "format": FORMAT,
+            "key": ref.key,
+            "attempt": attempt,
+            "ingredients": ingredients,
+            "sources": [asdict(source) for source in out.sources],
+            "files": [file for file in files if file["path"] not in (PAGE, *out.records)],
+            "records": [file for file in files if file["path"] in out.records],
+            "page": next((file for file in files if file["path"] == PAGE), None),
+            "etags": etags,
+            "figures": out.figures,
+            "made": {
+                "run": run.name,
+                "at": datetime.now(UTC).isoformat(timespec="seconds"),
+                "started": round(started, 3),
+                "seconds": round(seconds, 3),
+                "cpu_seconds": round(cpu_seconds, 3),
+                "host": platform.node(),
+                "python": platform.python_version(),
+                **{name: _library_version(name) for name in ("torch", "numpy", "regex", "pyarrow")},
+            },
+        }
+        store.write_json(manifest, *ref, MANIFEST)
+        store.write_json({"key": ref.key}, self.name, "latest.json")
+
+    def _write_page(self, out: Attempt, inputs: dict[str, Any]) -> None:
+        if not self.page:
+            return
+        try:
+            (out.directory / PAGE).write_text("\n\n".join(self.page(out, **inputs)), encoding="utf-8")
+        except Exception as error:  # the output is finished, and is worth more than its page
+            is_expected = isinstance(error, (OSError, UserError))
+            log.warning("The page of %s could not be made: %s", self.name, error, exc_info=not is_expected)
+
+    def explain(self, run: RunContext, arguments: dict[str, Any]) -> str:
+        """Return why this stage must run, for the log: for example, the names of the parameters that changed."""
+        return self._explain(run, *self._key(run, arguments, {}))
+
+    def _explain(self, run: RunContext, ref: Ref, ingredients: dict[str, Any]) -> str:
+        if self._is_refreshed(run):
+            return "a refresh was asked for"
+        if open_output(run.store, ref):
+            return "its files are damaged or missing"
+        if names := [name for name in run.store.list_names(*ref) if name != LOCK_FILE]:
+            return "its manifest is damaged" if MANIFEST in names else "an earlier attempt has not finished"
+        latest = read_record(LatestOutput, run.store, self.name, "latest.json")
+        previous = latest and open_output(run.store, Ref(self.name, latest["key"]))
+        if not previous:
+            return "it has no result yet"
+        before, now = dict(_flatten(previous.manifest["ingredients"])), dict(_flatten(ingredients))
+        changed = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
+        if changed == ["parameters.group"]:
+            return "new text"
+        return f"changed since its last result: {', '.join(changed[:6])}{' …' if len(changed) > 6 else ''}"
+
+
+def stage(name: str, **options: Any) -> Callable[[Callable[..., None]], Stage]:
+    """Make a function the body of a :class:`Stage`; the options are the fields of that class."""
+    return lambda body: Stage(name, body, **options)
+
+
+def _identity(value: Any, store: Store, digests: dict[Ref, str]) -> Any:
+    """Return the part of an argument that decides the output, as JSON: an input's content digest, an object's
+    ``identity``, or the fields of a config."""
+    if isinstance(value, Ref):
+        if value not in digests:
+            digests[value] = intact_digest(store, value) or read_output(store, value).digest
+        return {value.stage: digests[value]}
+    if hasattr(value, "identity"):
+        return value.identity
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, (list, tuple)):
+        return [_identity(item, store, digests) for item in value]
+    return value
+
+
+def _open(value: Any, store: Store) -> Any:
+    """Return an argument as the body takes it: a Ref becomes an Output, and a group of chunks its ranges."""
+    if isinstance(value, Ref):
+        return read_output(store, value)
+    if hasattr(value, "open"):
+        return value.open(store)
+    if isinstance(value, list):
+        return [_open(item, store) for item in value]
+    return value
+
+
+@contextmanager
+def _translate_errors(name: str, inputs: dict[str, Any]) -> Iterator[None]:
+    """Raise UserError for an OSError, and if an input was damaged while the stage read it."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    values = [item for value in inputs.values() for item in (value if isinstance(value, list) else [value])]
+    for output in (value for value in values if isinstance(value, Output) and value.store.is_local):
+        if not output.is_intact():
+            raise UserError(
+                f"{output.url} was damaged while {name} read it. Run the pipeline again: it makes both again."
+            ) from failure
+    if isinstance(failure, OSError):
+        raise UserError(f"{name} cannot continue: {failure}. Finished outputs are kept.") from failure
+    if failure:
+        raise failure
+
+
+def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted name, JSON) of each leaf of nested dicts."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _flatten(item, f"{name}.{key}" if name else key)
+    else:
+        yield name, json.dumps(value)

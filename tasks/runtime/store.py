@@ -1,0 +1,357 @@
+"""The root directory of all stages: small JSON files and attempt directories on any fsspec file system.
+
+``lm`` reads and writes local files only. On a local root it works in place. For any other root, a finished attempt is
+uploaded, and files are downloaded before they are read.
+"""
+
+import functools
+import hashlib
+import logging
+import os
+import posixpath
+import shutil
+import stat
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from fsspec.implementations.local import LocalFileSystem
+from tenacity import (
+    Retrying,
+    retry_if_exception_type,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_exponential,
+    wait_random,
+)
+
+from lm.checkpoint.atomic_dir import sync_path
+from lm.common.checksum import dumps_with_checksum, file_checksum
+from lm.common.errors import TransientError, UserError
+from lm.text.sources import is_transient_error, open_filesystem
+from tasks.runtime.machine import cache_directory
+from tasks.runtime.verified_files import open_verified_files
+
+log = logging.getLogger(__name__)
+
+# Four tries, about 2, 4 and 8 seconds apart, for network failures only.
+retry_reading = Retrying(
+    retry=retry_if_exception_type(TransientError),
+    stop=stop_after_attempt(4),
+    wait=wait_exponential(multiplier=2) + wait_random(0, 1),
+    before_sleep=lambda state: log.warning("%s Trying again.", state.outcome and state.outcome.exception()),
+    reraise=True,
+)
+retry_request = retry_reading.copy(stop=stop_after_attempt(4) | stop_after_delay(60))  # a single try may time out late
+
+LOCK_FILE = ".lock"  # in the root while it is used, and beside the attempts of an output while it is made
+MAX_CONCURRENT_REQUESTS = 16
+_UPLOAD_RETENTION_SECONDS = 30 * 24 * 3600  # a training can resume from a failed upload
+_CLOCK_TICK_NS = 20_000_000  # file times are coarser than the clock: two changes in one tick have the same time
+_NOT_FOUND_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+
+_Result = TypeVar("_Result")
+_download_lock = threading.Lock()
+
+
+class FileStat(NamedTuple):
+    """Metadata of a file."""
+
+    size: int
+    fingerprint: str
+    """Changes whenever the file changes. Empty if the file system cannot tell."""
+    etag: str = ""
+
+
+class Store:
+    """The files below one root. Paths are given in parts, relative to the root.
+
+    A file is trusted while its fingerprint is the same as when its digest was last checked on this machine. With
+    ``is_full``, checks of earlier runs do not count: each file that is used is read once.
+    """
+
+    def __init__(self, root: str, is_full: bool = False) -> None:
+        self.fs, self.base = open_filesystem(root)
+        self.is_local = isinstance(self.fs, LocalFileSystem)
+        self.verified = open_verified_files(f"{self.fs.protocol}:{self.base}", is_read=not is_full)
+        self._is_full = is_full
+
+    def _request(self, operation: Callable[[], _Result]) -> _Result:
+        """Call the file system; retry if the network fails. Raises UserError for any error but a missing file."""
+        return self._translate_errors(operation) if self.is_local else retry_request(self._translate_errors, operation)
+
+    def _translate_errors(self, operation: Callable[[], _Result]) -> _Result:
+        try:
+            return operation()
+        except _NOT_FOUND_ERRORS:
+            raise
+        except Exception as error:  # each file system has its own exceptions
+            may_pass = isinstance(error, OSError) and not isinstance(error, PermissionError) and not self.is_local
+            if may_pass or is_transient_error(error):
+                raise TransientError(f"The root {self.base} cannot be reached: {error}") from error
+            raise UserError(f"The root {self.base} cannot be used: {error}") from error
+
+    def path(self, *parts: str) -> str:
+        """Return the full path of ``parts`` in the file system. Raises UserError if it leaves the root or contains a
+        link: a root may come from an untrusted place, and no stage makes links."""
+        path = self.base
+        for name in "/".join(parts).split("/") if parts else ():
+            if name in ("", ".", "..") or "\0" in name:
+                raise UserError(f"{'/'.join(parts)!r} is not a path below {self.base}.")
+            path = posixpath.join(path, name)
+            if self.is_local and not _is_plain(path):
+                raise UserError(f"{path} is a link or a special file, which are not read below a root. Remove it.")
+        return path
+
+    def url(self, *parts: str) -> str:
+        """Return the full path of ``parts`` for display: a plain path, or a URL with its protocol."""
+        return self.path(*parts) if self.is_local else str(self.fs.unstrip_protocol(self.path(*parts)))
+
+    def read_bytes(self, *parts: str) -> bytes | None:
+        """Return the content of a file, or None if it is missing."""
+        path = self.path(*parts)
+        options = {"max_concurrency": 1} if "s3" in self.fs.protocol else {}  # otherwise s3fs asks for the size first
+        try:
+            return bytes(self._request(lambda: self.fs.cat_file(path, **options)))
+        except _NOT_FOUND_ERRORS:
+            return None
+
+    def write_json(self, content: dict[str, Any], *parts: str) -> None:
+        """Write JSON with its checksum, atomically. Read it with :func:`tasks.runtime.schemas.read_record`."""
+        self.write_text(dumps_with_checksum(content), *parts)
+
+    def write_text(self, content: str, *parts: str) -> None:
+        """Write a text file atomically. Raises UserError if the root is not writable."""
+        data, path = content.encode(), self.path(*parts)
+        try:
+            if not self.is_local:
+                self._request(lambda: self.fs.pipe_file(path, data))  # object stores write atomically
+                return
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            temporary = f"{path}.{uuid.uuid4().hex}.tmp"
+            Path(temporary).write_bytes(data)
+            sync_path(temporary)
+            os.replace(temporary, path)
+            sync_path(os.path.dirname(path))
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror or error}.") from None
+
+    def list_names(self, *parts: str) -> list[str]:
+        """Return the names in a directory, sorted; empty if it is missing."""
+        try:
+            paths = self._request(lambda: self.fs.ls(self.path(*parts), False))
+        except _NOT_FOUND_ERRORS:
+            return []
+        return sorted(posixpath.basename(str(path).rstrip("/")) for path in paths)
+
+    def list_files(self) -> dict[str, int]:
+        """Return the size of each file below the root by its path, and 0 for each empty directory. Links are listed,
+        not followed. Raises UserError if there is no root."""
+        if not self._request(lambda: self.fs.isdir(self.base)):
+            raise UserError(f"There is no root at {self.base}.")
+        infos = self._request(lambda: self.fs.find(self.base, withdirs=self.is_local, detail=True))
+        parents = {posixpath.dirname(path) for path in infos}
+        sizes = {path: 0 if info["type"] == "directory" else int(info["size"]) for path, info in infos.items()}
+        return {posixpath.relpath(path, self.base): size for path, size in sizes.items() if path not in parents}
+
+    def _local_directory(self, *parts: str) -> Path:
+        """Return the directory to make files in: in place on a local root, otherwise an upload directory."""
+        if self.is_local:
+            return Path(self.path(*parts))
+        return Path(cache_directory() / "uploads" / _sha256(self.base.encode()), *parts)
+
+    def create_attempt_directory(self, *parts: str) -> Path:
+        """Create a local directory for the files of a new attempt."""
+        directory = self._local_directory(*parts)
+        try:
+            directory.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"{directory} cannot be written: {error.strerror or error}.") from None
+        return directory
+
+    def attempt_directories(self, *parts: str) -> list[Path]:
+        """Return the directories of earlier attempts on this machine, newest first, without those that hold a link."""
+        parent = self._local_directory(*parts)
+        directories = [path for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
+        return sorted((path for path in directories if all(map(_is_plain, (path, *path.rglob("*"))))), reverse=True)
+
+    def lock_file(self, *parts: str) -> Path:
+        """Return the lock file of an output. On a local root, all machines that share the root share the lock."""
+        return self._local_directory(*parts, LOCK_FILE)
+
+    def remove_old_uploads(self) -> None:
+        """Delete the files of failed uploads that are older than 30 days."""
+        for attempt in () if self.is_local else self._local_directory().glob("*/*/*"):
+            with suppress(OSError):
+                if attempt.is_dir() and time.time() - attempt.stat().st_mtime > _UPLOAD_RETENTION_SECONDS:
+                    shutil.rmtree(attempt)
+
+    def publish(self, directory: Path, files: list[dict[str, Any]], *parts: str) -> dict[str, str]:
+        """Write the files of an attempt to the store durably, and trust them, as they were just hashed.
+
+        ``files`` are as :func:`describe_files` returns them. Returns the ETag of each file, if the store has ETags. The
+        directory of an uploaded attempt is deleted.
+        """
+        if self.is_local:
+            for path in (directory, *directory.rglob("*")):
+                sync_path(path)
+        for file in () if self.is_local else files:
+            source, target = str(directory / file["path"]), self.path(*parts, file["path"])
+            self._request(functools.partial(self.fs.put_file, source, target))
+        stats = self._stat_files(parts, [file["path"] for file in files])
+        self._trust(parts, files, stats)
+        if not self.is_local:
+            shutil.rmtree(directory)
+        return {name: file_stat.etag for name, file_stat in stats.items() if file_stat.etag}
+
+    def find_damaged(
+        self, files: Iterable[Mapping[str, Any]], *parts: str, etags: Mapping[str, str] | None = None
+    ) -> list[str]:
+        """Return the paths of the files below ``parts`` that are missing or changed.
+
+        Each file has ``path``, ``bytes`` and ``sha256``. A file is read only if it is not trusted, and its ETag is not
+        the one in ``etags``.
+        """
+        files = list(files)
+        stats = self._stat_files(parts, [file["path"] for file in files])
+
+        def is_damaged(file: Mapping[str, Any]) -> bool:
+            file_stat = stats.get(file["path"])
+            if not file_stat or file_stat.size != file["bytes"]:
+                return True
+            is_same_etag = file_stat.etag and file_stat.etag == (etags or {}).get(file["path"]) and not self._is_full
+            verified_digest = self.verified.digest("/".join((*parts, file["path"])), file_stat.fingerprint)
+            return not is_same_etag and verified_digest != file["sha256"] and bool(self.describe_damage(file, *parts))
+
+        max_threads = (os.cpu_count() or 1) if self.is_local else MAX_CONCURRENT_REQUESTS
+        with ThreadPoolExecutor(max(1, min(len(files), max_threads))) as pool:  # hashing releases the GIL
+            are_damaged = list(pool.map(is_damaged, files))
+        self._trust(parts, [file for file, is_bad in zip(files, are_damaged, strict=True) if not is_bad], stats)
+        return [file["path"] for file, is_bad in zip(files, are_damaged, strict=True) if is_bad]
+
+    def describe_damage(self, file: Mapping[str, Any], *parts: str) -> str:
+        """Read a file, and return how it differs from its size and digest; empty if it does not."""
+        path = self.path(*parts, file["path"])
+        try:
+            size = int(self._request(lambda: self.fs.info(path))["size"])
+            if size != file["bytes"]:
+                return f"it has {size:,} bytes instead of {file['bytes']:,}"
+            digest = self._request(lambda: file_checksum(self.fs.open(path)))
+            return "" if digest == file["sha256"] else "its content has changed"
+        except _NOT_FOUND_ERRORS:
+            return "it is missing"
+
+    def _trust(self, parts: tuple[str, ...], files: Iterable[Mapping[str, Any]], stats: dict[str, FileStat]) -> None:
+        """Remember that the files have their digests."""
+        self.verified.add(
+            ("/".join((*parts, file["path"])), stats[file["path"]].fingerprint, file["sha256"])
+            for file in files
+            if file["path"] in stats
+        )
+
+    def fingerprint(self, *parts: str) -> str:
+        """Return a string that changes whenever a file below a directory changes; empty if that cannot be told."""
+        fingerprints = sorted((name, file_stat.fingerprint) for name, file_stat in self._stat_files(parts).items())
+        is_known = fingerprints and all(fingerprint for _, fingerprint in fingerprints)
+        return _sha256(repr(fingerprints).encode()) if is_known else ""
+
+    def _stat_files(self, parts: tuple[str, ...], names: list[str] | None = None) -> dict[str, FileStat]:
+        """Return the metadata of the files ``names`` below ``parts``, by default of all files, without missing ones."""
+        stats: dict[str, FileStat] = {}
+        base = self.path(*parts)
+        if self.is_local:
+            if names is None:
+                paths = (os.path.join(directory, name) for directory, _, files in os.walk(base) for name in files)
+                names = [os.path.relpath(path, base) for path in paths]
+            for name in names:
+                with suppress(*_NOT_FOUND_ERRORS):
+                    info = Path(self.path(*parts, name)).stat()
+                    fingerprint = f"{info.st_size}-{info.st_mtime_ns}-{info.st_ctime_ns}-{info.st_ino}"
+                    is_settled = info.st_ctime_ns < time.time_ns() - _CLOCK_TICK_NS
+                    stats[name] = FileStat(info.st_size, fingerprint if is_settled else "")
+            return stats
+        with suppress(*_NOT_FOUND_ERRORS):
+            for path, info in self._request(lambda: self.fs.find(base, detail=True)).items():  # one listing for all
+                name, size = posixpath.relpath(path, base), int(info["size"])
+                etag = str(info.get("ETag") or info.get("etag") or "")
+                version = etag or str(info.get("LastModified") or info.get("created") or "")
+                if names is None or name in names:
+                    stats[name] = FileStat(size, version and f"{size}-{version}", etag)
+        return stats
+
+    def local_path(self, file: Mapping[str, Any], *parts: str) -> Path:
+        """Return the path of an intact file on a local root, else of a local copy. Raises UserError if it is damaged.
+
+        The files of a directory stay together.
+        """
+        damaged = f"{self.path(*parts, file['path'])} is damaged or missing. Run the pipeline again: it makes it again."
+        if self.is_local:
+            if self.find_damaged([file], *parts):
+                raise UserError(damaged)
+            return Path(self.path(*parts, file["path"]))
+        with _download_lock:  # parallel chunks use the same tokenizer
+            copy = Path(_download_directory().name, _sha256(self.base.encode()), *parts, file["path"])
+            if not copy.exists():
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                temporary = copy.with_name(f"{uuid.uuid4().hex}.tmp")
+                try:
+                    self._request(lambda: self.fs.get_file(self.path(*parts, file["path"]), str(temporary)))
+                except _NOT_FOUND_ERRORS:
+                    raise UserError(damaged) from None
+                if file_checksum(temporary.open("rb")) != file["sha256"]:
+                    raise UserError(damaged)
+                temporary.replace(copy)
+        return copy
+
+    def remove(self, *parts: str) -> None:
+        """Delete a file or directory of a local root, and the parent directories that become empty."""
+        path = Path(self.path(*parts))
+        try:
+            if path.is_dir():
+                shutil.rmtree(path)  # follows no links
+            else:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(f"{path} cannot be deleted: {error.strerror or error}.") from None
+        with suppress(OSError):  # the parent is not empty
+            for _ in path.relative_to(self.base).parts[1:]:
+                path = path.parent
+                path.rmdir()
+
+
+def describe_files(directory: Path) -> list[dict[str, Any]]:
+    """Return the relative path, size and sha256 of each file below ``directory``, in the order of their paths."""
+    return [
+        {
+            "path": path.relative_to(directory).as_posix(),
+            "bytes": path.stat().st_size,
+            "sha256": file_checksum(path.open("rb")),
+        }
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    ]
+
+
+def _is_plain(path: str | Path) -> bool:
+    """Return whether the path is missing, a regular file or a directory: not a link, pipe or device."""
+    try:
+        mode = os.lstat(path).st_mode
+    except (OSError, ValueError):
+        return True  # the operation that follows raises
+    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@functools.cache
+def _download_directory() -> tempfile.TemporaryDirectory[str]:
+    """Return the directory of local copies, which is deleted when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="textmill-downloads-")

@@ -1,0 +1,150 @@
+"""The benchmarks run and compare results, with input too small to measure speed."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from benchmarks import generate as generation
+from benchmarks import learning, orchestration, texts, tokenizer
+from benchmarks import train as benchmark
+from lm.model.config import ModelConfig
+from lm.text.demo_corpus import demo_stories
+from lm.text.pretokenize import END_OF_TEXT
+from tests.helpers.training import MODEL, small_data
+
+
+def test_the_tokenizer_benchmark_compares_results(shared_data: Path, tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("".join(demo_stories(3000)), encoding="utf-8")
+    vocabulary = ["--vocab", str(shared_data / "gpt2_vocab.json"), "--merges", str(shared_data / "gpt2_merges.txt")]
+    command = [sys.executable, "-m", "benchmarks.tokenizer", "--corpus", str(corpus), *vocabulary]
+    done = subprocess.run(
+        [*command, "--only", "encode,count", "--rounds", "1", "--directory", str(tmp_path / "work"), "--json"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["equal"] is True
+    assert result["checks"]
+    assert all(ratio > 0 for ratio in result["ratios"].values())
+
+
+@pytest.mark.parametrize("who", ["ours", "bound"])
+def test_a_training_step_is_measured(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "lm.train.compile._MIN_FLOPS_TO_COMPILE", 0
+    )  # the benchmark changes it; monkeypatch restores it
+    monkeypatch.setitem(benchmark.SHAPES, "tiny", (ModelConfig(300, 16, 32, 1, 2, d_ff=64), 4))
+    result = benchmark.measure(who, "tiny", "float32", False, torch.device("cpu"), 0.05)
+    assert result["seconds"] > 0
+
+
+def test_generation_is_measured() -> None:
+    result = generation.measure(generation.Job("ours", "float32", 2), "tiny", torch.device("cpu"))
+    assert result["prefill"] > 0 and result["step"] > 0
+    assert result["bytes"] > 4 * 500 * 64  # the head at least
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    peer = generation.measure(generation.Job("transformers", "float32", 2), "tiny", torch.device("cpu"))
+    assert peer["ids"] == result["ids"] and peer["prefill"] > 0 and peer["step"] > 0
+    slower = {name: 3 * peer[name] for name in ("prefill", "step")}
+    medians = {generation.Job("ours", "float32", 2): peer, generation.Job("transformers", "float32", 2): slower}
+    assert generation.compare(medians, peer["bytes"] / peer["step"]) == pytest.approx(
+        {"bandwidth_share_fp32_b2": 1, "decode_fp32_b2_vs_transformers": 3, "prefill_fp32_vs_transformers": 3}
+    )
+
+
+def test_the_server_benchmark_counts_requests() -> None:
+    pytest.importorskip("httpx", reason="httpx is not installed")
+    from benchmarks import serve
+
+    result = serve.measure(clients=20, seconds=1)
+    assert result["whole"] >= 16 and result["left early"] >= 4, "each client sends at least one request"
+    assert result["events"] > 16 * 8
+    assert result["failed"] == result["left"] == 0
+
+
+def test_training_recipes_are_compared_by_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = small_data()
+    adamw, fast = learning.recipes(data.tokenizer.size)
+    assert adamw.model.context_length == fast.model.context_length and adamw.train.batch_size == fast.train.batch_size
+    small = [
+        replace(recipe, model=MODEL, train=replace(recipe.train, batch_size=2, precision="float32"), rates=rates)
+        for recipe, rates in ((adamw, (1e-3, 1e-2, 1e-5)), (fast, (0.0, 0.01, 1e-5)))
+    ]
+    monkeypatch.setattr(learning, "recipes", lambda _: small)
+    result = learning.compare(320, data, tmp_path, "cpu")
+    assert result["tokens_to_loss"] > 0
+    losses = result["fast"]["192 tokens"]
+    assert result["fast"]["768 tokens"].keys() == {min(losses, key=losses.__getitem__)}
+    runs = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert {path.name for path in tmp_path.iterdir()} >= {"adamw-0.01-320", "fast-0-192"}
+    assert learning.compare(320, data, tmp_path, "cpu") == result
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == runs
+
+
+@pytest.fixture
+def no_shared_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without ``../shared/data``."""
+    for module in (texts, tokenizer):
+        monkeypatch.setattr(module, "DATA", tmp_path / "none")
+    monkeypatch.setattr(texts, "GENERATED_STORIES", {"train": 300, "valid": 30})
+
+
+@pytest.mark.usefixtures("no_shared_data")
+def test_generated_stories_replace_missing_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = learning.read_data(tmp_path / "made")
+    assert capsys.readouterr().err.count("has no stories: generating some") == 2
+    assert data.valid is not None and 0 < len(data.valid) < len(data.train) / 5
+    written = {split: texts.story_file(split, tmp_path / "made").read_text() for split in ("train", "valid")}
+    assert data.tokenizer.decode(data.train[0 : len(data.train)].tolist()) == written["train"]
+    assert not set(written["valid"].split(END_OF_TEXT)[:-1]) & set(written["train"].split(END_OF_TEXT)[:-1])
+    assert texts.stories.__wrapped__().decode() == written["train"]
+
+
+@pytest.mark.usefixtures("no_shared_data")
+def test_the_orchestration_benchmark_downloads_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        paths = command[command.index("--train") + 1], command[command.index("--valid") + 1]
+        assert all(Path(path).stat().st_size for path in paths)
+        return subprocess.CompletedProcess(command, 0, json.dumps({"wall": 1.0, "idle": 0.5, "cpu": 1.0}))
+
+    monkeypatch.setattr(orchestration, "wait_for_server", lambda *_: None)
+    monkeypatch.setattr(orchestration.subprocess, "Popen", lambda *_, **__: MagicMock())
+    monkeypatch.setattr(orchestration.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["orchestration", "--rounds", "1"])
+    orchestration.main()
+    assert [command[-1] for command in commands] == ["direct", "prefect"]
+
+
+@pytest.mark.usefixtures("no_shared_data")
+def test_the_tokenizer_benchmark_names_its_missing_files(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tokenizer"])
+    with pytest.raises(SystemExit) as ended:
+        tokenizer.main()
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "gpt2_vocab.json is missing; name GPT-2's vocab.json and merges.txt" in last
+    assert "--vocab and --merges" in last
+
+
+def test_tokens_for_a_loss_are_interpolated_between_two_losses() -> None:
+    assert learning.tokens_for(3.0, 100, 3.0, 2.5) == 100
+    assert learning.tokens_for(2.5, 100, 3.0, 2.5) == 400
+    assert learning.tokens_for(2.75, 100, 3.0, 2.5) == 200
+    assert learning.tokens_for(2.5, 100, 3.0, 3.1) == math.inf

@@ -1,0 +1,59 @@
+"""Cancelled runs: they stop soon and leave no process, and the next run continues their work."""
+
+from pathlib import Path
+from uuid import UUID
+
+from tests.helpers.deployed import STAGES, TINY, Deployed, slow_to_encode
+from tests.helpers.limits import wait_for
+
+# Every run with this configuration is cancelled, so it may have any number of steps.
+ENDLESS = TINY | {"train": TINY["train"] | {"steps": 100_000, "eval_interval": 100_000, "checkpoint_interval": 20}}
+
+
+def cancel(deployed: Deployed, run_id: UUID) -> None:
+    """Cancel a run with the command of Prefect. Its processes must end within 25 s."""
+    assert deployed.processes(run_id)
+    done = deployed.prefect("flow-run", "cancel", str(run_id))
+    assert done.returncode == 0, done.stdout + done.stderr
+    wait_for(lambda: not deployed.processes(run_id), 25, "end of the cancelled run's processes")
+    wait_for(lambda: deployed.flow_run(run_id).state_name == "Cancelled", 120, "state Cancelled")
+
+
+def test_a_run_cancelled_in_encode(prefect_deployed: Deployed, tmp_path: Path) -> None:
+    # In each of 3 threads, a chunk of 16 MB takes 30 s: longer than the limit in cancel().
+    config = slow_to_encode(tmp_path / "slow.txt", chunks=3, chunk_bytes=16 << 20, threads=3)
+    root = str(tmp_path / "root")
+    first = prefect_deployed.start("full", root=root, config=config, until="encode")
+
+    def is_encoding() -> bool:
+        states = prefect_deployed.states(first)
+        expected = {"encode train group 1/1": "Completed", "encode valid group 3/3": "Running"}
+        return expected.items() <= states.items()
+
+    wait_for(is_encoding, 180, "encode task")
+    cancel(prefect_deployed, first)
+    assert "Running" not in prefect_deployed.states(first).values()
+
+    second = prefect_deployed.start("full", root=root, config=config, until="encode")
+    wait_for(lambda: prefect_deployed.flow_run(second).state_name == "Completed", 600, "end of the second run")
+    states = prefect_deployed.states(second)
+    assert "encode train group 1/1" not in states, "it is cached"
+    assert states["encode valid group 3/3"] == "Completed"
+    assert {states[stage] for stage in STAGES[: STAGES.index("encode")]} == {"Cached"}
+
+
+def test_a_run_cancelled_in_train(prefect_deployed: Deployed, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    first = prefect_deployed.start("full", root=str(root), config=ENDLESS)
+    wait_for(lambda: prefect_deployed.states(first).get("train") == "Running", 180, "train task")
+    wait_for(lambda: list(root.glob("train/*/*/step-*")), 120, "checkpoint")
+    cancel(prefect_deployed, first)
+    assert "Running" not in prefect_deployed.states(first).values()
+
+    second = prefect_deployed.start("full", root=str(root), config=ENDLESS)
+    wait_for(lambda: is_resumed(prefect_deployed, second), 120, "log line of a resumed training")
+    cancel(prefect_deployed, second)
+
+
+def is_resumed(deployed: Deployed, run_id: UUID) -> bool:
+    return any(line.message.startswith("Training resumes at step ") for line in deployed.logs(run_id))

@@ -1,0 +1,88 @@
+"""``prefect.yaml`` and the parameters of the flow, without a server."""
+
+import re
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+
+from flows.cli.parser import main
+from flows.config import PRESETS, PipelineConfig, StageName, complete_config, load_preset, preset_parameters
+from flows.pipeline import pipeline
+
+PROJECT = Path(__file__).parents[2]
+DEPLOYMENTS = {entry["name"]: entry for entry in yaml.safe_load((PROJECT / "prefect.yaml").read_text())["deployments"]}
+
+
+def test_deployments_exist_for_the_pipeline_each_stage_and_each_larger_preset() -> None:
+    presets = {path.stem for path in PRESETS.glob("*.yaml")} - {"demo"}
+    assert set(DEPLOYMENTS) == {"full", *get_args(StageName), *presets}
+    for name in get_args(StageName):
+        assert DEPLOYMENTS[name]["parameters"] == {"until": name, "refresh": [name]}
+    for name in presets:
+        assert DEPLOYMENTS[name]["build"] == [{"flows.config.preset_parameters": {"id": "preset", "name": name}}]
+        assert preset_parameters(name) == {"config": asdict(load_preset(name))}
+    for deployment in DEPLOYMENTS.values():
+        assert deployment["description"]
+        assert deployment["tags"]
+        assert deployment["enforce_parameter_schema"] is True
+
+
+def test_a_preset_needs_no_local_files_and_states_its_cost() -> None:
+    for path in PRESETS.glob("*.yaml"):
+        data = load_preset(path.stem).data
+        assert all(url.startswith(("https://", "demo:")) for url in (*data.train, *data.valid)), path
+        header = path.read_text(encoding="utf-8").partition("data:")[0].replace("\n# ", " ")
+        assert re.search(r"Cost\b.* of memory\b.* of disk", header), path
+
+
+def test_a_partial_config_is_completed_from_the_demo() -> None:
+    demo = asdict(load_preset("demo"))
+    assert complete_config({}) == demo
+    config = complete_config({"train": {"steps": 7}, "data": {"train": ["a.txt"]}})
+    assert config["train"] == demo["train"] | {"steps": 7}
+    assert config["data"] == demo["data"] | {"train": ["a.txt"]}
+    assert config["model"] == demo["model"]
+    full = load_preset("owt")
+    assert complete_config(full) is full
+
+
+def test_the_default_parameters_are_the_demo() -> None:
+    assert pipeline.validate_parameters({"config": {}})["config"] == load_preset("demo")
+    assert pipeline.parameters.properties["config"]["default"] == asdict(load_preset("demo"))
+
+
+def test_the_parameter_schema_describes_every_field() -> None:
+    """Prefect's UI draws its form from this schema."""
+    schema = pipeline.parameters.model_dump()["definitions"]
+    for section in fields(PipelineConfig)[1:]:  # the first field is the name
+        config = getattr(PipelineConfig(), section.name)
+        properties = schema[type(config).__name__]["properties"]
+        for field in fields(config):
+            assert len(properties[field.name]["description"]) > 10, f"{section.name}.{field.name}"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"train": {"stepz": 1}}, "config.train.stepz"),
+        ({"trane": {"steps": 1}}, "config.trane"),
+        ({"train": {"steps": 0}}, "config.train.steps"),
+        ({"train": {"min_lr": 1.0, "max_lr": 0.1}}, "min_lr"),
+        ({"data": {"separator": "<|end|>"}}, "add it there"),
+        ({"train": 3}, "config.train"),
+    ],
+)
+def test_a_mistake_in_a_parameter_is_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        pipeline.validate_parameters({"config": config})
+
+
+def test_textmill_up_requires_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["up"]) == 2
+    assert "no prefect.yaml here" in capsys.readouterr().err

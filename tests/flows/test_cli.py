@@ -1,0 +1,210 @@
+"""The command line: messages for user errors, and the commands on a finished run."""
+
+import os
+import re
+import socket
+import subprocess
+import threading
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from flows.cli.parser import build_parser, main
+from flows.config import PRESETS, PipelineConfig, preset_path
+from flows.prefect_support.local_stack import is_server_healthy
+from flows.run_record import latest_model
+from lm.checkpoint.hugging_face import load_hugging_face
+from lm.inference.config import SampleConfig
+from lm.inference.engine import Generation, generate
+from lm.text.demo_corpus import demo_stories
+from tasks.sample import load_trained
+from tests.helpers.deployed import TEXTMILL, own_environment
+from tests.helpers.limits import TIMEOUT_SCALE
+
+TINY = """\
+data:
+  train: ["{corpus}"]
+  valid_fraction: 0.1
+chunk: {{target_bytes: 16000}}
+tokenizer: {{vocab_size: 300}}
+model: {{context_length: 16, d_model: 16, num_layers: 1, num_heads: 2, d_ff: 32}}
+train: {{steps: 2, batch_size: 2, warmup_steps: 1, eval_interval: 2, eval_sequences: 2, sample_tokens: 2}}
+sample: {{prompts: [Once], max_new_tokens: 3}}
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("".join(demo_stories(100)), encoding="utf-8")
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY.format(corpus=corpus), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "--preset", "tinystoris"], r"no preset 'tinystoris' \(did you mean 'tinystories'\?\)\. Presets: demo"),
+        (["run", "--model.d_modle", "3"], r"--model\.d_modle.*did you mean '--model\.d_model'"),
+        (["run", "--train.steps", "many"], r"train\.steps"),
+        (["run", "--train.optimizer", "adam"], r"train\.optimizer"),
+        (["run", "--until", "trian"], r"no stage 'trian' \(did you mean 'train'"),
+        (["run", "--refresh", "merge,encod"], r"no stage 'encod' \(did you mean 'encode'"),
+        (["run", "--tokenizer.vocab_size", "256"], r"vocab_size 256 is too small"),
+        (["run", "--tokenizer.special_tokens", "[a, a]"], r"given twice"),
+        (["run", "--tokenizer.special_tokens", "['<|endoftext|>', '']"], r"is empty"),
+        (["run", "--data.separator", "<|end|>"], r"not among tokenizer\.special_tokens"),
+        (["run", "--tokenizer.pattern", "(a"], r"not a regular expression"),
+        (["run", "--model.num_heads", "7"], r"must be an even whole number"),
+        (["run", "--sample.top_p", "2"], r"top_p"),
+        (["plan", "--config", "/nowhere/x.yaml"], r"/nowhere/x\.yaml"),
+        (["plan", "--data.train", "['/nowhere/x.txt']"], r"/nowhere/x\.txt does not exist"),
+        (["plan", "--data.train", "['/nowhere/*.txt']"], r"No file matches /nowhere/\*\.txt"),
+        (["plan", "--data.train", "['demo:none']"], r"names no demo corpus"),
+        (["rum"], r"rum"),
+        ([], r"command"),
+    ],
+)
+def test_a_user_error_prints_one_message(
+    arguments: list[str],
+    message: str,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capfd.readouterr().err
+    assert re.search(message, error, re.DOTALL), error
+    assert error.startswith("textmill: ")
+    assert "Traceback" not in error
+
+
+def test_an_unknown_field_of_a_config_file_is_named(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("train:\n  stepps: 3\n")
+    assert main(["plan", "--config", "mine.yaml"]) == 2
+    assert re.search(r"train\.stepps.*did you mean '--train\.steps'", capfd.readouterr().err, re.DOTALL)
+
+
+def test_the_last_of_two_presets_wins(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    data = f"--data.train=['{tmp_path}/none.txt']"
+    assert main(["plan", "--preset", "owt", "--root", str(tmp_path), data, "--preset=demo"]) == 2
+    assert "none.txt does not exist" in capfd.readouterr().err
+
+
+def test_another_service_at_the_port_is_not_a_healthy_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def respond() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"SSH-2.0-x\r\n")
+
+        thread = threading.Thread(target=respond)
+        thread.start()
+        assert not is_server_healthy(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        thread.join()
+
+
+@pytest.mark.parametrize("command", ["sample", "chat", "serve"])
+def test_a_command_that_needs_a_model_fails_without_one(
+    command: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main([command, "--root", str(tmp_path)]) == 2
+    assert "has no finished model" in capfd.readouterr().err
+
+
+def test_every_preset_is_valid() -> None:
+    for path in PRESETS.glob("*.yaml"):
+        parser = build_parser(path.stem)
+        options = parser.instantiate(parser.parse_args(["run"]))["run"]
+        sections = {name: options[name] for name in PipelineConfig.__dataclass_fields__}
+        assert PipelineConfig(**sections).model.d_model > 0
+    assert preset_path("demo").exists()
+
+
+def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["run", "--help"])
+    assert exit_info.value.code == 0
+    text = capsys.readouterr().out
+    config = PipelineConfig()
+    for section in fields(config)[1:]:  # the first field is the name
+        for option in fields(getattr(config, section.name)):
+            block = text.partition(f"--{section.name}.{option.name} ")[2].partition("\n  --")[0]
+            assert len(block.split()) > 4, f"{section.name}.{option.name} is not explained"
+
+
+def check_export(exported: Path, root: Path) -> None:
+    """Check that the weights are equal bit for bit, and that transformers generates the same tokens."""
+    best, tokenizer = load_trained(*latest_model(str(root)), "cpu")
+    loaded = load_hugging_face(exported)
+    assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in best.state_dict().items())
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    prompt = tokenizer.encode("Once upon")
+    max_new_tokens = best.config.context_length - len(prompt)
+    generation = Generation(
+        prompt, max_new_tokens, SampleConfig(temperature=0), frozenset(tokenizer.special_ids.values())
+    )
+    generate(best, [generation])
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    ids = model.generate(torch.tensor([prompt]), max_new_tokens=len(generation.ids), do_sample=False, pad_token_id=0)
+    assert ids[0].tolist() == [*prompt, *generation.ids]
+    assert transformers.AutoTokenizer.from_pretrained(exported)("Once upon")["input_ids"] == prompt
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_run_plan_sample(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    root = tiny.parent / "root"
+    common = ["--config", str(tiny), "--root", str(root)]
+    assert main(["plan", *common]) == 0
+    assert "it has no result yet" in capfd.readouterr().out
+    assert main(["run", *common]) == 0
+    out, err = capfd.readouterr()
+    assert re.search(r"^train +made", out, re.MULTILINE)
+    assert "> Once|" in out
+    assert f"textmill sample --root {root}" in out
+    assert "merge runs: it has no result yet." in err
+    assert main(["run", *common, "--until", "merge"]) == 0
+    assert re.search(r"^merge +cached", capfd.readouterr().out, re.MULTILINE)
+    assert main(["sample", "--root", str(root), "--prompt", "Once <|endoftext|>", "--max_new_tokens", "2"]) == 0
+    assert "> Once <|endoftext|>|" in capfd.readouterr().out
+    exported = tiny.parent / "exported"
+    assert main(["export", str(exported), "--root", str(root)]) == 0
+    check_export(exported, root)
+    assert main(["export", str(exported), "--root", str(root)]) == 2
+    assert "already exists" in capfd.readouterr().err
+
+
+def run_in_process(tiny: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run ``textmill run`` in its own process, with its own Prefect home."""
+    return subprocess.run(
+        [*TEXTMILL, "run", "--config", str(tiny), "--root", str(tiny.parent / "root")],
+        capture_output=True,
+        text=True,
+        env=os.environ | own_environment(tiny.parent) | environment,
+        timeout=300 * TIMEOUT_SCALE,
+        check=False,
+    )
+
+
+def test_a_user_error_during_a_run_prints_no_traceback(tiny: Path) -> None:
+    (tiny.parent / "corpus.txt").write_bytes(b"fine so far \xff and on")
+    done = run_in_process(tiny)
+    assert done.returncode == 2, done.stderr
+    assert "corpus.txt is not UTF-8: byte 0xff at offset 12" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unreachable_server_is_named(tiny: Path) -> None:
+    done = run_in_process(tiny, PREFECT_API_URL="http://127.0.0.1:9/api")
+    assert done.returncode == 2, done.stderr
+    assert "textmill: Prefect's server at http://127.0.0.1:9/api cannot be reached" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,280 @@
+"""The whole pipeline under Prefect: which stages are cached, which run again, and with which outputs."""
+
+import logging
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from flows.config import PipelineConfig, StageName
+from flows.pipeline import pipeline
+from flows.plan import plan
+from lm.common.errors import UserError
+from lm.common.runtime import Execution
+from lm.inference.config import SampleConfig
+from lm.model.config import ModelConfig
+from lm.text.config import ChunkConfig, DataConfig
+from lm.text.demo_corpus import demo_stories
+from lm.tokenizer.config import TokenizerConfig
+from lm.train.config import TrainConfig
+from tasks.runtime.context import RunContext
+from tasks.runtime.output import Output, Ref, read_output
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+STAGES = list(get_args(StageName))
+
+
+def write_corpus(path: Path, documents: int) -> None:
+    path.write_text("".join(demo_stories(documents)), encoding="utf-8")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> PipelineConfig:
+    write_corpus(tmp_path / "train.txt", 200)
+    write_corpus(tmp_path / "valid.txt", 30)
+    return PipelineConfig(
+        data=DataConfig(train=[str(tmp_path / "train.txt")], valid=[str(tmp_path / "valid.txt")]),
+        chunk=ChunkConfig(target_bytes=16_000),
+        tokenizer=TokenizerConfig(vocab_size=300),
+        model=ModelConfig(context_length=16, d_model=16, num_layers=1, num_heads=2, d_ff=32),
+        train=TrainConfig(steps=4, batch_size=2, warmup_steps=1, eval_interval=2, eval_sequences=2, sample_tokens=2),
+        sample=SampleConfig(prompts=["Once"], max_new_tokens=3),
+        execution=Execution(compile=False),
+    )
+
+
+class Runner:
+    """Runs the pipeline over one root. A call returns the stages that the run made."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.record: dict[str, Any] = {}
+
+    def __call__(self, config: PipelineConfig, **options: Any) -> list[str]:
+        self.record = pipeline(config, str(self.root), **options)
+        return [name for name, stage in self.record["stages"].items() if stage["state"] == "made"]
+
+    def output(self, stage: str) -> Output:
+        return read_output(RunContext(str(self.root), "").store, Ref(stage, self.record["stages"][stage]["key"]))
+
+    def groups(self, stage: str, made_in_last_run: bool = False) -> list[Output]:
+        """Return the outputs of a stage for each group of chunks."""
+        store = RunContext(str(self.root), "").store
+        outputs = [read_output(store, Ref(stage, key)) for key in store.list_names(stage) if not key.endswith(".json")]
+        name = self.record["name"]
+        return [out for out in outputs if not made_in_last_run or out.manifest["made"]["run"] == name]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Runner:
+    return Runner(tmp_path / "root")
+
+
+def test_a_second_run_is_all_cached_and_execution_changes_nothing(run: Runner, config: PipelineConfig) -> None:
+    assert run(config) == STAGES
+    assert len(run.groups("count-group")) > 3
+    assert run(config) == []
+    assert run(replace(config, execution=Execution(threads=1, log_interval=3, compile=False))) == []
+    assert {action.split(",")[0] for _, action in plan(config, str(run.root), None, ())} == {"cached"}
+
+
+def test_a_change_reruns_the_stages_that_depend_on_it(run: Runner, config: PipelineConfig) -> None:
+    run(config)
+    assert run(replace(config, sample=SampleConfig(prompts=["One"], max_new_tokens=3))) == ["sample"]
+    longer = replace(config, train=replace(config.train, steps=5))
+    rows = dict(plan(longer, str(run.root), None, ()))
+    assert rows["encode"] == "cached"
+    assert rows["train"] == "runs: changed since its last result: parameters.config.steps"
+    assert rows["sample"] == "runs if the content of train changes"
+    assert run(longer) == ["train", "sample"]
+    smaller = replace(config, tokenizer=TokenizerConfig(vocab_size=290))
+    assert run(smaller) == ["merge", "encode", "train", "sample"]
+    assert not run.groups("count-group", made_in_last_run=True)
+
+
+def test_until_stops_and_refresh_reruns(run: Runner, config: PipelineConfig) -> None:
+    assert run(config, until="merge") == STAGES[:4]
+    assert run(config) == STAGES[4:]
+    before = run.output("merge")
+    assert run(config, refresh=("merge",)) == ["merge"], "the content is the same, so later stages stay cached"
+    assert run.output("merge").manifest["attempt"] != before.manifest["attempt"]
+    assert run.output("merge").digest == before.digest
+    assert run(config, until="count", refresh=("count",)) == ["count"]
+    assert len(run.groups("count-group", made_in_last_run=True)) == len(run.groups("count-group"))
+
+
+def test_a_deleted_shard_is_the_only_one_made_again(run: Runner, config: PipelineConfig) -> None:
+    run(config, until="encode")
+    shard = run.groups("encode-group")[1]
+    content = shard.path("tokens.bin").read_bytes()
+    shard.path("tokens.bin").unlink()
+    assert run(config, until="encode") == []
+    (made,) = run.groups("encode-group", made_in_last_run=True)
+    assert made.ref == shard.ref
+    assert made.path("tokens.bin").read_bytes() == content
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_flipped_byte_is_detected_and_repaired(run: Runner, config: PipelineConfig, stage: str) -> None:
+    run(config)
+    output = run.output(stage)
+    path = output.path(max(output.manifest["files"], key=lambda file: file["bytes"])["path"])
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert run(config) == [stage]
+    assert run.output(stage).digest == output.digest
+
+
+def test_appended_documents_change_only_the_last_group(run: Runner, config: PipelineConfig) -> None:
+    run(config, until="encode")
+    chunks = len(run.groups("count-group"))
+    with Path(config.data.train[0]).open("a", encoding="utf-8") as file:
+        file.writelines(demo_stories(3, seed=7))
+    assert run(config, until="count") == ["ingest", "chunk", "count"]
+    assert chunks > 3
+    assert len(run.groups("count-group", made_in_last_run=True)) == 1
+
+
+def test_a_deleted_source_is_not_needed_while_its_outputs_exist(
+    run: Runner, config: PipelineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(config, until="merge")
+    Path(config.data.train[0]).unlink()
+    assert run(config, until="merge") == []
+    assert "does not exist. The outputs made from it are used." in caplog.text
+    with pytest.raises(UserError, match=r"train\.txt does not exist"):
+        run(config, until="count", refresh=("count",))
+
+
+def test_a_copied_and_a_moved_root_stay_cached(run: Runner, config: PipelineConfig, tmp_path: Path) -> None:
+    run(config)
+    shutil.copytree(run.root, tmp_path / "copy")
+    run.root.rename(tmp_path / "moved")
+    assert Runner(tmp_path / "copy")(config) == []
+    assert Runner(tmp_path / "moved")(config) == []
+    run.root = tmp_path / "elsewhere"
+    assert run(config, until="chunk") == STAGES[:2], "Prefect's records of another root have no effect"
+
+
+def test_root_and_thread_count_do_not_change_the_files(config: PipelineConfig, tmp_path: Path) -> None:
+    runs = [Runner(tmp_path / name) for name in ("one", "four")]
+    for run, threads in zip(runs, (1, 4), strict=True):
+        run(replace(config, execution=Execution(threads=threads, compile=False)), until="encode")
+    for stage in ("merge", "encode"):
+        one, four = (run.output(stage).manifest for run in runs)
+        assert one["files"] == four["files"]
+    shards = [[group.manifest["files"] for group in run.groups("encode-group")] for run in runs]
+    assert shards[0] == shards[1]
+
+
+def test_a_root_that_is_a_url(config: PipelineConfig) -> None:
+    """Outputs are uploaded and fetched again, as with an object store.
+
+    This uses one thread, because all readers of a file in fsspec's memory file system share its position.
+    """
+    config = replace(config, execution=replace(config.execution, threads=1))
+    first, second = (pipeline(config, "memory://pipeline-test") for _ in range(2))
+    assert [stage["state"] for stage in first["stages"].values()] == ["made"] * 7
+    assert [stage["state"] for stage in second["stages"].values()] == ["cached"] * 7
+
+
+def test_without_validation_text(run: Runner, config: PipelineConfig) -> None:
+    data = DataConfig(train=config.data.train, valid_fraction=0)
+    assert run(replace(config, data=data)) == STAGES
+    assert run.output("train").json("training.json")["valid_loss"] is None
+
+
+def test_a_failed_training_resumes_from_its_checkpoint(
+    run: Runner, config: PipelineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = replace(config, train=replace(config.train, checkpoint_interval=2))
+
+    def stop_after(steps: int) -> Callable[[Any], Any]:
+        def save(self: Any) -> None:
+            original(self)
+            if self.step >= steps:
+                raise RuntimeError("power cut")
+
+        return save
+
+    from lm.train.trainer import Trainer
+
+    caplog.set_level(logging.INFO)
+    original = Trainer.save
+    monkeypatch.setattr(Trainer, "save", stop_after(2))
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(config)
+    monkeypatch.undo()
+    assert run(config) == ["train", "sample"]
+    assert "Training resumes at step 2" in caplog.text
+
+
+def test_a_training_in_processes_is_resumed_without_its_manifest(
+    run: Runner, config: PipelineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = replace(config, execution=replace(config.execution, processes=2, trackers=["tensorboard"]))
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    assert run(config)[-2:] == ["train", "sample"]
+    output = run.output("train")
+    boards = [file["path"] for file in output.manifest["records"] if file["path"].startswith("tensorboard/")]
+    assert boards and output.is_intact()
+    assert run(replace(config, execution=replace(config.execution, processes=1, trackers=[]))) == []
+    # A training without Prefect leaves the same files: checkpoints and metrics, but no manifest.
+    digest = output.digest
+    (Path(output.url).parent / "manifest.json").unlink()
+    caplog.set_level(logging.INFO)
+    assert run(config) == ["train"]
+    assert run.output("train").digest == digest
+    assert "Training resumes at step 4" in caplog.text
+
+
+def test_ctrl_c_in_a_training_saves_a_checkpoint(
+    run: Runner, config: PipelineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from lm.train.trainer import Trainer
+
+    original = Trainer.train_step
+
+    def step(self: Trainer, *arguments: Any) -> Any:
+        if self.step == 1:
+            signal.raise_signal(signal.SIGINT)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "train_step", step)
+    with pytest.raises(KeyboardInterrupt):
+        run(config)
+    monkeypatch.undo()
+    caplog.set_level(logging.INFO)
+    assert run(config) == ["train", "sample"]
+    assert "Training resumes at step 3" in caplog.text, "the training finishes the next step before it stops"
+
+
+def test_invalid_utf8_is_reported_with_file_and_offset(run: Runner, config: PipelineConfig) -> None:
+    Path(config.data.valid[0]).write_bytes(b"fine \xff not")
+    with pytest.raises(UserError, match=r"valid\.txt is not UTF-8: byte 0xff at offset 5"):
+        run(config)
+    assert run(replace(config, data=replace(config.data, invalid_utf8="replace")), until="ingest") == ["ingest"]
+    assert run.output("ingest").json("texts.json")["statistics"]["valid"]["replaced"] == 1
+
+
+def test_a_context_longer_than_the_text_is_refused(run: Runner, config: PipelineConfig) -> None:
+    long = replace(config, model=replace(config.model, context_length=100_000))
+    with pytest.raises(UserError, match="too few for a context of 100,000"):
+        run(long)
+
+
+def test_shards_of_another_tokenizer_are_refused(run: Runner, config: PipelineConfig) -> None:
+    from tasks.train import train
+
+    run(config, until="encode")
+    index = run.output("encode").ref
+    run(replace(config, tokenizer=TokenizerConfig(vocab_size=280)), until="merge")
+    other = run.output("merge").ref
+    with pytest.raises(UserError, match="another tokenizer"):
+        train.materialize(RunContext(str(run.root), "x"), train.bind(index, [], [], other, config.model, config.train))

@@ -1,0 +1,228 @@
+"""SIGINT and SIGTERM: they stop a run, never inside Prefect's code, and end a process that hangs."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect import flow
+from prefect.exceptions import TerminationSignal
+
+from flows.prefect_support import signals
+from flows.prefect_support.signals import (
+    STOPPED_MESSAGE,
+    GracefulShutdown,
+    Terminated,
+    raise_terminated,
+    reinstall_sigterm_handler,
+)
+from lm.common.errors import UserError
+from tests.helpers.limits import TIMEOUT_SCALE, wait_for
+
+SIGNALS = [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
+
+
+@pytest.fixture(autouse=True)
+def _restore_signal_handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number, _ in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def graceful_shutdown() -> GracefulShutdown:
+    """Return a GracefulShutdown that never ends pytest."""
+    return GracefulShutdown(exit_seconds=1e6)
+
+
+def function_of_module(module_name: str, body: str, **variables: Any) -> Callable[[], Any]:
+    """Return a function whose module has the given name."""
+    module = {"__name__": module_name, **variables}
+    exec("def function():\n" + "".join(f"    {line}\n" for line in body.splitlines()), module)
+    function: Callable[[], Any] = module["function"]
+    return function
+
+
+def spin(seconds: float) -> None:
+    """Keep the CPU busy, as library code does."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        pass
+
+
+@pytest.mark.parametrize(("number", "exception"), SIGNALS)
+def test_project_code_is_interrupted_at_once(number: int, exception: type[BaseException]) -> None:
+    steps: list[str] = []
+    body = "steps.append('before')\nkill(number)\nsteps.append('after')"
+    project_code = function_of_module("lm.train", body, kill=signal.raise_signal, number=number, steps=steps)
+    with pytest.raises(KeyboardInterrupt) as raised, graceful_shutdown():
+        function_of_module("prefect.task_engine", "project_code()", project_code=project_code)()
+    assert raised.type is exception
+    assert steps == ["before"]
+
+
+@pytest.mark.parametrize(("number", "exception"), SIGNALS)
+def test_prefects_code_is_interrupted_after_it_returned_to_project_code(
+    number: int, exception: type[BaseException]
+) -> None:
+    steps: list[str] = []
+    body = "kill()\nspin(0.3)\nsteps.append('prefect')\nproject_code()\nsteps.append('never')"
+    variables = {"kill": lambda: signal.raise_signal(number), "spin": spin, "steps": steps}
+    project_code = function_of_module("tasks.runtime.stage", "steps.append('project')\nwhile True: pass", steps=steps)
+    with pytest.raises(KeyboardInterrupt) as raised, graceful_shutdown():
+        function_of_module("prefect.task_engine", body, project_code=project_code, **variables)()
+    assert raised.type is exception
+    assert steps == ["prefect", "project"]
+
+
+def test_a_long_wait_in_prefect_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "_LIBRARY_GRACE_SECONDS", 0.2)
+    seconds = 600.0
+    wait = function_of_module(
+        "prefect.futures", f"kill()\nwait({seconds})", kill=send_sigint_from_thread, wait=threading.Event().wait
+    )
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), graceful_shutdown():
+        wait()
+    assert time.monotonic() - started < seconds
+
+
+def send_sigint_from_thread() -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Thread(target=signal.pthread_kill, args=(main, signal.SIGINT)).start()
+
+
+class CallsOnDelete:
+    """Calls a function in its destructor, where Python ignores exceptions."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
+
+    def __del__(self) -> None:
+        self.function()
+
+
+def test_an_exception_that_a_destructor_lost_is_raised_again() -> None:
+    project_code = function_of_module("lm.text.sources", "kill(2)", kill=signal.raise_signal)
+    loop = function_of_module("lm.train", "while True: pass")
+    with pytest.raises(KeyboardInterrupt), graceful_shutdown():
+        CallsOnDelete(project_code)
+        loop()
+
+
+def test_an_error_after_a_signal_counts_as_stopped() -> None:
+    body = "kill()\nraise ValueError('Task run is not set')"
+    with pytest.raises(Terminated) as raised, graceful_shutdown():
+        function_of_module("prefect.task_engine", body, kill=lambda: signal.raise_signal(signal.SIGTERM))()
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_the_sigterm_handler_is_reinstalled_in_a_flow() -> None:
+    def body() -> None:
+        handlers.append(signal.getsignal(signal.SIGTERM))
+        reinstall_sigterm_handler()
+        handlers.append(signal.getsignal(signal.SIGTERM))
+
+    handlers: list[Any] = []
+    flow(body)()
+    assert handlers[0] == handlers[1], (
+        "without GracefulShutdown, Prefect's handler stays: a worker cancels runs with it"
+    )
+    with graceful_shutdown():
+        own_handler = signal.getsignal(signal.SIGTERM)
+        flow(body)()
+        assert signal.getsignal(signal.SIGTERM) == own_handler
+    assert handlers[2] == handlers[0]
+    assert handlers[3] == own_handler
+
+
+def test_an_error_caused_by_prefects_sigterm_handler_counts_as_stopped() -> None:
+    with pytest.raises(Terminated), graceful_shutdown():
+        try:
+            raise TerminationSignal(signal.SIGTERM)
+        except TerminationSignal:
+            raise ValueError("Task run is not set")  # noqa: B904
+
+
+@pytest.mark.parametrize("error", [ValueError("no signal"), UserError("a mistake")])
+def test_an_error_without_a_signal_propagates(error: Exception) -> None:
+    with pytest.raises(type(error)), graceful_shutdown():
+        raise error
+
+
+def open_files() -> set[str]:
+    return {path.name for path in Path("/proc/self/fd").iterdir()}
+
+
+def test_earlier_handlers_are_restored_and_files_are_closed() -> None:
+    before = [signal.getsignal(number) for number, _ in SIGNALS]
+    files = open_files()
+    with graceful_shutdown():
+        assert [signal.getsignal(number) for number, _ in SIGNALS] != before
+    assert [signal.getsignal(number) for number, _ in SIGNALS] == before
+    wait_for(lambda: open_files() <= files, 30, "closed pipe")
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with graceful_shutdown():
+            signal.raise_signal(signal.SIGINT)
+            spin(0.1)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def test_sigterm_outside_of_a_run_raises() -> None:
+    signal.signal(signal.SIGTERM, raise_terminated)
+    with pytest.raises(Terminated):
+        signal.raise_signal(signal.SIGTERM)
+
+
+def run_script(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=240 * TIMEOUT_SCALE, check=False
+    )
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("where", ["within", "after"])
+def test_a_process_that_hangs_after_a_signal_is_ended(number: int, code: int, where: str) -> None:
+    script = f"""
+import signal, threading
+from contextlib import suppress
+from flows.prefect_support import signals
+def hang():
+    while True:
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()
+with suppress(KeyboardInterrupt), signals.GracefulShutdown(exit_seconds=0.5):
+    with suppress(KeyboardInterrupt):
+        signal.raise_signal({int(number)})
+    if "{where}" == "within":
+        hang()
+hang()
+"""
+    done = run_script(script)
+    assert (done.returncode, done.stderr) == (code, f"{STOPPED_MESSAGE}\n")
+
+
+def test_a_second_signal_after_the_run_ends_the_process() -> None:
+    script = """
+import signal, time
+from contextlib import suppress
+from flows.prefect_support import signals
+with suppress(KeyboardInterrupt), signals.GracefulShutdown():
+    signal.raise_signal(signal.SIGTERM)
+signal.raise_signal(signal.SIGINT)
+time.sleep(600)
+"""
+    done = run_script(script)
+    assert (done.returncode, done.stderr) == (143, f"{STOPPED_MESSAGE}\n")

@@ -1,0 +1,217 @@
+"""Prefect servers, deployments and workers for tests, started by ``textmill up`` or one by one."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, LogFilter, LogFilterFlowRunId
+from prefect.client.schemas.objects import FlowRun, Log, TaskRun
+
+from flows.config import StageName
+from lm.text.pretokenize import GPT2_PATTERN
+from tests.helpers.limits import TIMEOUT_SCALE, wait_for
+from tests.helpers.processes import PROJECT, processes_with_variable
+
+STAGES = get_args(StageName)
+TEXTMILL = [sys.executable, "-c", "import sys; from flows.cli.parser import main; sys.exit(main())"]
+
+TINY: dict[str, Any] = {
+    "data": {"train": ["demo:400"]},
+    "chunk": {"target_bytes": 30_000},
+    "tokenizer": {"vocab_size": 300},
+    "model": {"context_length": 16, "d_model": 16, "num_layers": 1, "num_heads": 2, "d_ff": 32},
+    "train": {
+        "steps": 20,
+        "warmup_steps": 2,
+        "batch_size": 2,
+        "eval_interval": 10,
+        "eval_sequences": 2,
+        "sample_tokens": 4,
+    },
+    "sample": {"prompts": ["Once"], "max_new_tokens": 8},
+}
+
+
+def slow_to_encode(path: Path, chunks: int, chunk_bytes: int, threads: int) -> dict[str, Any]:
+    """Return TINY with validation text that takes half a second per MB and thread to encode.
+
+    The kernels do not know its pattern, and its words are too long for the cache of the Python implementation. Only the
+    validation text is slow: it is not counted, so the stages before encode stay fast.
+    """
+    rng = random.Random(0)
+    syllables = ["".join(rng.choices(["the", "and", "her", "then"], k=100)) for _ in range(1000)]
+    with path.open("w", encoding="utf-8") as file:
+        while file.tell() < chunks * (chunk_bytes - 5_000):
+            file.write("".join(rng.choices(syllables, k=30)) + "<|endoftext|>\n")
+    return TINY | {
+        "data": {"train": ["demo:400"], "valid": [str(path)]},
+        "chunk": {"target_bytes": chunk_bytes},
+        "tokenizer": {**TINY["tokenizer"], "pattern": f"(?:{GPT2_PATTERN})"},
+        "execution": {"threads": threads},
+    }
+
+
+class Deployed:
+    """A client of a Prefect server with deployments: it uses the ``prefect`` command and the API, as a user does."""
+
+    def __init__(self, home: Path, port: int, environment: dict[str, str]) -> None:
+        self.home, self.port = home, port
+        self.url = f"http://127.0.0.1:{port}"
+        self.environment = {**os.environ, **environment, "PREFECT_API_URL": f"{self.url}/api"}
+        self.client = SyncPrefectClient(f"{self.url}/api")
+
+    def prefect(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run the ``prefect`` command."""
+        return subprocess.run(
+            [sys.executable, "-m", "prefect", "--no-prompt", *arguments],
+            cwd=PROJECT,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=300 * TIMEOUT_SCALE,
+            check=False,
+        )
+
+    def run(self, deployment: str, **parameters: Any) -> subprocess.CompletedProcess[str]:
+        """Run ``prefect deployment run pipeline/DEPLOYMENT -p … --watch``."""
+        return self.prefect("deployment", "run", f"pipeline/{deployment}", *_options(parameters), "--watch")
+
+    def start(self, deployment: str, **parameters: Any) -> UUID:
+        """Start a run without waiting for its end, and return its id."""
+        done = self.prefect("deployment", "run", f"pipeline/{deployment}", *_options(parameters))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return UUID(done.stdout.partition("UUID: ")[2].split()[0])
+
+    def flow_run(self, run_id: UUID) -> FlowRun:
+        return self.client.read_flow_run(run_id)
+
+    def is_final(self, run_id: UUID) -> bool:
+        state = self.flow_run(run_id).state
+        return state is not None and state.is_final()
+
+    def latest(self) -> FlowRun:
+        """Return the run that was created last."""
+        return max(self.client.read_flow_runs(), key=lambda run: run.created)
+
+    def task_runs(self, run_id: UUID) -> list[TaskRun]:
+        return self.client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run_id])), limit=200)
+
+    def logs(self, run_id: UUID) -> list[Log]:
+        """Return the log of a run and of its tasks."""
+        return self.client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run_id])), limit=200)
+
+    def states(self, run_id: UUID) -> dict[str, str]:
+        """Return the name of each task run's state, by the name of the task run."""
+        return {run.name: run.state_name or "" for run in self.task_runs(run_id)}
+
+    def processes(self, run_id: UUID) -> list[int]:
+        """Return the ids of the processes of a run: the flow's own and its children's."""
+        return processes_with_variable("PREFECT__FLOW_RUN_ID", str(run_id))
+
+
+def _options(parameters: dict[str, Any]) -> list[str]:
+    return [word for name, value in parameters.items() for word in ("-p", f"{name}={json.dumps(value)}")]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Server(Deployed):
+    """A Prefect server that a test can kill and start again."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home, free_port(), own_environment(home))
+        self.services: dict[str, subprocess.Popen[bytes]] = {}
+        self._log = (home / "services.log").open("w", encoding="utf-8")
+        self.start_missing("server")
+
+    def start_missing(self, *names: str) -> None:
+        """Start ``server`` and ``worker`` if they are named and do not run."""
+        for name in names:
+            if name not in self.services or self.services[name].poll() is not None:
+                port = ["--host", "127.0.0.1", "--port", str(self.port)]
+                command = ["server", "start", *port] if name == "server" else ["worker", "start", "--pool", "local"]
+                self.services[name] = subprocess.Popen(
+                    [sys.executable, "-m", "prefect", "--no-prompt", *command],
+                    cwd=PROJECT,
+                    env=self.environment,
+                    stdout=self._log,
+                    stderr=self._log,
+                )
+                wait_for(lambda: self.client.api_healthcheck() is None, 240, "Prefect server")
+
+    def kill(self, names: Collection[str], run_id: UUID | None = None) -> None:
+        """Send SIGKILL to any of ``flow`` (the processes of the run), ``worker`` and ``server``."""
+        process_ids = [self.services[name].pid for name in names if name in self.services]
+        for process_id in process_ids + (self.processes(run_id) if run_id and "flow" in names else []):
+            os.kill(process_id, signal.SIGKILL)
+        for name in self.services.keys() & set(names):
+            self.services[name].wait()
+
+    def close(self) -> None:
+        """Stop the worker, then the server."""
+        for service in reversed(self.services.values()):
+            service.terminate()
+            try:
+                service.wait(120 * TIMEOUT_SCALE)
+            except subprocess.TimeoutExpired:  # Prefect does not always stop if its server was killed before
+                service.kill()
+                service.wait()
+        self._log.close()
+
+
+class Services(Server):
+    """A Prefect server with deployments and a worker that a test can kill and start again, one by one."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home)
+        for arguments in (["work-pool", "create", "local", "--type", "process"], ["deploy", "--all"]):
+            done = self.prefect(*arguments)
+            assert done.returncode == 0, done.stdout + done.stderr
+        self.start_missing("worker")
+
+
+def own_environment(home: Path) -> dict[str, str]:
+    """Return environment variables that put all files of Prefect and of the project's cache under ``home``."""
+    return {
+        "PREFECT_HOME": str(home / "prefect"),
+        "XDG_CACHE_HOME": str(home / "cache"),
+        "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",  # telemetry fails without a network
+    }
+
+
+@contextmanager
+def deployed(home: Path, **environment: str) -> Iterator[Deployed]:
+    """Start ``textmill up`` with its own home directory, and stop it with SIGINT."""
+    environment = own_environment(home) | environment
+    port = free_port()
+    log_path = home / "up.log"
+    with log_path.open("w", encoding="utf-8") as log:
+        command = [*TEXTMILL, "up", f"--port={port}"]
+        process = subprocess.Popen(command, cwd=PROJECT, env={**os.environ, **environment}, stdout=log, stderr=log)
+
+    def is_ready() -> bool:
+        output = log_path.read_text(encoding="utf-8")
+        assert process.poll() is None, output
+        return "Ctrl-C stops" in output
+
+    try:
+        wait_for(is_ready, 300, "textmill up")
+        yield Deployed(home, port, environment)
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(120 * TIMEOUT_SCALE)

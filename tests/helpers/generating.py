@@ -1,0 +1,26 @@
+"""Small models for tests of generation."""
+
+import torch
+
+from lm.model.config import ModelConfig
+from lm.model.transformer import TransformerLM
+
+
+def make_model(vocab_size: int = 11, context_length: int = 4, **options: object) -> TransformerLM:
+    """Return a model with random weights, large enough that its next token depends on the text so far."""
+    torch.manual_seed(0)
+    shape = {"d_model": 16, "num_layers": 2, "num_heads": 2, **options}
+    return TransformerLM(ModelConfig(vocab_size, context_length, **shape))  # type: ignore[arg-type]
+
+
+def fixed_model(logits: list[float], context_length: int = 2) -> TransformerLM:
+    """Return a model whose next-token logits are always ``logits``."""
+    config = ModelConfig(len(logits), context_length, d_model=4, num_layers=1, num_heads=1, d_ff=4)
+    model = TransformerLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.token_embeddings.weight.fill_(1000.0)
+        model.ln_final.weight.fill_(0.25)
+        model.lm_head.weight.copy_(torch.tensor(logits)[:, None].expand(-1, 4))
+    return model

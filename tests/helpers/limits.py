@@ -1,0 +1,19 @@
+"""Time limits of the tests. On a slow machine, set TEXTMILL_TIMEOUT_SCALE to a factor, such as 3."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+TIMEOUT_SCALE = float(os.environ.get("TEXTMILL_TIMEOUT_SCALE", "1"))
+_POLL_SECONDS = 0.1
+
+
+def wait_for(condition: Callable[[], Any], seconds: float, description: str) -> Any:
+    """Return the first true value of ``condition``. Fail after ``seconds`` times TIMEOUT_SCALE."""
+    limit = seconds * TIMEOUT_SCALE
+    deadline = time.monotonic() + limit
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"no {description} within {limit:g} s"
+        time.sleep(_POLL_SECONDS)
+    return value

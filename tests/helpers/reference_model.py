@@ -1,0 +1,118 @@
+"""The model as plain functions with loops over heads, queries and keys, and the variants that tests compare."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lm.model.config import ModelConfig
+
+SMALL_CONFIG = ModelConfig(
+    vocab_size=53, context_length=16, d_model=24, num_layers=2, num_heads=3, d_ff=40, rope_theta=500.0, norm_eps=1e-3
+)
+MODEL_VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"num_heads": 6, "num_kv_heads": 2},
+    {"num_heads": 6, "num_kv_heads": 1},
+    {"tied_embeddings": True},
+    {"qk_norm": True},
+    {"logit_softcap": 12.0},
+    {"zero_init_residual": True},
+    {"norm_placement": "post"},
+    {"norm_placement": "none"},
+    {"position_encoding": "none"},
+    {"position_encoding": "none", "num_heads": 8, "num_kv_heads": 2, "qk_norm": True},  # heads 3 wide
+    {"feed_forward": "silu"},
+    {"feed_forward": "relu2"},
+    {
+        "num_heads": 6,
+        "num_kv_heads": 3,
+        "tied_embeddings": True,
+        "qk_norm": True,
+        "norm_placement": "post",
+        "logit_softcap": 15.0,
+    },
+]
+
+
+def reference_rope(x: Tensor, theta: float, positions: Tensor) -> Tensor:
+    """Rotate as Meta's Llama does: neighbours are a complex number, multiplied by exp(i · position · frequency)."""
+    d_k = x.shape[-1]
+    frequencies = 1.0 / (theta ** (torch.arange(0, d_k, 2)[: d_k // 2].double() / d_k))
+    angles = positions.double()[..., None] * frequencies
+    rotations = torch.polar(torch.ones_like(angles), angles)
+    pairs = torch.view_as_complex(x.double().reshape(*x.shape[:-1], -1, 2).contiguous())
+    return torch.view_as_real(pairs * rotations).flatten(-2).to(x.dtype)
+
+
+def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x**2).mean(-1, keepdim=True) + eps) * weight
+
+
+def reference_attention(
+    x: Tensor, weights: dict[str, Tensor], heads: int, theta: float | None, kv_heads: int = 0, eps: float = 0.0
+) -> Tensor:
+    """Compute causal attention for one sequence (T, D), head by head and query by query.
+
+    Consecutive heads share keys and values. Queries and keys are normalized if ``weights`` has weights for that.
+    """
+    length, d_model = x.shape
+    width = d_model // heads
+    outputs = torch.zeros_like(x)
+    for head in range(heads):
+        kv_head = head * (kv_heads or heads) // heads
+        rows, kv_rows = (slice(i * width, (i + 1) * width) for i in (head, kv_head))
+        q, k, v = (x @ weights[f"{name}_proj.weight"][rows if name == "q" else kv_rows].T for name in "qkv")
+        if "q_norm.weight" in weights:
+            q, k = (
+                reference_rms_norm(part, weights[f"{name}_norm.weight"], eps) for part, name in ((q, "q"), (k, "k"))
+            )
+        if theta is not None:
+            q, k = (reference_rope(part, theta, torch.arange(length)) for part in (q, k))
+        for t in range(length):
+            scores = torch.stack([q[t] @ k[s] for s in range(t + 1)]) / width**0.5
+            outputs[t, rows] = sum(p * v[s] for s, p in enumerate(torch.softmax(scores, 0)))
+    return outputs @ weights["output_proj.weight"].T
+
+
+def reference_transformer(ids: Tensor, state: dict[str, Tensor], config: ModelConfig) -> Tensor:
+    """Map one sequence of ids (T,) to logits (T, V), for every option of the config."""
+
+    def norm(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
+        return reference_rms_norm(x, weights[f"{name}.weight"], config.norm_eps)
+
+    def attend(x: Tensor, layer: dict[str, Tensor]) -> Tensor:
+        attention = {key.removeprefix("attn."): value for key, value in layer.items() if key.startswith("attn.")}
+        theta = config.rope_theta if config.position_encoding == "rope" else None
+        return reference_attention(x, attention, config.num_heads, theta, config.num_kv_heads or 0, config.norm_eps)
+
+    def feed_forward(x: Tensor, layer: dict[str, Tensor]) -> Tensor:
+        inner = x @ layer["ffn.w1.weight"].T
+        if config.feed_forward == "relu2":
+            inner = torch.where(inner > 0, inner**2, torch.zeros_like(inner))
+        else:
+            inner = inner / (1 + torch.exp(-inner))
+        if config.feed_forward == "swiglu":
+            inner = inner * (x @ layer["ffn.w3.weight"].T)
+        return inner @ layer["ffn.w2.weight"].T
+
+    x = state["token_embeddings.weight"][ids]
+    for n in range(config.num_layers):
+        layer = {
+            key.removeprefix(f"layers.{n}."): value for key, value in state.items() if key.startswith(f"layers.{n}.")
+        }
+        if config.norm_placement == "pre":
+            x = x + attend(norm(x, layer, "ln1"), layer)
+            x = x + feed_forward(norm(x, layer, "ln2"), layer)
+        elif config.norm_placement == "post":
+            x = norm(x + attend(x, layer), layer, "ln1")
+            x = norm(x + feed_forward(x, layer), layer, "ln2")
+        else:
+            x = x + attend(x, layer)
+            x = x + feed_forward(x, layer)
+    if config.norm_placement == "pre":
+        x = norm(x, state, "ln_final")
+    logits = x @ state["token_embeddings.weight" if config.tied_embeddings else "lm_head.weight"].T
+    if config.logit_softcap:
+        logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
+    return logits

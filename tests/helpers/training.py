@@ -1,0 +1,108 @@
+"""A small training that tests start, stop and compare."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lm.common.runtime import Execution
+from lm.model.config import ModelConfig
+from lm.model.transformer import TransformerLM
+from lm.tokenizer.tokenizer import Tokenizer
+from lm.train.config import TrainConfig
+from lm.train.job import Job
+from lm.train.pretraining import Pretraining, TrainData, make_trainer
+from lm.train.trainer import Trainer
+
+ROOT = Path(__file__).parents[2]
+MODEL = ModelConfig(vocab_size=257, context_length=16, d_model=32, num_layers=1, num_heads=2, d_ff=64)
+SETTINGS: dict[str, Any] = {
+    "steps": 20,
+    "batch_size": 4,
+    "max_lr": 1e-2,
+    "min_lr": 1e-3,
+    "warmup_steps": 4,
+    "eval_interval": 4,
+    "eval_sequences": 5,
+    "checkpoint_interval": 5,
+    "sample_prompts": ["a"],
+    "sample_tokens": 3,
+}
+
+
+def random_tokens(size: int, generator: np.random.Generator) -> np.ndarray[Any, np.dtype[np.uint16]]:
+    """Draw ids out of ten. The model can learn which ten."""
+    return generator.integers(97, 107, size).astype(np.uint16)
+
+
+def byte_tokenizer() -> Tokenizer:
+    return Tokenizer({byte: bytes([byte]) for byte in range(256)}, [], ["<|endoftext|>"])
+
+
+def small_data(train: int = 2000, valid: int | None = 300) -> TrainData:
+    generator = np.random.default_rng(0)
+    train_tokens = random_tokens(train, generator)
+    valid_tokens = None if valid is None else random_tokens(valid, generator)
+    return TrainData(train_tokens, valid_tokens, byte_tokenizer(), bytes_per_token=1.5)
+
+
+def train_config(**settings: Any) -> TrainConfig:
+    """Return SETTINGS changed by ``settings``, with a warm-up that fits into a short run."""
+    settings = {**SETTINGS, "warmup_steps": min(SETTINGS["warmup_steps"], settings.get("steps", 20) - 1), **settings}
+    return TrainConfig(**settings)
+
+
+def small_trainer(out: Path, data: TrainData | None = None, model: ModelConfig = MODEL, **settings: Any) -> Trainer:
+    """Make a trainer on one CPU thread; ``settings`` are fields of TrainConfig and of Execution."""
+    execution = Execution(
+        threads=1,
+        device="cpu",
+        compile=settings.pop("compile", False),
+        log_interval=settings.pop("log_interval", 3),
+        activation_checkpointing=settings.pop("activation_checkpointing", False),
+        trackers=settings.pop("trackers", []),
+    )
+    return make_trainer(train_config(**settings), model, data or small_data(), execution, out)
+
+
+def read_rows(out: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """Read the rows without the tokens per second, which differ from run to run."""
+    rows = [json.loads(line) for line in (out / name).read_text(encoding="utf-8").splitlines()]
+    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in rows]
+
+
+def weights_equal(a: TransformerLM, b: TransformerLM) -> bool:
+    weights, other = a.state_dict(), b.state_dict()
+    return weights.keys() == other.keys() and all(torch.equal(weights[key], other[key]) for key in weights)
+
+
+def write_job(directory: Path, processes: int = 1, model: ModelConfig = MODEL, **settings: Any) -> Path:
+    """Write a job, its tokens and its tokenizer below ``directory``; return the job's path."""
+    quiet = {"sample_prompts": [], "eval_interval": 1000, "checkpoint_interval": 5}
+    out = directory / "out"
+    out.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(0)
+    for name, size in (("train", 2000), ("valid", 300)):
+        random_tokens(size, generator).astype("<u2").tofile(directory / f"{name}.bin")
+    byte_tokenizer().save(directory / "tokenizer")
+    job = Job(
+        train_config(**{**quiet, **settings}),
+        model,
+        ["../train.bin"],
+        ["../valid.bin"],
+        "../tokenizer",
+        1.5,
+        {"tokenizer": "t"},
+        ".",
+        execution=Execution(threads=1, device="cpu", compile=False, log_interval=1, processes=processes),
+    )
+    job.write(out / "job.json")
+    return out / "job.json"
+
+
+def validation_loss(trainer: Trainer, sequences: int | None = None) -> float:
+    """Return the loss on the validation text; see Pretraining.validation_loss."""
+    assert isinstance(trainer.objective, Pretraining)
+    return trainer.objective.validation_loss(trainer.model, sequences)

@@ -1,0 +1,218 @@
+"""Training in several processes: the losses of one process, and no process outlives its parent."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lm.distributed.launch
+from lm.checkpoint.training_state import newest_checkpoint
+from lm.common.errors import Stopped, UserError
+from lm.distributed.launch import run_processes
+from lm.train.job import Job
+from lm.train.metrics_file import step_reporter
+from tests.helpers.limits import wait_for
+from tests.helpers.training import ROOT, read_rows, write_job
+
+
+def run_in_processes(
+    job: Path,
+    world_size: int,
+    progress: Callable[[int], None] = lambda step: None,
+    stop_event: threading.Event | None = None,
+) -> None:
+    poll = step_reporter(job.parent / "metrics.jsonl", progress)
+    run_processes(job, world_size, poll, stop_event or threading.Event())
+
+
+@pytest.fixture(scope="module")
+def expected_rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The rows of 50 steps in this process."""
+    job = write_job(tmp_path_factory.mktemp("expected"), steps=50)
+    Job.read(job).run()
+    return read_rows(job.parent)
+
+
+def losses(rows: list[dict[str, Any]]) -> list[float]:
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def test_two_processes_have_the_losses_of_one(tmp_path: Path, expected_rows: list[dict[str, Any]]) -> None:
+    job = write_job(tmp_path, steps=50, gradient_accumulation_steps=2)
+    steps: list[int] = []
+    run_in_processes(job, 2, steps.append)
+    rows = read_rows(job.parent)
+    assert len(losses(rows)) == 50
+    assert losses(rows) == pytest.approx(losses(expected_rows), rel=5e-6)
+    assert rows[-1]["valid_loss"] == pytest.approx(expected_rows[-1]["valid_loss"], rel=5e-6)
+    result = json.loads((job.parent / "training.json").read_text())
+    assert result["steps"] == 50 and result["valid_loss"] == pytest.approx(rows[-1]["valid_loss"], rel=0.05)
+    assert steps == sorted(steps)
+
+
+MANY_BUCKETS = """
+import sys
+import lm.distributed.ddp
+lm.distributed.ddp._MAX_BUCKET_BYTES = 5000
+from lm.train.__main__ import main
+from lm.train.trainer import Trainer
+train_step = Trainer.train_step
+def checked_train_step(self, *rest):
+    assert len(self.ddp._buckets) > 3
+    return train_step(self, *rest)
+Trainer.train_step = checked_train_step
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_torchrun_has_the_losses_of_one_process(tmp_path: Path, expected_rows: list[dict[str, Any]]) -> None:
+    job = write_job(tmp_path, steps=10)
+    (tmp_path / "run.py").write_text(MANY_BUCKETS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        [*command, str(tmp_path / "run.py"), str(job)], env=environment, check=True, capture_output=True, timeout=120
+    )
+    # The warm-up is the same. After it, the learning rate decays over 10 instead of 50 steps.
+    assert losses(read_rows(job.parent))[:4] == pytest.approx(losses(expected_rows)[:4], rel=5e-6)
+
+
+def test_torchrun_stopped_by_a_signal_saves_and_resumes(tmp_path: Path) -> None:
+    """torchrun exits with 1; its processes finish the step, save and print the message."""
+    job = write_job(tmp_path, steps=100_000, checkpoint_interval=100_000)
+    metrics = job.parent / "metrics.jsonl"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    process = subprocess.Popen(
+        [*command, "-m", "lm.train", str(job)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    wait_for(lambda: metrics.exists() and len(read_rows(job.parent)) > 2, 120, "three rows")
+    process.terminate()
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 1 and "SignalException" in output
+    step = read_rows(job.parent)[-1]["step"]
+    assert output.count(f"lm.train: The training was stopped after step {step:,} and saved in ") == 2
+    newest = newest_checkpoint(job.parent)
+    assert newest is not None and newest.name == f"step-{step:07d}"
+    content = json.loads(job.read_text())
+    content["config"]["steps"] = step + 2
+    job.write_text(json.dumps(content))
+    Job.read(job).run()
+    assert [row["step"] for row in read_rows(job.parent)] == list(range(1, step + 3)), "no step is lost"
+
+
+def test_processes_meet_through_a_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not through a port, which another program could take first. The file is deleted at the end."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(
+        lm.distributed.launch, "_Worker", lambda job_path, environment, group: pytest.fail(json.dumps(environment))
+    )
+    with pytest.raises(BaseException, match="TEXTMILL_RENDEZVOUS") as caught:
+        run_in_processes(tmp_path / "job.json", 2)
+    assert "MASTER_PORT" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stop_saves_and_the_training_resumes(tmp_path: Path, expected_rows: list[dict[str, Any]]) -> None:
+    job, stop_event = write_job(tmp_path, steps=50), threading.Event()
+
+    def progress(step: int) -> None:
+        if step >= 3:
+            stop_event.set()
+
+    with pytest.raises(Stopped, match=r"stopped after step \d+ and saved"):
+        run_in_processes(job, 2, progress, stop_event)
+    assert 3 <= len(losses(read_rows(job.parent))) < 50
+    run_in_processes(job, 2)
+    assert losses(read_rows(job.parent)) == pytest.approx(losses(expected_rows), rel=5e-6)
+
+
+def test_a_user_error_is_raised_here(tmp_path: Path) -> None:
+    job = write_job(tmp_path, batch_size=5)
+    with pytest.raises(UserError, match=r"batch_size 5 must be a multiple of .* the 2 processes"):
+        run_in_processes(job, 2)
+
+
+def children_of(pid: int) -> list[int]:
+    result = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
+    return [int(line) for line in result.stdout.split()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text() if Path("/proc").exists() else True
+
+
+PARENT = """
+import sys, threading
+from pathlib import Path
+from lm.distributed.launch import run_processes
+from lm.train.metrics_file import step_reporter
+job = Path(sys.argv[1])
+poll = step_reporter(job.parent / "metrics.jsonl", lambda step: print(step, flush=True))
+run_processes(job, 2, poll, threading.Event())
+"""
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[str]", Path, list[int]]]:
+    """A parent, its job and its two training processes, after a few of many steps."""
+    job = write_job(tmp_path, steps=100_000, checkpoint_interval=5)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(job)], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    for line in parent.stdout:
+        if int(line) >= 7:
+            break
+    ranks = children_of(parent.pid)
+    assert len(ranks) == 2
+    yield parent, job, ranks
+    for pid in (parent.pid, *ranks):
+        if is_alive(pid):
+            os.kill(pid, signal.SIGKILL)
+    parent.wait(timeout=60)
+    for pipe in (parent.stdout, parent.stderr):
+        if pipe:
+            pipe.close()
+
+
+Running = tuple["subprocess.Popen[str]", Path, list[int]]
+
+
+def test_killed_parent_leaves_no_orphan(running: Running) -> None:
+    parent, job, ranks = running
+    parent.kill()
+    parent.wait(timeout=10)
+    wait_for(lambda: not any(map(is_alive, ranks)), 30, "end of the processes")
+    done = read_rows(job.parent)[-1]["step"]
+    content = json.loads(job.read_text())
+    content["config"]["steps"] = done + 5
+    job.write_text(json.dumps(content))
+    Job.read(job).run()
+    rows = read_rows(job.parent)
+    assert [row["step"] for row in rows] == list(range(1, done + 6)), "no step is lost"
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_killed_process_ends_the_others(running: Running, hangs: bool) -> None:
+    """Even if rank 0 hangs in a collective operation, as on a GPU."""
+    parent, job, ranks = running
+    if hangs:
+        os.kill(ranks[0], signal.SIGSTOP)
+    os.kill(ranks[1], signal.SIGKILL)
+    wait_for(lambda: parent.poll() is not None, 30, "end of the parent")
+    assert not any(map(is_alive, ranks))
+    assert newest_checkpoint(job.parent) is not None
+    assert "process 1 of 2 ended with code -9" in parent.communicate()[1]

@@ -1,0 +1,70 @@
+"""CUDA graphs of decoding steps: padding to the shapes of graphs changes nothing. On a GPU, graphs are replayed."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lm.inference.config import SampleConfig
+from lm.inference.cuda_graphs import DecodeGraphs
+from lm.inference.engine import Generation, generate
+from lm.inference.kv_cache import KVCache, decode_step
+from tests.helpers.examples import examples
+from tests.helpers.generating import make_model
+
+ROWS, LENGTH = 5, 100
+
+
+class RecomputedStep:
+    """Replaces a CUDA graph on machines without a GPU: ``replay`` computes the step again."""
+
+    def __init__(self, graphs: DecodeGraphs, rows: int, keys: int) -> None:
+        self.graphs, self.shape = graphs, (rows, keys)
+        self.logits = graphs._compute(*self.shape)
+
+    def replay(self) -> None:
+        self.logits.copy_(self.graphs._compute(*self.shape))
+
+
+@examples(40)
+@given(
+    steps=st.lists(st.lists(st.integers(0, LENGTH - 1), min_size=1, max_size=ROWS), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+)
+def test_padded_rows_and_keys_change_nothing(steps: list[list[int]], seed: int) -> None:
+    model = make_model(context_length=LENGTH, num_kv_heads=2)
+    generator = torch.Generator().manual_seed(seed)
+    caches = [KVCache(model.config, ROWS, LENGTH, torch.device("cpu")) for _ in range(2)]
+    for stored in ("keys", "values"):
+        setattr(caches[0], stored, torch.randn(caches[0].keys.shape, generator=generator))
+        getattr(caches[1], stored).copy_(getattr(caches[0], stored))
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        graphs = DecodeGraphs(model, caches[0])
+
+        def capture(rows: int, keys: int) -> tuple[RecomputedStep, torch.Tensor]:
+            assert (rows in (1, 2, 4, ROWS)) and (keys in (64, LENGTH))
+            step = RecomputedStep(graphs, rows, keys)
+            return step, step.logits
+
+        patch.setattr(graphs, "_capture", capture)
+        for positions in steps:
+            ids = torch.randint(model.config.vocab_size or 1, (len(positions),), generator=generator)
+            inputs = torch.stack([ids, torch.tensor(positions)])
+            logits = graphs(inputs, max(positions))
+            expected = decode_step(model, caches[1], inputs, max(positions))
+            torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+            for stored in ("keys", "values"):  # the other rows may hold anything
+                used_rows = [getattr(cache, stored)[:, : len(positions)] for cache in caches]
+                torch.testing.assert_close(*used_rows, atol=1e-5, rtol=1e-5)
+                getattr(caches[1], stored).copy_(getattr(caches[0], stored))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_graphs_on_a_gpu_generate_the_ids_of_the_cpu() -> None:
+    model = make_model(context_length=LENGTH)
+    prompts = [[1, 2, 3], [4], [5] * 40, [6, 7]]
+    greedy = SampleConfig(temperature=0)
+    cpu, gpu = ([Generation(prompt, 50, greedy) for prompt in prompts] for _ in range(2))
+    generate(model, cpu)
+    generate(model.to("cuda"), gpu)
+    assert [generation.ids for generation in gpu] == [generation.ids for generation in cpu]

@@ -1,0 +1,77 @@
+"""A model prepared for inference generates the same ids as before."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from lm.inference.config import SampleConfig
+from lm.inference.engine import Generation, generate
+from lm.inference.packed import PackedLinear, count_padding_rows, prepare_for_inference
+from lm.model.linear import Linear
+from tests.helpers.generating import make_model
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [{}, {"num_kv_heads": 1, "qk_norm": True}, {"tied_embeddings": True, "feed_forward": "relu2"}],
+    ids=str,
+)
+def test_prepared_model_generates_the_same_ids(variant: dict[str, Any]) -> None:
+    model = make_model(300, 40, **variant)
+    results = []
+    for variant_model in (model, prepare_for_inference(copy.deepcopy(model))):
+        for batch in (1, 3):  # one row, and a few
+            prompts = [[1, 2, 3], [4], [5, 6, 7, 8]][:batch]
+            generations = [Generation(p, 20, SampleConfig(temperature=0), wants_logprobs=True) for p in prompts]
+            generate(variant_model, generations)
+            results.append(generations)
+    for before, after in zip(results[:2], results[2:], strict=True):
+        for expected, actual in zip(before, after, strict=True):
+            assert actual.ids == expected.ids
+            assert actual.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 31, 32, 33, 100, 1000])
+def test_packed_product_with_any_number_of_rows(rows: int) -> None:
+    layer = Linear(24, 40).requires_grad_(False)
+    x = torch.randn(2, rows, 24)
+    torch.testing.assert_close(PackedLinear(layer)(x), layer(x), atol=1e-5, rtol=1e-5)
+
+
+def test_padding_limits_the_number_of_sizes() -> None:
+    sizes = sorted({rows + count_padding_rows(rows) for rows in range(1, 4097)})
+    assert sizes[:16] == list(range(1, 17))
+    assert len(sizes) == 16 + 8 * 8, "oneDNN caches memory for each size"
+    assert all(0 <= count_padding_rows(rows) <= rows / 8 for rows in range(1, 4097))
+
+
+def test_preparing_converts_all_weights_to_one_dtype() -> None:
+    model = make_model(30, 8)
+    assert model.lm_head is not None
+    model.lm_head.double()
+    assert {parameter.dtype for parameter in prepare_for_inference(model).parameters()} == {torch.float32}
+    generate(model, [Generation([1, 2], 3)])
+
+
+def test_bfloat16_logprobs_are_close_to_float32() -> None:
+    """Logprobs of decoding steps in bfloat16 against one forward pass over the whole text in float32."""
+    model, greedy = make_model(300, 128, num_kv_heads=1, qk_norm=True), SampleConfig(temperature=0)
+    generated = Generation([1, 2, 3], 100, greedy, wants_logprobs=True)
+    generate(prepare_for_inference(copy.deepcopy(model), torch.bfloat16), [generated])
+    exact = Generation([*generated.prompt, *generated.ids], 1, greedy, wants_logprobs=True)
+    generate(model, [exact])
+    assert len(generated.ids) == 100
+    assert generated.logprobs == pytest.approx(exact.prompt_logprobs[2:], abs=0.1)
+
+
+def test_bfloat16_logits_are_close_to_float32() -> None:
+    model = make_model(300, 64)
+    ids = torch.randint(300, (2, 64))
+    with torch.no_grad():
+        exact = model(ids).log_softmax(-1)
+        near = prepare_for_inference(copy.deepcopy(model), torch.bfloat16)(ids)
+    assert near.dtype == torch.bfloat16
+    assert (near.float().log_softmax(-1) - exact).abs().mean() < 0.02
+    assert model.rope is not None and model.rope.cos.dtype == torch.float32

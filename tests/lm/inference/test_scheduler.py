@@ -1,0 +1,165 @@
+"""The scheduler: queueing, cancellation and failures with many clients."""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from lm.common.errors import UserError
+from lm.inference.config import SampleConfig
+from lm.inference.engine import Generation, generate
+from lm.inference.scheduler import QueueFull, Scheduler
+from lm.model.transformer import TransformerLM
+from tests.helpers.generating import make_model
+
+GREEDY = SampleConfig(temperature=0)
+
+
+@dataclass
+class FinishRecorder:
+    """An ``on_finish`` callback that records the error of each finished generation."""
+
+    errors: dict[Generation, Exception | None] = field(default_factory=dict)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def __call__(self, generation: Generation, error: Exception | None) -> None:
+        with self.changed:
+            self.errors[generation] = error
+            self.changed.notify_all()
+
+    def wait(self, *generations: Generation) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: all(generation in self.errors for generation in generations), 20)
+
+
+@pytest.fixture
+def model() -> TransformerLM:
+    return make_model(11, 64).eval()
+
+
+@pytest.fixture
+def scheduler(model: TransformerLM) -> Iterator[Scheduler]:
+    scheduler = Scheduler(model, max_batch_size=2, max_waiting=3)
+    yield scheduler
+    scheduler.close()
+
+
+def make_generation(
+    prompt: list[int], tokens: int = 9, on_token: Callable[[int], bool] = lambda token_id: False
+) -> Generation:
+    return Generation(prompt, tokens, GREEDY, on_token=on_token)
+
+
+class Gate:
+    """An ``on_token`` callback that blocks the engine at the first token until ``opened`` is set."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, token_id: int) -> bool:
+        self.reached.set()
+        assert self.opened.wait(20)
+        return False
+
+
+def test_concurrent_generations_equal_single_ones(model: TransformerLM, scheduler: Scheduler) -> None:
+    generations = [make_generation([1 + number % 5, number % 3], 5 + number) for number in range(5)]
+    finished = FinishRecorder()
+    threads = [threading.Thread(target=scheduler.submit, args=([generation], finished)) for generation in generations]
+    for thread in threads:
+        thread.start()
+    finished.wait(*generations)
+    for generation in generations:
+        alone = make_generation(list(generation.prompt), generation.max_new_tokens)
+        generate(model, [alone])
+        assert (generation.ids, generation.finish_reason) == (alone.ids, "length")
+    assert set(finished.errors.values()) == {None}
+    assert len(scheduler) == 0
+
+
+def test_full_queue_refuses_all_of_a_request(scheduler: Scheduler) -> None:
+    gate, finished = Gate(), FinishRecorder()
+    first = make_generation([1], on_token=gate)
+    scheduler.submit([first], finished)
+    assert gate.reached.wait(20)
+    others = [make_generation([2]) for _ in range(4)]
+    with pytest.raises(QueueFull, match="1 of 5 places are taken"):
+        scheduler.submit([*others, make_generation([3])], finished)
+    scheduler.submit(others, finished)
+    with pytest.raises(QueueFull):
+        scheduler.submit([make_generation([3])], finished)
+    gate.opened.set()
+    finished.wait(first, *others)
+    scheduler.submit([last := make_generation([3])], finished)
+    finished.wait(last)
+
+
+def test_cancelled_generations_free_their_rows(scheduler: Scheduler) -> None:
+    gate, finished = Gate(), FinishRecorder()
+    active = [make_generation([1], 10**9, gate), make_generation([2], 10**9)]
+    waiting = [make_generation([3]), make_generation([4])]
+    scheduler.submit([*active, *waiting], finished)
+    assert gate.reached.wait(20)
+    for generation in (active[0], waiting[0]):
+        scheduler.cancel(generation)
+    gate.opened.set()
+    finished.wait(active[0], *waiting)
+    assert waiting[0].ids == [] and len(waiting[1].ids) == 9
+    assert active[1] not in finished.errors
+    scheduler.cancel(active[1])
+    finished.wait(active[1])
+    assert len(scheduler) == 0
+
+
+def test_failure_ends_active_generations_only(scheduler: Scheduler) -> None:
+    def fail(token_id: int) -> bool:
+        raise MemoryError("no room")
+
+    finished = FinishRecorder()
+    failing, beside, waiting = make_generation([1], on_token=fail), make_generation([2]), make_generation([3])
+    scheduler.submit([failing, beside, waiting], finished)
+    finished.wait(failing, beside, waiting)
+    assert isinstance(finished.errors[failing], MemoryError) and isinstance(finished.errors[beside], MemoryError)
+    assert finished.errors[waiting] is None and len(waiting.ids) == 9
+
+
+def test_generation_that_finished_before_a_failure_has_no_error(scheduler: Scheduler) -> None:
+    def fail(token_id: int) -> bool:
+        if len(failing.ids) < 2:
+            return False
+        raise MemoryError("no room")
+
+    finished = FinishRecorder()
+    failing, short = make_generation([1], on_token=fail), Generation([1], 1, GREEDY)
+    scheduler.submit([short, failing], finished)
+    finished.wait(failing, short)
+    assert isinstance(finished.errors[failing], MemoryError)
+    assert finished.errors[short] is None and len(short.ids) == 1 and short.finish_reason == "length"
+
+
+def test_failing_callback_does_not_affect_others(scheduler: Scheduler) -> None:
+    def fail(generation: Generation, error: Exception | None) -> None:
+        raise RuntimeError("gone")
+
+    finished = FinishRecorder()
+    scheduler.submit([make_generation([1])], fail)
+    scheduler.submit([generation := make_generation([2])], finished)
+    finished.wait(generation)
+
+
+def test_bad_prompt_is_refused_by_submit(scheduler: Scheduler) -> None:
+    for bad in ([], [11], [-1]):
+        with pytest.raises(UserError):
+            scheduler.submit([make_generation([1]), make_generation(bad)], FinishRecorder())
+    assert len(scheduler) == 0
+
+
+def test_close_ends_unfinished_generations(model: TransformerLM) -> None:
+    scheduler, finished = Scheduler(model, 1, 1), FinishRecorder()
+    generations = [make_generation([1], 10**9), make_generation([2])]
+    scheduler.submit(generations, finished)
+    scheduler.close()
+    assert all(isinstance(finished.errors[generation], RuntimeError) for generation in generations)
+    with pytest.raises(RuntimeError, match="closed"):
+        scheduler.submit([make_generation([1])], finished)

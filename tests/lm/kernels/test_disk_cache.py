@@ -1,0 +1,245 @@
+"""The kernel cache on disk: log messages, changed sources, folders that are not writable, several processes."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import lm
+
+# Compiles all kernels of encoding: takes some seconds.
+ENCODE = """
+from lm.tokenizer import Tokenizer
+tokenizer = Tokenizer({i: bytes([i]) for i in range(256)} | {256: b"ab", 257: b" ab"}, [(b"a", b"b"), (b" ", b"ab")])
+print(tokenizer.encode("ab ab abc"))
+"""
+ENCODED = "[256, 257, 257, 99]"
+
+# One kernel, with a helper in another file: exports the only pretoken of a table.
+EXPORT = """
+import numpy as np
+from lm.kernels.jit import log_compilation
+from lm.kernels.bpe.count import export_columns
+from lm.kernels.bpe.pretoken_table import make_table
+table = make_table(2, 0)
+table.slots[:3] = ord("a"), 1 << 56, 5
+data, ends, counts = np.zeros(17, np.uint8), np.zeros(2, np.int32), np.zeros(1, np.int64)
+with log_compilation("table"):
+    export_columns(table, data, ends, counts)
+print(data[: ends[1]].tobytes().decode(), counts[0])
+"""
+EXPORTED = "a 5"
+
+# Appended to the file of helpers: each word is stored plus 1.
+CHANGED_HELPER = """
+
+@_operation(lambda buffer, at, word: types.void(buffer, types.int64, types.uint64))
+def store64(context: Any, builder: Any, args: Any, array: Any, index: Any, word: Any) -> None:
+    address = builder.bitcast(_address(context, builder, args[0], array, index), _I64.as_pointer())
+    builder.store(builder.add(word, _I64(1)), address, align=1)
+"""
+EXPORTED_WITH_CHANGE = "b 5"
+
+COMPILE_ALL = "import runpy; runpy.run_module('lm.kernels', run_name='__main__')"
+PRINT_CACHE_DIR = "from lm.kernels.disk_cache import CACHE_DIR; print(CACHE_DIR)"
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A folder with a copy of the package, without compiled files."""
+    shutil.copytree(Path(lm.__file__).parent, tmp_path / "copy" / "lm", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "copy"
+
+
+def start(folder: Path, code: str, cache: Path, **environment: str) -> tuple[str, str]:
+    """Run code with the package in ``folder``; return (standard output, standard error)."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
+    own = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "HOME": str(folder), "XDG_CACHE_HOME": str(cache)}
+    environment = {**inherited, **own, **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), done.stderr
+
+
+def change_helper(folder: Path) -> None:
+    with (folder / "lm" / "kernels" / "simd.py").open("a") as file:
+        file.write(CHANGED_HELPER)
+
+
+def test_only_the_first_start_logs_that_it_compiles(copy: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    output, log = start(copy, ENCODE, cache)
+    assert output == ENCODED
+    subjects = set(re.findall(r"Compiling the ([\w ]+) kernels for this CPU, once", log))
+    assert "encoding uint16" in subjects
+    assert set(re.findall(r"Compiled the ([\w ]+) kernels in \d+\.\d s", log)) == subjects
+    [folder] = (cache / "textmill" / "kernels").iterdir()
+    assert str(folder) in log
+    assert start(copy, ENCODE, cache) == (ENCODED, "")
+    assert not (copy / "lm" / "kernels" / "__pycache__").exists()
+
+
+def test_a_copy_of_the_package_in_another_folder_logs_that_it_compiles(copy: Path, tmp_path: Path) -> None:
+    """The cache depends on the path of the sources."""
+    cache, other = tmp_path / "cache", tmp_path / "other"
+    start(copy, EXPORT, cache)
+    compiled = len(list(cache.rglob("*.nbc")))
+    shutil.copytree(copy, other)
+    output, log = start(other, EXPORT, cache)
+    assert output == EXPORTED
+    assert len(list(cache.rglob("*.nbc"))) == compiled or "Compiling the table kernels" in log
+
+
+def test_a_changed_helper_is_compiled_with_a_warm_cache(copy: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    assert start(copy, EXPORT, cache)[0] == EXPORTED
+    assert start(copy, EXPORT, cache) == (EXPORTED, "")
+    change_helper(copy)
+    output, log = start(copy, EXPORT, cache)
+    assert output == EXPORTED_WITH_CHANGE
+    assert "Compiling the table kernels" in log
+
+
+def test_a_cache_that_is_not_writable(copy: Path, tmp_path: Path) -> None:
+    """The kernels are compiled at each start, from the current sources."""
+    cache = tmp_path / "file"
+    cache.touch()
+    assert start(copy, EXPORT, cache)[0] == EXPORTED
+    assert start(copy, EXPORT, cache)[0] == EXPORTED
+    change_helper(copy)
+    assert start(copy, EXPORT, cache)[0] == EXPORTED_WITH_CHANGE
+
+
+def test_no_writable_folder(copy: Path, tmp_path: Path) -> None:
+    """As in a container with a read-only file system."""
+    cache = tmp_path / "file"
+    cache.touch()
+    (copy / "lm" / "kernels" / "__pycache__").touch()
+    assert start(copy, EXPORT, cache, HOME=str(cache))[0] == EXPORTED
+
+
+def test_the_cache_is_in_the_home_folder_by_default(copy: Path, tmp_path: Path) -> None:
+    output, _ = start(copy, PRINT_CACHE_DIR, Path(), XDG_CACHE_HOME="", HOME=str(tmp_path))
+    assert Path(output).is_relative_to(tmp_path / ".cache" / "textmill")
+
+
+# Runs the stages of the pipeline and prints how many kernels this compiled.
+PIPELINE = """
+from pathlib import Path
+from lm.tokenizer.bpe import train_bpe
+from lm.inference.engine import Generation, generate
+from lm.inference.packed import prepare_for_inference
+from lm.kernels.jit import KERNELS
+from lm.kernels.__main__ import run_groups
+from lm.model import ModelConfig, TransformerLM
+from lm.tokenizer.stream import encode_files
+from lm.tokenizer import Tokenizer
+vocab, merges = train_bpe("text.txt", 300, ["<|endoftext|>"], threads=2)
+tokenizer = Tokenizer(vocab, merges, ["<|endoftext|>"])
+encode_files([Path("text.txt")], tokenizer, Path("ids"), 2)
+assert list(tokenizer.encode_iterable(["a<|endoftext|>b"])) == [97, 256, 98]
+model = prepare_for_inference(TransformerLM(ModelConfig(300, 16, d_model=16, num_layers=1, num_heads=2, d_ff=16)))
+generate(model, [Generation([1, 2], 4)])
+print("pipeline:", sum(sum(kernel.stats.cache_misses.values()) for kernel in KERNELS))
+list(run_groups())
+print("never run:", [kernel.py_func.__name__ for kernel in KERNELS if not kernel.signatures])
+"""
+
+
+def test_the_pipeline_compiles_nothing_after_compilation_ahead_of_time(copy: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    (copy / "text.txt").write_text("One day.<|endoftext|>Two days, \u20ac 3.\n" * 40)
+    output, _ = start(copy, COMPILE_ALL, cache)
+    assert re.search(r"counting +4 compiled, \d+\.\d s\n", output)
+    assert re.search(r"\n15 kernels compiled in \d+\.\d s$", output)
+    [folder] = (cache / "textmill" / "kernels").iterdir()
+    assert str(folder) in output
+    files = {path: path.stat().st_mtime_ns for path in folder.glob("*.nb*")}
+    output, log = start(copy, PIPELINE, cache)
+    assert output.splitlines() == ["pipeline: 0", "never run: []"]
+    assert "Compiling" not in log
+    output, _ = start(copy, COMPILE_ALL, cache)
+    assert output.endswith("nothing was compiled.")
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("*.nb*")} == files
+
+
+def test_compilation_ahead_of_time_needs_a_writable_cache(copy: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(AssertionError, match="Set XDG_CACHE_HOME"):
+        start(copy, COMPILE_ALL, tmp_path / "file")
+
+
+def test_only_folders_unused_for_a_month_are_removed(copy: Path, tmp_path: Path) -> None:
+    kernels = tmp_path / "textmill" / "kernels"
+    ages = {"0" * 16: 31, "1" * 16: 29, "notes": 99}  # days
+    for name, days in ages.items():
+        (kernels / name).mkdir(parents=True)
+        (kernels / name / "file").touch()
+        os.utime(kernels / name, (0, time.time() - days * 24 * 3600))
+    own, _ = start(copy, PRINT_CACHE_DIR, tmp_path)
+    assert {path.name for path in kernels.iterdir()} == {"1" * 16, "notes", Path(own).name}
+    os.utime(own, (0, 0))
+    start(copy, PRINT_CACHE_DIR, tmp_path)  # updates the modification time
+    change_helper(copy)
+    other, _ = start(copy, PRINT_CACHE_DIR, tmp_path)
+    assert {path.name for path in kernels.iterdir()} == {"1" * 16, "notes", Path(own).name, Path(other).name}
+
+
+def test_other_packages_keep_their_cache(copy: Path, tmp_path: Path) -> None:
+    (copy / "other.py").write_text(
+        """
+import lm.kernels
+import numba
+@numba.njit(cache=True)
+def more(number):
+    return number + 1
+print(more(1), numba.config.CACHE_DIR)
+"""
+    )
+    own = str(tmp_path / "own")
+    assert start(copy, "import other", tmp_path / "cache", NUMBA_CACHE_DIR=own)[0] == f"2 {own}"
+    assert list(Path(own).rglob("other.more*.nbc"))
+    assert not list((tmp_path / "cache").rglob("*.nbc"))
+
+
+TRAIN_SLOWLY = """
+import sys, time
+from lm.kernels.jit import KERNELS
+from lm.kernels.disk_cache import KernelCache
+from lm.tokenizer.bpe import train_bpe
+
+original = KernelCache.save_overload
+def slowly(self, sig, data):
+    time.sleep(0.5)  # the other process needs the kernel meanwhile
+    original(self, sig, data)
+KernelCache.save_overload = slowly
+train_bpe(sys.argv[1], 300, [])
+print(sum(sum(kernel.stats.cache_misses.values()) for kernel in KERNELS))
+"""
+
+
+def test_one_of_two_processes_compiles_a_kernel_and_the_other_waits(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("some words, and some other words")
+    environment = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "PYTHONPATH": str(Path(lm.__file__).parents[1]),
+    }
+    command = [sys.executable, "-c", TRAIN_SLOWLY, str(corpus)]
+    processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    compiled = [int(process.communicate(timeout=300)[0]) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    alone = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    assert int(alone.stdout) == 0, "all kernels are cached"
+    fresh = {**environment, "XDG_CACHE_HOME": str(tmp_path / "fresh")}
+    needed = int(subprocess.run(command, env=fresh, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    assert needed > 1
+    assert sum(compiled) == needed, "a kernel was compiled twice"

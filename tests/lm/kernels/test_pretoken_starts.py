@@ -1,0 +1,62 @@
+"""Pretoken starts by the kernel equal those by ``regex``; invalid UTF-8 is found where Python finds it."""
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lm.kernels.bpe.pretoken_starts import low_bits
+from tests.helpers.examples import examples
+from tests.helpers.kernels import PIECES, damaged_texts, expected_starts, find_starts, hard_texts
+
+_BLOCK_BYTES = 64
+
+
+@examples(1000)
+@given(st.integers(0, 70), st.sampled_from("a1 '\u3000"), hard_texts, st.binary(max_size=5), st.binary(min_size=1))
+def test_starts_equal_the_pattern(length: int, filler: str, text: str, before: bytes, after: bytes) -> None:
+    data = (filler * length + text).encode()
+    assert find_starts(data, before, after) == expected_starts(data)
+
+
+@pytest.mark.parametrize("filler", ["x", " ", "1", "."])
+def test_starts_equal_the_pattern_at_the_end_of_a_block(filler: str) -> None:
+    """Any two pieces, at each place across the end of a block."""
+    for (first, second), following in product(product(PIECES, PIECES), ("", "s", " x")):
+        size = len((first + second).encode())
+        for length in range(_BLOCK_BYTES - size, _BLOCK_BYTES + 1):
+            data = (filler * length + first + second + following).encode()
+            assert find_starts(data, after=b"s \x80e") == expected_starts(data), data
+
+
+def test_starts_equal_the_pattern_for_every_character() -> None:
+    """All characters of all planes, each after a letter, a digit, a space and itself."""
+    for plane in range(17):
+        points = (point for point in range(plane << 16, (plane + 1) << 16) if not 0xD800 <= point < 0xE000)
+        data = "".join(f"a{c}1{c} {c}" for c in map(chr, points)).encode()
+        assert find_starts(data) == expected_starts(data), plane
+
+
+@examples(500)
+@given(st.text(st.characters(codec="utf-8"), max_size=150), st.binary(min_size=1, max_size=9))
+def test_starts_equal_the_pattern_for_any_text(text: str, after: bytes) -> None:
+    assert find_starts(text.encode(), after=after) == expected_starts(text.encode())
+
+
+@examples(1000)
+@given(damaged_texts, st.binary(max_size=3), st.sampled_from([b"\x80", b"\xbf", b"a", b"\xff"]))
+def test_invalid_utf8_is_found(data: bytes, before: bytes, after: bytes) -> None:
+    assert find_starts(data, before, after) == expected_starts(data)
+
+
+@pytest.mark.parametrize("length", [0, 61, 63])
+def test_invalid_utf8_is_found_for_all_pairs_of_bytes(length: int) -> None:
+    for first, second, rest in product(range(0xC0, 0x100), range(256), (b"", b"\x80", b"\xbf\x80", b"\x80a")):
+        data = b"x" * length + bytes([first, second]) + rest
+        assert find_starts(data, after=b"\x80") == expected_starts(data), data
+
+
+def test_helpers_of_kernels_cannot_be_called_from_python() -> None:
+    with pytest.raises(ValueError):
+        low_bits(3)

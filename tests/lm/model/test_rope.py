@@ -1,0 +1,52 @@
+"""Rotary position embeddings against complex numbers."""
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lm.model.rope import RotaryEmbedding
+from tests.helpers.reference_model import reference_rope
+from tests.helpers.tensors import FEW_EXAMPLES, random_normal, seeds
+
+
+@FEW_EXAMPLES
+@given(seeds, st.integers(1, 9), st.sampled_from([2, 4, 6, 16]), st.sampled_from([10.0, 10000.0, 500000.0]))
+def test_rope_equals_complex_form(seed: int, length: int, d_k: int, theta: float) -> None:
+    x = random_normal(2, 3, length, d_k, seed=seed)
+    rope = RotaryEmbedding(theta, d_k, max_seq_len=9)
+    torch.testing.assert_close(rope(x), reference_rope(x, theta, torch.arange(length)), atol=1e-5, rtol=1e-5)
+
+
+def test_rope_accepts_positions_per_sequence() -> None:
+    x = random_normal(2, 4, 8)
+    positions = torch.tensor([[0, 1, 2, 3], [7, 0, 31, 5]])
+    rope = RotaryEmbedding(100.0, 8, max_seq_len=32)
+    torch.testing.assert_close(rope(x, positions), reference_rope(x, 100.0, positions), atol=1e-5, rtol=1e-5)
+
+
+def test_rope_rotates_a_pair_by_its_position() -> None:
+    """With two dimensions the only frequency is 1, so position p rotates by p radians."""
+    rotated = RotaryEmbedding(10000.0, 2, max_seq_len=4)(torch.tensor([[1.0, 0.0]] * 4))
+    torch.testing.assert_close(rotated, torch.tensor([[math.cos(p), math.sin(p)] for p in range(4)]))
+
+
+@FEW_EXAMPLES
+@given(seeds, st.integers(0, 40), st.integers(0, 40), st.integers(0, 20))
+def test_rope_scores_depend_on_distance_only(seed: int, a: int, b: int, shift: int) -> None:
+    rope = RotaryEmbedding(10000.0, 8, max_seq_len=64)
+    q, k = random_normal(1, 8, seed=seed), random_normal(1, 8, seed=seed + 1)
+
+    def score(i: int, j: int) -> Tensor:
+        return rope(q, torch.tensor([i])) @ rope(k, torch.tensor([j])).T
+
+    torch.testing.assert_close(score(a, b), score(a + shift, b + shift), atol=1e-4, rtol=1e-4)
+
+
+def test_rope_preserves_dtype_and_length() -> None:
+    x = random_normal(3, 5, 8).bfloat16()
+    rotated = RotaryEmbedding(10000.0, 8, max_seq_len=5)(x)
+    assert rotated.dtype == torch.bfloat16
+    torch.testing.assert_close(rotated.float().norm(dim=-1), x.float().norm(dim=-1), rtol=1e-2, atol=1e-2)

@@ -1,0 +1,62 @@
+"""AdamW against torch's."""
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lm.optim.adamw import AdamW
+from tests.helpers.optimizers import SHAPES, assert_all_close, make_parameters, set_gradients
+from tests.helpers.tensors import FEW_EXAMPLES
+
+
+@FEW_EXAMPLES
+@given(
+    lr=st.sampled_from([0.0, 1e-4, 1e-2, 0.5]),
+    betas=st.sampled_from([(0.9, 0.999), (0.0, 0.95), (0.9, 0.0), (0.8, 0.9)]),
+    eps=st.sampled_from([1e-8, 1e-3]),
+    weight_decay=st.sampled_from([0.0, 0.01, 0.3]),
+    missing=st.booleans(),
+)
+def test_adamw_equals_torch(
+    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, missing: bool
+) -> None:
+    options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    params, expected = make_parameters(SHAPES), make_parameters(SHAPES)
+    optimizer, torch_optimizer = AdamW(params, **options), torch.optim.AdamW(expected, **options)
+    for step in range(40):
+        set_gradients(params, step, missing)
+        set_gradients(expected, step, missing)
+        optimizer.step()
+        torch_optimizer.step()
+    assert_all_close(params, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_defaults_are_those_of_torch() -> None:
+    defaults = AdamW(make_parameters([(2,)])).defaults
+    torch_defaults = torch.optim.AdamW(make_parameters([(2,)])).defaults
+    assert defaults == {key: torch_defaults[key] for key in defaults}
+
+
+def test_first_step_by_hand() -> None:
+    """After bias correction the first step is lr · sign(grad), plus weight decay."""
+    p = torch.tensor([2.0, -3.0], requires_grad=True)
+    p.grad = torch.tensor([0.5, -40.0])
+    AdamW([p], lr=0.1, weight_decay=0.2).step()
+    torch.testing.assert_close(p.detach(), torch.tensor([2.0 * 0.98 - 0.1, -3.0 * 0.98 + 0.1]))
+
+
+def test_groups_have_their_own_options() -> None:
+    params, expected = make_parameters([(3,), (2, 2)]), make_parameters([(3,), (2, 2)])
+    optimizers = [
+        optimizer_class([{"params": p[:1], "lr": 0.1}, {"params": p[1:], "weight_decay": 0.5}], lr=0.01)
+        for optimizer_class, p in ((AdamW, params), (torch.optim.AdamW, expected))
+    ]
+    for step in range(10):
+        set_gradients(params, step)
+        set_gradients(expected, step)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)  # as a schedule does
+            optimizer.step()
+    assert_all_close(params, expected, atol=1e-6, rtol=1e-5)

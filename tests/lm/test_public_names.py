@@ -1,0 +1,44 @@
+"""The public names of the rooms of ``lm``: users import them from the rooms, without the modules in them."""
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+import lm
+
+ROOMS = sorted(path.parent.name for path in Path(lm.__path__[0]).glob("*/__init__.pyi"))
+
+STABLE = {
+    "lm.tokenizer.bpe": ["train_bpe"],
+    "lm.tokenizer": ["Tokenizer"],
+    "lm.model": [
+        *("Linear", "Embedding", "RMSNorm", "SwiGLU", "RotaryEmbedding", "MultiHeadSelfAttention", "TransformerBlock"),
+        *("TransformerLM", "ModelConfig", "softmax", "silu", "scaled_dot_product_attention", "cross_entropy"),
+    ],
+    "lm.optim": ["AdamW", "Muon", "lr_cosine_schedule", "clip_grad_norm"],
+    "lm.data": ["get_batch"],
+    "lm.checkpoint": ["save_checkpoint", "load_checkpoint"],
+    "lm.distributed": ["DDP"],
+}
+
+
+@pytest.mark.parametrize("module", STABLE)
+def test_names_that_other_projects_use_are_there(module: str) -> None:
+    assert [name for name in STABLE[module] if not hasattr(importlib.import_module(module), name)] == []
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_each_name_of_a_room_can_be_imported(room: str) -> None:
+    module = importlib.import_module(f"lm.{room}")
+    stub = Path(str(module.__file__)).with_suffix(".pyi")
+    names = [
+        alias.name
+        for node in ast.walk(ast.parse(stub.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    assert names and sorted(names) == sorted(module.__all__)
+    for name in names:
+        getattr(module, name)

@@ -1,0 +1,125 @@
+"""Masked targets: all other targets weigh the same, in any micro-batch and process."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import lm.train.pretraining
+from lm.data.batches import Batch, gather_batch
+from lm.distributed.process_group import RENDEZVOUS_VARIABLE
+from lm.model.functional import IGNORE_INDEX
+from lm.model.transformer import TransformerLM
+from lm.train.pretraining import Pretraining
+from lm.train.trainer import Trainer
+from tests.helpers.training import ROOT, small_data, small_trainer
+
+UNMASKED_TARGETS = [16, 1, 0, 5]  # of the 16 targets in each of four sequences
+
+
+def masked_batch() -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(97, 107, (4, 17), generator=generator)
+    x, y = ids[:, :-1], ids[:, 1:].clone()
+    for row, count in zip(y, UNMASKED_TARGETS, strict=True):
+        row[torch.randperm(16, generator=generator)[count:]] = IGNORE_INDEX
+    return x, y
+
+
+def masked_loss(model: TransformerLM, batch: Batch, reduction: str = "sum") -> Tensor:
+    x, y = batch
+    logits = model(x).flatten(0, 1)
+    return F.cross_entropy(logits, y.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
+
+
+def step_results(trainer: Trainer, batch: Batch) -> dict[str, Any]:
+    """Return loss, norm and gradients of a training step with the plain loss."""
+    trainer.loss_sum = partial(masked_loss, trainer.model)
+    gradients: dict[str, Tensor] = {}
+    for optimizer in trainer.optimizers:
+        optimizer.step = lambda: gradients.update(  # type: ignore[method-assign, assignment, misc]
+            {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+        )
+    parts = trainer.config.gradient_accumulation_steps
+    loss, norm, _ = trainer.train_step(list(zip(*(tensor.chunk(parts) for tensor in batch), strict=True)), 1e-3)
+    return {"loss": loss, "norm": norm, "gradients": gradients}
+
+
+def reference(trainer: Trainer) -> dict[str, Any]:
+    """Return loss, norm and gradients of the mean over the whole batch."""
+    loss = masked_loss(trainer.model, masked_batch(), "mean")
+    parameters = dict(trainer.model.named_parameters())
+    gradients = torch.autograd.grad(loss, list(parameters.values()))
+    norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+    return {"loss": loss.detach(), "norm": norm, "gradients": dict(zip(parameters, gradients, strict=True))}
+
+
+def settings(gradient_accumulation_steps: int) -> dict[str, Any]:
+    return {"gradient_accumulation_steps": gradient_accumulation_steps, "max_grad_norm": 1e9}  # nothing is clipped
+
+
+@pytest.mark.parametrize("gradient_accumulation_steps", [1, 2, 4])
+def test_micro_batches_weigh_by_their_tokens(tmp_path: Path, gradient_accumulation_steps: int) -> None:
+    trainer = small_trainer(tmp_path, **settings(gradient_accumulation_steps))
+    expected = reference(trainer)
+    torch.testing.assert_close(step_results(trainer, masked_batch()), expected)
+
+
+RANK = """
+import os, sys
+from pathlib import Path
+import torch
+from lm.distributed.process_group import process_group
+from tests.lm.train.test_masked_losses import masked_batch, settings, step_results
+from tests.helpers.training import small_trainer
+
+with process_group(torch.device("cpu")):
+    rank, gradient_accumulation_steps, folder = int(os.environ["RANK"]), int(sys.argv[1]), Path(sys.argv[2])
+    local_batch = tuple(tensor[2 * rank : 2 * rank + 2] for tensor in masked_batch())
+    trainer = small_trainer(folder / "out", **settings(gradient_accumulation_steps))
+    torch.save(step_results(trainer, local_batch), folder / f"{rank}.pt")
+"""
+
+
+@pytest.mark.parametrize("gradient_accumulation_steps", [1, 2])
+def test_processes_weigh_by_their_tokens(tmp_path: Path, gradient_accumulation_steps: int) -> None:
+    """Rank 0 has 17 unmasked targets, rank 1 has 5."""
+    common = {"WORLD_SIZE": "2", RENDEZVOUS_VARIABLE: f"file://{tmp_path}/rendezvous"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(gradient_accumulation_steps), str(tmp_path)],
+            cwd=ROOT,
+            env=os.environ | common | {"RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    expected = reference(small_trainer(tmp_path / "alone", **settings(gradient_accumulation_steps)))
+    for rank in range(2):
+        torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt", weights_only=True), expected)
+
+
+@pytest.mark.parametrize("gradient_accumulation_steps", [1, 4])
+def test_evaluation_weighs_by_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gradient_accumulation_steps: int
+) -> None:
+    def gather_masked_batch(*arguments: Any) -> Batch:
+        x, y = gather_batch(*arguments)
+        return x, y.masked_fill(y % 4 != 0, IGNORE_INDEX)
+
+    trainer = small_trainer(tmp_path, **settings(gradient_accumulation_steps))
+    objective, valid = trainer.objective, small_data().valid
+    assert isinstance(objective, Pretraining) and valid is not None
+    starts = list(range(0, len(valid) - 16, 16))
+    with torch.no_grad():
+        expected = masked_loss(trainer.model, gather_masked_batch(valid, starts, 16, "cpu"), "mean")
+    monkeypatch.setattr(lm.train.pretraining, "gather_batch", gather_masked_batch)
+    monkeypatch.setattr(objective, "loss_sum", masked_loss)
+    assert objective.validation_loss(trainer.model) == pytest.approx(float(expected), rel=1e-6)

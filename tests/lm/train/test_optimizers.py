@@ -1,0 +1,70 @@
+"""Parameter groups of the optimizers of a training run."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lm.model.linear import Linear
+from lm.model.norm import RMSNorm
+from lm.model.transformer import TransformerLM
+from lm.train.config import TrainConfig
+from lm.train.optimizers import make_optimizers
+from tests.helpers.reference_model import MODEL_VARIANTS, SMALL_CONFIG
+
+
+def parameter_groups(model: TransformerLM, **options: Any) -> list[tuple[type, list[str], float, float]]:
+    """Return the optimizer class, parameter names, weight decay and learning rate scale of each parameter group."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [
+        (
+            type(optimizer),
+            [names[id(parameter)] for parameter in group["params"]],
+            group["weight_decay"],
+            group.get("lr_scale", 1.0),
+        )
+        for optimizer in make_optimizers(model, TrainConfig(**options))
+        for group in optimizer.param_groups
+    ]
+
+
+@pytest.mark.parametrize("variant", MODEL_VARIANTS, ids=str)
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_order_of_groups_matches_checkpoints(variant: dict[str, Any], optimizer: str, scale: float) -> None:
+    """``optimizer.pt`` numbers states in this order: AdamW's matrices, gains and embedding, then Muon's matrices."""
+    model = TransformerLM(replace(SMALL_CONFIG, **variant), device="meta")
+    groups = parameter_groups(model, optimizer=optimizer, embedding_lr_scale=scale, weight_decay=0.3)
+    dims = {name: parameter.dim() for name, parameter in model.named_parameters()}
+    gains = [name for name in dims if dims[name] == 1]
+    hidden = [name for name in dims if name.startswith("layers.") and dims[name] == 2 and optimizer == "muon"]
+    embedding = ["token_embeddings.weight"] if scale != 1 else []
+    matrices = [name for name in dims if name not in (*gains, *hidden, *embedding)]
+    expected = [(matrices, 0.3, 1.0), (gains, 0.0, 1.0)]
+    expected += [(embedding, 0.3, 3.0)] if embedding else []
+    expected += [(hidden, 0.3, 1.0)] if hidden else []
+    assert [group[1:] for group in groups] == expected
+    optimizer_names = [optimizer_class.__name__ for optimizer_class, *_ in groups]
+    assert optimizer_names == ["AdamW"] * (len(groups) - bool(hidden)) + ["Muon"] * bool(hidden)
+
+
+class _HeadGain(nn.Module):
+    """Gains per head: two dimensions, but not a matrix."""
+
+    role = "gain"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 8))
+
+
+def test_new_layers_are_grouped_by_their_role_not_by_name_or_shape() -> None:
+    model = TransformerLM(SMALL_CONFIG)
+    model.last = nn.Sequential(Linear(24, 24, role="feed_forward"), _HeadGain(), RMSNorm(24))
+    (_, matrices, *_), (_, gains, decay, _), (muon, hidden, *_) = parameter_groups(model, optimizer="muon")
+    assert muon.__name__ == "Muon" and decay == 0
+    assert {"last.0.weight", "last.1.weight", "last.2.weight"}.isdisjoint(matrices)
+    assert "last.0.weight" in hidden
+    assert {"last.1.weight", "last.2.weight"} <= set(gains)

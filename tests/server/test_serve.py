@@ -1,0 +1,393 @@
+"""The HTTP server: OpenAI's client, invalid requests, and clients that disconnect."""
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+
+from flows.cli.parser import main
+from flows.server import app
+from flows.server.app import build_app
+from lm.inference import chat_template
+from lm.inference.completion import complete
+from lm.inference.config import SampleConfig
+from lm.inference.scheduler import Scheduler
+from lm.model.transformer import TransformerLM
+from lm.tokenizer.tokenizer import Tokenizer
+from tests.helpers.generating import fixed_model, make_model
+from tests.helpers.limits import TIMEOUT_SCALE, wait_for
+
+httpx = pytest.importorskip("httpx", reason="httpx is not installed")
+openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
+
+END = "<|endoftext|>"
+TOKENIZER = Tokenizer({byte: bytes([byte]) for byte in range(256)}, [], [END])
+CONTEXT = 512
+CLIENT_TIMEOUT_SECONDS = 120 * TIMEOUT_SCALE
+
+
+class RunningServer:
+    """A running server, and its clients."""
+
+    def __init__(self, url: str, scheduler: Scheduler, model: TransformerLM) -> None:
+        self.url, self.scheduler, self.model = url, scheduler, model
+        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=CLIENT_TIMEOUT_SECONDS)
+
+    def post(self, body: Any, path: str = "completions") -> Any:
+        content = body if isinstance(body, (bytes, str)) else json.dumps(body)
+        return httpx.post(f"{self.url}/v1/{path}", content=content, timeout=CLIENT_TIMEOUT_SECONDS)
+
+    def expected_text(self, prompt: str, tokens: int, **options: Any) -> str:
+        config = SampleConfig(prompts=[prompt], max_new_tokens=tokens, temperature=0, **options)
+        return complete(self.model, TOKENIZER, config)[0].text
+
+    def wait_for_generations(self, count: int) -> None:
+        wait_for(lambda: len(self.scheduler) == count, 60, f"time with {count} unfinished generations")
+
+
+@contextmanager
+def run_server(model: TransformerLM, max_batch_size: int = 4, max_waiting: int = 30) -> Iterator[RunningServer]:
+    application = build_app(model, TOKENIZER, "tiny", max_batch_size, max_waiting)
+    uvicorn_server = uvicorn.Server(uvicorn.Config(application, log_level="critical", timeout_graceful_shutdown=1))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield RunningServer(f"http://127.0.0.1:{listener.getsockname()[1]}", application.state.scheduler, model)
+        finally:
+            uvicorn_server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with run_server(make_model(257, CONTEXT).eval()) as running:
+        yield running
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
+    """A server that generates one completion at a time, queues two more, and takes 0.1 s per token."""
+    model = make_model(257, CONTEXT).eval()
+    hidden = model.hidden_states
+
+    def slow_hidden(*arguments: Any) -> Any:
+        time.sleep(0.1)
+        return hidden(*arguments)
+
+    monkeypatch.setattr(model, "hidden_states", slow_hidden)
+    with run_server(model, 1, 2) as running:
+        yield running
+
+
+def test_completions(server: RunningServer) -> None:
+    expected = server.expected_text("Once", 12)
+    for prompt in ("Once", list(b"Once")):
+        completion = server.client.completions.create(model="tiny", prompt=prompt, max_tokens=12, temperature=0)
+        assert completion.choices[0].text == expected
+        assert completion.choices[0].finish_reason == "length" and completion.choices[0].logprobs is None
+        usage = completion.usage
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (4, 12, 16)
+        assert (completion.object, completion.model) == ("text_completion", "tiny")
+        assert completion.id.startswith("cmpl-")
+        assert abs(completion.created - time.time()) < 60
+    assert [model.id for model in server.client.models.list()] == ["tiny"]
+
+
+def test_several_prompts_and_choices(server: RunningServer) -> None:
+    completion = server.client.completions.create(model="tiny", prompt=["ab", "c"], n=2, max_tokens=5, temperature=0)
+    assert [choice.index for choice in completion.choices] == [0, 1, 2, 3]
+    expected = [server.expected_text(prompt, 5) for prompt in ("ab", "ab", "c", "c")]
+    assert [choice.text for choice in completion.choices] == expected
+    assert completion.usage.prompt_tokens == 3
+
+
+def test_seeds(server: RunningServer) -> None:
+    def complete_twice(**options: Any) -> list[str]:
+        request = {"model": "tiny", "prompt": "a", "n": 2, "max_tokens": 20, "temperature": 1, **options}
+        return [choice.text for choice in server.client.completions.create(**request).choices]
+
+    assert complete_twice(seed=-5) == complete_twice(seed=-5)
+    assert complete_twice(seed=(1 << 63) - 1) == complete_twice(seed=(1 << 63) - 1)
+    assert len({*complete_twice(), *complete_twice()}) == 4
+
+
+def test_a_stream(server: RunningServer) -> None:
+    stream = server.client.completions.create(
+        model="tiny", prompt="Once", max_tokens=12, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, usage = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == server.expected_text("Once", 12)
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["length"]
+    assert usage.choices == [] and usage.usage.completion_tokens == 12
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_stream_ends_in_done(server: RunningServer) -> None:
+    response = server.post({"prompt": "a", "stream": True, "max_tokens": 2})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.text.endswith("\n\ndata: [DONE]\n\n")
+    assert all(line.startswith("data: ") for line in response.text.split("\n\n") if line)
+
+
+def test_chat(server: RunningServer) -> None:
+    dialog: list[chat_template.Message] = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hi!"},
+    ]
+    messages: list[Any] = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]},
+        {"role": "user", "content": "Hi!"},
+    ]
+    expected = server.expected_text(chat_template.render_plain(dialog), 30, stop=[chat_template.PLAIN_STOP]).lstrip()
+    request: dict[str, Any] = {"model": "tiny", "messages": messages, "temperature": 0, "max_completion_tokens": 30}
+    completion = server.client.chat.completions.create(**request)
+    message = completion.choices[0].message
+    assert (message.role, message.content) == ("assistant", expected)
+    assert completion.object == "chat.completion"
+    assert completion.usage.prompt_tokens == len(chat_template.render_plain(dialog))
+    chunks = list(server.client.chat.completions.create(**request, stream=True))
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == expected
+    assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
+    assert chunks[-1].choices[0].finish_reason == "length" and chunks[0].object == "chat.completion.chunk"
+    del request["max_completion_tokens"]
+    assert server.client.chat.completions.create(**request).usage.total_tokens <= CONTEXT
+
+
+def model_that_samples(*ids: int) -> TransformerLM:
+    """Return a model that samples one of ``ids`` after any prompt."""
+    return fixed_model([50.0 if token_id in ids else 0.0 for token_id in range(257)], 64).eval()
+
+
+def test_stop_texts_and_stop_tokens(server: RunningServer) -> None:
+    with run_server(model_that_samples(ord("a"))) as other:
+        for stream in (False, True):
+            response = other.post({"prompt": "b", "stop": ["x", "aaa"], "max_tokens": 9, "stream": stream}).text
+            assert '"stop"' in response and '"text": "a' not in response and '"text":"a' not in response
+    with run_server(model_that_samples(256)) as other:
+        completion = other.client.completions.create(model="tiny", prompt=END, max_tokens=9)
+        assert (completion.choices[0].text, completion.choices[0].finish_reason) == ("", "stop")
+        assert completion.usage.prompt_tokens == len(END)  # plain text
+
+
+def test_a_stream_has_only_whole_characters(server: RunningServer) -> None:
+    with run_server(model_that_samples(0xC3, 0xA9)) as other:
+        stream = other.client.completions.create(
+            model="tiny", prompt="b", max_tokens=40, temperature=1, seed=1, stream=True, logprobs=0, top_p=1
+        )
+        chunks = [chunk.choices[0] for chunk in stream]
+        expected = other.client.completions.create(
+            model="tiny", prompt="b", max_tokens=40, temperature=1, seed=1, logprobs=0, top_p=1
+        ).choices[0]
+    assert "".join(chunk.text for chunk in chunks) == expected.text and "é" in expected.text
+    assert [token for chunk in chunks for token in chunk.logprobs.tokens] == expected.logprobs.tokens
+    assert [place for chunk in chunks for place in chunk.logprobs.text_offset] == expected.logprobs.text_offset
+
+
+def test_echo_and_logprobs(server: RunningServer) -> None:
+    """With max_tokens=0 the response has the log-probabilities of the prompt, as evaluations need them."""
+    request: dict[str, Any] = {"model": "tiny", "prompt": "Onceé", "echo": True, "logprobs": 0, "temperature": 0}
+    scored = server.client.completions.create(**request, max_tokens=0).choices[0]
+    assert scored.text == "Onceé" and scored.finish_reason == "length"
+    assert scored.logprobs.token_logprobs[0] is None and len(scored.logprobs.token_logprobs) == 6
+    assert all(value < 0 for value in scored.logprobs.token_logprobs[1:])
+    assert scored.logprobs.tokens[:4] == ["O", "n", "c", "e"]
+    assert scored.logprobs.text_offset == [0, 1, 2, 3, 4, 4]
+    longer = server.client.completions.create(**request, max_tokens=3).choices[0]
+    assert longer.logprobs.token_logprobs[:6] == pytest.approx(scored.logprobs.token_logprobs)
+    assert len(longer.logprobs.token_logprobs) == 9 and longer.text.startswith("Onceé")
+    streamed = list(server.client.completions.create(**request, max_tokens=3, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in streamed) == longer.text
+    nothing = server.client.completions.create(**{**request, "prompt": ""}, max_tokens=3).choices[0]
+    assert END not in nothing.text and nothing.logprobs.text_offset[:2] == [0, 0]
+    plain = server.client.completions.create(**{**request, "logprobs": None}, max_tokens=3).choices[0]
+    assert plain.text == longer.text and plain.logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("completions", b"", 400, None),
+        ("completions", b"{", 400, None),
+        ("completions", b"[]", 400, None),
+        ("completions", b"\xff\xfe", 400, None),
+        ("completions", b"[" * 500_000, 400, None),
+        ("completions", b'{"prompt": "a", "other": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, None),
+        ("completions", b'{"prompt": "\\ud800"}', 400, None),
+        ("completions", b'{"prompt": "a", "temperature": NaN}', 400, "temperature"),
+        ("completions", b'{"prompt": "a", "temperature": 1e999}', 400, "temperature"),
+        ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
+        ("completions", {"prompt": "a", "temperature": "1"}, 400, "temperature"),
+        ("completions", {"prompt": "a", "top_p": 1.1}, 400, "top_p"),
+        ("completions", {"prompt": "a", "top_k": 10**400}, 400, "top_k"),
+        ("completions", {"prompt": "a", "min_p": True}, 400, "min_p"),
+        ("completions", {"prompt": "a", "repetition_penalty": 1e-320}, 400, "repetition_penalty"),
+        ("completions", {"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
+        ("completions", {"prompt": "a", "max_tokens": 1.5}, 400, "max_tokens"),
+        ("completions", {"prompt": "a", "max_tokens": CONTEXT}, 400, "prompt"),
+        ("completions", {"prompt": "a", "n": 0}, 400, "n"),
+        ("completions", {"prompt": "a", "n": 10**9}, 400, "n"),
+        ("completions", {"prompt": ["a"] * 99}, 400, "n"),
+        ("completions", {"prompt": "a", "seed": 1 << 63}, 400, "seed"),
+        ("completions", {"prompt": "a", "stop": ["a"] * 5}, 400, "stop"),
+        ("completions", {"prompt": "a", "stop": 5}, 400, "stop"),
+        ("completions", {"prompt": "a", "logprobs": 1}, 400, "logprobs"),
+        ("completions", {"prompt": "a", "stream": "yes"}, 400, "stream"),
+        ("completions", {"prompt": "a", "frequency_penalty": "abc"}, 400, "frequency_penalty"),
+        ("completions", {"prompt": "a", "presence_penalty": 0.5}, 400, "presence_penalty"),
+        ("completions", {"prompt": "a", "best_of": -3}, 400, "best_of"),
+        ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
+        ("completions", {"prompt": "a", "logit_bias": {"1": 5}}, 400, "logit_bias"),
+        ("completions", {"prompt": "a", "model": "x" * 500_000}, 404, "model"),
+        ("completions", {"prompt": "a", "stream_options": []}, 400, "stream_options"),
+        ("completions", {"prompt": "a", "model": "gpt"}, 404, "model"),
+        ("completions", {}, 400, "prompt"),
+        ("completions", {"prompt": None}, 400, "prompt"),
+        ("completions", {"prompt": []}, 400, "prompt"),
+        ("completions", {"prompt": [[]]}, 400, "prompt"),
+        ("completions", {"prompt": [257]}, 400, "prompt"),
+        ("completions", {"prompt": [-1]}, 400, "prompt"),
+        ("completions", {"prompt": [10**30]}, 400, "prompt"),
+        ("completions", {"prompt": [1, "a"]}, 400, "prompt"),
+        ("completions", {"prompt": [None] * 150_000}, 400, "prompt"),
+        ("completions", {"prompt": "a" * (CONTEXT + 1)}, 400, "prompt"),
+        ("completions", {"prompt": "a" * (1 << 21)}, 413, None),
+        ("chat/completions", {}, 400, "messages"),
+        ("chat/completions", {"messages": []}, 400, "messages"),
+        ("chat/completions", {"messages": "Hi"}, 400, "messages"),
+        ("chat/completions", {"messages": [{"role": "king", "content": "Hi"}]}, 400, "messages"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a" * CONTEXT}]}, 400, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "logprobs": True}, 400, "logprobs"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400, "tools"),
+        ("nothing", {}, 404, None),
+    ],
+    ids=lambda value: repr(value)[:60] if isinstance(value, (dict, bytes)) else "",
+)
+def test_an_invalid_request_is_refused(
+    server: RunningServer, path: str, body: Any, status: int, param: str | None
+) -> None:
+    response = server.post(body, path)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (status, param)
+    assert error["type"] == "invalid_request_error" and len(error["message"]) < 500
+    assert len(server.scheduler) == 0
+    assert server.post({"prompt": "a", "max_tokens": 1, "new_field": {"x": [1]}}).status_code == 200
+
+
+def test_openais_client_raises_its_own_exceptions(server: RunningServer) -> None:
+    with pytest.raises(openai.NotFoundError):
+        server.client.completions.create(model="gpt", prompt="a")
+    with pytest.raises(openai.BadRequestError) as refused:
+        server.client.completions.create(model="tiny", prompt="a" * CONTEXT, max_tokens=1)
+    assert refused.value.code == "context_length_exceeded"
+    assert httpx.get(f"{server.url}/v1/completions").status_code == 405
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+def test_a_long_body_is_refused_before_its_end(server: RunningServer, has_length: bool) -> None:
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=CLIENT_TIMEOUT_SECONDS)
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader(*("Content-Length", str(100 << 20)) if has_length else ("Transfer-Encoding", "chunked"))
+    connection.endheaders()
+    body = b"a" * (2 << 20)
+    connection.send(body if has_length else b"%x\r\n" % len(body) + body)
+    assert connection.getresponse().status == 413
+    connection.close()
+    assert server.post({"prompt": "a"}).status_code == 200
+
+
+def test_a_body_of_100_mb_is_refused(server: RunningServer) -> None:
+    assert server.post(b"a" * (100 << 20)).status_code == 413
+    assert server.post({"prompt": "a"}).status_code == 200
+
+
+def test_many_streams_at_once_have_the_same_text_as_single_ones(server: RunningServer) -> None:
+    prompts = [f"Client {number}: {'x' * number}" for number in range(20)]
+    expected = [server.expected_text(prompt, 30) for prompt in prompts]
+    client = openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=CLIENT_TIMEOUT_SECONDS
+    )
+
+    async def ask(prompt: str) -> str:
+        stream = await client.completions.create(model="tiny", prompt=prompt, max_tokens=30, temperature=0, stream=True)
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def ask_all() -> list[str]:
+        return await asyncio.gather(*map(ask, prompts))
+
+    assert asyncio.run(ask_all()) == expected
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_disconnect_cancels_the_generation(slow: RunningServer, stream: bool) -> None:
+    """The first generation runs, the second is in the queue."""
+    body = json.dumps({"prompt": "a", "max_tokens": 500, "stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    address = ("127.0.0.1", int(slow.url.rpartition(":")[2]))
+    with socket.create_connection(address) as first, socket.create_connection(address) as second:
+        for number, connection in enumerate((first, second), start=1):
+            connection.sendall(head + body)
+            slow.wait_for_generations(number)
+        started = time.monotonic()
+        second.close()
+        slow.wait_for_generations(1)
+        first.close()
+        slow.wait_for_generations(0)
+    assert slow.post({"prompt": "a", "max_tokens": 1}).status_code == 200
+    assert time.monotonic() - started < 40, "500 tokens take at least 50 s"
+
+
+def test_a_full_queue_is_reported_as_429(slow: RunningServer) -> None:
+    body = {"prompt": "a", "max_tokens": 100, "stream": True}
+    with httpx.stream(
+        "POST", f"{slow.url}/v1/completions", json={**body, "n": 3}, timeout=CLIENT_TIMEOUT_SECONDS
+    ) as first:
+        assert first.status_code == 200
+        response = slow.post(body)
+        assert response.status_code == 429 and int(response.headers["retry-after"]) > 0
+        assert response.json()["error"]["type"] == "rate_limit_error"
+    slow.wait_for_generations(0)
+    assert slow.post({"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_a_failure_of_the_model_is_reported_as_500(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(257, CONTEXT).eval()
+    with run_server(model) as other:
+
+        def fail(*arguments: Any) -> None:
+            raise MemoryError("secret")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "hidden_states", fail)
+            response = other.post({"prompt": "a"})
+            assert response.status_code == 500 and response.json()["error"]["type"] == "server_error"
+            streamed = other.post({"prompt": "a", "stream": True}).text
+            assert "server_error" in streamed and streamed.endswith("data: [DONE]\n\n") and "secret" not in streamed
+        assert other.post({"prompt": "a"}).status_code == 200
+
+
+def test_the_command_prints_its_url(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(app, "latest_model", lambda root: (root, None))
+    monkeypatch.setattr(app, "load_for_inference", lambda *arguments: (make_model(257, 8).eval(), TOKENIZER))
+
+    def run(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        address = sockets[0].getsockname()
+        assert f"http://{address[0]}:{address[1]}/v1" in capsys.readouterr().out
+        assert address[0] == "127.0.0.1"
+        assert main(["serve", "--port", str(address[1])]) == 2  # the port is in use
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    assert main(["serve", "--port", "0"]) == 0
+    assert "Change --host or --port" in capsys.readouterr().err
+    assert main(["serve", "--max-batch-size", "0"]) == 2

@@ -1,0 +1,172 @@
+"""The pages of the stages and the report of a run: Markdown with valid pictures."""
+
+import base64
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, FlowRunFilter, FlowRunFilterName
+
+from flows import report
+from flows.config import PipelineConfig
+from flows.pipeline import pipeline
+from flows.run_record import make_run, outputs_of
+from lm.common.errors import UserError
+from lm.tokenizer.tokenizer import Tokenizer
+from tasks.pages import markdown, plots
+from tasks.runtime.context import Attempt, RunContext
+from tasks.runtime.output import PAGE, read_output
+from tasks.runtime.stage import Stage
+from tests.helpers.deployed import TINY
+from tests.helpers.roots import materialize
+
+STAGES = ["ingest", "chunk", "count", "merge", "encode", "train", "sample"]
+PAGE_TEXTS = {
+    "ingest": "| documents |",
+    "chunk": "| train | 5 |",
+    "count": "### Most common",
+    "merge": "**300** token ids: 256 bytes, 43 merges, special tokens `<|endoftext|>`",
+    "encode": "MB per CPU-second",
+    "train": "| FLOPs per token, forward and backward |",
+    "sample": "Prompt: `Once`",
+}
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory, prefect_server: None) -> dict[str, Any]:
+    """Return the record of a run of all stages."""
+    return pipeline(TINY, str(tmp_path_factory.mktemp("pages")))
+
+
+def page_of(record: dict[str, Any], stage: str) -> str:
+    page = outputs_of(RunContext(record["root"], ""), record)[stage].page
+    assert page
+    return page
+
+
+def artifacts(name: str) -> dict[str, str]:
+    """Markdown artifacts of a run, by key."""
+    with get_client(sync_client=True) as client:
+        (run,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[name])))
+        shown = client.read_artifacts(
+            artifact_filter=ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run.id]))
+        )
+    keys = [str(artifact.key) for artifact in shown if artifact.type == "markdown"]
+    assert all(re.fullmatch(r"demo-[a-z0-9-]+-[0-9a-f]{6}-[a-z]+", key) for key in keys)
+    return {str(item.key).rpartition("-")[2]: str(item.data) for item in shown if item.type == "markdown"}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_page_of_each_stage(record: dict[str, Any], stage: str) -> None:
+    page = page_of(record, stage)
+    assert PAGE_TEXTS[stage] in page
+    pictures = re.findall(r"!\[[^]]+]\(data:image/(png|svg\+xml);base64,([^)]+)\)", page)
+    assert pictures
+    for kind, data in pictures:
+        raw = base64.b64decode(data)
+        if kind == "png":
+            image = Image.open(io.BytesIO(raw))
+            assert len(image.convert("RGB").getcolors(1 << 20) or []) > 10  # not blank
+        else:
+            assert raw.startswith(b"<svg")
+    for row in re.findall(r"^\|.*\|$", page, re.MULTILINE):
+        assert row.replace("\\|", "").count("|") >= 3
+
+
+def test_the_artifacts_are_the_pages_and_a_report_of_them_all(record: dict[str, Any]) -> None:
+    shown = artifacts(record["name"])
+    assert set(shown) == {*STAGES, "report"}
+    text = (Path(record["root"]) / "runs" / f"{record['name']}.md").read_text(encoding="utf-8")
+    assert text.startswith(shown["report"]), "the file holds the pages too, the artifact does not repeat them"
+    assert "base64" not in shown["report"]
+    for stage in STAGES:
+        assert page_of(record, stage) in shown[stage]
+        assert page_of(record, stage) in text
+        assert f"file://{record['root']}/{stage}/{record['stages'][stage]['key']}" in shown[stage]
+
+
+def test_a_run_that_makes_nothing_uploads_a_table_alone(record: dict[str, Any]) -> None:
+    again = pipeline(TINY, record["root"], until="merge")
+    assert {stage["state"] for stage in again["stages"].values()} == {"cached"}
+    shown = artifacts(again["name"])
+    assert set(shown) == {"report"}
+    assert len(shown["report"]) < 5_000
+    assert shown["report"].count(f"| {record['name']}, ") == 4, "it names the run that made each stage"
+
+
+def test_artifacts_of_other_roots_and_configurations_have_other_keys() -> None:
+    labels = {
+        make_run(PipelineConfig(name=name), root, "run").label for name in "ab" for root in ("/x/runs", "/y/runs")
+    }
+    assert len(labels) == 4
+    assert all(re.fullmatch("[ab]-runs-[0-9a-f]{6}", label) for label in labels)
+    assert re.fullmatch("[a-z0-9-]+", make_run(PipelineConfig(name="Ünd so_weiter!"), "s3://b/Ä Ö", "run").label)
+
+
+def test_the_report_of_a_failed_run(tmp_path: Path, record: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"model\.vocab_size is 7"):
+        pipeline(TINY | {"model": {"vocab_size": 7}}, record["root"])
+    newest = max(Path(record["root"]).glob("runs/*.md"), key=lambda path: path.stat().st_mtime)
+    text = newest.read_text(encoding="utf-8")
+    assert "**The run failed: model.vocab_size is 7" in text
+    assert "| encode | cached |" in text
+    assert "## train" not in text
+
+
+def test_a_page_is_not_content(record: dict[str, Any]) -> None:
+    output = outputs_of(RunContext(record["root"], ""), record)["count"]
+    before = output.digest
+    Path(output.url, PAGE).unlink()
+    assert output.is_intact()
+    assert read_output(RunContext(record["root"], "").store, output.ref).digest == before
+    assert "- pretokens " in report.page_of(output)  # the figures stand in for it
+
+
+def test_a_failing_page_does_not_fail_the_stage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def body(out: Attempt, text: str) -> None:
+        (out.directory / "text.txt").write_text(text)
+
+    def page(out: Attempt, text: str) -> str:
+        raise ZeroDivisionError
+
+    run = RunContext(str(tmp_path), "run")
+    stage = Stage("pageless", body, page=page)
+    output = read_output(run.store, materialize(stage, run, "a"))
+    assert output.path("text.txt").read_text() == "a"
+    assert output.page is None
+    assert "The page of pageless could not be made" in caplog.text
+
+
+@given(st.one_of(st.text(max_size=40), st.binary(max_size=40)))
+def test_any_text_as_code_is_one_table_cell(text: str | bytes) -> None:
+    table = markdown.table(("a", "b"), [(markdown.code(text), "x")])
+    assert table.isprintable() or set(filter(lambda character: not character.isprintable(), table)) == {"\n"}
+    row = table.split("\n")[2:]
+    assert len(row) == 1
+    assert len(re.split(r"(?<!\\)\|", row[0])) == 4
+    span = row[0].split(" | x |")[0].removeprefix("| ")
+    fence = re.match("`+", span)
+    assert fence
+    assert span.endswith(fence.group())
+    assert not re.search(rf"(?<!`){fence.group()}(?!`)", span[len(fence.group()) : -len(fence.group())])
+
+
+def test_code_shows_each_space_at_the_ends() -> None:
+    assert [markdown.code(text) for text in (" ", "  ", " a b  ")] == ["`␣`", "`␣␣`", "`␣a b␣␣`"]
+
+
+@given(st.text("ab \n東🙂é<&", max_size=60))
+def test_the_tokens_of_a_text_join_to_it(text: str) -> None:
+    tokenizer = Tokenizer({index: bytes([index]) for index in range(256)}, [])
+    segments = plots.token_texts(tokenizer, text)
+    assert (
+        b"".join(segment.encode() if len(segment) == 1 else bytes.fromhex(segment) for segment in segments)
+        == text.encode()
+    )
+    assert base64.b64decode(plots.token_picture(segments).partition("base64,")[2][:-1]).startswith(b"<svg")

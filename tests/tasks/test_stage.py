@@ -1,0 +1,337 @@
+"""The stage contract without Prefect: keys, manifests, adoption, repair, and the reasons in the log."""
+
+import json
+import logging
+import pickle
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tenacity import wait_none
+
+from lm.common.errors import Stopped, UserError
+from lm.common.runtime import Execution
+from lm.text.chunks import Range, cut_chunks
+from lm.text.sources import Source
+from tasks.count import count_group
+from tasks.encode import encode_group
+from tasks.runtime import store
+from tasks.runtime.chunk_input import ChunkGroup, Ranges, open_ranges, read_groups, size_in_bytes, write_groups
+from tasks.runtime.context import Attempt, RunContext
+from tasks.runtime.machine import training_slot
+from tasks.runtime.output import Output, read_output
+from tasks.runtime.stage import Stage, stage
+from tasks.sample import sample
+from tasks.train import train
+from tests.helpers.roots import CALLS, letters, materialize, run_context, upper
+
+
+@pytest.fixture(autouse=True)
+def _forget_calls() -> None:
+    CALLS.clear()
+
+
+def test_an_output_is_made_once_with_a_manifest(tmp_path: Path) -> None:
+    run = run_context(tmp_path)
+    ref = materialize(letters, run, "x", 3)
+    assert materialize(letters, run, "x", 3) == ref
+    assert CALLS == ["letters"]
+    output = read_output(run.store, ref)
+    assert output.path("a.txt").read_text() == "xxx"
+    assert [file["path"] for file in output.manifest["files"]] == ["a.txt", "sub/b.txt"]
+    assert [file["path"] for file in output.manifest["records"]] == ["time.txt"]
+    assert output.manifest["ingredients"]["parameters"] == {"text": "x", "number": 3}
+    assert output.manifest["made"]["run"] == "test"
+    with pytest.raises(UserError, match=r"has no file z\.txt"):
+        output.path("z.txt")
+
+
+def test_the_key_depends_on_parameters_but_not_on_execution_or_root(tmp_path: Path) -> None:
+    first = materialize(letters, run_context(tmp_path / "1"), "x", 3)
+    other_root = materialize(
+        letters, run_context(tmp_path / "2", execution=Execution(threads=1, log_interval=7)), "x", 3
+    )
+    assert other_root == first
+    assert materialize(letters, run_context(tmp_path / "1"), "x", 4) != first
+
+
+def test_records_are_not_content(tmp_path: Path) -> None:
+    """Two attempts with different records have the same content digest."""
+    run = run_context(tmp_path)
+    ref = materialize(letters, run, "x", 3)
+    before = read_output(run.store, ref)
+    materialize(letters, run_context(tmp_path, refresh=frozenset({"letters"})), "x", 3)
+    after = read_output(run.store, ref)
+    assert CALLS == ["letters", "letters"]
+    assert before.manifest["records"] != after.manifest["records"]
+    assert before.manifest["attempt"] != after.manifest["attempt"]
+    assert before.digest == after.digest
+    assert before.is_intact(), "a refresh does not change the old attempt"
+
+
+def test_the_key_depends_on_the_content_of_inputs_only(tmp_path: Path) -> None:
+    run = run_context(tmp_path)
+    up = materialize(upper, run, materialize(letters, run, "ab", 2), [materialize(letters, run, "q", 1)])
+    same_content = materialize(letters, run, "abab", 1)  # another key, the same bytes
+    assert materialize(upper, run, same_content, [materialize(letters, run, "q", 1)]) == up
+    assert materialize(upper, run, same_content, []) != up
+    assert CALLS.count("upper") == 2
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "record", "manifest"])
+def test_a_damaged_output_is_made_again(tmp_path: Path, damage: str) -> None:
+    run = run_context(tmp_path)
+    ref = materialize(letters, run, "hello", 2)
+    output = read_output(run.store, ref)
+    path, content = output.path("a.txt"), output.path("a.txt").read_bytes()
+    if damage == "flip":
+        path.write_bytes(b"j" + content[1:])
+    elif damage == "truncate":
+        path.write_bytes(content[:-1])
+    elif damage == "delete":
+        path.unlink()
+    elif damage == "record":
+        output.path("time.txt").unlink()
+    else:
+        Path(run.store.path(*ref, "manifest.json")).write_text("{")
+    assert materialize(letters, run, "hello", 2) == ref
+    assert CALLS == ["letters", "letters"]
+    assert read_output(run.store, ref).path("a.txt").read_bytes() == content
+
+
+@pytest.mark.parametrize("body_fails", [True, False], ids=["body fails", "body succeeds"])
+def test_an_output_is_not_published_if_its_input_was_damaged_in_the_meantime(tmp_path: Path, body_fails: bool) -> None:
+    @stage("reading")
+    def reading(out: Attempt, source: Output) -> None:
+        path = source.path("a.txt")
+        path.write_text("yyy")
+        (out.directory / "copy.txt").write_text(path.read_text())
+        if body_fails:
+            raise ZeroDivisionError
+
+    run = run_context(tmp_path)
+    ref = materialize(letters, run, "x", 3)
+    with pytest.raises(UserError, match=r"letters/.* was damaged while reading read it"):
+        materialize(reading, run, ref)
+    assert not list(tmp_path.glob("reading/*/manifest.json"))
+
+
+def test_an_os_error_becomes_a_user_error(tmp_path: Path) -> None:
+    @stage("writing")
+    def writing(out: Attempt, text: str) -> None:
+        raise OSError(28, "No space left on device", str(out.directory / "a.txt"))
+
+    with pytest.raises(UserError, match=r"writing cannot continue: .*No space left on device: .*a\.txt"):
+        materialize(writing, run_context(tmp_path), "x")
+
+
+def test_a_copied_or_moved_root_is_used(tmp_path: Path) -> None:
+    ref = materialize(letters, run_context(tmp_path / "old"), "x", 3)
+    shutil.copytree(tmp_path / "old", tmp_path / "copy")
+    (tmp_path / "old").rename(tmp_path / "moved")
+    for place in ("copy", "moved"):
+        assert materialize(letters, run_context(tmp_path / place), "x", 3) == ref
+    assert CALLS == ["letters"]
+
+
+def test_a_failed_attempt_has_no_manifest_and_is_passed_to_the_next(tmp_path: Path) -> None:
+    seen: list[list[Path]] = []  # the unfinished attempts of each call
+
+    @stage("failing", is_resumable=True)
+    def failing(out: Attempt, text: str) -> None:
+        seen.append(out.unfinished)
+        (out.directory / "started.txt").write_text(text)
+        if len(seen) == 1:
+            raise RuntimeError("stop")
+
+    run = run_context(tmp_path)
+    with pytest.raises(RuntimeError):
+        materialize(failing, run, "x")
+    assert not list(tmp_path.glob("failing/*/manifest.json"))
+    materialize(failing, run, "x")
+    assert seen[0] == []
+    assert [(path / "started.txt").read_text() for path in seen[1]] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, "it has no result yet"),
+        ({"number": 4}, "changed since its last result: parameters.number"),
+        ({"refresh": True}, "a refresh was asked for"),
+        ({"delete": True}, "its files are damaged or missing"),
+    ],
+)
+def test_the_log_gives_the_reason_to_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: dict[str, Any], reason: str
+) -> None:
+    run = run_context(tmp_path, refresh=frozenset({"letters"} if "refresh" in change else ()))
+    if change:
+        ref = materialize(letters, run_context(tmp_path), "x", 3)
+        if "delete" in change:
+            read_output(run.store, ref).path("a.txt").unlink()
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        materialize(letters, run, "x", change.get("number", 3))
+    assert f"letters runs: {reason}." in caplog.text
+
+
+def test_an_object_enters_the_key_by_its_identity(tmp_path: Path) -> None:
+    @stage("sized")
+    def sized(out: Attempt, group: Ranges) -> None:
+        CALLS.append("sized")
+        (out.directory / "size.txt").write_text(str(size_in_bytes(group)))
+
+    run = run_context(tmp_path)
+
+    def group(number: int, text: str, start: int, is_last: bool) -> ChunkGroup:
+        """Return group ``number``, one range of 10 bytes, of the files of the stages ingest and chunk."""
+        cut = [Range(0, start, start + 10, is_last, "cd" * 32)]
+
+        def write_chunks(out: Attempt, text: str, cut: list[Range]) -> None:
+            entry = {"file": None, "source": 0, "ranges": [[start, start + 10]]}
+            out.sources = [Source(text, 20, "ab" * 32)]
+            (out.directory / "texts.json").write_text(json.dumps({"train": [entry], "valid": []}))
+            write_groups(out.directory, {"train": [cut] * number, "valid": []})
+
+        ref = materialize(Stage("chunks", write_chunks), run, text, cut)
+        return read_groups(run.store, ref, ref, "train")[-1]
+
+    original, moved, without_end = (
+        group(1, "/a/x.txt", 10, True),
+        group(3, "/b/y.txt", 0, True),
+        group(1, "/a/x.txt", 10, False),
+    )
+    assert materialize(sized, run, original) == materialize(sized, run, moved)
+    assert CALLS == ["sized"]
+    assert materialize(sized, run, without_end) != materialize(sized, run, original)
+
+
+def check_remote_root(root: str) -> None:
+    run = RunContext(root, "test")
+    ref = materialize(letters, run, "x", 3)
+    up = materialize(upper, run, ref, [])
+    assert read_output(run.store, up).path("A.txt").read_text() == "XXX"
+    assert materialize(letters, RunContext(root, "again"), "x", 3) == ref
+    assert CALLS == ["letters", "upper"]
+    attempt = read_output(run.store, ref).manifest["attempt"]
+    run.store.fs.pipe_file(run.store.path(*ref, attempt, "a.txt"), b"xxy")
+    materialize(letters, run, "x", 3)
+    assert CALLS == ["letters", "upper", "letters"]
+
+
+def test_a_root_in_memory() -> None:
+    """Files of a remote root are uploaded, and downloaded before they are read."""
+    check_remote_root("memory://stage-test")
+
+
+def test_a_root_on_s3(bucket: Any) -> None:
+    check_remote_root("s3://corpus/root")
+
+
+def test_an_unreachable_root_on_s3(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store.retry_request, "wait", wait_none())
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    type(bucket).clear_instance_cache()
+    with pytest.raises(UserError, match=r"cannot be (reached|written)"):
+        materialize(letters, RunContext("s3://corpus/root", "test"), "x", 3)
+
+
+def test_an_unusable_root_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    with pytest.raises(UserError, match="cannot be written"):
+        materialize(letters, run_context(tmp_path / "file"), "x", 3)
+    with pytest.raises(UserError, match="cannot be used"):
+        RunContext("nosuch://root", "test").store.list_names()
+
+
+def test_the_code_of_a_stage_contains_the_modules_that_decide_its_content() -> None:
+    assert {
+        "lm.text.sources",
+        "lm.tokenizer.pretoken_counts",
+        "lm.text.pretokenize",
+        "tasks.runtime.chunk_input",
+    } <= set(count_group.code)
+    assert {"lm.text.sources", "lm.data.token_shards", "lm.tokenizer"} <= set(encode_group.code)
+    assert {"lm.data.token_shards", "lm.train.trainer", "lm.model", "lm.optim"} <= set(train.code)
+    assert "lm.train.trainer" not in sample.code
+    for used in (count_group, encode_group, train, sample):
+        assert not {"tasks.runtime.stage", "tasks.runtime.store", "tasks.runtime.progress", "lm.common.runtime"} & set(
+            used.code
+        )
+
+
+def test_a_text_that_changes_while_it_is_read_body_fails(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("one two")
+    (ranges,) = cut_chunks([str(path)], [], 100)
+    group = [(str(path), part) for part in ranges]
+    assert [b"".join(blocks) for blocks, _ in open_ranges(group, threading.Event())] == [b"one two"]
+    path.write_text("one too")
+    with pytest.raises(UserError, match=r"text\.txt changed while the pipeline ran"):
+        for blocks, _ in open_ranges(group, threading.Event()):
+            b"".join(blocks)
+
+
+def test_consecutive_ranges_of_a_text_are_read_as_one(tmp_path: Path) -> None:
+    """The bytes between them are of the other text. The text does not end there, so nothing is appended."""
+    paths = [tmp_path / f"{name}.txt" for name in "ab"]
+    for path in paths:
+        path.write_text("one|two|three|four")
+    urls = [*map(str, paths), str(paths[1])]
+    (ranges,) = cut_chunks(urls, ["|"], 100, ranges=[[(0, 4), (8, 18)], [(4, 8)], [(0, 4)]])
+    assert len(ranges) == 4
+    chunk = [(urls[part.text], part) for part in ranges]
+    texts = [(b"".join(blocks), is_last) for blocks, is_last in open_ranges(chunk, threading.Event())]
+    assert texts == [(b"one|three|four", True), (b"two|", True), (b"one|", True)]
+    paths[0].write_text("one|TWO|three|four")
+    assert next(b"".join(blocks) for blocks, _ in open_ranges(chunk, threading.Event())) == b"one|three|four"
+    paths[0].write_text("onE|two|three|four")
+    with pytest.raises(UserError, match=r"a\.txt changed while the pipeline ran"):
+        [b"".join(blocks) for blocks, _ in open_ranges(chunk, threading.Event())]
+
+
+def test_a_chunk_ends_early_when_the_run_is_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("one two")
+    (ranges,) = cut_chunks([str(path)], [], 100)
+    stopping = threading.Event()
+    stopping.set()
+    with pytest.raises(Stopped):
+        for blocks, _ in open_ranges([(str(path), part) for part in ranges], stopping):
+            b"".join(blocks)
+
+
+def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
+    run = run_context(tmp_path)
+    ref = materialize(letters, run, "ü", 1)
+    content = json.loads(Path(run.store.path(*ref, "manifest.json")).read_text(encoding="utf-8"))
+    assert content["key"] == ref.key
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_of_two_concurrent_runs_the_second_uses_the_output_of_the_first(tmp_path: Path) -> None:
+    bodies: list[str] = []
+
+    def body(out: Attempt, text: str) -> None:
+        time.sleep(0.3)  # both have started by then
+        bodies.append(text)
+        (out.directory / "text.txt").write_text(text)
+
+    limited = Stage("limited", body, slot=lambda execution: training_slot(execution.max_trainings))
+    with ThreadPoolExecutor(2) as pool:
+        refs = list(pool.map(lambda name: materialize(limited, RunContext(str(tmp_path), name), "a"), ["one", "two"]))
+    assert refs[0] == refs[1]
+    assert bodies == ["a"]
+
+
+def test_a_run_context_can_be_pickled(tmp_path: Path) -> None:
+    run = RunContext(str(tmp_path), "run", frozenset({"merge"}), Execution(threads=3))
+    sent = pickle.loads(pickle.dumps(run))
+    assert sent == replace(run, stopping=sent.stopping)
