@@ -84,7 +84,8 @@ def _scan_key_directory(store: Store, ref: Ref, names: dict[str, dict[str, int]]
         elif _TEMPORARY_NAME.search(name):
             yield Finding("orphaned", path, "a process was killed while it wrote this", size, is_garbage=True)
         elif name == LOCK_FILE:
-            if not is_locked(Path(store.path(path))):
+            lock = Path(store.path(path))
+            if not is_locked(lock) and lock.exists():  # its holder may have ended, and deleted it, since it was listed
                 yield Finding("orphaned", path, "a process was killed while it held this lock", size, is_garbage=True)
         elif output and name == current_attempt:
             known = {f"{path}/{file['path']}" for file in output.all_files()}

@@ -76,9 +76,12 @@ def lock_output(path: Path, name: str, stopping: threading.Event) -> Iterator[No
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process has a lock on a file."""
-    with path.open("rb") as file:
-        return not _try_lock(file.fileno(), fcntl.LOCK_EX)
+    """Return whether a process has a lock on a file. A holder may have deleted the file: then nobody has a lock on it."""
+    try:
+        with path.open("rb") as file:
+            return not _try_lock(file.fileno(), fcntl.LOCK_EX)
+    except FileNotFoundError:
+        return False
 
 
 def _open_lock_file(path: Path, flags: int) -> int:

@@ -97,6 +97,20 @@ def test_verify_reports_the_lock_file_of_a_killed_run_only(tmp_path: Path) -> No
     assert findings[LOCK_FILE].is_garbage
 
 
+def test_verify_reports_no_lock_file_that_its_holder_deletes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_context(tmp_path / "root")
+    lock = tmp_path / "root/slow" / ("0" * 64) / LOCK_FILE
+
+    def list_files(store: Store) -> dict[str, int]:
+        with lock_output(lock, "slow", run.stopping):
+            return {lock.relative_to(tmp_path / "root").as_posix(): 0}
+
+    monkeypatch.setattr(Store, "list_files", list_files)
+    assert list(verify(run.store)) == []
+
+
 def test_a_wait_ends_when_the_run_is_stopped(tmp_path: Path) -> None:
     stopping = threading.Event()
     with lock_output(tmp_path / "lock", "x", threading.Event()):
