@@ -21,6 +21,7 @@ from lm.text.pretokenize import END_OF_TEXT
 from tests.helpers.training import MODEL, small_data
 
 
+@pytest.mark.slow
 def test_the_tokenizer_benchmark_compares_results(shared_data: Path, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("".join(demo_stories(3000)), encoding="utf-8")
@@ -64,6 +65,7 @@ def test_generation_is_measured() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_server_benchmark_counts_requests() -> None:
     pytest.importorskip("httpx", reason="httpx is not installed")
     from benchmarks import serve
@@ -74,6 +76,7 @@ def test_the_server_benchmark_counts_requests() -> None:
     assert result["failed"] == result["left"] == 0
 
 
+@pytest.mark.slow
 def test_training_recipes_are_compared_by_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = small_data()
     adamw, fast = learning.recipes(data.tokenizer.size)

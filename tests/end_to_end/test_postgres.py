@@ -15,6 +15,8 @@ import pytest
 from tests.helpers.deployed import STAGES, TINY, Deployed, deployed, free_port
 from tests.helpers.limits import wait_for
 
+pytestmark = pytest.mark.server
+
 
 def postgres_program(name: str) -> str:
     """Return the path of a PostgreSQL program: from PATH or Debian's newest version. Skip without one."""

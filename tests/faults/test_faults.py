@@ -12,6 +12,8 @@ from tests.faults.checks import check_outputs, compute_digests
 from tests.faults.faults import flip_bit, overwrite
 from tests.faults.rounds import run_round
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:

@@ -195,6 +195,7 @@ def run_in_process(tiny: Path, **environment: str) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.slow
 def test_a_user_error_during_a_run_prints_no_traceback(tiny: Path) -> None:
     (tiny.parent / "corpus.txt").write_bytes(b"fine so far \xff and on")
     done = run_in_process(tiny)

@@ -83,6 +83,7 @@ def test_a_second_run_is_all_cached_and_execution_changes_nothing(run: Runner, c
     assert {action.split(",")[0] for _, action in plan(config, str(run.root), None, ())} == {"cached"}
 
 
+@pytest.mark.slow
 def test_a_change_reruns_the_stages_that_depend_on_it(run: Runner, config: PipelineConfig) -> None:
     run(config)
     assert run(replace(config, sample=SampleConfig(prompts=["One"], max_new_tokens=3))) == ["sample"]
@@ -152,6 +153,7 @@ def test_a_deleted_source_is_not_needed_while_its_outputs_exist(
         run(config, until="count", refresh=("count",))
 
 
+@pytest.mark.slow
 def test_a_copied_and_a_moved_root_stay_cached(run: Runner, config: PipelineConfig, tmp_path: Path) -> None:
     run(config)
     shutil.copytree(run.root, tmp_path / "copy")
@@ -162,6 +164,7 @@ def test_a_copied_and_a_moved_root_stay_cached(run: Runner, config: PipelineConf
     assert run(config, until="chunk") == STAGES[:2], "Prefect's records of another root have no effect"
 
 
+@pytest.mark.slow
 def test_root_and_thread_count_do_not_change_the_files(config: PipelineConfig, tmp_path: Path) -> None:
     runs = [Runner(tmp_path / name) for name in ("one", "four")]
     for run, threads in zip(runs, (1, 4), strict=True):
@@ -215,6 +218,7 @@ def test_a_failed_training_resumes_from_its_checkpoint(
     assert "Training resumes at step 2" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_training_in_processes_is_resumed_without_its_manifest(
     run: Runner, config: PipelineConfig, caplog: pytest.LogCaptureFixture
 ) -> None:

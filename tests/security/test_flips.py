@@ -63,6 +63,7 @@ def outputs(root: Path) -> Iterator[Output]:
         yield output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("described", [True, False], ids=["files", "manifests-and-records"])
 def test_verify_and_readers_notice_each_flip(root: Path, described: bool) -> None:
     """All files of one kind are flipped at once: verify must name each of them."""

@@ -73,6 +73,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_torchrun_has_the_losses_of_one_process(tmp_path: Path, expected_rows: list[dict[str, Any]]) -> None:
     job = write_job(tmp_path, steps=10)
     (tmp_path / "run.py").write_text(MANY_BUCKETS)
@@ -85,6 +86,7 @@ def test_torchrun_has_the_losses_of_one_process(tmp_path: Path, expected_rows: l
     assert losses(read_rows(job.parent))[:4] == pytest.approx(losses(expected_rows)[:4], rel=5e-6)
 
 
+@pytest.mark.slow
 def test_torchrun_stopped_by_a_signal_saves_and_resumes(tmp_path: Path) -> None:
     """torchrun exits with 1; its processes finish the step, save and print the message."""
     job = write_job(tmp_path, steps=100_000, checkpoint_interval=100_000)
@@ -121,6 +123,7 @@ def test_processes_meet_through_a_temporary_file(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_stop_saves_and_the_training_resumes(tmp_path: Path, expected_rows: list[dict[str, Any]]) -> None:
     job, stop_event = write_job(tmp_path, steps=50), threading.Event()
 
@@ -205,6 +208,7 @@ def test_killed_parent_leaves_no_orphan(running: Running) -> None:
     assert [row["step"] for row in rows] == list(range(1, done + 6)), "no step is lost"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_killed_process_ends_the_others(running: Running, hangs: bool) -> None:
     """Even if rank 0 hangs in a collective operation, as on a GPU."""

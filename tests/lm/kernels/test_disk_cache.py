@@ -153,6 +153,7 @@ print("never run:", [kernel.py_func.__name__ for kernel in KERNELS if not kernel
 """
 
 
+@pytest.mark.slow
 def test_the_pipeline_compiles_nothing_after_compilation_ahead_of_time(copy: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     (copy / "text.txt").write_text("One day.<|endoftext|>Two days, \u20ac 3.\n" * 40)
@@ -225,6 +226,7 @@ print(sum(sum(kernel.stats.cache_misses.values()) for kernel in KERNELS))
 """
 
 
+@pytest.mark.slow
 def test_one_of_two_processes_compiles_a_kernel_and_the_other_waits(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("some words, and some other words")

@@ -26,6 +26,7 @@ def weights_of(job: Path, step: int) -> bytes:
     return (job.parent / f"step-{step:07d}" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(tmp_path: Path) -> None:
     """SIGKILL at random times; metrics and weights equal those of an uninterrupted run."""
     steps = 200 * KILLS

@@ -65,6 +65,7 @@ def test_bfloat16_attention_is_as_exact_as_torch(kv_heads: int, length: int) -> 
         assert (result - exact).norm() < 2 * (torch_result - exact).norm() + 1e-2
 
 
+@pytest.mark.slow
 def test_compiled_attention_has_the_same_gradients() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 4, 70, 16, dtype=torch.bfloat16).requires_grad_().unbind()
