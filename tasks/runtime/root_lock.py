@@ -76,7 +76,7 @@ def lock_output(path: Path, name: str, stopping: threading.Event) -> Iterator[No
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process has a lock on a file. A holder may have deleted the file: then nobody has a lock on it."""
+    """Return whether a process has a lock on a file. A file that its last holder has deleted has no lock."""
     try:
         with path.open("rb") as file:
             return not _try_lock(file.fileno(), fcntl.LOCK_EX)
