@@ -5,11 +5,11 @@ not depend on these fields. Trained weights may differ in their last bits, becau
 and activation_checkpointing change the order of floating-point additions.
 """
 
-import os
 from dataclasses import dataclass, field
 from typing import Literal
 
 from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
+from lm.common.cpu import available_cpus
 
 
 @dataclass(frozen=True)
@@ -46,4 +46,4 @@ class Execution:
     @property
     def workers(self) -> int:
         """Number of threads: ``threads``, or one per CPU core."""
-        return self.threads or os.cpu_count() or 1
+        return self.threads or available_cpus()

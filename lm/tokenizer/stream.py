@@ -1,11 +1,11 @@
 """Multithreaded encoding of text files to files of token ids."""
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
+from lm.common.cpu import available_cpus
 from lm.common.errors import InvalidUtf8Error
 from lm.text.chunks import FilePart, split_files
 from lm.tokenizer.tokenizer import Tokenizer
@@ -32,5 +32,5 @@ def encode_files(
         return target
 
     parts = split_files(paths, tokenizer.special_tokens, tokenizer.pattern)
-    with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
+    with ThreadPoolExecutor(threads or available_cpus()) as pool:
         return list(pool.map(encode, count(), parts))

@@ -33,6 +33,7 @@ from tenacity import (
 
 from lm.checkpoint.atomic_dir import sync_path
 from lm.common.checksum import dumps_with_checksum, file_checksum
+from lm.common.cpu import available_cpus
 from lm.common.errors import TransientError, UserError
 from lm.text.sources import is_transient_error, open_filesystem
 from tasks.runtime.machine import cache_directory
@@ -229,7 +230,7 @@ class Store:
             verified_digest = self.verified.digest("/".join((*parts, file["path"])), file_stat.fingerprint)
             return not is_same_etag and verified_digest != file["sha256"] and bool(self.describe_damage(file, *parts))
 
-        max_threads = (os.cpu_count() or 1) if self.is_local else MAX_CONCURRENT_REQUESTS
+        max_threads = available_cpus() if self.is_local else MAX_CONCURRENT_REQUESTS
         with ThreadPoolExecutor(max(1, min(len(files), max_threads))) as pool:  # hashing releases the GIL
             are_damaged = list(pool.map(is_damaged, files))
         self._trust(parts, [file for file, is_bad in zip(files, are_damaged, strict=True) if not is_bad], stats)
