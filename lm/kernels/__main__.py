@@ -62,6 +62,9 @@ def run_groups(is_pipeline_only: bool = False) -> Iterator[str]:
     if not is_pipeline_only:
         _encode({**vocab, 1 << 16: b"a token with an id of 17 bits"}, merges)
         yield "encoding, 32-bit ids"
+        train_merges(counts, 1 << 17, [])
+        train_merges(_random_counts(), 1 << 17, [])
+        yield "BPE training, 32-bit ids"
         compile_kernels(torch.bfloat16)
         yield "decode step, bfloat16"
 

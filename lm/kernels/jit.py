@@ -18,6 +18,7 @@ from lm.kernels.simd import BOUNDSCHECK
 Bytes = npt.NDArray[np.uint8]
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
+UInt32s = npt.NDArray[np.uint32]
 UInt64s = npt.NDArray[np.uint64]
 Ids = npt.NDArray[np.unsignedinteger]  # uint16 or uint32
 Records = npt.NDArray[np.void]  # a structured array of one record

@@ -72,6 +72,21 @@ def in_range(context: Any, builder: Any, args: Any, array: Any, index: Any, ored
     return builder.bitcast(inside, _I64)
 
 
+@_operation(lambda array, at, value: types.uint64(array, types.int64, array.dtype))
+def equal_in_block(context: Any, builder: Any, args: Any, array: Any, index: Any, value: Any) -> Any:
+    """Return a mask of the 64 bytes from ``array[index]``: bit k is set if element k equals ``value``."""
+    bits = args[0].dtype.bitwidth
+    vector = ir.VectorType(ir.IntType(bits), 512 // bits)
+    address = builder.bitcast(_address(context, builder, args[0], array, index, 64), vector.as_pointer())
+    undefined = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(undefined, value, _I32(0))
+    indices = ir.Constant(ir.VectorType(_I32, vector.count), [0] * vector.count)
+    equal = builder.icmp_unsigned(
+        "==", builder.load(address, align=1), builder.shuffle_vector(first, undefined, indices)
+    )
+    return builder.zext(builder.bitcast(equal, ir.IntType(vector.count)), _I64)
+
+
 @_operation(lambda buffer, at: types.uint64(buffer, types.int64))
 def load64(context: Any, builder: Any, args: Any, array: Any, index: Any) -> Any:
     """Return the 8 bytes from element ``at`` of ``buffer`` as a little-endian word, at any alignment."""

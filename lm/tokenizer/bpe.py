@@ -10,12 +10,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from lm.common.errors import UserError
-from lm.kernels.bpe.learn import grow_pair_table, learn_merges, make_corpus, start_training
-from lm.kernels.bpe.training_state import Corpus
+from lm.kernels.bpe.corpus import ENTRIES_PER_PRETOKEN, MAX_ENTRIES, Corpus, add_pretokens, corpus_dtype, make_corpus
+from lm.kernels.bpe.frequent_pairs import find_pairs, grow_pairs
+from lm.kernels.bpe.learn import learn_merges, make_room_for_places
+from lm.kernels.bpe.training_state import Training, make_training
 from lm.kernels.jit import log_compilation
-from lm.kernels.status import TABLE_FULL
+from lm.kernels.status import PLACES_FULL, TABLE_FULL
 from lm.text.pretokenize import GPT2_PATTERN, check_special_tokens
 from lm.tokenizer.config import check_vocab_size
 from lm.tokenizer.pretoken_counts import count_files, counts_to_arrays
@@ -26,6 +29,7 @@ Vocab = dict[int, bytes]
 Merges = list[tuple[bytes, bytes]]
 
 _MERGES_PER_PROGRESS = 256
+_LOW_SHARE = 64
 
 
 def train_bpe(
@@ -58,8 +62,8 @@ def train_merges(
 ) -> tuple[Vocab, Merges]:
     """Train on a table of counts (columns ``pretoken`` and ``count``); see :func:`train_bpe`.
 
-    Calls ``progress`` with the number of merges learned, every 256 merges. Needs about 22 bytes of memory for each byte
-    of the different pretokens.
+    Calls ``progress`` with the number of merges learned, every 256 merges. For the memory see
+    :func:`training_memory_bytes`. Raises UserError for invalid arguments and for too many pretokens.
     """
     check_vocab_size(vocab_size, special_tokens)
     if min_frequency < 1:
@@ -67,10 +71,14 @@ def train_merges(
     tokens = [bytes([byte]) for byte in range(256)] + [special.encode() for special in special_tokens]
     max_merges = vocab_size - len(tokens)
     with log_compilation("BPE training"):
-        corpus, length = _make_corpus(counts)
+        corpus, length = _make_corpus(counts, vocab_size)
+        total = pc.sum(counts["count"]).as_py() or 0
+        # Pairs that are certainly rarer than the last merge need no memory.
+        threshold = max(min_frequency, total // (_LOW_SHARE * max(1, max_merges)))
         del counts  # frees the memory of the pretokens for their pairs
         pa.default_memory_pool().release_unused()
-        pairs = _learn_merges(corpus, length, len(tokens), max_merges, min_frequency, progress)
+        training = find_pairs(make_training(corpus, len(tokens), max_merges), length, threshold)
+        pairs = _learn_merges(training, length, max_merges, threshold, min_frequency, progress)
     merges: Merges = []
     for left, right in pairs.tolist():
         merges.append((tokens[left], tokens[right]))
@@ -85,30 +93,53 @@ def train_merges(
     return dict(enumerate(tokens)), merges
 
 
-def _make_corpus(counts: pa.Table) -> tuple[Corpus, int]:
-    """Return the concatenated pretokens and their length."""
-    words, ends, frequencies = counts_to_arrays(counts)
-    if len(words) + len(ends) + 2 > np.iinfo(np.int32).max // 3:
+def training_memory_bytes(pretokens: int, text_bytes: int, vocab_size: int = 65_000) -> int:
+    """Estimate the peak memory of :func:`train_merges` for so many different pretokens of so many bytes in all."""
+    entries = text_bytes + ENTRIES_PER_PRETOKEN * pretokens
+    bytes_per_entry = 1 + corpus_dtype(vocab_size).itemsize
+    places = 4 * (text_bytes - pretokens) * 9 // 8
+    return bytes_per_entry * entries + places
+
+
+def _make_corpus(counts: pa.Table, vocab_size: int) -> tuple[Corpus, int]:
+    """Return the corpus of all pretokens and the number of its entries."""
+    text_bytes = pc.sum(pc.binary_length(counts["pretoken"])).as_py() or 0
+    entries = 1 + text_bytes + ENTRIES_PER_PRETOKEN * len(counts)
+    if entries > MAX_ENTRIES:
         raise UserError(
-            f"The different pretokens have {len(words):,} bytes, too many to learn merges from; train on less text."
+            f"{len(counts):,} different pretokens of {text_bytes:,} bytes are too many to learn merges from: "
+            f"the bytes and {ENTRIES_PER_PRETOKEN} times the number may add up to {MAX_ENTRIES:,}. "
+            "Raise tokenizer.min_count, or train on less text."
         )
-    return make_corpus(words, ends, frequencies)
+    corpus, length = make_corpus(entries, vocab_size), 1
+    for batch in counts.to_batches():
+        corpus, length = add_pretokens(corpus, length, *counts_to_arrays(pa.Table.from_batches([batch])))
+    return corpus, length
 
 
 def _learn_merges(
-    corpus: Corpus, length: int, first_id: int, max_merges: int, min_frequency: int, progress: Callable[[int], None]
+    training: Training,
+    length: int,
+    max_merges: int,
+    threshold: int,
+    min_frequency: int,
+    progress: Callable[[int], None],
 ) -> npt.NDArray[np.int32]:
-    """Return the merges as pairs of ids, (merges, 2). The first merge has the id ``first_id``."""
-    training = start_training(corpus, length, first_id, max_merges, min_frequency)
+    """Return the merges as pairs of ids, (merges, 2). ``training`` has the pairs with a count of ``threshold``."""
     merges = np.empty((max_merges, 2), np.int32)
     done = 0
     while done < max_merges:
         limit = min(max_merges, done + _MERGES_PER_PROGRESS)
-        done, status = learn_merges(training, merges, done, limit, min_frequency)
+        done, status = learn_merges(training, merges, done, limit, threshold)
         if status == TABLE_FULL:
-            training = grow_pair_table(training)
-            continue
-        progress(done)
-        if done < limit:
-            break
+            training = grow_pairs(training)
+        elif status == PLACES_FULL:
+            training = make_room_for_places(training, threshold)
+        elif done < limit and threshold > min_frequency:
+            threshold = max(min_frequency, threshold // 4)
+            training = find_pairs(training, length, threshold)
+        else:
+            progress(done)
+            if done < limit:
+                break
     return merges[:done]

@@ -23,6 +23,10 @@ class TokenizerConfig:
     min_frequency: int = bounded_field(1, ge=1)
     """Minimum number of occurrences of a merged pair. May end training before ``vocab_size`` on a small text."""
 
+    min_count: int = bounded_field(1, ge=1)
+    """Merges are learned from pretokens that occur at least this often. 1: from all. 2 saves most of the memory that
+    the training of a large text needs, and changes few merges; the pages of count and merge show what is left out."""
+
     def __post_init__(self) -> None:
         validate_fields(self, "tokenizer")
         check_special_tokens(self.special_tokens)

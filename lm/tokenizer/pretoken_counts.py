@@ -5,7 +5,6 @@ partition at a time. In a partition the counts descend; pretokens with equal cou
 Source: CS336 assignment 1 (section 2.4).
 """
 
-import os
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from lm.common.cpu import available_cpus
 from lm.common.errors import InvalidUtf8Error, UserError
 from lm.kernels.bpe import count as kernel
 from lm.kernels.bpe.classes import character_classes
@@ -131,7 +131,7 @@ def count_files(
     The order of the rows is undefined. Needs the memory of two or three tables of the result's size, or
     :data:`DEFAULT_MEMORY_BYTES`, and :data:`DEFAULT_MEMORY_BYTES` for each thread.
     """
-    workers = threads or os.cpu_count() or 1
+    workers = threads or available_cpus()
     pending = deque(split_files(paths, special_tokens, pattern))
     tables: list[pa.Table] = []
     max_table_bytes = DEFAULT_MEMORY_BYTES
@@ -179,7 +179,7 @@ def sum_counts(tables: Sequence[pa.Table]) -> pa.Table:
 def write_counts(path: Path, table: pa.Table) -> tuple[int, int]:
     """Write a table of counts to a file; return (pretokens, different pretokens)."""
     table = table.combine_chunks()
-    partitions = np.empty(len(table), np.uint8)
+    partitions = np.zeros(len(table), np.uint8)
     if len(table):
         kernel.assign_partitions(*counts_to_arrays(table)[:2], NUM_PARTITIONS, partitions)
     return _write_partitions(path, (table.filter(pa.array(partitions == i)) for i in range(NUM_PARTITIONS)))
@@ -188,7 +188,7 @@ def write_counts(path: Path, table: pa.Table) -> tuple[int, int]:
 def merge_counts(parts: Sequence[Path], path: Path) -> tuple[int, int]:
     """Write the sum of the files ``parts`` to one file; return (pretokens, different pretokens)."""
     files = [(part, _open(part)) for part in parts]
-    sums = (sum_counts([_read(*file, [partition]) for file in files]) for partition in range(NUM_PARTITIONS))
+    sums = (sum_counts([_read(*file, partition) for file in files]) for partition in range(NUM_PARTITIONS))
     return _write_partitions(path, sums)
 
 
@@ -196,15 +196,25 @@ def _write_partitions(path: Path, partitions: Iterable[pa.Table]) -> tuple[int, 
     total = unique = 0
     with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
         for table in partitions:
-            writer.write_table(table.sort_by([("count", "descending"), ("pretoken", "ascending")]))
+            table = table.sort_by([("count", "descending"), ("pretoken", "ascending")])
+            writer.write_table(table, row_group_size=max(1, len(table)))  # by default at most 1,048,576 rows
             total += pc.sum(table["count"]).as_py() or 0
             unique += len(table)
     return total, unique
 
 
-def read_counts(path: Path) -> pa.Table:
-    """Read a file of counts. Raises UserError if it is malformed."""
-    return _read(path, _open(path), range(NUM_PARTITIONS))
+def read_counts(path: Path, min_count: int = 1) -> pa.Table:
+    """Read a file of counts, without the pretokens that occur fewer than ``min_count`` times.
+
+    Needs memory for one partition and for the result. Raises UserError if the file is malformed.
+    """
+    return pa.concat_tables(table.filter(pc.field("count") >= min_count) for table in read_partitions(path))
+
+
+def read_partitions(path: Path) -> Iterator[pa.Table]:
+    """Yield the partitions of a file of counts. Raises UserError if it is malformed."""
+    file = _open(path)
+    return (_read(path, file, partition) for partition in range(NUM_PARTITIONS))
 
 
 def counts_to_arrays(table: pa.Table) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
@@ -230,9 +240,9 @@ def _open(path: Path) -> pq.ParquetFile:
     return file
 
 
-def _read(path: Path, file: pq.ParquetFile, partitions: Sequence[int]) -> pa.Table:
+def _read(path: Path, file: pq.ParquetFile, partition: int) -> pa.Table:
     try:
-        table = file.read_row_groups(list(partitions))
+        table = file.read_row_group(partition)
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path} is damaged: {error}") from None
     least, most = pc.min_max(table["count"]).as_py().values()

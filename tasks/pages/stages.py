@@ -26,6 +26,7 @@ from tasks.pages.plots import (
 )
 
 if TYPE_CHECKING:
+    from lm.tokenizer.config import TokenizerConfig
     from tasks.runtime.context import Attempt
     from tasks.runtime.output import Output
 
@@ -34,6 +35,7 @@ _EXAMPLE_TEXT = (
     "Naïve café, 東京 and 🙂 cost more tokens than plain words do."
 )
 _MAX_SOURCES = 20
+_MIN_COUNTS = (1, 2, 3, 5, 10)
 
 
 def ingest(out: "Attempt", **inputs: Any) -> Iterator[str]:
@@ -69,31 +71,36 @@ def chunk(out: "Attempt", **inputs: Any) -> Iterator[str]:
 
 
 def count(out: "Attempt", parts: "list[Output]") -> Iterator[str]:
-    """Show the most common and the longest pretokens, and the counts by rank."""
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
+    """Show the most common and the longest pretokens, the counts by rank, and the memory that merge will need."""
+    from lm.tokenizer.bpe import training_memory_bytes
+    from lm.tokenizer.counts_summary import summarize_counts
 
-    order = [("count", "descending"), ("pretoken", "ascending")]
-    pretokens = pq.read_table(out.directory / "counts.parquet").sort_by(order)
-    counts = pretokens["count"].to_numpy()
-    total = int(counts.sum())
-    yield f"**{total:,}** pretokens, **{len(counts):,}** different ones, from {len(parts):,} groups of chunks."
+    summary = summarize_counts(out.directory / "counts.parquet", _MIN_COUNTS)
+    total = summary.total
+    yield f"**{total:,}** pretokens, **{summary.unique:,}** different ones, from {len(parts):,} groups of chunks."
     figure, axes = new_figure("Zipf's law: the count of the pretoken of each rank", "rank", "count")
-    ranks = np.unique(np.geomspace(1, max(1, len(counts)), 400).astype(int))
-    if len(counts):
-        axes.loglog(ranks, counts[ranks - 1])
+    if summary.unique:
+        axes.loglog(*summary.counts_by_rank)
     yield embed_figure(figure, "Counts by rank")
-    common = pretokens[:20].to_pylist()
-    rows = [(code(row["pretoken"]), row["count"], f"{100 * row['count'] / total:.2f} %") for row in common]
+    rows = [(code(pretoken), count, f"{100 * count / total:.2f} %") for pretoken, count in summary.common]
     yield "### Most common\n\n" + table(("pretoken", "count", "share"), rows)
-    longest = pc.top_k_unstable(pc.binary_length(pretokens["pretoken"]), min(10, len(pretokens)))
-    rows = [
-        (code(row["pretoken"][:80]), len(row["pretoken"]), row["count"]) for row in pretokens.take(longest).to_pylist()
+    longest = [(code(pretoken[:80]), len(pretoken), count) for pretoken, count in summary.longest]
+    yield "### Longest\n\n" + table(("pretoken", "bytes", "count"), longest)
+    costs = [
+        (
+            min_count,
+            kept.unique,
+            kept.bytes,
+            f"{100 * kept.total / max(1, total):.2f} %",
+            training_memory_bytes(kept.unique, kept.bytes) / 1e9,
+        )
+        for min_count, kept in summary.kept.items()
     ]
-    yield "### Longest\n\n" + table(("pretoken", "bytes", "count"), rows)
+    header = ("tokenizer.min_count", "different pretokens", "bytes", "share of all occurrences", "memory for merge, GB")
+    yield "### What rare pretokens cost\n\n" + table(header, costs)
 
 
-def merge(out: "Attempt", **inputs: Any) -> Iterator[str]:
+def merge(out: "Attempt", counts: "Output", config: "TokenizerConfig") -> Iterator[str]:
     """Show the tokenizer: its size, a sentence in tokens, and the lengths of the tokens."""
     from lm.tokenizer.tokenizer import Tokenizer
 
@@ -103,13 +110,19 @@ def merge(out: "Attempt", **inputs: Any) -> Iterator[str]:
         f"**{tokenizer.size:,}** token ids: 256 bytes, {len(tokenizer.merges):,} merges, special tokens "
         f"{special_tokens}. Pattern: {code(tokenizer.pattern)}"
     )
+    if rare := out.figures.get("left_out"):
+        yield (
+            f"{rare['unique']:,} rare pretokens, {100 * rare['share']:.2f} % of all occurrences, were left out "
+            f"(`tokenizer.min_count` is {config.min_count})."
+        )
     tokens = token_texts(tokenizer, _EXAMPLE_TEXT)
     yield f"### A sentence in {len(tokens)} tokens\n\n" + token_picture(tokens)
     lengths = {
         token_id: len(tokenizer.vocab[token_id]) for token_id in tokenizer.vocab.keys() - tokenizer.special_ids.values()
     }
-    counts = np.bincount(list(lengths.values()))
-    yield histogram("Length of the tokens", "bytes", counts, np.arange(len(counts) + 1) - 0.5, "token ids")
+    histogram_of_lengths = np.bincount(list(lengths.values()))
+    edges = np.arange(len(histogram_of_lengths) + 1) - 0.5
+    yield histogram("Length of the tokens", "bytes", histogram_of_lengths, edges, "token ids")
     longest = sorted(lengths, key=lambda token_id: (-lengths[token_id], token_id))[:20]
     rows = [(str(token_id), code(tokenizer.vocab[token_id]), lengths[token_id]) for token_id in longest]
     yield "### Longest tokens\n\n" + table(("id", "token", "bytes"), rows)

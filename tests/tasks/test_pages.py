@@ -79,6 +79,17 @@ def test_the_page_of_each_stage(record: dict[str, Any], stage: str) -> None:
         assert row.replace("\\|", "").count("|") >= 3
 
 
+def test_the_pages_tell_what_rare_pretokens_cost(record: dict[str, Any]) -> None:
+    row = re.search(r"^\| 2 \| ([\d,]+) \| [\d,]+ \| ([\d.]+) % \|", page_of(record, "count"), re.MULTILINE)
+    assert row
+    total = outputs_of(RunContext(record["root"], ""), record)["count"].manifest["figures"]["unique"]
+    left_out = total - int(row[1].replace(",", ""))
+    assert left_out > 0
+    run = pipeline(TINY | {"tokenizer": {"vocab_size": 300, "min_count": 2}}, record["root"], until="merge")
+    sentence = f"{left_out:,} rare pretokens, {100 - float(row[2]):.2f} % of all occurrences, were left out"
+    assert sentence in page_of(run, "merge")
+
+
 def test_the_artifacts_are_the_pages_and_a_report_of_them_all(record: dict[str, Any]) -> None:
     shown = artifacts(record["name"])
     assert set(shown) == {*STAGES, "report"}

@@ -1,38 +1,30 @@
 """State of BPE training: the corpus, its tokens, and their pairs in a heap and a hash table.
 
-The pretokens lie in one array, and a token's id is at its first and last byte; its length leads from one to the other,
-so neighbors need no links. All places of a pair arise while the later of its two tokens is made. So they are one range
-of an array, in the order of the text, and the pair's count can only fall afterwards.
+All places of a pair arise while the later of its two tokens is made. So they are one range of an array, in the order of
+the text, and the pair's count can only fall afterwards.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from lm.kernels.jit import Bytes, Int, Int32s, Int64s, Records, UInt64s, helper, inlined
+from lm.kernels.bpe.corpus import Corpus
+from lm.kernels.jit import Int, Int32s, Int64s, Records, UInt32s, UInt64s, helper, inlined
 from lm.kernels.simd import read, write
 
 _HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _SIZES = np.dtype([(name, np.int64) for name in ("tokens", "pairs", "heap", "places")])
-
-
-class Corpus(NamedTuple):
-    """Unique pretokens, with a boundary before and after each."""
-
-    data: Bytes  # (n,)
-    ids: Int32s  # (n,): of the token that starts or ends here
-    counts: Int32s  # (n,): of the pretoken; -1 - i for entry i of ``large_counts``
-    large_counts: Int64s
+_FIRST_PAIR_CAPACITY = 1 << 17
 
 
 class Tokens(NamedTuple):
     """Arrays by token id. The last four are 0 between merges; their rows: left neighbors of the new token, right."""
 
     lengths: Int32s  # in bytes
-    places: Int32s  # a position in the corpus with the token's bytes
+    places: UInt32s  # an entry of the corpus where the token's bytes start
     prefixes: UInt64s  # the first eight bytes, big-endian
     added_counts: Int64s  # (2, tokens): of the pair of the new token and this one
-    added_places: Int32s  # (2, tokens): number of places of this pair
+    added_places: Int64s  # (2, tokens): number of places of this pair
     removed_counts: Int64s  # (2, tokens): lost by the pair of this token and a part of the new one
     touched: Int32s  # (4, tokens): ids with added places (per side), then with removed counts
 
@@ -43,9 +35,9 @@ class Pairs(NamedTuple):
     parts: Int32s  # (pairs, 2)
     counts: Int64s  # (pairs,)
     starts: Int64s  # (pairs + 1,): places of pair i are places[starts[i]:starts[i + 1]]
-    places: Int32s
+    places: UInt32s
     heap: Int64s  # (pairs, 2): count at the time of insertion, pair
-    table: Int32s  # (a power of two,): pair, or -1
+    table: Int32s  # (2 × pairs,), a power of two: pair, or -1
 
 
 class Training(NamedTuple):
@@ -55,41 +47,31 @@ class Training(NamedTuple):
     tokens: Tokens
     pairs: Pairs
     sizes: Records  # (1,): tokens, pairs, entries of the heap, places
-    events: Int32s  # (2 × places of a pair, 3): side, neighbor, place; scratch of one merge
     touched_sizes: Int64s  # (4,): used entries in each row of ``Tokens.touched``
 
 
-def make_training(corpus: Corpus, length: int, first_id: int, max_merges: int) -> Training:
-    """Return the state for a corpus of ``length`` without pairs; the token id of the first merge is ``first_id``."""
-    ids = first_id + max_merges + 1
+def make_training(corpus: Corpus, first_id: int, max_merges: int) -> Training:
+    """Return the state without pairs and places; the id of the first merge is ``first_id``."""
+    ids = first_id + max_merges
     tokens = Tokens(
         np.ones(ids, np.int32),
-        np.zeros(ids, np.int32),
+        np.zeros(ids, np.uint32),
         np.zeros(ids, np.uint64),
         np.zeros((2, ids), np.int64),
-        np.zeros((2, ids), np.int32),
+        np.zeros((2, ids), np.int64),
         np.zeros((2, ids), np.int64),
         np.zeros((4, ids), np.int32),
     )
     tokens.prefixes[:256] = np.arange(256, dtype=np.uint64) << np.uint64(56)
-    max_pairs = 3 * length + 1  # a merge removes a token and adds up to two pairs; unused pages take no memory
     pairs = Pairs(
-        np.empty((max_pairs, 2), np.int32),
-        np.empty(max_pairs, np.int64),
-        np.empty(max_pairs + 1, np.int64),
-        np.empty(max_pairs, np.int32),
-        np.empty((max_pairs, 2), np.int64),
-        np.full(1 << 18, -1, np.int32),
+        np.empty((_FIRST_PAIR_CAPACITY, 2), np.int32),
+        np.empty(_FIRST_PAIR_CAPACITY, np.int64),
+        np.zeros(_FIRST_PAIR_CAPACITY + 1, np.int64),
+        np.empty(0, np.uint32),
+        np.empty((_FIRST_PAIR_CAPACITY, 2), np.int64),
+        np.full(2 * _FIRST_PAIR_CAPACITY, -1, np.int32),
     )
-    sizes = np.array([(first_id, 0, 0, 0)], _SIZES)
-    return Training(corpus, tokens, pairs, sizes, np.empty((2 * length, 3), np.int32), np.zeros(4, np.int64))
-
-
-@inlined
-def count_at(corpus: Corpus, position: int) -> Int:
-    """Return the count of the pretoken at a position."""
-    count = np.int64(read(corpus.counts, position))
-    return read(corpus.large_counts, -1 - count) if count < 0 else count
+    return Training(corpus, tokens, pairs, np.array([(first_id, 0, 0, 0)], _SIZES), np.zeros(4, np.int64))
 
 
 @inlined
@@ -99,10 +81,16 @@ def parts_of(pairs: Pairs, pair: int) -> tuple[Int, Int]:
 
 
 @inlined
+def pair_hash(left: Int, right: Int) -> Int:
+    """Return a hash of a pair of tokens."""
+    mixed = (np.uint64(left) << np.uint64(32) | np.uint64(right)) * _HASH_MULTIPLIER
+    return np.int64(mixed ^ mixed >> np.uint64(32))
+
+
+@inlined
 def table_index(pairs: Pairs, left: int, right: int) -> Int:
     """Return the entry of the hash table for a pair of tokens; it holds -1 if the pair is not known."""
-    mixed = (np.uint64(left) << np.uint64(32) | np.uint64(right)) * _HASH_MULTIPLIER
-    i = np.int64((mixed ^ mixed >> np.uint64(32)) & np.uint64(len(pairs.table) - 1))
+    i = pair_hash(left, right) & (len(pairs.table) - 1)
     while True:
         pair = np.int64(read(pairs.table, i))
         if pair < 0 or (read(pairs.parts, 2 * pair) == left and read(pairs.parts, 2 * pair + 1) == right):

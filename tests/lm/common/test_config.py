@@ -25,7 +25,7 @@ SCHEMA = TypeAdapter(PipelineConfig).json_schema()
 EXPECTED = {
     "data": {"valid_fraction": "[0, 1)", "valid_max_bytes": "[0"},
     "chunk": {"target_bytes": "[1"},
-    "tokenizer": {"vocab_size": "[256", "min_frequency": "[1"},
+    "tokenizer": {"vocab_size": "[256", "min_frequency": "[1", "min_count": "[1"},
     "model": {
         "vocab_size": "[1",
         "context_length": f"[1, {1 << 24}]",

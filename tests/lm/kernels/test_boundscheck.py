@@ -17,7 +17,7 @@ _ACCESS = """
 import sys
 import numpy as np
 from lm.kernels.jit import kernel
-from lm.kernels.simd import in_range, load64, read, write
+from lm.kernels.simd import equal_in_block, in_range, load64, read, write
 
 @kernel
 def access(array, i, operation):
@@ -30,9 +30,11 @@ def access(array, i, operation):
         return np.uint64(0)
     if operation == 3:
         return load64(array, i)
+    if operation == 4:
+        return equal_in_block(array, i, np.uint8(0))
     return in_range(array, i, 0, 0, 255)
 
-for operation, size in enumerate([1, 1, 1, 8, 64]):
+for operation, size in enumerate([1, 1, 1, 8, 64, 64]):
     array = np.zeros(100, np.uint8)
     access(array, 100 - size, operation)
     for i in (100 - size + 1, -1 if operation else -101):

@@ -2,6 +2,7 @@
 
 import gzip
 import logging
+import random
 from collections import Counter
 from pathlib import Path
 
@@ -9,7 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import lm.kernels.bpe.training_state
+import lm.tokenizer.bpe
 from lm.common.errors import UserError
+from lm.kernels.bpe.corpus import ENTRIES_PER_PRETOKEN, FIRST_LARGE_COUNT
 from lm.text.demo_corpus import demo_stories
 from lm.text.pretokenize import GPT2_PATTERN
 from lm.tokenizer.bpe import train_bpe, train_merges
@@ -59,7 +63,7 @@ def test_ties_go_to_the_greater_bytes_and_not_to_the_greater_id() -> None:
 
 counts_of_few_letters = st.dictionaries(
     st.text("ab", max_size=12).map(str.encode) | st.text("abcé", max_size=8).map(str.encode) | st.binary(max_size=6),
-    st.integers(1, 5) | st.integers(2**31 - 2, 2**31 + 1) | st.just(2**40),
+    st.integers(1, 5) | st.integers(FIRST_LARGE_COUNT - 2, FIRST_LARGE_COUNT + 1) | st.just(2**40),
     max_size=12,
 )
 
@@ -71,6 +75,28 @@ def test_merges_equal_the_naive_reference(counts: dict[bytes, int], merges: int)
     vocab, learned = train_merges(counts_table(counts), 256 + merges, [])
     assert learned == expected
     assert [vocab[256 + i] for i in range(len(learned))] == [left + right for left, right in expected]
+
+
+@examples(100)
+@given(counts_of_few_letters)
+def test_ids_of_32_bits_give_the_same_merges(counts: dict[bytes, int]) -> None:
+    _, learned = train_merges(counts_table(counts), 1 << 17, [])
+    assert learned == naive_merges(counts, 1 << 17)
+
+
+def test_more_pairs_than_the_first_tables_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = random.Random(0)
+    counts = counts_table({source.randbytes(30): 1 for _ in range(4_000)})
+    expected = train_merges(counts, 3_000, [])
+    monkeypatch.setattr(lm.kernels.bpe.training_state, "_FIRST_PAIR_CAPACITY", 1 << 8)
+    assert train_merges(counts, 3_000, []) == expected
+
+
+def test_too_many_pretokens_for_the_indices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lm.tokenizer.bpe, "MAX_ENTRIES", 1 + 5 + 2 * ENTRIES_PER_PRETOKEN)
+    assert train_merges(counts_table({b"abc": 1, b"de": 1}), 257, [])[1] == [(b"d", b"e")]
+    with pytest.raises(UserError, match=r"3 different pretokens of 7 bytes are too many .* Raise tokenizer\.min_count"):
+        train_merges(counts_table({b"abc": 1, b"de": 1, b"fg": 1}), 257, [])
 
 
 @examples(50)

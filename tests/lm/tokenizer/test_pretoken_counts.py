@@ -14,6 +14,7 @@ from lm.common.errors import UserError
 from lm.text.demo_corpus import demo_stories
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN
 from lm.text.windows import WINDOW
+from lm.tokenizer.counts_summary import summarize_counts
 from lm.tokenizer.pretoken_counts import (
     DEFAULT_MEMORY_BYTES,
     SCHEMA,
@@ -49,6 +50,43 @@ def test_counts_in_blocks_and_windows_equal_the_reference(contents: list[str], s
         [table] = count_pretokens([split_blocks(text.encode(), size) for text in contents], specials)
     assert len(table) == len(expected)
     assert to_counter([table]) == expected
+
+
+@examples(100)
+@given(st.dictionaries(st.text("abc", min_size=1, max_size=5), st.integers(1, 6), max_size=30), st.integers(1, 7))
+def test_rare_pretokens_are_left_out_when_counts_are_read(
+    tmp_path_factory: pytest.TempPathFactory, counts: dict[str, int], min_count: int
+) -> None:
+    path = tmp_path_factory.mktemp("counts") / "counts.parquet"
+    write_counts(path, counts_table(counts))
+    expected = {pretoken: count for pretoken, count in counts.items() if count >= min_count}
+    assert to_counter([read_counts(path, min_count)]) == expected
+    kept = summarize_counts(path, [1, min_count]).kept[min_count]
+    assert kept == (len(expected), sum(map(len, expected)), sum(expected.values()))
+
+
+def test_the_summary_has_the_most_common_and_the_longest_pretokens(tmp_path: Path) -> None:
+    counts = {f"word{number:03}" + "x" * (number % 7): 1 + number * number % 101 for number in range(1_000)}
+    path = tmp_path / "counts.parquet"
+    write_counts(path, counts_table(counts))
+    summary = summarize_counts(path, [1], num_common=15, num_longest=12)
+    rows = [(pretoken.encode(), count) for pretoken, count in counts.items()]
+    assert summary.common == sorted(rows, key=lambda row: (-row[1], row[0]))[:15]
+    assert [len(pretoken) for pretoken, _ in summary.longest] == [13] * 12
+    assert set(summary.longest) <= set(rows)
+    ranks, counts_of_ranks = summary.counts_by_rank
+    descending = sorted(counts.values(), reverse=True)
+    assert [descending[rank - 1] for rank in ranks] == counts_of_ranks.tolist()
+    assert (ranks[0], ranks[-1], summary.unique, summary.total) == (1, 1_000, 1_000, sum(counts.values()))
+
+
+def test_a_partition_of_more_than_a_million_pretokens_is_one_row_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lm.kernels.bpe.count.assign_partitions", lambda *arguments: None)  # all in partition 0
+    table = pa.table([[b"%d" % number for number in range(1 << 20 | 1)], [1] * (1 << 20 | 1)], schema=SCHEMA)
+    write_counts(tmp_path / "counts.parquet", table)
+    assert len(read_counts(tmp_path / "counts.parquet")) == len(table)
 
 
 @pytest.mark.parametrize("prefix", ["", "x" * 20, "\x00" * 15], ids=["short", "long", "nul"])
