@@ -21,6 +21,7 @@ from flows.prefect_support.signals import reinstall_sigterm_handler
 from flows.run_record import Recorder, make_run
 from lm.common.errors import UserError
 from tasks.ingest import find_sources
+from tasks.runtime.downloads import remove_old_copies
 from tasks.runtime.root_lock import lock_root
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ def pipeline(
 
     run = make_run(config, root, flow_run.name, refresh)
     run.store.remove_old_uploads()
+    remove_old_copies(config.execution.download_cache << 30)
     recorder, artifacts = Recorder(run, config, until, refresh), ArtifactPublisher(run.label)
     with lock_root(run.store):
         try:

@@ -23,5 +23,6 @@ def count(out: Attempt, parts: list[Output]) -> None:
     """Add up the counts of the groups."""
     from lm.tokenizer.pretoken_counts import merge_counts
 
-    total, unique = merge_counts([part.path("counts.parquet") for part in parts], out.directory / "counts.parquet")
+    paths = out.run.store.map(lambda part: part.path("counts.parquet"), parts)
+    total, unique = merge_counts(paths, out.directory / "counts.parquet")
     out.figures = {"pretokens": total, "unique": unique}

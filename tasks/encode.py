@@ -56,7 +56,7 @@ def encode(out: Attempt, train: list[Output], valid: list[Output], tokenizer: Ou
         "tokenizer": tokenizer.digest,
     }
     for split, parts in (("train", train), ("valid", valid)):
-        shards = [part.json("shard.json") for part in parts]
+        shards = out.run.store.map(lambda part: part.json("shard.json"), parts)
         totals = {name: sum(shard[name] for shard in shards) for name in ("tokens", "documents", "bytes")}
         out.figures[split] = {**totals, "bytes_per_token": totals["bytes"] / max(1, totals["tokens"])}
         index[split] = {

@@ -45,7 +45,8 @@ def train(
     if content["tokenizer"] != tokenizer.digest:
         raise UserError("The token shards were made with another tokenizer. Refresh the encode stage.")
     train_files, valid_files = (
-        [_relative_path(out, shard.path("tokens.bin")) for shard in shards] for shards in (train_shards, valid_shards)
+        out.run.store.map(lambda shard: _relative_path(out, shard.path("tokens.bin")), shards)
+        for shards in (train_shards, valid_shards)
     )
     execution, stopping = out.run.execution, out.run.stopping
     job = Job(

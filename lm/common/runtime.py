@@ -34,6 +34,9 @@ class Execution:
     """Most trainings at once on this machine, over all runs. Others wait. 0: no limit."""
     count_memory: int = bounded_field(1024, ge=16)
     """Memory for pretoken counts, in MiB, over all threads. Counts that need more go to disk in parts."""
+    download_cache: int = bounded_field(20, ge=0)
+    """Disk for local copies of the files of a remote root, in GiB. They are kept between runs; the least recently used
+    are deleted. Copies that were used in the last 24 hours stay, even if they need more."""
     verify: Literal["changed", "full"] = "changed"
     """How outputs are verified before use. changed: hash only files whose size, times or inode changed since their last
     check on this machine. full: hash every file."""

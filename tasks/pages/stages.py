@@ -138,8 +138,8 @@ def encode(out: "Attempt", train: "list[Output]", valid: "list[Output]", **input
     yield table(("text", "shards", "documents", "bytes", "tokens", "bytes per token"), rows)
     yield _throughput([part.manifest for part in (*train, *valid)])
     lengths = np.zeros(len(QUARTER_OCTAVES) - 1, int)
-    for part in (*train, *valid):
-        lengths += np.histogram(np.diff(np.load(part.path("documents.npy")), prepend=0), QUARTER_OCTAVES)[0]
+    for path in out.run.store.map(lambda part: part.path("documents.npy"), [*train, *valid]):
+        lengths += np.histogram(np.diff(np.load(path), prepend=0), QUARTER_OCTAVES)[0]
     yield histogram("Length of the documents", "tokens", lengths, QUARTER_OCTAVES, "documents")
 
 

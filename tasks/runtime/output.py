@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lm.common.errors import UserError
+from tasks.runtime.downloads import local_path
 from tasks.runtime.schemas import Manifest, read_json_content, read_record
 from tasks.runtime.store import Store
 
@@ -54,7 +55,7 @@ class Output:
         """Return a local path of a file. Raises UserError if the file is damaged or the manifest does not name it."""
         for file in (*self.manifest["files"], *self.manifest["records"]):
             if file["path"] == name:
-                return self.store.local_path(file, *self.location)
+                return local_path(self.store, file, *self.location)
         raise UserError(f"{self.ref.stage} {self.ref.key[:12]} has no file {name}.")
 
     def directory(self, name: str) -> Path:

@@ -15,7 +15,6 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, is_dataclass
 from datetime import UTC, datetime
@@ -40,7 +39,7 @@ from tasks.runtime.output import (
 )
 from tasks.runtime.root_lock import lock_output
 from tasks.runtime.schemas import LatestOutput, read_record
-from tasks.runtime.store import LOCK_FILE, MAX_CONCURRENT_REQUESTS, Store, describe_files
+from tasks.runtime.store import LOCK_FILE, Store, describe_files
 
 if TYPE_CHECKING:
     from prefect import Task
@@ -131,9 +130,8 @@ class Stage:
         refs = [self._key(run, arguments, digests)[0] for arguments in calls]
         if self._is_refreshed(run):
             return [(ref, False) for ref in refs]
-        with ThreadPoolExecutor(1 if run.store.is_local else MAX_CONCURRENT_REQUESTS) as pool:
-            intact_digests = pool.map(lambda ref: intact_digest(run.store, ref), refs)
-            return [(ref, digest is not None) for ref, digest in zip(refs, intact_digests, strict=True)]
+        intact_digests = run.store.map(lambda ref: intact_digest(run.store, ref), refs)
+        return [(ref, digest is not None) for ref, digest in zip(refs, intact_digests, strict=True)]
 
     def materialize(self, run: RunContext, arguments: dict[str, Any]) -> tuple[Ref, bool]:
         """Make an output unless it is cached. Return its Ref, and whether it was cached."""
@@ -247,7 +245,7 @@ def _identity(value: Any, store: Store, digests: dict[Ref, str]) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, (list, tuple)):
-        return [_identity(item, store, digests) for item in value]
+        return store.map(lambda item: _identity(item, store, digests), value)
     return value
 
 
@@ -258,7 +256,7 @@ def _open(value: Any, store: Store) -> Any:
     if hasattr(value, "open"):
         return value.open(store)
     if isinstance(value, list):
-        return [_open(item, store) for item in value]
+        return store.map(lambda item: _open(item, store), value)
     return value
 
 

@@ -11,11 +11,9 @@ import os
 import posixpath
 import shutil
 import stat
-import tempfile
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -52,13 +50,13 @@ retry_reading = Retrying(
 retry_request = retry_reading.copy(stop=stop_after_attempt(4) | stop_after_delay(60))  # a single try may time out late
 
 LOCK_FILE = ".lock"  # in the root while it is used, and beside the attempts of an output while it is made
-MAX_CONCURRENT_REQUESTS = 16
+_MAX_CONCURRENT_REQUESTS = 16
 _UPLOAD_RETENTION_SECONDS = 30 * 24 * 3600  # a training can resume from a failed upload
 _CLOCK_TICK_NS = 20_000_000  # file times are coarser than the clock: two changes in one tick have the same time
 _NOT_FOUND_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
+_Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-_download_lock = threading.Lock()
 
 
 class FileStat(NamedTuple):
@@ -97,6 +95,16 @@ class Store:
             if may_pass or is_transient_error(error):
                 raise TransientError(f"The root {self.base} cannot be reached: {error}") from error
             raise UserError(f"The root {self.base} cannot be used: {error}") from error
+
+    def map(
+        self, function: Callable[[_Item], _Result], items: Sequence[_Item], local_threads: int = 1
+    ) -> list[_Result]:
+        """Call a function for each item: on a remote root in several threads, as a call waits for its requests."""
+        threads = min(len(items), local_threads if self.is_local else _MAX_CONCURRENT_REQUESTS)
+        if threads <= 1:
+            return [function(item) for item in items]
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(function, items))
 
     def path(self, *parts: str) -> str:
         """Return the full path of ``parts`` in the file system. Raises UserError if it leaves the root or contains a
@@ -230,9 +238,7 @@ class Store:
             verified_digest = self.verified.digest("/".join((*parts, file["path"])), file_stat.fingerprint)
             return not is_same_etag and verified_digest != file["sha256"] and bool(self.describe_damage(file, *parts))
 
-        max_threads = available_cpus() if self.is_local else MAX_CONCURRENT_REQUESTS
-        with ThreadPoolExecutor(max(1, min(len(files), max_threads))) as pool:  # hashing releases the GIL
-            are_damaged = list(pool.map(is_damaged, files))
+        are_damaged = self.map(is_damaged, files, available_cpus())  # hashing releases the GIL
         self._trust(parts, [file for file, is_bad in zip(files, are_damaged, strict=True) if not is_bad], stats)
         return [file["path"] for file, is_bad in zip(files, are_damaged, strict=True) if is_bad]
 
@@ -286,29 +292,23 @@ class Store:
                     stats[name] = FileStat(size, version and f"{size}-{version}", etag)
         return stats
 
-    def local_path(self, file: Mapping[str, Any], *parts: str) -> Path:
-        """Return the path of an intact file on a local root, else of a local copy. Raises UserError if it is damaged.
-
-        The files of a directory stay together.
-        """
-        damaged = f"{self.path(*parts, file['path'])} is damaged or missing. Run the pipeline again: it makes it again."
+    @functools.cached_property
+    def copies(self) -> "Store":
+        """The local copies of files of a remote root; a local root itself."""
         if self.is_local:
-            if self.find_damaged([file], *parts):
-                raise UserError(damaged)
-            return Path(self.path(*parts, file["path"]))
-        with _download_lock:  # parallel chunks use the same tokenizer
-            copy = Path(_download_directory().name, _sha256(self.base.encode()), *parts, file["path"])
-            if not copy.exists():
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                temporary = copy.with_name(f"{uuid.uuid4().hex}.tmp")
-                try:
-                    self._request(lambda: self.fs.get_file(self.path(*parts, file["path"]), str(temporary)))
-                except _NOT_FOUND_ERRORS:
-                    raise UserError(damaged) from None
-                if file_checksum(temporary.open("rb")) != file["sha256"]:
-                    raise UserError(damaged)
-                temporary.replace(copy)
-        return copy
+            return self
+        return Store(str(cache_directory() / "downloads" / _sha256(self.base.encode())), self._is_full)
+
+    def download(self, target: Path, *parts: str) -> None:
+        """Write the content of a file to a local path atomically; do nothing if the file is missing."""
+        temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            self._request(lambda: self.fs.get_file(self.path(*parts), str(temporary)))
+            temporary.replace(target)
+        except _NOT_FOUND_ERRORS:
+            target.unlink(missing_ok=True)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def remove(self, *parts: str) -> None:
         """Delete a file or directory of a local root, and the parent directories that become empty."""
@@ -350,9 +350,3 @@ def _is_plain(path: str | Path) -> bool:
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-@functools.cache
-def _download_directory() -> tempfile.TemporaryDirectory[str]:
-    """Return the directory of local copies, which is deleted when the process ends."""
-    return tempfile.TemporaryDirectory(prefix="textmill-downloads-")

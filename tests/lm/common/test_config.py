@@ -74,6 +74,7 @@ EXPECTED = {
         "processes": "[1",
         "max_trainings": "[0",
         "count_memory": "[16",
+        "download_cache": "[0",
         "log_interval": "[1",
     },
 }
