@@ -29,7 +29,7 @@ Vocab = dict[int, bytes]
 Merges = list[tuple[bytes, bytes]]
 
 _MERGES_PER_PROGRESS = 256
-_LOW_SHARE = 64
+_THRESHOLD_DIVISOR = 64  # of the mean number of pretokens per merge
 
 
 def train_bpe(
@@ -73,8 +73,8 @@ def train_merges(
     with log_compilation("BPE training"):
         corpus, length = _make_corpus(counts, vocab_size)
         total = pc.sum(counts["count"]).as_py() or 0
-        # Pairs that are certainly rarer than the last merge need no memory.
-        threshold = max(min_frequency, total // (_LOW_SHARE * max(1, max_merges)))
+        # Pairs that are probably rarer than the last merge take no memory. Another pass finds them if they are needed.
+        threshold = max(min_frequency, total // (_THRESHOLD_DIVISOR * max(1, max_merges)))
         del counts  # frees the memory of the pretokens for their pairs
         pa.default_memory_pool().release_unused()
         training = find_pairs(make_training(corpus, len(tokens), max_merges), length, threshold)

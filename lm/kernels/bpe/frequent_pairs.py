@@ -1,7 +1,7 @@
 """The frequent pairs of a corpus: found by a pass over all its tokens, at the start of training and now and then later.
 
-A pair's count only falls. So pairs below a threshold that is certainly lower than the counts of the next merges need no
-memory. If all pairs above the threshold are merged, another pass finds those above a lower one.
+A pair's count only falls. So pairs below a threshold are not merged while there is a pair above it, and take no memory.
+When all pairs above the threshold are merged, another pass finds those above a lower one.
 """
 
 import numpy as np
