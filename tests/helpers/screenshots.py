@@ -18,7 +18,7 @@ IMAGES = PROJECT / "docs" / "images"
 LEFT = 256  # the width of the UI's menu, in pixels
 PAGE_WIDTH, ARTICLE_WIDTH = 1024, 616  # the page beside the menu; an artifact without its metadata
 MARGIN = 16
-LAST_ROWS = {"count": ("count", 6), "merge": ("tokenizer", 6), "train": ("training", 5)}  # file name, last table row
+LAST_ROWS = {"merge": ("tokenizer", 6), "train": ("training", 5)}  # file name, last table row
 
 
 def take_pictures(steps: int) -> None:
