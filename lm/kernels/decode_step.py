@@ -1,4 +1,4 @@
-"""CPU kernels for one decode step, besides the matrix products: RMSNorm and attention of one new token per row.
+"""CPU kernels of a decode step without its matrix products: RMSNorm, and attention of one new token per row.
 
 The work is small; torch needs many operators for it, whose calls take longer. Arrays are flat. Those of ``Stored``
 are float32, or bfloat16 as uint16, the upper half of a float32. References: :mod:`lm.model.attention` and

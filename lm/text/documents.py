@@ -43,7 +43,7 @@ def stream_documents(url: str, config: DataConfig, statistics: TextStatistics) -
 
 def _stream_text(url: str, config: DataConfig, statistics: TextStatistics) -> Iterator[str]:
     length, is_blank = 0, True  # of the current document, without ``tail``
-    tail = ""  # the last characters, in which a separator may have begun
+    tail = ""  # the last characters; they may be the start of a separator
     with open_decompressed(url) as blocks:
         for text in decode_utf8_blocks(blocks, url, config.invalid_utf8, statistics):
             *endings, rest = (tail + text).split(config.separator)

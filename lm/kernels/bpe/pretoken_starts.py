@@ -12,7 +12,7 @@ from lm.kernels.jit import Bytes, Int, Int32s, Word, helper, inlined
 from lm.kernels.simd import bit_count, first_bit, in_range, read, write
 from lm.kernels.status import INVALID_UTF8
 
-STARTS_PADDING = 65  # entries of ``starts`` besides one per byte: excess of the last block, and the end of the text
+STARTS_PADDING = 65  # more entries of ``starts`` than bytes: excess of the last block, and the end of the text
 _ONE = np.uint64(1)
 _ALL_BITS = np.uint64(0xFFFFFFFFFFFFFFFF)
 _APOSTROPHE, _SPACE = 0x27, 0x20
