@@ -36,10 +36,12 @@ class DirectCaller:
     def call(self, stage: Any, *arguments: Any) -> Any:
         return stage.materialize(self.run, stage.bind(*arguments))[0]
 
-    def map(self, stage: Any, texts: Any, chunks: Any, split: str, *arguments: Any) -> list[Any]:
+    def groups(self, texts: Any, chunks: Any, split: str) -> list[Any]:
         from tasks.runtime.chunk_input import read_groups
 
-        items = read_groups(self.run.store, texts, chunks, split)
+        return read_groups(self.run.store, texts, chunks, split)
+
+    def map(self, stage: Any, title: str, items: Any, *arguments: Any) -> list[Any]:
         with ThreadPoolExecutor(self.run.execution.workers) as pool:
             return list(pool.map(lambda item: self.call(stage, item, *arguments), items))
 

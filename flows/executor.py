@@ -1,13 +1,21 @@
 """Run stages as Prefect tasks."""
 
+import functools
 import logging
+import pickle
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
+from queue import Empty, SimpleQueue
 from typing import Any
 
-from prefect.futures import PrefectFuture, as_completed
+from prefect.futures import PrefectFuture
 
-from tasks.runtime.chunk_input import read_groups
+from flows.prefect_support.liveness import mark_task_runs_crashed
+from flows.runners import Runner, open_runner
+from flows.stage_task import read_refs, stage_task
+from lm.common.errors import Stopped, UserError
+from tasks.runtime.chunk_input import ChunkGroup, read_groups
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Ref
 from tasks.runtime.progress import show_progress
@@ -15,39 +23,96 @@ from tasks.runtime.stage import Stage
 
 log = logging.getLogger(__name__)
 
+_MAX_TASKS_PER_STAGE = 256  # more make Prefect's UI slow
+_CHECK_SECONDS = 5.0  # between two looks whether the cluster is alive, and how large it is
 
-@dataclass(frozen=True)
+
 class PrefectExecutor:
-    """Runs each stage as a Prefect task, and groups of chunks in parallel."""
+    """Runs each stage as a Prefect task, and the parts of a mapped stage in parallel. A context manager."""
 
-    run: RunContext
+    def __init__(self, run: RunContext) -> None:
+        self.run = run
+        self._resources = ExitStack()
+
+    def __enter__(self) -> "PrefectExecutor":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._resources.close()
+
+    @functools.cached_property
+    def _runner(self) -> Runner:
+        """Opened by the first part that is not cached: a cached run needs no cluster."""
+        return self._resources.enter_context(open_runner(self.run))
 
     def call(self, stage: Stage, *arguments: Any) -> Ref:
-        """Run a stage, or return its cached output. Raise the stage's exception if it fails."""
-        state: Any = stage.task(*arguments, run=self.run, return_state=True)
-        return Ref(**state.result())
+        """Run a stage in this process, or return its cached output. Raise the stage's exception if it fails."""
+        parameters = self._parameters(stage, [stage.bind(*arguments)], stage.name)
+        state: Any = stage_task(stage.name)(**parameters, return_state=True)
+        return read_refs(state.result())[0]
 
-    def map(self, stage: Stage, texts: Ref, chunks: Ref, split: str, *arguments: Any) -> list[Ref]:
-        """Run a stage for every group of chunks that is not cached, ``execution.workers`` groups at a time.
+    def groups(self, texts: Ref, chunks: Ref, split: str) -> list[ChunkGroup]:
+        """Return the groups of chunks of a split."""
+        return read_groups(self.run.store, texts, chunks, split)
 
-        Raise the first failure immediately. A cached group needs no task run.
+    def map(self, stage: Stage, title: str, items: Sequence[Any], *arguments: Any) -> list[Ref]:
+        """Run a stage for every item that is not cached, such as a group of chunks. Return the outputs of all items.
+
+        Consecutive items form a task run, so that a stage has some hundreds of task runs at most. Raise the first
+        failure immediately. A cached item needs no task run.
         """
-        groups = read_groups(self.run.store, texts, chunks, split)
-        outputs = stage.look_up(self.run, [stage.bind(group, *arguments) for group in groups])
-        pending = deque(group for group, (_, is_cached) in zip(groups, outputs, strict=True) if not is_cached)
-        title = f"{stage.name.removesuffix('-group')}-{split}"
-        log.info("%s: %s of %s groups of chunks are cached.", title, len(groups) - len(pending), len(groups))
-        total_chunks = sum(group.chunks for group in groups)
-        done_chunks = total_chunks - sum(group.chunks for group in pending)
-        running: dict[PrefectFuture[Any], int] = {}
-        with show_progress(title, total_chunks, "chunk", self.run.label) as progress:
-            progress(done_chunks)
-            while pending or running:
-                while pending and len(running) < self.run.execution.workers:
-                    group = pending.popleft()
-                    running[stage.task.submit(group, *arguments, run=self.run)] = group.chunks
-                future = next(as_completed(list(running)))
-                future.result()
-                done_chunks += running.pop(future)
-                progress(done_chunks)
+        calls = [stage.bind(item, *arguments) for item in items]
+        outputs = stage.look_up(self.run, calls)
+        missing = [index for index, (_, is_cached) in enumerate(outputs) if not is_cached]
+        log.info("%s: %s of %s parts are cached.", title, len(items) - len(missing), len(items))
+        if missing:
+            self._make(stage, title, calls, missing)
+            stage.note_latest(self.run, outputs[-1][0])
         return [ref for ref, _ in outputs]
+
+    def _make(self, stage: Stage, title: str, calls: Sequence[dict[str, Any]], missing: Sequence[int]) -> None:
+        size = -(-len(missing) // _MAX_TASKS_PER_STAGE)
+        pending = deque(missing[start : start + size] for start in range(0, len(missing), size))
+        running: dict[PrefectFuture[Any], int] = {}
+        finished: SimpleQueue[PrefectFuture[Any]] = SimpleQueue()
+        done = len(calls) - len(missing)
+        with show_progress(title, len(calls), "part", self.run.label) as progress:
+            progress(done)
+            try:
+                while pending or running:
+                    slots = self._runner.count_slots()
+                    while pending and len(running) < slots:
+                        indices = pending.popleft()
+                        name = f"{title} {indices[0] + 1}/{len(calls)}"
+                        parameters = self._parameters(stage, [calls[index] for index in indices], name)
+                        future = self._runner.submit(stage_task(stage.name), parameters)
+                        running[future] = len(indices)
+                        future.add_done_callback(finished.put)
+                    try:
+                        future = finished.get(timeout=_CHECK_SECONDS)
+                    except Empty:
+                        continue
+                    future.result()
+                    done += running.pop(future)  # without a reference, Dask forgets the task
+                    progress(done)
+            except BaseException as error:
+                raise self._translate(error, list(running)) from error
+
+    def _parameters(self, stage: Stage, calls: Sequence[dict[str, Any]], title: str) -> dict[str, Any]:
+        return {"stage": stage, "calls": calls, "run": self.run, "title": title, "code": stage.code_ingredients()}
+
+    def _translate(self, error: BaseException, running: list[PrefectFuture[Any]]) -> BaseException:
+        """Return a UserError for a failure of the cluster. No task run stays in the state Running."""
+        if self.run.execution.runner == "threads":
+            return error
+        self.run.stopping.set()
+        mark_task_runs_crashed([future.task_run_id for future in running], "The run ended before this task.")
+        if isinstance(error, (UserError, Stopped)):
+            return error
+        if isinstance(error, (ImportError, AttributeError, pickle.UnpicklingError)):
+            return UserError(
+                f"A worker could not load a task: {error}. Install the same version of textmill and of its libraries "
+                "on all workers."
+            )
+        message = self._runner.explain(error)
+        return UserError(f"{message} Finished parts are kept; run the same command again.") if message else error

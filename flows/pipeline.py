@@ -22,7 +22,7 @@ from flows.run_record import Recorder, make_run
 from lm.common.errors import UserError
 from tasks.ingest import find_sources
 from tasks.runtime.downloads import remove_old_copies
-from tasks.runtime.root_lock import lock_root
+from tasks.runtime.root_lock import use_root
 
 log = logging.getLogger(__name__)
 
@@ -63,10 +63,10 @@ def pipeline(
     run.store.remove_old_uploads()
     remove_old_copies(config.execution.download_cache << 30)
     recorder, artifacts = Recorder(run, config, until, refresh), ArtifactPublisher(run.label)
-    with lock_root(run.store):
+    with PrefectExecutor(run) as executor, use_root(run):
         try:
             sources = _find_sources(config.data, run.store)
-            for stage_name, ref in run_chain(config, sources, PrefectExecutor(run), until):
+            for stage_name, ref in run_chain(config, sources, executor, until):
                 output, is_made = recorder.add(stage_name, ref)
                 if is_made:
                     artifacts.publish_stage(stage_name, output)

@@ -13,7 +13,7 @@ from tasks.ingest import find_sources
 from tasks.runtime.chunk_input import read_groups
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Ref
-from tasks.runtime.root_lock import lock_root
+from tasks.runtime.root_lock import use_root
 from tasks.runtime.stage import Stage
 
 log = logging.getLogger(__name__)
@@ -40,22 +40,22 @@ class DryRunExecutor:
         self.rows.append((stage.name, "cached"))
         return ref
 
-    def map(self, stage: Stage, texts: Ref, chunks: Ref, split: str, *arguments: Any) -> list[Ref]:
-        """Return the cached outputs of all groups, or one pending output if any is missing or not known yet."""
-        name = f"{stage.name} {split}"
+    def groups(self, texts: Ref, chunks: Ref, split: str) -> Sequence[Any]:
+        """Return the groups of chunks, or one pending output if the chunks are not known yet."""
         if _PENDING_KEY in (texts.key, chunks.key):
-            return [self._add_pending(stage, name, "runs once the chunks are known")]
-        if reason := _pending_reason(arguments):
-            return [self._add_pending(stage, name, reason)]
-        groups = read_groups(self.run.store, texts, chunks, split)
-        outputs = stage.look_up(self.run, [stage.bind(group, *arguments) for group in groups])
-        missing = [group for group, (_, is_cached) in zip(groups, outputs, strict=True) if not is_cached]
-        total_chunks = sum(group.chunks for group in groups)
+            return [Ref("chunk", _PENDING_KEY)]
+        return read_groups(self.run.store, texts, chunks, split)
+
+    def map(self, stage: Stage, title: str, items: Sequence[Any], *arguments: Any) -> list[Ref]:
+        """Return the cached outputs of all items, or one pending output if any is missing or not known yet."""
+        if reason := _pending_reason((*items, *arguments)):
+            return [self._add_pending(stage, title, reason)]
+        outputs = stage.look_up(self.run, [stage.bind(item, *arguments) for item in items])
+        missing = [item for item, (_, is_cached) in zip(items, outputs, strict=True) if not is_cached]
         if missing:
-            missing_chunks = sum(group.chunks for group in missing)
             reason = self._run_reason(stage, (missing[0], *arguments))
-            return [self._add_pending(stage, name, f"{missing_chunks} of {total_chunks} chunks: {reason}")]
-        self.rows.append((name, f"cached, {total_chunks} chunks"))
+            return [self._add_pending(stage, title, f"{len(missing)} of {len(items)} parts: {reason}")]
+        self.rows.append((title, f"cached, {len(items)} parts"))
         return [ref for ref, _ in outputs]
 
     def _add_pending(self, stage: Stage, name: str, action: str) -> Ref:
@@ -86,7 +86,7 @@ def cached_run(config: PipelineConfig, root: str, until: StageName | None) -> di
     """Write and return the record of a run that takes every stage from the cache. Return None if a stage must run."""
     run = make_run(config, root, run_name(until, f"cached-{uuid4().hex[:8]}"))
     executor, recorder = DryRunExecutor(run), Recorder(run, config, until)
-    with lock_root(run.store):
+    with use_root(run):
         stages = list(run_chain(config, find_sources(config.data, run.store), executor, until))
         if not executor.is_all_cached:
             return None

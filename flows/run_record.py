@@ -31,7 +31,8 @@ def make_run(config: PipelineConfig, root: str, name: str, refresh: tuple[str, .
     last = place.rstrip("/").rpartition("/")[2]
     words = re.sub("[^a-z0-9]+", "-", f"{config.name}-{last}".lower()).strip("-")
     label = f"{words}-{hashlib.sha256(place.encode()).hexdigest()[:6]}"
-    return RunContext(place, name, frozenset(refresh), config.execution, label=label)
+    lease = name if "://" in place or config.execution.runner != "threads" else ""
+    return RunContext(place, name, frozenset(refresh), config.execution, label=label, lease=lease)
 
 
 def run_name(until: str | None, name: str) -> str:

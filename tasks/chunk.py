@@ -1,9 +1,10 @@
 """Stage ``chunk``: cut texts into chunks, the units of parallel work."""
 
+from lm.common.errors import UserError
 from lm.text.chunks import cut_chunks
 from lm.text.config import ChunkConfig
 from tasks.pages import stages as pages
-from tasks.runtime.chunk_input import text_paths, text_ranges, write_groups
+from tasks.runtime.chunk_input import text_urls, text_ranges, write_groups
 from tasks.runtime.context import Attempt
 from tasks.runtime.output import Output
 from tasks.runtime.stage import stage
@@ -12,9 +13,11 @@ from tasks.runtime.stage import stage
 @stage("chunk", page=pages.chunk)
 def chunk(out: Attempt, texts: Output, special_tokens: list[str], pattern: str, config: ChunkConfig) -> None:
     """Write ``chunks.jsonl``, the byte ranges of each chunk, and ``groups.json``, the groups of chunks."""
+    if damaged := texts.find_damaged():
+        raise UserError(f"{texts.url}/{damaged[0]} is damaged. Run the pipeline again: it makes it again.")
     chunks = {
         split: cut_chunks(
-            text_paths(texts, split), special_tokens, config.target_bytes, pattern, text_ranges(texts, split)
+            text_urls(texts, split), special_tokens, config.target_bytes, pattern, text_ranges(texts, split)
         )
         for split in ("train", "valid")
     }

@@ -7,7 +7,7 @@ from tasks.runtime.output import Output
 from tasks.runtime.stage import stage
 
 
-@stage("count-group", libraries=("regex",), run_name="count {group}")
+@stage("count-group", libraries=("regex",), is_mapped=True)
 def count_group(out: Attempt, group: Ranges, special_tokens: list[str], pattern: str) -> None:
     """Count the pretokens of one group."""
     from lm.tokenizer.pretoken_counts import count_to_file
@@ -18,9 +18,19 @@ def count_group(out: Attempt, group: Ranges, special_tokens: list[str], pattern:
     out.figures = {"bytes": size_in_bytes(group), "pretokens": total, "unique": unique}
 
 
+@stage("count-sum", is_mapped=True)
+def count_sum(out: Attempt, parts: list[Output]) -> None:
+    """Add up the counts of some groups: a part of the work of ``count``, which workers share."""
+    _add_up(out, parts)
+
+
 @stage("count", page=pages.count)
 def count(out: Attempt, parts: list[Output]) -> None:
-    """Add up the counts of the groups."""
+    """Add up the counts of all groups."""
+    _add_up(out, parts)
+
+
+def _add_up(out: Attempt, parts: list[Output]) -> None:
     from lm.tokenizer.pretoken_counts import merge_counts
 
     paths = out.run.store.map(lambda part: part.path("counts.parquet"), parts)

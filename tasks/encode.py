@@ -31,7 +31,7 @@ def _load_tokenizer_once(directory: Path) -> "Tokenizer":
     return Tokenizer.load(directory)
 
 
-@stage("encode-group", libraries=("regex",), run_name="encode {group}")
+@stage("encode-group", libraries=("regex",), is_mapped=True)
 def encode_group(out: Attempt, group: Ranges, tokenizer: Output, separator: str) -> None:
     """Encode one group to a shard: ``tokens.bin``, ``documents.npy``, and the totals in ``shard.json``."""
     from lm.data.token_shards import write_shard

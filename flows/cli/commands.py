@@ -16,7 +16,7 @@ from flows.plan import cached_run, plan
 from flows.run_record import absolute_root, latest_model
 from lm.common.errors import UserError, did_you_mean
 from lm.inference.config import SampleConfig
-from tasks.runtime.root_lock import lock_root
+from tasks.runtime.root_lock import own_root
 from tasks.runtime.store import Store
 from tasks.sample import load_for_inference, load_trained
 
@@ -105,9 +105,10 @@ def gc_command(options: Namespace) -> None:
     from tasks.maintenance.gc import delete, find_garbage
 
     store = Store(absolute_root(options.root))
-    with lock_root(store, exclusive=True) if options.delete else nullcontext():
+    with own_root(store) if options.delete else nullcontext(lambda: None) as check_ownership:
         findings = find_garbage(store)
         for finding in findings:
+            check_ownership()
             is_kept = options.delete and not delete(store, finding)
             reason = "kept, a training uses it" if is_kept else finding.problem
             print(f"{finding.bytes / 1e6:>10,.1f} MB  {finding.path}: {reason}")

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from uuid import UUID
@@ -65,6 +66,13 @@ def exit_if_server_is_gone(code: int) -> None:
             print("Prefect's server does not respond; its record of this run is incomplete.", file=sys.stderr)
             sys.stdout.flush()
             os._exit(code)
+
+
+def mark_task_runs_crashed(task_run_ids: Sequence[UUID], message: str) -> None:
+    """Set the final state of task runs whose worker cannot do it any more."""
+    with suppress(Exception), get_client(sync_client=True) as client:  # the failure of the run is what counts
+        for task_run_id in task_run_ids:
+            client.set_task_run_state(task_run_id, Crashed(message=message), force=True)
 
 
 def _lock_directory() -> Path:

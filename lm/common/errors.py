@@ -24,7 +24,10 @@ class InvalidUtf8Error(UserError):
             f"{name} is not UTF-8: byte 0x{byte:02x} at offset {offset:,}. "
             "Convert the file, or set data.invalid_utf8 to replace."
         )
-        self.byte, self.offset = byte, offset
+        self.byte, self.offset, self.name = byte, offset, name
+
+    def __reduce__(self) -> tuple[type["InvalidUtf8Error"], tuple[int, int, str]]:
+        return InvalidUtf8Error, (self.byte, self.offset, self.name)  # workers send it to the driver
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

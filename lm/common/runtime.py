@@ -18,6 +18,19 @@ class Execution:
 
     __pydantic_config__ = PYDANTIC_CONFIG
 
+    runner: Literal["threads", "dask", "ray"] = "threads"
+    """Where the parts of the stages count and encode run. threads: in this process. dask, ray: in the workers of a
+    cluster, see docs/cluster.md."""
+    address: str = ""
+    """Address of a running cluster, such as tcp://scheduler:8786 for Dask or ray://head:10001 for Ray. Default: a
+    cluster on this machine, for the time of the run."""
+    shared_root: bool = False
+    """Whether all machines of the cluster see the root under the same path. Needed for a root that is a directory."""
+    threads_per_task: int = bounded_field(1, ge=1)
+    """Threads of a task in a worker of a cluster. The worker's own number of threads is how many tasks it runs at once.
+    """
+    tasks_in_flight: int | None = bounded_field(None, ge=1)
+    """Tasks that run or wait in workers at the same time. Default: threads, or twice the threads of all workers."""
     threads: int | None = bounded_field(None, ge=1)
     """Threads for parallel stages and for torch. Default: one per CPU core."""
     device: str = "auto"

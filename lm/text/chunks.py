@@ -60,10 +60,11 @@ def cut_chunks(
     Raises UserError if a file is shorter than its ranges.
     """
     specials = [token.encode() for token in special_tokens]
+    longest = max(map(len, specials), default=1)
     chunk: list[Range] = []
     size = 0
     for number, path in enumerate(paths):
-        with open_raw(path) as file:
+        with open_raw(path, is_ranged=True) as file:
             length = file.seek(0, 2)
             file_ranges = ranges[number] if ranges else [(0, length)]
             if file_ranges and file_ranges[-1][1] > length:
@@ -72,8 +73,13 @@ def cut_chunks(
                 start = range_start
                 while start < stop:
                     min_end = start + target_bytes - size
+                    digest, search_start = hashlib.sha256(), max(start, min(stop, min_end - longest))
+                    if has_checksums:  # before the search, so that the file is read in order
+                        _update_digest(digest, file, start, search_start)
                     end = _find_cut(file, start, stop, min_end, min_end + target_bytes, specials, pattern)
-                    sha256 = _hash_bytes(file, start, end) if has_checksums else ""
+                    if has_checksums:
+                        _update_digest(digest, file, search_start, end)
+                    sha256 = digest.hexdigest() if has_checksums else ""
                     chunk.append(Range(number, start, end, end == file_ranges[-1][1], sha256))
                     size += end - start
                     if end < stop or size >= target_bytes:  # the end of a range ends a document
@@ -84,11 +90,9 @@ def cut_chunks(
         yield chunk
 
 
-def _hash_bytes(file: IO[bytes], start: int, end: int) -> str:
-    digest = hashlib.sha256()
+def _update_digest(digest: "hashlib._Hash", file: IO[bytes], start: int, end: int) -> None:
     for block in read_blocks(file, start, end):
         digest.update(block)
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from lm.common.errors import UserError
 from lm.text.config import DataConfig
 from lm.text.documents import stream_documents
 from lm.text.pretokenize import find_safe_cut
-from lm.text.sources import Source, is_plain_local_file, open_ranges
+from lm.text.sources import Source, can_read_in_place, open_ranges
 from lm.text.statistics import TextStatistics
 from lm.text.utf8 import decode_utf8_blocks
 
@@ -56,7 +56,8 @@ def ingest_sources(train: Sequence[Source], valid: Sequence[Source], config: Dat
     """Build the texts of both splits. Returns the content of ``texts.json``: ``train`` and ``valid``, each a list of
     :class:`Text` as dicts, and ``statistics`` of each.
 
-    A plain local file is referenced by its number, counted over ``train`` and then ``valid``. Other sources are written
+    Plain text of which ranges can be read is referenced by the number of its source, counted over ``train`` and then
+    ``valid``. Other sources are written
     to ``train.txt`` or ``valid.txt`` in the directory ``out``. If ``valid`` is empty, some documents of ``train`` are
     copied to ``valid.txt`` and left out of the ranges of the training text. Raises UserError for invalid input.
     """
@@ -167,7 +168,7 @@ class _TextReader:
 def _read_sources(
     name: str, sources: Sequence[Source], first: int, config: DataConfig, out: Path, fraction: float = 0.0
 ) -> list[_TextReader]:
-    """Read sources to texts. Plain local files stay in place; consecutive other sources become one file in ``out``."""
+    """Read sources to texts. Plain files stay in place; consecutive other sources become one file in ``out``."""
     hash_limit = int(fraction * 2**64)
     readers: list[_TextReader] = []
     file_numbers = count(1)
@@ -192,8 +193,8 @@ def _read_sources(
 
 
 def _read_in_place(source: Source, number: int, config: DataConfig, hash_limit: int) -> _TextReader | None:
-    """Read a plain local file without a copy. Returns None if a copy is needed."""
-    if not is_plain_local_file(source.url):
+    """Read plain text without a copy. Returns None if a copy is needed."""
+    if not can_read_in_place(source.url):
         return None
     reader = _TextReader(config, hash_limit, Text(None, number, [(0, source.bytes)]))
     for _ in reader.read(source.url):

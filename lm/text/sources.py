@@ -22,8 +22,11 @@ from lm.common.errors import TransientError, UserError
 from lm.text.demo_corpus import demo_stories
 
 BLOCK_BYTES = 1 << 20  # per read
+_RANGE_BLOCK_BYTES = 8 << 20  # per request to a remote file of which ranges are read, in order
 ByteRanges = Sequence[tuple[int, int]]  # (start, end) of parts of a file, ascending
 
+
+_RANGED_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"}
 
 # Not fsspec's table: its zstd may be the package zstandard, which does not notice a truncated file.
 _DECOMPRESSORS: dict[str, Callable[[IO[bytes]], Any]] = {
@@ -127,8 +130,8 @@ def hash_source(url: str) -> Source:
 
 
 @contextmanager
-def open_raw(url: str) -> Iterator[IO[bytes]]:
-    """Open the stored bytes of a source, still compressed.
+def open_raw(url: str, is_ranged: bool = False) -> Iterator[IO[bytes]]:
+    """Open the stored bytes of a source, still compressed. ``is_ranged``: to seek and read parts of it.
 
     Raises UserError if it cannot be opened, and TransientError if the connection breaks, also inside the ``with``.
     """
@@ -139,10 +142,13 @@ def open_raw(url: str) -> Iterator[IO[bytes]]:
         yield io.BytesIO("".join(demo_stories(int(count))).encode())
         return
     fs, path = open_filesystem(url)
-    # Stream from web servers, many of which ignore byte ranges. Parquet is read from its end and needs ranges.
-    is_streamed = url.startswith(("http://", "https://")) and detect_format(url)[0] != "parquet"
+    options = {}
+    if is_ranged and not isinstance(fs, LocalFileSystem):
+        options["block_size"] = _RANGE_BLOCK_BYTES
+    elif url.startswith(("http://", "https://")) and detect_format(url)[0] != "parquet":
+        options["block_size"] = 0  # stream: many web servers ignore byte ranges, which only Parquet needs
     try:
-        file = fs.open(path, "rb", **({"block_size": 0} if is_streamed else {}))
+        file = fs.open(path, "rb", **options)
     except Exception as error:  # each file system has its own exceptions
         if isinstance(error, IsADirectoryError):
             raise UserError(f"{url} is a directory; name its files, such as {url.rstrip('/')}/*.txt.") from None
@@ -213,7 +219,7 @@ def open_decompressed(url: str) -> Iterator[Iterator[bytes]]:
 @contextmanager
 def open_ranges(url: str, ranges: ByteRanges) -> Iterator[Iterator[bytes]]:
     """Open an uncompressed source and yield an iterator over blocks of its ``ranges``."""
-    with open_raw(url) as raw:
+    with open_raw(url, is_ranged=True) as raw:
         yield chain.from_iterable(read_blocks(raw, start, end) for start, end in ranges)
 
 
@@ -226,7 +232,23 @@ def read_blocks(raw: IO[bytes], start: int, end: int) -> Iterator[bytes]:
 
 
 def is_plain_local_file(url: str) -> bool:
-    """Return whether a source is uncompressed plain text on this machine, so that it need not be copied."""
+    """Return whether a source is uncompressed plain text on this machine."""
+    return detect_format(url) == ("text", "") and is_local_file(url)
+
+
+def is_local_file(url: str) -> bool:
+    """Return whether a source is a file of this machine."""
+    return not url.startswith("demo:") and isinstance(open_filesystem(url)[0], LocalFileSystem)
+
+
+def can_read_in_place(url: str) -> bool:
+    """Return whether a source is uncompressed plain text of which byte ranges can be read: it need not be copied."""
     if url.startswith("demo:") or detect_format(url) != ("text", ""):
         return False
-    return isinstance(open_filesystem(url)[0], LocalFileSystem)
+    fs, path = open_filesystem(url)
+    if not url.startswith(("http://", "https://")):
+        return isinstance(fs, LocalFileSystem) or url.partition("://")[0] in _RANGED_PROTOCOLS
+    try:
+        return bool(fs.info(path).get("partial"))
+    except Exception as error:  # a broken connection has several exceptions
+        raise _source_error(f"{url} cannot be opened", error) from error

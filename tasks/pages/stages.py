@@ -56,11 +56,12 @@ def ingest(out: "Attempt", **inputs: Any) -> Iterator[str]:
 
 def chunk(out: "Attempt", **inputs: Any) -> Iterator[str]:
     """Yield the sections of the page of the stage chunk: the number and sizes of the chunks."""
-    chunks = map(json.loads, (out.directory / "chunks.jsonl").read_bytes().splitlines())
-    sizes = {
-        split: [sum(part["end"] - part["start"] for part in ranges) for ranges in islice(chunks, figures["chunks"])]
-        for split, figures in out.figures.items()
-    }
+    with (out.directory / "chunks.jsonl").open("rb") as lines:
+        chunks = map(json.loads, lines)
+        sizes = {
+            split: [sum(part["end"] - part["start"] for part in ranges) for ranges in islice(chunks, figures["chunks"])]
+            for split, figures in out.figures.items()
+        }
     rows = [
         (split, len(split_sizes), sum(split_sizes), min(split_sizes, default=0), max(split_sizes, default=0))
         for split, split_sizes in sizes.items()

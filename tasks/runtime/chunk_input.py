@@ -17,8 +17,9 @@ from tasks.runtime.schemas import parse_chunks
 from tasks.runtime.store import Store
 
 _GROUPS_PER_SIZE = 64
+_MAX_GROUP_BYTES = 1 << 30  # of text
 
-Ranges = list[tuple[str, Range]]  # each range with the local path of its text
+Ranges = list[tuple[str, Range]]  # each range with the path or URL of its text
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,10 @@ class ChunkGroup:
 
     def open(self, store: Store) -> Ranges:
         """Read the ranges."""
-        with read_output(store, self.cut).path("chunks.jsonl").open("rb") as file:
-            file.seek(self.start)
-            ranges = parse_chunks(file.read(self.end - self.start))
-        paths = text_paths(read_output(store, self.texts), self.split)
+        ranges = parse_chunks(read_output(store, self.cut).read_range("chunks.jsonl", self.start, self.end))
+        if digest_of_ranges(ranges) != self.sha256:
+            raise UserError(f"{store.path(*self.cut)} is damaged. Run the pipeline again: it makes it again.")
+        paths = text_urls(read_output(store, self.texts), self.split)
         try:
             return [(paths[part["text"]], Range(**part)) for part in ranges]
         except IndexError:
@@ -60,19 +61,23 @@ class ChunkGroup:
 def group_sizes() -> Iterator[int]:
     """Yield the number of chunks of each group: 1 in the first 64 groups, 2 in the next 64, then 4, and so on.
 
-    So a text has some hundreds of groups at most, a group has at most a 64th of the chunks before it, and appended text
-    changes the last group only.
+    A group has at most a 64th of the chunks before it, and appended text changes the last group only.
     """
     for level in count():
         yield from repeat(1 << level, _GROUPS_PER_SIZE)
 
 
-def text_paths(texts: Output, split: str) -> list[str]:
-    """Return the local paths of the texts of ``train`` or ``valid``."""
+def digest_of_ranges(ranges: Iterable[Mapping[str, Any]]) -> str:
+    """Return the digest of a group from its ranges."""
+    return json_digest([[part["sha256"], part["last"]] for part in ranges])
+
+
+def text_urls(texts: Output, split: str) -> list[str]:
+    """Return the paths or URLs of the texts of ``train`` or ``valid``, to read ranges that have checksums."""
     sources = texts.manifest["sources"]
     try:
         return [
-            sources[text["source"]]["url"] if text["file"] is None else str(texts.path(text["file"]))
+            sources[text["source"]]["url"] if text["file"] is None else texts.file_url(text["file"])
             for text in texts.json("texts.json")[split]
         ]
     except (IndexError, TypeError):
@@ -94,14 +99,24 @@ def write_groups(directory: Path, chunks: Mapping[str, Iterable[list[Range]]]) -
         for split, split_chunks in chunks.items():
             remaining, groups[split] = iter(split_chunks), []
             for size in group_sizes():
-                if not (group := list(islice(remaining, size))):
+                if not (group := list(_take_group(remaining, size))):
                     break
                 start = file.tell()
                 file.writelines(json.dumps([asdict(part) for part in ranges]).encode() + b"\n" for ranges in group)
-                digest = json_digest([[part.sha256, part.last] for ranges in group for part in ranges])
+                digest = digest_of_ranges(asdict(part) for ranges in group for part in ranges)
                 groups[split].append({"chunks": len(group), "sha256": digest, "start": start, "end": file.tell()})
     (directory / "groups.json").write_text(json.dumps(groups), encoding="utf-8")
     return {split: sum(group["chunks"] for group in split_groups) for split, split_groups in groups.items()}
+
+
+def _take_group(chunks: Iterator[list[Range]], size: int) -> Iterator[list[Range]]:
+    """Yield the chunks of a group: ``size`` chunks, or fewer that have :data:`_MAX_GROUP_BYTES`."""
+    total = 0
+    for chunk in islice(chunks, size):
+        yield chunk
+        total += sum(part.end - part.start for part in chunk)
+        if total >= _MAX_GROUP_BYTES:
+            return
 
 
 def read_groups(store: Store, texts: Ref, cut: Ref, split: str) -> list[ChunkGroup]:
@@ -127,7 +142,7 @@ def open_ranges(ranges: Ranges, stopping: Event) -> Iterator[tuple[Iterator[byte
 
 
 def _read_checked(path: str, parts: list[Range], stopping: Event) -> Iterator[bytes]:
-    with open_raw(path) as file:
+    with open_raw(path, is_ranged=True) as file:
         for part in parts:
             digest = hashlib.sha256()
             for block in read_blocks(file, part.start, part.end):

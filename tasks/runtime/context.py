@@ -25,6 +25,10 @@ class RunContext:
     """Set when the run fails or is cancelled. Work in threads then ends early."""
     label: str = "textmill"
     """Prefix of the keys of the run's Prefect artifacts. Other roots and configurations have other labels."""
+    lease: str = ""
+    """Name of the run's lease, see :mod:`tasks.runtime.lease`. Empty: locks of the operating system suffice."""
+    is_worker: bool = False
+    """Whether this is the copy of the run in a worker of a cluster."""
 
     @functools.cached_property
     def store(self) -> Store:
@@ -32,8 +36,9 @@ class RunContext:
         return Store(self.root, is_full=self.execution.verify == "full")
 
     def __reduce__(self) -> tuple[Callable[..., "RunContext"], tuple[Any, ...]]:
-        # An event cannot be pickled. A worker on another machine gets its own.
-        return functools.partial(RunContext, label=self.label), (self.root, self.name, self.refresh, self.execution)
+        # An event cannot be pickled. A worker of a cluster gets its own, which the run's lease sets.
+        copy = functools.partial(RunContext, label=self.label, lease=self.lease, is_worker=True)
+        return copy, (self.root, self.name, self.refresh, self.execution)
 
 
 @dataclass

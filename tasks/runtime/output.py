@@ -58,6 +58,14 @@ class Output:
                 return local_path(self.store, file, *self.location)
         raise UserError(f"{self.ref.stage} {self.ref.key[:12]} has no file {name}.")
 
+    def file_url(self, name: str) -> str:
+        """Return the path or URL of a file in the root, for readers of byte ranges. It may be damaged."""
+        return self.store.url(*self.location, name)
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """Return the bytes ``start`` to ``end`` of a file, which may be damaged."""
+        return self.store.read_range(start, end, *self.location, name)
+
     def directory(self, name: str) -> Path:
         """Return a local path of a directory with all its files. Raises UserError as :meth:`path` does."""
         paths = [self.path(file["path"]) for file in self.manifest["files"] if file["path"].startswith(f"{name}/")]

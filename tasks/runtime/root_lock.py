@@ -1,17 +1,20 @@
 """Locks of a root: many runs share the root or gc uses it alone, and one process at a time makes an output.
 
-The locks are ``flock`` locks. The operating system releases them when the process ends. Only local roots have locks.
+The locks are ``flock`` locks. The operating system releases them when the process ends. Only local roots have them;
+:mod:`tasks.runtime.lease` replaces them elsewhere.
 """
 
 import fcntl
 import logging
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from lm.common.errors import Stopped, UserError
+from tasks.runtime.context import RunContext
+from tasks.runtime.lease import hold_gc_lease, hold_run_lease
 from tasks.runtime.store import LOCK_FILE, Store
 
 log = logging.getLogger(__name__)
@@ -20,17 +23,33 @@ _POLL_SECONDS = 0.2
 
 
 @contextmanager
+def use_root(run: RunContext) -> Iterator[None]:
+    """Keep gc from deleting while a run uses the root. Wait while gc deletes."""
+    with lock_root(run.store), hold_run_lease(run) if run.lease else nullcontext():
+        yield
+
+
+@contextmanager
+def own_root(store: Store) -> Iterator[Callable[[], None]]:
+    """Keep runs from using the root. Raises UserError if a run uses it.
+
+    Yields a function to call before each deletion: it raises UserError if the root is lost to a run.
+    """
+    if store.is_local:
+        with lock_root(store, exclusive=True):
+            yield lambda: None
+    else:
+        with hold_gc_lease(store) as check:
+            yield check
+
+
+@contextmanager
 def lock_root(store: Store, exclusive: bool = False) -> Iterator[None]:
-    """Hold the lock of a root: shared by runs, exclusive for deleting.
+    """Hold the lock of a local root: shared by runs, exclusive for deleting. Other roots have no locks.
 
     A run waits while gc holds the exclusive lock, which is short. Raises UserError if the exclusive lock is not free.
     """
     if not store.is_local:
-        if exclusive:
-            raise UserError(
-                f"{store.url()} has no locks, as it is not a local root, so a run may be using it. When no run does, "
-                "delete the paths that textmill gc lists with the tools of that store."
-            )
         yield
         return
     # A run may be of a user who cannot write the file.

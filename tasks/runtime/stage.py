@@ -1,9 +1,9 @@
-"""The stage contract: a Prefect task whose output is a directory of files with a key and a manifest.
+"""The stage contract: a task whose output is a directory of files with a key and a manifest.
 
-A stage is a function ``body(out, inputs…, config…)``. The decorator ``@stage("name")`` makes it a :class:`Stage`. Its
-Prefect task takes the same arguments, without ``out`` and with ``run=RunContext(…)``. An input is passed as a
-:class:`Ref`; the body receives the :class:`Output`. The task returns only a Ref: whether the output exists, and what is
-in it, is read from its manifest.
+A stage is a function ``body(out, inputs…, config…)``. The decorator ``@stage("name")`` makes it a :class:`Stage`. A
+call of a stage has the same arguments without ``out``. An input is passed as a :class:`Ref`; the body receives the
+:class:`Output`. The result of a call is only a Ref: whether the output exists, and what is in it, is read from its
+manifest. :mod:`flows.stage_task` runs calls as Prefect tasks.
 """
 
 import functools
@@ -20,12 +20,13 @@ from dataclasses import asdict, dataclass, is_dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lm.common.errors import UserError
 from lm.common.runtime import Execution
 from tasks.runtime.code_version import check_not_edited, code_identity, find_modules, module_digests
 from tasks.runtime.context import Attempt, RunContext
+from tasks.runtime.lease import check_lease, hold_output_lease
 from tasks.runtime.output import (
     FORMAT,
     MANIFEST,
@@ -40,9 +41,6 @@ from tasks.runtime.output import (
 from tasks.runtime.root_lock import lock_output
 from tasks.runtime.schemas import LatestOutput, read_record
 from tasks.runtime.store import LOCK_FILE, Store, describe_files
-
-if TYPE_CHECKING:
-    from prefect import Task
 
 log = logging.getLogger(__name__)
 group_log = logging.getLogger("tasks.groups")  # of stages mapped over groups: too many lines for a terminal
@@ -59,8 +57,8 @@ class Stage:
     """Libraries whose versions enter the key."""
     page: Callable[..., Iterator[str]] | None = None
     """Yields the paragraphs of the output's Markdown page. Takes the arguments of the body, after the body."""
-    run_name: str = ""
-    """Names the task runs, as a format string of the arguments. For a stage that is mapped over groups of chunks."""
+    is_mapped: bool = False
+    """Whether the stage is called for each group of chunks."""
     slot: Callable[[Execution], AbstractContextManager[Any]] = nullcontext
     """Context manager that is held while an output is made."""
     is_resumable: bool = False
@@ -69,26 +67,12 @@ class Stage:
     def __post_init__(self) -> None:
         self.file = inspect.getsourcefile(self.body) or ""
         self.signature = inspect.signature(self.body)
-        self.log = group_log if self.run_name else log
+        self.log = group_log if self.is_mapped else log
+        self.__module__ = self.body.__module__  # where pickle finds the stage
 
-    @functools.cached_property
-    def task(self) -> "Task[..., Any]":
-        """The Prefect task. Prefect is imported only here, as a look-up does not need it."""
-        from prefect import Task
-        from prefect.cache_policies import NO_CACHE
-        from prefect.states import Completed
-
-        def task_body(*args: Any, **kwargs: Any) -> Any:
-            ref, is_cached = self.materialize(kwargs.pop("run"), self.bind(*args, **kwargs))
-            # Only the manifest decides what is cached. The name of Prefect's state is for people.
-            return Completed(name="Cached", data=ref._asdict()) if is_cached else ref._asdict()
-
-        functools.update_wrapper(task_body, self.body)
-        parameters = list(self.signature.parameters.values())[1:]
-        run = inspect.Parameter("run", inspect.Parameter.KEYWORD_ONLY, annotation=RunContext)
-        task_body.__signature__ = inspect.Signature([*parameters, run])  # type: ignore[attr-defined]
-        run_name = self.run_name or self.name
-        return Task(task_body, name=self.name, task_run_name=run_name, cache_policy=NO_CACHE, persist_result=False)
+    def __reduce__(self) -> str:
+        # Pickled by reference: a worker of a cluster imports the stage from its own code.
+        return self.body.__qualname__
 
     def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the arguments of a call by parameter name, without ``out``."""
@@ -104,21 +88,25 @@ class Stage:
         """Digests of these modules at the first use of the stage."""
         return module_digests(self.modules)
 
+    def code_ingredients(self) -> dict[str, Any]:
+        """Return the ingredients of a key besides the parameters: the versions of the format, code and libraries."""
+        return {
+            "format": FORMAT,
+            "code": code_identity(self.name, self.code),
+            "libraries": {name: _library_version(name) for name in self.libraries},
+        }
+
     def _key(self, run: RunContext, arguments: dict[str, Any], digests: dict[Ref, str]) -> tuple[Ref, dict[str, Any]]:
         """Return the Ref of an output and the ingredients of its key: everything that decides the content.
 
         ``digests`` caches the content digests of the inputs between calls.
         """
-        ingredients = {
-            "format": FORMAT,
-            "parameters": {name: _identity(value, run.store, digests) for name, value in arguments.items()},
-            "code": code_identity(self.name, self.code),
-            "libraries": {name: _library_version(name) for name in self.libraries},
-        }
+        parameters = {name: _identity(value, run.store, digests) for name, value in arguments.items()}
+        ingredients = {"parameters": parameters, **self.code_ingredients()}
         return Ref(self.name, json_digest({"stage": self.name, **ingredients})), ingredients
 
     def _is_refreshed(self, run: RunContext) -> bool:
-        return self.name.removesuffix("-group") in run.refresh  # a mapped stage includes its groups
+        return self.name.partition("-")[0] in run.refresh  # a stage includes its groups and sums
 
     def _cached_output(self, run: RunContext, ref: Ref) -> Output | None:
         output = None if self._is_refreshed(run) else open_output(run.store, ref)
@@ -138,7 +126,7 @@ class Stage:
         ref, ingredients = self._key(run, arguments, {})
         output = self._cached_output(run, ref)
         if not output:
-            with lock_output(run.store.lock_file(*ref), self.name, run.stopping), self.slot(run.execution):
+            with self._lock(run, ref), self.slot(run.execution):
                 output = self._cached_output(run, ref)  # another run may have made it in the meantime
                 if not output:
                     check_not_edited(self.modules, self.code)
@@ -148,6 +136,16 @@ class Stage:
         message = "%s is cached: run %s made it, and nothing that decides it has changed."
         self.log.info(message, self.name, output.manifest["made"]["run"])
         return ref, True
+
+    @contextmanager
+    def _lock(self, run: RunContext, ref: Ref) -> Iterator[None]:
+        """Keep other threads and processes of this machine, and machines that share the root, from the same work."""
+        has_lease = run.lease and not run.store.is_local
+        with (
+            lock_output(run.store.lock_file(*ref), self.name, run.stopping),
+            hold_output_lease(run, *ref, name=self.name) if has_lease else nullcontext(),
+        ):
+            yield
 
     def _make(self, run: RunContext, ref: Ref, ingredients: dict[str, Any], arguments: dict[str, Any]) -> None:
         """Run the body in a new attempt directory, publish the files, and write the manifest last."""
@@ -194,8 +192,14 @@ class Stage:
                 **{name: _library_version(name) for name in ("torch", "numpy", "regex", "pyarrow")},
             },
         }
+        check_lease(run)
         store.write_json(manifest, *ref, MANIFEST)
-        store.write_json({"key": ref.key}, self.name, "latest.json")
+        if not self.is_mapped:
+            self.note_latest(run, ref)
+
+    def note_latest(self, run: RunContext, ref: Ref) -> None:
+        """Remember the last output that was made, to tell later why the stage runs again."""
+        run.store.write_json({"key": ref.key}, self.name, "latest.json")
 
     def _write_page(self, out: Attempt, inputs: dict[str, Any]) -> None:
         if not self.page:

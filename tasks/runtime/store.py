@@ -50,6 +50,7 @@ retry_reading = Retrying(
 retry_request = retry_reading.copy(stop=stop_after_attempt(4) | stop_after_delay(60))  # a single try may time out late
 
 LOCK_FILE = ".lock"  # in the root while it is used, and beside the attempts of an output while it is made
+LEASES = "leases"  # directory of the leases of runs, see tasks.runtime.lease
 _MAX_CONCURRENT_REQUESTS = 16
 _UPLOAD_RETENTION_SECONDS = 30 * 24 * 3600  # a training can resume from a failed upload
 _CLOCK_TICK_NS = 20_000_000  # file times are coarser than the clock: two changes in one tick have the same time
@@ -88,7 +89,7 @@ class Store:
     def _translate_errors(self, operation: Callable[[], _Result]) -> _Result:
         try:
             return operation()
-        except _NOT_FOUND_ERRORS:
+        except (*_NOT_FOUND_ERRORS, FileExistsError):
             raise
         except Exception as error:  # each file system has its own exceptions
             may_pass = isinstance(error, OSError) and not isinstance(error, PermissionError) and not self.is_local
@@ -131,6 +132,14 @@ class Store:
         except _NOT_FOUND_ERRORS:
             return None
 
+    def read_range(self, start: int, end: int, *parts: str) -> bytes:
+        """Return the bytes ``start`` to ``end`` of a file. Raises UserError if it is missing."""
+        path = self.path(*parts)
+        try:
+            return bytes(self._request(lambda: self.fs.cat_file(path, start=start, end=end)))
+        except _NOT_FOUND_ERRORS:
+            raise UserError(f"{path} is missing. Run the pipeline again: it makes it again.") from None
+
     def write_json(self, content: dict[str, Any], *parts: str) -> None:
         """Write JSON with its checksum, atomically. Read it with :func:`tasks.runtime.schemas.read_record`."""
         self.write_text(dumps_with_checksum(content), *parts)
@@ -150,6 +159,28 @@ class Store:
             sync_path(os.path.dirname(path))
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror or error}.") from None
+
+    def create_file(self, data: bytes, *parts: str) -> bool:
+        """Write a file unless it exists. Return False if it exists.
+
+        A store without conditional writes replaces the file and returns True.
+        """
+        path = self.path(*parts)
+        try:
+            if self.is_local:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                with open(path, "xb") as file:
+                    file.write(data)
+            else:
+                self._request(lambda: self.fs.pipe_file(path, data, mode="create"))
+        except FileExistsError:
+            return False
+        return True
+
+    def delete_file(self, *parts: str) -> None:
+        """Delete a file if it exists."""
+        with suppress(*_NOT_FOUND_ERRORS):
+            self._request(lambda: self.fs.rm_file(self.path(*parts)))
 
     def list_names(self, *parts: str) -> list[str]:
         """Return the names in a directory, sorted; empty if it is missing."""
@@ -311,7 +342,11 @@ class Store:
             temporary.unlink(missing_ok=True)
 
     def remove(self, *parts: str) -> None:
-        """Delete a file or directory of a local root, and the parent directories that become empty."""
+        """Delete a file or directory, and on a local root the parent directories that become empty."""
+        if not self.is_local:
+            with suppress(*_NOT_FOUND_ERRORS):
+                self._request(lambda: self.fs.rm(self.path(*parts), recursive=True))
+            return
         path = Path(self.path(*parts))
         try:
             if path.is_dir():

@@ -93,7 +93,7 @@ def test_groups_give_the_tokens_and_counts_of_single_chunks(tmp_path: Path, monk
 
 def test_groups_cover_all_chunks_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_input, "_GROUPS_PER_SIZE", 3)
-    monkeypatch.setattr(chunk_input, "text_paths", lambda output, split: [str(path)] if split == "train" else [])
+    monkeypatch.setattr(chunk_input, "text_urls", lambda output, split: [str(path)] if split == "train" else [])
     path = tmp_path / "text.txt"
     path.write_text("".join(demo_stories(30)), encoding="utf-8")
     run = run_context(tmp_path / "root")

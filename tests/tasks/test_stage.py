@@ -334,4 +334,4 @@ def test_of_two_concurrent_runs_the_second_uses_the_output_of_the_first(tmp_path
 def test_a_run_context_can_be_pickled(tmp_path: Path) -> None:
     run = RunContext(str(tmp_path), "run", frozenset({"merge"}), Execution(threads=3))
     sent = pickle.loads(pickle.dumps(run))
-    assert sent == replace(run, stopping=sent.stopping)
+    assert sent == replace(run, stopping=sent.stopping, is_worker=True)

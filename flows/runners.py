@@ -1,0 +1,150 @@
+"""Where the parts of a mapped stage run: in threads of this process, or in the workers of a Dask or Ray cluster.
+
+The libraries of the clusters are imported when they are used. A cluster runner is entered inside the flow, and is not
+the flow's own task runner: otherwise Prefect would connect each task on a worker to the cluster again.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, Protocol
+
+from prefect import Task
+from prefect.settings import get_current_settings
+
+from lm.common.errors import UserError
+from lm.common.runtime import Execution
+from tasks.runtime.context import RunContext
+
+log = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """Runs Prefect tasks."""
+
+    def submit(self, task: "Task[..., Any]", parameters: dict[str, Any]) -> Any:
+        """Start a task and return its Prefect future."""
+
+    def count_slots(self) -> int:
+        """Return how many tasks may be in flight."""
+
+    def explain(self, error: BaseException) -> str:
+        """Return what to tell the user about an exception that no task raised; empty if it is not of the cluster."""
+
+
+class ThreadRunner:
+    """Runs tasks in threads of this process."""
+
+    def __init__(self, execution: Execution) -> None:
+        self._slots = execution.tasks_in_flight or execution.workers
+
+    def submit(self, task: "Task[..., Any]", parameters: dict[str, Any]) -> Any:
+        """Start a task in the flow's own thread pool."""
+        return task.submit(**parameters)
+
+    def count_slots(self) -> int:
+        """Return the number of threads."""
+        return self._slots
+
+    def explain(self, error: BaseException) -> str:
+        """Threads have no failures of their own."""
+        return ""
+
+
+class DaskRunner:
+    """Runs tasks in the workers of a Dask cluster."""
+
+    def __init__(self, runner: Any, execution: Execution) -> None:
+        self._runner, self._execution = runner, execution
+        self._address = runner.client.scheduler_info()["address"]
+
+    def submit(self, task: "Task[..., Any]", parameters: dict[str, Any]) -> Any:
+        """Submit a task to the scheduler."""
+        return self._runner.submit(task, parameters=parameters)
+
+    def count_slots(self) -> int:
+        """Return two tasks for each thread of a worker: while one runs, the next one waits there."""
+        if self._runner.client.status != "running":
+            raise ConnectionError(f"the client is {self._runner.client.status}")
+        return self._execution.tasks_in_flight or max(1, 2 * sum(self._runner.client.nthreads().values()))
+
+    def explain(self, error: BaseException) -> str:
+        """Explain a lost scheduler, or a task whose workers died."""
+        name = type(error).__name__
+        if name == "KilledWorker":
+            return f"Several workers died while they ran the same part: {error}. Do they have enough memory?"
+        if isinstance(error, (OSError, TimeoutError)) or name in ("CancelledError", "FutureCancelledError"):
+            return f"The Dask scheduler at {self._address} is lost: {error}. Start it again."
+        return ""
+
+
+class RayRunner:
+    """Runs tasks in the workers of a Ray cluster."""
+
+    def __init__(self, runner: Any, execution: Execution) -> None:
+        self._runner, self._execution = runner, execution
+
+    def submit(self, task: "Task[..., Any]", parameters: dict[str, Any]) -> Any:
+        """Submit a task to Ray."""
+        return self._runner.submit(task, parameters=parameters)
+
+    def count_slots(self) -> int:
+        """Return two tasks for each CPU core of the cluster."""
+        cpus = import_module("ray").cluster_resources().get("CPU", 1)
+        return self._execution.tasks_in_flight or max(1, 2 * int(cpus))
+
+    def explain(self, error: BaseException) -> str:
+        """Explain a lost cluster, or a task whose workers died."""
+        if type(error).__module__.startswith("ray."):
+            return f"The Ray cluster failed: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return ""
+
+
+@contextmanager
+def open_runner(run: RunContext) -> Iterator[Runner]:
+    """Connect to the cluster of ``execution.address``, or start a cluster on this machine.
+
+    Raises UserError if the library is missing, the cluster does not answer, or its workers could not read the root.
+    """
+    execution = run.execution
+    if execution.runner == "threads":
+        yield ThreadRunner(execution)
+        return
+    _check_reachable(run)
+    name, kind = ("DaskTaskRunner", DaskRunner) if execution.runner == "dask" else ("RayTaskRunner", RayRunner)
+    try:
+        task_runner = getattr(import_module(f"prefect_{execution.runner}"), name)
+    except ImportError as error:
+        raise UserError(
+            f"execution.runner {execution.runner} needs an extra: pip install 'textmill[{execution.runner}]' ({error})."
+        ) from None
+    options: dict[str, Any] = {"address": execution.address or None}
+    if not execution.address and execution.runner == "dask":
+        options = {
+            "cluster_kwargs": {"n_workers": execution.workers, "threads_per_worker": 1, "dashboard_address": None}
+        }
+    elif not execution.address:
+        options = {"init_kwargs": {"num_cpus": execution.workers, "include_dashboard": False}}
+    with task_runner(**options) as entered:
+        try:
+            runner: Runner = kind(entered, execution)
+            runner.count_slots()
+        except (OSError, TimeoutError, ConnectionError) as error:
+            raise UserError(f"The cluster at {execution.address} does not answer: {error}.") from None
+        yield runner
+
+
+def _check_reachable(run: RunContext) -> None:
+    """Raise UserError if workers on other machines could not work for this run."""
+    if run.execution.address and run.store.is_local and not run.execution.shared_root:
+        raise UserError(
+            f"The workers at {run.execution.address} may not see {run.store.base}, a directory of this machine. Use a "
+            "root on an object store, such as s3://bucket/root. If all machines share that directory, set "
+            "execution.shared_root."
+        )
+    if not get_current_settings().api.url:
+        raise UserError(
+            f"execution.runner {run.execution.runner} needs a Prefect server that the workers can reach. Start one "
+            "with prefect server start --host 0.0.0.0, and set PREFECT_API_URL here."
+        )
