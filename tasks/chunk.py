@@ -4,7 +4,7 @@ from lm.common.errors import UserError
 from lm.text.chunks import cut_chunks
 from lm.text.config import ChunkConfig
 from tasks.pages import stages as pages
-from tasks.runtime.chunk_input import text_urls, text_ranges, write_groups
+from tasks.runtime.chunk_input import text_ranges, text_urls, write_groups
 from tasks.runtime.context import Attempt
 from tasks.runtime.output import Output
 from tasks.runtime.stage import stage
