@@ -66,6 +66,7 @@ class PrefectExecutor:
         missing = [index for index, (_, is_cached) in enumerate(outputs) if not is_cached]
         log.info("%s: %s of %s parts are cached.", title, len(items) - len(missing), len(items))
         if missing:
+            log.info("%s runs: %s.", title, stage.explain(self.run, calls[missing[0]]))
             self._make(stage, title, calls, missing)
             stage.note_latest(self.run, outputs[-1][0])
         return [ref for ref, _ in outputs]

@@ -27,6 +27,8 @@ class RunContext:
     """Prefix of the keys of the run's Prefect artifacts. Other roots and configurations have other labels."""
     lease: str = ""
     """Name of the run's lease, see :mod:`tasks.runtime.lease`. Empty: locks of the operating system suffice."""
+    digests: dict[tuple[str, str], str] = field(default_factory=dict, compare=False)
+    """Content digests of the outputs that this run has checked or used, by their Refs."""
     is_worker: bool = False
     """Whether this is the copy of the run in a worker of a cluster."""
 

@@ -96,12 +96,9 @@ class Stage:
             "libraries": {name: _library_version(name) for name in self.libraries},
         }
 
-    def _key(self, run: RunContext, arguments: dict[str, Any], digests: dict[Ref, str]) -> tuple[Ref, dict[str, Any]]:
-        """Return the Ref of an output and the ingredients of its key: everything that decides the content.
-
-        ``digests`` caches the content digests of the inputs between calls.
-        """
-        parameters = {name: _identity(value, run.store, digests) for name, value in arguments.items()}
+    def _key(self, run: RunContext, arguments: dict[str, Any]) -> tuple[Ref, dict[str, Any]]:
+        """Return the Ref of an output and the ingredients of its key: everything that decides the content."""
+        parameters = {name: _identity(value, run) for name, value in arguments.items()}
         ingredients = {"parameters": parameters, **self.code_ingredients()}
         return Ref(self.name, json_digest({"stage": self.name, **ingredients})), ingredients
 
@@ -114,23 +111,26 @@ class Stage:
 
     def look_up(self, run: RunContext, calls: Sequence[dict[str, Any]]) -> list[tuple[Ref, bool]]:
         """Return the Ref of each call's output, and whether it is cached: finished, and all its files intact."""
-        digests: dict[Ref, str] = {}
-        refs = [self._key(run, arguments, digests)[0] for arguments in calls]
+        refs = [self._key(run, arguments)[0] for arguments in calls]
         if self._is_refreshed(run):
             return [(ref, False) for ref in refs]
-        intact_digests = run.store.map(lambda ref: intact_digest(run.store, ref), refs)
-        return [(ref, digest is not None) for ref, digest in zip(refs, intact_digests, strict=True)]
+        digests = run.store.map(lambda ref: intact_digest(run.store, ref), refs)
+        run.digests.update((ref, digest) for ref, digest in zip(refs, digests, strict=True) if digest)
+        return [(ref, digest is not None) for ref, digest in zip(refs, digests, strict=True)]
 
     def materialize(self, run: RunContext, arguments: dict[str, Any]) -> tuple[Ref, bool]:
         """Make an output unless it is cached. Return its Ref, and whether it was cached."""
-        ref, ingredients = self._key(run, arguments, {})
+        ref, ingredients = self._key(run, arguments)
         output = self._cached_output(run, ref)
         if not output:
             with self._lock(run, ref), self.slot(run.execution):
                 output = self._cached_output(run, ref)  # another run may have made it in the meantime
                 if not output:
                     check_not_edited(self.modules, self.code)
-                    self.log.info("%s runs: %s.", self.name, self._explain(run, ref, ingredients))
+                    if self.is_mapped:
+                        self.log.info("%s runs.", self.name)
+                    else:
+                        self.log.info("%s runs: %s.", self.name, self._explain(run, ref, ingredients))
                     self._make(run, ref, ingredients, arguments)
                     return ref, False
         message = "%s is cached: run %s made it, and nothing that decides it has changed."
@@ -212,7 +212,7 @@ class Stage:
 
     def explain(self, run: RunContext, arguments: dict[str, Any]) -> str:
         """Return why this stage must run, for the log: for example, the names of the parameters that changed."""
-        return self._explain(run, *self._key(run, arguments, {}))
+        return self._explain(run, *self._key(run, arguments))
 
     def _explain(self, run: RunContext, ref: Ref, ingredients: dict[str, Any]) -> str:
         if self._is_refreshed(run):
@@ -237,19 +237,19 @@ def stage(name: str, **options: Any) -> Callable[[Callable[..., None]], Stage]:
     return lambda body: Stage(name, body, **options)
 
 
-def _identity(value: Any, store: Store, digests: dict[Ref, str]) -> Any:
+def _identity(value: Any, run: RunContext) -> Any:
     """Return the part of an argument that decides the output, as JSON: an input's content digest, an object's
     ``identity``, or the fields of a config."""
     if isinstance(value, Ref):
-        if value not in digests:
-            digests[value] = intact_digest(store, value) or read_output(store, value).digest
-        return {value.stage: digests[value]}
+        if value not in run.digests:
+            run.digests[value] = intact_digest(run.store, value) or read_output(run.store, value).digest
+        return {value.stage: run.digests[value]}
     if hasattr(value, "identity"):
         return value.identity
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, (list, tuple)):
-        return store.map(lambda item: _identity(item, store, digests), value)
+        return run.store.map(lambda item: _identity(item, run), value)
     return value
 
 
