@@ -16,7 +16,7 @@ def find_garbage(store: Store) -> list[Finding]:
     """Return the outputs that no run record needs, replaced and unfinished attempts, and files of killed processes.
 
     A run record needs its outputs and the inputs of each. An output names its inputs by content, so if two outputs have
-    the same content, both are needed. Hold the root exclusively (:func:`tasks.runtime.root_lock.lock_root`) until the
+    the same content, both are needed. Hold the root exclusively (:func:`tasks.runtime.root_lock.own_root`) until the
     garbage is deleted. Raises UserError if a manifest or run record is damaged: the outputs that it needs are unknown.
     """
     result = scan(store)
@@ -58,9 +58,8 @@ def _string_items(value: Any) -> Iterator[tuple[str, str]]:
 def delete(store: Store, finding: Finding) -> bool:
     """Delete garbage. Return False if ``lm.train`` is running there, which uses no root lock."""
     path = Path(store.path(finding.path))
-    if any(map(is_locked, [*path.glob("job.json"), *path.glob("*/job.json")])):
+    if store.is_local and any(map(is_locked, [*path.glob("job.json"), *path.glob("*/job.json")])):
         return False
-    if path.is_dir():
-        store.remove(finding.path, MANIFEST)  # first: without it there is no output
+    store.delete_file(finding.path, MANIFEST)  # first: without it there is no output
     store.remove(finding.path)
     return True

@@ -11,7 +11,7 @@ from lm.common.errors import TransientError, UserError
 from tasks.runtime.output import MANIFEST, Output, Ref, open_output
 from tasks.runtime.root_lock import is_locked
 from tasks.runtime.schemas import LatestOutput, RunRecord, SourceRecord, read_record
-from tasks.runtime.store import LOCK_FILE, Store
+from tasks.runtime.store import LEASES, LOCK_FILE, Store
 
 _KEY_DIRECTORY = re.compile(r"[a-z][a-z0-9-]*/[0-9a-f]{64}")
 _PATH_IN_KEY_DIRECTORY = re.compile(r"([a-z][a-z0-9-]*)/([0-9a-f]{64})/([^/]+)(/.+)?", re.DOTALL)
@@ -84,8 +84,7 @@ def _scan_key_directory(store: Store, ref: Ref, names: dict[str, dict[str, int]]
         elif _TEMPORARY_NAME.search(name):
             yield Finding("orphaned", path, "a process was killed while it wrote this", size, is_garbage=True)
         elif name == LOCK_FILE:
-            lock = Path(store.path(path))
-            if not is_locked(lock) and lock.exists():  # its holder may have ended, and deleted it, since it was listed
+            if _is_left_behind(store, path):
                 yield Finding("orphaned", path, "a process was killed while it held this lock", size, is_garbage=True)
         elif output and name == current_attempt:
             known = {f"{path}/{file['path']}" for file in output.all_files()}
@@ -102,9 +101,20 @@ def _scan_key_directory(store: Store, ref: Ref, names: dict[str, dict[str, int]]
             yield Finding("orphaned", path, "a later attempt has replaced it", size, is_garbage=True)
 
 
+def _is_left_behind(store: Store, path: str) -> bool:
+    """Return whether the holder of an output's lock, or lease, has ended without deleting it."""
+    if store.is_local:
+        lock = Path(store.path(path))
+        return not is_locked(lock) and lock.exists()  # its holder may have ended, and deleted it, since it was listed
+    holder = store.read_bytes(path)
+    return holder is not None and store.read_bytes(LEASES, f"{holder.decode('utf-8', 'replace')}.json") is None
+
+
 def _scan_file(store: Store, path: str, size: int, result: Scan) -> Iterator[Finding]:
     """Check a file outside the key directories: a run record or report, a source record, or a ``latest.json``."""
     directory, _, name = path.rpartition("/")
+    if directory == LEASES:
+        return  # gc deletes those that nobody renews
     if _TEMPORARY_NAME.search(name):
         yield Finding("orphaned", path, "a process was killed while it wrote this", size, is_garbage=True)
     elif _KEY_DIRECTORY.fullmatch(path):

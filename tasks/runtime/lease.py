@@ -100,7 +100,7 @@ def hold_gc_lease(store: Store) -> Iterator[Callable[[], None]]:
         time.sleep(2 * LEASE_SECONDS)
         after = _read_run_leases(store)
         if alive := sorted(name for name, content in after.items() if content != before.get(name)):
-            raise UserError(f"Run {alive[0]} uses {store.url()}. Try again when it has ended.")
+            raise UserError(f"Run {alive[0].removesuffix('.json')} uses {store.url()}. Try again when it has ended.")
         for name in after:
             store.delete_file(LEASES, name)
         yield check

@@ -139,7 +139,6 @@ def test_workers_without_the_drivers_files_make_the_same_bytes(site: Site, text:
     states = site.server.states(run.id)
     assert {name.partition(" ")[0] for name in states} >= {
         "count",
-        "count-sum",
         "encode-train",
         "encode-valid",
         "merge",

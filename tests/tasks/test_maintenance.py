@@ -225,13 +225,16 @@ def test_a_killed_run_is_unfinished(tmp_path: Path) -> None:
     assert find_kinds(run.store)["runs/20260101-000000-full-a.md"] == "damaged"
 
 
-def test_gc_only_lists_garbage_on_a_root_without_locks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_only_lists_garbage_on_a_store_without_conditional_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, *_ = make_root(f"memory://{tmp_path.name}")
     other = materialize(letters, run, "other", 1)
     assert main(["gc", f"memory://{tmp_path.name}"]) == 0
     assert other.key in capsys.readouterr().out
+    monkeypatch.setattr(Store, "create_file", lambda self, data, *parts: True)
     assert main(["gc", f"memory://{tmp_path.name}", "--delete"]) == 2
-    assert "has no locks" in capsys.readouterr().err
+    assert "has no conditional writes" in capsys.readouterr().err
     assert read_output(run.store, other).is_intact()
 
 

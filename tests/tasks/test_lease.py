@@ -1,0 +1,208 @@
+"""Leases on a root without locks: runs, gc, outputs and workers."""
+
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flows.cli.parser import main
+from lm.common.errors import Stopped, UserError
+from tasks.maintenance.gc import find_garbage
+from tasks.maintenance.verify import verify
+from tasks.runtime import lease
+from tasks.runtime.context import Attempt, RunContext
+from tasks.runtime.lease import check_lease, hold_gc_lease, hold_output_lease, hold_run_lease, stop_without_lease
+from tasks.runtime.output import read_output
+from tasks.runtime.root_lock import own_root, use_root
+from tasks.runtime.stage import stage
+from tasks.runtime.store import LEASES, LOCK_FILE, Store
+from tests.helpers.limits import wait_for
+from tests.helpers.roots import letters, materialize, run_context, write_run_record
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A root without locks, on which leases are short."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.6)
+    monkeypatch.setattr(lease, "_RENEW_SECONDS", 0.1)
+    monkeypatch.setattr(lease, "_POLL_SECONDS", 0.05)
+    yield f"memory://{tmp_path.name}"
+
+
+def leased(root: str, name: str = "20260101-000000-full-a") -> RunContext:
+    return run_context(root, lease=name)
+
+
+def leave_lease(run: RunContext) -> None:
+    """Write the lease of a run whose process was killed."""
+    run.store.write_text("once", LEASES, f"{run.lease}.json")
+
+
+def test_a_lease_ends_with_its_run(root: str) -> None:
+    run = leased(root)
+    with use_root(run):
+        check_lease(run)
+        before = run.store.read_bytes(LEASES, f"{run.lease}.json")
+        wait_for(lambda: run.store.read_bytes(LEASES, f"{run.lease}.json") != before, 5, "renewal")
+    assert run.store.list_names(LEASES) == []
+    with pytest.raises(Stopped, match="no lease"):
+        check_lease(run)
+
+
+def test_gc_deletes_nothing_while_a_run_is_at_work(root: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = leased(root)
+    with use_root(run):
+        ref = materialize(letters, run, "a", 1)
+        assert main(["gc", root, "--delete"]) == 2
+        assert f"Run {run.lease} uses" in capsys.readouterr().err
+        assert read_output(run.store, ref).is_intact()
+    assert main(["gc", root, "--delete"]) == 0
+    assert f"letters/{ref.key}: no run record needs it" in capsys.readouterr().out
+    assert Store(root).list_files() == {}
+
+
+def test_gc_keeps_what_a_run_record_needs_and_deletes_the_leases_of_dead_runs(root: str) -> None:
+    run = leased(root)
+    kept, lost = materialize(letters, run_context(root), "a", 1), materialize(letters, run_context(root), "b", 1)
+    write_run_record(run, "20260101-000000-full-a", kept)
+    leave_lease(run)
+    with own_root(run.store) as check:
+        check()
+        assert [finding.path for finding in find_garbage(run.store)] == ["/".join(lost)]
+        assert run.store.list_names(LEASES) == ["gc.json"]
+    assert run.store.list_names(LEASES) == []
+
+
+def test_a_run_waits_for_gc(root: str) -> None:
+    run, order = leased(root), []
+    started = threading.Event()
+
+    def use() -> None:
+        started.set()
+        with use_root(run):
+            order.append("run")
+
+    with own_root(run.store):
+        thread = threading.Thread(target=use)
+        thread.start()
+        started.wait()
+        time.sleep(0.3)
+        order.append("gc")
+    thread.join()
+    assert order == ["gc", "run"]
+
+
+def test_the_lease_of_a_killed_gc_delays_a_run_only_once(root: str) -> None:
+    run = leased(root)
+    run.store.write_text("once", LEASES, "gc.json")
+    with use_root(run):
+        assert run.store.list_names(LEASES) == [f"{run.lease}.json"]
+    run.store.write_text("once", LEASES, "gc.json")
+    with own_root(run.store):
+        pass
+    assert run.store.list_names(LEASES) == []
+
+
+def test_a_gc_that_stood_still_deletes_nothing(root: str) -> None:
+    run = leased(root)
+    with hold_gc_lease(run.store) as check:
+        run.store.delete_file(LEASES, "gc.json")  # as a run does that takes the gc for dead
+        with use_root(run):
+            wait_for(lambda: _raises(check), 5, "loss of the lease")
+            assert run.store.list_names(LEASES) == [f"{run.lease}.json"]
+
+
+def _raises(check: Callable[[], None]) -> bool:
+    try:
+        check()
+    except UserError:
+        return True
+    return False
+
+
+def test_a_run_that_stood_still_is_stopped_and_finishes_nothing(root: str) -> None:
+    run = leased(root)
+
+    @stage("slow")
+    def slow(out: Attempt, text: str) -> None:
+        run.store.delete_file(LEASES, f"{run.lease}.json")  # as gc does
+        (out.directory / "a.txt").write_text(text)
+
+    with hold_run_lease(run), pytest.raises(Stopped, match="gc took it for dead"):
+        materialize(slow, run, "x")
+    assert run.stopping.is_set() or run.store.list_names(LEASES) == []
+    assert Store(root).list_names("slow") == [] or not list(Store(root).fs.glob(f"{root}/slow/*/manifest.json"))
+
+
+def test_a_worker_stops_when_its_run_has_no_lease(root: str) -> None:
+    run = leased(root)
+    worker: RunContext = pickle.loads(pickle.dumps(run))
+    with use_root(run), stop_without_lease(worker):
+        assert not worker.stopping.wait(1.0), "the driver renews the lease"
+    with stop_without_lease(worker):
+        assert worker.stopping.wait(5)
+
+
+def test_a_worker_stops_when_its_driver_was_killed(root: str) -> None:
+    run = leased(root)
+    leave_lease(run)
+    worker: RunContext = pickle.loads(pickle.dumps(run))
+    with stop_without_lease(worker):
+        assert not worker.stopping.wait(0.3)
+        assert worker.stopping.wait(5), "nobody renews the lease"
+
+
+def test_two_runs_make_an_output_one_after_the_other(root: str) -> None:
+    first, second = leased(root, "20260101-000000-full-a"), leased(root, "20260101-000000-full-b")
+    order = []
+
+    def make_second() -> None:
+        with hold_run_lease(second), hold_output_lease(second, "x", "k", name="x"):
+            order.append("second")
+
+    with hold_run_lease(first):
+        with hold_output_lease(first, "x", "k", name="x"):
+            thread = threading.Thread(target=make_second)
+            thread.start()
+            time.sleep(1.5)  # longer than a lease lasts without renewal
+            order.append("first")
+        thread.join()
+    assert order == ["first", "second"]
+
+
+def test_an_output_lease_of_a_dead_run_or_of_the_same_run_is_taken(root: str) -> None:
+    dead, run = leased(root, "20260101-000000-full-a"), leased(root, "20260101-000000-full-b")
+    for holder in (dead, run):
+        run.store.write_text(holder.lease, "x", "k", LOCK_FILE)
+        with hold_run_lease(run), hold_output_lease(run, "x", "k", name="x"):
+            assert run.store.read_bytes("x", "k", LOCK_FILE) == run.lease.encode()
+        assert run.store.list_names("x", "k") == []
+
+
+def test_a_stopped_run_does_not_wait_for_an_output(root: str) -> None:
+    other, run = leased(root, "20260101-000000-full-a"), leased(root, "20260101-000000-full-b")
+    with hold_run_lease(other), hold_output_lease(other, "x", "k", name="x"):
+        threading.Timer(0.2, run.stopping.set).start()
+        with pytest.raises(Stopped), hold_output_lease(run, "x", "k", name="x"):
+            pytest.fail("two runs hold the lease")
+
+
+def test_verify_reports_the_output_leases_of_dead_runs_only(root: str) -> None:
+    run = leased(root)
+    run.store.write_text("[]", "letters", "0" * 64, "20260101T000000-00000000", "a.txt")
+    run.store.write_text(run.lease, "letters", "0" * 64, LOCK_FILE)
+    with use_root(run):
+        assert {finding.kind for finding in verify(run.store)} == {"unfinished"}
+    findings = {finding.path.rpartition("/")[2]: finding for finding in verify(run.store)}
+    assert findings[LOCK_FILE].is_garbage
+
+
+def test_a_run_context_of_a_worker_keeps_the_lease(root: str) -> None:
+    run = leased(root)
+    sent = pickle.loads(pickle.dumps(run))
+    assert sent == replace(run, stopping=sent.stopping, is_worker=True)
