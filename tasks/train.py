@@ -3,18 +3,20 @@
 import json
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm.common.errors import Stopped, UserError
+from lm.common.runtime import Execution
 from lm.model.config import ModelConfig
 from lm.train.config import TrainConfig
 from tasks.pages import stages as pages
 from tasks.runtime.context import Attempt
 from tasks.runtime.machine import training_slot
-from tasks.runtime.output import Output
+from tasks.runtime.output import ATTEMPT_NAME, Output
 from tasks.runtime.progress import show_progress
 from tasks.runtime.root_lock import is_locked
 from tasks.runtime.stage import stage
@@ -41,25 +43,21 @@ def train(
     from lm.train.job import Job
     from lm.train.metrics_file import step_reporter
 
-    content = index.json("index.json")
-    if content["tokenizer"] != tokenizer.digest:
-        raise UserError("The token shards were made with another tokenizer. Refresh the encode stage.")
-    train_files, valid_files = (
-        out.run.store.map(lambda shard: _relative_path(out, shard.path("tokens.bin")), shards)
-        for shards in (train_shards, valid_shards)
-    )
-    execution, stopping = out.run.execution, out.run.stopping
-    job = Job(
+    stopping = out.run.stopping
+    job = make_job(
+        index,
+        train_shards,
+        valid_shards,
+        tokenizer,
+        model,
         config,
-        model if model.vocab_size else replace(model, vocab_size=content["vocab_size"]),
-        train_files,
-        valid_files,
-        _relative_path(out, tokenizer.directory("tokenizer")),
-        _bytes_per_token(content["valid" if valid_shards else "train"], content["separator"]),
-        {"tokenizer": tokenizer.digest, "shards": index.digest},
-        ".",
-        execution=execution,
+        out.run.execution,
+        lambda shard, name: _relative_path(out, shard.path(name)),
     )
+    job.tokenizer = _relative_path(out, tokenizer.directory("tokenizer"))
+    if not out.run.store.is_local:
+        job.mirror = out.url
+        _fetch_checkpoints(out)
     intact = [previous for previous in out.unfinished if not {previous / log for log in _LOGS} & out.damaged]
     job.previous = [_relative_path(out, previous) for previous in intact if has_same_inputs(previous, job)]
     path = out.directory / "job.json"
@@ -70,9 +68,9 @@ def train(
             show_progress("train", config.steps, "step", out.run.label, page) as progress,
             stop_on_signals(stopping) as signals,
         ):
-            if execution.processes > 1:
+            if job.execution.processes > 1:
                 report_step = step_reporter(out.directory / "metrics.jsonl", progress)
-                run_processes(path, execution.processes, report_step, stopping)
+                run_processes(path, job.execution.processes, report_step, stopping)
             else:
                 Job.read(path).run(progress, stopping)
     except Stopped:
@@ -85,6 +83,54 @@ def train(
     older = [file for file in out.directory.glob("step-*/*") if file.parent.name not in results]
     records = [*out.directory.glob("tensorboard/*"), *older]
     out.records = ["metrics.jsonl", "loss.png", "job.json", *(str(file.relative_to(out.directory)) for file in records)]
+
+
+def make_job(
+    index: Output,
+    train_shards: list[Output],
+    valid_shards: list[Output],
+    tokenizer: Output,
+    model: ModelConfig,
+    config: TrainConfig,
+    execution: Execution,
+    path_of: Callable[[Output, str], str],
+) -> "Job":
+    """Return the job of a training without its tokenizer's path. ``path_of(shard, name)`` gives the path of a file.
+
+    Raises UserError if the shards were made with another tokenizer.
+    """
+    from lm.train.job import Job
+
+    content = index.json("index.json")
+    if content["tokenizer"] != tokenizer.digest:
+        raise UserError("The token shards were made with another tokenizer. Refresh the encode stage.")
+    train_files, valid_files = (
+        index.store.map(lambda shard: path_of(shard, "tokens.bin"), shards) for shards in (train_shards, valid_shards)
+    )
+    return Job(
+        config,
+        model if model.vocab_size else replace(model, vocab_size=content["vocab_size"]),
+        train_files,
+        valid_files,
+        tokenizer="",
+        bytes_per_token=_bytes_per_token(content["valid" if valid_shards else "train"], content["separator"]),
+        digests={"tokenizer": tokenizer.digest, "shards": index.digest},
+        out=".",
+        execution=execution,
+    )
+
+
+def _fetch_checkpoints(out: Attempt) -> None:
+    """Fetch the checkpoints that unfinished trainings on other machines copied to the root, newest training first."""
+    from lm.checkpoint.mirror import CheckpointMirror
+
+    store, (*_, stage, key, attempt) = out.run.store, out.directory.parts
+    if stage in out.run.refresh:
+        return
+    for name in store.list_names(stage, key):
+        if ATTEMPT_NAME.fullmatch(name) and name != attempt:
+            CheckpointMirror(store.local_directory(stage, key, name), store.url(stage, key, name)).download()
+    out.unfinished = [path for path in store.attempt_directories(stage, key) if path != out.directory]
 
 
 def _relative_path(out: Attempt, path: Path) -> str:

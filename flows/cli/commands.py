@@ -49,6 +49,20 @@ def plan_command(options: Namespace) -> None:
         print(f"{name:<{width}}  {action}")
 
 
+def train_job_command(options: Namespace) -> None:
+    """Write the job of the training to the root, and print how to run it."""
+    from flows.train_job import write_train_job
+
+    log_to_console()
+    url = write_train_job(_pipeline_config(options), options.root)
+    print(
+        f"{url}\nOn one machine:    torchrun --nproc-per-node GPUS -m lm.train {url}\n"
+        "On each of several: torchrun --nnodes MACHINES --nproc-per-node GPUS --rdzv-backend c10d "
+        f"--rdzv-endpoint HOST:29400 -m lm.train {url}\n"
+        f"Then textmill run --root {options.root} with the same options takes the trained model."
+    )
+
+
 def sample_command(options: Namespace) -> None:
     """Print samples from the model of the latest run."""
     from lm.inference.completion import complete
@@ -166,8 +180,11 @@ def _is_server_configured() -> bool:
 
 def _pipeline_arguments(options: Namespace) -> tuple[PipelineConfig, str, StageName | None, tuple[StageName, ...]]:
     until = _stage_names(options.until)
-    config = PipelineConfig(**{name: options[name] for name in PipelineConfig.__dataclass_fields__})
-    return config, options.root, until[-1] if until else None, _stage_names(options.refresh)
+    return _pipeline_config(options), options.root, until[-1] if until else None, _stage_names(options.refresh)
+
+
+def _pipeline_config(options: Namespace) -> PipelineConfig:
+    return PipelineConfig(**{name: options[name] for name in PipelineConfig.__dataclass_fields__})
 
 
 def _stage_names(text: str) -> tuple[StageName, ...]:

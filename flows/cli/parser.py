@@ -64,15 +64,17 @@ def build_parser(preset: str = "demo") -> ArgumentParser:
     for name, description in (
         ("run", "Run the pipeline. Unchanged stages are taken from the cache."),
         ("plan", "Show what a run would do and why, without running it."),
+        ("train-job", "Write the job of the training, for torchrun on machines without Prefect."),
     ):
         pipeline = add(name, description, default_config_files=[str(preset_path(preset))])
         presets = ", ".join(sorted(path.stem for path in PRESETS.glob("*.yaml")))
         pipeline.add_argument("--preset", type=str, default="demo", help=f"configuration to start from: {presets}")
         pipeline.add_argument("--config", action=ActionConfigFile, help="YAML file of options; it overrides the preset")
         pipeline.add_argument("--root", **_ROOT)
-        stages = ", ".join(get_args(StageName))
-        pipeline.add_argument("--until", type=str, default="", help=f"last stage to run: {stages}")
-        pipeline.add_argument("--refresh", type=str, default="", help="stages to run again, separated by commas")
+        if name != "train-job":
+            stages = ", ".join(get_args(StageName))
+            pipeline.add_argument("--until", type=str, default="", help=f"last stage to run: {stages}")
+            pipeline.add_argument("--refresh", type=str, default="", help="stages to run again, separated by commas")
         pipeline.add_class_arguments(PipelineConfig)
 
     sample = add("sample", "Sample text from the model of the latest run.")
@@ -156,7 +158,7 @@ def _run(arguments: list[str]) -> int:
         raise UserError(f"Name the preset on the command line: --preset {options.preset}")
     from flows.cli import commands
 
-    return getattr(commands, f"{parsed.command}_command")(options) or 0
+    return getattr(commands, f"{parsed.command.replace('-', '_')}_command")(options) or 0
 
 
 def _preset_name(arguments: list[str]) -> str:

@@ -21,7 +21,7 @@ from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
 from prefect.states import Cancelled, Crashed
 
-from tasks.runtime.machine import cache_directory
+from lm.common.cache import cache_directory
 
 log = logging.getLogger(__name__)
 

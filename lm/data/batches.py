@@ -16,6 +16,8 @@ from torch import Tensor
 
 from lm.common.errors import UserError
 
+_MAX_CONCURRENT_REQUESTS = 32
+
 T = TypeVar("T")
 Batch = tuple[Tensor, Tensor]  # inputs and targets, each (batch, context) int64
 
@@ -47,7 +49,16 @@ def get_batch(
 
 def gather_batch(tokens: TokenSequence, starts: list[int], context_length: int, device: str | torch.device) -> Batch:
     """Return the batch (x, y) of the sequences at ``starts``, each (len(starts), context_length) int64."""
-    rows = np.stack([np.asarray(tokens[i : i + context_length + 1]) for i in starts]).astype(np.int64)
+
+    def row(start: int) -> npt.NDArray[Any]:
+        return np.asarray(tokens[start : start + context_length + 1])
+
+    if getattr(tokens, "is_remote", False):  # wait for many requests at the same time
+        with ThreadPoolExecutor(_MAX_CONCURRENT_REQUESTS) as pool:
+            parts = list(pool.map(row, starts))
+    else:
+        parts = [row(start) for start in starts]
+    rows = np.stack(parts).astype(np.int64)
     batch = torch.from_numpy(rows)
     if torch.device(device).type == "cuda":
         batch = batch.pin_memory()  # makes the copy asynchronous

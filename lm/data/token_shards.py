@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lm.common.errors import UserError
+from lm.data.remote_files import file_size, read_range
 from lm.tokenizer.tokenizer import Tokenizer, token_dtype
 
 _MAX_OPEN_FILES = 64
@@ -56,17 +57,26 @@ def write_shard(
 
 
 class TokenShards:
-    """Token shards as one sequence, with ``len`` and slicing. Thread-safe; keeps at most 64 files open."""
+    """Token shards as one sequence, with ``len`` and slicing. Thread-safe; keeps at most 64 files open.
 
-    def __init__(self, paths: Sequence[Path], vocab_size: int) -> None:
-        """Read the sizes of ``tokens.bin`` files. Raises UserError for a missing file or an incomplete token."""
+    Slices of a shard that is a URL are read by range requests.
+    """
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a slice may need a request over the network."""
+        return any("://" in path for path in self._paths)
+
+    def __init__(self, paths: Sequence[str | Path], vocab_size: int) -> None:
+        """Read the sizes of ``tokens.bin`` files, each a local path or a URL. Raises UserError for a missing file or an
+        incomplete token."""
         self.vocab_size = vocab_size
         self.dtype = token_dtype(vocab_size)
-        self._paths: list[Path] = []  # without empty shards
+        self._paths: list[str] = []  # without empty shards
         sizes = []
-        for path in paths:
+        for path in map(str, paths):
             try:
-                size = path.stat().st_size
+                size = file_size(path) if "://" in path else Path(path).stat().st_size
             except OSError as error:
                 raise _unreadable(path, error) from None
             if size % self.dtype.itemsize:
@@ -110,6 +120,12 @@ class TokenShards:
     def _read(self, shard: int, start: int, ids: npt.NDArray[np.unsignedinteger]) -> None:
         """Fill ``ids`` with the ids of one shard from ``start`` on."""
         path, offset, remaining = self._paths[shard], start * ids.itemsize, ids.data.cast("B")
+        if "://" in path:
+            data = read_range(path, offset, offset + len(remaining))
+            if len(data) != len(remaining):
+                raise UserError(f"The token shard {path} was truncated since it was opened; encode it again.")
+            remaining[:] = data
+            return
         try:
             file = self._open(path)  # this reference keeps it open if another thread evicts it from the cache
             while remaining:  # one read returns at most 2 GB
@@ -128,5 +144,5 @@ class _AutoClosedFile(FileIO):
         self.close()
 
 
-def _unreadable(path: Path, error: OSError) -> UserError:
+def _unreadable(path: str, error: OSError) -> UserError:
     return UserError(f"The token shard {path} cannot be read: {error.strerror}.")

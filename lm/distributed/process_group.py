@@ -59,6 +59,12 @@ def get_world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def barrier() -> None:
+    """Wait until all ranks are here."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def all_reduce_mean(values: Tensor) -> Tensor:
     """Average a tensor over all ranks, in place, and return it."""
     if dist.is_initialized():

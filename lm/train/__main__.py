@@ -1,7 +1,8 @@
 """Run the training of a job file, without the pipeline.
 
 ``python -m lm.train JOB.json`` trains on one device, ``torchrun --nproc-per-node N -m lm.train JOB.json`` on N. The
-stage ``train`` writes the job file. SIGTERM and Ctrl-C finish the step and save; the same command resumes.
+stage ``train`` writes the job file, and ``textmill train-job`` one of URLs, for ``torchrun --nnodes``. SIGTERM
+and Ctrl-C finish the step and save; the same command resumes.
 
 Exit codes of ``python -m lm.train``: 0 when the training is finished, 2 for a user's mistake, 75 when a signal stopped
 the training and it was saved. A second signal ends the process at once without saving. ``torchrun`` replaces the exit
@@ -16,7 +17,8 @@ import logging
 import os
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from lm.common.errors import Stopped, UserError
@@ -28,7 +30,7 @@ from lm.train.job import Job
 def main(arguments: list[str] | None = None) -> int:
     """Run the job of a file; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m lm.train", description=__doc__)
-    parser.add_argument("job", type=Path, help="JSON file that the stage train wrote")
+    parser.add_argument("job", help="JSON file that the stage train or textmill train-job wrote, or its URL")
     options = parser.parse_args(arguments)
     stop_event = threading.Event()
     if os.environ.get(PARENT_PIPE_VARIABLE):
@@ -39,14 +41,21 @@ def main(arguments: list[str] | None = None) -> int:
         # Under torchrun a process may receive a signal twice: from the cluster and from torchrun, which passes it on.
         with stop_on_signals(stop_event, ignore_repeats="TORCHELASTIC_RUN_ID" in os.environ):
             job = Job.read(options.job)
-            with options.job.open("rb") as file:
-                with suppress(OSError):  # on a file system without locks
-                    fcntl.flock(file, fcntl.LOCK_SH)  # textmill gc does not delete a locked job
+            with nullcontext() if "://" in options.job else _lock(Path(options.job)):
                 job.run(stop_event=stop_event)
     except (UserError, Stopped) as error:
         print(f"{FINAL_MESSAGE_PREFIX}{error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else INTERRUPTED_EXIT_CODE
     return 0
+
+
+@contextmanager
+def _lock(job: Path) -> Iterator[None]:
+    """Hold a lock: textmill gc does not delete a locked job."""
+    with job.open("rb") as file:
+        with suppress(OSError):  # on a file system without locks
+            fcntl.flock(file, fcntl.LOCK_SH)
+        yield
 
 
 if __name__ == "__main__":

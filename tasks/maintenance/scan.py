@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lm.common.errors import TransientError, UserError
-from tasks.runtime.output import MANIFEST, Output, Ref, open_output
+from tasks.runtime.output import ATTEMPT_NAME, MANIFEST, Output, Ref, open_output
 from tasks.runtime.root_lock import is_locked
 from tasks.runtime.schemas import LatestOutput, RunRecord, SourceRecord, read_record
 from tasks.runtime.store import LEASES, LOCK_FILE, Store
 
 _KEY_DIRECTORY = re.compile(r"[a-z][a-z0-9-]*/[0-9a-f]{64}")
 _PATH_IN_KEY_DIRECTORY = re.compile(r"([a-z][a-z0-9-]*)/([0-9a-f]{64})/([^/]+)(/.+)?", re.DOTALL)
-_ATTEMPT_NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}", re.ASCII)
 _TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{32}\.tmp")
 
 
@@ -90,7 +89,7 @@ def _scan_key_directory(store: Store, ref: Ref, names: dict[str, dict[str, int]]
             known = {f"{path}/{file['path']}" for file in output.all_files()}
             for extra in files.keys() - known:
                 yield Finding("orphaned", extra, "its manifest does not name it")
-        elif not _ATTEMPT_NAME.fullmatch(name):
+        elif not ATTEMPT_NAME.fullmatch(name):
             yield Finding("orphaned", path, "no stage makes such a file")
         elif name.split("-")[0] > current_attempt.split("-")[0]:
             directory = Path(store.path(path))

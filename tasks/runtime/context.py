@@ -48,6 +48,8 @@ class Attempt:
     """One attempt to make an output. The body writes files below ``directory`` and sets the fields with a default."""
 
     directory: Path
+    url: str
+    """Path or URL below the root where the files will be."""
     run: RunContext
     unfinished: list[Path]
     """Directories of earlier attempts at the same output that are unfinished or damaged, newest first."""

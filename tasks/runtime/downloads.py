@@ -14,8 +14,8 @@ from typing import Any
 
 from filelock import FileLock
 
+from lm.common.cache import cache_directory
 from lm.common.errors import UserError
-from tasks.runtime.machine import cache_directory
 from tasks.runtime.store import Store
 
 _RETENTION_SECONDS = 24 * 3600  # a run may still use them

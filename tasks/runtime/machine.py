@@ -1,24 +1,18 @@
-"""Resources that all runs of a user share on one machine: a cache directory, and slots for trainings."""
+"""Resources that all runs of a user share on one machine: slots for trainings."""
 
 import logging
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from lm.common.cache import cache_directory
 from lm.common.errors import UserError
 
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5
-
-
-def cache_directory() -> Path:
-    """Return the project's directory in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "textmill"
 
 
 @contextmanager

@@ -152,12 +152,14 @@ class Stage:
         store, previous = run.store, open_output(run.store, ref)
         unfinished = store.attempt_directories(*ref) if self.is_resumable and not self._is_refreshed(run) else []
         damaged = (
-            {Path(store.path(*previous.location, name)) for name in previous.find_damaged()} if previous else set()
+            {store.local_directory(*previous.location) / name for name in previous.find_damaged()}
+            if previous
+            else set()
         )
-        attempt = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:8]}"
-        out = Attempt(store.create_attempt_directory(*ref, attempt), run, unfinished, damaged)
+        attempt = new_attempt_name()
+        out = Attempt(store.create_attempt_directory(*ref, attempt), store.url(*ref, attempt), run, unfinished, damaged)
         started, clock, cpu_clock = time.time(), time.perf_counter(), time.thread_time()
-        inputs = {name: _open(value, store) for name, value in arguments.items()}
+        inputs = {name: open_input(value, store) for name, value in arguments.items()}
         try:
             with _translate_errors(self.name, inputs):
                 self.body(out, **inputs)
@@ -232,6 +234,11 @@ class Stage:
         return f"changed since its last result: {', '.join(changed[:6])}{' …' if len(changed) > 6 else ''}"
 
 
+def new_attempt_name() -> str:
+    """Return the name of a new attempt: its start, and a random part."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:8]}"
+
+
 def stage(name: str, **options: Any) -> Callable[[Callable[..., None]], Stage]:
     """Make a function the body of a :class:`Stage`; the options are the fields of that class."""
     return lambda body: Stage(name, body, **options)
@@ -253,14 +260,14 @@ def _identity(value: Any, run: RunContext) -> Any:
     return value
 
 
-def _open(value: Any, store: Store) -> Any:
+def open_input(value: Any, store: Store) -> Any:
     """Return an argument as the body takes it: a Ref becomes an Output, and a group of chunks its ranges."""
     if isinstance(value, Ref):
         return read_output(store, value)
     if hasattr(value, "open"):
         return value.open(store)
     if isinstance(value, list):
-        return store.map(lambda item: _open(item, store), value)
+        return store.map(lambda item: open_input(item, store), value)
     return value
 
 

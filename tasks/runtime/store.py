@@ -30,11 +30,11 @@ from tenacity import (
 )
 
 from lm.checkpoint.atomic_dir import sync_path
+from lm.common.cache import cache_directory
 from lm.common.checksum import dumps_with_checksum, file_checksum
 from lm.common.cpu import available_cpus
 from lm.common.errors import TransientError, UserError
 from lm.text.sources import is_transient_error, open_filesystem
-from tasks.runtime.machine import cache_directory
 from tasks.runtime.verified_files import open_verified_files
 
 log = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ class Store:
         sizes = {path: 0 if info["type"] == "directory" else int(info["size"]) for path, info in infos.items()}
         return {posixpath.relpath(path, self.base): size for path, size in sizes.items() if path not in parents}
 
-    def _local_directory(self, *parts: str) -> Path:
+    def local_directory(self, *parts: str) -> Path:
         """Return the directory to make files in: in place on a local root, otherwise an upload directory."""
         if self.is_local:
             return Path(self.path(*parts))
@@ -208,7 +208,7 @@ class Store:
 
     def create_attempt_directory(self, *parts: str) -> Path:
         """Create a local directory for the files of a new attempt."""
-        directory = self._local_directory(*parts)
+        directory = self.local_directory(*parts)
         try:
             directory.mkdir(parents=True)
         except OSError as error:
@@ -217,17 +217,17 @@ class Store:
 
     def attempt_directories(self, *parts: str) -> list[Path]:
         """Return the directories of earlier attempts on this machine, newest first, without those that hold a link."""
-        parent = self._local_directory(*parts)
+        parent = self.local_directory(*parts)
         directories = [path for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
         return sorted((path for path in directories if all(map(_is_plain, (path, *path.rglob("*"))))), reverse=True)
 
     def lock_file(self, *parts: str) -> Path:
         """Return the lock file of an output. On a local root, all machines that share the root share the lock."""
-        return self._local_directory(*parts, LOCK_FILE)
+        return self.local_directory(*parts, LOCK_FILE)
 
     def remove_old_uploads(self) -> None:
         """Delete the files of failed uploads that are older than 30 days."""
-        for attempt in () if self.is_local else self._local_directory().glob("*/*/*"):
+        for attempt in () if self.is_local else self.local_directory().glob("*/*/*"):
             with suppress(OSError):
                 if attempt.is_dir() and time.time() - attempt.stat().st_mtime > _UPLOAD_RETENTION_SECONDS:
                     shutil.rmtree(attempt)

@@ -1,0 +1,52 @@
+"""Write the job of a training for machines that have no Prefect."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from flows.chain import run_chain
+from flows.config import PipelineConfig
+from flows.plan import DryRunExecutor
+from flows.run_record import make_run
+from lm.common.errors import UserError
+from tasks.ingest import find_sources
+from tasks.runtime.output import Output, Ref
+from tasks.runtime.stage import Stage, new_attempt_name, open_input
+from tasks.train import make_job, train
+
+
+class _FindTraining(DryRunExecutor):
+    """Keeps the arguments of the stage train."""
+
+    arguments: tuple[Any, ...] = ()
+
+    def call(self, stage: Stage, *arguments: Any) -> Ref:
+        """Look up the output of a stage."""
+        if stage is train:
+            self.arguments = arguments
+        return super().call(stage, *arguments)
+
+
+def write_train_job(config: PipelineConfig, root: str) -> str:
+    """Write ``job.json`` as an unfinished attempt of the stage train. Return its path or URL.
+
+    A later run of the pipeline resumes from the checkpoints beside it, and so finishes the stage. Raises UserError if
+    the stages before are not finished, or if the training is.
+    """
+    run = make_run(config, root, "train-job")
+    executor = _FindTraining(run)
+    list(run_chain(config, find_sources(config.data, run.store), executor, "train"))
+    if executor.is_all_cached:
+        raise UserError(f"The training of this configuration is finished under {root}.")
+    if [stage for stage, action in executor.rows if not action.startswith("cached")] != ["train"]:
+        raise UserError(f"The stages before train are not finished. First: textmill run --root {root} --until encode.")
+    ref = train.look_up(run, [train.bind(*executor.arguments)])[0][0]
+    place = (*ref, new_attempt_name())
+    inputs = {name: open_input(value, run.store) for name, value in train.bind(*executor.arguments).items()}
+    job = make_job(**inputs, execution=config.execution, path_of=Output.file_url)
+    job.tokenizer = inputs["tokenizer"].file_url("tokenizer")
+    for shard in (*inputs["train_shards"], *inputs["valid_shards"]):
+        (tokens,) = (file for file in shard.manifest["files"] if file["path"] == "tokens.bin")
+        job.checksums[shard.file_url("tokens.bin")] = tokens["sha256"]
+    run.store.write_text(json.dumps(asdict(job), indent=1), *place, "job.json")
+    return run.store.url(*place, "job.json")
