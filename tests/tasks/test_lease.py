@@ -63,7 +63,7 @@ def test_gc_deletes_nothing_while_a_run_is_at_work(root: str, capsys: pytest.Cap
         assert read_output(run.store, ref).is_intact()
     assert main(["gc", root, "--delete"]) == 0
     assert f"letters/{ref.key}: no run record needs it" in capsys.readouterr().out
-    assert Store(root).list_files() == {}
+    assert set(Store(root).list_files()) == {"letters/latest.json"}
 
 
 def test_gc_keeps_what_a_run_record_needs_and_deletes_the_leases_of_dead_runs(root: str) -> None:
