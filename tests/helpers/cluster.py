@@ -55,7 +55,11 @@ def s3_files(environment: dict[str, str]) -> Any:
     import s3fs
 
     return s3fs.S3FileSystem(
-        key="testing", secret="testing", endpoint_url=environment["AWS_ENDPOINT_URL"], skip_instance_cache=True
+        key="testing",
+        secret="testing",
+        endpoint_url=environment["AWS_ENDPOINT_URL"],
+        skip_instance_cache=True,
+        use_listings_cache=False,
     )
 
 
