@@ -73,9 +73,9 @@ class DaskRunner:
         """Explain a lost scheduler, or a task whose workers died."""
         name = type(error).__name__
         if name == "KilledWorker":
-            return f"Several workers died while they ran the same part: {error}. Do they have enough memory?"
+            return "Several workers died one after the other while they ran the same part. Do they have enough memory?"
         if isinstance(error, (OSError, TimeoutError)) or name in ("CancelledError", "FutureCancelledError"):
-            return f"The Dask scheduler at {self._address} is lost: {error}. Start it again."
+            return f"The Dask scheduler at {self._address} is lost. Start it again."
         return ""
 
 
@@ -119,6 +119,7 @@ def open_runner(run: RunContext) -> Iterator[Runner]:
         raise UserError(
             f"execution.runner {execution.runner} needs an extra: pip install 'textmill[{execution.runner}]' ({error})."
         ) from None
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # it prints tracebacks of lost connections
     options: dict[str, Any] = {"address": execution.address or None}
     if not execution.address and execution.runner == "dask":
         options = {

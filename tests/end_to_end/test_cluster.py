@@ -91,12 +91,6 @@ def on_dask(cluster: DaskCluster) -> list[str]:
     return ["--execution.runner", "dask", "--execution.address", cluster.address]
 
 
-def executing(client: Any) -> int:
-    """Return how many tasks the workers run."""
-    workers = client.scheduler_info(n_workers=-1)["workers"].values()
-    return sum(worker["metrics"]["executing"] for worker in workers)
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     home = tmp_path_factory.mktemp("driver")
@@ -195,12 +189,12 @@ def test_a_cancelled_run_stops_its_workers(site: Site, text: str) -> None:
     with site.cluster(2) as cluster:
         process = site.start(root, *options(text, 2_000_000, SLOW_PATTERN), *on_dask(cluster))
         with cluster.client() as client:
-            wait_for(lambda: any(client.processing().values()), 100, "work of a worker")
+            wait_for(client.call_stack, 100, "work of a worker")
             time.sleep(1)
             process.send_signal(signal.SIGINT)
             stopped = time.monotonic()
             process.communicate(timeout=60 * TIMEOUT_SCALE)
-            wait_for(lambda: not executing(client), STOP_SECONDS, "end of the work")
+            wait_for(lambda: not client.call_stack(), STOP_SECONDS, "end of the work")
             print(f"stopped after {time.monotonic() - stopped:.1f} s")
     assert process.returncode == 130
     run = site.server.latest()
@@ -221,6 +215,8 @@ def test_a_worker_with_other_code_is_refused(site: Site, text: str, tmp_path: Pa
 def test_a_worker_without_textmill_is_refused(site: Site, text: str, tmp_path: Path) -> None:
     installation = Installation(tmp_path)
     shutil.rmtree(installation.code / "tasks")
+    (installation.code / "tasks").mkdir()
+    (installation.code / "tasks" / "__init__.py").touch()  # hides an installation in the virtual environment
     with site.cluster(1, installation) as cluster:
         log = site.run("s3://corpus/no-code", *options(text), *on_dask(cluster), code=2)
     assert "A worker could not load a task: No module named 'tasks" in log

@@ -25,14 +25,14 @@ _HIDE_AND_RUN = (
 
 
 @contextmanager
-def s3_server(log: Path) -> Iterator[dict[str, str]]:
+def s3_server(log: Path, host: str = "127.0.0.1") -> Iterator[dict[str, str]]:
     """Start a local S3 server with a bucket ``corpus``. Yields the environment in which s3fs uses it."""
     pytest.importorskip("moto.server", reason="moto, which plays S3, is not installed")
     pytest.importorskip("s3fs", reason="s3fs is not installed")
     port = free_port()
-    environment = {**_S3_KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+    environment = {**_S3_KEYS, "AWS_ENDPOINT_URL": f"http://{host}:{port}"}
     with log.open("wb") as file:
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        command = [sys.executable, "-m", "moto.server", "-H", host, "-p", str(port)]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file)
     try:
         bucket = urllib.request.Request(f"{environment['AWS_ENDPOINT_URL']}/corpus", method="PUT")
