@@ -6,20 +6,24 @@ import pickle
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict, replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from prefect.futures import PrefectFuture
 
+from flows.config import PipelineConfig
+from flows.prefect_support.deployed_run import run_deployment_to_end
 from flows.prefect_support.liveness import mark_task_runs_crashed
 from flows.runners import Runner, open_runner
 from flows.stage_task import read_refs, stage_task
 from lm.common.errors import Stopped, UserError
 from tasks.runtime.chunk_input import ChunkGroup, read_groups
 from tasks.runtime.context import RunContext
-from tasks.runtime.output import Ref
+from tasks.runtime.output import Ref, open_output
 from tasks.runtime.progress import show_progress
 from tasks.runtime.stage import Stage
+from tasks.train import train
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +34,8 @@ _CHECK_SECONDS = 5.0  # between two looks whether the cluster is alive, and how 
 class PrefectExecutor:
     """Runs each stage as a Prefect task, and the parts of a mapped stage in parallel. A context manager."""
 
-    def __init__(self, run: RunContext) -> None:
-        self.run = run
+    def __init__(self, run: RunContext, config: PipelineConfig) -> None:
+        self.run, self.config = run, config
         self._resources = ExitStack()
 
     def __enter__(self) -> "PrefectExecutor":
@@ -47,9 +51,27 @@ class PrefectExecutor:
 
     def call(self, stage: Stage, *arguments: Any) -> Ref:
         """Run a stage in this process, or return its cached output. Raise the stage's exception if it fails."""
+        if stage is train and self.run.execution.train_deployment:
+            return self._train_elsewhere(stage.bind(*arguments))
         parameters = self._parameters(stage, [stage.bind(*arguments)], stage.name)
         state: Any = stage_task(stage.name)(**parameters, return_state=True)
         return read_refs(state.result())[0]
+
+    def _train_elsewhere(self, arguments: dict[str, Any]) -> Ref:
+        """Have ``execution.train_deployment`` make the output, unless it is cached."""
+        ((ref, is_cached),) = train.look_up(self.run, [arguments])
+        if not is_cached:
+            execution = replace(self.config.execution, train_deployment="")
+            config = asdict(replace(self.config, execution=execution))
+            refresh = ["train"] if "train" in self.run.refresh else []
+            parameters = {"config": config, "root": self.run.root, "until": "train", "refresh": refresh}
+            run_deployment_to_end(self.run.execution.train_deployment, parameters)
+            if not open_output(self.run.store, ref):
+                raise UserError(
+                    f"{self.run.execution.train_deployment} made another output than this run needs. Install the same "
+                    "version of textmill and of its libraries there."
+                )
+        return ref
 
     def groups(self, texts: Ref, chunks: Ref, split: str) -> list[ChunkGroup]:
         """Return the groups of chunks of a split."""

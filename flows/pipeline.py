@@ -56,14 +56,14 @@ def pipeline(
     tag_run("textmill", config.name, until or "full")
     if get_current_settings().api.url:  # without it, Prefect's server and its UI end with the run
         log.info("Run %s: %s", flow_run.name, flow_run.ui_url)
-    if until in (None, "train", "sample"):
+    if until in (None, "train", "sample") and not config.execution.train_deployment:
         _check_device(config.execution.device)
 
     run = make_run(config, root, flow_run.name, refresh)
     run.store.remove_old_uploads()
     remove_old_copies(config.execution.download_cache << 30)
     recorder, artifacts = Recorder(run, config, until, refresh), ArtifactPublisher(run.label)
-    with PrefectExecutor(run) as executor, use_root(run):
+    with PrefectExecutor(run, config) as executor, use_root(run):
         try:
             sources = _find_sources(config.data, run.store)
             for stage_name, ref in run_chain(config, sources, executor, until):

@@ -14,6 +14,7 @@ from pathlib import Path
 from lm.common.errors import UserError
 
 WORK_POOL = "local"
+_WORK_POOLS = (WORK_POOL, "gpu")  # of the deployments in prefect.yaml; the worker here is of the first
 _START_SECONDS = 180
 _STOP_SECONDS = 45  # a worker gives its runs 30 s
 _POLL_SECONDS = 0.3
@@ -40,8 +41,9 @@ def start_local_stack(port: int) -> None:
             command = ["server", "start", "--host", "127.0.0.1", "--port", str(port)]
             processes.append(stack.enter_context(_background_process(command, environment)))
             _wait_for_server(url, processes[0])
-        if _run_prefect(["work-pool", "inspect", WORK_POOL], environment, is_required=False).returncode:
-            _run_prefect(["work-pool", "create", WORK_POOL, "--type", "process"], environment)
+        for pool in _WORK_POOLS:
+            if _run_prefect(["work-pool", "inspect", pool], environment, is_required=False).returncode:
+                _run_prefect(["work-pool", "create", pool, "--type", "process"], environment)
         _run_prefect(["deploy", "--all"], environment)
         worker = ["worker", "start", "--pool", WORK_POOL]
         processes.append(stack.enter_context(_background_process(worker, environment)))

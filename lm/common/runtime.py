@@ -31,6 +31,9 @@ class Execution:
     """
     tasks_in_flight: int | None = bounded_field(None, ge=1)
     """Tasks that run or wait in workers at the same time. Default: threads, or twice the threads of all workers."""
+    train_deployment: str = ""
+    """Prefect deployment that trains the model, such as pipeline/gpu-train: its work pool may have machines with GPUs.
+    Default: the run trains it itself."""
     threads: int | None = bounded_field(None, ge=1)
     """Threads for parallel stages and for torch. Default: one per CPU core."""
     device: str = "auto"

@@ -61,7 +61,7 @@ class Job:
         folder = name.rpartition("/")[0]
 
         def absolute(path: str) -> str:
-            return path if "://" in path else os.path.join(folder, path)
+            return path if "://" in path else folder if path == "." else os.path.join(folder, path)
 
         try:
             content = json.loads(read_file(name))

@@ -16,12 +16,12 @@ from tests.helpers.processes import PROJECT
 
 pytestmark = pytest.mark.slow
 
-STEPS = 60
+STEPS = 400
 OPTIONS = [
     *("--data.train", "['demo:400']", "--tokenizer.vocab_size", "300", "--chunk.target_bytes", "30000"),
     *("--model.context_length", "32", "--model.d_model", "32", "--model.num_layers", "1", "--model.num_heads", "2"),
     *("--model.d_ff", "64", "--train.steps", str(STEPS), "--train.batch_size", "8", "--train.warmup_steps", "5"),
-    *("--train.eval_interval", "20", "--train.checkpoint_interval", "10", "--train.sample_tokens", "4"),
+    *("--train.eval_interval", "100", "--train.checkpoint_interval", "20", "--train.sample_tokens", "4"),
     *("--execution.log_interval", "1", "--execution.compile", "false", "--execution.device", "cpu"),
 ]
 

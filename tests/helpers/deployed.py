@@ -139,11 +139,12 @@ class Server(Deployed):
         self.start_missing("server")
 
     def start_missing(self, *names: str) -> None:
-        """Start ``server`` and ``worker`` if they are named and do not run."""
+        """Start ``server``, ``worker`` and ``gpu worker`` if they are named and do not run."""
         for name in names:
             if name not in self.services or self.services[name].poll() is not None:
                 port = ["--host", "127.0.0.1", "--port", str(self.port)]
-                command = ["server", "start", *port] if name == "server" else ["worker", "start", "--pool", "local"]
+                pool = "gpu" if name == "gpu worker" else "local"
+                command = ["server", "start", *port] if name == "server" else ["worker", "start", "--pool", pool]
                 self.services[name] = subprocess.Popen(
                     [sys.executable, "-m", "prefect", "--no-prompt", *command],
                     cwd=PROJECT,
@@ -178,7 +179,8 @@ class Services(Server):
 
     def __init__(self, home: Path) -> None:
         super().__init__(home)
-        for arguments in (["work-pool", "create", "local", "--type", "process"], ["deploy", "--all"]):
+        pools = (["work-pool", "create", name, "--type", "process"] for name in ("local", "gpu"))
+        for arguments in (*pools, ["deploy", "--all"]):
             done = self.prefect(*arguments)
             assert done.returncode == 0, done.stdout + done.stderr
         self.start_missing("worker")

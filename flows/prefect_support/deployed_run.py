@@ -1,0 +1,37 @@
+"""Start a run of a deployment, and wait for its end."""
+
+import logging
+import time
+from typing import Any
+
+from prefect.client.orchestration import get_client
+from prefect.deployments import run_deployment
+from prefect.exceptions import ObjectNotFound
+from prefect.states import Cancelling
+
+from lm.common.errors import UserError
+
+log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 2.0
+
+
+def run_deployment_to_end(name: str, parameters: dict[str, Any]) -> None:
+    """Run a deployment ``flow/name`` with these parameters. The run is cancelled if this one is stopped.
+
+    Raises UserError if there is no such deployment, or if the run does not complete.
+    """
+    try:
+        run: Any = run_deployment(name, parameters=parameters, timeout=0)
+    except ObjectNotFound:
+        raise UserError(f"There is no deployment {name}; see prefect deployment ls.") from None
+    log.info("Run %s of %s trains; it starts when a worker of its work pool is free.", run.name, name)
+    with get_client(sync_client=True) as client:
+        try:
+            while not (state := client.read_flow_run(run.id).state) or not state.is_final():
+                time.sleep(_POLL_SECONDS)
+        except BaseException:
+            client.set_flow_run_state(run.id, Cancelling())
+            raise
+    if not state.is_completed():
+        raise UserError(f"Run {run.name} of {name} ended in the state {state.name}: {state.message}")
