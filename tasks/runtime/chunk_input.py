@@ -29,17 +29,12 @@ class ChunkGroup:
     texts: Ref
     cut: Ref
     split: str
-    number: int
-    total: int
     chunks: int
     sha256: str
     """Digest of the bytes of each range and whether its text ends there: what decides the tokens."""
     start: int
     end: int
     """The lines of the chunks are the bytes ``start`` to ``end`` of ``chunks.jsonl``."""
-
-    def __str__(self) -> str:
-        return f"{self.split} group {self.number}/{self.total}"
 
     @property
     def identity(self) -> str:
@@ -122,7 +117,7 @@ def _take_group(chunks: Iterator[list[Range]], size: int) -> Iterator[list[Range
 def read_groups(store: Store, texts: Ref, cut: Ref, split: str) -> list[ChunkGroup]:
     """Return the groups of ``train`` or ``valid``, the input of a mapped stage."""
     groups = read_output(store, cut).json("groups.json")[split]
-    return [ChunkGroup(texts, cut, split, number, len(groups), **group) for number, group in enumerate(groups, start=1)]
+    return [ChunkGroup(texts, cut, split, **group) for group in groups]
 
 
 def size_in_bytes(ranges: Ranges) -> int:

@@ -27,7 +27,7 @@ def test_a_run_cancelled_in_encode(prefect_deployed: Deployed, tmp_path: Path) -
 
     def is_encoding() -> bool:
         states = prefect_deployed.states(first)
-        expected = {"encode train group 1/1": "Completed", "encode valid group 3/3": "Running"}
+        expected = {"encode-train 1/1": "Completed", "encode-valid 3/3": "Running"}
         return expected.items() <= states.items()
 
     wait_for(is_encoding, 180, "encode task")
@@ -37,8 +37,8 @@ def test_a_run_cancelled_in_encode(prefect_deployed: Deployed, tmp_path: Path) -
     second = prefect_deployed.start("full", root=root, config=config, until="encode")
     wait_for(lambda: prefect_deployed.flow_run(second).state_name == "Completed", 600, "end of the second run")
     states = prefect_deployed.states(second)
-    assert "encode train group 1/1" not in states, "it is cached"
-    assert states["encode valid group 3/3"] == "Completed"
+    assert "encode-train 1/1" not in states, "it is cached"
+    assert states["encode-valid 3/3"] == "Completed"
     assert {states[stage] for stage in STAGES[: STAGES.index("encode")]} == {"Cached"}
 
 

@@ -1,12 +1,15 @@
 """The deployments, with a server, a worker and ``prefect deployment run``."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.deployed import STAGES, TINY, Deployed
 from tests.helpers.limits import wait_for
+from tests.helpers.processes import PROJECT
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +24,8 @@ def root(prefect_deployed: Deployed, tmp_path_factory: pytest.TempPathFactory) -
 def test_prefect_records_every_stage_and_group_of_a_run(prefect_deployed: Deployed, root: str) -> None:
     run = next(run for run in prefect_deployed.client.read_flow_runs() if run.parameters["root"] == root)
     states = prefect_deployed.states(run.id)
-    groups = [f"{verb} train group {number}/5" for verb in ("count", "encode") for number in range(1, 6)]
-    assert states == dict.fromkeys(["find sources", *STAGES, *groups, "encode valid group 1/1"], "Completed")
+    groups = [f"{part} {number}/5" for part in ("count", "encode-train") for number in range(1, 6)]
+    assert states == dict.fromkeys(["find sources", *STAGES, *groups, "encode-valid 1/1"], "Completed")
     assert run.state_name == "Completed"
     assert set(run.tags) == {"textmill", "demo", "full"}
     assert (Path(root) / "runs" / f"{run.name}.json").exists()
@@ -85,7 +88,7 @@ def test_the_log_of_a_task_explains_why_it_ran_or_was_cached(prefect_deployed: D
     reason = ("merge", "merge runs: changed since its last result: parameters.config.vocab_size.")
     wait_for(lambda: reason in lines(), 60, "log of merge")  # logs are sent in batches
     assert any(name == "count" and "is cached: run " in message for name, message in lines())
-    assert (None, "count-train: 5 of 5 groups of chunks are cached.") in lines()
+    assert (None, "count: 5 of 5 parts are cached.") in lines()
 
 
 def test_missing_config_fields_are_those_of_the_deployment(prefect_deployed: Deployed, tmp_path: Path) -> None:
@@ -96,3 +99,22 @@ def test_missing_config_fields_are_those_of_the_deployment(prefect_deployed: Dep
     assert recorded["data"]["train"] == ["demo:60"]
     assert recorded["chunk"]["target_bytes"] == 9_999
     assert recorded["train"]["steps"] == 5200
+
+
+def test_a_machine_of_another_work_pool_trains(prefect_deployed: Deployed, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "worker", "start", "--pool", "gpu"]
+    environment = {**prefect_deployed.environment, "PREFECT_WORKER_QUERY_SECONDS": "2"}
+    with subprocess.Popen(command, cwd=PROJECT, env=environment, stderr=subprocess.DEVNULL) as worker:
+        try:
+            done = prefect_deployed.run("two-pools", root=str(tmp_path), config=TINY)
+            assert done.returncode == 0, done.stdout + done.stderr
+        finally:
+            worker.terminate()
+    runs = [run for run in prefect_deployed.client.read_flow_runs() if run.parameters["root"] == str(tmp_path)]
+    by_pool = {run.work_pool_name: run for run in runs}
+    assert by_pool.keys() == {"local", "gpu"}
+    assert all(run.state_name == "Completed" for run in runs)
+    assert "train" not in prefect_deployed.states(by_pool["local"].id)
+    states = prefect_deployed.states(by_pool["gpu"].id)
+    assert states["train"] == "Completed"
+    assert states["encode"] == "Cached"

@@ -40,7 +40,7 @@ def test_a_kill_during_encode(services: Services, tmp_path: Path, killed: set[st
     first = services.start("full", root=str(root), config=config)
 
     def is_encoding() -> bool:
-        states = [state for name, state in services.states(first).items() if name.startswith("encode valid group")]
+        states = [state for name, state in services.states(first).items() if name.startswith("encode-valid ")]
         return {"Completed", "Running"} <= set(states)
 
     wait_for(is_encoding, 180, "encode task")
@@ -57,7 +57,7 @@ def test_a_kill_during_encode(services: Services, tmp_path: Path, killed: set[st
     second = services.latest()
     assert second.state_name == "Completed"
     assert list(json.loads((root / "runs" / "latest.json").read_text())["stages"]) == list(STAGES)
-    assert "encode valid group 1/5" not in services.states(second.id), "it is cached"
+    assert "encode-valid 1/5" not in services.states(second.id), "it is cached"
     state = services.flow_run(first).state
     assert state is not None
     assert any(f"{state.name}: {state.message or ''}".startswith(expected) for expected in final_states), state

@@ -51,7 +51,7 @@ def test_the_page_of_a_run_shows_its_state_and_log(ui: Ui, run_info: RunInfo) ->
     page = ui.open_run(run_info.run)
     expect(page.get_by_text("Completed", exact=True).first).to_be_visible()
     expect(page.get_by_text("ingest finished in")).to_be_visible()
-    assert "count train group 3/5" in run_info.tasks.values()
+    assert "count 3/5" in run_info.tasks.values()
 
 
 @pytest.mark.parametrize("key", TEXTS)
@@ -70,7 +70,7 @@ def test_an_artifact_shows_text_and_images(ui: Ui, run_info: RunInfo, key: str) 
     assert not [markup for markup in MARKUP if markup in body]
 
 
-@pytest.mark.parametrize("key", ["count-train-progress", "encode-train-progress", "merge-progress", "train-progress"])
+@pytest.mark.parametrize("key", ["count-progress", "encode-train-progress", "merge-progress", "train-progress"])
 def test_the_progress_of_finished_work_is_100_percent(ui: Ui, run_info: RunInfo, key: str) -> None:
     assert run_info.artifacts[key].data == 100
     expect(ui.open_artifact(run_info.artifacts[key]).get_by_text("Progress: 100%")).to_be_visible()
