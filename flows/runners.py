@@ -119,21 +119,25 @@ def open_runner(run: RunContext) -> Iterator[Runner]:
         raise UserError(
             f"execution.runner {execution.runner} needs an extra: pip install 'textmill[{execution.runner}]' ({error})."
         ) from None
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # it prints tracebacks of lost connections
-    options: dict[str, Any] = {"address": execution.address or None}
-    if not execution.address and execution.runner == "dask":
-        options = {
-            "cluster_kwargs": {"n_workers": execution.workers, "threads_per_worker": 1, "dashboard_address": None}
-        }
-    elif not execution.address:
-        options = {"init_kwargs": {"num_cpus": execution.workers, "include_dashboard": False}}
-    with task_runner(**options) as entered:
+    with task_runner(**_runner_options(execution)) as entered:
         try:
             runner: Runner = kind(entered, execution)
             runner.count_slots()
         except (OSError, TimeoutError, ConnectionError) as error:
             raise UserError(f"The cluster at {execution.address} does not answer: {error}.") from None
         yield runner
+
+
+def _runner_options(execution: Execution) -> dict[str, Any]:
+    """Return the arguments of Prefect's task runner. Without an address, it starts a cluster on this machine."""
+    options: dict[str, Any] = {"address": execution.address or None}
+    if execution.runner == "dask":
+        logging.getLogger("distributed").setLevel(logging.CRITICAL)  # it prints tracebacks of lost connections
+        local = {"n_workers": execution.workers, "threads_per_worker": 1, "dashboard_address": None}
+        return options | {"cluster_kwargs": {} if execution.address else local}
+    local = {"num_cpus": execution.workers, "include_dashboard": False}
+    # The log of the workers goes to Prefect.
+    return options | {"init_kwargs": {"log_to_driver": False} | ({} if execution.address else local)}
 
 
 def _check_reachable(run: RunContext) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from lm.text.demo_corpus import demo_stories
 from lm.text.pretokenize import GPT2_PATTERN
-from tests.helpers.cluster import DaskCluster, Installation, dask_cluster, kill_group, s3_files, s3_server
+from tests.helpers.cluster import DaskCluster, Installation, RayCluster, dask_cluster, kill_group, s3_files, s3_server
 from tests.helpers.deployed import TEXTMILL, Server
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
 from tests.helpers.processes import PROJECT
@@ -145,6 +145,23 @@ def test_workers_without_the_drivers_files_make_the_same_bytes(site: Site, text:
     # A later run needs no worker.
     log = site.run("s3://corpus/same", *options(text), "--execution.runner", "dask", "--execution.address", "tcp://x:1")
     assert "encode is cached" in log
+
+
+@pytest.mark.skipif(not os.environ.get("TEXTMILL_RAY"), reason="starts a Ray cluster; set TEXTMILL_RAY=1")
+def test_ray_makes_the_same_bytes(site: Site, text: str, tmp_path: Path) -> None:
+    cluster = RayCluster(site.worker_environment, [PROJECT, site.home], site.installation)
+    try:
+        cluster.start_node()
+        wait_for(lambda: "Ray runtime started" in cluster.log.read_text(), 120, "head of Ray")
+        cluster.start_node()
+        wait_for(lambda: cluster.log.read_text().count("Ray runtime started") == 2, 120, "second node of Ray")
+        site.run("s3://corpus/ray", *options(text), "--execution.runner", "ray", "--execution.address", cluster.address)
+    finally:
+        cluster.close()
+    run = site.server.latest()
+    site.run(str(tmp_path / "root"), *options(text))
+    assert site.outputs("s3://corpus/ray") == site.outputs(str(tmp_path / "root"))
+    assert set(site.server.states(run.id).values()) <= {"Completed", "Cached"}
 
 
 @pytest.mark.parametrize("stage", ["count", "encode"])

@@ -2,14 +2,16 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.cluster import kill_group, s3_files, s3_server
+from tests.helpers.cluster import s3_files, s3_server
 from tests.helpers.deployed import TEXTMILL
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
 from tests.helpers.processes import PROJECT
@@ -50,6 +52,16 @@ class Network:
             ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
             ip("-n", name, "link", "set", "lo", "up")
+
+    def kill(self, node: int) -> None:
+        """Send SIGKILL to all processes of a machine: torchrun starts its own in sessions of their own."""
+        for _ in range(2):  # one may start another meanwhile
+            listed = subprocess.run(
+                ["ip", "netns", "pids", self.names[node]], capture_output=True, text=True, check=False
+            )
+            for process_id in listed.stdout.split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(process_id), signal.SIGKILL)
 
     def close(self) -> None:
         for name in self.names:
@@ -127,7 +139,7 @@ def test_two_machines_train_as_one_process_does_and_resume_from_the_mirror(netwo
         nodes = [start(0), start(1)]
         try:
             wait_for(lambda: files.glob(f"{out}/step-*/checkpoint.json"), 120, "mirrored checkpoint")
-            kill_group(nodes[1])
+            network.kill(1)
             nodes[0].wait(120 * TIMEOUT_SCALE)
             assert nodes[0].returncode != 0
             mirrored = max(path.split("/")[-2] for path in files.glob(f"{out}/step-*/checkpoint.json"))
@@ -137,8 +149,8 @@ def test_two_machines_train_as_one_process_does_and_resume_from_the_mirror(netwo
                 node.wait(200 * TIMEOUT_SCALE)
                 assert node.returncode == 0, logs()
         finally:
-            for node in nodes:
-                kill_group(node)
+            for node in range(2):
+                network.kill(node)
         assert "Training resumes at step" in logs()
         losses = read_losses(files.cat_file(f"{out}/metrics.jsonl"))
         log = run_textmill("run", root, environment, "--until", "train")

@@ -159,6 +159,22 @@ class DaskCluster(Workers):
             client.wait_for_workers(count, timeout=120)
 
 
+class RayCluster(Workers):
+    """Ray nodes of two CPU cores each. The first is the head."""
+
+    def __init__(self, environment: dict[str, str], hidden: list[Path], installation: Installation) -> None:
+        pytest.importorskip("ray", reason="Ray is not installed")
+        super().__init__(environment, hidden, installation)
+        self.address = f"127.0.0.1:{free_port()}"
+
+    def start_node(self) -> None:
+        head = [f"--address={self.address}"]
+        if not self.processes:
+            head = ["--head", f"--port={self.address.rpartition(':')[2]}", "--include-dashboard=false"]
+        command = [str(Path(sys.executable).parent / "ray"), "start", *head, "--num-cpus=2", "--block"]
+        self.start([*command, "--disable-usage-stats", "--object-store-memory=100000000"])
+
+
 @contextmanager
 def dask_cluster(
     environment: dict[str, str], hidden: list[Path], installation: Installation, workers: int
