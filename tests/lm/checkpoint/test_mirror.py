@@ -1,0 +1,62 @@
+"""The mirror of checkpoints on an object store."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lm.checkpoint import mirror as mirror_module
+from lm.checkpoint.mirror import CheckpointMirror
+from tests.helpers.limits import wait_for
+
+
+def write_checkpoint(directory: Path, name: str) -> None:
+    (directory / name).mkdir(parents=True)
+    for file in ("model.safetensors", "optimizer.pt", "checkpoint.json"):
+        (directory / name / file).write_text(f"{name} {file}")
+
+
+def files_below(place: Path) -> dict[str, str]:
+    return {str(path.relative_to(place)): path.read_text() for path in sorted(place.rglob("*")) if path.is_file()}
+
+
+def test_another_machine_gets_the_same_checkpoints(bucket: Any, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    write_checkpoint(first, "step-0000010")
+    write_checkpoint(first, "step-0000020")
+    (first / "metrics.jsonl").write_text("{}\n")
+    CheckpointMirror(first, "s3://corpus/out").upload()
+    CheckpointMirror(second, "s3://corpus/out").download()
+    assert files_below(second) == files_below(first)
+
+
+def test_deleted_checkpoints_are_deleted_at_the_url(bucket: Any, tmp_path: Path) -> None:
+    mirror = CheckpointMirror(tmp_path, "s3://corpus/out")
+    write_checkpoint(tmp_path, "step-0000010")
+    mirror.upload()
+    for path in (tmp_path / "step-0000010").iterdir():
+        path.unlink()
+    (tmp_path / "step-0000010").rmdir()
+    mirror.upload()
+    assert bucket.glob("corpus/out/step-*"), "the last checkpoint stays until there is a newer one"
+    write_checkpoint(tmp_path, "step-0000020")
+    mirror.upload()
+    assert {path.split("/")[-2] for path in bucket.glob("corpus/out/step-*/*")} == {"step-0000020"}
+
+
+def test_a_checkpoint_that_was_copied_in_part_does_not_count(bucket: Any, tmp_path: Path) -> None:
+    bucket.pipe_file("corpus/out/step-0000010/model.safetensors", b"half of it")
+    mirror = CheckpointMirror(tmp_path / "local", "s3://corpus/out")
+    mirror.download()
+    assert files_below(tmp_path / "local") == {}
+
+
+def test_new_checkpoints_are_copied_while_the_training_runs(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror_module, "_POLL_SECONDS", 0.05)
+    with CheckpointMirror(tmp_path, "s3://corpus/out").running():
+        write_checkpoint(tmp_path, "step-0000010")
+        wait_for(lambda: bucket.glob("corpus/out/step-0000010/checkpoint.json"), 20, "copy")
+        write_checkpoint(tmp_path, "step-0000020")
+    assert bucket.exists("corpus/out/step-0000020/checkpoint.json"), "the last one is copied at the end"

@@ -1,0 +1,94 @@
+"""Token files on an object store: fetched while they fit, and otherwise read by ranges."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lm.common.errors import UserError
+from lm.data import remote_files
+from lm.data.batches import gather_batch
+from lm.data.remote_files import fetch_directory, fetch_files
+from lm.data.token_shards import TokenShards
+
+
+@pytest.fixture
+def shards(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Path], list[str], dict[str, str]]:
+    """Three token files, each here and in the bucket, and the checksums of the latter."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    paths, urls, checksums = [], [], {}
+    for number, size in enumerate((50, 7, 30)):
+        paths.append(tmp_path / f"{number}.bin")
+        data = np.random.default_rng(number).integers(0, 300, size).astype("<u2").tobytes()
+        paths[-1].write_bytes(data)
+        bucket.pipe_file(f"corpus/{number}.bin", data)
+        urls.append(f"s3://corpus/{number}.bin")
+        checksums[urls[-1]] = hashlib.sha256(data).hexdigest()
+    return paths, urls, checksums
+
+
+def test_files_are_fetched_once_while_they_fit(shards: Shards, bucket: Any) -> None:
+    paths, urls, checksums = shards
+    fetched = fetch_files(urls, checksums, max_bytes=120)
+    assert fetched[2] == urls[2], "100 and 14 bytes fit"
+    assert [Path(path).read_bytes() for path in fetched[:2]] == [path.read_bytes() for path in paths[:2]]
+    bucket.rm_file("corpus/0.bin")
+    bucket.pipe_file("corpus/0.bin", b"x" * 100)
+    assert fetch_files(urls, checksums, max_bytes=120) == fetched
+    assert fetch_files(["/a/b"], {}, 0) == ["/a/b"]
+
+
+def test_a_damaged_or_missing_file_is_named(shards: Shards, bucket: Any) -> None:
+    _, urls, checksums = shards
+    bucket.pipe_file("corpus/1.bin", b"x" * 14)
+    with pytest.raises(UserError, match=r"s3://corpus/1\.bin is damaged"):
+        fetch_files(urls[1:2], checksums, 1000)
+    bucket.rm_file("corpus/2.bin")
+    with pytest.raises(UserError, match=r"s3://corpus/2\.bin cannot be read"):
+        fetch_files(urls[2:], checksums, 1000)
+    with pytest.raises(UserError, match=r"s3://corpus/2\.bin cannot be read"):
+        TokenShards(urls[2:], 300)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
+@given(st.integers(0, 90), st.integers(0, 90))
+def test_slices_of_remote_shards_equal_those_of_local_ones(shards: Shards, start: int, stop: int) -> None:
+    paths, urls, _ = shards
+    local, remote, mixed = TokenShards(paths, 300), TokenShards(urls, 300), TokenShards([urls[0], *paths[1:]], 300)
+    assert (local.is_remote, remote.is_remote, mixed.is_remote) == (False, True, True)
+    np.testing.assert_array_equal(remote[start:stop], local[start:stop])
+    np.testing.assert_array_equal(mixed[start:stop], local[start:stop])
+
+
+def test_a_batch_of_remote_shards_equals_that_of_local_ones(shards: Shards) -> None:
+    paths, urls, _ = shards
+    starts = [70, 3, 45, 0, 50]
+    for remote, local in zip(
+        gather_batch(TokenShards(urls, 300), starts, 12, "cpu"),
+        gather_batch(TokenShards(paths, 300), starts, 12, "cpu"),
+        strict=True,
+    ):
+        assert remote.equal(local)
+
+
+def test_a_shard_that_was_cut_short_is_named(shards: Shards, bucket: Any) -> None:
+    _, urls, _ = shards
+    tokens = TokenShards(urls, 300)
+    bucket.pipe_file("corpus/0.bin", b"x" * 10)
+    with pytest.raises(UserError, match=r"s3://corpus/0\.bin was truncated"):
+        tokens[0:50]
+
+
+def test_a_directory_is_fetched(shards: Shards, bucket: Any) -> None:
+    bucket.pipe_file("corpus/tokenizer/vocab.json", b"{}")
+    assert (Path(fetch_directory("s3://corpus/tokenizer")) / "vocab.json").read_bytes() == b"{}"
+    assert fetch_directory("/a/b") == "/a/b"
+    with pytest.raises(UserError, match="s3://corpus/nothing cannot be read"):
+        fetch_directory("s3://corpus/nothing")
+    assert remote_files.read_file("s3://corpus/tokenizer/vocab.json") == b"{}"
