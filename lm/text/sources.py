@@ -249,6 +249,10 @@ def can_read_in_place(url: str) -> bool:
     if not url.startswith(("http://", "https://")):
         return isinstance(fs, LocalFileSystem) or url.partition("://")[0] in _RANGED_PROTOCOLS
     try:
-        return bool(fs.info(path).get("partial"))
+        with fs.open(path, "rb", block_size=_RANGE_BLOCK_BYTES, cache_type="none") as file:
+            file.seek(1)
+            return len(file.read(1)) == 1
+    except ValueError:  # the server sends the whole file, or no size
+        return False
     except Exception as error:  # a broken connection has several exceptions
         raise _source_error(f"{url} cannot be opened", error) from error

@@ -15,11 +15,11 @@ from lm.data.batches import gather_batch
 from lm.data.remote_files import fetch_directory, fetch_files
 from lm.data.token_shards import TokenShards
 
+Shards = tuple[list[Path], list[str], dict[str, str]]
+
 
 @pytest.fixture
-def shards(
-    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[Path], list[str], dict[str, str]]:
+def shards(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shards:
     """Three token files, each here and in the bucket, and the checksums of the latter."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     paths, urls, checksums = [], [], {}

@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import http.server
 import json
 import logging
 import tempfile
@@ -24,7 +25,7 @@ from lm.text.pretokenize import find_safe_cut
 from lm.text.sources import Source, expand_urls, hash_source, open_ranges
 from lm.text.statistics import TextStatistics
 from lm.tokenizer.tokenizer import token_dtype
-from tests.helpers.corpora import EOT, write_jsonl, write_parquet, write_text
+from tests.helpers.corpora import EOT, serve_http, write_jsonl, write_parquet, write_text
 from tests.helpers.examples import examples
 from tests.helpers.tokenizers import make_tokenizer
 
@@ -385,3 +386,75 @@ def test_invalid_input_raises_a_user_error(tmp_path: Path) -> None:
     for fraction in (0, 0.5):
         with pytest.raises(UserError, match="line 1: not JSON"):
             run(tmp_path / f"out-{fraction}", sources(good, bad), valid_fraction=fraction)
+
+
+def test_plain_text_in_a_bucket_is_read_in_place(bucket: Any, tmp_path: Path) -> None:
+    stories = "".join(demo_stories(200))
+    bucket.pipe_file("corpus/a.txt", stories.encode())
+    bucket.pipe_file("corpus/b.txt.gz", gzip.compress(stories.encode()))
+    write_text(tmp_path / "a.txt", stories)
+    fields = {"valid_fraction": 0.1}
+    (tmp_path / "remote").mkdir()
+    (tmp_path / "local").mkdir()
+    remote_sources, local_sources = sources("s3://corpus/a.txt"), sources(tmp_path / "a.txt")
+    remote = ingest_sources(remote_sources, [], DataConfig(**fields), tmp_path / "remote")
+    local = ingest_sources(local_sources, [], DataConfig(**fields), tmp_path / "local")
+    assert remote == local
+    assert [text["source"] for text in remote["train"]] == [0], "only the validation text is copied"
+    assert (tmp_path / "remote/valid.txt").read_bytes() == (tmp_path / "local/valid.txt").read_bytes()
+    ranges = [[tuple(ends) for ends in text["ranges"]] for text in remote["train"]]
+    chunks = [
+        list(cut_chunks([place], [EOT], 5_000, ranges=ranges))
+        for place in ("s3://corpus/a.txt", str(tmp_path / "a.txt"))
+    ]
+    assert chunks[0] == chunks[1]
+    assert len(chunks[0]) > 5
+    copied = ingest_sources(sources("s3://corpus/b.txt.gz"), [], DataConfig(valid_fraction=0), tmp_path / "remote")
+    assert [text["file"] for text in copied["train"]] == ["train.txt"]
+
+
+class RangeHandler(http.server.BaseHTTPRequestHandler):
+    """Serves ``DATA`` with byte ranges below /ranged, and without them elsewhere."""
+
+    DATA = "".join(demo_stories(50)).encode()
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer(b"", 200)
+
+    def do_GET(self) -> None:
+        wanted = self.headers.get("Range")
+        if wanted and self.path.startswith("/ranged"):
+            start, _, end = wanted.removeprefix("bytes=").partition("-")
+            self._answer(self.DATA[int(start) : int(end or len(self.DATA)) + 1], 206)
+        else:
+            self._answer(self.DATA, 200)
+
+    def _answer(self, body: bytes, status: int) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body) if body else len(self.DATA)))
+        if self.path.startswith("/ranged"):
+            self.send_header("Accept-Ranges", "bytes")
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def test_plain_text_of_a_web_server_with_byte_ranges_is_read_in_place(tmp_path: Path) -> None:
+    with serve_http(RangeHandler) as url:
+        results = {}
+        for name in ("ranged", "whole"):
+            (tmp_path / name).mkdir()
+            results[name] = ingest_sources(
+                sources(f"{url}/{name}.txt"), [], DataConfig(valid_fraction=0), tmp_path / name
+            )
+        assert [text["file"] for text in results["ranged"]["train"]] == [None]
+        assert [text["file"] for text in results["whole"]["train"]] == ["train.txt"]
+        (remote, local) = (
+            list(cut_chunks([place], [EOT], 2_000))
+            for place in (f"{url}/ranged.txt", str(tmp_path / "whole/train.txt"))
+        )
+        assert remote == local
+        with open_ranges(f"{url}/ranged.txt", [(10, 20), (500, 700)]) as blocks:
+            assert b"".join(blocks) == RangeHandler.DATA[10:20] + RangeHandler.DATA[500:700]
