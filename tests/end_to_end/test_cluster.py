@@ -147,7 +147,7 @@ def test_workers_without_the_drivers_files_make_the_same_bytes(site: Site, text:
     assert "encode is cached" in log
 
 
-@pytest.mark.skipif(not os.environ.get("TEXTMILL_RAY"), reason="starts a Ray cluster; set TEXTMILL_RAY=1")
+@pytest.mark.slow
 def test_ray_makes_the_same_bytes(site: Site, text: str, tmp_path: Path) -> None:
     cluster = RayCluster(site.worker_environment, [PROJECT, site.home], site.installation)
     try:
