@@ -151,10 +151,6 @@ def test_workers_without_the_drivers_files_make_the_same_bytes(site: Site, text:
 def test_ray_makes_the_same_bytes(site: Site, text: str, tmp_path: Path) -> None:
     cluster = RayCluster(site.worker_environment, [PROJECT, site.home], site.installation)
     try:
-        cluster.start_node()
-        wait_for(lambda: "Ray runtime started" in cluster.log.read_text(), 120, "head of Ray")
-        cluster.start_node()
-        wait_for(lambda: cluster.log.read_text().count("Ray runtime started") == 2, 120, "second node of Ray")
         site.run("s3://corpus/ray", *options(text), "--execution.runner", "ray", "--execution.address", cluster.address)
     finally:
         cluster.close()

@@ -160,19 +160,16 @@ class DaskCluster(Workers):
 
 
 class RayCluster(Workers):
-    """Ray nodes of two CPU cores each. The first is the head."""
+    """A Ray node with four worker processes."""
 
     def __init__(self, environment: dict[str, str], hidden: list[Path], installation: Installation) -> None:
         pytest.importorskip("ray", reason="Ray is not installed")
         super().__init__(environment, hidden, installation)
         self.address = f"127.0.0.1:{free_port()}"
-
-    def start_node(self) -> None:
-        head = [f"--address={self.address}"]
-        if not self.processes:
-            head = ["--head", f"--port={self.address.rpartition(':')[2]}", "--include-dashboard=false"]
-        command = [str(Path(sys.executable).parent / "ray"), "start", *head, "--num-cpus=2", "--block"]
-        self.start([*command, "--disable-usage-stats", "--object-store-memory=100000000"])
+        ray = str(Path(sys.executable).parent / "ray")
+        command = [ray, "start", "--head", f"--port={self.address.rpartition(':')[2]}", "--num-cpus=4", "--block"]
+        self.start([*command, "--include-dashboard=false", "--disable-usage-stats", "--object-store-memory=100000000"])
+        wait_for(lambda: "Ray runtime started" in self.log.read_text(), 120, "Ray")
 
 
 @contextmanager
