@@ -6,7 +6,6 @@ The tests of killed workers run ``TEXTMILL_CLUSTER_ROUNDS`` times (default 1).
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import time
@@ -227,12 +226,11 @@ def test_a_worker_with_other_code_is_refused(site: Site, text: str, tmp_path: Pa
 
 def test_a_worker_without_textmill_is_refused(site: Site, text: str, tmp_path: Path) -> None:
     installation = Installation(tmp_path)
-    shutil.rmtree(installation.code / "tasks")
-    (installation.code / "tasks").mkdir()
-    (installation.code / "tasks" / "__init__.py").touch()  # hides an installation in the virtual environment
+    # As if it was missing. Deleting it is not enough: an installation in the virtual environment may be visible.
+    (installation.code / "tasks" / "__init__.py").write_text("raise ModuleNotFoundError('No module named tasks')")
     with site.cluster(1, installation) as cluster:
         log = site.run("s3://corpus/no-code", *options(text), *on_dask(cluster), code=2)
-    assert "A worker could not load a task: No module named 'tasks" in log
+    assert "A worker could not load a task: No module named tasks" in log
 
 
 def test_what_a_cluster_cannot_do_is_refused(site: Site, text: str, tmp_path: Path) -> None:
