@@ -18,10 +18,12 @@ import yaml
 
 from lm.text.demo_corpus import demo_stories
 from tests.faults.object_store import KEYS, ObjectStore
+from tests.helpers.cluster import DaskCluster, Installation
 from tests.helpers.deployed import PROJECT, TINY, Server
 
 _POLL_SECONDS = 0.02
 _HANG_SECONDS = 240.0  # long enough to compile the kernels on a busy machine
+_FEW_RETRIES = {"AWS_MAX_ATTEMPTS": "2", "PREFECT_CLIENT_MAX_RETRIES": "2"}  # the defaults take longer than a round
 BUCKET = "faults"
 CONFIG: dict[str, Any] = {
     "chunk": {"target_bytes": 60_000},
@@ -119,7 +121,8 @@ class Process:
 class Bench:
     """The servers, sources and reference outputs that all rounds share."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, on_dask: bool = False) -> None:
+        """With ``on_dask``, the runs of the rounds use a Dask cluster of two workers, and roots on the object store."""
         home.mkdir(parents=True, exist_ok=True)
         self.home = home
         self.server = Server(home)
@@ -130,8 +133,7 @@ class Bench:
         self._zygote = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.zygote"],
             cwd=PROJECT,
-            # By default the clients would retry for longer than a round.
-            env=self.server.environment | s3 | {"AWS_MAX_ATTEMPTS": "2", "PREFECT_CLIENT_MAX_RETRIES": "2"},
+            env=self.server.environment | s3 | _FEW_RETRIES,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -143,13 +145,27 @@ class Bench:
         valid.write_text("".join(json.dumps({"text": story}) + "\n" for story in stories), encoding="utf-8")
         data = {"train": [str(self.source)], "valid": [str(valid)]}
         (home / "config.yaml").write_text(yaml.safe_dump({"data": data, **CONFIG}), encoding="utf-8")
+        self.cluster: DaskCluster | None = None
         self._run_reference("first")  # compiles the kernels, so its times are not typical
         self.reference = self._run_reference("reference")
         record = json.loads((self.reference / "runs" / "latest.json").read_text())
         self.seconds = {stage: summary["seconds"] for stage, summary in record["stages"].items()}
+        if on_dask:
+            installation = Installation(home / "installation")
+            installation.compile_kernels()
+            api = {"PREFECT_API_URL": self.server.environment["PREFECT_API_URL"]}
+            self.cluster = DaskCluster(s3 | api | _FEW_RETRIES, [], installation)
+            self.repair_cluster()
+
+    def repair_cluster(self) -> None:
+        """Start the scheduler and the workers that do not run."""
+        if self.cluster:
+            self.cluster.start_missing(workers=2)
 
     def close(self) -> None:
         self._zygote.communicate()
+        if self.cluster:
+            self.cluster.close()
         self.objects.close()
         self.server.close()
         self._environment.stop()
@@ -158,6 +174,8 @@ class Bench:
     def start(self, root: str) -> Process:
         """Run the whole pipeline below ``root``."""
         arguments = ["--config", str(self.home / "config.yaml"), "--root", root]
+        if self.cluster:
+            arguments += ["--execution.runner", "dask", "--execution.address", self.cluster.address]
         return Process(arguments, self._zygote, self.home / f"{time.monotonic_ns()}.fifo")
 
     def _run_reference(self, name: str) -> Path:

@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+import fsspec
+
 from tests.faults.bench import Bench, Process
 from tests.faults.checks import read_manifests
+from tests.helpers.cluster import kill_group
 from tests.helpers.deployed import STAGES
 
 _MOUNT_COMMAND = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs"]
@@ -52,6 +55,9 @@ class Fault:
     reports_state = True
     """Whether the run can report its final state to Prefect."""
     on_s3 = False
+    on_dask = True
+    """Whether it may hit a run on a Dask cluster, with its root on the object store."""
+    on_threads = True
 
     def prepare(self, scene: Scene) -> None: ...
 
@@ -83,6 +89,7 @@ class Signal(Fault):
 class DiskFull(Fault):
     """The root has its own file system, which is full except for some kilobytes."""
 
+    on_dask = False
     message = "No space left on device"
 
     def prepare(self, scene: Scene) -> None:
@@ -105,6 +112,7 @@ class DiskFull(Fault):
 class FileLimit(Fault):
     """A limit on the size of a file. It replaces the full disk if no file system can be mounted."""
 
+    on_dask = False
     message = "File too large"
 
     def inject(self, scene: Scene) -> None:
@@ -115,6 +123,7 @@ class FileLimit(Fault):
 class Unwritable(Fault):
     """The files below the root cannot be written. The superuser ignores file modes, so they become immutable for it."""
 
+    on_dask = False
     message = "Operation not permitted|Permission denied"
 
     def __init__(self) -> None:
@@ -162,7 +171,7 @@ class Damage(Fault):
             if output.startswith(scene.stage)
         }
         files = {
-            Path(scene.root, output, manifest["attempt"], file["path"]): (output, file["sha256"])
+            f"{scene.root}/{output}/{manifest['attempt']}/{file['path']}": (output, file["sha256"])
             for output, manifest in manifests.items()
             for file in (*manifest["files"], *manifest["records"])
             if file["bytes"]
@@ -170,28 +179,40 @@ class Damage(Fault):
         path = rng.choice(sorted(files))
         damaged = [path]
         if self.kind == "manifest":
-            manifest_path = Path(scene.root, files[path][0], "manifest.json")
-            data = manifest_path.read_bytes()
+            manifest_path = f"{scene.root}/{files[path][0]}/manifest.json"
+            data = read_file(manifest_path)
             others = [b"", data[: rng.randrange(len(data))], b"[1]", b"{}", b"null"]
             overwrite(manifest_path, rng.choice([flip_bit(data, rng), rng.choice(others)]))
         elif self.kind == "flip":
-            overwrite(path, flip_bit(path.read_bytes(), rng))
+            overwrite(path, flip_bit(read_file(path), rng))
         elif self.kind == "truncate":
-            os.truncate(path, rng.randrange(path.stat().st_size))
+            data = read_file(path)
+            overwrite(path, data[: rng.randrange(len(data))])
         elif self.kind == "delete":
-            path.unlink()
+            fs, place = fsspec.core.url_to_fs(path)
+            fs.rm_file(place)
         elif self.kind == "swap":
             other = rng.choice([other for other in sorted(files) if files[other][1] != files[path][1]])
-            first, second = path.read_bytes(), other.read_bytes()
+            first, second = read_file(path), read_file(other)
             overwrite(path, second)
             overwrite(other, first)
             damaged.append(other)
         scene.damaged |= {files[file][0] for file in damaged}
 
 
-def overwrite(path: Path, data: bytes) -> None:
-    """Overwrite a file in place, as a failing disk does."""
-    with path.open("r+b") as file:
+def read_file(path: str) -> bytes:
+    """Return the content of a local file or of a URL."""
+    fs, place = fsspec.core.url_to_fs(path)
+    return bytes(fs.cat_file(place))
+
+
+def overwrite(path: str, data: bytes) -> None:
+    """Overwrite a file: a local one in place, as a failing disk does."""
+    if "://" in path:
+        fs, place = fsspec.core.url_to_fs(path)
+        fs.pipe_file(place, data)
+        return
+    with Path(path).open("r+b") as file:
         file.write(data)
         file.truncate()
 
@@ -237,6 +258,28 @@ class StoreFails(Fault):
         scene.bench.objects.recover()
 
 
+class WorkerKilled(Fault):
+    """A worker of the cluster is killed. The run goes on."""
+
+    on_threads = False
+    exit_codes: ClassVar[set[int]] = set()
+
+    def inject(self, scene: Scene) -> None:
+        assert scene.bench.cluster
+        kill_group(scene.rng.choice([worker for worker in scene.bench.cluster.workers if worker.poll() is None]))
+
+
+class SchedulerKilled(Fault):
+    """The scheduler of the cluster is killed."""
+
+    on_threads = False
+    message = "The Dask scheduler at .* is lost|The cluster at .* does not answer"
+
+    def inject(self, scene: Scene) -> None:
+        assert scene.bench.cluster
+        kill_group(scene.bench.cluster.scheduler)
+
+
 FAULTS: dict[str, Fault] = {
     "SIGKILL": Signal(signal.SIGKILL, -9),
     "SIGTERM": Signal(signal.SIGTERM, 143),
@@ -246,10 +289,13 @@ FAULTS: dict[str, Fault] = {
     "source removed": SourceRemoved(),
     **{kind: Damage(kind) for kind in ("flip", "truncate", "delete", "swap", "manifest")},
     "server killed": ServerKilled(),
+    "worker killed": WorkerKilled(),
+    "scheduler killed": SchedulerKilled(),
     **{f"S3 {kind}": StoreFails(kind) for kind in ("500", "reset", "slow")},
 }
 
 
-def list_cases() -> list[tuple[str, str]]:
-    """Return all cases: (stage, fault)."""
-    return [(stage, name) for name, fault in FAULTS.items() for stage in STAGES if stage not in fault.excluded]
+def list_cases(on_dask: bool = False) -> list[tuple[str, str]]:
+    """Return all cases, (stage, fault), of runs in threads or on a Dask cluster."""
+    faults = {name: fault for name, fault in FAULTS.items() if (fault.on_dask if on_dask else fault.on_threads)}
+    return [(stage, name) for name, fault in faults.items() for stage in STAGES if stage not in fault.excluded]

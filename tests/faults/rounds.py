@@ -12,7 +12,14 @@ from pathlib import Path
 import fsspec
 
 from tests.faults.bench import Bench, Process, poll
-from tests.faults.checks import check_exit, check_outputs, check_prefect, compute_digests, read_attempts
+from tests.faults.checks import (
+    check_exit,
+    check_maintenance,
+    check_outputs,
+    check_prefect,
+    compute_digests,
+    read_attempts,
+)
 from tests.faults.faults import FAULTS, Scene, list_cases
 from tests.helpers.deployed import STAGES
 
@@ -30,9 +37,9 @@ class Round:
     output: str = ""
 
 
-def choose_case(seed: int, number: int) -> tuple[str, str]:
+def choose_case(seed: int, number: int, on_dask: bool = False) -> tuple[str, str]:
     """Return the stage and the fault of a round. The cases come in a new random order after each pass."""
-    cases = list_cases()
+    cases = list_cases(on_dask)
     shuffle, i = divmod(number, len(cases))
     return random.Random(f"{seed} turn {shuffle}").sample(cases, len(cases))[i]
 
@@ -48,7 +55,7 @@ def run_round(bench: Bench, seed: int, number: int, stage: str, name: str) -> Ro
     home = bench.home / f"round-{number}"
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir()
-    root = bench.bucket(f"{seed}-{number}") if fault.on_s3 else str(home / "root")
+    root = bench.bucket(f"{seed}-{number}") if fault.on_s3 or bench.cluster else str(home / "root")
     scene = Scene(bench, rng, stage, root)
     fault.prepare(scene)
     try:
@@ -65,6 +72,7 @@ def run_round(bench: Bench, seed: int, number: int, stage: str, name: str) -> Ro
         if is_running:
             result.problems += check_exit(first, fault.exit_codes, fault.message)
         fault.undo(scene)
+        bench.repair_cluster()
         before = {output: attempt for output, attempt in read_attempts(root).items() if output not in scene.damaged}
         second = scene.start()
         if not second.wait():
@@ -76,6 +84,9 @@ def run_round(bench: Bench, seed: int, number: int, stage: str, name: str) -> Ro
             result.problems += [f"{output} was made again" for output in before if after.get(output) != before[output]]
             result.problems += _check_cached(scene, finished)
             result.problems += check_outputs(_expected_digests(bench.reference), root)
+            if bench.cluster:
+                result.problems += check_maintenance(root)
+                result.problems += check_outputs(_expected_digests(bench.reference), root)
         result.problems += check_prefect(bench.server, first, fault.reports_state)
         result.problems += check_prefect(bench.server, second, reports_state=True)
         result.output = f"{first.output}\n-- second run:\n{second.output}"
@@ -86,6 +97,7 @@ def run_round(bench: Bench, seed: int, number: int, stage: str, name: str) -> Ro
         for run in scene.runs:
             run.kill()
         fault.undo(scene)
+        bench.repair_cluster()
         while Path(root).is_mount():
             subprocess.run(["umount", root], check=True)
         shutil.rmtree(home)

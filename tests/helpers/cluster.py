@@ -139,15 +139,33 @@ class DaskCluster(Workers):
         pytest.importorskip("distributed", reason="Dask is not installed")
         super().__init__(environment, hidden, installation)
         self.address = f"tcp://127.0.0.1:{free_port()}"
+        self._schedulers: list[subprocess.Popen[bytes]] = []
         self.start_scheduler()
 
     def start_scheduler(self) -> None:
         command = ["scheduler", "--host", "127.0.0.1", "--port", self.address.rpartition(":")[2], "--no-dashboard"]
         self.scheduler = self.start([sys.executable, "-m", "distributed.cli.dask_" + command[0], *command[1:]])
+        self._schedulers.append(self.scheduler)
 
     def start_worker(self, *options: str, **environment: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "distributed.cli.dask_worker", self.address, "--nthreads", "1", "--no-nanny"]
         return self.start([*command, "--no-dashboard", "--death-timeout", "60", *options], **environment)
+
+    def start_missing(self, workers: int) -> None:
+        """Start the scheduler if it does not run, and workers until ``workers`` run."""
+        if self.scheduler.poll() is not None:
+            for process in self.processes:
+                kill_group(process)
+            self.start_scheduler()
+        running = [process for process in self.workers if process.poll() is None]
+        for _ in range(workers - len(running)):
+            self.start_worker()
+        self.wait_for_workers(workers)
+
+    @property
+    def workers(self) -> list[subprocess.Popen[bytes]]:
+        """The worker processes, also those that have ended."""
+        return [process for process in self.processes if process not in self._schedulers]
 
     def client(self) -> Any:
         from distributed import Client
