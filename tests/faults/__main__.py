@@ -41,25 +41,27 @@ def list_excluded() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=len(list_cases()), help="default: each case once")
+    parser.add_argument("--dask", action="store_true", help="runs on a Dask cluster, with their roots on S3")
+    parser.add_argument("--rounds", type=int, help="default: each case once")
     parser.add_argument("--seed", type=int, default=0, help="seed of the order and of the times")
     parser.add_argument("--first", type=int, default=0, help="number of the first round")
     parser.add_argument("--round", type=int, help="run only this round and print the output of its runs")
     parser.add_argument("--list", action="store_true", help="list the cases, and the excluded ones")
     options = parser.parse_args()
     if options.list:
-        print("\n".join(f"{name} in {stage}" for stage, name in list_cases()), list_excluded(), sep="\n")
+        print("\n".join(f"{name} in {stage}" for stage, name in list_cases(options.dask)), list_excluded(), sep="\n")
         return 0
     for number in (signal.SIGINT, signal.SIGTERM):  # print the table also if a background job is stopped
         signal.signal(number, signal.default_int_handler)
-    numbers = range(options.first, options.first + options.rounds) if options.round is None else [options.round]
+    count = len(list_cases(options.dask)) if options.rounds is None else options.rounds
+    numbers = range(options.first, options.first + count) if options.round is None else [options.round]
     rounds: list[Round] = []
     with tempfile.TemporaryDirectory(prefix="faults-") as home:
-        bench = Bench(Path(home))
+        bench = Bench(Path(home), options.dask)
         try:
             for number in numbers:
                 started = time.monotonic()
-                stage, name = choose_case(options.seed, number)
+                stage, name = choose_case(options.seed, number, options.dask)
                 rounds.append(result := run_round(bench, options.seed, number, stage, name))
                 outcome = "; ".join(result.problems) or "passed"
                 seconds = time.monotonic() - started
@@ -72,8 +74,9 @@ def main() -> int:
             bench.close()
     failed = [result for result in rounds if result.problems]
     print(f"\n{table(rounds)}\n\n{len(rounds)} rounds, {len(failed)} failed.")
+    command = "python -m tests.faults" + (" --dask" if options.dask else "")
     for result in failed:
-        print(f"python -m tests.faults --seed {options.seed} --round {result.number}    {'; '.join(result.problems)}")
+        print(f"{command} --seed {options.seed} --round {result.number}    {'; '.join(result.problems)}")
     return 1 if failed else 0
 
 

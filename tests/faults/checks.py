@@ -4,11 +4,17 @@ import hashlib
 import json
 import re
 from typing import Any
+from unittest.mock import patch
 
 import fsspec
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
 from prefect.client.schemas.objects import StateType
 
+from tasks.maintenance.gc import delete, find_garbage
+from tasks.maintenance.verify import verify
+from tasks.runtime import lease
+from tasks.runtime.root_lock import own_root
+from tasks.runtime.store import Store
 from tests.faults.bench import Process, poll
 from tests.helpers.deployed import STAGES, Server
 
@@ -77,6 +83,17 @@ def check_exit(run: Process, exit_codes: set[int], pattern: str) -> list[str]:
         if not re.search(pattern, message, re.IGNORECASE):
             problems.append(f"the message does not name the cause: {message!r}")
     return problems
+
+
+def check_maintenance(root: str) -> list[str]:
+    """Run ``verify``, delete the garbage, and run ``verify`` again. Return what is damaged, or left after that."""
+    store = Store(root)
+    problems = [f"verify: {finding}" for finding in verify(store) if finding.kind == "damaged"]
+    with patch.object(lease, "LEASE_SECONDS", 0.5), own_root(store) as check:  # no run is at work
+        for finding in find_garbage(store):
+            check()
+            delete(store, finding)
+    return problems + [f"after gc: {finding}" for finding in verify(store)]
 
 
 def check_prefect(server: Server, run: Process, reports_state: bool) -> list[str]:

@@ -71,6 +71,8 @@ EXPECTED = {
     },
     "execution": {
         "threads": "[1",
+        "threads_per_task": "[1",
+        "tasks_in_flight": "[1",
         "processes": "[1",
         "max_trainings": "[0",
         "count_memory": "[16",
