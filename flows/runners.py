@@ -5,7 +5,7 @@ the flow's own task runner: otherwise Prefect would connect each task on a worke
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Protocol
@@ -101,6 +101,12 @@ class RayRunner:
         return ""
 
 
+_CLUSTER_RUNNERS: dict[str, tuple[str, str, Callable[[Any, Execution], Runner]]] = {
+    "dask": ("prefect_dask", "DaskTaskRunner", DaskRunner),
+    "ray": ("prefect_ray", "RayTaskRunner", RayRunner),
+}
+
+
 @contextmanager
 def open_runner(run: RunContext) -> Iterator[Runner]:
     """Connect to the cluster of ``execution.address``, or start a cluster on this machine.
@@ -112,16 +118,16 @@ def open_runner(run: RunContext) -> Iterator[Runner]:
         yield ThreadRunner(execution)
         return
     _check_reachable(run)
-    name, kind = ("DaskTaskRunner", DaskRunner) if execution.runner == "dask" else ("RayTaskRunner", RayRunner)
+    module, name, kind = _CLUSTER_RUNNERS[execution.runner]
     try:
-        task_runner = getattr(import_module(f"prefect_{execution.runner}"), name)
+        task_runner = getattr(import_module(module), name)
     except ImportError as error:
         raise UserError(
             f"execution.runner {execution.runner} needs an extra: pip install 'textmill[{execution.runner}]' ({error})."
         ) from None
     with task_runner(**_runner_options(execution)) as entered:
         try:
-            runner: Runner = kind(entered, execution)
+            runner = kind(entered, execution)
             runner.count_slots()
         except (OSError, TimeoutError, ConnectionError) as error:
             raise UserError(f"The cluster at {execution.address} does not answer: {error}.") from None

@@ -5,6 +5,7 @@ import json
 import logging
 from dataclasses import asdict
 
+from lm.common.cpu import available_cpus
 from lm.common.errors import UserError
 from lm.text.config import DataConfig
 from lm.text.sources import Source, expand_urls, hash_source, source_version
@@ -23,11 +24,12 @@ def find_sources(data: DataConfig, store: Store) -> tuple[list[Source], list[Sou
     A source is read only if its version has changed since the last run. If a source is gone, the digest of the last run
     is used, with a warning. Network failures are retried after 2, 4 and 8 seconds.
     """
-    train, valid = (
-        [retry_reading(_find_source, url, store) for url in retry_reading(expand_urls, patterns)]
-        for patterns in (data.train, data.valid)
-    )
-    return train, valid
+
+    def find(patterns: list[str]) -> list[Source]:
+        urls = retry_reading(expand_urls, patterns)
+        return store.map(lambda url: retry_reading(_find_source, url, store), urls, available_cpus())
+
+    return find(data.train), find(data.valid)
 
 
 def _find_source(url: str, store: Store) -> Source:

@@ -136,7 +136,7 @@ class DaskCluster(Workers):
     """A Dask scheduler, and workers of one thread each."""
 
     def __init__(self, environment: dict[str, str], hidden: list[Path], installation: Installation) -> None:
-        pytest.importorskip("distributed", reason="Dask is not installed")
+        pytest.importorskip("prefect_dask", reason="Dask is not installed")
         super().__init__(environment, hidden, installation)
         self.address = f"tcp://127.0.0.1:{free_port()}"
         self._schedulers: list[subprocess.Popen[bytes]] = []
