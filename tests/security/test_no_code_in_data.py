@@ -193,7 +193,7 @@ def test_each_dependency_is_used_and_has_a_version_range() -> None:
     for requirements, modules in [
         (project["dependencies"], project_modules),
         (
-            extras["s3"] + extras["llama"] + extras["tensorboard"],
+            extras["s3"] + extras["llama"] + extras["tensorboard"] + extras["dask"] + extras["ray"],
             project_modules | test_modules | {"s3fs"},
         ),
         (extras["bench"], imported_modules(("benchmarks",))),
