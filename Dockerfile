@@ -1,7 +1,7 @@
 # An image for drivers and workers: textmill with its kernels compiled, Dask, and S3.
-#   docker build -t textmill .
-#   docker run textmill textmill run --root s3://bucket/root …
-#   docker run textmill dask worker tcp://SCHEDULER:8786 --nthreads 16
+#   docker build -t mill .
+#   docker run mill textmill run --root s3://bucket/root …
+#   docker run mill dask worker tcp://SCHEDULER:8786 --nthreads 16
 FROM python:3.12-slim
 
 WORKDIR /opt/textmill
