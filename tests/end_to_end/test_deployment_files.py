@@ -18,7 +18,8 @@ DEPLOYMENTS = {entry["name"]: entry for entry in yaml.safe_load((PROJECT / "pref
 
 def test_deployments_exist_for_the_pipeline_each_stage_and_each_larger_preset() -> None:
     presets = {path.stem for path in PRESETS.glob("*.yaml")} - {"demo"}
-    assert set(DEPLOYMENTS) == {"full", *get_args(StageName), *presets}
+    assert set(DEPLOYMENTS) == {"full", *get_args(StageName), *presets, "two-pools", "gpu-train"}
+    assert DEPLOYMENTS["gpu-train"]["work_pool"] == {"name": "gpu"}
     for name in get_args(StageName):
         assert DEPLOYMENTS[name]["parameters"] == {"until": name, "refresh": [name]}
     for name in presets:
