@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -15,6 +16,7 @@ import torch
 from benchmarks import generate as generation
 from benchmarks import learning, orchestration, texts, tokenizer
 from benchmarks import train as benchmark
+from benchmarks.scale_model import Cluster, Corpus, Costs, StepCost, bundle, predict, schedule
 from lm.model.config import ModelConfig
 from lm.text.demo_corpus import demo_stories
 from lm.text.pretokenize import END_OF_TEXT
@@ -151,3 +153,67 @@ def test_tokens_for_a_loss_are_interpolated_between_two_losses() -> None:
     assert learning.tokens_for(2.5, 100, 3.0, 2.5) == 400
     assert learning.tokens_for(2.75, 100, 3.0, 2.5) == 200
     assert learning.tokens_for(2.5, 100, 3.0, 3.1) == math.inf
+
+
+SCALE_COSTS = Costs(
+    steps={
+        "sources": StepCost(requests=5, seconds=0.03),
+        "count-group": StepCost(fixed_requests=4, requests=15, seconds=0.1),
+        "encode-group look-up": StepCost(requests=4, seconds=0.01),
+        "encode-group": StepCost(requests=17, seconds=0.1),
+        "encode": StepCost(requests=6, seconds=0.04),
+    },
+    hash_seconds_per_mb=0.002,
+    ingest_seconds_per_mb=0.02,
+    chunk_seconds_per_mb=0.002,
+    chunk_seconds_per_chunk=1e-4,
+    count_seconds_per_mb=0.01,
+    encode_seconds_per_mb=0.01,
+    sum_seconds_per_mb=0.5,
+    merge_seconds_per_pretoken=1e-5,
+    index_seconds_per_document=1e-8,
+    manifest_bytes_per_source=300,
+    manifest_seconds_per_source=3e-5,
+    pretokens_of_first_mb=2e4,
+    heaps_exponent=0.5,
+    bytes_per_pretoken=8,
+    file_bytes_per_pretoken=8,
+    shard_bytes_per_byte=0.7,
+    bytes_per_document=2000,
+    driver_base_mb=400,
+    driver_kb_per_group=20,
+    driver_bytes_per_chunk=50,
+    rows_per_run=0,
+    rows_per_task_run=18,
+    rows_per_group=2,
+)
+
+
+def scale_cluster(workers: int, latency_seconds: float = 0.02, threads_per_task: int = 1) -> Cluster:
+    return Cluster(workers, 16, latency_seconds, 1.25e9, 12.5e9, 3_500, threads_per_task)
+
+
+@pytest.mark.parametrize("threads_per_task", [1, 16])
+def test_more_workers_never_make_a_run_slower_in_the_model(threads_per_task: int) -> None:
+    runs = [
+        predict(SCALE_COSTS, Corpus(1e12, 1e6, 1e9), scale_cluster(workers, 0.1, threads_per_task))
+        for workers in (1, 2, 8, 9, 10, 13, 50, 100, 101, 1000)
+    ]
+    for slower, faster in pairwise(runs):
+        assert all(faster.seconds[stage] <= seconds for stage, seconds in slower.seconds.items())
+        assert faster.requests == slower.requests
+    assert runs[-1].seconds["ingest"] == runs[0].seconds["ingest"] > 0, "one process reads the sources"
+
+
+def test_requests_grow_with_groups_and_not_with_chunks_in_the_model() -> None:
+    few, many = (predict(SCALE_COSTS, Corpus(1e12, size, 1e9), scale_cluster(10)) for size in (1.6e6, 1e5))
+    assert many.groups < 1.5 * few.groups
+    assert sum(many.requests.values()) < 1.2 * sum(few.requests.values())
+    assert max(few.task_runs, many.task_runs) < 4 * 256  # count, sums, encode of both splits
+    assert sum(Corpus(1e12, 1e5, 1e9).groups(1e12)) == pytest.approx(1e12)
+
+
+def test_tasks_are_scheduled_in_their_order() -> None:
+    assert schedule([3, 1, 1, 1], 2) == 3
+    assert schedule([1, 1, 3], 2) == 4
+    assert [len(part) for part in bundle(range(600))] == [3] * 200

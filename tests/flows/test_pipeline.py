@@ -1,6 +1,7 @@
 """The whole pipeline under Prefect: which stages are cached, which run again, and with which outputs."""
 
 import logging
+import pickle
 import shutil
 import signal
 from collections.abc import Callable
@@ -9,10 +10,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
+from flows import chain, executor
 from flows.config import PipelineConfig, StageName
 from flows.pipeline import pipeline
 from flows.plan import plan
+from flows.stage_task import make_outputs, read_refs
 from lm.common.errors import UserError
 from lm.common.runtime import Execution
 from lm.inference.config import SampleConfig
@@ -23,6 +28,8 @@ from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Output, Ref, read_output
+from tasks.runtime.root_lock import use_root
+from tests.helpers.roots import letters
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -282,3 +289,44 @@ def test_shards_of_another_tokenizer_are_refused(run: Runner, config: PipelineCo
     other = run.output("merge").ref
     with pytest.raises(UserError, match="another tokenizer"):
         train.materialize(RunContext(str(run.root), "x"), train.bind(index, [], [], other, config.model, config.train))
+
+
+def test_many_groups_share_few_task_runs_and_a_tree_of_sums(
+    run: Runner, config: PipelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(config, chunk=ChunkConfig(target_bytes=2_000))
+    run(config, until="encode")
+    assert run.groups("count-sum") == [], "32 files of counts can be added up at once"
+    monkeypatch.setattr(executor, "_MAX_TASKS_PER_STAGE", 3)
+    monkeypatch.setattr(chain, "_COUNTS_PER_SUM", 2)
+    other = Runner(tmp_path / "other")
+    other(config, until="encode")
+    groups = len(run.groups("count-group"))
+    assert groups > 8
+    assert len(other.groups("count-group")) == groups
+    assert len(other.groups("count-sum")) > groups / 2, "a sum of sums, until two are left"
+    with get_client(sync_client=True) as client:
+        flow_run = next(found for found in client.read_flow_runs() if found.name == other.record["name"])
+        in_run = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id]))
+        names = [task_run.name for task_run in client.read_task_runs(flow_run_filter=in_run, limit=200)]
+    assert sum(name.startswith("count ") for name in names) <= 3
+    for stage in ("count", "merge", "encode"):
+        assert run.output(stage).digest == other.output(stage).digest
+    assert other(config, until="encode", refresh=("count",)) == ["count"]
+    made = other.groups("count-sum", made_in_last_run=True)
+    assert len(made) == len(other.groups("count-sum")), "a refresh of count includes its sums"
+
+
+def test_a_task_on_a_worker_works_on_several_groups_at_a_time(config: PipelineConfig, tmp_path: Path) -> None:
+    """As in a worker, which gets a copy of the run."""
+    run = RunContext(str(tmp_path), "x", execution=Execution(threads_per_task=3), lease="20260101-000000-full-x")
+    calls = [{"text": text, "number": 2} for text in "abcdef"]
+    with use_root(run):
+        worker = pickle.loads(pickle.dumps(run))
+        refs = read_refs(make_outputs(letters, calls, worker, "letters", letters.code_ingredients()))
+        assert [read_output(run.store, ref).path("a.txt").read_text() for ref in refs] == [
+            2 * text for text in "abcdef"
+        ]
+        assert make_outputs(letters, calls, worker, "letters", letters.code_ingredients()).name == "Cached"
+        with pytest.raises(UserError, match=r"other code than the driver \(code: .* on the worker, 99 in the driver\)"):
+            make_outputs(letters, calls, worker, "letters", letters.code_ingredients() | {"code": 99})

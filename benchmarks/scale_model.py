@@ -1,0 +1,353 @@
+"""A model of the pipeline on a cluster: predicts time, requests, memory and rows from measured costs.
+
+:func:`predict` adds up the steps of :mod:`flows.chain`. A step of the driver waits for its requests one after the
+other, or 16 at a time. A mapped step is simulated: task runs start in order on the first free thread. Nothing here is
+measured: :mod:`benchmarks.scale` measures :class:`Costs` and compares the model with real runs.
+"""
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from flows.chain import _COUNTS_PER_SUM
+from flows.executor import _MAX_TASKS_PER_STAGE
+from lm.text.sources import _RANGE_BLOCK_BYTES, BLOCK_BYTES
+from lm.tokenizer.bpe import training_memory_bytes
+from lm.tokenizer.pretoken_counts import NUM_PARTITIONS
+from tasks.runtime.chunk_input import _MAX_GROUP_BYTES, group_sizes
+from tasks.runtime.store import _MAX_CONCURRENT_REQUESTS
+
+STAGES = ("ingest", "chunk", "count", "merge", "encode", "index")
+_MB = 1e6
+_Item = TypeVar("_Item")
+# A read of a range fetches the block that was asked for and a block ahead.
+RANGE_REQUEST_BYTES = _RANGE_BLOCK_BYTES + BLOCK_BYTES
+STREAM_REQUEST_BYTES = (50 << 20) + BLOCK_BYTES  # s3fs, with its own block size
+UPLOAD_PART_BYTES = 50 << 20  # s3fs
+_COUNT_TABLE_COPIES = 3  # of a partition in memory while it is summed and sorted
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Requests and CPU seconds of a step: for the step, and for each item (a source, a group, a file of counts)."""
+
+    fixed_requests: float = 0.0
+    requests: float = 0.0
+    fixed_seconds: float = 0.0
+    seconds: float = 0.0
+
+    def total_requests(self, items: float) -> float:
+        return self.fixed_requests + items * self.requests
+
+    def total_seconds(self, items: float) -> float:
+        return self.fixed_seconds + items * self.seconds
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the pipeline costs on one core, and sizes of its files. ``seconds`` are CPU seconds, MB are 10^6 bytes."""
+
+    steps: dict[str, StepCost]
+    """By step, as :class:`benchmarks.scale.Meter` names them."""
+    hash_seconds_per_mb: float
+    ingest_seconds_per_mb: float
+    chunk_seconds_per_mb: float
+    chunk_seconds_per_chunk: float
+    count_seconds_per_mb: float
+    encode_seconds_per_mb: float
+    sum_seconds_per_mb: float
+    """Per MB of the files of counts that are read."""
+    merge_seconds_per_pretoken: float
+    """Per different pretoken."""
+    index_seconds_per_document: float
+    manifest_bytes_per_source: float
+    manifest_seconds_per_source: float
+    """To read the list of sources, which each group does."""
+    pretokens_of_first_mb: float
+    """Heaps' law: n MB of text have ``pretokens_of_first_mb * n ** heaps_exponent`` different pretokens."""
+    heaps_exponent: float
+    bytes_per_pretoken: float
+    file_bytes_per_pretoken: float
+    """In a file of counts."""
+    shard_bytes_per_byte: float
+    """Bytes of token shards for each byte of text."""
+    bytes_per_document: float
+    driver_base_mb: float
+    driver_kb_per_group: float
+    driver_bytes_per_chunk: float
+    rows_per_run: float
+    rows_per_task_run: float
+    rows_per_group: float
+
+    def pretokens(self, text_bytes: float) -> float:
+        """Return the number of different pretokens of a text."""
+        return self.pretokens_of_first_mb * (text_bytes / _MB) ** self.heaps_exponent
+
+    def counts_bytes(self, text_bytes: float) -> float:
+        """Return the size of the file of counts of a text."""
+        return self.pretokens(text_bytes) * self.file_bytes_per_pretoken
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text in equal chunks and equal sources. Sizes in bytes."""
+
+    text_bytes: float
+    chunk_bytes: float
+    source_bytes: float
+    valid_bytes: float = 16 << 20
+    """Validation text in addition; by default as much as ``data.valid_max_bytes`` allows."""
+
+    @property
+    def chunks(self) -> int:
+        return max(1, round(self.text_bytes / self.chunk_bytes))
+
+    @property
+    def sources(self) -> int:
+        return max(1, round(self.text_bytes / self.source_bytes))
+
+    def groups(self, text_bytes: float) -> list[float]:
+        """Return the bytes of each group of a text, as :mod:`tasks.runtime.chunk_input` makes them."""
+        remaining = max(1, round(text_bytes / self.chunk_bytes))
+        bytes_per_chunk, groups = text_bytes / remaining, []
+        max_chunks = math.ceil(_MAX_GROUP_BYTES / self.chunk_bytes)
+        for size in group_sizes():
+            chunks = min(size, max_chunks, remaining)
+            groups.append(chunks * bytes_per_chunk)
+            remaining -= chunks
+            if not remaining:
+                return groups
+        raise AssertionError("group_sizes is endless")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines and an object store. The driver is a process of its own and reads at the speed of a worker."""
+
+    workers: int
+    cores: int
+    """Of a worker; as many threads."""
+    latency_seconds: float
+    """Of a request, until its first byte."""
+    worker_bytes_per_second: float
+    bucket_bytes_per_second: float
+    bucket_requests_per_second: float
+    threads_per_task: int = 1
+    """Threads of a task run. A worker runs ``cores / threads_per_task`` task runs at once."""
+
+    @property
+    def slots(self) -> int:
+        """Task runs at once."""
+        return self.workers * max(1, self.cores // self.threads_per_task)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds and requests of each stage; memory in MB (10^6 bytes)."""
+
+    seconds: dict[str, float]
+    requests: dict[str, float]
+    driver_mb: float
+    """Without the stage merge."""
+    merge_mb: float
+    """Memory of the stage merge, in the driver."""
+    pretokens: float
+    """Different pretokens, for merge."""
+    rows: float
+    task_runs: int
+    groups: int
+    busy_cores: int
+    """Most cores that count and encode can keep busy."""
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+
+def schedule(durations: Iterable[float], slots: int) -> float:
+    """Return when the last of some tasks ends. Each starts in its order on the first free slot."""
+    free = [0.0] * slots
+    for duration in durations:
+        heapq.heapreplace(free, free[0] + duration)
+    return max(free)
+
+
+def bundle(items: Sequence[_Item]) -> list[Sequence[_Item]]:
+    """Divide consecutive items among the task runs of a stage, as :class:`flows.executor.PrefectExecutor` does."""
+    size = -(-len(items) // _MAX_TASKS_PER_STAGE) or 1
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def predict(costs: Costs, corpus: Corpus, cluster: Cluster) -> Prediction:
+    """Predict the first run of the pipeline up to ``encode``, with an empty root."""
+    model = _Model(costs, corpus, cluster)
+    for name in STAGES:
+        model.seconds[name] = model.requests[name] = 0.0
+    model.read_sources()
+    model.count()
+    model.merge()
+    model.encode()
+    return model.result()
+
+
+class _Model:
+    """Adds the steps of a run to the seconds and requests of their stages."""
+
+    def __init__(self, costs: Costs, corpus: Corpus, cluster: Cluster) -> None:
+        self.costs, self.corpus, self.cluster = costs, corpus, cluster
+        self.groups, self.valid_groups = corpus.groups(corpus.text_bytes), corpus.groups(corpus.valid_bytes)
+        self.seconds: dict[str, float] = {}
+        self.requests: dict[str, float] = {}
+        self.task_runs = 0
+
+    def _driver_step(
+        self, stage: str, step: str, items: float, concurrency: int = 1, cpu: float = 0.0, reads: float = 0.0
+    ) -> None:
+        """Add a step of the driver. ``concurrency`` requests of its items are under way together; ``cpu`` seconds and
+        ``reads`` bytes come in addition. Python's lock makes the CPU seconds of all items serial."""
+        cost, cluster = self.costs.steps.get(step, StepCost()), self.cluster
+        waiting = math.ceil(items / concurrency) * cost.requests * cluster.latency_seconds
+        waiting = max(waiting, items * cost.requests / cluster.bucket_requests_per_second)
+        working = items * cost.seconds
+        self.seconds[stage] += cost.fixed_requests * cluster.latency_seconds + cost.fixed_seconds + cpu
+        self.seconds[stage] += max(waiting, working) if concurrency > 1 else waiting + working
+        self.seconds[stage] += reads / cluster.worker_bytes_per_second
+        self.requests[stage] += cost.total_requests(items)
+
+    def _read(self, stage: str, request_bytes: float) -> None:
+        """Add the requests of a step of the driver that reads all text in order."""
+        requests = max(0.0, self.corpus.text_bytes / request_bytes - self.corpus.sources)  # the first is the source's
+        self.requests[stage] += requests
+        self.seconds[stage] += requests * self.cluster.latency_seconds
+
+    def read_sources(self) -> None:
+        """Hash the sources, ingest and cut them into chunks: one process reads all text three times."""
+        costs, text = self.costs, self.corpus.text_bytes
+        for step, seconds_per_mb in (("sources", costs.hash_seconds_per_mb), ("ingest", costs.ingest_seconds_per_mb)):
+            self._driver_step("ingest", step, self.corpus.sources, cpu=text / _MB * seconds_per_mb, reads=text)
+            self._read("ingest", STREAM_REQUEST_BYTES)
+        cpu = text / _MB * costs.chunk_seconds_per_mb + self.corpus.chunks * costs.chunk_seconds_per_chunk
+        self._driver_step("chunk", "chunk", self.corpus.sources, cpu=cpu, reads=text)
+        self._read("chunk", RANGE_REQUEST_BYTES)
+
+    def _map(
+        self,
+        stage: str,
+        cpu: Sequence[float],
+        python_seconds: float,
+        moved_bytes: Sequence[float],
+        requests: Sequence[float],
+    ) -> None:
+        """Add a mapped step: the CPU seconds, bytes and requests in series of each item.
+
+        ``python_seconds`` of an item hold Python's lock: in each worker, one thread at a time.
+        """
+        cluster, bundles = self.cluster, bundle(range(len(cpu)))
+        self.task_runs += len(bundles)
+        threads = min(cluster.threads_per_task, len(bundles[0]))
+        most_bytes_per_second = min(cluster.workers * cluster.worker_bytes_per_second, cluster.bucket_bytes_per_second)
+        durations = [
+            seconds + count * cluster.latency_seconds + size / cluster.worker_bytes_per_second
+            for seconds, count, size in zip(cpu, requests, moved_bytes, strict=True)
+        ]
+        tasks = (schedule((durations[index] for index in indices), threads) for indices in bundles)
+        self.seconds[stage] += max(
+            schedule(tasks, cluster.slots),
+            len(cpu) * python_seconds / cluster.workers,
+            sum(moved_bytes) / most_bytes_per_second,
+            sum(requests) / cluster.bucket_requests_per_second,
+        )
+        self.requests[stage] += sum(requests)
+
+    def _map_groups(
+        self, stage: str, step: str, groups: Sequence[float], seconds_per_mb: float, written: float
+    ) -> None:
+        """Add a mapped step over groups of chunks. It writes ``written`` bytes for each byte of text."""
+        costs, cost, sources = self.costs, self.costs.steps.get(step, StepCost()), self.corpus.sources
+        self._driver_step(stage, f"{step} look-up", len(groups), _MAX_CONCURRENT_REQUESTS)
+        python_seconds = cost.seconds + sources * costs.manifest_seconds_per_source
+        list_bytes = sources * costs.manifest_bytes_per_source
+        self._map(
+            stage,
+            [python_seconds + size / _MB * seconds_per_mb for size in groups],
+            python_seconds,
+            [list_bytes + size * (1 + written) for size in groups],
+            [cost.requests + size // RANGE_REQUEST_BYTES + size * written // UPLOAD_PART_BYTES for size in groups],
+        )
+
+    def _fixed(self, stage: str, step: str) -> None:
+        """Add the part of a mapped step that does not depend on its items. The driver does it."""
+        cost = self.costs.steps.get(step, StepCost())
+        self.requests[stage] += cost.fixed_requests
+        self.seconds[stage] += cost.fixed_requests * self.cluster.latency_seconds + cost.fixed_seconds
+
+    def count(self) -> None:
+        """Count each group, add up the counts 32 files at a time, and the last files in the driver."""
+        costs, cost = self.costs, self.costs.steps.get("count-sum", StepCost())
+        self._map_groups("count", "count-group", self.groups, costs.count_seconds_per_mb, 0.0)
+        self._fixed("count", "count-group")
+        parts = self.groups
+        while len(parts) > _COUNTS_PER_SUM:
+            self._driver_step("count", "count-sum look-up", len(parts), _MAX_CONCURRENT_REQUESTS)
+            batches = [parts[start : start + _COUNTS_PER_SUM] for start in range(0, len(parts), _COUNTS_PER_SUM)]
+            read = [sum(map(costs.counts_bytes, batch)) for batch in batches]
+            written = [costs.counts_bytes(sum(batch)) for batch in batches]
+            waits = [len(batch) * cost.requests / _MAX_CONCURRENT_REQUESTS for batch in batches]
+            self._map(
+                "count",
+                [
+                    len(batch) * cost.seconds + size / _MB * costs.sum_seconds_per_mb
+                    for batch, size in zip(batches, read, strict=True)
+                ],
+                _COUNTS_PER_SUM * cost.seconds,
+                [sum(sizes) for sizes in zip(read, written, strict=True)],
+                waits,
+            )
+            self.requests["count"] += len(parts) * cost.requests - sum(waits)
+            parts = [sum(batch) for batch in batches]
+        self.last_counts_bytes = sum(map(costs.counts_bytes, parts))
+        cpu = self.last_counts_bytes / _MB * costs.sum_seconds_per_mb
+        moved = self.last_counts_bytes + costs.counts_bytes(self.corpus.text_bytes)
+        self._driver_step("count", "count", len(parts), _MAX_CONCURRENT_REQUESTS, cpu, moved)
+
+    def merge(self) -> None:
+        """Learn the merges in the driver."""
+        self.pretokens = self.costs.pretokens(self.corpus.text_bytes)
+        cpu = self.pretokens * self.costs.merge_seconds_per_pretoken
+        self._driver_step("merge", "merge", 0, cpu=cpu)
+
+    def encode(self) -> None:
+        """Encode each group, then read the size and the documents of each shard in the driver."""
+        costs, text = self.costs, self.corpus.text_bytes
+        for groups in (self.groups, self.valid_groups):
+            self._map_groups("encode", "encode-group", groups, costs.encode_seconds_per_mb, costs.shard_bytes_per_byte)
+        self._fixed("encode", "encode-group")
+        documents = text / costs.bytes_per_document
+        cpu, reads = documents * costs.index_seconds_per_document, 8 * documents
+        self._driver_step(
+            "index", "encode", len(self.groups) + len(self.valid_groups), _MAX_CONCURRENT_REQUESTS, cpu, reads
+        )
+
+    def result(self) -> Prediction:
+        """Return the sums, with memory and rows."""
+        costs, chunks, count = self.costs, self.corpus.chunks, len(self.groups)
+        table_bytes = self.last_counts_bytes / costs.file_bytes_per_pretoken * (costs.bytes_per_pretoken + 12)
+        driver_mb = costs.driver_base_mb + max(
+            (count * costs.driver_kb_per_group * 1e3 + chunks * costs.driver_bytes_per_chunk) / _MB,
+            table_bytes / NUM_PARTITIONS * _COUNT_TABLE_COPIES / _MB,
+        )
+        merge_bytes = training_memory_bytes(int(self.pretokens), int(self.pretokens * costs.bytes_per_pretoken))
+        threads = min(self.cluster.threads_per_task, len(bundle(range(count))[0]))
+        return Prediction(
+            seconds=self.seconds,
+            requests=self.requests,
+            driver_mb=driver_mb,
+            merge_mb=costs.driver_base_mb + merge_bytes / _MB,
+            pretokens=self.pretokens,
+            rows=costs.rows_per_run + self.task_runs * costs.rows_per_task_run + 2 * count * costs.rows_per_group,
+            task_runs=self.task_runs,
+            groups=count,
+            busy_cores=min(self.cluster.slots, min(count, _MAX_TASKS_PER_STAGE)) * threads,
+        )
