@@ -119,23 +119,26 @@ class PrefectExecutor:
                     done += running.pop(future)  # without a reference, Dask forgets the task
                     progress(done)
             except BaseException as error:
-                raise self._translate(error, list(running)) from error
+                if explained := self._explain(error, list(running)):
+                    raise explained from error
+                raise
 
     def _parameters(self, stage: Stage, calls: Sequence[dict[str, Any]], title: str) -> dict[str, Any]:
         return {"stage": stage, "calls": calls, "run": self.run, "title": title, "code": stage.code_ingredients()}
 
-    def _translate(self, error: BaseException, running: list[PrefectFuture[Any]]) -> BaseException:
-        """Return a UserError for a failure of the cluster. No task run stays in the state Running."""
+    def _explain(self, error: BaseException, running: list[PrefectFuture[Any]]) -> UserError | None:
+        """Return a UserError if the cluster failed, and None for another error. Leave no task run in the state Running."""
         if self.run.execution.runner == "threads":
-            return error
+            return None
         self.run.stopping.set()
         mark_task_runs_crashed([future.task_run_id for future in running], "The run ended before this task.")
         if isinstance(error, (UserError, Stopped)):
-            return error
-        if isinstance(error, (ImportError, AttributeError, pickle.UnpicklingError)):
+            return None
+        is_missing_name = isinstance(error, AttributeError) and "Can't get attribute" in str(error)
+        if is_missing_name or isinstance(error, (ImportError, pickle.UnpicklingError)):
             return UserError(
                 f"A worker could not load a task: {error}. Install the same version of textmill and of its libraries "
                 "on all workers."
             )
         message = self._runner.explain(error)
-        return UserError(f"{message} Finished parts are kept; run the same command again.") if message else error
+        return UserError(f"{message} Finished parts are kept; run the same command again.") if message else None
