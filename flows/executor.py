@@ -127,7 +127,7 @@ class PrefectExecutor:
         return {"stage": stage, "calls": calls, "run": self.run, "title": title, "code": stage.code_ingredients()}
 
     def _explain(self, error: BaseException, running: list[PrefectFuture[Any]]) -> UserError | None:
-        """Return a UserError if the cluster failed, and None for another error. Leave no task run in the state Running."""
+        """Return a UserError if the cluster failed, else None. Leave no task run of a cluster in the state Running."""
         if self.run.execution.runner == "threads":
             return None
         self.run.stopping.set()
