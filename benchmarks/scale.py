@@ -171,24 +171,24 @@ class Meter:
         self.items[name] = self.items.get(name, 0) + items
 
     def patch(self) -> None:
-        """Note the steps of the pipelines that run later in this process."""
+        """Note the steps of the pipelines that run later in this process.
+
+        Methods are replaced, not a class: Dask would copy a class of this module together with the meter.
+        """
         import flows.pipeline
         from flows.executor import PrefectExecutor
         from tasks.runtime.stage import Stage
 
-        meter, look_up, find_sources = self, Stage.look_up, flows.pipeline._find_sources
+        meter, find_sources = self, flows.pipeline._find_sources
+        call, map_items, look_up = PrefectExecutor.call, PrefectExecutor.map, Stage.look_up
 
-        class MeasuredExecutor(PrefectExecutor):
-            """Notes the steps of a run."""
+        def measured_call(executor: PrefectExecutor, stage: Stage, *arguments: Any) -> Any:
+            with meter.step(stage.name, sum(len(argument) for argument in arguments if isinstance(argument, list))):
+                return call(executor, stage, *arguments)
 
-            def call(self, stage: Stage, *arguments: Any) -> Any:
-                items = sum(len(argument) for argument in arguments if isinstance(argument, list))
-                with meter.step(stage.name, items):
-                    return super().call(stage, *arguments)
-
-            def map(self, stage: Stage, title: str, items: Sequence[Any], *arguments: Any) -> Any:
-                with meter.step(stage.name, sum(len(item) if isinstance(item, list) else 1 for item in items)):
-                    return super().map(stage, title, items, *arguments)
+        def measured_map(executor: PrefectExecutor, stage: Stage, title: str, items: Any, *arguments: Any) -> Any:
+            with meter.step(stage.name, sum(len(item) if isinstance(item, list) else 1 for item in items)):
+                return map_items(executor, stage, title, items, *arguments)
 
         def measured_look_up(stage: Stage, *arguments: Any) -> Any:
             with meter.step(f"{stage.name} look-up"):
@@ -198,9 +198,10 @@ class Meter:
             with meter.step("sources"):
                 return find_sources(*arguments)
 
-        vars(flows.pipeline)["PrefectExecutor"] = MeasuredExecutor
-        flows.pipeline._find_sources = measured_find_sources  # type: ignore[assignment]
+        PrefectExecutor.call = measured_call  # type: ignore[method-assign, assignment]
+        PrefectExecutor.map = measured_map  # type: ignore[method-assign, assignment]
         Stage.look_up = measured_look_up  # type: ignore[method-assign, assignment]
+        flows.pipeline._find_sources = measured_find_sources  # type: ignore[assignment]
 
 
 def run_measured(record: Path, counter_url: str, arguments: list[str]) -> int:
@@ -210,10 +211,9 @@ def run_measured(record: Path, counter_url: str, arguments: list[str]) -> int:
     meter = Meter(counter_url)
     meter.patch()
     code = textmill(arguments)
-    for name, look_up in list(meter.steps.items()):
-        if name.endswith(" look-up"):  # it is a part of the mapped step
-            step = meter.steps[name.removesuffix(" look-up")]
-            step.update({kind: step[kind] - look_up[kind] for kind in step})
+    for name, look_up in meter.steps.items():
+        if step := meter.steps.get(name.removesuffix(" look-up")) if name.endswith(" look-up") else None:
+            step.update({kind: step[kind] - look_up[kind] for kind in step})  # it is a part of the mapped step
     memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
     record.write_text(json.dumps({"steps": meter.steps, "items": meter.items, "driver_mb": memory_mb}))
     return code
@@ -497,11 +497,12 @@ def measure_dask(site: Site, groups: int) -> list[dict[str, Any]]:
     for workers in (1, 2):
         root = str(site.folder / f"dask-{workers}")
         result = site.run(root, [str(corpus)], _GROUP_BYTES * 7 // 8, workers, "--execution.runner", "dask")
-        count = result["items"]["encode-group"]
-        seconds = result["steps"]["encode-group"]["seconds"]
+        made = [manifest["made"] for manifest in read_manifests(Path(root), "encode-group")]
+        first, last = min(part["started"] for part in made), max(part["started"] + part["seconds"] for part in made)
         print(
             f"Dask, {workers} workers: wall {result['wall']:.1f} s, with start of the cluster; encode "
-            f"{1000 * seconds / count:.0f} ms a group ({count} groups), driver {result['driver_mb']:.0f} MB",
+            f"{1000 * (last - first) / len(made):.0f} ms a group ({len(made)} groups), driver "
+            f"{result['driver_mb']:.0f} MB",
             flush=True,
         )
         results.append(result | {"workers": workers})
