@@ -380,9 +380,6 @@ def measure_work(site: Site, megabytes: int) -> dict[str, float]:
     shards = read_manifests(many.root, "encode-group")
     (counts,) = read_manifests(many.root, "count")
     return {
-        "hash_seconds_per_mb": slope("sources", extra_mb),
-        "ingest_seconds_per_mb": slope("ingest", extra_mb),
-        "chunk_seconds_per_mb": slope("chunk", extra_mb),
         "count_seconds_per_mb": slope("count-group", extra_mb),
         "encode_seconds_per_mb": slope("encode-group", extra_mb),
         "sum_seconds_per_mb": slope("count", many.counts_mb - few.counts_mb),
@@ -394,6 +391,30 @@ def measure_work(site: Site, megabytes: int) -> dict[str, float]:
         "shard_bytes_per_byte": sum(file_bytes(shard, "tokens.bin") for shard in shards) / len(text),
         "bytes_per_document": len(text) / sum(shard["figures"]["documents"] for shard in shards),
     }
+
+
+def measure_reading(folder: Path, megabytes: int) -> dict[str, float]:
+    """Return the CPU seconds for each MB of the three steps of the driver that read all text, without their stages."""
+    from lm.text.chunks import cut_chunks
+    from lm.text.config import DataConfig
+    from lm.text.ingest import ingest_sources
+    from lm.text.sources import hash_source
+
+    corpus, out = folder / "reading.txt", folder / "reading"
+    corpus.write_bytes(mixed_text(megabytes * 1_000_000))
+    out.mkdir()
+    source, data = hash_source(str(corpus)), DataConfig(train=[str(corpus)], valid_fraction=0.001)
+    calls: dict[str, Callable[[], Any]] = {
+        "hash_seconds_per_mb": lambda: hash_source(str(corpus)),
+        "ingest_seconds_per_mb": lambda: ingest_sources([source], [], data, out),
+        "chunk_seconds_per_mb": lambda: list(cut_chunks([str(corpus)], [data.separator], 1_000_000)),
+    }
+    seconds = {}
+    for name, call in calls.items():
+        started = time.process_time()
+        call()
+        seconds[name] = (time.process_time() - started) / (source.bytes / 1e6)
+    return seconds
 
 
 def measure_lists(sizes: Sizes, folder: Path) -> dict[str, float]:
@@ -592,7 +613,7 @@ def describe_prediction(name: str, cluster: Cluster, prediction: Prediction) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="smaller runs, without Dask: less than three minutes")
+    parser.add_argument("--quick", action="store_true", help="try the program: texts too small to measure speed")
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--counter", default="", help=argparse.SUPPRESS)
     options, arguments = parser.parse_known_args()
@@ -613,6 +634,7 @@ def main() -> None:
         costs = Costs(
             steps=steps,
             **measure_work(site, sizes.work_mb),
+            **measure_reading(site.folder, sizes.work_mb),
             **measure_lists(sizes, site.folder),
             driver_base_mb=few["driver_mb"],
             driver_kb_per_group=max(
