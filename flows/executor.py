@@ -134,11 +134,12 @@ class PrefectExecutor:
         mark_task_runs_crashed([future.task_run_id for future in running], "The run ended before this task.")
         if isinstance(error, (UserError, Stopped)):
             return None
-        is_missing_name = isinstance(error, AttributeError) and "Can't get attribute" in str(error)
-        if is_missing_name or isinstance(error, (ImportError, pickle.UnpicklingError)):
+        # Dask's scheduler reports a RuntimeError, a worker the exception itself.
+        is_unloadable = any(text in str(error) for text in ("Can't get attribute", "deserialization of the task graph"))
+        if is_unloadable or isinstance(error, (ImportError, pickle.UnpicklingError)):
             return UserError(
-                f"A worker could not load a task: {error}. Install the same version of textmill and of its libraries "
-                "on all workers."
+                f"The cluster could not load a task: {str(error.__cause__ or error).strip().splitlines()[-1]} Install the "
+                "same version of textmill and of its libraries on the scheduler and on all workers."
             )
         message = self._runner.explain(error)
         return UserError(f"{message} Finished parts are kept; run the same command again.") if message else None

@@ -230,7 +230,8 @@ def test_a_worker_without_textmill_is_refused(site: Site, text: str, tmp_path: P
     (installation.code / "tasks" / "__init__.py").write_text("raise ModuleNotFoundError('No module named tasks')")
     with site.cluster(1, installation) as cluster:
         log = site.run("s3://corpus/no-code", *options(text), *on_dask(cluster), code=2)
-    assert "A worker could not load a task: No module named tasks" in log
+    assert "The cluster could not load a task" in log
+    assert "Install the same version of textmill" in log
 
 
 def test_what_a_cluster_cannot_do_is_refused(site: Site, text: str, tmp_path: Path) -> None:
