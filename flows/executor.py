@@ -137,9 +137,10 @@ class PrefectExecutor:
         # Dask's scheduler reports a RuntimeError, a worker the exception itself.
         is_unloadable = any(text in str(error) for text in ("Can't get attribute", "deserialization of the task graph"))
         if is_unloadable or isinstance(error, (ImportError, pickle.UnpicklingError)):
+            cause = str(error.__cause__ or error).strip().splitlines()[-1]
             return UserError(
-                f"The cluster could not load a task: {str(error.__cause__ or error).strip().splitlines()[-1]} Install the "
-                "same version of textmill and of its libraries on the scheduler and on all workers."
+                f"The cluster could not load a task: {cause}. Install the same version of textmill and of its libraries on "
+                "the scheduler and on all workers."
             )
         message = self._runner.explain(error)
         return UserError(f"{message} Finished parts are kept; run the same command again.") if message else None
