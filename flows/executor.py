@@ -139,7 +139,7 @@ class PrefectExecutor:
         if is_unloadable or isinstance(error, (ImportError, pickle.UnpicklingError)):
             cause = str(error.__cause__ or error).strip().splitlines()[-1]
             return UserError(
-                f"The cluster could not load a task: {cause}. Install the same version of textmill and of its libraries "
+                f"The cluster could not load a task: {cause}. Install the same version of textmill and its libraries "
                 "on the scheduler and on all workers."
             )
         message = self._runner.explain(error)
