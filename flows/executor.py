@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import pickle
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -136,7 +135,7 @@ class PrefectExecutor:
             return None
         # Dask's scheduler reports a RuntimeError, a worker the exception itself.
         is_unloadable = any(text in str(error) for text in ("Can't get attribute", "deserialization of the task graph"))
-        if is_unloadable or isinstance(error, (ImportError, pickle.UnpicklingError)):
+        if is_unloadable or isinstance(error, ImportError) or type(error).__name__ == "UnpicklingError":
             cause = str(error.__cause__ or error).strip().splitlines()[-1]
             return UserError(
                 f"The cluster could not load a task: {cause}. Install the same version of textmill and its libraries "
