@@ -55,8 +55,7 @@ def run(environment: dict[str, str], root: Path, corpus: Path, target_bytes: int
 
 def count_chunks(root: Path) -> int:
     """Return the number of chunks that the chunk stage made."""
-    (path,) = root.glob("chunk/*/*/chunks.jsonl")
-    return len(path.read_bytes().splitlines())
+    return sum(len(path.read_bytes().splitlines()) for path in root.glob("chunk-group/*/*/chunks.jsonl"))
 
 
 def count_files(folder: Path) -> int:

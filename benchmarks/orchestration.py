@@ -36,10 +36,8 @@ class DirectCaller:
     def call(self, stage: Any, *arguments: Any) -> Any:
         return stage.materialize(self.run, stage.bind(*arguments))[0]
 
-    def groups(self, texts: Any, chunks: Any, split: str) -> list[Any]:
-        from tasks.runtime.chunk_input import read_groups
-
-        return read_groups(self.run.store, texts, chunks, split)
+    def read(self, function: Any, *arguments: Any) -> Any:
+        return function(self.run.store, *arguments)
 
     def map(self, stage: Any, title: str, items: Any, *arguments: Any) -> list[Any]:
         with ThreadPoolExecutor(self.run.execution.workers) as pool:

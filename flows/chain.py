@@ -1,17 +1,21 @@
 """The stages of the pipeline in their order. This is the only description of the order."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from flows.config import PipelineConfig, StageName
+from lm.text.held_out import valid_fraction
+from lm.text.ingest import group_sources
 from lm.text.sources import Source
-from tasks.chunk import chunk
+from tasks.chunk import chunk, chunk_group
 from tasks.count import count, count_group, count_sum
 from tasks.encode import encode, encode_group
-from tasks.ingest import ingest
+from tasks.ingest import ingest, ingest_group
 from tasks.merge import merge
+from tasks.runtime.chunk_input import read_groups
 from tasks.runtime.output import Ref
 from tasks.runtime.stage import Stage
+from tasks.runtime.text_groups import read_text_groups
 from tasks.sample import sample
 from tasks.train import train
 
@@ -24,8 +28,8 @@ class Executor(Protocol):
     def call(self, stage: Stage, *arguments: Any) -> Ref:
         """Return the output of a stage."""
 
-    def groups(self, texts: Ref, chunks: Ref, split: str) -> Sequence[Any]:
-        """Return the groups of chunks of a split."""
+    def read(self, function: Callable[..., Sequence[Any]], *arguments: Any) -> Sequence[Any]:
+        """Return the items of a mapped stage: what a function of the store and these arguments reads from outputs."""
 
     def map(self, stage: Stage, title: str, items: Sequence[Any], *arguments: Any) -> list[Ref]:
         """Return the outputs of a stage for all items, each the first argument of a call."""
@@ -52,11 +56,21 @@ def _all_stages(
 ) -> Iterator[tuple[StageName, Ref]]:
     specials, pattern, separator = config.tokenizer.special_tokens, config.tokenizer.pattern, config.data.separator
 
-    texts = executor.call(ingest, *sources, config.data)
+    train_sources, valid_sources = sources
+    fraction = 0.0 if valid_sources else valid_fraction(config.data, sum(source.bytes for source in train_sources))
+    train_ingested = executor.map(ingest_group, "ingest-train", group_sources(train_sources), fraction, config.data)
+    valid_ingested = executor.map(ingest_group, "ingest-valid", group_sources(valid_sources), fraction, config.data)
+    texts = executor.call(ingest, train_ingested, valid_ingested, fraction, config.data)
     yield "ingest", texts
-    chunks = executor.call(chunk, texts, specials, pattern, config.chunk)
+    train_texts, valid_texts = (
+        executor.read(read_text_groups, texts, [*train_ingested, *valid_ingested], split)
+        for split in ("train", "valid")
+    )
+    train_cuts = executor.map(chunk_group, "chunk-train", train_texts, specials, pattern, config.chunk)
+    valid_cuts = executor.map(chunk_group, "chunk-valid", valid_texts, specials, pattern, config.chunk)
+    chunks = executor.call(chunk, train_cuts, valid_cuts)
     yield "chunk", chunks
-    train_groups = executor.groups(texts, chunks, "train")
+    train_groups = executor.read(read_groups, chunks, train_texts, train_cuts, "train")
     parts = executor.map(count_group, "count", train_groups, specials, pattern)
     while len(parts) > _COUNTS_PER_SUM:
         batches = [parts[start : start + _COUNTS_PER_SUM] for start in range(0, len(parts), _COUNTS_PER_SUM)]
@@ -65,7 +79,7 @@ def _all_stages(
     yield "count", counts
     tokenizer = executor.call(merge, counts, config.tokenizer)
     yield "merge", tokenizer
-    valid_groups = executor.groups(texts, chunks, "valid")
+    valid_groups = executor.read(read_groups, chunks, valid_texts, valid_cuts, "valid")
     train_shards = executor.map(encode_group, "encode-train", train_groups, tokenizer, separator)
     valid_shards = executor.map(encode_group, "encode-valid", valid_groups, tokenizer, separator)
     index = executor.call(encode, train_shards, valid_shards, tokenizer, separator)

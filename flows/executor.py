@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from queue import Empty, SimpleQueue
@@ -17,7 +17,6 @@ from flows.prefect_support.liveness import mark_task_runs_crashed
 from flows.runners import Runner, open_runner
 from flows.stage_task import read_refs, stage_task
 from lm.common.errors import Stopped, UserError
-from tasks.runtime.chunk_input import ChunkGroup, read_groups
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Ref, open_output
 from tasks.runtime.progress import show_progress
@@ -72,9 +71,9 @@ class PrefectExecutor:
                 )
         return ref
 
-    def groups(self, texts: Ref, chunks: Ref, split: str) -> list[ChunkGroup]:
-        """Return the groups of chunks of a split."""
-        return read_groups(self.run.store, texts, chunks, split)
+    def read(self, function: Callable[..., Sequence[Any]], *arguments: Any) -> Sequence[Any]:
+        """Return the items of a mapped stage, which a function reads from outputs."""
+        return function(self.run.store, *arguments)
 
     def map(self, stage: Stage, title: str, items: Sequence[Any], *arguments: Any) -> list[Ref]:
         """Run a stage for every item that is not cached, such as a group of chunks. Return the outputs of all items.
@@ -82,6 +81,8 @@ class PrefectExecutor:
         Consecutive items form a task run, so that a stage has some hundreds of task runs at most. Raise the first
         failure immediately. A cached item needs no task run.
         """
+        if not items:
+            return []
         calls = [stage.bind(item, *arguments) for item in items]
         outputs = stage.look_up(self.run, calls)
         missing = [index for index, (_, is_cached) in enumerate(outputs) if not is_cached]

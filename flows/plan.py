@@ -1,7 +1,7 @@
 """Look up which stages are cached, without running any and without Prefect."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -10,7 +10,6 @@ from flows.chain import run_chain
 from flows.config import PipelineConfig, StageName
 from flows.run_record import Recorder, make_run, run_name
 from tasks.ingest import find_sources
-from tasks.runtime.chunk_input import read_groups
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Ref
 from tasks.runtime.root_lock import use_root
@@ -40,14 +39,16 @@ class DryRunExecutor:
         self.rows.append((stage.name, "cached"))
         return ref
 
-    def groups(self, texts: Ref, chunks: Ref, split: str) -> Sequence[Any]:
-        """Return the groups of chunks, or one pending output if the chunks are not known yet."""
-        if _PENDING_KEY in (texts.key, chunks.key):
-            return [Ref("chunk", _PENDING_KEY)]
-        return read_groups(self.run.store, texts, chunks, split)
+    def read(self, function: Callable[..., Sequence[Any]], *arguments: Any) -> Sequence[Any]:
+        """Return the items of a mapped stage, or one pending output if an argument is pending."""
+        if pending := _pending(arguments):
+            return pending[:1]
+        return function(self.run.store, *arguments)
 
     def map(self, stage: Stage, title: str, items: Sequence[Any], *arguments: Any) -> list[Ref]:
         """Return the cached outputs of all items, or one pending output if any is missing or not known yet."""
+        if not items:
+            return []
         if reason := _pending_reason((*items, *arguments)):
             return [self._add_pending(stage, title, reason)]
         outputs = stage.look_up(self.run, [stage.bind(item, *arguments) for item in items])
@@ -69,9 +70,13 @@ class DryRunExecutor:
 
 def _pending_reason(arguments: tuple[Any, ...]) -> str:
     """Return a reason that names the arguments whose output does not exist yet; empty if all exist."""
-    values = [value for argument in arguments for value in (argument if isinstance(argument, list) else [argument])]
-    stages = sorted({value.stage for value in values if isinstance(value, Ref) and value.key == _PENDING_KEY})
+    stages = sorted({ref.stage for ref in _pending(arguments)})
     return f"runs if the content of {', '.join(stages)} changes" if stages else ""
+
+
+def _pending(arguments: tuple[Any, ...]) -> list[Ref]:
+    values = [value for argument in arguments for value in (argument if isinstance(argument, list) else [argument])]
+    return [value for value in values if isinstance(value, Ref) and value.key == _PENDING_KEY]
 
 
 def plan(config: PipelineConfig, root: str, until: StageName | None, refresh: Sequence[str]) -> list[tuple[str, str]]:

@@ -1,24 +1,42 @@
-"""Stage ``chunk``: cut texts into chunks, the units of parallel work."""
+"""Stage ``chunk``: cut the texts of each group of sources into chunks, the units of parallel work, then list them."""
 
-from lm.common.errors import UserError
+import json
+
+import numpy as np
+
 from lm.text.chunks import cut_chunks
 from lm.text.config import ChunkConfig
 from tasks.pages import stages as pages
-from tasks.runtime.chunk_input import text_ranges, text_urls, write_groups
+from tasks.pages.plots import QUARTER_OCTAVES
+from tasks.runtime.chunk_input import write_groups
 from tasks.runtime.context import Attempt
 from tasks.runtime.output import Output
 from tasks.runtime.stage import stage
+from tasks.runtime.text_groups import OpenTextGroup
+
+
+@stage("chunk-group", is_mapped=True)
+def chunk_group(
+    out: Attempt, group: OpenTextGroup, special_tokens: list[str], pattern: str, config: ChunkConfig
+) -> None:
+    """Write ``chunks.jsonl``, the byte ranges of each chunk, and ``groups.json``, the groups of chunks."""
+    chunks = cut_chunks(group.urls, special_tokens, config.target_bytes, pattern, group.ranges)
+    sizes = write_groups(out.directory, chunks, group.bytes_before)
+    out.figures = {
+        "chunks": len(sizes),
+        "bytes": sum(sizes),
+        "smallest": min(sizes, default=0),
+        "largest": max(sizes, default=0),
+        "sizes": np.histogram(sizes, QUARTER_OCTAVES)[0].tolist(),
+    }
 
 
 @stage("chunk", page=pages.chunk)
-def chunk(out: Attempt, texts: Output, special_tokens: list[str], pattern: str, config: ChunkConfig) -> None:
-    """Write ``chunks.jsonl``, the byte ranges of each chunk, and ``groups.json``, the groups of chunks."""
-    if damaged := texts.find_damaged():
-        raise UserError(f"{texts.url}/{damaged[0]} is damaged. Run the pipeline again: it makes it again.")
-    chunks = {
-        split: cut_chunks(
-            text_urls(texts, split), special_tokens, config.target_bytes, pattern, text_ranges(texts, split)
-        )
-        for split in ("train", "valid")
-    }
-    out.figures = {split: {"chunks": number} for split, number in write_groups(out.directory, chunks).items()}
+def chunk(out: Attempt, train: list[Output], valid: list[Output]) -> None:
+    """Write ``chunk_groups.json``: the groups of chunks of each split."""
+    groups = {}
+    for split, parts in (("train", train), ("valid", valid)):
+        listed = out.run.store.map(lambda part: part.json("groups.json"), parts)
+        groups[split] = [{"part": number, "group": group} for number, part in enumerate(listed) for group in part]
+        out.figures[split] = {"chunks": sum(entry["group"]["chunks"] for entry in groups[split])}
+    (out.directory / "chunk_groups.json").write_text(json.dumps(groups), encoding="utf-8")

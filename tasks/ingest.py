@@ -1,19 +1,23 @@
-"""Stage ``ingest``: write the training and validation texts from their sources."""
+"""Stage ``ingest``: read groups of sources, then choose the training and validation text."""
 
 import hashlib
 import json
 import logging
 from dataclasses import asdict
+from typing import Any
 
 from lm.common.cpu import available_cpus
 from lm.common.errors import UserError
 from lm.text.config import DataConfig
+from lm.text.ingest import combine_groups, read_group
 from lm.text.sources import Source, expand_urls, hash_source, source_version
 from tasks.pages import stages as pages
 from tasks.runtime.context import Attempt
+from tasks.runtime.output import Output
 from tasks.runtime.schemas import SourceRecord, read_record
 from tasks.runtime.stage import stage
 from tasks.runtime.store import Store, retry_reading
+from tasks.runtime.text_groups import read_texts, text_url
 
 log = logging.getLogger(__name__)
 
@@ -51,15 +55,39 @@ def _find_source(url: str, store: Store) -> Source:
     return source
 
 
-@stage("ingest", page=pages.ingest)
-def ingest(out: Attempt, train: list[Source], valid: list[Source], data: DataConfig) -> None:
-    """Write the texts, or refer to their sources; ``texts.json`` lists them."""
-    from lm.text.ingest import ingest_sources
+@stage("ingest-group", is_mapped=True)
+def ingest_group(out: Attempt, group: list[Source], fraction: float, data: DataConfig) -> None:
+    """Write the texts of a group of sources, or refer to the sources; ``texts.json`` lists them."""
+    out.sources = group
+    texts = retry_reading(read_group, group, data, fraction, out.directory)  # a retry overwrites the first try
+    (out.directory / "texts.json").write_text(json.dumps(asdict(texts)), encoding="utf-8")
 
-    out.sources = [*train, *valid]
-    texts = retry_reading(ingest_sources, train, valid, data, out.directory)  # a retry overwrites the first try
+
+@stage("ingest", page=pages.ingest)
+def ingest(out: Attempt, train: list[Output], valid: list[Output], fraction: float, data: DataConfig) -> None:
+    """Choose the training and the validation text; ``text_groups.json`` lists the parts of both."""
+    outputs = [*train, *valid]
+    groups = out.run.store.map(read_texts, outputs)
+    splits = combine_groups(
+        groups[: len(train)],
+        groups[len(train) :],
+        data,
+        fraction,
+        lambda number, text: text_url(outputs[number], text),
+    )
+    content: dict[str, Any] = {
+        name: [
+            {**asdict(selection), "bytes": size, "digest": outputs[selection.group].digest}
+            for selection, size in split.selections
+        ]
+        for name, split in splits.items()
+    }
+    content["statistics"] = {
+        name: {**asdict(split.statistics), "bytes": sum(size for _, size in split.selections)}
+        for name, split in splits.items()
+    }
+    (out.directory / "text_groups.json").write_text(json.dumps(content), encoding="utf-8")
     out.figures = {
         split: {name: number for name, number in statistics.items() if name != "lengths"}
-        for split, statistics in texts["statistics"].items()
+        for split, statistics in content["statistics"].items()
     }
-    (out.directory / "texts.json").write_text(json.dumps(texts), encoding="utf-8")

@@ -5,7 +5,9 @@ from .chunks import split_files as split_files
 from .config import ChunkConfig as ChunkConfig
 from .config import DataConfig as DataConfig
 from .documents import stream_documents as stream_documents
-from .ingest import ingest_sources as ingest_sources
+from .ingest import combine_groups as combine_groups
+from .ingest import group_sources as group_sources
+from .ingest import read_group as read_group
 from .pretokenize import END_OF_TEXT as END_OF_TEXT
 from .pretokenize import GPT2_PATTERN as GPT2_PATTERN
 from .pretokenize import pretokenize as pretokenize

@@ -1,130 +1,137 @@
-"""Build the training and validation text from sources: the work of the stage ``ingest``."""
+"""Build the training and validation text from sources: the work of the stage ``ingest``.
 
-import hashlib
+Groups of sources are read independently, in parallel. :func:`combine_groups` then decides what is validation text.
+"""
+
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import chain, count, groupby
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, count, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 from lm.common.errors import UserError
 from lm.text.config import DataConfig
 from lm.text.documents import stream_documents
-from lm.text.pretokenize import find_safe_cut
-from lm.text.sources import Source, can_read_in_place, open_ranges
+from lm.text.held_out import DocumentHash, find_cut_before
+from lm.text.sources import ByteRanges, Source, can_read_in_place, open_ranges
 from lm.text.statistics import TextStatistics
 from lm.text.utf8 import decode_utf8_blocks
 
 log = logging.getLogger(__name__)
 
-_WINDOW_BYTES = 1 << 16  # first read backwards from the wanted cut
-_CONTINUATION_BYTES = bytes(range(0x80, 0xC0))  # all but the first byte of a UTF-8 character
+_MAX_GROUP_BYTES = 1 << 30  # of stored sources; a larger source is a group of its own
+_MAX_GROUP_SOURCES = 1024
 
 
 @dataclass(frozen=True)
 class Text:
-    """UTF-8 text: byte ``ranges`` (start, end), in ascending order, of a file.
+    """UTF-8 text of ``bytes`` bytes, and the byte ``ranges`` (start, end) that belong to a split, in ascending order.
 
-    The file is ``file``, which ingest wrote, or else source number ``source``, which is not copied. The gaps between
-    ranges are documents of the other split.
+    The text is in ``file``, which :func:`read_group` wrote, or in source number ``source`` of the group.
     """
 
     file: str | None
     source: int | None
+    bytes: int
     ranges: list[tuple[int, int]]
 
-    @property
-    def bytes(self) -> int:
-        """Length in bytes."""
-        return sum(end - start for start, end in self.ranges)
+
+@dataclass
+class GroupTexts:
+    """The texts of a group of sources. The ranges of ``kept`` leave out the documents copied to ``held_out``."""
+
+    kept: list[Text] = field(default_factory=list)
+    held_out: list[Text] = field(default_factory=list)
+    kept_statistics: TextStatistics = field(default_factory=TextStatistics)
+    """Also counts the replacements and removals in the documents held out."""
+    held_out_statistics: TextStatistics = field(default_factory=TextStatistics)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "GroupTexts":
+        """Read the content of ``texts.json``, which is ``asdict`` of this class."""
+        kept, held_out = ([Text(**text) for text in content[name]] for name in ("kept", "held_out"))
+        statistics = (TextStatistics(**content[f"{name}_statistics"]) for name in ("kept", "held_out"))
+        return cls(kept, held_out, *statistics)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A part of a split: the texts of group number ``group`` that were kept, or those held out.
+
+    With ``interval`` (start, end): these bytes of all texts of the group, one after the other, also those held out.
+    """
+
+    group: int
+    is_held_out: bool = False
+    interval: tuple[int, int] | None = None
+
+    def texts(self, group: GroupTexts) -> list[tuple[Text, ByteRanges]]:
+        """Return the texts of the selection, each with its byte ranges."""
+        if self.interval is None:
+            texts = group.held_out if self.is_held_out else group.kept
+            return [(text, text.ranges) for text in texts if text.ranges]
+        start, end = self.interval
+        selected: list[tuple[Text, ByteRanges]] = []
+        for text, before in zip(group.kept, accumulate((text.bytes for text in group.kept), initial=0), strict=False):
+            first, last = max(0, start - before), min(text.bytes, end - before)
+            if first < last:
+                selected.append((text, [(first, last)]))
+        return selected
 
 
 @dataclass
-class _Split:
-    """The texts of the training or of the validation split."""
+class Split:
+    """The training or the validation text: its selections, each with its size in bytes, and its statistics."""
 
-    texts: list[Text] = field(default_factory=list)
-    statistics: TextStatistics = field(default_factory=TextStatistics)
-
-    @property
-    def bytes(self) -> int:
-        return sum(text.bytes for text in self.texts)
+    selections: list[tuple[Selection, int]]
+    statistics: TextStatistics
 
 
-def ingest_sources(train: Sequence[Source], valid: Sequence[Source], config: DataConfig, out: Path) -> dict[str, Any]:
-    """Build the texts of both splits. Returns the content of ``texts.json``: ``train`` and ``valid``, each a list of
-    :class:`Text` as dicts, and ``statistics`` of each.
+def group_sources(sources: Iterable[Source]) -> list[list[Source]]:
+    """Return groups of consecutive sources of about 1 GiB as stored. Appended sources change only the last group."""
+    groups: list[list[Source]] = []
+    size = 0
+    for source in sources:
+        if not groups or size + source.bytes > _MAX_GROUP_BYTES or len(groups[-1]) == _MAX_GROUP_SOURCES:
+            groups.append([])
+            size = 0
+        groups[-1].append(source)
+        size += source.bytes
+    return groups
 
-    Plain text of which ranges can be read is referenced by the number of its source, counted over ``train`` and then
-    ``valid``. Other sources are written
-    to ``train.txt`` or ``valid.txt`` in the directory ``out``. If ``valid`` is empty, some documents of ``train`` are
-    copied to ``valid.txt`` and left out of the ranges of the training text. Raises UserError for invalid input.
+
+def read_group(sources: Sequence[Source], config: DataConfig, fraction: float, out: Path) -> GroupTexts:
+    """Read the documents of a group of sources, and hold out about ``fraction`` of them for validation.
+
+    Plain text that allows reads of byte ranges stays in place. Other sources are written to ``text.txt``,
+    ``text-2.txt``, … in the directory ``out``. Documents held out are copied to ``held-out.txt``. Raises UserError for
+    invalid input.
     """
-    if valid or not config.valid_fraction:
-        splits = {}
-        for name, sources, first in (("train", train, 0), ("valid", valid, len(train))):
-            readers = _read_sources(name, sources, first, config, out)
-            splits[name] = _Split([reader.text for reader in readers], _total(reader.statistics for reader in readers))
+    readers = _read_sources(sources, config, int(fraction * 2**64), out)
+    group = GroupTexts()
+    held_out_path = out / "held-out.txt"
+    with held_out_path.open("wb") as file:
+        for reader in readers:
+            text, held_out = reader.text, reader.held_out_ranges
+            if held_out:
+                with open_ranges(
+                    str(out / text.file) if text.file else sources[text.source or 0].url, held_out
+                ) as blocks:
+                    file.writelines(blocks)
+                if held_out[-1][1] > text.bytes:  # the last document lacks its separator in the file
+                    file.write(config.separator.encode())
+            edges = [0, *chain.from_iterable(held_out), text.bytes]
+            kept = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
+            group.kept.append(Text(text.file, text.source, text.bytes, kept))
+            group.kept_statistics += reader.kept_statistics
+            group.held_out_statistics += reader.held_out_statistics
+        size = file.tell()
+    if size:
+        group.held_out.append(Text(held_out_path.name, None, size, [(0, size)]))
     else:
-        splits = dict(zip(("train", "valid"), _hold_out(train, config, out), strict=True))
-    for name, split in splits.items():
-        statistics = split.statistics
-        if statistics.documents == 1:
-            log.info("The %s text is one document: it contains no separator %s.", name, config.separator)
-        if statistics.replaced:
-            log.warning("The %s text: replaced %s invalid UTF-8 sequences.", name, f"{statistics.replaced:,}")
-        if statistics.separators_removed:
-            log.warning("The %s text: removed %s separators.", name, f"{statistics.separators_removed:,}")
-    if not splits["train"].bytes:
-        raise UserError("The sources hold no text: data.train has no document.")
-    return {
-        **{name: [asdict(text) for text in split.texts] for name, split in splits.items()},
-        "statistics": {name: {**asdict(split.statistics), "bytes": split.bytes} for name, split in splits.items()},
-    }
-
-
-def valid_fraction(config: DataConfig, stored_bytes: int) -> float:
-    """Return ``config.valid_fraction``, halved until it is at most ``config.valid_max_bytes`` of ``stored_bytes``.
-
-    Halving keeps the choice of documents stable: it changes only when the sources double, and then to a subset.
-    """
-    fraction = config.valid_fraction
-    while config.valid_max_bytes and fraction * stored_bytes > config.valid_max_bytes:
-        fraction /= 2
-    return fraction
-
-
-def _total(statistics: Iterable[TextStatistics]) -> TextStatistics:
-    return sum(statistics, start=TextStatistics())
-
-
-@dataclass
-class _DocumentHash:
-    """SHA-256 and length in characters of a document without surrounding white space, from its pieces.
-
-    White space is hashed when it is read, and the digest before it kept, so that long white space needs no memory.
-    """
-
-    length: int = 0
-    _characters_read: int = 0  # from the first non-blank character
-    _running: Any = field(default_factory=hashlib.sha256)
-    _digest: Any = field(default_factory=hashlib.sha256)  # up to the last non-blank character
-
-    def update(self, piece: str) -> None:
-        text = piece if self._characters_read else piece.lstrip()
-        if words := text.rstrip():
-            self._running.update(words.encode())
-            self._digest = self._running.copy()
-            self.length = self._characters_read + len(words)
-        if space := text[len(words) :]:
-            self._running.update(space.encode())
-        self._characters_read += len(text)
-
-    @property
-    def value(self) -> int:
-        """First 64 bits of the SHA-256."""
-        return int.from_bytes(self._digest.digest()[:8], "big")
+        held_out_path.unlink()
+    return group
 
 
 @dataclass
@@ -132,22 +139,30 @@ class _TextReader:
     """Read the documents of one text and choose those for validation.
 
     A document is chosen if its hash is below ``hash_limit``. So the choice depends neither on the order nor on the
-    number nor on the file format of the documents. ``valid_ranges`` are the byte ranges of the chosen documents.
+    number nor on the file format of the documents. ``held_out_ranges`` are the byte ranges of the chosen documents.
     """
 
     config: DataConfig
     hash_limit: int
-    text: Text = field(default_factory=lambda: Text(None, None, []))
+    text: Text = field(default_factory=lambda: Text(None, None, 0, []))
     size: int = 0
-    valid_ranges: list[tuple[int, int]] = field(default_factory=list)
+    held_out_ranges: list[tuple[int, int]] = field(default_factory=list)
     statistics: TextStatistics = field(default_factory=TextStatistics)
-    train_statistics: TextStatistics = field(default_factory=TextStatistics)
-    valid_statistics: TextStatistics = field(default_factory=TextStatistics)
+    held_out_statistics: TextStatistics = field(default_factory=TextStatistics)
+    _kept_statistics: TextStatistics = field(default_factory=TextStatistics)
     _document_start: int = 0  # blank text at the end of a source belongs to the next document
+
+    @property
+    def kept_statistics(self) -> TextStatistics:
+        """Statistics of the documents that are not held out, and of all replacements and removals."""
+        if not self.hash_limit:
+            return self.statistics
+        replaced, removed = self.statistics.replaced, self.statistics.separators_removed
+        return replace(self._kept_statistics, replaced=replaced, separators_removed=removed)
 
     def read(self, url: str) -> Iterator[bytes]:
         """Yield the documents of a source as UTF-8."""
-        document = _DocumentHash()
+        document = DocumentHash()
         for piece in stream_documents(url, self.config, self.statistics):
             data = piece.encode()
             yield data
@@ -158,34 +173,29 @@ class _TextReader:
             if not piece.endswith(self.config.separator):
                 continue
             if document.value < self.hash_limit:
-                self.valid_ranges.append((self._document_start, self.size))
-                self.valid_statistics.add_document(document.length)
+                self.held_out_ranges.append((self._document_start, self.size))
+                self.held_out_statistics.add_document(document.length)
             else:
-                self.train_statistics.add_document(document.length)
-            self._document_start, document = self.size, _DocumentHash()
+                self._kept_statistics.add_document(document.length)
+            self._document_start, document = self.size, DocumentHash()
 
 
-def _read_sources(
-    name: str, sources: Sequence[Source], first: int, config: DataConfig, out: Path, fraction: float = 0.0
-) -> list[_TextReader]:
+def _read_sources(sources: Sequence[Source], config: DataConfig, hash_limit: int, out: Path) -> list[_TextReader]:
     """Read sources to texts. Plain files stay in place; consecutive other sources become one file in ``out``."""
-    hash_limit = int(fraction * 2**64)
     readers: list[_TextReader] = []
     file_numbers = count(1)
-    checked = (
-        (source, _read_in_place(source, number, config, hash_limit)) for number, source in enumerate(sources, first)
-    )
+    checked = ((source, _read_in_place(source, number, config, hash_limit)) for number, source in enumerate(sources))
     for is_copied, group in groupby(checked, key=lambda item: item[1] is None):
         if not is_copied:
             readers += [reader for _, reader in group if reader]
             continue
         number, reader = next(file_numbers), _TextReader(config, hash_limit)
-        path = out / (f"{name}.txt" if number == 1 else f"{name}-{number}.txt")
+        path = out / ("text.txt" if number == 1 else f"text-{number}.txt")
         with path.open("wb") as file:
             for source, _ in group:
                 file.writelines(reader.read(source.url))
         if reader.size:
-            reader.text = Text(path.name, None, [(0, reader.size)])
+            reader.text = Text(path.name, None, reader.size, [])
             readers.append(reader)
         else:
             path.unlink()
@@ -196,7 +206,7 @@ def _read_in_place(source: Source, number: int, config: DataConfig, hash_limit: 
     """Read plain text without a copy. Returns None if a copy is needed."""
     if not can_read_in_place(source.url):
         return None
-    reader = _TextReader(config, hash_limit, Text(None, number, [(0, source.bytes)]))
+    reader = _TextReader(config, hash_limit, Text(None, number, source.bytes, []))
     for _ in reader.read(source.url):
         pass
     if reader.statistics.replaced:
@@ -206,71 +216,90 @@ def _read_in_place(source: Source, number: int, config: DataConfig, hash_limit: 
     return reader
 
 
-def _hold_out(sources: Sequence[Source], config: DataConfig, out: Path) -> tuple[_Split, _Split]:
-    """Split documents into training and validation by hash, or the text at its end if there are too few documents."""
-    fraction = valid_fraction(config, sum(source.bytes for source in sources))
-    if fraction < config.valid_fraction:
-        log.info("Validation text: %g %% of the documents, because of data.valid_max_bytes.", 100 * fraction)
-    readers = _read_sources("train", sources, 0, config, out, fraction)
-    if not readers:
-        return _Split(), _Split()
-    texts = [reader.text for reader in readers]
-    paths = [str(out / text.file) if text.file else sources[text.source or 0].url for text in texts]
-    total = _total(reader.statistics for reader in readers)
-    train = _Split([], _total(reader.train_statistics for reader in readers))
-    valid = _Split([], _total(reader.valid_statistics for reader in readers))
-    if not train.statistics.documents or not valid.statistics.documents:
-        log.info(
-            "Too few documents (%d) to hold out a fraction: the last %g %% of the text are the validation text.",
-            total.documents,
-            100 * fraction,
-        )
-        return _split_at_end(texts, paths, total, fraction, config.separator)
-    train.statistics.replaced, train.statistics.separators_removed = total.replaced, total.separators_removed
-    with (out / "valid.txt").open("wb") as file:
-        for path, text, held_out in zip(paths, texts, (reader.valid_ranges for reader in readers), strict=True):
-            if held_out:
-                with open_ranges(path, held_out) as blocks:
-                    file.writelines(blocks)
-                if held_out[-1][1] > text.bytes:  # the last document lacks its separator in the file
-                    file.write(config.separator.encode())
-            edges = [0, *chain.from_iterable(held_out), text.bytes]
-            kept = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
-            train.texts += [replace(text, ranges=kept)] if kept else []
-        valid.texts.append(Text("valid.txt", None, [(0, file.tell())]))
-    return train, valid
+def combine_groups(
+    train: Sequence[GroupTexts],
+    valid: Sequence[GroupTexts],
+    config: DataConfig,
+    fraction: float,
+    url_of: Callable[[int, Text], str],
+) -> dict[str, Split]:
+    """Return the splits ``train`` and ``valid``. Groups are numbered over ``train`` and then ``valid``.
+
+    ``fraction`` is what :func:`read_group` held out of ``train``, without groups in ``valid``. If that left a split
+    without a document, the end of the text becomes the validation text. ``url_of`` returns the path or URL of a text of
+    a group, to read it there. Raises UserError if there is no text for training.
+    """
+    if not any(text.bytes for group in train for text in group.kept):
+        raise UserError("The sources hold no text: data.train has no document.")
+    splits = {"train": _kept_texts(train, 0), "valid": _kept_texts(valid, len(train))}
+    if fraction:
+        if fraction < config.valid_fraction:
+            log.info("Validation text: %g %% of the documents, because of data.valid_max_bytes.", 100 * fraction)
+        selections = [
+            (Selection(number, is_held_out=True), _size(group.held_out)) for number, group in enumerate(train)
+        ]
+        splits["valid"] = Split(selections, _total(group.held_out_statistics for group in train))
+        if not all(split.statistics.documents for split in splits.values()):
+            splits = _split_at_end(
+                train, _total(split.statistics for split in splits.values()), fraction, config.separator, url_of
+            )
+    for name, split in splits.items():
+        statistics, split.selections = split.statistics, [item for item in split.selections if item[1]]
+        if statistics.documents == 1:
+            log.info("The %s text is one document: it contains no separator %s.", name, config.separator)
+        if statistics.replaced:
+            log.warning("The %s text: replaced %s invalid UTF-8 sequences.", name, f"{statistics.replaced:,}")
+        if statistics.separators_removed:
+            log.warning("The %s text: removed %s separators.", name, f"{statistics.separators_removed:,}")
+    return splits
+
+
+def _kept_texts(groups: Sequence[GroupTexts], first: int) -> Split:
+    selections = [(Selection(number), _size(group.kept)) for number, group in enumerate(groups, first)]
+    return Split(selections, _total(group.kept_statistics for group in groups))
+
+
+def _size(texts: Iterable[Text]) -> int:
+    return sum(end - start for text in texts for start, end in text.ranges)
+
+
+def _total(statistics: Iterable[TextStatistics]) -> TextStatistics:
+    return sum(statistics, start=TextStatistics())
 
 
 def _split_at_end(
-    texts: Sequence[Text], paths: Sequence[str], statistics: TextStatistics, fraction: float, separator: str
-) -> tuple[_Split, _Split]:
+    groups: Sequence[GroupTexts],
+    statistics: TextStatistics,
+    fraction: float,
+    separator: str,
+    url_of: Callable[[int, Text], str],
+) -> dict[str, Split]:
     """Split the concatenated texts before their last ``fraction`` of bytes, between two pretokens."""
-    number, offset = 0, int(sum(text.bytes for text in texts) * (1 - fraction))
-    while number + 1 < len(texts) and offset >= texts[number].bytes:
-        offset -= texts[number].bytes
-        number += 1
-    text, cut = texts[number], _find_cut_before(paths[number], offset, separator)
-    train = [*texts[:number], *([replace(text, ranges=[(0, cut)])] if cut else [])]
-    valid = [*([replace(text, ranges=[(cut, text.bytes)])] if cut < text.bytes else []), *texts[number + 1 :]]
-    if not train or not valid:
+    log.info(
+        "Too few documents (%d) to hold out a fraction: the last %g %% of the text are the validation text.",
+        statistics.documents,
+        100 * fraction,
+    )
+    texts = [(number, text) for number, group in enumerate(groups) for text in group.kept]
+    offset = int(sum(text.bytes for _, text in texts) * (1 - fraction))
+    before = 0  # the bytes of all texts before the text to cut
+    for number, text in texts:  # noqa: B007
+        if offset < before + text.bytes:
+            break
+        before += text.bytes
+    cut = before + find_cut_before(url_of(number, text), offset - before, separator)
+    starts = [*accumulate((sum(text.bytes for text in group.kept) for group in groups), initial=0)]
+    splits = {"train": Split([], statistics), "valid": Split([], TextStatistics())}
+    for number, (start, end) in enumerate(pairwise(starts)):
+        for name, first, last in (("train", start, min(cut, end)), ("valid", max(cut, start), end)):
+            if first < last:
+                selection = Selection(number, interval=(first - start, last - start))
+                splits[name].selections.append((selection, last - first))
+    if not all(split.selections for split in splits.values()):
         raise UserError("The text is too short to set a validation fraction aside; set data.valid_fraction to 0.")
-    valid_statistics = TextStatistics()
-    for path, text in zip(paths[-len(valid) :], valid, strict=True):
-        with open_ranges(path, text.ranges) as blocks:
-            valid_statistics.add_document(sum(map(len, decode_utf8_blocks(blocks, path))))
-    return _Split(train, statistics), _Split(valid, valid_statistics)
-
-
-def _find_cut_before(path: str, offset: int, separator: str) -> int:
-    """Return the last byte offset <= ``offset`` at which a cut of the file changes no pretoken; 0 if there is none."""
-    window = _WINDOW_BYTES
-    while True:
-        start = max(0, offset - window)
-        with open_ranges(path, [(start, offset)]) as blocks:
-            data = b"".join(blocks)
-        whole = data.lstrip(_CONTINUATION_BYTES) if start else data  # the window may begin inside a character
-        text = whole.decode("utf-8", "replace")  # and end inside one
-        cut = find_safe_cut(text, [separator])
-        if not start or cut > len(separator):  # a separator may begin before the window
-            return start + len(data) - len(whole) + len(text[:cut].encode()) if cut else 0
-        window *= 4
+    for selection, _ in splits["valid"].selections:
+        for text, ranges in selection.texts(groups[selection.group]):
+            url = url_of(selection.group, text)
+            with open_ranges(url, ranges) as blocks:
+                splits["valid"].statistics.add_document(sum(map(len, decode_utf8_blocks(blocks, url))))
+    return splits

@@ -8,7 +8,6 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,37 +38,33 @@ _MAX_SHARDS_READ = 500
 _MIN_COUNTS = (1, 2, 3, 5, 10)
 
 
-def ingest(out: "Attempt", **inputs: Any) -> Iterator[str]:
+def ingest(out: "Attempt", train: "list[Output]", valid: "list[Output]", **inputs: Any) -> Iterator[str]:
     """Show documents, bytes and sources, and the lengths of the documents."""
-    splits = json.loads((out.directory / "texts.json").read_text(encoding="utf-8"))["statistics"]
-    rows = [
-        (split, counts["documents"], counts["bytes"], counts["replaced"], counts["separators_removed"])
-        for split, counts in splits.items()
-    ]
+    statistics = json.loads((out.directory / "text_groups.json").read_text(encoding="utf-8"))["statistics"]
+    columns = ("documents", "bytes", "replaced", "separators_removed")
+    rows = [(split, *(counts[name] for name in columns)) for split, counts in statistics.items()]
     yield table(("text", "documents", "bytes", "invalid sequences replaced", "separators removed"), rows)
-    lengths = np.sum([counts["lengths"] for counts in splits.values()], axis=0)
+    lengths = np.sum([counts["lengths"] for counts in statistics.values()], axis=0)
     yield histogram("Length of the documents", "characters", lengths, QUARTER_OCTAVES, "documents")
-    sources = [(code(source.url), source.bytes, code(source.sha256[:12])) for source in out.sources]
-    yield table(("source", "bytes as stored", "sha256"), sources[:_MAX_SOURCES])
+    sources = [source for group in (*train, *valid) for source in group.manifest["sources"]]
+    shown = [(code(source["url"]), source["bytes"], code(source["sha256"][:12])) for source in sources[:_MAX_SOURCES]]
+    yield table(("source", "bytes as stored", "sha256"), shown)
     if len(sources) > _MAX_SOURCES:
         yield f"… and {len(sources) - _MAX_SOURCES:,} more sources."
 
 
-def chunk(out: "Attempt", **inputs: Any) -> Iterator[str]:
-    """Yield the sections of the page of the stage chunk: the number and sizes of the chunks."""
-    with (out.directory / "chunks.jsonl").open("rb") as lines:
-        chunks = map(json.loads, lines)
-        sizes = {
-            split: [sum(part["end"] - part["start"] for part in ranges) for ranges in islice(chunks, figures["chunks"])]
-            for split, figures in out.figures.items()
-        }
-    rows = [
-        (split, len(split_sizes), sum(split_sizes), min(split_sizes, default=0), max(split_sizes, default=0))
-        for split, split_sizes in sizes.items()
-    ]
+def chunk(out: "Attempt", train: "list[Output]", valid: "list[Output]") -> Iterator[str]:
+    """Show the number and the sizes of the chunks."""
+    rows = []
+    for split, parts in (("train", train), ("valid", valid)):
+        figures = [part.manifest["figures"] for part in parts if part.manifest["figures"]["chunks"]]
+        chunks, size = (sum(part[name] for part in figures) for name in ("chunks", "bytes"))
+        smallest = min((part["smallest"] for part in figures), default=0)
+        largest = max((part["largest"] for part in figures), default=0)
+        rows.append((split, chunks, size, smallest, largest))
     yield table(("text", "chunks", "bytes", "smallest", "largest"), rows)
-    counts, edges = np.histogram(np.concatenate([*sizes.values(), []]) / 1e6, bins=20)
-    yield histogram("Size of the chunks", "MB", counts, edges, "chunks")
+    sizes = np.sum([part.manifest["figures"]["sizes"] for part in (*train, *valid)], axis=0)
+    yield histogram("Size of the chunks", "bytes", sizes, QUARTER_OCTAVES, "chunks")
 
 
 def count(out: "Attempt", parts: "list[Output]") -> Iterator[str]:

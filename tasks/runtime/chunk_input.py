@@ -1,10 +1,10 @@
-"""Input of the stages that read text: the texts of ingest, and their chunks in groups."""
+"""Chunks in groups: the input of the stages that count and encode text."""
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import count, groupby, islice, repeat
+from itertools import groupby
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -12,11 +12,12 @@ from typing import Any
 from lm.common.errors import Stopped, UserError
 from lm.text.chunks import Range
 from lm.text.sources import open_raw, read_blocks
-from tasks.runtime.output import Output, Ref, json_digest, read_output
+from tasks.runtime.output import Ref, json_digest, read_output
 from tasks.runtime.schemas import parse_chunks
 from tasks.runtime.store import Store
+from tasks.runtime.text_groups import TextGroup
 
-_GROUPS_PER_SIZE = 64
+_MIN_GROUPS = 64
 _MAX_GROUP_BYTES = 1 << 30  # of text
 
 Ranges = list[tuple[str, Range]]  # each range with the path or URL of its text
@@ -26,9 +27,9 @@ Ranges = list[tuple[str, Range]]  # each range with the path or URL of its text
 class ChunkGroup:
     """Consecutive chunks, the input of a mapped stage: an entry of ``groups.json``. The body receives the ranges."""
 
-    texts: Ref
+    texts: TextGroup
     cut: Ref
-    split: str
+    """Output of ``chunk-group``."""
     chunks: int
     sha256: str
     """Digest of the bytes of each range and whether its text ends there: what decides the tokens."""
@@ -46,20 +47,11 @@ class ChunkGroup:
         ranges = parse_chunks(read_output(store, self.cut).read_range("chunks.jsonl", self.start, self.end))
         if digest_of_ranges(ranges) != self.sha256:
             raise UserError(f"{store.path(*self.cut)} is damaged. Run the pipeline again: it makes it again.")
-        paths = text_urls(read_output(store, self.texts), self.split)
+        urls = self.texts.urls(store)
         try:
-            return [(paths[part["text"]], Range(**part)) for part in ranges]
+            return [(urls[part["text"]], Range(**part)) for part in ranges]
         except IndexError:
             raise UserError(f"Chunks {self.cut.key[:12]} are of other texts. Refresh the chunk stage.") from None
-
-
-def group_sizes() -> Iterator[int]:
-    """Yield the number of chunks of each group: 1 in the first 64 groups, 2 in the next 64, then 4, and so on.
-
-    A group has at most a 64th of the chunks before it, and appended text changes the last group only.
-    """
-    for level in count():
-        yield from repeat(1 << level, _GROUPS_PER_SIZE)
 
 
 def digest_of_ranges(ranges: Iterable[Mapping[str, Any]]) -> str:
@@ -67,57 +59,48 @@ def digest_of_ranges(ranges: Iterable[Mapping[str, Any]]) -> str:
     return json_digest([[part["sha256"], part["last"]] for part in ranges])
 
 
-def text_urls(texts: Output, split: str) -> list[str]:
-    """Return the paths or URLs of the texts of ``train`` or ``valid``, to read ranges that have checksums."""
-    sources = texts.manifest["sources"]
-    try:
-        return [
-            sources[text["source"]]["url"] if text["file"] is None else texts.file_url(text["file"])
-            for text in texts.json("texts.json")[split]
-        ]
-    except (IndexError, TypeError):
-        raise UserError(f"{texts.url} refers to a source that it does not list. Refresh the ingest stage.") from None
+def write_groups(directory: Path, chunks: Iterable[list[Range]], bytes_before: int) -> list[int]:
+    """Write ``chunks.jsonl`` with the ranges of one chunk per line, and ``groups.json`` with the groups of chunks.
 
-
-def text_ranges(texts: Output, split: str) -> list[list[tuple[int, int]]]:
-    """Return the byte ranges (start, end) of each of these files that are its text."""
-    return [text["ranges"] for text in texts.json("texts.json")[split]]
-
-
-def write_groups(directory: Path, chunks: Mapping[str, Iterable[list[Range]]]) -> dict[str, int]:
-    """Write ``chunks.jsonl`` with the ranges of one chunk per line, and ``groups.json`` with the groups of each split.
-
-    Returns the number of chunks of each split. A run whose groups are all cached reads only ``groups.json``.
+    A group ends when it has a 64th of the text before it, which includes ``bytes_before`` bytes, or 1 GiB. So some
+    hundreds of groups hold a text, and appended text changes the last group only. Returns the sizes of the chunks.
     """
-    groups: dict[str, list[dict[str, Any]]] = {}
+    groups: list[dict[str, Any]] = []
+    group: list[list[Range]] = []
+    sizes: list[int] = []
+    group_start = bytes_before  # in the text
+    position = bytes_before
     with (directory / "chunks.jsonl").open("wb") as file:
-        for split, split_chunks in chunks.items():
-            remaining, groups[split] = iter(split_chunks), []
-            for size in group_sizes():
-                if not (group := list(_take_group(remaining, size))):
-                    break
-                start = file.tell()
-                file.writelines(json.dumps([asdict(part) for part in ranges]).encode() + b"\n" for ranges in group)
-                digest = digest_of_ranges(asdict(part) for ranges in group for part in ranges)
-                groups[split].append({"chunks": len(group), "sha256": digest, "start": start, "end": file.tell()})
+
+        def end_group() -> None:
+            start = file.tell()
+            file.writelines(json.dumps([asdict(part) for part in ranges]).encode() + b"\n" for ranges in group)
+            digest = digest_of_ranges(asdict(part) for ranges in group for part in ranges)
+            groups.append({"chunks": len(group), "sha256": digest, "start": start, "end": file.tell()})
+            group.clear()
+
+        for chunk in chunks:
+            group.append(chunk)
+            sizes.append(sum(part.end - part.start for part in chunk))
+            position += sizes[-1]
+            if position - group_start >= min(_MAX_GROUP_BYTES, group_start // _MIN_GROUPS):
+                end_group()
+                group_start = position
+        if group:
+            end_group()
     (directory / "groups.json").write_text(json.dumps(groups), encoding="utf-8")
-    return {split: sum(group["chunks"] for group in split_groups) for split, split_groups in groups.items()}
+    return sizes
 
 
-def _take_group(chunks: Iterator[list[Range]], size: int) -> Iterator[list[Range]]:
-    """Yield the chunks of a group: ``size`` chunks, or fewer that have :data:`_MAX_GROUP_BYTES`."""
-    total = 0
-    for chunk in islice(chunks, size):
-        yield chunk
-        total += sum(part.end - part.start for part in chunk)
-        if total >= _MAX_GROUP_BYTES:
-            return
-
-
-def read_groups(store: Store, texts: Ref, cut: Ref, split: str) -> list[ChunkGroup]:
-    """Return the groups of ``train`` or ``valid``, the input of a mapped stage."""
-    groups = read_output(store, cut).json("groups.json")[split]
-    return [ChunkGroup(texts, cut, split, **group) for group in groups]
+def read_groups(
+    store: Store, chunks: Ref, texts: Sequence[TextGroup], cuts: Sequence[Ref], split: str
+) -> list[ChunkGroup]:
+    """Return the groups of chunks of ``train`` or ``valid``. ``cuts`` are the outputs of ``chunk-group``."""
+    entries = read_output(store, chunks).json("chunk_groups.json")[split]
+    try:
+        return [ChunkGroup(texts[entry["part"]], cuts[entry["part"]], **entry["group"]) for entry in entries]
+    except IndexError:
+        raise UserError(f"Chunks {chunks.key[:12]} are of other texts. Refresh the chunk stage.") from None
 
 
 def size_in_bytes(ranges: Ranges) -> int:

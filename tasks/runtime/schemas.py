@@ -20,6 +20,7 @@ _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _StageName = Annotated[str, Field(pattern="^[a-z][a-z0-9-]{0,63}$")]
 _Size = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Seconds = Annotated[float, Field(ge=0, le=1e12)]
+_Interval = Annotated[list[_Size], Field(min_length=2, max_length=2)]
 _T = TypeVar("_T")
 
 
@@ -101,10 +102,33 @@ class _Splits(_Schema, Generic[_T]):
     valid: _T
 
 
+class _Statistics(_Schema):
+    documents: _Size
+    replaced: _Size
+    separators_removed: _Size
+    lengths: Annotated[list[_Size], Field(min_length=256, max_length=256)]
+
+
 class _Text(_Schema):
     file: _Path | None
     source: _Size | None
-    ranges: list[Annotated[list[_Size], Field(min_length=2, max_length=2)]]
+    bytes: _Size
+    ranges: list[_Interval]
+
+
+class _GroupTexts(_Schema):
+    kept: list[_Text]
+    held_out: list[_Text]
+    kept_statistics: _Statistics
+    held_out_statistics: _Statistics
+
+
+class _TextGroup(_Schema):
+    group: _Size
+    is_held_out: bool
+    interval: _Interval | None
+    bytes: _Size
+    digest: _Digest
 
 
 class _Range(_Schema):
@@ -120,6 +144,11 @@ class _Group(_Schema):
     sha256: _Digest
     start: _Size
     end: _Size
+
+
+class _ChunkGroup(_Schema):
+    part: _Size
+    group: _Group
 
 
 class _Totals(_Schema):
@@ -145,8 +174,10 @@ class _Sample(_Schema):
 
 _CHUNK = TypeAdapter(list[_Range])
 _CONTENTS: dict[str, TypeAdapter[Any]] = {
-    "texts.json": TypeAdapter(_Splits[list[_Text]]),
-    "groups.json": TypeAdapter(_Splits[list[_Group]]),
+    "texts.json": TypeAdapter(_GroupTexts),
+    "text_groups.json": TypeAdapter(_Splits[list[_TextGroup]]),
+    "groups.json": TypeAdapter(list[_Group]),
+    "chunk_groups.json": TypeAdapter(_Splits[list[_ChunkGroup]]),
     "shard.json": TypeAdapter(_Totals),
     "index.json": TypeAdapter(_Index),
     "training.json": TypeAdapter(_Training),

@@ -271,7 +271,7 @@ def test_invalid_utf8_is_reported_with_file_and_offset(run: Runner, config: Pipe
     with pytest.raises(UserError, match=r"valid\.txt is not UTF-8: byte 0xff at offset 5"):
         run(config)
     assert run(replace(config, data=replace(config.data, invalid_utf8="replace")), until="ingest") == ["ingest"]
-    assert run.output("ingest").json("texts.json")["statistics"]["valid"]["replaced"] == 1
+    assert run.output("ingest").json("text_groups.json")["statistics"]["valid"]["replaced"] == 1
 
 
 def test_a_context_longer_than_the_text_is_refused(run: Runner, config: PipelineConfig) -> None:

@@ -1,73 +1,90 @@
 """Groups of chunks: their number and sizes, and that they give the same tokens and counts as single chunks."""
 
-import json
+import math
+import tempfile
 import threading
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lm.common.json_files import read_json
 from lm.data.token_shards import write_shard
-from lm.text.chunks import cut_chunks
+from lm.text.chunks import Range, cut_chunks
+from lm.text.config import ChunkConfig, DataConfig
 from lm.text.demo_corpus import demo_stories
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN
+from lm.text.sources import hash_source
 from lm.tokenizer.bpe import train_bpe
 from lm.tokenizer.pretoken_counts import count_to_file, read_counts
 from lm.tokenizer.tokenizer import Tokenizer
+from tasks.chunk import chunk, chunk_group
+from tasks.ingest import ingest, ingest_group
 from tasks.runtime import chunk_input
-from tasks.runtime.chunk_input import group_sizes, open_ranges, read_groups, size_in_bytes, write_groups
-from tasks.runtime.context import Attempt
-from tasks.runtime.stage import Stage
+from tasks.runtime.chunk_input import open_ranges, read_groups, size_in_bytes, write_groups
+from tasks.runtime.context import RunContext
+from tasks.runtime.output import Ref
+from tasks.runtime.text_groups import TextGroup, read_text_groups
+from tests.helpers.examples import examples
 from tests.helpers.roots import materialize, run_context
 
 
-def sizes_of(chunks: int) -> list[int]:
-    """Return the sizes of the groups for a number of chunks."""
-    sizes: list[int] = []
-    for size in group_sizes():
-        if sum(sizes) == chunks:
-            return sizes
-        sizes.append(min(size, chunks - sum(sizes)))
-    raise AssertionError
+def fixed_chunks(number: int, size: int = 10) -> Iterator[list[Range]]:
+    return ([Range(0, size * index, size * (index + 1), False, f"{index:064x}")] for index in range(number))
 
 
-@given(chunks=st.integers(0, 200_000))
-def test_some_hundreds_of_groups_hold_any_number_of_chunks(chunks: int) -> None:
-    sizes = sizes_of(chunks)
+def groups_of(chunks: Iterable[list[Range]], bytes_before: int = 0) -> list[dict[str, Any]]:
+    """Return the groups of these chunks."""
+    with tempfile.TemporaryDirectory() as place:
+        write_groups(Path(place), chunks, bytes_before)
+        return cast(list[dict[str, Any]], read_json(Path(place, "groups.json")))
+
+
+@examples(50)
+@given(chunks=st.integers(0, 3_000), bytes_before=st.integers(0, 20_000))
+def test_some_hundreds_of_groups_hold_any_number_of_chunks(chunks: int, bytes_before: int) -> None:
+    groups = groups_of(fixed_chunks(chunks), bytes_before)
+    sizes = [group["chunks"] for group in groups]
     assert sum(sizes) == chunks
-    assert len(sizes) <= 64 * max(1, (chunks // 64 + 1).bit_length())
+    assert len(sizes) <= 64 * (2 + math.log(max(1, chunks / 64)))
     for number, size in enumerate(sizes):
-        assert size <= max(1, sum(sizes[:number]) / 64 + 1)
-    assert sizes_of(chunks + 1)[: len(sizes) - 1] == sizes[:-1], "one more chunk changes only the last group"
+        assert 10 * (size - 1) <= (bytes_before + 10 * sum(sizes[:number])) / 64
+    more = groups_of(fixed_chunks(chunks + 1), bytes_before)
+    assert more[: len(groups) - 1] == groups[:-1], "one more chunk changes only the last group"
 
 
 def test_the_first_groups_are_single_chunks() -> None:
-    assert list(islice(group_sizes(), 130)) == [1] * 64 + [2] * 64 + [4] * 2
+    assert [group["chunks"] for group in groups_of(fixed_chunks(200))][:65] == [1] * 65
+    assert [group["chunks"] for group in groups_of(fixed_chunks(200), 10 * 640)][:3] == [10, 11, 11]
+    assert [group["chunks"] for group in groups_of(fixed_chunks(5, 1 << 29), 1 << 50)] == [2, 2, 1], "of 1 GiB"
 
 
-def write_chunks(out: Attempt, text: str) -> None:
-    """Write the files of the stages ingest and chunk for a text."""
-    entry = {"file": None, "source": 0, "ranges": [[0, Path(text).stat().st_size]]}
-    (out.directory / "texts.json").write_text(json.dumps({"train": [entry], "valid": []}))
-    write_groups(out.directory, {"train": cut_chunks([text], [END_OF_TEXT], 50), "valid": []})
+def ingest_and_cut(run: RunContext, *paths: Path, target_bytes: int = 50) -> tuple[Ref, list[TextGroup], list[Ref]]:
+    """Run the stages up to chunk. Return the chunks, the training texts and their cuts."""
+    data = DataConfig(train=[*map(str, paths)], valid_fraction=0)
+    sources = [hash_source(str(path)) for path in paths]
+    ingested = [materialize(ingest_group, run, [source], 0.0, data) for source in sources]
+    texts = read_text_groups(run.store, materialize(ingest, run, ingested, [], 0.0, data), ingested, "train")
+    config = ChunkConfig(target_bytes=target_bytes)
+    cuts = [materialize(chunk_group, run, text, [END_OF_TEXT], GPT2_PATTERN, config) for text in texts]
+    return materialize(chunk, run, cuts, []), texts, cuts
 
 
 def test_groups_give_the_tokens_and_counts_of_single_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_input, "_GROUPS_PER_SIZE", 2)
+    monkeypatch.setattr(chunk_input, "_MIN_GROUPS", 4)
     path = tmp_path / "text.txt"
     path.write_text("".join(demo_stories(40)), encoding="utf-8")
     vocab, merges = train_bpe(path, 300, [END_OF_TEXT])
     tokenizer = Tokenizer(vocab, merges, [END_OF_TEXT])
     chunks = list(cut_chunks([str(path)], [END_OF_TEXT], 50))
     assert len(chunks) > 20
-    groups, remaining = [], iter(chunks)
-    for size in group_sizes():
-        if not (group := list(islice(remaining, size))):
-            break
-        groups.append([part for ranges in group for part in ranges])
+    remaining = iter(chunks)
+    groups = [[part for ranges in islice(remaining, group["chunks"]) for part in ranges] for group in groups_of(chunks)]
     assert len(groups) < len(chunks) / 2
 
     def tokens_and_counts(parts: list[list], name: str) -> tuple[np.ndarray, np.ndarray, dict[bytes, int]]:
@@ -92,19 +109,22 @@ def test_groups_give_the_tokens_and_counts_of_single_chunks(tmp_path: Path, monk
 
 
 def test_groups_cover_all_chunks_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_input, "_GROUPS_PER_SIZE", 3)
-    monkeypatch.setattr(chunk_input, "text_urls", lambda output, split: [str(path)] if split == "train" else [])
-    path = tmp_path / "text.txt"
-    path.write_text("".join(demo_stories(30)), encoding="utf-8")
+    monkeypatch.setattr(chunk_input, "_MIN_GROUPS", 4)
+    stories, paths = list(demo_stories(60)), [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for path, part in zip(paths, (stories[:30], stories[30:]), strict=True):
+        path.write_text("".join(part), encoding="utf-8")
     run = run_context(tmp_path / "root")
-    ref = materialize(Stage("chunks", write_chunks), run, str(path))
-    groups = read_groups(run.store, ref, ref, "train")
-    assert [group.chunks for group in groups[:7]] == [1, 1, 1, 2, 2, 2, 4]
+    chunks, texts, cuts = ingest_and_cut(run, *paths)
+    groups = read_groups(run.store, chunks, texts, cuts, "train")
+    assert [group.chunks for group in groups[:4]] == [1] * 4
+    assert groups[-1].chunks > 2, "the second text continues the growth of the first"
     opened = [group.open(run.store) for group in groups]
-    ranges = [part for group in opened for _, part in group]
-    assert ranges == [part for chunk in cut_chunks([str(path)], [END_OF_TEXT], 50) for part in chunk]
-    assert sum(map(size_in_bytes, opened)) == path.stat().st_size
-    assert read_groups(run.store, ref, ref, "valid") == []
+    ranges = [(url, part) for group in opened for url, part in group]
+    assert ranges == [
+        (str(path), part) for path in paths for chunk in cut_chunks([str(path)], [END_OF_TEXT], 50) for part in chunk
+    ]
+    assert sum(map(size_in_bytes, opened)) == sum(path.stat().st_size for path in paths)
+    assert read_groups(run.store, chunks, texts, cuts, "valid") == []
 
 
 def test_threads_load_a_tokenizer_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,17 @@ from tenacity import wait_none
 from lm.common.errors import Stopped, UserError
 from lm.common.runtime import Execution
 from lm.text.chunks import Range, cut_chunks
+from lm.text.ingest import GroupTexts, Selection, Text
 from lm.text.sources import Source
 from tasks.count import count_group
 from tasks.encode import encode_group
 from tasks.runtime import store
-from tasks.runtime.chunk_input import ChunkGroup, Ranges, open_ranges, read_groups, size_in_bytes, write_groups
+from tasks.runtime.chunk_input import ChunkGroup, Ranges, open_ranges, size_in_bytes, write_groups
 from tasks.runtime.context import Attempt, RunContext
 from tasks.runtime.machine import training_slot
 from tasks.runtime.output import Output, read_output
 from tasks.runtime.stage import Stage, stage
+from tasks.runtime.text_groups import TextGroup
 from tasks.sample import sample
 from tasks.train import train
 from tests.helpers.roots import CALLS, letters, materialize, run_context, upper
@@ -193,14 +195,18 @@ def test_an_object_enters_the_key_by_its_identity(tmp_path: Path) -> None:
         """Return group ``number``, one range of 10 bytes, of the files of the stages ingest and chunk."""
         cut = [Range(0, start, start + 10, is_last, "cd" * 32)]
 
-        def write_chunks(out: Attempt, text: str, cut: list[Range]) -> None:
-            entry = {"file": None, "source": 0, "ranges": [[start, start + 10]]}
+        def write_texts(out: Attempt, text: str) -> None:
             out.sources = [Source(text, 20, "ab" * 32)]
-            (out.directory / "texts.json").write_text(json.dumps({"train": [entry], "valid": []}))
-            write_groups(out.directory, {"train": [cut] * number, "valid": []})
+            content = GroupTexts(kept=[Text(None, 0, 20, [(start, start + 10)])])
+            (out.directory / "texts.json").write_text(json.dumps(asdict(content)))
 
-        ref = materialize(Stage("chunks", write_chunks), run, text, cut)
-        return read_groups(run.store, ref, ref, "train")[-1]
+        def write_chunks(out: Attempt, cut: list[Range]) -> None:
+            write_groups(out.directory, [cut] * number, 0)
+
+        texts = TextGroup(materialize(Stage("texts", write_texts), run, text), "ab" * 32, Selection(0), 0)
+        chunks = materialize(Stage("chunks", write_chunks), run, cut)
+        (*_, last) = read_output(run.store, chunks).json("groups.json")
+        return ChunkGroup(texts, chunks, **last)
 
     original, moved, without_end = (
         group(1, "/a/x.txt", 10, True),

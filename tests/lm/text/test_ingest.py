@@ -7,6 +7,7 @@ import json
 import logging
 import tempfile
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from lm.data.token_shards import write_shard
 from lm.text.chunks import cut_chunks
 from lm.text.config import DataConfig
 from lm.text.demo_corpus import demo_stories
-from lm.text.ingest import _DocumentHash, ingest_sources, valid_fraction
+from lm.text.held_out import DocumentHash, valid_fraction
+from lm.text.ingest import GroupTexts, Text, combine_groups, group_sources, read_group
 from lm.text.pretokenize import find_safe_cut
 from lm.text.sources import Source, expand_urls, hash_source, open_ranges
 from lm.text.statistics import TextStatistics
@@ -34,11 +36,49 @@ def sources(*urls: str | Path) -> list[Source]:
     return [hash_source(url) for url in expand_urls(map(str, urls))]
 
 
+def ingest_sources(train: list[Source], valid: list[Source], config: DataConfig, out: Path) -> dict[str, Any]:
+    """Read the groups of sources into folders of ``out`` and combine them.
+
+    Returns the texts of each split, ``train`` and ``valid``, as dicts with their place (a file below ``out`` or the
+    number of a source, counted over ``train`` and then ``valid``) and their byte ranges, and their ``statistics``.
+    """
+    fraction = 0.0 if valid else valid_fraction(config, sum(source.bytes for source in train))
+    groups = [*group_sources(train), *group_sources(valid)]
+    first_sources = [sum(map(len, groups[:number])) for number in range(len(groups))]
+    texts = []
+    for number, group in enumerate(groups):
+        (out / str(number)).mkdir(parents=True)
+        texts.append(read_group(group, config, fraction, out / str(number)))
+    texts = [GroupTexts.from_json(json.loads(json.dumps(asdict(group)))) for group in texts]
+    train_groups = len(group_sources(train))
+
+    def url_of(number: int, text: Text) -> str:
+        return str(out / str(number) / text.file) if text.file else groups[number][text.source or 0].url
+
+    splits = combine_groups(texts[:train_groups], texts[train_groups:], config, fraction, url_of)
+    result: dict[str, Any] = {"statistics": {}}
+    for name, split in splits.items():
+        result[name] = [
+            {
+                "file": f"{selection.group}/{text.file}" if text.file else None,
+                "source": None if text.source is None else first_sources[selection.group] + text.source,
+                "ranges": [list(interval) for interval in ranges],
+            }
+            for selection, _ in split.selections
+            for text, ranges in selection.texts(texts[selection.group])
+        ]
+        result["statistics"][name] = {**asdict(split.statistics), "bytes": sum(size for _, size in split.selections)}
+    return result
+
+
+def written_files(out: Path) -> list[str]:
+    return sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
+
+
 def run(
     out: Path, train: list[Source], valid: list[Source] | None = None, **fields: Any
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Ingest into the new directory ``out``. Returns (content of texts.json, text of each split)."""
-    out.mkdir()
     config = DataConfig(**fields)
     result = ingest_sources(train, valid or [], config, out)
     texts = {}
@@ -71,7 +111,7 @@ def test_plain_local_files_are_referenced(tmp_path: Path) -> None:
     assert [text["source"] for text in result["train"]] == [0, 1]
     assert [text["source"] for text in result["valid"]] == [2]
     assert [text["file"] for text in result["train"] + result["valid"]] == [None] * 3
-    assert list((tmp_path / "out").iterdir()) == []
+    assert written_files(tmp_path / "out") == []
     assert texts == {"train": f"a{EOT}b{EOT}", "valid": f"c{EOT}"}
     assert [result["statistics"][name]["documents"] for name in ("train", "valid")] == [2, 1]
 
@@ -89,11 +129,11 @@ def test_mixed_sources_keep_their_order(tmp_path: Path) -> None:
     result, texts = run(tmp_path / "out", sources(*urls), valid_fraction=0)
     assert texts["train"] == f"1{EOT}2{EOT}\n3{EOT}4{EOT}5{EOT}6{EOT}"
     assert [(text["file"], text["source"]) for text in result["train"]] == [
-        *[("train.txt", None), (None, 1), ("train-2.txt", None), (None, 4), ("train-3.txt", None)],
+        *[("0/text.txt", None), (None, 1), ("0/text-2.txt", None), (None, 4), ("0/text-3.txt", None)],
     ]
     assert result["valid"] == []
     assert result["statistics"]["train"]["documents"] == 6
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["train-2.txt", "train-3.txt", "train.txt"]
+    assert written_files(tmp_path / "out") == ["0/text-2.txt", "0/text-3.txt", "0/text.txt"]
 
 
 def test_a_plain_file_with_replaced_bytes_is_copied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -130,9 +170,9 @@ def test_a_fraction_of_the_documents_is_held_out(tmp_path: Path) -> None:
     assert 60 < len(valid) < 140
     assert [result["statistics"][name]["documents"] for name in ("train", "valid")] == [len(train), len(valid)]
     assert [(text["file"], text["source"]) for text in result["train"] + result["valid"]] == [
-        *[(None, 0), ("valid.txt", None)],
+        *[(None, 0), ("0/held-out.txt", None)],
     ]
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["valid.txt"], "the training text is not copied"
+    assert written_files(tmp_path / "out") == ["0/held-out.txt"], "the training text is not copied"
 
 
 def test_the_fraction_does_not_depend_on_order_number_or_format(tmp_path: Path) -> None:
@@ -173,12 +213,16 @@ def naive_split(texts: list[str], fraction: float) -> dict[str, tuple[str, list[
     st.lists(st.text("ab|é \n", min_size=1, max_size=60), min_size=1, max_size=3),
     st.floats(0.05, 0.95),
     st.integers(1, 9),
+    st.integers(1, 3),
 )
-def test_the_split_equals_the_naive_reference(texts: list[str], fraction: float, block: int) -> None:
+def test_the_split_equals_the_naive_reference(
+    texts: list[str], fraction: float, block: int, group_sources: int
+) -> None:
     expected = naive_split(texts, fraction)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place:
         given_sources = sources(*(write_text(Path(place, f"{number}.txt"), text) for number, text in enumerate(texts)))
         patch.setattr("lm.text.sources.BLOCK_BYTES", block)
+        patch.setattr("lm.text.ingest._MAX_GROUP_SOURCES", group_sources)
         config: dict[str, Any] = {"separator": "||", "valid_fraction": fraction}
         if expected["train"][1] and expected["valid"][1]:
             result, parts = run(Path(place, "out"), given_sources, **config)
@@ -203,7 +247,6 @@ def test_the_split_equals_the_naive_reference(texts: list[str], fraction: float,
         assert parts["train"] == before + closed(texts[0][:cut], "||")
         assert parts["valid"] == "".join(closed(text, "||") for text in [texts[0][cut:], *texts[1:]])
         assert result["statistics"]["valid"]["documents"] == len(result["valid"])
-        assert list(Path(place, "out").iterdir()) == [], "the end of the text is not copied"
 
 
 def split_text(text: str, fraction: float) -> tuple[str, str]:
@@ -251,7 +294,6 @@ def test_referenced_ranges_have_the_same_ids_as_copied_texts(
     """Plain files are referenced by range, compressed files are copied, and so are validation documents."""
     with tempfile.TemporaryDirectory() as place:
         out = Path(place, "out")
-        out.mkdir()
         expected: list[str] = []
         valid, was_compressed = "", False
         for number, (text, is_compressed) in enumerate(files):
@@ -267,7 +309,7 @@ def test_referenced_ranges_have_the_same_ids_as_copied_texts(
         given_sources = sources(*sorted(Path(place).glob("*.txt*"), key=lambda path: path.name))
         assume(valid and any(text.strip() for text in expected))
         result = ingest_sources(given_sources, [], DataConfig(valid_fraction=fraction), out)
-        assert result["valid"][0]["file"] == "valid.txt"
+        assert result["valid"][0]["file"] == "0/held-out.txt"
         for name, texts in (("train", expected), ("valid", [valid])):
             ids, ends = encode_chunks(result[name], out, given_sources, target)
             assert ids == [token_id for text in texts for token_id in TOKENIZER.encode(text)]
@@ -283,7 +325,7 @@ def test_the_cut_of_a_long_document_is_searched_backwards(
     text = "naïve 日本語🙂 word\n" * 400 if has_words else "one two" + "語🙂é" * 1000
     given_sources = sources(write_text(tmp_path / "a.txt", text))
     for window in (16, 17, 18, 19, 64, 1000, 1 << 16):
-        monkeypatch.setattr("lm.text.ingest._WINDOW_BYTES", window)
+        monkeypatch.setattr("lm.text.held_out._WINDOW_BYTES", window)
         for fraction in (0.05, 0.33, 0.5, 0.951):
             before = text.encode()[: int(len(text.encode()) * (1 - fraction))].decode(errors="replace")
             _, texts = run(tmp_path / f"{window}-{fraction}", given_sources, valid_fraction=fraction)
@@ -339,7 +381,7 @@ def test_a_source_that_changed_after_hashing_raises_a_user_error(tmp_path: Path)
 
 def test_white_space_around_a_document_is_not_part_of_its_hash() -> None:
     for pieces in (["  \n", " one", "   ", " \n", "two", " ", "  "], ["one   ", "", " \ntwo"]):
-        document = _DocumentHash()
+        document = DocumentHash()
         for piece in pieces:
             document.update(piece)
         digest = hashlib.sha256(b"one    \ntwo").digest()
@@ -394,14 +436,12 @@ def test_plain_text_in_a_bucket_is_read_in_place(bucket: Any, tmp_path: Path) ->
     bucket.pipe_file("corpus/b.txt.gz", gzip.compress(stories.encode()))
     write_text(tmp_path / "a.txt", stories)
     fields = {"valid_fraction": 0.1}
-    (tmp_path / "remote").mkdir()
-    (tmp_path / "local").mkdir()
     remote_sources, local_sources = sources("s3://corpus/a.txt"), sources(tmp_path / "a.txt")
     remote = ingest_sources(remote_sources, [], DataConfig(**fields), tmp_path / "remote")
     local = ingest_sources(local_sources, [], DataConfig(**fields), tmp_path / "local")
     assert remote == local
     assert [text["source"] for text in remote["train"]] == [0], "only the validation text is copied"
-    assert (tmp_path / "remote/valid.txt").read_bytes() == (tmp_path / "local/valid.txt").read_bytes()
+    assert (tmp_path / "remote/0/held-out.txt").read_bytes() == (tmp_path / "local/0/held-out.txt").read_bytes()
     ranges = [[tuple(ends) for ends in text["ranges"]] for text in remote["train"]]
     chunks = [
         list(cut_chunks([place], [EOT], 5_000, ranges=ranges))
@@ -409,8 +449,8 @@ def test_plain_text_in_a_bucket_is_read_in_place(bucket: Any, tmp_path: Path) ->
     ]
     assert chunks[0] == chunks[1]
     assert len(chunks[0]) > 5
-    copied = ingest_sources(sources("s3://corpus/b.txt.gz"), [], DataConfig(valid_fraction=0), tmp_path / "remote")
-    assert [text["file"] for text in copied["train"]] == ["train.txt"]
+    copied = ingest_sources(sources("s3://corpus/b.txt.gz"), [], DataConfig(valid_fraction=0), tmp_path / "copied")
+    assert [text["file"] for text in copied["train"]] == ["0/text.txt"]
 
 
 class RangeHandler(http.server.BaseHTTPRequestHandler):
@@ -445,15 +485,14 @@ def test_plain_text_of_a_web_server_with_byte_ranges_is_read_in_place(tmp_path: 
     with serve_http(RangeHandler) as url:
         results = {}
         for name in ("ranged", "whole"):
-            (tmp_path / name).mkdir()
             results[name] = ingest_sources(
                 sources(f"{url}/{name}.txt"), [], DataConfig(valid_fraction=0), tmp_path / name
             )
         assert [text["file"] for text in results["ranged"]["train"]] == [None]
-        assert [text["file"] for text in results["whole"]["train"]] == ["train.txt"]
+        assert [text["file"] for text in results["whole"]["train"]] == ["0/text.txt"]
         (remote, local) = (
             list(cut_chunks([place], [EOT], 2_000))
-            for place in (f"{url}/ranged.txt", str(tmp_path / "whole/train.txt"))
+            for place in (f"{url}/ranged.txt", str(tmp_path / "whole/0/text.txt"))
         )
         assert remote == local
         with open_ranges(f"{url}/ranged.txt", [(10, 20), (500, 700)]) as blocks:

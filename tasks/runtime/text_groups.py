@@ -1,0 +1,83 @@
+"""Texts of groups of sources, the input of the stage that cuts chunks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lm.common.errors import UserError
+from lm.text.ingest import GroupTexts, Selection, Text
+from lm.text.sources import ByteRanges
+from tasks.runtime.output import Output, Ref, read_output
+from tasks.runtime.store import Store
+
+
+@dataclass(frozen=True)
+class OpenTextGroup:
+    """A :class:`TextGroup` as a stage receives it."""
+
+    urls: list[str]
+    """Path or URL of each text."""
+    ranges: list[ByteRanges]
+    """The byte ranges of each text."""
+    bytes_before: int
+
+
+@dataclass(frozen=True)
+class TextGroup:
+    """The part of a split that comes from one group of sources: an entry of ``text_groups.json``."""
+
+    output: Ref
+    """Output of ``ingest-group``."""
+    digest: str
+    """Its content digest."""
+    selection: Selection
+    bytes_before: int
+    """Size of the split's text before this part."""
+
+    @property
+    def identity(self) -> list[Any]:
+        """The part of the group that enters a key."""
+        interval = self.selection.interval and list(self.selection.interval)
+        return [self.digest, self.selection.is_held_out, interval, self.bytes_before]
+
+    def open(self, store: Store) -> OpenTextGroup:
+        """Read the list of the texts. Raises UserError if a file of the group is damaged."""
+        output = read_output(store, self.output)
+        if damaged := output.find_damaged():
+            raise UserError(f"{output.url}/{damaged[0]} is damaged. Run the pipeline again: it makes it again.")
+        texts = self.selection.texts(read_texts(output))
+        urls = [text_url(output, text) for text, _ in texts]
+        return OpenTextGroup(urls, [ranges for _, ranges in texts], self.bytes_before)
+
+    def urls(self, store: Store) -> list[str]:
+        """Return the path or URL of each text."""
+        output = read_output(store, self.output)
+        return [text_url(output, text) for text, _ in self.selection.texts(read_texts(output))]
+
+
+def read_texts(output: Output) -> GroupTexts:
+    """Return the texts in an output of ``ingest-group``."""
+    return GroupTexts.from_json(output.json("texts.json"))
+
+
+def text_url(output: Output, text: Text) -> str:
+    """Return the path or URL of a text, to read ranges of it."""
+    if text.file is not None:
+        return output.file_url(text.file)
+    try:
+        return str(output.manifest["sources"][text.source]["url"])
+    except (IndexError, TypeError):
+        raise UserError(f"{output.url} refers to a source that it does not list. Refresh the ingest stage.") from None
+
+
+def read_text_groups(store: Store, texts: Ref, groups: Sequence[Ref], split: str) -> list[TextGroup]:
+    """Return the text groups of ``train`` or ``valid``. ``groups`` are the outputs of all groups of sources."""
+    result, bytes_before = [], 0
+    for entry in read_output(store, texts).json("text_groups.json")[split]:
+        if entry["group"] >= len(groups):
+            raise UserError(f"Texts {texts.key[:12]} are of other sources. Refresh the ingest stage.")
+        interval = entry["interval"] and tuple(entry["interval"])
+        selection = Selection(entry["group"], entry["is_held_out"], interval)
+        result.append(TextGroup(groups[selection.group], entry["digest"], selection, bytes_before))
+        bytes_before += entry["bytes"]
+    return result
