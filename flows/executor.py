@@ -45,7 +45,7 @@ class PrefectExecutor:
     @functools.cached_property
     def _runner(self) -> Runner:
         """Opened by the first part that is not cached: a cached run needs no cluster."""
-        return self._resources.enter_context(open_runner(self.run))
+        return self._resources.enter_context(open_runner(self.run, [*self.config.data.train, *self.config.data.valid]))
 
     def call(self, stage: Stage, *arguments: Any) -> Ref:
         """Run a stage in this process, or return its cached output. Raise the stage's exception if it fails."""

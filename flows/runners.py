@@ -5,7 +5,7 @@ the flow's own task runner: otherwise Prefect would connect each task on a worke
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from prefect.settings import get_current_settings
 
 from lm.common.errors import UserError
 from lm.common.runtime import Execution
+from lm.text.sources import is_local_file
 from tasks.runtime.context import RunContext
 
 log = logging.getLogger(__name__)
@@ -108,16 +109,17 @@ _CLUSTER_RUNNERS: dict[str, tuple[str, str, Callable[[Any, Execution], Runner]]]
 
 
 @contextmanager
-def open_runner(run: RunContext) -> Iterator[Runner]:
+def open_runner(run: RunContext, sources: Sequence[str]) -> Iterator[Runner]:
     """Connect to the cluster of ``execution.address``, or start a cluster on this machine.
 
-    Raises UserError if the library is missing, the cluster does not answer, or its workers could not read the root.
+    Raises UserError if the library is missing, the cluster does not answer, or its workers could not read the root or
+    the ``sources``, which are paths or URLs.
     """
     execution = run.execution
     if execution.runner == "threads":
         yield ThreadRunner(execution)
         return
-    _check_reachable(run)
+    _check_reachable(run, sources)
     module, name, kind = _CLUSTER_RUNNERS[execution.runner]
     try:
         task_runner = getattr(import_module(module), name)
@@ -146,14 +148,21 @@ def _runner_options(execution: Execution) -> dict[str, Any]:
     return options | {"init_kwargs": {"log_to_driver": False} | ({} if execution.address else local)}
 
 
-def _check_reachable(run: RunContext) -> None:
+def _check_reachable(run: RunContext, sources: Sequence[str]) -> None:
     """Raise UserError if workers on other machines could not work for this run."""
-    if run.execution.address and run.store.is_local and not run.execution.shared_root:
-        raise UserError(
-            f"The workers at {run.execution.address} may not see {run.store.base}, a directory of this machine. Use a "
-            "root on an object store, such as s3://bucket/root. If all machines share that directory, set "
-            "execution.shared_root."
-        )
+    execution = run.execution
+    if execution.address and not execution.shared_root:
+        if run.store.is_local:
+            raise UserError(
+                f"The workers at {execution.address} may not see {run.store.base}, a directory of this machine. Use a "
+                "root on an object store, such as s3://bucket/root. If all machines share that directory, set "
+                "execution.shared_root."
+            )
+        if local := [source for source in sources if is_local_file(source)]:
+            raise UserError(
+                f"The workers at {execution.address} may not see {local[0]}, a file of this machine. Copy it to an "
+                "object store. If all machines have the same files there, set execution.shared_root."
+            )
     if not get_current_settings().api.url:
         raise UserError(
             f"execution.runner {run.execution.runner} needs a Prefect server that the workers can reach. Start one "

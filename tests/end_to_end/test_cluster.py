@@ -18,7 +18,7 @@ import pytest
 
 from lm.text.demo_corpus import demo_stories
 from lm.text.pretokenize import GPT2_PATTERN
-from tests.helpers.cluster import DaskCluster, Installation, RayCluster, dask_cluster, kill_group, s3_files, s3_server
+from tests.helpers.cluster import Installation, RayCluster, dask_cluster, kill_group, s3_files, s3_server
 from tests.helpers.deployed import TEXTMILL, Server
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
 from tests.helpers.processes import PROJECT
@@ -86,8 +86,8 @@ def finish(process: "subprocess.Popen[str]", code: int = 0) -> str:
     return errors
 
 
-def on_dask(cluster: DaskCluster) -> list[str]:
-    return ["--execution.runner", "dask", "--execution.address", cluster.address]
+def on_dask(address: str) -> list[str]:
+    return ["--execution.runner", "dask", "--execution.address", address]
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def options(text: str, target_bytes: int = 200_000, pattern: str = "") -> list[s
 
 def test_workers_without_the_drivers_files_make_the_same_bytes(site: Site, text: str, tmp_path: Path) -> None:
     with site.cluster(4) as cluster:
-        log = site.run("s3://corpus/same", *options(text), *on_dask(cluster))
+        log = site.run("s3://corpus/same", *options(text), *on_dask(cluster.address))
         hosts = {
             json.loads(site.fs.cat_file(path))["made"]["run"]
             for path in site.fs.glob("corpus/same/encode-group/*/manifest.json")
@@ -142,7 +142,7 @@ def test_workers_without_the_drivers_files_make_the_same_bytes(site: Site, text:
     artifacts = {artifact.key or "" for artifact in site.server.client.read_artifacts()}
     assert any(key.endswith("-encode") for key in artifacts)
     # A later run needs no worker.
-    log = site.run("s3://corpus/same", *options(text), "--execution.runner", "dask", "--execution.address", "tcp://x:1")
+    log = site.run("s3://corpus/same", *options(text), *on_dask("tcp://x:1"))
     assert "encode is cached" in log
 
 
@@ -165,7 +165,7 @@ def test_a_killed_worker_costs_only_the_part_that_it_worked_on(site: Site, text:
     root, group = f"s3://corpus/killed-{stage}-{number}", f"{stage}-group"
     rng = random.Random(number)
     with site.cluster(3) as cluster:
-        process = site.start(root, *options(text, pattern=SLOW_PATTERN), *on_dask(cluster))
+        process = site.start(root, *options(text, pattern=SLOW_PATTERN), *on_dask(cluster.address))
         wait_for(lambda: len(site.fs.glob(f"{root}/{group}/*/manifest.json")) > rng.randint(1, 8), 200, "some parts")
         before = site.attempts(root, group)
         kill_group(rng.choice(cluster.processes[1:]))
@@ -182,7 +182,7 @@ def test_a_killed_worker_costs_only_the_part_that_it_worked_on(site: Site, text:
 def test_a_lost_scheduler_is_named_and_the_same_command_goes_on(site: Site, text: str) -> None:
     root = "s3://corpus/scheduler"
     with site.cluster(2) as cluster:
-        process = site.start(root, *options(text, pattern=SLOW_PATTERN), *on_dask(cluster))
+        process = site.start(root, *options(text, pattern=SLOW_PATTERN), *on_dask(cluster.address))
         wait_for(lambda: len(site.fs.glob(f"{root}/count-group/*/manifest.json")) > 3, 200, "some parts")
         kill_group(cluster.scheduler)
         log = finish(process, 2)
@@ -192,14 +192,14 @@ def test_a_lost_scheduler_is_named_and_the_same_command_goes_on(site: Site, text
     wait_for(lambda: "Running" not in site.server.states(run.id).values(), 30, "end of the task runs")
     assert run.state_name == "Failed"
     with site.cluster(2) as cluster:
-        log = finish(site.start(root, *options(text, pattern=SLOW_PATTERN), *on_dask(cluster)))
+        log = finish(site.start(root, *options(text, pattern=SLOW_PATTERN), *on_dask(cluster.address)))
     assert before.items() <= site.attempts(root, "count-group").items()
 
 
 def test_a_cancelled_run_stops_its_workers(site: Site, text: str) -> None:
     root = "s3://corpus/cancelled"
     with site.cluster(2) as cluster:
-        process = site.start(root, *options(text, 2_000_000, SLOW_PATTERN), *on_dask(cluster))
+        process = site.start(root, *options(text, 2_000_000, SLOW_PATTERN), *on_dask(cluster.address))
         with cluster.client() as client:
             wait_for(client.call_stack, 100, "work of a worker")
             time.sleep(1)
@@ -219,7 +219,7 @@ def test_a_worker_with_other_code_is_refused(site: Site, text: str, tmp_path: Pa
     edited = installation.code / "lm" / "tokenizer" / "pretoken_counts.py"
     edited.write_text(edited.read_text() + "\n_EDITED = 1\n")
     with site.cluster(1, installation) as cluster:
-        log = site.run("s3://corpus/other-code", *options(text), *on_dask(cluster), code=2)
+        log = site.run("s3://corpus/other-code", *options(text), *on_dask(cluster.address), code=2)
     assert "has other code than the driver (code: " in log
     assert "Install the same version of textmill" in log
 
@@ -229,17 +229,16 @@ def test_a_worker_without_textmill_is_refused(site: Site, text: str, tmp_path: P
     # As if it was missing. Deleting it is not enough: an installation in the virtual environment may be visible.
     (installation.code / "tasks" / "__init__.py").write_text("raise ModuleNotFoundError('No module named tasks')")
     with site.cluster(1, installation) as cluster:
-        log = site.run("s3://corpus/no-code", *options(text), *on_dask(cluster), code=2)
+        log = site.run("s3://corpus/no-code", *options(text), *on_dask(cluster.address), code=2)
     assert "The cluster could not load a task" in log
     assert "Install the same version of textmill" in log
 
 
 def test_what_a_cluster_cannot_do_is_refused(site: Site, text: str, tmp_path: Path) -> None:
-    log = site.run(
-        str(tmp_path), *options(text), "--execution.runner", "dask", "--execution.address", "tcp://x:1", code=2
-    )
+    log = site.run(str(tmp_path), *options(text), *on_dask("tcp://x:1"), code=2)
     assert "Use a root on an object store" in log
-    log = site.run(
-        "s3://corpus/x", *options(text), "--execution.runner=dask", "--execution.address=tcp://127.0.0.1:9", code=2
-    )
+    (tmp_path / "text.txt").write_text("A story.")
+    log = site.run("s3://corpus/x", *options(str(tmp_path / "text.txt")), *on_dask("tcp://x:1"), code=2)
+    assert "Copy it to an object store" in log
+    log = site.run("s3://corpus/x", *options(text), *on_dask("tcp://127.0.0.1:9"), code=2)
     assert "The cluster at tcp://127.0.0.1:9 does not answer" in log
