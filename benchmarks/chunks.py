@@ -3,7 +3,8 @@
 ``python -m benchmarks.chunks [--chunks 10000] [--until encode] [--server]``. The corpus is generated stories. A small
 chunk has 2,000 bytes. Each run is a process with an empty ``HOME``, and the second run finds everything cached. With
 ``--server``, the runs report to a Prefect server. Without it, the first run starts an ephemeral server and the second
-needs none.
+needs none. With ``--store-delay SECONDS``, only the small chunks are run, the root is on a local S3 server (moto), and
+each request of the second run is delayed.
 
 Prints wall and CPU seconds, the memory of the driver, the number of files below the root and in the home, and the
 number of rows in Prefect's database. The last line is JSON.
@@ -23,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.object_store import BUCKET, ObjectStore
 from benchmarks.orchestration import free_port, wait_for_server
 from lm.text.demo_corpus import demo_stories
 
@@ -37,9 +39,9 @@ sys.exit(code)
 """
 
 
-def run(environment: dict[str, str], root: Path, corpus: Path, target_bytes: int, until: str) -> dict[str, float]:
+def run(environment: dict[str, str], root: str, corpus: Path, target_bytes: int, until: str) -> dict[str, float]:
     """Run the pipeline once and return its seconds and memory."""
-    arguments = ["run", "--root", str(root), "--until", until, "--data.train", str([str(corpus)])]
+    arguments = ["run", "--root", root, "--until", until, "--data.train", str([str(corpus)])]
     arguments += ["--chunk.target_bytes", str(target_bytes)]
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     process = subprocess.run(
@@ -87,9 +89,8 @@ def server(environment: dict[str, str]) -> Iterator[dict[str, str]]:
         process.wait()
 
 
-def measure(folder: Path, corpus: Path, target_bytes: int, until: str, has_server: bool) -> dict[str, Any]:
-    """Run the pipeline twice, the first time with an empty root and home."""
-    home, root = folder / f"home-{target_bytes}", folder / f"root-{target_bytes}"
+def new_home(home: Path) -> dict[str, str]:
+    """Create a home and compile the kernels for it. Return the environment of its processes."""
     home.mkdir()
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")},
@@ -98,14 +99,32 @@ def measure(folder: Path, corpus: Path, target_bytes: int, until: str, has_serve
         "DO_NOT_TRACK": "1",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     }
-    # Compile the kernels before the clock starts.
     subprocess.run([sys.executable, "-m", "lm.kernels"], cwd=PROJECT, env=environment, check=True, capture_output=True)
+    return environment
+
+
+def measure_store(folder: Path, corpus: Path, until: str, delay_seconds: float) -> dict[str, Any]:
+    """Run the pipeline twice with small chunks and a root on an object store."""
+    store = ObjectStore()
+    environment, root = {**new_home(folder / "home"), **store.environment}, f"s3://{BUCKET}/root"
+    with server(environment) as reporting:
+        first = run(reporting, root, corpus, _CHUNK_BYTES, until)
+        store.delay_seconds, requests = delay_seconds, store.requests
+        second = run(reporting, root, corpus, _CHUNK_BYTES, until)
+    store.close()
+    return {"first": first, "second": {**second, "requests": store.requests - requests}}
+
+
+def measure(folder: Path, corpus: Path, target_bytes: int, until: str, has_server: bool) -> dict[str, Any]:
+    """Run the pipeline twice, the first time with an empty root and home."""
+    home, root = folder / f"home-{target_bytes}", folder / f"root-{target_bytes}"
+    environment = new_home(home)
     before = count_files(home)
     if has_server:
         with server(environment) as reporting:
-            first, second = (run(reporting, root, corpus, target_bytes, until) for _ in range(2))
+            first, second = (run(reporting, str(root), corpus, target_bytes, until) for _ in range(2))
     else:
-        first, second = (run(environment, root, corpus, target_bytes, until) for _ in range(2))
+        first, second = (run(environment, str(root), corpus, target_bytes, until) for _ in range(2))
     return {
         "chunks": count_chunks(root),
         "first": first,
@@ -121,6 +140,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=10_000)
     parser.add_argument("--until", default="encode")
     parser.add_argument("--server", action="store_true", help="report to a Prefect server")
+    parser.add_argument("--store-delay", type=float, metavar="SECONDS", help="use an object store")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -129,6 +149,9 @@ def main() -> None:
         with corpus.open("w", encoding="utf-8") as file:
             while size < options.chunks * (_CHUNK_BYTES + 150):  # a chunk ends with the story that reaches its target
                 size += file.write(next(stories))
+        if options.store_delay is not None:
+            print(json.dumps(measure_store(folder, corpus, options.until, options.store_delay)))
+            return
         few, many = (
             measure(folder, corpus, target, options.until, options.server) for target in (size // 4, _CHUNK_BYTES)
         )
