@@ -92,7 +92,7 @@ def export_command(options: Namespace) -> None:
     from lm.checkpoint.hugging_face import save_hugging_face
 
     save_hugging_face(*load_trained(*latest_model(options.root), "cpu"), Path(options.directory))
-    print(f"Exported to {options.directory}. transformers' from_pretrained and other readers of Llamas can load it.")
+    print(f"Exported to {options.directory}. transformers' from_pretrained can load it.")
 
 
 def verify_command(options: Namespace) -> int:

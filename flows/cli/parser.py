@@ -95,7 +95,7 @@ def build_parser(preset: str = "demo") -> ArgumentParser:
     serve.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free port")
     serve.add_argument("--max-batch-size", type=PositiveInt, default=16, help="completions computed at the same time")
 
-    export = add("export", "Export the model of the latest run as a Llama for Hugging Face's transformers.")
+    export = add("export", "Export the model of the latest run for Hugging Face's transformers, as a Llama or a Qwen3.")
     export.add_argument("directory", type=str, help="new or empty directory")
     export.add_argument("--root", **_ROOT)
 

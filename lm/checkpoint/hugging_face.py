@@ -1,8 +1,9 @@
-"""Load and save weights in the files of Hugging Face's Llama."""
+"""Load and save weights in the files of Hugging Face's Llama, and of Qwen3, a Llama with QK-norm."""
 
 import json
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -48,7 +49,11 @@ _FIELDS: FieldTable = {
     "rope_theta": ("rope_theta", 10000.0),
     "tie_word_embeddings": ("tied_embeddings", False),
 }
-_FIXED_FIELDS = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+_FIXED_FIELDS = {"hidden_act": "silu", "attention_bias": False}
+# By model_type. Qwen3's heads are 128 wide unless its config says otherwise.
+_FIXED_FIELDS_OF = {"llama": {"mlp_bias": False}, "qwen3": {"use_sliding_window": False}}
+_DEFAULTS_OF: dict[str, dict[str, int]] = {"llama": {}, "qwen3": {"head_dim": 128}}
+_CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _FIXED_ROPE_FIELDS = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1}
 _INITIAL_OPTIONS = {"zero_init_residual"}  # they decide the initial weights only
 
@@ -59,22 +64,25 @@ def load_hugging_face(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> TransformerLM:
-    """Load a Llama from ``config.json`` and safetensors, in one file or several, in evaluation mode.
+    """Load a Llama or a Qwen3 from ``config.json`` and safetensors, in one file or several, in evaluation mode.
 
     ``max_seq_len`` is the context length, by default ``max_position_embeddings``. ``dtype`` defaults to that of the
     files. Raises UserError if a file, a field or a tensor is missing, unknown, damaged or does not fit the others, and
-    for unsupported features: biases, scaled rotary positions, wider heads.
+    for unsupported features: biases, scaled rotary positions, wider heads, sliding windows.
     """
     path = directory / "config.json"
-    content = {"model_type": "unknown"} | read_json_object(path)
+    content = read_json_object(path)
+    if (model_type := content.get("model_type")) not in _CLASSES:
+        raise UserError(f"{path}: model_type {model_type!r} is not supported; use a {' or a '.join(_CLASSES)}.")
     for name in ("rope_parameters", "rope_scaling"):  # transformers 5 and 4
         rope = content.get(name, {})
         if not isinstance(rope, dict):
             raise UserError(f"{path}: {name} is {rope!r}; it must be an object or null.")
         content |= rope
-    check_fixed_fields(path, content, _FIXED_FIELDS | _FIXED_ROPE_FIELDS)
-    options = {} if max_seq_len is None else {"context_length": max_seq_len}
-    content = {"num_key_value_heads": content.get("num_attention_heads")} | content
+    check_fixed_fields(path, content, _FIXED_FIELDS | _FIXED_FIELDS_OF[model_type] | _FIXED_ROPE_FIELDS)
+    options: dict[str, Any] = {} if max_seq_len is None else {"context_length": max_seq_len}
+    options["qk_norm"] = model_type == "qwen3"
+    content = {"num_key_value_heads": content.get("num_attention_heads")} | _DEFAULTS_OF[model_type] | content
     config = read_model_config(path, content, _FIELDS, **options)
     check_fixed_fields(path, content, {"head_dim": config.head_dim})
     tensors = _read_all_safetensors(directory)
@@ -83,9 +91,9 @@ def load_hugging_face(
         if not head.equal(tensors.get("model.embed_tokens.weight", head)):
             raise UserError(f"{path} ties the embeddings, but the weights have two; set tie_word_embeddings to false.")
     model = assemble_model(config, [tensors], _MODULE_NAMES, directory, device, dtype)
-    roles = model.parameter_roles()
+    is_rotary = _find_rotary(model)
     for name, parameter in model.named_parameters():
-        if roles[name] == "query_key":
+        if is_rotary[name]:
             parameter.data = _reorder_rotary_rows(parameter.data, 2, config.head_dim // 2)
     return model
 
@@ -93,21 +101,23 @@ def load_hugging_face(
 def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Path) -> None:
     """Write a directory for transformers' ``AutoModelForCausalLM`` and ``AutoTokenizer``, atomically.
 
-    The weights keep the model's dtype. Generation stops at any special token. Raises UserError if ``directory`` is not
-    new or empty, if Llama lacks an option of the model, or if the tokenizer has more ids than the model.
+    A model with QK-norm becomes a Qwen3, others a Llama. The weights keep the model's dtype. Generation stops at any
+    special token. Raises UserError if ``directory`` is not new or empty, if that architecture lacks an option of the
+    model, or if the tokenizer has more ids than the model.
     """
     directory = directory.resolve()
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise UserError(f"{directory} already exists; name a new or an empty directory.")
     config = model.config
-    _check_is_llama(config)
+    _check_is_expressible(config)
+    model_type = "qwen3" if config.qk_norm else "llama"
     if tokenizer.size > (config.vocab_size or 0):
         raise UserError(
             f"The tokenizer has {tokenizer.size:,} ids, the model {config.vocab_size:,}; they do not belong together."
         )
-    roles, weights = model.parameter_roles(), {}
+    is_rotary, weights = _find_rotary(model), {}
     for name, weight in model.state_dict().items():
-        if roles[name] == "query_key":
+        if is_rotary[name]:
             weight = _reorder_rotary_rows(weight, config.head_dim // 2, 2)
         weights[translate_name(name, _MODULE_NAMES)] = weight.cpu().contiguous()
     end_of_text = END_OF_TEXT if END_OF_TEXT in tokenizer.special_ids else None
@@ -118,10 +128,13 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
     }
     contents = {
         "config.json": {
-            "architectures": ["LlamaForCausalLM"],
+            "architectures": [_CLASSES[model_type]],
+            "model_type": model_type,
             **_FIXED_FIELDS,
+            **_FIXED_FIELDS_OF[model_type],
             **{name: getattr(config, ours) for name, (ours, _) in _FIELDS.items()},
             "num_key_value_heads": config.kv_heads,
+            "head_dim": config.head_dim,
             # For transformers 5; transformers 4 reads the field rope_theta.
             "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
             "torch_dtype": str(model.head_weight.dtype).removeprefix("torch."),
@@ -143,12 +156,20 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
             (temporary / name).write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
 
 
-def _check_is_llama(config: ModelConfig) -> None:
+def _find_rotary(model: TransformerLM) -> dict[str, bool]:
+    """Return for each parameter whether its rows are in the order of the rotary pairs."""
+    roles = model.parameter_roles()
+    return {
+        name: role == "query_key" or name.endswith(("q_norm.weight", "k_norm.weight")) for name, role in roles.items()
+    }
+
+
+def _check_is_expressible(config: ModelConfig) -> None:
     """Raise UserError if an option that ``config.json`` cannot express differs from its default.
 
     The defaults describe a Llama, so options that are added later are refused without being listed here.
     """
-    expressible = {ours for ours, _ in _FIELDS.values()} | _INITIAL_OPTIONS
+    expressible = {ours for ours, _ in _FIELDS.values()} | {"qk_norm"} | _INITIAL_OPTIONS
     defaults = type(config)()
     for option in (field.name for field in fields(config) if field.name not in expressible):
         value, default = getattr(config, option), getattr(defaults, option)

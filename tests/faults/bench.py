@@ -176,6 +176,7 @@ class Bench:
         arguments = ["--config", str(self.home / "config.yaml"), "--root", root]
         if self.cluster:
             arguments += ["--execution.runner", "dask", "--execution.address", self.cluster.address]
+            arguments += ["--execution.shared_root", "true"]  # the workers see the sources
         return Process(arguments, self._zygote, self.home / f"{time.monotonic_ns()}.fifo")
 
     def _run_reference(self, name: str) -> Path:
