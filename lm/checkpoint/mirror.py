@@ -1,13 +1,13 @@
 """Copies of a training's checkpoints on an object store, so that the training can go on on another machine."""
 
 import logging
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from lm.checkpoint.atomic_dir import atomic_directory
 from lm.checkpoint.training_state import step_directories
+from lm.common.periodic import run_periodically
 from lm.text.sources import open_filesystem
 
 log = logging.getLogger(__name__)
@@ -64,20 +64,16 @@ class CheckpointMirror:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Upload each new checkpoint in a thread. At the end, upload what is left."""
-        ended = threading.Event()
-
-        def poll() -> None:
-            while not ended.wait(_POLL_SECONDS):
-                try:
-                    self.upload()
-                except Exception as error:  # each file system has its own exceptions
-                    log.warning("A checkpoint could not be copied to %s: %s. Trying again.", self.url, error)
-
-        thread = threading.Thread(target=poll, daemon=True)
-        thread.start()
         try:
-            yield
+            with run_periodically(self._try_upload, _POLL_SECONDS):
+                yield
         finally:
-            ended.set()
-            thread.join()
             self.upload()
+
+    def _try_upload(self) -> bool:
+        """Upload as :meth:`upload` does, but only log a failure. Return False, so that later checkpoints follow."""
+        try:
+            self.upload()
+        except Exception as error:  # each file system has its own exceptions
+            log.warning("A checkpoint could not be copied to %s: %s. Trying again.", self.url, error)
+        return False

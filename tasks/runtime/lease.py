@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from lm.common.errors import Stopped, TransientError, UserError
+from lm.common.periodic import run_periodically
 from tasks.runtime.context import RunContext
 from tasks.runtime.store import LEASES, LOCK_FILE, Store
 
@@ -138,21 +139,15 @@ def hold_output_lease(run: RunContext, *parts: str, name: str) -> Iterator[None]
 @contextmanager
 def stop_without_lease(run: RunContext) -> Iterator[None]:
     """Set ``run.stopping`` in a worker when the lease of the run is gone or no longer renewed."""
-    ended, observer = threading.Event(), _Observer(run.store, run.lease)
+    observer = _Observer(run.store, run.lease)
 
-    def poll() -> None:
-        while not ended.is_set():
-            if not observer.is_alive():
-                run.stopping.set()
-                return
-            ended.wait(_POLL_SECONDS)
+    def check() -> bool:
+        if is_lost := not observer.is_alive():
+            run.stopping.set()
+        return is_lost
 
-    thread = threading.Thread(target=poll, daemon=True)
-    thread.start()
-    try:
+    with run_periodically(check, _POLL_SECONDS):
         yield
-    finally:
-        ended.set()
 
 
 def check_lease(run: RunContext) -> None:
@@ -164,24 +159,21 @@ def check_lease(run: RunContext) -> None:
 @contextmanager
 def _renew(store: Store, name: str, on_loss: Callable[[], None]) -> Iterator[None]:
     """Renew a lease until the end of the ``with`` block, then delete it. Call ``on_loss`` if somebody deleted it."""
-    ended, is_lost = threading.Event(), threading.Event()
+    is_lost = threading.Event()
 
-    def renew() -> None:
-        while not ended.wait(_RENEW_SECONDS):
-            with suppress(UserError):  # the store may be unreachable for a while
-                if store.read_bytes(*_path(name)) is None:
-                    is_lost.set()
-                    on_loss()
-                    return
+    def renew() -> bool:
+        with suppress(UserError):  # the store may be unreachable for a while
+            if store.read_bytes(*_path(name)) is None:
+                is_lost.set()
+                on_loss()
+            else:
                 _write(store, name)
+        return is_lost.is_set()
 
-    thread = threading.Thread(target=renew, daemon=True)
-    thread.start()
     try:
-        yield
+        with run_periodically(renew, _RENEW_SECONDS):
+            yield
     finally:
-        ended.set()
-        thread.join()
         if not is_lost.is_set():
             with suppress(UserError):
                 store.delete_file(*_path(name))
