@@ -16,9 +16,10 @@ from lm.train.config import TrainConfig
 from tasks.pages import stages as pages
 from tasks.runtime.context import Attempt
 from tasks.runtime.machine import training_slot
-from tasks.runtime.output import ATTEMPT_NAME, Output
+from tasks.runtime.output import Output
 from tasks.runtime.progress import show_progress
 from tasks.runtime.root_lock import is_locked
+from tasks.runtime.schemas import ATTEMPT_NAME
 from tasks.runtime.stage import stage
 
 if TYPE_CHECKING:
