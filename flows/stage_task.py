@@ -1,6 +1,6 @@
-"""The Prefect task that makes outputs of a stage: in this process, or in a worker of a cluster.
+"""The Prefect task that makes outputs of a stage, in this process or in a worker of a cluster.
 
-It is a function of a module, so a worker finds it, and each stage, in its own installation of textmill.
+Its function is pickled by reference: a worker imports it, and the stages, from its own installation of textmill.
 """
 
 import functools
@@ -28,9 +28,9 @@ def make_outputs(
 ) -> Any:
     """Make the output of each call unless it is cached. Return the Refs as dicts.
 
-    A worker of a cluster works on ``execution.threads_per_task`` calls at a time, and stops when the lease of the run
-    is gone. ``title`` names the task run. Raises UserError if ``code``, what decides the output besides the arguments,
-    is different here: another version of textmill or of a library.
+    A worker of a cluster works on ``execution.threads_per_task`` calls at a time. It stops if the lease of the run is
+    lost. ``title`` names the task run. ``code`` has the driver's :meth:`Stage.code_ingredients`. Raises UserError if
+    the worker has another version of textmill or of a library.
     """
     if run.is_worker:
         send_logs_to_prefect()
@@ -38,7 +38,7 @@ def make_outputs(
     with stop_without_lease(run) if run.is_worker else nullcontext():
         threads = min(len(calls), run.execution.threads_per_task)
         if threads > 1:
-            contexts = [copy_context() for _ in calls]  # of the Prefect run, for the log
+            contexts = [copy_context() for _ in calls]  # logging needs the context of the Prefect run
             with ThreadPoolExecutor(threads) as pool:
                 results = list(
                     pool.map(lambda context, call: context.run(stage.materialize, run, call), contexts, calls)

@@ -10,7 +10,7 @@ from flows.plan import DryRunExecutor
 from flows.run_record import make_run
 from lm.common.errors import UserError
 from tasks.ingest import find_sources
-from tasks.runtime.output import Output, Ref
+from tasks.runtime.output import Ref
 from tasks.runtime.stage import Stage, new_attempt_name, open_input
 from tasks.train import make_job, train
 
@@ -40,13 +40,21 @@ def write_train_job(config: PipelineConfig, root: str) -> str:
         raise UserError(f"The training of this configuration is finished under {root}.")
     if [stage for stage, action in executor.rows if not action.startswith("cached")] != ["train"]:
         raise UserError(f"The stages before train are not finished. First: textmill run --root {root} --until encode.")
-    ref = train.look_up(run, [train.bind(*executor.arguments)])[0][0]
+    arguments = train.bind(*executor.arguments)
+    ref = train.look_up(run, [arguments])[0][0]
     place = (*ref, new_attempt_name())
-    inputs = {name: open_input(value, run.store) for name, value in train.bind(*executor.arguments).items()}
-    job = make_job(**inputs, execution=config.execution, path_of=Output.file_url)
-    job.tokenizer = inputs["tokenizer"].file_url("tokenizer")
-    for shard in (*inputs["train_shards"], *inputs["valid_shards"]):
+    inputs = {name: open_input(value, run.store) for name, value in arguments.items()}
+    train_shards, valid_shards = inputs.pop("train_shards"), inputs.pop("valid_shards")
+    train_urls, valid_urls = ([shard.file_url("tokens.bin") for shard in part] for part in (train_shards, valid_shards))
+    job = make_job(
+        **inputs,
+        train_files=train_urls,
+        valid_files=valid_urls,
+        tokenizer_path=inputs["tokenizer"].file_url("tokenizer"),
+        execution=config.execution,
+    )
+    for url, shard in zip([*train_urls, *valid_urls], [*train_shards, *valid_shards], strict=True):
         (tokens,) = (file for file in shard.manifest["files"] if file["path"] == "tokens.bin")
-        job.checksums[shard.file_url("tokens.bin")] = tokens["sha256"]
+        job.checksums[url] = tokens["sha256"]
     run.store.write_text(json.dumps(asdict(job), indent=1), *place, "job.json")
     return run.store.url(*place, "job.json")

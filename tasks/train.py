@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,9 +15,10 @@ from lm.train.config import TrainConfig
 from tasks.pages import stages as pages
 from tasks.runtime.context import Attempt
 from tasks.runtime.machine import training_slot
-from tasks.runtime.output import ATTEMPT_NAME, Output
+from tasks.runtime.output import Output
 from tasks.runtime.progress import show_progress
 from tasks.runtime.root_lock import is_locked
+from tasks.runtime.schemas import ATTEMPT_NAME
 from tasks.runtime.stage import stage
 
 if TYPE_CHECKING:
@@ -44,17 +44,12 @@ def train(
     from lm.train.metrics_file import step_reporter
 
     stopping = out.run.stopping
-    job = make_job(
-        index,
-        train_shards,
-        valid_shards,
-        tokenizer,
-        model,
-        config,
-        out.run.execution,
-        lambda shard, name: _relative_path(out, shard.path(name)),
+    train_files, valid_files = (
+        out.run.store.map(lambda shard: _relative_path(out, shard.path("tokens.bin")), shards)
+        for shards in (train_shards, valid_shards)
     )
-    job.tokenizer = _relative_path(out, tokenizer.directory("tokenizer"))
+    tokenizer_path = _relative_path(out, tokenizer.directory("tokenizer"))
+    job = make_job(index, tokenizer, model, config, train_files, valid_files, tokenizer_path, out.run.execution)
     if not out.run.store.is_local:
         job.mirror = out.url
         _fetch_checkpoints(out)
@@ -87,15 +82,15 @@ def train(
 
 def make_job(
     index: Output,
-    train_shards: list[Output],
-    valid_shards: list[Output],
     tokenizer: Output,
     model: ModelConfig,
     config: TrainConfig,
+    train_files: list[str],
+    valid_files: list[str],
+    tokenizer_path: str,
     execution: Execution,
-    path_of: Callable[[Output, str], str],
 ) -> "Job":
-    """Return the job of a training without its tokenizer's path. ``path_of(shard, name)`` gives the path of a file.
+    """Return the job of a training. The paths, or URLs, are those where the training reads its inputs.
 
     Raises UserError if the shards were made with another tokenizer.
     """
@@ -104,16 +99,13 @@ def make_job(
     content = index.json("index.json")
     if content["tokenizer"] != tokenizer.digest:
         raise UserError("The token shards were made with another tokenizer. Refresh the encode stage.")
-    train_files, valid_files = (
-        index.store.map(lambda shard: path_of(shard, "tokens.bin"), shards) for shards in (train_shards, valid_shards)
-    )
     return Job(
         config,
         model if model.vocab_size else replace(model, vocab_size=content["vocab_size"]),
         train_files,
         valid_files,
-        tokenizer="",
-        bytes_per_token=_bytes_per_token(content["valid" if valid_shards else "train"], content["separator"]),
+        tokenizer_path,
+        bytes_per_token=_bytes_per_token(content["valid" if valid_files else "train"], content["separator"]),
         digests={"tokenizer": tokenizer.digest, "shards": index.digest},
         out=".",
         execution=execution,

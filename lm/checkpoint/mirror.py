@@ -1,24 +1,24 @@
-"""Copies of a training's checkpoints on an object store, so that the training can go on on another machine."""
+"""Copies of checkpoints on an object store, so that a training can resume on another machine."""
 
 import logging
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from lm.checkpoint.atomic_dir import atomic_directory
 from lm.checkpoint.training_state import step_directories
+from lm.common.periodic import run_periodically
 from lm.text.sources import open_filesystem
 
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 2.0
 _LOGS = ("job.json", "metrics.jsonl", "samples.jsonl")
-_DESCRIPTION = "checkpoint.json"  # copied last: without it there is no checkpoint
+_DESCRIPTION = "checkpoint.json"  # uploaded last: a checkpoint without it is incomplete
 
 
 class CheckpointMirror:
-    """Keeps the checkpoints of a local directory and of a URL the same."""
+    """Synchronizes the checkpoints of a local directory with those at a URL."""
 
     def __init__(self, directory: Path, url: str) -> None:
         self.directory, self.url = directory, url
@@ -26,7 +26,7 @@ class CheckpointMirror:
         self._uploaded: set[str] = set()
 
     def download(self) -> None:
-        """Copy the checkpoints that are only at the URL, and the logs if there are none here."""
+        """Download the checkpoints and logs that are missing locally."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for name in sorted(self._remote_checkpoints()):
             if not (self.directory / name).exists():
@@ -40,14 +40,14 @@ class CheckpointMirror:
                     self._fs.get_file(f"{self._base}/{name}", str(self.directory / name))
 
     def upload(self) -> None:
-        """Copy the checkpoints that are only here, with the logs, then delete at the URL those that are not here."""
+        """Upload new checkpoints and the logs. Then delete checkpoints at the URL that no longer exist locally."""
         local = {path.name: path for path in step_directories(self.directory)}
         if new := [name for name in local if name not in self._uploaded]:
             for name in _LOGS:
                 if (self.directory / name).exists():
                     self._fs.put_file(str(self.directory / name), f"{self._base}/{name}")
         for name in new:
-            with suppress(FileNotFoundError):  # the training has deleted it meanwhile
+            with suppress(FileNotFoundError):  # the training may delete it during the upload
                 paths = sorted(local[name].iterdir(), key=lambda path: path.name == _DESCRIPTION)
                 for path in paths:
                     self._fs.put_file(str(path), f"{self._base}/{name}/{path.name}")
@@ -63,21 +63,17 @@ class CheckpointMirror:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Upload each new checkpoint in a thread. At the end, upload what is left."""
-        ended = threading.Event()
-
-        def poll() -> None:
-            while not ended.wait(_POLL_SECONDS):
-                try:
-                    self.upload()
-                except Exception as error:  # each file system has its own exceptions
-                    log.warning("A checkpoint could not be copied to %s: %s. Trying again.", self.url, error)
-
-        thread = threading.Thread(target=poll, daemon=True)
-        thread.start()
+        """Upload new checkpoints in a background thread. At the end, upload the remaining ones."""
         try:
-            yield
+            with run_periodically(self._try_upload, _POLL_SECONDS):
+                yield
         finally:
-            ended.set()
-            thread.join()
             self.upload()
+
+    def _try_upload(self) -> bool:
+        """Upload; log a failure. Return False, for :func:`run_periodically` to go on."""
+        try:
+            self.upload()
+        except Exception as error:  # each file system has its own exceptions
+            log.warning("A checkpoint could not be uploaded to %s: %s. Trying again.", self.url, error)
+        return False

@@ -31,18 +31,27 @@ def fetch_files(paths: Sequence[str], checksums: Mapping[str, str], max_bytes: i
 
 
 def fetch_directory(path: str) -> str:
-    """Return a local copy of a directory of small files. A local path is returned unchanged."""
+    """Return a local copy of a directory of small files. A local path is returned unchanged.
+
+    Processes of this machine share the copy. It is fetched again only if the list of the files, with their sizes and
+    ETags, has changed.
+    """
     if "://" not in path:
         return path
     fs, remote_path = open_filesystem(path)
-    local = cache_directory() / "jobs" / hashlib.sha256(path.encode()).hexdigest()[:32]
-    local.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{local}.lock"):
-        try:
-            for name in fs.ls(remote_path, detail=False):
-                fs.get_file(name, str(local / str(name).rpartition("/")[2]))
-        except OSError as error:
-            raise _unreadable(path, error) from None
+    try:
+        files = sorted(fs.ls(remote_path, detail=True), key=lambda file: str(file["name"]))
+        local = cache_directory() / "directories" / hashlib.sha256(repr((path, files)).encode()).hexdigest()[:32]
+        local.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{local}.lock"):
+            if not local.exists():
+                temporary = local.with_suffix(".tmp")
+                temporary.mkdir(exist_ok=True)
+                for file in files:
+                    fs.get_file(file["name"], str(temporary / str(file["name"]).rpartition("/")[2]))
+                temporary.rename(local)
+    except OSError as error:
+        raise _unreadable(path, error) from None
     return str(local)
 
 

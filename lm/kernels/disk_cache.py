@@ -21,6 +21,7 @@ import numba
 from filelock import FileLock, Timeout
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
 
+from lm.common.cache import cache_directory
 from lm.kernels.simd import BOUNDSCHECK
 
 _LOCK_TIMEOUT_SECONDS = 120  # then the process that holds the lock counts as hung
@@ -34,8 +35,7 @@ def _cache_dir() -> Path:
     digest = hashlib.sha256(environment.encode())
     for source in sorted(sources.rglob("*.py")):
         digest.update(source.read_bytes())
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "textmill" / "kernels" / digest.hexdigest()[:16]
+    return cache_directory() / "kernels" / digest.hexdigest()[:16]
 
 
 def _open_cache_dir(folder: Path) -> bool:

@@ -22,7 +22,7 @@ from lm.common.errors import TransientError, UserError
 from lm.text.demo_corpus import demo_stories
 
 BLOCK_BYTES = 1 << 20  # per read
-_RANGE_BLOCK_BYTES = 8 << 20  # per request to a remote file of which ranges are read, in order
+_RANGE_BLOCK_BYTES = 8 << 20  # per request, when ranges of a remote file are read in order
 ByteRanges = Sequence[tuple[int, int]]  # (start, end) of parts of a file, ascending
 
 
@@ -131,7 +131,7 @@ def hash_source(url: str) -> Source:
 
 @contextmanager
 def open_raw(url: str, is_ranged: bool = False) -> Iterator[IO[bytes]]:
-    """Open the stored bytes of a source, still compressed. ``is_ranged``: to seek and read parts of it.
+    """Open the stored bytes of a source, still compressed. Set ``is_ranged`` to seek and read parts of it.
 
     Raises UserError if it cannot be opened, and TransientError if the connection breaks, also inside the ``with``.
     """
@@ -185,8 +185,10 @@ def is_transient_error(error: BaseException) -> bool:
 
 
 def detect_format(url: str) -> tuple[str, str]:
-    """Return (format, compression suffix) by the file name: ``text``, ``jsonl`` or ``parquet``; e.g. ``.gz``, or
-    empty."""
+    """Return (format, compression suffix) by the file name.
+
+    The format is ``text``, ``jsonl`` or ``parquet``. The suffix is for example ``.gz``; empty if not compressed.
+    """
     path = Path((url.partition("?")[0] if "://" in url else url).lower())
     compression = path.suffix if path.suffix in _DECOMPRESSORS else ""
     suffix = path.with_suffix("").suffix if compression else path.suffix
@@ -242,7 +244,7 @@ def is_local_file(url: str) -> bool:
 
 
 def can_read_in_place(url: str) -> bool:
-    """Return whether a source is uncompressed plain text of which byte ranges can be read: it need not be copied."""
+    """Return whether a source need not be copied: it is uncompressed plain text, and its byte ranges can be read."""
     if url.startswith("demo:") or detect_format(url) != ("text", ""):
         return False
     fs, path = open_filesystem(url)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lm.common.errors import TransientError, UserError
-from tasks.runtime.output import ATTEMPT_NAME, MANIFEST, Output, Ref, open_output
+from tasks.runtime.output import MANIFEST, Output, Ref, open_output
 from tasks.runtime.root_lock import is_locked
-from tasks.runtime.schemas import LatestOutput, RunRecord, SourceRecord, read_record
+from tasks.runtime.schemas import ATTEMPT_NAME, LatestOutput, RunRecord, SourceRecord, read_record
 from tasks.runtime.store import LEASES, LOCK_FILE, Store
 
 _KEY_DIRECTORY = re.compile(r"[a-z][a-z0-9-]*/[0-9a-f]{64}")

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +14,6 @@ from tasks.runtime.store import Store
 MANIFEST = "manifest.json"  # written last: without it there is no output
 PAGE = "page.md"  # beside the files of an output, but not part of its content
 FORMAT = 1  # of manifests and of the files of all stages; a new number reruns everything
-
-
-ATTEMPT_NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}", re.ASCII)
 
 
 class Ref(NamedTuple):

@@ -4,6 +4,7 @@ A root may come from an untrusted place. A file without the expected schema coun
 outside its directory, or an unexpected number, depth or type. Figures and ingredients of a manifest may have any shape.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -14,6 +15,7 @@ from lm.common.errors import UserError
 from lm.common.json_files import read_json
 from tasks.runtime.store import Store
 
+ATTEMPT_NAME = re.compile("[0-9]{8}T[0-9]{6}-[0-9a-f]{8}")
 _NAME = r"\.*[A-Za-z0-9_-][A-Za-z0-9_.-]*"  # neither "." nor ".."
 _Path = Annotated[str, Field(pattern=f"^{_NAME}(/{_NAME})*$", max_length=255)]
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -54,7 +56,7 @@ class Manifest(_Schema):
     stage: _StageName
     format: int
     key: _Digest
-    attempt: Annotated[str, Field(pattern="^[0-9]{8}T[0-9]{6}-[0-9a-f]{8}$")]
+    attempt: Annotated[str, Field(pattern=f"^{ATTEMPT_NAME.pattern}$")]
     ingredients: dict[str, Any]
     sources: list[_Source]
     files: list[_File]

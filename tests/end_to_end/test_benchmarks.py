@@ -16,7 +16,8 @@ import torch
 from benchmarks import generate as generation
 from benchmarks import learning, orchestration, texts, tokenizer
 from benchmarks import train as benchmark
-from benchmarks.scale_model import Cluster, Corpus, Costs, StepCost, bundle, predict, schedule
+from benchmarks.scale.costs import Costs, StepCost
+from benchmarks.scale.model import Cluster, Corpus, bundle, predict, schedule
 from lm.model.config import ModelConfig
 from lm.text.demo_corpus import demo_stories
 from lm.text.pretokenize import END_OF_TEXT

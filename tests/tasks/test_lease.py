@@ -3,7 +3,7 @@
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from tasks.runtime.output import read_output
 from tasks.runtime.root_lock import own_root, use_root
 from tasks.runtime.stage import stage
 from tasks.runtime.store import LEASES, LOCK_FILE, Store
-from tests.helpers.limits import wait_for
+from tests.helpers.limits import TIMEOUT_SCALE, wait_for
 from tests.helpers.roots import letters, materialize, run_context, write_run_record
 
 
@@ -29,7 +29,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A root without locks, on which leases are short."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(lease, "LEASE_SECONDS", 0.6)
-    monkeypatch.setattr(lease, "_RENEW_SECONDS", 0.1)
+    monkeypatch.setattr(lease, "_HEARTBEAT_SECONDS", 0.1)
     monkeypatch.setattr(lease, "_POLL_SECONDS", 0.05)
     yield f"memory://{tmp_path.name}"
 
@@ -39,16 +39,17 @@ def leased(root: str, name: str = "20260101-000000-full-a") -> RunContext:
 
 
 def leave_lease(run: RunContext) -> None:
-    """Write the lease of a run whose process was killed."""
-    run.store.write_text("once", LEASES, f"{run.lease}.json")
+    """Write the lease and the heartbeat of a run whose process was killed."""
+    for suffix in ("json", "heartbeat"):
+        run.store.write_text("once", LEASES, f"{run.lease}.{suffix}")
 
 
 def test_a_lease_ends_with_its_run(root: str) -> None:
     run = leased(root)
     with use_root(run):
         check_lease(run)
-        before = run.store.read_bytes(LEASES, f"{run.lease}.json")
-        wait_for(lambda: run.store.read_bytes(LEASES, f"{run.lease}.json") != before, 5, "renewal")
+        first = wait_for(lambda: run.store.read_bytes(LEASES, f"{run.lease}.heartbeat"), 5, "heartbeat")
+        wait_for(lambda: run.store.read_bytes(LEASES, f"{run.lease}.heartbeat") != first, 5, "second heartbeat")
     assert run.store.list_names(LEASES) == []
     with pytest.raises(Stopped, match="no lease"):
         check_lease(run)
@@ -74,7 +75,7 @@ def test_gc_keeps_what_a_run_record_needs_and_deletes_the_leases_of_dead_runs(ro
     with own_root(run.store) as check:
         check()
         assert [finding.path for finding in find_garbage(run.store)] == ["/".join(lost)]
-        assert run.store.list_names(LEASES) == ["gc.json"]
+        assert run.store.list_names(LEASES) == ["gc.heartbeat", "gc.json"]
     assert run.store.list_names(LEASES) == []
 
 
@@ -101,7 +102,7 @@ def test_the_lease_of_a_killed_gc_delays_a_run_only_once(root: str) -> None:
     run = leased(root)
     run.store.write_text("once", LEASES, "gc.json")
     with use_root(run):
-        assert run.store.list_names(LEASES) == [f"{run.lease}.json"]
+        assert not any(name.startswith("gc") for name in run.store.list_names(LEASES))
     run.store.write_text("once", LEASES, "gc.json")
     with own_root(run.store):
         pass
@@ -112,17 +113,45 @@ def test_a_gc_that_stood_still_deletes_nothing(root: str) -> None:
     run = leased(root)
     with hold_gc_lease(run.store) as check:
         run.store.delete_file(LEASES, "gc.json")  # as a run does that takes the gc for dead
-        with use_root(run):
-            wait_for(lambda: _raises(check), 5, "loss of the lease")
-            assert run.store.list_names(LEASES) == [f"{run.lease}.json"]
+        with use_root(run), pytest.raises(UserError, match="stood still"):
+            check()
+    assert run.store.list_names(LEASES) == []
 
 
-def _raises(check: Callable[[], None]) -> bool:
-    try:
+def delete_lease_at_next_heartbeat(monkeypatch: pytest.MonkeyPatch, name: str) -> threading.Event:
+    """Delete a lease after its holder read it and before it writes the heartbeat, as if it was suspended there."""
+    is_deleted, write_text = threading.Event(), Store.write_text
+
+    def delete_and_write(store: Store, content: str, *parts: str) -> None:
+        is_heartbeat = threading.current_thread() is not threading.main_thread()
+        if is_heartbeat and not is_deleted.is_set():
+            store.delete_file(LEASES, f"{name}.json")
+        write_text(store, content, *parts)
+        if is_heartbeat:
+            is_deleted.set()
+
+    monkeypatch.setattr(Store, "write_text", delete_and_write)
+    return is_deleted
+
+
+def test_a_run_does_not_restore_a_deleted_lease(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = leased(root)
+    with hold_run_lease(run):
+        assert delete_lease_at_next_heartbeat(monkeypatch, run.lease).wait(10 * TIMEOUT_SCALE)
+        with pytest.raises(Stopped, match="no lease"):
+            check_lease(run)
+        assert run.stopping.wait(10 * TIMEOUT_SCALE)
+    assert run.store.list_names(LEASES) == []
+
+
+def test_gc_does_not_restore_a_deleted_lease(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(root)
+    with hold_gc_lease(store) as check:
         check()
-    except UserError:
-        return True
-    return False
+        assert delete_lease_at_next_heartbeat(monkeypatch, "gc").wait(10 * TIMEOUT_SCALE)
+        with pytest.raises(UserError, match="stood still"):
+            check()
+    assert store.list_names(LEASES) == []
 
 
 def test_a_run_that_stood_still_is_stopped_and_finishes_nothing(root: str) -> None:

@@ -92,3 +92,37 @@ def test_a_directory_is_fetched(shards: Shards, bucket: Any) -> None:
     with pytest.raises(UserError, match="s3://corpus/nothing cannot be read"):
         fetch_directory("s3://corpus/nothing")
     assert remote_files.read_file("s3://corpus/tokenizer/vocab.json") == b"{}"
+
+
+def test_a_directory_is_fetched_once_until_it_changes(
+    shards: Shards, bucket: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.pipe_file("corpus/tokenizer/vocab.json", b"{}")
+    first = fetch_directory("s3://corpus/tokenizer")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(bucket), "get_file", lambda *arguments: pytest.fail("the directory is fetched again"))
+        assert fetch_directory("s3://corpus/tokenizer") == first
+    bucket.pipe_file("corpus/tokenizer/vocab.json", b"[]")
+    changed = Path(fetch_directory("s3://corpus/tokenizer"))
+    assert {path.name: path.read_bytes() for path in changed.iterdir()} == {"vocab.json": b"[]"}
+
+
+def test_an_interrupted_fetch_of_a_directory_leaves_none(
+    shards: Shards, bucket: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"merges.txt": b"a b", "vocab.json": b"{}"}
+    for name, data in files.items():
+        bucket.pipe_file(f"corpus/tokenizer/{name}", data)
+    get_file = type(bucket).get_file
+
+    def fail_at_second(fs: Any, source: str, target: str) -> None:
+        if source.endswith("vocab.json"):
+            raise OSError("broken")
+        get_file(fs, source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(bucket), "get_file", fail_at_second)
+        with pytest.raises(UserError, match="s3://corpus/tokenizer cannot be read: broken"):
+            fetch_directory("s3://corpus/tokenizer")
+    fetched = Path(fetch_directory("s3://corpus/tokenizer"))
+    assert {path.name: path.read_bytes() for path in fetched.iterdir()} == files

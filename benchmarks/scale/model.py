@@ -1,8 +1,8 @@
 """A model of the pipeline on a cluster: predicts time, requests, memory and rows from measured costs.
 
 :func:`predict` adds up the steps of :mod:`flows.chain`. A step of the driver waits for its requests one after the
-other, or 16 at a time. A mapped step is simulated: task runs start in order on the first free thread. Nothing here is
-measured: :mod:`benchmarks.scale` measures :class:`Costs` and compares the model with real runs.
+other, or 16 at a time. A mapped step is simulated: task runs start in order on the first free thread. Nothing is
+measured here: the other modules of this folder measure the costs and compare the model with real runs.
 """
 
 import heapq
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from benchmarks.scale.costs import MB, Costs, StepCost
 from flows.chain import _COUNTS_PER_SUM
 from flows.executor import _MAX_TASKS_PER_STAGE
 from lm.text.sources import _RANGE_BLOCK_BYTES, BLOCK_BYTES
@@ -20,74 +21,12 @@ from tasks.runtime.chunk_input import _MAX_GROUP_BYTES, group_sizes
 from tasks.runtime.store import _MAX_CONCURRENT_REQUESTS
 
 STAGES = ("ingest", "chunk", "count", "merge", "encode", "index")
-_MB = 1e6
 _Item = TypeVar("_Item")
 # A read of a range fetches the block that was asked for and a block ahead.
 RANGE_REQUEST_BYTES = _RANGE_BLOCK_BYTES + BLOCK_BYTES
 STREAM_REQUEST_BYTES = (50 << 20) + BLOCK_BYTES  # s3fs, with its own block size
 UPLOAD_PART_BYTES = 50 << 20  # s3fs
 _COUNT_TABLE_COPIES = 3  # of a partition in memory while it is summed and sorted
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """Requests and CPU seconds of a step: for the step, and for each item (a source, a group, a file of counts)."""
-
-    fixed_requests: float = 0.0
-    requests: float = 0.0
-    fixed_seconds: float = 0.0
-    seconds: float = 0.0
-
-    def total_requests(self, items: float) -> float:
-        return self.fixed_requests + items * self.requests
-
-    def total_seconds(self, items: float) -> float:
-        return self.fixed_seconds + items * self.seconds
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What the pipeline costs on one core, and sizes of its files. ``seconds`` are CPU seconds, MB are 10^6 bytes."""
-
-    steps: dict[str, StepCost]
-    """By step, as :class:`benchmarks.scale.Meter` names them."""
-    hash_seconds_per_mb: float
-    ingest_seconds_per_mb: float
-    chunk_seconds_per_mb: float
-    chunk_seconds_per_chunk: float
-    count_seconds_per_mb: float
-    encode_seconds_per_mb: float
-    sum_seconds_per_mb: float
-    """Per MB of the files of counts that are read."""
-    merge_seconds_per_pretoken: float
-    """Per different pretoken."""
-    index_seconds_per_document: float
-    manifest_bytes_per_source: float
-    manifest_seconds_per_source: float
-    """To read the list of sources, which each group does."""
-    pretokens_of_first_mb: float
-    """Heaps' law: n MB of text have ``pretokens_of_first_mb * n ** heaps_exponent`` different pretokens."""
-    heaps_exponent: float
-    bytes_per_pretoken: float
-    file_bytes_per_pretoken: float
-    """In a file of counts."""
-    shard_bytes_per_byte: float
-    """Bytes of token shards for each byte of text."""
-    bytes_per_document: float
-    driver_base_mb: float
-    driver_kb_per_group: float
-    driver_bytes_per_chunk: float
-    rows_per_run: float
-    rows_per_task_run: float
-    rows_per_group: float
-
-    def pretokens(self, text_bytes: float) -> float:
-        """Return the number of different pretokens of a text."""
-        return self.pretokens_of_first_mb * (text_bytes / _MB) ** self.heaps_exponent
-
-    def counts_bytes(self, text_bytes: float) -> float:
-        """Return the size of the file of counts of a text."""
-        return self.pretokens(text_bytes) * self.file_bytes_per_pretoken
 
 
 @dataclass(frozen=True)
@@ -226,9 +165,9 @@ class _Model:
         """Hash the sources, ingest and cut them into chunks: one process reads all text three times."""
         costs, text = self.costs, self.corpus.text_bytes
         for step, seconds_per_mb in (("sources", costs.hash_seconds_per_mb), ("ingest", costs.ingest_seconds_per_mb)):
-            self._driver_step("ingest", step, self.corpus.sources, cpu=text / _MB * seconds_per_mb, reads=text)
+            self._driver_step("ingest", step, self.corpus.sources, cpu=text / MB * seconds_per_mb, reads=text)
             self._read("ingest", STREAM_REQUEST_BYTES)
-        cpu = text / _MB * costs.chunk_seconds_per_mb + self.corpus.chunks * costs.chunk_seconds_per_chunk
+        cpu = text / MB * costs.chunk_seconds_per_mb + self.corpus.chunks * costs.chunk_seconds_per_chunk
         self._driver_step("chunk", "chunk", self.corpus.sources, cpu=cpu, reads=text)
         self._read("chunk", RANGE_REQUEST_BYTES)
 
@@ -271,7 +210,7 @@ class _Model:
         list_bytes = sources * costs.manifest_bytes_per_source
         self._map(
             stage,
-            [python_seconds + size / _MB * seconds_per_mb for size in groups],
+            [python_seconds + size / MB * seconds_per_mb for size in groups],
             python_seconds,
             [list_bytes + size * (1 + written) for size in groups],
             [cost.requests + size // RANGE_REQUEST_BYTES + size * written // UPLOAD_PART_BYTES for size in groups],
@@ -298,7 +237,7 @@ class _Model:
             self._map(
                 "count",
                 [
-                    len(batch) * cost.seconds + size / _MB * costs.sum_seconds_per_mb
+                    len(batch) * cost.seconds + size / MB * costs.sum_seconds_per_mb
                     for batch, size in zip(batches, read, strict=True)
                 ],
                 _COUNTS_PER_SUM * cost.seconds,
@@ -308,7 +247,7 @@ class _Model:
             self.requests["count"] += len(parts) * cost.requests - sum(waits)
             parts = [sum(batch) for batch in batches]
         self.last_counts_bytes = sum(map(costs.counts_bytes, parts))
-        cpu = self.last_counts_bytes / _MB * costs.sum_seconds_per_mb
+        cpu = self.last_counts_bytes / MB * costs.sum_seconds_per_mb
         moved = self.last_counts_bytes + costs.counts_bytes(self.corpus.text_bytes)
         self._driver_step("count", "count", len(parts), _MAX_CONCURRENT_REQUESTS, cpu, moved)
 
@@ -335,8 +274,8 @@ class _Model:
         costs, chunks, count = self.costs, self.corpus.chunks, len(self.groups)
         table_bytes = self.last_counts_bytes / costs.file_bytes_per_pretoken * (costs.bytes_per_pretoken + 12)
         driver_mb = costs.driver_base_mb + max(
-            (count * costs.driver_kb_per_group * 1e3 + chunks * costs.driver_bytes_per_chunk) / _MB,
-            table_bytes / NUM_PARTITIONS * _COUNT_TABLE_COPIES / _MB,
+            (count * costs.driver_kb_per_group * 1e3 + chunks * costs.driver_bytes_per_chunk) / MB,
+            table_bytes / NUM_PARTITIONS * _COUNT_TABLE_COPIES / MB,
         )
         merge_bytes = training_memory_bytes(int(self.pretokens), int(self.pretokens * costs.bytes_per_pretoken))
         threads = min(self.cluster.threads_per_task, len(bundle(range(count))[0]))
@@ -344,7 +283,7 @@ class _Model:
             seconds=self.seconds,
             requests=self.requests,
             driver_mb=driver_mb,
-            merge_mb=costs.driver_base_mb + merge_bytes / _MB,
+            merge_mb=costs.driver_base_mb + merge_bytes / MB,
             pretokens=self.pretokens,
             rows=costs.rows_per_run + self.task_runs * costs.rows_per_task_run + 2 * count * costs.rows_per_group,
             task_runs=self.task_runs,
