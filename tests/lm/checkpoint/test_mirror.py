@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 
 from lm.checkpoint import mirror as mirror_module
+from lm.checkpoint.atomic_dir import atomic_directory
 from lm.checkpoint.mirror import CheckpointMirror
 from tests.helpers.limits import wait_for
 
 
 def write_checkpoint(directory: Path, name: str) -> None:
-    (directory / name).mkdir(parents=True)
-    for file in ("model.safetensors", "optimizer.pt", "checkpoint.json"):
-        (directory / name / file).write_text(f"{name} {file}")
+    with atomic_directory(directory / name) as temporary:
+        for file in ("model.safetensors", "optimizer.pt", "checkpoint.json"):
+            (temporary / file).write_text(f"{name} {file}")
 
 
 def files_below(place: Path) -> dict[str, str]:
