@@ -20,8 +20,7 @@ from lm.posttrain import (
 from tests.helpers.policies import BYTES, LogitsOutput, make_policy
 from tests.helpers.tensors import random_normal
 
-PROMPTS = ["1+1=", "1+1=", "1+1=", "2+2=", "2+2=", "2+2=", "3+3=", "3+3="]
-PROMPTS = [*PROMPTS, "3+3="]
+PROMPTS = ["1+1="] * 3 + ["2+2="] * 3 + ["3+3="] * 3
 RESPONSES = ["2", "two", "", "four", "4", "44444444", "9", "8", "777"]
 TRUTHS = ["2"] * 3 + ["4"] * 3 + ["6"] * 3  # the last group gets no reward
 
@@ -134,11 +133,10 @@ def test_gradients_are_clipped() -> None:
     before = [p.detach().clone() for p in model.parameters()]
     _, metadata = step(model, max_grad_norm=0.01)
     _, free_metadata = step(free)
-    assert (
-        float(metadata["grad_norm"]) == pytest.approx(float(free_metadata["grad_norm"]))
-        and metadata["grad_norm"] > 1e-2
-    )
-    moved = math.sqrt(sum(float((p - old).square().sum()) for p, old in zip(model.parameters(), before, strict=True)))
+    assert float(metadata["grad_norm"]) == pytest.approx(float(free_metadata["grad_norm"]))
+    assert metadata["grad_norm"] > 0.01
+    moves = [(p.detach() - old).square().sum().item() for p, old in zip(model.parameters(), before, strict=True)]
+    moved = math.sqrt(sum(moves))
     assert moved == pytest.approx(0.1 * 0.01, rel=1e-3)
 
 
