@@ -36,6 +36,8 @@ class PackedSFTDataset(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, tokenizer: AnyTokenizer, dataset_path: str | Path, seq_length: int, shuffle: bool) -> None:
+        if seq_length < 1:
+            raise UserError(f"seq_length is {seq_length}; it must be at least 1.")
         damaged = DamagedRows()
         documents = list(read_rows(str(dataset_path), damaged, _parse_document))
         if damaged.count:

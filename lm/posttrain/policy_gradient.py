@@ -111,7 +111,7 @@ def estimate_kl(policy_log_probs: Tensor, reference_log_probs: Tensor) -> Tensor
 
 
 def _check_cliprange(method: str, cliprange: ClipRange | None) -> tuple[float, float]:
-    low, high = cliprange if isinstance(cliprange, tuple) else (cliprange, cliprange)
+    low, high = cliprange if isinstance(cliprange, (tuple, list)) else (cliprange, cliprange)  # YAML has lists
     if low is None or high is None or not (low >= 0 and high >= 0):
         raise UserError(
             f"importance_reweighting_method {method} needs a cliprange of at least 0, or a pair (low, high); "

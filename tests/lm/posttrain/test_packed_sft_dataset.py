@@ -46,6 +46,8 @@ def test_the_last_sequence_needs_a_label(tmp_path: Path) -> None:
     assert len(PackedSFTDataset(BYTES, path, length - 1, shuffle=False)) == 1
     with pytest.raises(UserError, match=f"has {length} tokens, too few for a sequence of {length}"):
         PackedSFTDataset(BYTES, path, length, shuffle=False)
+    with pytest.raises(UserError, match="seq_length is 0"):
+        PackedSFTDataset(BYTES, path, 0, shuffle=False)
 
 
 def test_shuffling_keeps_documents_whole_and_follows_the_seed(tmp_path: Path) -> None:

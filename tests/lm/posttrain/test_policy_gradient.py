@@ -96,7 +96,7 @@ def test_hand_worked_gradients(method: Any, advantage: float, ratio: float, expe
 def test_the_upper_clip_can_be_wider() -> None:
     assert gradient("grpo", 1.0, 1.25, 0.2) == 0.0
     assert gradient("grpo", 1.0, 1.25, (0.2, 0.28)) == pytest.approx(-1.25)
-    assert gradient("grpo", -1.0, 0.75, (0.2, 0.28)) == 0.0
+    assert gradient("grpo", -1.0, 0.75, [0.2, 0.28]) == 0.0
     assert gradient("cispo", 1.0, 1.5, (0.2, 0.28)) == pytest.approx(-1.28)
 
 
