@@ -27,8 +27,7 @@ from tests.helpers.tensors import FEW_EXAMPLES, random_normal, seeds
 def reference_loss(log_probs: list[float], beta: float, smoothing: float) -> float:
     policy_chosen, policy_rejected, reference_chosen, reference_rejected = log_probs
     margin = beta * ((policy_chosen - policy_rejected) - (reference_chosen - reference_rejected))
-    likelihood = 1 / (1 + math.exp(-margin))
-    return -(1 - smoothing) * math.log(likelihood) - smoothing * math.log(1 - likelihood)
+    return (1 - smoothing) * math.log1p(math.exp(-margin)) + smoothing * math.log1p(math.exp(margin))
 
 
 @FEW_EXAMPLES
