@@ -30,7 +30,7 @@ def is_math_equal(answer: str, ground_truth: str) -> bool:
         raise UserError("Comparing formulas needs math-verify; install textmill[math].") from None
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call without a time limit
     expected_box, box = (f"\\boxed{{{text}}}" for text in (ground_truth, answer))
-    if extract_boxed(box) != answer:  # it closes the box, and could put several answers behind it
+    if extract_boxed(box) != answer:  # it closes the box, and could put another answer behind it
         return False
     parsed = [parse(text, parsing_timeout=None) for text in (expected_box, box)]
     return all(parsed) and verify(*parsed, timeout_seconds=None)

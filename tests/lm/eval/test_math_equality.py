@@ -49,6 +49,8 @@ def test_the_library_is_named_if_it_is_missing(monkeypatch: pytest.MonkeyPatch) 
         (r"1} \boxed{2", "2", False),
         (r"1} \boxed{2} \boxed{3", "2", False),
         ("1} $2$ {3", "2", False),
+        ("1} final answer is $2$. I hope it is correct. {", "2", False),
+        ("} the answer is 2 {", "2", False),
         ("1$ $2", "2", False),
     ],
 )

@@ -105,8 +105,11 @@ def test_hand_worked_variants(baseline: Any, normalizer: Any, expected: list[flo
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, 1e-9, 1e9])
 @pytest.mark.parametrize("normalizer", ["std", "mean", "none"])
-def test_a_group_of_equal_rewards_has_no_signal_whatever_the_rounding(value: float, normalizer: Any) -> None:
-    rewards = torch.tensor([value] * 3 + [0.0, 1.0, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_group_of_equal_rewards_has_no_signal_whatever_the_rounding(
+    value: float, normalizer: Any, dtype: torch.dtype
+) -> None:
+    rewards = torch.tensor([value] * 3 + [0.0, 1.0, 0.0], dtype=dtype)
     advantages, metadata = compute_group_normalized_rewards(rewards, 3, "mean", 1e-6, normalizer)
     assert advantages[:3].tolist() == [0.0, 0.0, 0.0] and advantages[3:].all()
     assert metadata["groups_without_signal"] == 0.5
