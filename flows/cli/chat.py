@@ -4,7 +4,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from flows.run_record import latest_model
-from lm.inference.chat_template import PLAIN_STOP, Message, PlainAnswer, render_plain
+from lm.data.dialogs import Message
+from lm.inference.chat_template import PLAIN_STOP, PlainAnswer, render_plain
 from lm.inference.completion import encode_prompt, stream_text
 from lm.inference.config import SampleConfig
 from lm.model.transformer import TransformerLM

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lm.inference.chat_template import Message, render_plain
+from lm.data.dialogs import Message
+from lm.inference.chat_template import render_plain
 from lm.inference.completion import encode_prompt
 from lm.inference.config import SampleConfig
 from lm.tokenizer.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""Training data: token shards and the batches drawn from them."""
+"""Training data: token shards and the batches drawn from them; dialogs, their template and their packing."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Evaluation of models."""
+"""Evaluation of models: losses, tasks and rewards."""
 
 import lazy_loader
 

@@ -1,1 +1,10 @@
+from .answers import parse_gsm8k_response as parse_gsm8k_response
+from .answers import parse_mmlu_response as parse_mmlu_response
 from .loss import bits_per_byte as bits_per_byte
+from .reward_worker import RewardWorker as RewardWorker
+from .rewards import combine_rewards as combine_rewards
+from .rewards import get_reward as get_reward
+from .tasks import Task as Task
+from .tasks import make_addition_task as make_addition_task
+from .tasks import make_reasoning_gym_task as make_reasoning_gym_task
+from .tasks import read_task as read_task

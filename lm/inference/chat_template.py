@@ -11,22 +11,14 @@ The plain format has no special tokens, so a user who types ``Assistant:`` on a 
 The model's answer ends before the next ``User:`` line.
 """
 
-from collections.abc import Mapping, Sequence
-from itertools import cycle
-from typing import Literal, TypedDict
+from collections.abc import Sequence
 
 from lm.common.errors import UserError
+from lm.data.dialogs import Message, find_role_problem
 from lm.inference.llama_tokenizer import LlamaTokenizer
 
 PLAIN_STOP = "\nUser:"
 LLAMA_TAGS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
-
-
-class Message(TypedDict):
-    """One message of a dialog."""
-
-    role: Literal["system", "user", "assistant"]
-    content: str
 
 
 def render_plain(messages: Sequence[Message]) -> str:
@@ -57,21 +49,11 @@ def encode_llama_dialog(
     holds one of ``LLAMA_TAGS``, which could imitate the format. Raises UserError unless each message has a content and
     the roles are system (optional), user, assistant, user, …, user; the error calls the dialog ``name``.
     """
-    for index, message in enumerate(dialog):
-        if not (isinstance(message, Mapping) and isinstance(message.get("content"), str)):
-            raise UserError(f"{name}: message {index} has no content; it must be an object with a role and a text.")
+    if problem := find_role_problem(dialog, "user"):
+        raise UserError(f"{name}: {problem}.")
     turns, system = list(dialog), default_system
-    if turns and turns[0].get("role") == "system":
+    if turns[0]["role"] == "system":
         system = turns.pop(0)["content"]
-    start = len(dialog) - len(turns)
-    for index, (message, role) in enumerate(zip(turns, cycle(("user", "assistant")), strict=False), start):
-        if message.get("role") != role:
-            raise UserError(
-                f"{name}: message {index} has the role {message.get('role')!r}, not {role!r}; the roles must be system "
-                "(optional), user, assistant, user and so on."
-            )
-    if len(turns) % 2 == 0:
-        raise UserError(f"{name} lacks message {len(dialog)}, from the user, to be answered.")
     contents = [message["content"] for message in turns]
     if any(tag in content for tag in LLAMA_TAGS for content in (*contents, system or "")):
         return None

@@ -15,7 +15,8 @@ from lm.checkpoint.hugging_face import load_hugging_face
 from lm.checkpoint.meta import load_meta
 from lm.checkpoint.training_state import load_model
 from lm.common.errors import UserError
-from lm.inference.chat_template import Message, encode_llama_dialog
+from lm.data.dialogs import Message
+from lm.inference.chat_template import encode_llama_dialog
 from lm.inference.completion import check_vocabulary
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate, stream

@@ -14,3 +14,4 @@ from .norm import RMSNorm as RMSNorm
 from .rope import RotaryEmbedding as RotaryEmbedding
 from .transformer import TransformerBlock as TransformerBlock
 from .transformer import TransformerLM as TransformerLM
+from .vocabulary import grow_vocabulary as grow_vocabulary

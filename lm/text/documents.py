@@ -6,7 +6,8 @@ from itertools import chain
 
 from lm.common.errors import UserError
 from lm.text.config import DataConfig
-from lm.text.sources import detect_format, is_transient_error, open_decompressed, open_raw
+from lm.text.parquet import open_parquet
+from lm.text.sources import detect_format, open_decompressed
 from lm.text.statistics import TextStatistics
 from lm.text.utf8 import decode_utf8_blocks, replace_surrogates
 
@@ -20,12 +21,10 @@ def stream_documents(url: str, config: DataConfig, statistics: TextStatistics) -
 
     Adds the documents to ``statistics``. Raises UserError if the source cannot be read.
     """
-    file_format, compression = detect_format(url)
+    file_format, _ = detect_format(url)
     if file_format == "text":
         yield from _stream_text(url, config, statistics)
         return
-    if file_format == "parquet" and compression:
-        raise UserError(f"{url}: Parquet is compressed inside; decompress the file itself.")
     rows = _jsonl_rows(url, config, statistics) if file_format == "jsonl" else _parquet_rows(url, config.text_field)
     for row_name, document in rows:
         if config.separator in document:
@@ -97,22 +96,15 @@ def _split_lines(blocks: Iterable[str]) -> Iterator[str]:
 def _parquet_rows(url: str, text_field: str) -> Iterator[tuple[str, str]]:
     """Yield (name of the row for messages, document); null documents are skipped."""
     import pyarrow as pa  # slow to import
-    import pyarrow.parquet as pq
 
-    with open_raw(url) as raw:
-        try:
-            file = pq.ParquetFile(raw)
-            schema = file.schema_arrow
-            if text_field not in schema.names:
-                raise UserError(f"{url}: no column {text_field!r} among {schema.names}; set data.text_field.")
-            if schema.field(text_field).type not in (pa.string(), pa.large_string()):
-                raise UserError(f"{url}: column {text_field!r} is not text; set data.text_field.")
-            batches = file.iter_batches(columns=[text_field], batch_size=1024)
-            documents = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
-            for number, document in enumerate(documents, start=1):
-                if document is not None:
-                    yield f"row {number:,}", document
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            if is_transient_error(error):
-                raise
-            raise UserError(f"{url} is not a readable Parquet file: {error}") from None
+    with open_parquet(url) as file:
+        schema = file.schema_arrow
+        if text_field not in schema.names:
+            raise UserError(f"{url}: no column {text_field!r} among {schema.names}; set data.text_field.")
+        if schema.field(text_field).type not in (pa.string(), pa.large_string()):
+            raise UserError(f"{url}: column {text_field!r} is not text; set data.text_field.")
+        batches = file.iter_batches(columns=[text_field], batch_size=1024)
+        documents = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+        for number, document in enumerate(documents, start=1):
+            if document is not None:
+                yield f"row {number:,}", document

@@ -21,6 +21,13 @@ STABLE = {
     "lm.data": ["get_batch"],
     "lm.checkpoint": ["save_checkpoint", "load_checkpoint"],
     "lm.distributed": ["DDP"],
+    "lm.posttrain": [
+        *("tokenize_prompt_and_output", "get_response_log_probs", "compute_entropy", "masked_mean", "masked_normalize"),
+        *("sft_microbatch_train_step", "PackedSFTDataset", "iterate_batches", "compute_per_instance_dpo_loss"),
+        *("compute_rollout_rewards", "compute_group_normalized_rewards", "compute_policy_gradient_loss"),
+        *("aggregate_loss_across_microbatch", "grpo_train_step"),
+    ],
+    "lm.eval": ["parse_mmlu_response", "parse_gsm8k_response"],
 }
 
 

@@ -193,7 +193,13 @@ def test_each_dependency_is_used_and_has_a_version_range() -> None:
     for requirements, modules in [
         (project["dependencies"], project_modules),
         (
-            extras["s3"] + extras["llama"] + extras["tensorboard"] + extras["dask"] + extras["ray"],
+            extras["s3"]
+            + extras["llama"]
+            + extras["tensorboard"]
+            + extras["dask"]
+            + extras["ray"]
+            + extras["math"]
+            + extras["reasoning-gym"],
             project_modules | test_modules | {"s3fs"},
         ),
         (extras["bench"], imported_modules(("benchmarks",))),

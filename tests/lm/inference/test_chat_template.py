@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from lm.common.errors import UserError
-from lm.inference.chat_template import Message, PlainAnswer, encode_llama_dialog, render_plain
+from lm.data.dialogs import Message
+from lm.inference.chat_template import PlainAnswer, encode_llama_dialog, render_plain
 from lm.inference.llama_tokenizer import LlamaTokenizer
 from tests.helpers.llamas import make_dialog, train_small_llama_tokenizer
 
@@ -47,10 +48,10 @@ def test_llama_dialog_token_for_token(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dialog", "message"),
     [
-        ([], "Dialog 1 lacks message 0"),
-        (make_dialog(system="be brief"), "Dialog 1 lacks message 1"),
-        (make_dialog("a", "b"), "Dialog 1 lacks message 2"),
-        (make_dialog("a", "b", system="c"), "Dialog 1 lacks message 3"),
+        ([], "Dialog 1: message 0, from the user, is missing"),
+        (make_dialog(system="be brief"), "Dialog 1: message 1, from the user, is missing"),
+        (make_dialog("a", "b"), "Dialog 1: message 2, from the user, is missing"),
+        (make_dialog("a", "b", system="c"), "Dialog 1: message 3, from the user, is missing"),
         ([*make_dialog("a"), *make_dialog("b")], "message 1 has the role 'user', not 'assistant'"),
         (make_dialog("a", "b")[1:], "message 0 has the role 'assistant', not 'user'"),
         ([*make_dialog("a", "b"), *make_dialog(system="c")], "message 2 has the role 'system', not 'user'"),

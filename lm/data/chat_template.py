@@ -1,0 +1,101 @@
+"""The chat template: dialogs as token ids, with special tokens that mark who speaks.
+
+    <|system|>You are kind.<|end|><|user|>Hello!<|end|><|assistant|>Hi.<|end|>
+
+Content is encoded on its own as plain text, so no message can hold these tokens, whatever a user writes.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lm.common.errors import UserError
+from lm.data.dialogs import Message, find_role_problem
+from lm.tokenizer.tokenizer import Tokenizer
+
+ROLE_TOKENS = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
+END_TOKEN = "<|end|>"
+CHAT_TOKENS = (*ROLE_TOKENS.values(), END_TOKEN)
+
+
+@dataclass(frozen=True)
+class EncodedExample:
+    """Token ids to train on, and for each whether the model learns to predict it."""
+
+    ids: list[int]
+    is_target: list[bool]
+
+
+def add_chat_tokens(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a tokenizer with the template's special tokens at the end of its vocabulary. Existing ids stay.
+
+    Raises UserError if one of them is an ordinary token, which plain text could become.
+    """
+    ordinary = set(tokenizer.vocab.values()) - {token.encode() for token in tokenizer.special_tokens}
+    if taken := [token for token in CHAT_TOKENS if token.encode() in ordinary]:
+        raise UserError(
+            f"The vocabulary has {taken[0]} as an ordinary token, so any text could imitate the chat template; "
+            "use a tokenizer without it."
+        )
+    new_tokens = [token for token in CHAT_TOKENS if token not in tokenizer.special_ids]
+    specials = [*tokenizer.special_tokens, *new_tokens]
+    return Tokenizer(tokenizer.vocab, tokenizer.merges, specials, tokenizer.pattern)
+
+
+def has_chat_tokens(tokenizer: Tokenizer) -> bool:
+    """Return whether the tokenizer has all special tokens of the template."""
+    return all(token in tokenizer.special_ids for token in CHAT_TOKENS)
+
+
+def encode_dialog(tokenizer: Tokenizer, messages: Sequence[Message]) -> EncodedExample:
+    """Return the ids of a dialog that ends with the assistant; its answers and their end tokens are the targets.
+
+    Raises UserError if the roles are out of order or the tokenizer lacks the template's tokens.
+    """
+    _check(tokenizer, messages, is_answered=True)
+    ids: list[int] = []
+    is_target: list[bool] = []
+    for message in messages:
+        content = [*tokenizer.encode(message["content"], allowed_special=()), tokenizer.special_ids[END_TOKEN]]
+        ids += [tokenizer.special_ids[ROLE_TOKENS[message["role"]]], *content]
+        is_target += [False, *[message["role"] == "assistant"] * len(content)]
+    return EncodedExample(ids, is_target)
+
+
+def encode_chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+    """Return the ids of a dialog that ends with the user, up to the token that starts the assistant's answer.
+
+    Raises UserError if the roles are out of order or the tokenizer lacks the template's tokens.
+    """
+    _check(tokenizer, messages, is_answered=False)
+    answered = encode_dialog(tokenizer, [*messages, Message(role="assistant", content="")])
+    return answered.ids[:-1]
+
+
+def make_jinja_template(tokenizer: Tokenizer) -> str:
+    """Return the template as Hugging Face's ``chat_template``.
+
+    ``apply_chat_template`` then gives the same ids. It encodes special tokens in a message as such, so the template
+    raises an error for a message that holds one, and for an unknown role.
+    """
+    specials = ", ".join(json.dumps(token, ensure_ascii=False) for token in tokenizer.special_tokens)
+    return (
+        "{%- for message in messages %}"
+        f"{{%- if message['role'] not in {list(ROLE_TOKENS)} %}}"
+        "{{- raise_exception('The role must be system, user or assistant, not ' + message['role']) }}"
+        "{%- endif %}"
+        f"{{%- for token in [{specials}] %}}"
+        "{%- if token in message['content'] %}"
+        "{{- raise_exception('A message holds the special token ' + token) }}"
+        "{%- endif %}{%- endfor %}"
+        "{{- '<|' + message['role'] + '|>' + message['content'] + '" + END_TOKEN + "' }}"
+        "{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '" + ROLE_TOKENS["assistant"] + "' }}{%- endif %}"
+    )
+
+
+def _check(tokenizer: Tokenizer, messages: Sequence[Message], is_answered: bool) -> None:
+    if not has_chat_tokens(tokenizer):
+        raise UserError("The tokenizer has no chat template: its model was not trained to chat. Fine-tune it first.")
+    if problem := find_role_problem(messages, "assistant" if is_answered else "user"):
+        raise UserError(f"The dialog: {problem}.")

@@ -1,0 +1,115 @@
+"""Chat data: dialogs and preference pairs, read from files with any of four kinds of rows.
+
+``{"messages": [{"role", "content"}, …]}``, ``{"prompt", "response"}``, ``{"prompt", "chosen", "rejected"}``, and
+``{"question", "answer"}`` with the final answer after ``####`` (Cobbe et al. 2021, GSM8K).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any, Literal, TypedDict
+
+from lm.data.json_rows import DamagedRows, Row, read_rows
+
+_MAX_MESSAGE_CHARACTERS = 1_000_000
+_ANSWER_MARK = "####"
+
+
+class Message(TypedDict):
+    """One message of a dialog."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+@dataclass(frozen=True)
+class Dialog:
+    """Messages to learn from; the last is the assistant's. ``ground_truth`` is the final answer of a GSM8K row."""
+
+    messages: tuple[Message, ...]
+    ground_truth: str | None = None
+
+
+@dataclass(frozen=True)
+class PreferencePair:
+    """A prompt that ends with a message of the user, and two answers to it, the better one first."""
+
+    prompt: tuple[Message, ...]
+    chosen: str
+    rejected: str
+
+
+def read_dialogs(url: str, damaged: DamagedRows) -> Iterator[Dialog | PreferencePair]:
+    """Yield the rows of a file; see :func:`lm.data.json_rows.read_rows`.
+
+    A row is damaged if it is of none of the four kinds, its roles are out of order (see :func:`find_role_problem`), a
+    message is blank or has over a million characters, or the two answers of a pair are equal.
+    """
+    return read_rows(url, damaged, parse_row)
+
+
+def parse_row(row: Row) -> Dialog | PreferencePair:
+    """Return the dialog or the pair of a row. Raises ValueError with the reason if the row is damaged."""
+    match row:
+        case {"messages": [*messages]}:
+            return Dialog(_check_messages(messages))
+        case {"prompt": str(prompt), "response": str(response)}:
+            return Dialog(_exchange(prompt, response))
+        case {"prompt": str(prompt), "chosen": str(chosen), "rejected": str(rejected)}:
+            user_message, _ = _exchange(prompt, chosen)
+            _exchange(prompt, rejected)
+            if chosen == rejected:
+                raise ValueError("chosen and rejected are equal")
+            return PreferencePair((user_message,), chosen, rejected)
+        case {"question": str(question), "answer": str(answer)}:
+            return Dialog(_exchange(question, answer), final_answer(answer))
+    raise ValueError(
+        "no messages, no texts prompt and response, none of prompt, chosen and rejected, none of question and answer"
+    )
+
+
+def final_answer(answer: str) -> str:
+    """Return the text after the last ``####`` of a GSM8K answer, without commas. Raises ValueError without one."""
+    _, mark, final = answer.rpartition(_ANSWER_MARK)
+    if not mark or not final.strip():
+        raise ValueError(f"the answer has no {_ANSWER_MARK} before its final answer")
+    return final.strip().replace(",", "")
+
+
+def find_role_problem(messages: Sequence[Any], last_role: Literal["user", "assistant"]) -> str | None:
+    """Return the first problem of a dialog's form, or None.
+
+    Each message must be an object with a role and a text. The roles must be system (optional), user, assistant, user
+    and so on, up to a message of ``last_role``.
+    """
+    for index, message in enumerate(messages):
+        if not (isinstance(message, Mapping) and isinstance(message.get("content"), str)):
+            return f"message {index} has no content; it must be an object with a role and a text"
+    has_system = bool(messages) and messages[0].get("role") == "system"
+    for index, (message, role) in enumerate(
+        zip(messages[has_system:], cycle(("user", "assistant")), strict=False), int(has_system)
+    ):
+        if message.get("role") != role:
+            return (
+                f"message {index} has the role {message.get('role')!r}, not {role!r}; the roles must be system "
+                "(optional), user, assistant, user and so on"
+            )
+    if len(messages) == has_system or messages[-1]["role"] != last_role:
+        return f"message {len(messages)}, from the {last_role}, is missing"
+    return None
+
+
+def _exchange(question: str, answer: str) -> tuple[Message, ...]:
+    return _check_messages([Message(role="user", content=question), Message(role="assistant", content=answer)])
+
+
+def _check_messages(messages: Sequence[Any]) -> tuple[Message, ...]:
+    if problem := find_role_problem(messages, "assistant"):
+        raise ValueError(problem)
+    for index, message in enumerate(messages):
+        length = len(message["content"])
+        if length > _MAX_MESSAGE_CHARACTERS:
+            raise ValueError(f"message {index} has {length:,} characters, more than {_MAX_MESSAGE_CHARACTERS:,}")
+        if not message["content"].strip():
+            raise ValueError(f"message {index} is blank")
+    return tuple(Message(role=message["role"], content=message["content"]) for message in messages)

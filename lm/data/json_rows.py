@@ -1,0 +1,128 @@
+"""Rows of JSON Lines and Parquet files, local or by URL. Damaged rows are skipped, counted and named."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from lm.common.errors import UserError
+from lm.text.parquet import open_parquet
+from lm.text.sources import detect_format, open_decompressed
+from lm.text.utf8 import replace_surrogates
+
+_MAX_ROW_BYTES = 64 << 20
+_MAX_ROWS_NAMED = 100
+_BATCH_ROWS = 256
+
+Row = dict[str, Any]
+T = TypeVar("T")
+
+
+@dataclass
+class DamagedRows:
+    """Number of rows that were skipped, and the first 100 of them by file, line and reason."""
+
+    count: int = 0
+    names: list[str] = field(default_factory=list)
+
+    def add(self, name: str, reason: str) -> None:
+        """Count a row. ``name`` is its file and line."""
+        self.count += 1
+        if len(self.names) < _MAX_ROWS_NAMED:
+            self.names.append(f"{name}: {reason}")
+
+    def __str__(self) -> str:
+        shown = "; ".join(self.names[:3])
+        rows = "row was" if self.count == 1 else "rows were"
+        return f"{self.count:,} damaged {rows} skipped: {shown}{'; …' if self.count > 3 else ''}"
+
+
+def read_rows(url: str, damaged: DamagedRows, parse: Callable[[Row], T]) -> Iterator[T]:
+    """Yield ``parse(row)`` for each row of a file: Parquet by its name, JSON Lines otherwise, with any compression.
+
+    A row that is not valid, or for which ``parse`` raises ValueError with a reason, is added to ``damaged``. Lone
+    surrogates become U+FFFD. Raises UserError if the file cannot be read, has no rows, or if all its rows are damaged.
+    """
+    read = _read_parquet if detect_format(url)[0] == "parquet" else _read_json_lines
+    row_count, damaged_before = 0, damaged.count
+    for name, load in read(url):
+        row_count += 1
+        try:
+            parsed = parse(load())
+        except ValueError as error:
+            damaged.add(name, str(error))
+        else:
+            yield parsed
+    if not row_count:
+        raise UserError(f"{url} has no rows; give a file of JSON Lines or Parquet.")
+    if damaged.count - damaged_before == row_count:
+        raise UserError(f"{url} has no usable row. {damaged}.")
+
+
+def _read_json_lines(url: str) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """Yield (name of the row, function that returns it or raises ValueError)."""
+    with open_decompressed(url) as blocks:
+        for number, line in enumerate(_split_lines(blocks), start=1):
+            if line is None or line.strip():
+                yield f"{url}, line {number:,}", partial(_parse_json, line)
+
+
+def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes | None]:
+    """Split at ``\\n``. Yields None for a line of more than 64 MiB, which is not kept in memory."""
+    parts: list[bytes] = []
+    size = 0
+    for block in blocks:
+        for index, piece in enumerate(block.split(b"\n")):
+            if index:
+                yield b"".join(parts) if size <= _MAX_ROW_BYTES else None
+                parts, size = [], 0
+            size += len(piece)
+            if size <= _MAX_ROW_BYTES:
+                parts.append(piece)
+            else:
+                parts.clear()
+    yield b"".join(parts) if size <= _MAX_ROW_BYTES else None
+
+
+def _parse_json(line: bytes | None) -> Row:
+    if line is None:
+        raise ValueError(f"longer than {_MAX_ROW_BYTES >> 20} MiB")
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: byte 0x{line[error.start]:02x} at offset {error.start:,}") from None
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise ValueError("not a JSON object")
+    return _replace_all_surrogates(row) if "\\ud" in text.lower() else row
+
+
+def _replace_all_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return replace_surrogates(value)
+    if isinstance(value, list):
+        return [_replace_all_surrogates(item) for item in value]
+    if isinstance(value, dict):
+        return {replace_surrogates(name): _replace_all_surrogates(item) for name, item in value.items()}
+    return value
+
+
+def _read_parquet(url: str) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """Yield (name of the row, function that returns it or raises ValueError)."""
+    with open_parquet(url) as file:
+        number = 0
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+            for index in range(len(batch)):
+                number += 1
+                yield f"{url}, row {number:,}", partial(_parse_parquet, batch.slice(index, 1))
+
+
+def _parse_parquet(row: Any) -> Row:
+    try:
+        return row.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: {error}") from None

@@ -1,0 +1,61 @@
+"""Extraction of answers from the output of a model (CS336 assignment 5)."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")
+_THINK_THEN_ANSWER = re.compile(r"</think>\s*<answer>")
+_BRACES = re.compile(r"\\?[{}]")
+
+
+def parse_mmlu_response(example: Mapping[str, Any], output: str) -> str | None:
+    """Return the letter of the option that ``output`` chooses, or None.
+
+    ``example`` has the ``options`` (or ``choices``). In order: the last letter after ``answer is``, ``answer:`` and the
+    like; a letter at the start; the text of an option alone; the only letter before a punctuation mark or the end.
+    """
+    options = [str(option).strip().lower() for option in example.get("options") or example.get("choices") or "ABCD"]
+    letters = "".join(chr(ord("A") + index) for index in range(len(options)))
+    stated = re.findall(rf"(?i:answer|option|choice)(?i:\s+is|\s*:)?\W{{0,5}}([{letters}])(?![\w'])", output)
+    if stated:
+        return stated[-1]
+    if leading := re.match(rf"\W{{0,5}}([{letters}])(?:[.):,]|\s*$)", output):
+        return leading[1]
+    if options.count(output.strip(" .\n").lower()) == 1:
+        return letters[options.index(output.strip(" .\n").lower())]
+    mentioned = set(re.findall(rf"(?<![\w'])([{letters}])(?:[.):,]|\s*$)", output))
+    return mentioned.pop() if len(mentioned) == 1 else None
+
+
+def parse_gsm8k_response(output: str) -> str | None:
+    """Return the last number in ``output`` without its commas, such as ``-1234.5``, or None."""
+    numbers: list[str] = _NUMBER.findall(output)
+    return numbers[-1].replace(",", "") if numbers else None
+
+
+def extract_boxed(text: str) -> str | None:
+    r"""Return the content of the last ``\boxed{…}`` with balanced braces, or None if it is not closed."""
+    _, mark, rest = text.rpartition("\\boxed{")
+    if not mark:
+        return None
+    depth = 1
+    for brace in _BRACES.finditer(rest):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)  # \{ and \} are characters
+        if not depth:
+            return rest[: brace.start()]
+    return None
+
+
+def extract_r1_zero(response: str) -> str | None:
+    """Return the content of the last ``<answer>…</answer>`` that follows a ``</think>``, or None.
+
+    Any white space may lie between the tags. The prompt may have written ``<think>`` already.
+    """
+    start = None
+    for match in _THINK_THEN_ANSWER.finditer(response):
+        start = match.end()
+    if start is None:
+        return None
+    answer, mark, _ = response[start:].partition("</answer>")
+    return answer.strip() if mark else None

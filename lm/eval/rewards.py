@@ -1,0 +1,153 @@
+"""Reward functions, by name: ``(response, ground_truth)`` → ``reward``, ``format_reward`` and ``answer_reward``.
+
+``answer_reward`` is for the content, ``format_reward`` for the form. All are 0 to 1, except weighted sums. A ground
+truth is plain data as in JSON. A response of more than 100,000 characters gets 0.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from functools import partial
+from typing import Any
+
+from lm.common.errors import UserError, did_you_mean
+from lm.eval.answers import extract_boxed, extract_r1_zero, parse_gsm8k_response, parse_mmlu_response
+from lm.eval.math_equality import is_math_equal
+
+MAX_RESPONSE_CHARACTERS = 100_000
+REWARD_KEYS = ("reward", "format_reward", "answer_reward")
+
+RewardFunction = Callable[[str, Any], Mapping[str, float]]
+
+_SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]]*\s*\Z")
+_LENGTH_NAME = re.compile(r"length:(\d+)-(\d+)")
+
+
+def exact_reward(response: str, ground_truth: str | list[str]) -> dict[str, float]:
+    """1 if the response is one of the accepted answers, apart from white space around it."""
+    return _rewards(True, response.strip() in (answer.strip() for answer in _list(ground_truth)))
+
+
+def gsm8k_reward(response: str, ground_truth: str) -> dict[str, float]:
+    """1 if the last number of the response equals the ground truth's. Its format is right if it has a number."""
+    number, expected = (parse_gsm8k_response(text) for text in (response, ground_truth))
+    is_equal = number is not None and expected is not None and Decimal(number) == Decimal(expected)
+    return _rewards(number is not None, is_equal)
+
+
+def boxed_math_reward(response: str, ground_truth: str | list[str]) -> dict[str, float]:
+    r"""1 if the last ``\boxed{…}`` equals an accepted answer as mathematics."""
+    return _math_rewards(extract_boxed(response), ground_truth)
+
+
+def r1_zero_reward(response: str, ground_truth: str | list[str]) -> dict[str, float]:
+    r"""1 if ``…</think> <answer>…</answer>`` holds an accepted answer, alone or in ``\boxed{…}`` (Guo et al. 2025).
+
+    Any white space may lie between the tags.
+    """
+    answer = extract_r1_zero(response)
+    return _math_rewards(answer and (extract_boxed(answer) or answer), ground_truth)
+
+
+def multiple_choice_reward(response: str, ground_truth: Mapping[str, Any]) -> dict[str, float]:
+    """1 if the response chooses the letter ``ground_truth["answer"]`` of ``ground_truth["options"]``."""
+    letter = parse_mmlu_response(ground_truth, response)
+    return _rewards(letter is not None, letter == ground_truth["answer"])
+
+
+def required_words_reward(response: str, ground_truth: str | list[str]) -> dict[str, float]:
+    """The share of the required words in the response, as whole words in any case. A text separates words by commas."""
+    words = ground_truth.split(",") if isinstance(ground_truth, str) else ground_truth
+    patterns = [rf"(?<!\w){re.escape(word.strip())}(?!\w)" for word in words]
+    found = sum(bool(re.search(pattern, response, re.IGNORECASE)) for pattern in patterns)
+    return _rewards(True, found / len(patterns))
+
+
+def ends_properly_reward(response: str, ground_truth: Any = None) -> dict[str, float]:
+    """1 if the response ends with the end of a sentence, maybe in quotes."""
+    return _form_rewards(bool(_SENTENCE_END.search(response[-20:])))
+
+
+def length_reward(response: str, ground_truth: Any, min_characters: int, max_characters: int) -> dict[str, float]:
+    """1 if the response has ``min_characters`` to ``max_characters``, else the ratio of its length and the nearer."""
+    length = max(len(response), 1)
+    return _form_rewards(min(1.0, length / max(min_characters, 1), max_characters / length))
+
+
+def reasoning_gym_reward(response: str, ground_truth: Mapping[str, Any]) -> dict[str, float]:
+    """The library reasoning-gym's score of the response for ``ground_truth["entry"]`` of the data set ``["dataset"]``.
+
+    The answer is the content of ``<answer>…</answer>`` after ``</think>``, or else the whole response.
+    """
+    try:
+        import reasoning_gym  # slow to import
+    except ImportError:
+        raise UserError("Scoring this task needs reasoning-gym; install textmill[reasoning-gym].") from None
+    answer = extract_r1_zero(response)
+    score = reasoning_gym.get_score_answer_fn(ground_truth["dataset"])
+    return _rewards(True, float(score(answer or response.strip(), ground_truth["entry"])))
+
+
+REWARDS: dict[str, RewardFunction] = {
+    "exact": exact_reward,
+    "gsm8k": gsm8k_reward,
+    "boxed_math": boxed_math_reward,
+    "r1_zero": r1_zero_reward,
+    "multiple_choice": multiple_choice_reward,
+    "required_words": required_words_reward,
+    "ends_properly": ends_properly_reward,
+    "reasoning_gym": reasoning_gym_reward,
+}
+
+
+def get_reward(name: str) -> RewardFunction:
+    """Return the reward function of a name: one of ``REWARDS``, or ``length:MIN-MAX`` in characters.
+
+    Raises UserError for an unknown name.
+    """
+    if match := _LENGTH_NAME.fullmatch(name):
+        low, high = map(int, match.groups())
+        if low > high:
+            raise UserError(f"The reward {name!r} has a minimum above its maximum.")
+        return partial(_limit_size, partial(length_reward, min_characters=low, max_characters=high))
+    if name not in REWARDS:
+        raise UserError(
+            f"There is no reward {name!r}{did_you_mean(name, REWARDS)}; choose {', '.join(REWARDS)} or length:MIN-MAX."
+        )
+    return partial(_limit_size, REWARDS[name])
+
+
+def combine_rewards(weights: Mapping[str, float]) -> RewardFunction:
+    """Return a reward function of which each number is the weighted sum of the named functions' numbers."""
+    if not weights:
+        raise UserError("No reward is named; name at least one.")
+    parts = [(get_reward(name), weight) for name, weight in weights.items()]
+
+    def combined(response: str, ground_truth: Any) -> dict[str, float]:
+        rewards = [(function(response, ground_truth), weight) for function, weight in parts]
+        return {key: sum(weight * part[key] for part, weight in rewards) for key in REWARD_KEYS}
+
+    return combined
+
+
+def _limit_size(function: RewardFunction, response: str, ground_truth: Any) -> Mapping[str, float]:
+    return function(response, ground_truth) if len(response) <= MAX_RESPONSE_CHARACTERS else _rewards(False, False)
+
+
+def _rewards(has_format: bool, answer_reward: float) -> dict[str, float]:
+    answer_reward = float(answer_reward)
+    return {"reward": answer_reward, "format_reward": float(has_format), "answer_reward": answer_reward}
+
+
+def _form_rewards(value: float) -> dict[str, float]:
+    return {"reward": float(value), "format_reward": float(value), "answer_reward": 0.0}
+
+
+def _math_rewards(answer: str | None, ground_truth: str | list[str]) -> dict[str, float]:
+    if not answer:
+        return _rewards(answer is not None, False)
+    return _rewards(True, any(is_math_equal(answer, accepted) for accepted in _list(ground_truth)))
+
+
+def _list(ground_truth: str | list[str]) -> list[str]:
+    return [ground_truth] if isinstance(ground_truth, str) else ground_truth

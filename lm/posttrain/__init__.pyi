@@ -1,0 +1,17 @@
+from .advantages import compute_group_normalized_rewards as compute_group_normalized_rewards
+from .advantages import compute_rollout_rewards as compute_rollout_rewards
+from .grpo import grpo_train_step as grpo_train_step
+from .log_probs import compute_entropy as compute_entropy
+from .log_probs import get_response_log_probs as get_response_log_probs
+from .masked import masked_mean as masked_mean
+from .masked import masked_normalize as masked_normalize
+from .packed_sft_dataset import PackedSFTDataset as PackedSFTDataset
+from .packed_sft_dataset import iterate_batches as iterate_batches
+from .policy_gradient import aggregate_loss_across_microbatch as aggregate_loss_across_microbatch
+from .policy_gradient import compute_policy_gradient_loss as compute_policy_gradient_loss
+from .policy_gradient import estimate_kl as estimate_kl
+from .preference import compute_dpo_loss as compute_dpo_loss
+from .preference import compute_per_instance_dpo_loss as compute_per_instance_dpo_loss
+from .preference import compute_sequence_log_probs as compute_sequence_log_probs
+from .sft import sft_microbatch_train_step as sft_microbatch_train_step
+from .tokenization import tokenize_prompt_and_output as tokenize_prompt_and_output

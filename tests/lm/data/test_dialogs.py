@@ -1,0 +1,88 @@
+"""Rows as dialogs and preference pairs, and the reasons why a row is damaged."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lm.data.dialogs import Dialog, PreferencePair, find_role_problem, parse_row, read_dialogs
+from lm.data.json_rows import DamagedRows
+from tests.helpers.llamas import make_dialog
+
+HI = tuple(make_dialog("Hi.", "Ho."))
+LONG = tuple(make_dialog("a", "b", "c", "d", system="e"))
+GSM8K = tuple(make_dialog("1+1?", "It is 2.\n#### 1,002 "))
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": list(HI)}, Dialog(HI)),
+        ({"messages": list(LONG)}, Dialog(LONG)),
+        ({"messages": [{**message, "name": None} for message in HI], "id": 3}, Dialog(HI)),
+        ({"prompt": "Hi.", "response": "Ho.", "words": ["a"]}, Dialog(HI)),
+        ({"prompt": "Hi.", "chosen": "Ho.", "rejected": "No."}, PreferencePair(HI[:1], "Ho.", "No.")),
+        ({"question": "1+1?", "answer": "It is 2.\n#### 1,002 "}, Dialog(GSM8K, "1002")),
+    ],
+)
+def test_the_four_kinds_of_rows(row: dict[str, Any], expected: Dialog | PreferencePair) -> None:
+    assert parse_row(row) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({}, "no messages, no texts prompt and response"),
+        ({"prompt": "a", "response": None}, "no messages, no texts prompt and response"),
+        ({"prompt": ["a"], "chosen": "b", "rejected": "c"}, "no messages, no texts"),
+        ({"messages": []}, "message 0, from the assistant, is missing"),
+        ({"messages": make_dialog(system="a")}, "message 1, from the assistant, is missing"),
+        ({"messages": make_dialog("a")}, "message 1, from the assistant, is missing"),
+        ({"messages": make_dialog("a", "b", "c")}, "message 3, from the assistant, is missing"),
+        ({"messages": [*make_dialog("a"), *make_dialog("b")]}, "message 1 has the role 'user', not 'assistant'"),
+        ({"messages": make_dialog("a", "b")[::-1]}, "message 0 has the role 'assistant', not 'user'"),
+        ({"messages": [*HI, *make_dialog(system="a")]}, "message 2 has the role 'system', not 'user'"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "message 0 has the role 'tool'"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, r"message 0 has the role \['user'\]"),
+        ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "message 0 has no content"),
+        ({"messages": ["Hi."]}, "message 0 has no content"),
+        ({"messages": make_dialog("a", " \n")}, "message 1 is blank"),
+        ({"prompt": "", "response": "b"}, "message 0 is blank"),
+        ({"prompt": "x" * 10_000_000, "response": "b"}, "message 0 has 10,000,000 characters, more than 1,000,000"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
+        ({"prompt": "a", "chosen": "b", "rejected": ""}, "message 1 is blank"),
+        ({"question": "a", "answer": "2"}, "no #### before its final answer"),
+        ({"question": "a", "answer": "2 ####"}, "no #### before its final answer"),
+    ],
+)
+def test_damaged_rows(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        parse_row(row)
+
+
+def test_a_dialog_to_be_answered_ends_with_the_user() -> None:
+    assert find_role_problem(make_dialog("a"), "user") is None
+    assert find_role_problem(make_dialog("a", "b", "c", system="d"), "user") is None
+    assert find_role_problem(make_dialog("a", "b"), "user") == "message 2, from the user, is missing"
+
+
+def test_a_file_of_good_and_damaged_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "a", "response": "b"}, {"prompt": "a"}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
+    path.write_text("\n".join(map(json.dumps, rows)) + '\n{"prompt": "\udcff"', errors="surrogateescape")
+    damaged = DamagedRows()
+    kinds = [type(row) for row in read_dialogs(str(path), damaged)]
+    assert kinds == [Dialog, PreferencePair]
+    assert damaged.count == 2 and "line 2" in damaged.names[0] and "line 4: not UTF-8" in damaged.names[1]
+
+
+@pytest.mark.parametrize(("name", "count"), [("dialogs_valid", 206), ("words_valid", 271), ("gsm8k_test", 1319)])
+def test_real_files(shared_data: Path, name: str, count: int) -> None:
+    damaged = DamagedRows()
+    dialogs = list(read_dialogs(str(shared_data / f"{name}.jsonl.xz"), damaged))
+    assert len(dialogs) == count and not damaged.count
+    if name == "gsm8k_test":
+        for row in dialogs:
+            assert isinstance(row, Dialog) and row.ground_truth and math.isfinite(float(row.ground_truth))

@@ -1,0 +1,99 @@
+"""Rewards by name, with their parts."""
+
+from typing import Any
+
+import pytest
+
+from lm.common.errors import UserError
+from lm.eval.rewards import MAX_RESPONSE_CHARACTERS, REWARDS, combine_rewards, get_reward
+
+
+def parts(name: str, response: str, truth: Any) -> tuple[float, float, float]:
+    rewards = get_reward(name)(response, truth)
+    assert set(rewards) == {"reward", "format_reward", "answer_reward"}
+    return rewards["reward"], rewards["format_reward"], rewards["answer_reward"]
+
+
+RIGHT, WRONG, NO_FORMAT = (1.0, 1.0, 1.0), (0.0, 1.0, 0.0), (0.0, 0.0, 0.0)
+OPTIONS = {"options": ["red", "blue"], "answer": "B"}
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "truth", "expected"),
+    [
+        ("exact", " 168\n", "168", RIGHT),
+        ("exact", "169", "168", WRONG),
+        ("exact", "two", ["2", "two"], RIGHT),
+        ("gsm8k", "so 1,000.0 in all", "1000", RIGHT),
+        ("gsm8k", "so 7", "1000", WRONG),
+        ("gsm8k", "so seven", "7", NO_FORMAT),
+        ("gsm8k", "9" * 50_000, "7", WRONG),
+        ("boxed_math", r"\boxed{42}", "42", RIGHT),
+        ("boxed_math", r"\boxed{42}", ["41", "42.0"], RIGHT),
+        ("boxed_math", r"\boxed{41}", "42", WRONG),
+        ("boxed_math", r"\boxed{}", "42", WRONG),
+        ("boxed_math", "42", "42", NO_FORMAT),
+        ("r1_zero", "20+22</think> <answer>42</answer>", "42", RIGHT),
+        ("r1_zero", "20+22</think>\n<answer>42</answer>", "42", RIGHT),
+        ("r1_zero", "20+22</think>\n\n<answer>\n\\boxed{42}\n</answer>\n", "42", RIGHT),
+        ("r1_zero", "</think> <answer>41</answer>", "42", WRONG),
+        ("r1_zero", "</think> <answer></answer>", "42", WRONG),
+        ("r1_zero", "<answer>42</answer>", "42", NO_FORMAT),
+        ("multiple_choice", "The answer is B.", OPTIONS, RIGHT),
+        ("multiple_choice", "The answer is A.", OPTIONS, WRONG),
+        ("multiple_choice", "blue, I think", OPTIONS, NO_FORMAT),
+        ("required_words", "The Cat ate ice cream; dogs ran.", ["cat", "dog", "ice cream", "ran"], (0.75, 1.0, 0.75)),
+        ("required_words", "cat", "cat, dog", (0.5, 1.0, 0.5)),
+        ("required_words", "a+b (c", ["a+b", "(c"], RIGHT),
+        ("ends_properly", "He left.", None, (1.0, 1.0, 0.0)),
+        ("ends_properly", 'He said: "Go!" \n', None, (1.0, 1.0, 0.0)),
+        ("ends_properly", "He left. Then the", None, NO_FORMAT),
+        ("ends_properly", "", None, NO_FORMAT),
+        ("length:10-20", "x" * 10, None, (1.0, 1.0, 0.0)),
+        ("length:10-20", "x" * 5, None, (0.5, 0.5, 0.0)),
+        ("length:10-20", "x" * 40, None, (0.5, 0.5, 0.0)),
+        ("length:10-20", "", None, (0.1, 0.1, 0.0)),
+    ],
+)
+def test_hand_worked_rewards(name: str, response: str, truth: Any, expected: tuple[float, float, float]) -> None:
+    assert parts(name, response, truth) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", [*REWARDS, "length:1-9"])
+def test_a_response_that_is_too_long_gets_nothing(name: str) -> None:
+    assert parts(name, "\\frac" * (MAX_RESPONSE_CHARACTERS // 5 + 1), None) == NO_FORMAT
+
+
+def test_weighted_sum() -> None:
+    combined = combine_rewards({"required_words": 2.0, "ends_properly": 0.5, "length:4-8": -1.0})
+    rewards = combined("A cat.", ["cat", "dog"])
+    assert rewards == pytest.approx({"reward": 0.5, "format_reward": 2.0 + 0.5 - 1.0, "answer_reward": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"exakt": 1.0}, r"no reward 'exakt' \(did you mean 'exact'\?\); choose exact, gsm8k, "),
+        ({"length:9-3": 1.0}, "minimum above its maximum"),
+        ({"length:x": 1.0}, "no reward 'length:x'"),
+        ({}, "No reward is named"),
+    ],
+)
+def test_unknown_rewards_are_refused(weights: dict[str, float], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        combine_rewards(weights)
+
+
+def test_reasoning_gym() -> None:
+    reasoning_gym = pytest.importorskip("reasoning_gym", reason="has the tasks")
+    entry = reasoning_gym.create_dataset("simple_equations", size=1, seed=3)[0]
+    truth = {"dataset": "simple_equations", "entry": entry}
+    for response in (f" {entry['answer']} ", f"</think>\n<answer>{entry['answer']}</answer>"):
+        assert parts("reasoning_gym", response, truth) == RIGHT
+    assert parts("reasoning_gym", "nothing", truth)[0] < 0.1
+
+
+def test_reasoning_gym_is_named_if_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
+    with pytest.raises(UserError, match=r"install textmill\[reasoning-gym\]"):
+        get_reward("reasoning_gym")("1", {})

@@ -1,0 +1,125 @@
+"""Tasks from files and from procedures."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lm.common.errors import UserError
+from lm.data.json_rows import DamagedRows
+from lm.eval import get_reward, make_addition_task, make_reasoning_gym_task, read_task
+from lm.eval.tasks import R1_ZERO_PROMPT, Problem
+
+
+def read(tmp_path: Path, name: str, *rows: dict[str, Any]) -> tuple[list[Problem], list[str]]:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    damaged = DamagedRows()
+    return read_task(name, str(path), damaged).problems, [row.split(": ", 1)[1] for row in damaged.names]
+
+
+def test_gsm8k(tmp_path: Path) -> None:
+    row = {"question": "1+1?", "answer": "It is 2.\n#### 1,002"}
+    assert read(tmp_path, "gsm8k", row, {"question": "x", "answer": "2"}, {"question": "x"}) == (
+        [Problem("1+1?", "1002", row["answer"])],
+        ["the answer has no #### before its final answer", "no texts named question and answer"],
+    )
+
+
+def test_math(tmp_path: Path) -> None:
+    rows = [
+        {"problem": "a?", "solution": r"so \boxed{\frac{1}{2}}"},
+        {"problem": "b?", "answer": "3", "solution": 5},
+        {"problem": "c?", "solution": "none"},
+        {"problem": 4, "answer": "3"},
+    ]
+    problems, reasons = read(tmp_path, "math", *rows)
+    assert problems == [Problem("a?", r"\frac{1}{2}", rows[0]["solution"]), Problem("b?", "3")]
+    assert reasons == [
+        r"the solution has no \boxed answer",
+        "no text named problem with a text named answer or solution",
+    ]
+
+
+def test_mmlu(tmp_path: Path) -> None:
+    rows = [
+        {"question": "Which?", "options": ["red", "blue"], "answer": "B", "subject": "art"},
+        {"question": "Which?", "choices": [1, 2, 3], "answer": 2},
+        {"question": "Which?", "options": ["red"], "answer": "B"},
+        {"question": "Which?", "options": [], "answer": "A"},
+    ]
+    problems, reasons = read(tmp_path, "mmlu", *rows)
+    assert problems == [
+        Problem("Which?\nA. red\nB. blue\nAnswer:", {"options": ["red", "blue"], "answer": "B"}, "B"),
+        Problem("Which?\nA. 1\nB. 2\nC. 3\nAnswer:", {"options": ["1", "2", "3"], "answer": "C"}, "C"),
+    ]
+    assert reasons == ["the answer 'B' is none of the 1 options", "no question, options (or choices) and answer"]
+
+
+def test_words(tmp_path: Path) -> None:
+    problems, reasons = read(
+        tmp_path, "words", {"prompt": "Use a, b.", "words": ["a", "b"], "response": "a b"}, {"prompt": "x", "words": []}
+    )
+    assert problems == [Problem("Use a, b.", ["a", "b"], "a b")]
+    assert reasons == ["no prompt with a list of words"]
+
+
+@pytest.mark.parametrize(("name", "file", "count"), [("gsm8k", "gsm8k_test", 1319), ("words", "words_valid", 271)])
+def test_real_files_and_their_own_solutions(shared_data: Path, name: str, file: str, count: int) -> None:
+    damaged = DamagedRows()
+    task = read_task(name, str(shared_data / f"{file}.jsonl.xz"), damaged)
+    assert len(task.problems) == count and not damaged.count
+    reward = get_reward(task.reward)
+    scores = [reward(problem.solution or "", problem.ground_truth)["reward"] for problem in task.problems]
+    assert sum(scores) / count == (1.0 if name == "gsm8k" else pytest.approx(1.0, abs=0.01))
+
+
+def test_addition() -> None:
+    task = make_addition_task(300, seed=0)
+    assert task.problems == make_addition_task(300, seed=0).problems != make_addition_task(300, seed=1).problems
+    assert task.problems[:100] == make_addition_task(100, seed=0).problems
+    for problem in task.problems:
+        a, plus, b, equals = problem.prompt.split()
+        assert (plus, equals) == ("+", "=") and 10 <= int(a) <= 999 and 10 <= int(b) <= 999
+        assert problem.ground_truth == problem.solution == str(int(a) + int(b))
+    reward = get_reward(task.reward)
+    assert all(reward(f" {problem.solution}", problem.ground_truth)["reward"] == 1 for problem in task.problems)
+
+
+def test_the_splits_of_addition_share_no_pair() -> None:
+    train, test = (
+        {problem.prompt for problem in make_addition_task(3000, seed=0, digits=(1, 2), split=split).problems}
+        for split in ("train", "test")
+    )
+    assert not train & test and len(test) > 500
+    assert len(make_addition_task(50, seed=3, digits=(3, 3)).problems) == 50
+
+
+def test_reasoning_gym() -> None:
+    pytest.importorskip("reasoning_gym", reason="has the tasks")
+    task = make_reasoning_gym_task("simple_equations", 5, seed=1, max_terms=2)
+    assert task.problems == make_reasoning_gym_task("simple_equations", 5, seed=1, max_terms=2).problems
+    reward = get_reward(task.reward)
+    for problem in task.problems:
+        assert json.loads(json.dumps(problem.ground_truth)) == problem.ground_truth
+        assert reward(problem.solution or "", problem.ground_truth)["reward"] == 1.0
+    with pytest.raises(UserError, match="cannot make the data set 'no_such_set'"):
+        make_reasoning_gym_task("no_such_set", 5, seed=1)
+    with pytest.raises(UserError, match="cannot make the data set 'simple_equations'"):
+        make_reasoning_gym_task("simple_equations", 5, seed=1, no_such_option=2)
+
+
+def test_mistakes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"no task 'gsmk8' \(did you mean 'gsm8k'\?\); choose one of gsm8k, math, mmlu"):
+        read_task("gsmk8", "x.jsonl", DamagedRows())
+    with pytest.raises(UserError, match="has no usable row"):
+        read(tmp_path, "gsm8k", {"question": "x"})
+    monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
+    with pytest.raises(UserError, match=r"install textmill\[reasoning-gym\]"):
+        make_reasoning_gym_task("simple_equations", 5, seed=1)
+
+
+def test_the_r1_zero_prompt_takes_any_question() -> None:
+    prompt = R1_ZERO_PROMPT.format(question="What is {x}?")
+    assert "What is {x}?" in prompt and prompt.endswith("<think>")
