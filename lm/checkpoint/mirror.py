@@ -28,7 +28,7 @@ class CheckpointMirror:
     def download(self) -> None:
         """Download the checkpoints and logs that are missing locally."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        for name in sorted(self._remote_checkpoints()):
+        for name in sorted(self._remote_names(_DESCRIPTION)):
             if not (self.directory / name).exists():
                 with atomic_directory(self.directory / name) as temporary:
                     self._fs.get(f"{self._base}/{name}/", f"{temporary}/", recursive=True)
@@ -47,19 +47,25 @@ class CheckpointMirror:
                 if (self.directory / name).exists():
                     self._fs.put_file(str(self.directory / name), f"{self._base}/{name}")
         for name in new:
-            with suppress(FileNotFoundError):  # the training may delete it during the upload
+            try:
                 paths = sorted(local[name].iterdir(), key=lambda path: path.name == _DESCRIPTION)
                 for path in paths:
                     self._fs.put_file(str(path), f"{self._base}/{name}/{path.name}")
                 self._uploaded.add(name)
-        for name in self._remote_checkpoints() - local.keys() if new else ():
-            with suppress(FileNotFoundError):
-                self._fs.rm_file(f"{self._base}/{name}/{_DESCRIPTION}")
-                self._fs.rm(f"{self._base}/{name}", recursive=True)
+            except FileNotFoundError:  # the training has deleted it during the upload
+                self._delete(name)
+        for name in self._remote_names("*") - local.keys() if new else ():
+            self._delete(name)
 
-    def _remote_checkpoints(self) -> set[str]:
-        paths = self._fs.glob(f"{self._base}/step-*/{_DESCRIPTION}")
-        return {PurePosixPath(str(path)).parts[-2] for path in paths}
+    def _remote_names(self, file: str) -> set[str]:
+        """Return the names of the checkpoints at the URL that have a file of this name, which may be a glob."""
+        return {PurePosixPath(str(path)).parts[-2] for path in self._fs.glob(f"{self._base}/step-*/{file}")}
+
+    def _delete(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._fs.rm_file(f"{self._base}/{name}/{_DESCRIPTION}")  # first: without it there is no checkpoint
+        with suppress(FileNotFoundError):
+            self._fs.rm(f"{self._base}/{name}", recursive=True)
 
     @contextmanager
     def running(self) -> Iterator[None]:

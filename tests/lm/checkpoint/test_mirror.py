@@ -52,6 +52,30 @@ def test_a_checkpoint_that_was_copied_in_part_does_not_count(bucket: Any, tmp_pa
     assert files_below(tmp_path / "local") == {}
 
 
+def test_a_checkpoint_that_is_deleted_during_the_upload_leaves_no_files(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = CheckpointMirror(tmp_path, "s3://corpus/out")
+    write_checkpoint(tmp_path, "step-0000010")
+    put_file = mirror._fs.put_file
+
+    def put_then_delete(source: str, target: str) -> None:
+        put_file(source, target)
+        for path in (tmp_path / "step-0000010").iterdir():
+            path.unlink()
+
+    monkeypatch.setattr(mirror._fs, "put_file", put_then_delete)
+    mirror.upload()
+    assert not bucket.glob("corpus/out/step-*/*")
+
+
+def test_files_of_an_interrupted_upload_are_deleted(bucket: Any, tmp_path: Path) -> None:
+    bucket.pipe_file("corpus/out/step-0000010/optimizer.pt", b"half of it")
+    write_checkpoint(tmp_path, "step-0000020")
+    CheckpointMirror(tmp_path, "s3://corpus/out").upload()
+    assert {path.split("/")[-2] for path in bucket.glob("corpus/out/step-*/*")} == {"step-0000020"}
+
+
 def test_new_checkpoints_are_copied_while_the_training_runs(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
