@@ -25,7 +25,6 @@ from tasks.train import train
 
 log = logging.getLogger(__name__)
 
-_MAX_TASKS_PER_STAGE = 256  # more make Prefect's UI slow
 _CHECK_SECONDS = 5.0  # between two looks whether the cluster is alive, and how large it is
 
 
@@ -94,7 +93,7 @@ class PrefectExecutor:
         return [ref for ref, _ in outputs]
 
     def _make(self, stage: Stage, title: str, calls: Sequence[dict[str, Any]], missing: Sequence[int]) -> None:
-        size = -(-len(missing) // _MAX_TASKS_PER_STAGE)
+        size = -(-len(missing) // self._runner.max_task_runs())
         pending = deque(missing[start : start + size] for start in range(0, len(missing), size))
         running: dict[PrefectFuture[Any], int] = {}
         finished: SimpleQueue[PrefectFuture[Any]] = SimpleQueue()

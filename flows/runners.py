@@ -21,6 +21,10 @@ from tasks.runtime.context import RunContext
 log = logging.getLogger(__name__)
 
 
+_MAX_TASK_RUNS = 256  # of a stage; more make Prefect's UI slow
+_MIN_TASK_RUNS_ON_CLUSTER = 16
+
+
 class Runner(Protocol):
     """Runs Prefect tasks."""
 
@@ -30,8 +34,20 @@ class Runner(Protocol):
     def count_slots(self) -> int:
         """Return how many tasks may be in flight."""
 
+    def max_task_runs(self) -> int:
+        """Return the largest number of task runs of a stage."""
+
     def explain(self, error: BaseException) -> str:
         """Return what to tell the user about an exception that no task raised; empty if it is not of the cluster."""
+
+
+def max_task_runs_on_cluster(slots: int) -> int:
+    """Return the largest number of task runs of a stage on a cluster with ``slots``, two for each thread.
+
+    Prefect needs 0.1 seconds of a worker for each task run: it loads its settings and opens two HTTP clients. Eight
+    task runs a thread share the work well enough.
+    """
+    return min(_MAX_TASK_RUNS, max(_MIN_TASK_RUNS_ON_CLUSTER, 4 * slots))
 
 
 class ThreadRunner:
@@ -47,6 +63,10 @@ class ThreadRunner:
     def count_slots(self) -> int:
         """Return the number of threads."""
         return self._slots
+
+    def max_task_runs(self) -> int:
+        """Return 256: a task run costs little here."""
+        return _MAX_TASK_RUNS
 
     def explain(self, error: BaseException) -> str:
         """Threads have no failures of their own."""
@@ -69,6 +89,10 @@ class DaskRunner:
         if self._runner.client.status != "running":
             raise ConnectionError(f"the client is {self._runner.client.status}")
         return self._execution.tasks_in_flight or max(1, 2 * sum(self._runner.client.nthreads().values()))
+
+    def max_task_runs(self) -> int:
+        """Return some for each thread; see :func:`max_task_runs_on_cluster`."""
+        return max_task_runs_on_cluster(self.count_slots())
 
     def explain(self, error: BaseException) -> str:
         """Explain a lost scheduler, or a task whose workers died."""
@@ -94,6 +118,10 @@ class RayRunner:
         """Return two tasks for each CPU core of the cluster."""
         cpus = import_module("ray").cluster_resources().get("CPU", 1)
         return self._execution.tasks_in_flight or max(1, 2 * int(cpus))
+
+    def max_task_runs(self) -> int:
+        """Return some for each core; see :func:`max_task_runs_on_cluster`."""
+        return max_task_runs_on_cluster(self.count_slots())
 
     def explain(self, error: BaseException) -> str:
         """Explain a lost cluster, or a task whose workers died."""

@@ -9,7 +9,7 @@ from typing import Any
 from lm.common.cpu import available_cpus
 from lm.common.errors import UserError
 from lm.text.config import DataConfig
-from lm.text.ingest import combine_groups, read_group
+from lm.text.ingest import HELD_OUT, GroupTexts, combine_groups, join_files, read_group
 from lm.text.sources import Source, expand_urls, hash_source, source_version
 from tasks.pages import stages as pages
 from tasks.runtime.context import Attempt
@@ -77,11 +77,21 @@ def ingest(out: Attempt, train: list[Output], valid: list[Output], fraction: flo
     )
     content: dict[str, Any] = {
         name: [
-            {**asdict(selection), "bytes": size, "digest": outputs[selection.group].digest}
+            {
+                "group": selection.group,
+                "interval": selection.interval,
+                "bytes": size,
+                "digest": "" if selection.group is None else outputs[selection.group].digest,
+            }
             for selection, size in split.selections
         ]
         for name, split in splits.items()
     }
+    if any(entry["group"] is None for entry in content["valid"]):
+        held_out = [output for output, group in zip(outputs, groups, strict=True) if group.held_out_bytes]
+        paths = out.run.store.map(lambda output: output.path(HELD_OUT), held_out)
+        texts = GroupTexts([join_files(paths, out.directory / "valid.txt")])
+        (out.directory / "texts.json").write_text(json.dumps(asdict(texts)), encoding="utf-8")
     content["statistics"] = {
         name: {**asdict(split.statistics), "bytes": sum(size for _, size in split.selections)}
         for name, split in splits.items()

@@ -45,7 +45,7 @@ def main() -> None:
             steps=steps,
             **measure_work(site, sizes.work_mb),
             **measure_reading(site.folder, sizes.work_mb),
-            **measure_lists(site.folder, sizes.listed, sizes.sources),
+            **measure_lists(site.folder, sizes.listed),
             **overhead_costs(by_chunks[0], by_chunks[-1]),
         )
         print(json.dumps({name: value for name, value in asdict(costs).items() if name != "steps"}, indent=1))

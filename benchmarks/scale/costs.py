@@ -38,9 +38,6 @@ class Costs:
     merge_seconds_per_pretoken: float
     """Per different pretoken."""
     index_seconds_per_document: float
-    manifest_bytes_per_source: float
-    manifest_seconds_per_source: float
-    """To read the list of sources, which each group does."""
     pretokens_of_first_mb: float
     """Heaps' law: n MB of text have ``pretokens_of_first_mb * n ** heaps_exponent`` different pretokens."""
     heaps_exponent: float
@@ -52,7 +49,6 @@ class Costs:
     bytes_per_document: float
     driver_base_mb: float
     driver_kb_per_group: float
-    driver_bytes_per_chunk: float
     rows_per_run: float
     rows_per_task_run: float
     rows_per_group: float

@@ -45,12 +45,15 @@ class Meter:
     def patch(self) -> None:
         """Note the steps of the pipelines that run later in this process.
 
-        Methods are replaced, not a class: Dask would copy a class of this module together with the meter.
+        Methods are replaced, not a class: Dask would copy a class of this module together with the meter. Each source
+        becomes a group of its own, as a source of 1 GB is.
         """
         import flows.pipeline
+        import lm.text.ingest
         from flows.executor import PrefectExecutor
         from tasks.runtime.stage import Stage
 
+        lm.text.ingest._MAX_GROUP_SOURCES = 1
         meter, find_sources = self, flows.pipeline._find_sources
         call, map_items, look_up = PrefectExecutor.call, PrefectExecutor.map, Stage.look_up
 

@@ -13,11 +13,13 @@ from typing import TypeVar
 
 from benchmarks.scale.costs import MB, Costs, StepCost
 from flows.chain import _COUNTS_PER_SUM
-from flows.executor import _MAX_TASKS_PER_STAGE
+from flows.runners import _MAX_TASK_RUNS, max_task_runs_on_cluster
+from lm.text.ingest import _MAX_GROUP_BYTES as _MAX_SOURCE_GROUP_BYTES
+from lm.text.ingest import _MAX_GROUP_SOURCES
 from lm.text.sources import _RANGE_BLOCK_BYTES, BLOCK_BYTES
 from lm.tokenizer.bpe import training_memory_bytes
 from lm.tokenizer.pretoken_counts import NUM_PARTITIONS
-from tasks.runtime.chunk_input import _MAX_GROUP_BYTES, group_sizes
+from tasks.runtime.chunk_input import _MAX_GROUP_BYTES, _MIN_GROUPS
 from tasks.runtime.store import _MAX_CONCURRENT_REQUESTS
 
 STAGES = ("ingest", "chunk", "count", "merge", "encode", "index")
@@ -40,25 +42,29 @@ class Corpus:
     """Validation text in addition; by default as much as ``data.valid_max_bytes`` allows."""
 
     @property
-    def chunks(self) -> int:
-        return max(1, round(self.text_bytes / self.chunk_bytes))
-
-    @property
     def sources(self) -> int:
         return max(1, round(self.text_bytes / self.source_bytes))
 
-    def groups(self, text_bytes: float) -> list[float]:
-        """Return the bytes of each group of a text, as :mod:`tasks.runtime.chunk_input` makes them."""
-        remaining = max(1, round(text_bytes / self.chunk_bytes))
-        bytes_per_chunk, groups = text_bytes / remaining, []
-        max_chunks = math.ceil(_MAX_GROUP_BYTES / self.chunk_bytes)
-        for size in group_sizes():
-            chunks = min(size, max_chunks, remaining)
-            groups.append(chunks * bytes_per_chunk)
-            remaining -= chunks
-            if not remaining:
-                return groups
-        raise AssertionError("group_sizes is endless")
+    @property
+    def source_groups(self) -> list[float]:
+        """Bytes of each group of sources, as :func:`lm.text.ingest.group_sources` makes them."""
+        sources = max(1, min(_MAX_GROUP_SOURCES, int(_MAX_SOURCE_GROUP_BYTES / self.source_bytes)))
+        count = math.ceil(self.sources / sources)
+        return [self.text_bytes / count] * count
+
+    def groups(self, texts: Sequence[float]) -> list[float]:
+        """Return the bytes of each group of chunks of texts, as :mod:`tasks.runtime.chunk_input` makes them."""
+        groups, before = [], 0.0
+        for text in texts:
+            chunks = max(1, round(text / self.chunk_bytes))
+            chunk = text / chunks
+            while chunks:
+                wanted = min(_MAX_GROUP_BYTES, before / _MIN_GROUPS)
+                size = min(chunks, max(1, math.ceil(wanted / chunk)))
+                groups.append(size * chunk)
+                before += size * chunk
+                chunks -= size
+        return groups
 
 
 @dataclass(frozen=True)
@@ -113,9 +119,9 @@ def schedule(durations: Iterable[float], slots: int) -> float:
     return max(free)
 
 
-def bundle(items: Sequence[_Item]) -> list[Sequence[_Item]]:
+def bundle(items: Sequence[_Item], slots: int) -> list[Sequence[_Item]]:
     """Divide consecutive items among the task runs of a stage, as :class:`flows.executor.PrefectExecutor` does."""
-    size = -(-len(items) // _MAX_TASKS_PER_STAGE) or 1
+    size = -(-len(items) // max_task_runs_on_cluster(2 * slots)) or 1
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
@@ -136,7 +142,7 @@ class _Model:
 
     def __init__(self, costs: Costs, corpus: Corpus, cluster: Cluster) -> None:
         self.costs, self.corpus, self.cluster = costs, corpus, cluster
-        self.groups, self.valid_groups = corpus.groups(corpus.text_bytes), corpus.groups(corpus.valid_bytes)
+        self.groups, self.valid_groups = corpus.groups(corpus.source_groups), corpus.groups([corpus.valid_bytes])
         self.seconds: dict[str, float] = {}
         self.requests: dict[str, float] = {}
         self.task_runs = 0
@@ -155,21 +161,24 @@ class _Model:
         self.seconds[stage] += reads / cluster.worker_bytes_per_second
         self.requests[stage] += cost.total_requests(items)
 
-    def _read(self, stage: str, request_bytes: float) -> None:
-        """Add the requests of a step of the driver that reads all text in order."""
-        requests = max(0.0, self.corpus.text_bytes / request_bytes - self.corpus.sources)  # the first is the source's
-        self.requests[stage] += requests
-        self.seconds[stage] += requests * self.cluster.latency_seconds
-
     def read_sources(self) -> None:
-        """Hash the sources, ingest and cut them into chunks: one process reads all text three times."""
-        costs, text = self.costs, self.corpus.text_bytes
-        for step, seconds_per_mb in (("sources", costs.hash_seconds_per_mb), ("ingest", costs.ingest_seconds_per_mb)):
-            self._driver_step("ingest", step, self.corpus.sources, cpu=text / MB * seconds_per_mb, reads=text)
-            self._read("ingest", STREAM_REQUEST_BYTES)
-        cpu = text / MB * costs.chunk_seconds_per_mb + self.corpus.chunks * costs.chunk_seconds_per_chunk
-        self._driver_step("chunk", "chunk", self.corpus.sources, cpu=cpu, reads=text)
-        self._read("chunk", RANGE_REQUEST_BYTES)
+        """Hash the sources in the driver, then ingest groups of sources and cut them into chunks."""
+        costs, corpus, cluster = self.costs, self.corpus, self.cluster
+        threads = min(cluster.cores, _MAX_CONCURRENT_REQUESTS)
+        cpu = corpus.text_bytes / MB * costs.hash_seconds_per_mb / threads
+        self._driver_step("ingest", "sources", corpus.sources, threads, cpu, corpus.text_bytes)
+        blocks = corpus.text_bytes / STREAM_REQUEST_BYTES
+        self.requests["ingest"] += blocks
+        self.seconds["ingest"] += blocks * cluster.latency_seconds / threads
+        groups = corpus.source_groups
+        chunk_seconds_per_mb = costs.chunk_seconds_per_mb + costs.chunk_seconds_per_chunk * MB / corpus.chunk_bytes
+        for stage, seconds_per_mb, request_bytes in (
+            ("ingest", costs.ingest_seconds_per_mb, STREAM_REQUEST_BYTES),
+            ("chunk", chunk_seconds_per_mb, RANGE_REQUEST_BYTES),
+        ):
+            self._map_groups(stage, f"{stage}-group", groups, seconds_per_mb, 0.0, request_bytes)
+            self._fixed(stage, f"{stage}-group")
+            self._driver_step(stage, stage, len(groups), _MAX_CONCURRENT_REQUESTS)
 
     def _map(
         self,
@@ -183,7 +192,8 @@ class _Model:
 
         ``python_seconds`` of an item hold Python's lock: in each worker, one thread at a time.
         """
-        cluster, bundles = self.cluster, bundle(range(len(cpu)))
+        cluster = self.cluster
+        bundles = bundle(range(len(cpu)), cluster.slots)
         self.task_runs += len(bundles)
         threads = min(cluster.threads_per_task, len(bundles[0]))
         most_bytes_per_second = min(cluster.workers * cluster.worker_bytes_per_second, cluster.bucket_bytes_per_second)
@@ -201,19 +211,23 @@ class _Model:
         self.requests[stage] += sum(requests)
 
     def _map_groups(
-        self, stage: str, step: str, groups: Sequence[float], seconds_per_mb: float, written: float
+        self,
+        stage: str,
+        step: str,
+        groups: Sequence[float],
+        seconds_per_mb: float,
+        written: float = 0.0,
+        request_bytes: int = RANGE_REQUEST_BYTES,
     ) -> None:
-        """Add a mapped step over groups of chunks. It writes ``written`` bytes for each byte of text."""
-        costs, cost, sources = self.costs, self.costs.steps.get(step, StepCost()), self.corpus.sources
+        """Add a mapped step over groups. It writes ``written`` bytes for each byte of text."""
+        cost = self.costs.steps.get(step, StepCost())
         self._driver_step(stage, f"{step} look-up", len(groups), _MAX_CONCURRENT_REQUESTS)
-        python_seconds = cost.seconds + sources * costs.manifest_seconds_per_source
-        list_bytes = sources * costs.manifest_bytes_per_source
         self._map(
             stage,
-            [python_seconds + size / MB * seconds_per_mb for size in groups],
-            python_seconds,
-            [list_bytes + size * (1 + written) for size in groups],
-            [cost.requests + size // RANGE_REQUEST_BYTES + size * written // UPLOAD_PART_BYTES for size in groups],
+            [cost.seconds + size / MB * seconds_per_mb for size in groups],
+            cost.seconds,
+            [size * (1 + written) for size in groups],
+            [cost.requests + size // request_bytes + size * written // UPLOAD_PART_BYTES for size in groups],
         )
 
     def _fixed(self, stage: str, step: str) -> None:
@@ -225,7 +239,7 @@ class _Model:
     def count(self) -> None:
         """Count each group, add up the counts 32 files at a time, and the last files in the driver."""
         costs, cost = self.costs, self.costs.steps.get("count-sum", StepCost())
-        self._map_groups("count", "count-group", self.groups, costs.count_seconds_per_mb, 0.0)
+        self._map_groups("count", "count-group", self.groups, costs.count_seconds_per_mb)
         self._fixed("count", "count-group")
         parts = self.groups
         while len(parts) > _COUNTS_PER_SUM:
@@ -271,14 +285,14 @@ class _Model:
 
     def result(self) -> Prediction:
         """Return the sums, with memory and rows."""
-        costs, chunks, count = self.costs, self.corpus.chunks, len(self.groups)
+        costs, count = self.costs, len(self.groups)
         table_bytes = self.last_counts_bytes / costs.file_bytes_per_pretoken * (costs.bytes_per_pretoken + 12)
         driver_mb = costs.driver_base_mb + max(
-            (count * costs.driver_kb_per_group * 1e3 + chunks * costs.driver_bytes_per_chunk) / MB,
+            count * costs.driver_kb_per_group * 1e3 / MB,
             table_bytes / NUM_PARTITIONS * _COUNT_TABLE_COPIES / MB,
         )
         merge_bytes = training_memory_bytes(int(self.pretokens), int(self.pretokens * costs.bytes_per_pretoken))
-        threads = min(self.cluster.threads_per_task, len(bundle(range(count))[0]))
+        threads = min(self.cluster.threads_per_task, len(bundle(range(count), self.cluster.slots)[0]))
         return Prediction(
             seconds=self.seconds,
             requests=self.requests,
@@ -288,5 +302,5 @@ class _Model:
             rows=costs.rows_per_run + self.task_runs * costs.rows_per_task_run + 2 * count * costs.rows_per_group,
             task_runs=self.task_runs,
             groups=count,
-            busy_cores=min(self.cluster.slots, min(count, _MAX_TASKS_PER_STAGE)) * threads,
+            busy_cores=min(self.cluster.slots, min(count, _MAX_TASK_RUNS)) * threads,
         )

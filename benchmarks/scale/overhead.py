@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chunks import count_rows
+from benchmarks.chunks import count_chunks, count_rows
 from benchmarks.scale.site import GROUP_BYTES, Site, read_manifests, small_text
-from flows.executor import _MAX_TASKS_PER_STAGE
+from flows.runners import _MAX_TASK_RUNS
 
 _CHUNK_BYTES = 2_000
 _ROWS_SECONDS = 3.0  # until the server has written the last events of a run
@@ -30,9 +30,8 @@ def measure_chunks(site: Site, counts: Sequence[int]) -> list[dict[str, Any]]:
         root = site.folder / f"chunks-{count}"
         result = site.run(str(root), [str(corpus)], _CHUNK_BYTES, 2)
         time.sleep(_ROWS_SECONDS)
-        (lines,) = root.glob("chunk/*/*/chunks.jsonl")
         groups = result["items"]["count-group"] + result["items"]["encode-group"]
-        result |= {"chunks": len(lines.read_bytes().splitlines()), "groups": groups}
+        result |= {"chunks": count_chunks(root), "groups": groups}
         result |= {"rows": count_rows(site.database) - rows, "log_rows": count_log_rows(site.database) - log_rows}
         results.append(result)
     for result, previous in zip(results, [None, *results[:-1]], strict=True):
@@ -48,7 +47,7 @@ def measure_chunks(site: Site, counts: Sequence[int]) -> list[dict[str, Any]]:
 
 def overhead_costs(few: dict[str, Any], many: dict[str, Any]) -> dict[str, float]:
     """Return the memory and the rows for each group and each task run, from runs of :func:`measure_chunks`."""
-    tasks = sum(min(_MAX_TASKS_PER_STAGE, many["items"][name]) for name in ("count-group", "encode-group"))
+    tasks = sum(min(_MAX_TASK_RUNS, many["items"][name]) for name in ("count-group", "encode-group"))
     extra_kb, extra_groups = 1e3 * (many["driver_mb"] - few["driver_mb"]), many["groups"] - few["groups"]
     return {
         "driver_base_mb": few["driver_mb"],

@@ -30,8 +30,8 @@ def measure_requests(site: Site, group_counts: tuple[int, int]) -> dict[str, Ste
     )
     costs: dict[str, StepCost] = {}
     for name, step in many["steps"].items():
-        of_sources, mapped = name in ("sources", "ingest", "chunk"), name.removesuffix(" look-up")
-        items = [run["sources"] if of_sources else run["items"].get(mapped, 0) for run in (few, many)]
+        mapped = name.removesuffix(" look-up")
+        items = [run["sources"] if name == "sources" else run["items"].get(mapped, 0) for run in (few, many)]
         costs[name] = fit(items, few["steps"].get(name, dict.fromkeys(step, 0.0)), step)
         print(f"{name:20} {step['requests']:5.0f} requests for {items[1]:3} items: {describe(costs[name])}", flush=True)
     return costs

@@ -18,8 +18,7 @@ class Sizes:
     work_mb: int = 40
     dask_groups: int = 32
     listed: int = 50_000
-    """Chunks whose list is written, to measure memory and time of a chunk."""
-    sources: int = 500
+    """Chunks whose list is written, to measure the time of a chunk."""
 
 
 QUICK = Sizes(
@@ -31,5 +30,4 @@ QUICK = Sizes(
     work_mb=8,
     dask_groups=0,
     listed=20_000,
-    sources=100,
 )

@@ -2,16 +2,13 @@
 
 import math
 import time
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from benchmarks.orchestration import DirectCaller
 from benchmarks.scale.site import Site, mixed_text, read_manifests
 
 WORK_GROUPS = 6
@@ -83,10 +80,10 @@ def measure_work(site: Site, megabytes: int) -> dict[str, float]:
 
 
 def measure_reading(folder: Path, megabytes: int) -> dict[str, float]:
-    """Return the CPU seconds for each MB of the three steps of the driver that read all text, without their stages."""
+    """Return the CPU seconds for each MB of the three steps that read all text, without their stages."""
     from lm.text.chunks import cut_chunks
     from lm.text.config import DataConfig
-    from lm.text.ingest import ingest_sources
+    from lm.text.ingest import read_group
     from lm.text.sources import hash_source
 
     corpus, out = folder / "reading.txt", folder / "reading"
@@ -95,7 +92,7 @@ def measure_reading(folder: Path, megabytes: int) -> dict[str, float]:
     source, data = hash_source(str(corpus)), DataConfig(train=[str(corpus)], valid_fraction=0.001)
     calls: dict[str, Callable[[], Any]] = {
         "hash_seconds_per_mb": lambda: hash_source(str(corpus)),
-        "ingest_seconds_per_mb": lambda: ingest_sources([source], [], data, out),
+        "ingest_seconds_per_mb": lambda: read_group([source], data, 0.001, out),
         "chunk_seconds_per_mb": lambda: list(cut_chunks([str(corpus)], [data.separator], 1_000_000)),
     }
     seconds = {}
@@ -106,48 +103,23 @@ def measure_reading(folder: Path, megabytes: int) -> dict[str, float]:
     return seconds
 
 
-def measure_lists(folder: Path, num_chunks: int, num_sources: int) -> dict[str, float]:
-    """Measure long lists: of chunks in the stage chunk, of sources in each group, of documents in the index."""
+def measure_lists(folder: Path, num_chunks: int) -> dict[str, float]:
+    """Measure long lists: of chunks in a group of sources, of documents in the index."""
     from lm.text.chunks import Range
-    from lm.text.config import DataConfig
-    from tasks.ingest import find_sources, ingest
     from tasks.pages.plots import QUARTER_OCTAVES
-    from tasks.pages.stages import chunk as chunk_page
-    from tasks.runtime.chunk_input import text_urls, write_groups
-    from tasks.runtime.context import RunContext
-    from tasks.runtime.output import read_output
+    from tasks.runtime.chunk_input import write_groups
 
     directory = folder / "lists"
     directory.mkdir()
     chunks = ([Range(0, start, start + 1, False, "0" * 64)] for start in range(num_chunks))
     started = time.process_time()
-    figures = {split: {"chunks": number} for split, number in write_groups(directory, {"train": chunks}).items()}
-    out: Any = SimpleNamespace(directory=directory, figures=figures)
-    list(chunk_page(out))
+    write_groups(directory, chunks, 0)
     chunk_seconds = time.process_time() - started
-    tracemalloc.start()
-    list(chunk_page(out))
-    chunk_memory = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-
-    for number in range(num_sources):
-        (directory / f"{number}.txt").write_text(f"text {number}<|endoftext|>" * 2)
-    run = RunContext(str(folder / "sources-root"), "scale")
-    data = DataConfig(train=[str(directory / "*.txt")])
-    texts = DirectCaller(run).call(ingest, *find_sources(data, run.store), data)
-    started = time.process_time()
-    for _ in range(5):
-        text_urls(read_output(run.store, texts), "train")
-    source_seconds = (time.process_time() - started) / 5
-    manifest_bytes = len(run.store.read_bytes(*texts, "manifest.json") or b"")
 
     ends = np.arange(1_000_000) * 500
     started = time.process_time()
     np.histogram(np.diff(ends, prepend=0), QUARTER_OCTAVES)
     return {
         "chunk_seconds_per_chunk": chunk_seconds / num_chunks,
-        "driver_bytes_per_chunk": chunk_memory / num_chunks,
-        "manifest_seconds_per_source": source_seconds / num_sources,
-        "manifest_bytes_per_source": manifest_bytes / num_sources,
         "index_seconds_per_document": (time.process_time() - started) / len(ends),
     }

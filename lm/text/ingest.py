@@ -4,6 +4,7 @@ Groups of sources are read independently, in parallel. :func:`combine_groups` th
 """
 
 import logging
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, count, groupby, pairwise
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _MAX_GROUP_BYTES = 1 << 30  # of stored sources; a larger source is a group of its own
 _MAX_GROUP_SOURCES = 1024
+HELD_OUT = "held-out.txt"  # the documents of a group that are held out
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,11 @@ class Text:
 
 @dataclass
 class GroupTexts:
-    """The texts of a group of sources. The ranges of ``kept`` leave out the documents copied to ``held_out``."""
+    """The texts of a group of sources. Their ranges leave out the documents copied to ``held-out.txt``."""
 
     kept: list[Text] = field(default_factory=list)
-    held_out: list[Text] = field(default_factory=list)
+    held_out_bytes: int = 0
+    """Size of ``held-out.txt``; if it is 0, there is no file."""
     kept_statistics: TextStatistics = field(default_factory=TextStatistics)
     """Also counts the replacements and removals in the documents held out."""
     held_out_statistics: TextStatistics = field(default_factory=TextStatistics)
@@ -50,27 +53,28 @@ class GroupTexts:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "GroupTexts":
         """Read the content of ``texts.json``, which is ``asdict`` of this class."""
-        kept, held_out = ([Text(**text) for text in content[name]] for name in ("kept", "held_out"))
-        statistics = (TextStatistics(**content[f"{name}_statistics"]) for name in ("kept", "held_out"))
-        return cls(kept, held_out, *statistics)
+        kept, statistics = [Text(**text) for text in content["kept"]], content["held_out_statistics"]
+        kept_statistics, held_out_statistics = (
+            TextStatistics(**content["kept_statistics"]),
+            TextStatistics(**statistics),
+        )
+        return cls(kept, content["held_out_bytes"], kept_statistics, held_out_statistics)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """A part of a split: the texts of group number ``group`` that were kept, or those held out.
+    """A part of a split: the texts that were kept of group number ``group``. Without a number: the text held out.
 
     With ``interval`` (start, end): these bytes of all texts of the group, one after the other, also those held out.
     """
 
-    group: int
-    is_held_out: bool = False
+    group: int | None
     interval: tuple[int, int] | None = None
 
     def texts(self, group: GroupTexts) -> list[tuple[Text, ByteRanges]]:
         """Return the texts of the selection, each with its byte ranges."""
         if self.interval is None:
-            texts = group.held_out if self.is_held_out else group.kept
-            return [(text, text.ranges) for text in texts if text.ranges]
+            return [(text, text.ranges) for text in group.kept if text.ranges]
         start, end = self.interval
         selected: list[tuple[Text, ByteRanges]] = []
         for text, before in zip(group.kept, accumulate((text.bytes for text in group.kept), initial=0), strict=False):
@@ -110,7 +114,7 @@ def read_group(sources: Sequence[Source], config: DataConfig, fraction: float, o
     """
     readers = _read_sources(sources, config, int(fraction * 2**64), out)
     group = GroupTexts()
-    held_out_path = out / "held-out.txt"
+    held_out_path = out / HELD_OUT
     with held_out_path.open("wb") as file:
         for reader in readers:
             text, held_out = reader.text, reader.held_out_ranges
@@ -126,10 +130,8 @@ def read_group(sources: Sequence[Source], config: DataConfig, fraction: float, o
             group.kept.append(Text(text.file, text.source, text.bytes, kept))
             group.kept_statistics += reader.kept_statistics
             group.held_out_statistics += reader.held_out_statistics
-        size = file.tell()
-    if size:
-        group.held_out.append(Text(held_out_path.name, None, size, [(0, size)]))
-    else:
+        group.held_out_bytes = file.tell()
+    if not group.held_out_bytes:
         held_out_path.unlink()
     return group
 
@@ -235,10 +237,8 @@ def combine_groups(
     if fraction:
         if fraction < config.valid_fraction:
             log.info("Validation text: %g %% of the documents, because of data.valid_max_bytes.", 100 * fraction)
-        selections = [
-            (Selection(number, is_held_out=True), _size(group.held_out)) for number, group in enumerate(train)
-        ]
-        splits["valid"] = Split(selections, _total(group.held_out_statistics for group in train))
+        held_out = [(Selection(None), sum(group.held_out_bytes for group in train))]
+        splits["valid"] = Split(held_out, _total(group.held_out_statistics for group in train))
         if not all(split.statistics.documents for split in splits.values()):
             splits = _split_at_end(
                 train, _total(split.statistics for split in splits.values()), fraction, config.separator, url_of
@@ -252,6 +252,16 @@ def combine_groups(
         if statistics.separators_removed:
             log.warning("The %s text: removed %s separators.", name, f"{statistics.separators_removed:,}")
     return splits
+
+
+def join_files(paths: Iterable[Path], joined: Path) -> Text:
+    """Write the content of files, one after the other, to ``joined``. Return it as a text."""
+    with joined.open("wb") as file:
+        for path in paths:
+            with path.open("rb") as part:
+                shutil.copyfileobj(part, file)
+        size = file.tell()
+    return Text(joined.name, None, size, [(0, size)])
 
 
 def _kept_texts(groups: Sequence[GroupTexts], first: int) -> Split:
@@ -298,8 +308,9 @@ def _split_at_end(
     if not all(split.selections for split in splits.values()):
         raise UserError("The text is too short to set a validation fraction aside; set data.valid_fraction to 0.")
     for selection, _ in splits["valid"].selections:
-        for text, ranges in selection.texts(groups[selection.group]):
-            url = url_of(selection.group, text)
+        number = selection.group or 0
+        for text, ranges in selection.texts(groups[number]):
+            url = url_of(number, text)
             with open_ranges(url, ranges) as blocks:
                 splits["valid"].statistics.add_document(sum(map(len, decode_utf8_blocks(blocks, url))))
     return splits

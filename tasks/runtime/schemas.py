@@ -120,17 +120,16 @@ class _Text(_Schema):
 
 class _GroupTexts(_Schema):
     kept: list[_Text]
-    held_out: list[_Text]
+    held_out_bytes: _Size
     kept_statistics: _Statistics
     held_out_statistics: _Statistics
 
 
 class _TextGroup(_Schema):
-    group: _Size
-    is_held_out: bool
+    group: _Size | None
     interval: _Interval | None
     bytes: _Size
-    digest: _Digest
+    digest: str
 
 
 class _Range(_Schema):

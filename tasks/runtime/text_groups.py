@@ -24,10 +24,10 @@ class OpenTextGroup:
 
 @dataclass(frozen=True)
 class TextGroup:
-    """The part of a split that comes from one group of sources: an entry of ``text_groups.json``."""
+    """The part of a split that lies in one output: an entry of ``text_groups.json``."""
 
     output: Ref
-    """Output of ``ingest-group``."""
+    """Output of ``ingest-group``, or of ``ingest`` for the text held out."""
     digest: str
     """Its content digest."""
     selection: Selection
@@ -38,7 +38,7 @@ class TextGroup:
     def identity(self) -> list[Any]:
         """The part of the group that enters a key."""
         interval = self.selection.interval and list(self.selection.interval)
-        return [self.digest, self.selection.is_held_out, interval, self.bytes_before]
+        return [self.digest, interval, self.bytes_before]
 
     def open(self, store: Store) -> OpenTextGroup:
         """Read the list of the texts. Raises UserError if a file of the group is damaged."""
@@ -56,7 +56,7 @@ class TextGroup:
 
 
 def read_texts(output: Output) -> GroupTexts:
-    """Return the texts in an output of ``ingest-group``."""
+    """Return the texts in an output of ``ingest-group`` or ``ingest``."""
     return GroupTexts.from_json(output.json("texts.json"))
 
 
@@ -73,11 +73,15 @@ def text_url(output: Output, text: Text) -> str:
 def read_text_groups(store: Store, texts: Ref, groups: Sequence[Ref], split: str) -> list[TextGroup]:
     """Return the text groups of ``train`` or ``valid``. ``groups`` are the outputs of all groups of sources."""
     result, bytes_before = [], 0
-    for entry in read_output(store, texts).json("text_groups.json")[split]:
-        if entry["group"] >= len(groups):
+    combined = read_output(store, texts)
+    for entry in combined.json("text_groups.json")[split]:
+        selection = Selection(entry["group"], entry["interval"] and tuple(entry["interval"]))
+        if selection.group is None:
+            output, digest = texts, combined.digest
+        elif selection.group < len(groups):
+            output, digest = groups[selection.group], entry["digest"]
+        else:
             raise UserError(f"Texts {texts.key[:12]} are of other sources. Refresh the ingest stage.")
-        interval = entry["interval"] and tuple(entry["interval"])
-        selection = Selection(entry["group"], entry["is_held_out"], interval)
-        result.append(TextGroup(groups[selection.group], entry["digest"], selection, bytes_before))
+        result.append(TextGroup(output, digest, selection, bytes_before))
         bytes_before += entry["bytes"]
     return result

@@ -13,7 +13,7 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
-from flows import chain, executor
+from flows import chain
 from flows.config import PipelineConfig, StageName
 from flows.pipeline import pipeline
 from flows.plan import plan
@@ -297,7 +297,7 @@ def test_many_groups_share_few_task_runs_and_a_tree_of_sums(
     config = replace(config, chunk=ChunkConfig(target_bytes=2_000))
     run(config, until="encode")
     assert run.groups("count-sum") == [], "32 files of counts can be added up at once"
-    monkeypatch.setattr(executor, "_MAX_TASKS_PER_STAGE", 3)
+    monkeypatch.setattr(runners, "_MAX_TASK_RUNS", 3)
     monkeypatch.setattr(chain, "_COUNTS_PER_SUM", 2)
     other = Runner(tmp_path / "other")
     other(config, until="encode")

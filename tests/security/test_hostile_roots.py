@@ -295,12 +295,12 @@ _TOTALS = {"tokens": 1, "documents": 1, "bytes": 5}
 CONTENTS: dict[str, Any] = {
     "texts.json": {
         "kept": [{"file": None, "source": 0, "bytes": 5, "ranges": [[0, 5]]}],
-        "held_out": [],
+        "held_out_bytes": 0,
         "kept_statistics": asdict(TextStatistics()),
         "held_out_statistics": asdict(TextStatistics()),
     },
     "text_groups.json": {
-        "train": [{"group": 0, "is_held_out": False, "interval": None, "bytes": 5, "digest": "ab" * 32}],
+        "train": [{"group": 0, "interval": None, "bytes": 5, "digest": "ab" * 32}],
         "valid": [],
     },
     "groups.json": [_GROUP],

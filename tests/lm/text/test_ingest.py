@@ -22,7 +22,7 @@ from lm.text.chunks import cut_chunks
 from lm.text.config import DataConfig
 from lm.text.demo_corpus import demo_stories
 from lm.text.held_out import DocumentHash, valid_fraction
-from lm.text.ingest import GroupTexts, Text, combine_groups, group_sources, read_group
+from lm.text.ingest import HELD_OUT, GroupTexts, Text, combine_groups, group_sources, join_files, read_group
 from lm.text.pretokenize import find_safe_cut
 from lm.text.sources import Source, expand_urls, hash_source, open_ranges
 from lm.text.statistics import TextStatistics
@@ -56,17 +56,22 @@ def ingest_sources(train: list[Source], valid: list[Source], config: DataConfig,
         return str(out / str(number) / text.file) if text.file else groups[number][text.source or 0].url
 
     splits = combine_groups(texts[:train_groups], texts[train_groups:], config, fraction, url_of)
+    held_out = sorted(out.glob(f"*/{HELD_OUT}"), key=lambda path: int(path.parent.name))
     result: dict[str, Any] = {"statistics": {}}
     for name, split in splits.items():
         result[name] = [
             {
                 "file": f"{selection.group}/{text.file}" if text.file else None,
-                "source": None if text.source is None else first_sources[selection.group] + text.source,
+                "source": None if text.source is None else first_sources[selection.group or 0] + text.source,
                 "ranges": [list(interval) for interval in ranges],
             }
             for selection, _ in split.selections
+            if selection.group is not None
             for text, ranges in selection.texts(texts[selection.group])
         ]
+        if any(selection.group is None for selection, _ in split.selections):
+            text = join_files(held_out, out / "valid.txt")
+            result[name] = [{"file": text.file, "source": None, "ranges": text.ranges}]
         result["statistics"][name] = {**asdict(split.statistics), "bytes": sum(size for _, size in split.selections)}
     return result
 
@@ -170,9 +175,9 @@ def test_a_fraction_of_the_documents_is_held_out(tmp_path: Path) -> None:
     assert 60 < len(valid) < 140
     assert [result["statistics"][name]["documents"] for name in ("train", "valid")] == [len(train), len(valid)]
     assert [(text["file"], text["source"]) for text in result["train"] + result["valid"]] == [
-        *[(None, 0), ("0/held-out.txt", None)],
+        *[(None, 0), ("valid.txt", None)],
     ]
-    assert written_files(tmp_path / "out") == ["0/held-out.txt"], "the training text is not copied"
+    assert written_files(tmp_path / "out") == ["0/held-out.txt", "valid.txt"], "the training text is not copied"
 
 
 def test_the_fraction_does_not_depend_on_order_number_or_format(tmp_path: Path) -> None:
@@ -309,7 +314,7 @@ def test_referenced_ranges_have_the_same_ids_as_copied_texts(
         given_sources = sources(*sorted(Path(place).glob("*.txt*"), key=lambda path: path.name))
         assume(valid and any(text.strip() for text in expected))
         result = ingest_sources(given_sources, [], DataConfig(valid_fraction=fraction), out)
-        assert result["valid"][0]["file"] == "0/held-out.txt"
+        assert result["valid"][0]["file"] == "valid.txt"
         for name, texts in (("train", expected), ("valid", [valid])):
             ids, ends = encode_chunks(result[name], out, given_sources, target)
             assert ids == [token_id for text in texts for token_id in TOKENIZER.encode(text)]
