@@ -13,7 +13,7 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
-from flows import chain
+from flows import chain, runners
 from flows.config import PipelineConfig, StageName
 from flows.pipeline import pipeline
 from flows.plan import plan
