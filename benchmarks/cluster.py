@@ -72,7 +72,7 @@ def run(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=3000)
+    parser.add_argument("--megabytes", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     results: dict[str, list[dict[str, float]]] = {name: [] for name in _CASES}
