@@ -168,7 +168,8 @@ def _runner_options(execution: Execution) -> dict[str, Any]:
     """Return the arguments of Prefect's task runner. Without an address, it starts a cluster on this machine."""
     options: dict[str, Any] = {"address": execution.address or None}
     if execution.runner == "dask":
-        logging.getLogger("distributed.client").setLevel(logging.CRITICAL)  # it prints tracebacks of lost connections
+        for connection in ("distributed.client", "distributed.batched"):  # they print tracebacks of lost connections
+            logging.getLogger(connection).setLevel(logging.CRITICAL)
         local = {"n_workers": execution.workers, "threads_per_worker": 1, "dashboard_address": None}
         return options | {"cluster_kwargs": {} if execution.address else local}
     local = {"num_cpus": execution.workers, "include_dashboard": False}
