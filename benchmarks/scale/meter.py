@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+GROUP_SOURCES = 1  # in measured runs; a source of 1 GB is a group by itself too
+
 
 class Meter:
     """Notes wall seconds, CPU seconds of the driver and requests of each step of a run, in the run's process."""
@@ -45,15 +47,14 @@ class Meter:
     def patch(self) -> None:
         """Note the steps of the pipelines that run later in this process.
 
-        Methods are replaced, not a class: Dask would copy a class of this module together with the meter. Each source
-        becomes a group of its own, as a source of 1 GB is.
+        Methods are replaced, not a class: Dask would copy a class of this module together with the meter.
         """
         import flows.pipeline
         import lm.text.ingest
         from flows.executor import PrefectExecutor
         from tasks.runtime.stage import Stage
 
-        lm.text.ingest._MAX_GROUP_SOURCES = 1
+        lm.text.ingest._MAX_GROUP_SOURCES = GROUP_SOURCES
         meter, find_sources = self, flows.pipeline._find_sources
         call, map_items, look_up = PrefectExecutor.call, PrefectExecutor.map, Stage.look_up
 

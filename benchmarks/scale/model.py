@@ -40,6 +40,7 @@ class Corpus:
     source_bytes: float
     valid_bytes: float = 16 << 20
     """Validation text in addition; by default as much as ``data.valid_max_bytes`` allows."""
+    max_group_sources: int = _MAX_GROUP_SOURCES
 
     @property
     def sources(self) -> int:
@@ -48,7 +49,7 @@ class Corpus:
     @property
     def source_groups(self) -> list[float]:
         """Bytes of each group of sources, as :func:`lm.text.ingest.group_sources` makes them."""
-        sources = max(1, min(_MAX_GROUP_SOURCES, int(_MAX_SOURCE_GROUP_BYTES / self.source_bytes)))
+        sources = max(1, min(self.max_group_sources, int(_MAX_SOURCE_GROUP_BYTES / self.source_bytes)))
         count = math.ceil(self.sources / sources)
         return [self.text_bytes / count] * count
 
@@ -170,11 +171,10 @@ class _Model:
         blocks = corpus.text_bytes / STREAM_REQUEST_BYTES
         self.requests["ingest"] += blocks
         self.seconds["ingest"] += blocks * cluster.latency_seconds / threads
-        groups = corpus.source_groups
         chunk_seconds_per_mb = costs.chunk_seconds_per_mb + costs.chunk_seconds_per_chunk * MB / corpus.chunk_bytes
-        for stage, seconds_per_mb, request_bytes in (
-            ("ingest", costs.ingest_seconds_per_mb, STREAM_REQUEST_BYTES),
-            ("chunk", chunk_seconds_per_mb, RANGE_REQUEST_BYTES),
+        for stage, groups, seconds_per_mb, request_bytes in (
+            ("ingest", corpus.source_groups, costs.ingest_seconds_per_mb, STREAM_REQUEST_BYTES),
+            ("chunk", [*corpus.source_groups, corpus.valid_bytes], chunk_seconds_per_mb, RANGE_REQUEST_BYTES),
         ):
             self._map_groups(stage, f"{stage}-group", groups, seconds_per_mb, 0.0, request_bytes)
             self._fixed(stage, f"{stage}-group")

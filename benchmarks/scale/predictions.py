@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.scale.costs import Costs
+from benchmarks.scale.meter import GROUP_SOURCES
 from benchmarks.scale.model import Cluster, Corpus, Prediction, predict
 from benchmarks.scale.requests import run_on_store
 from benchmarks.scale.site import GROUP_BYTES, Site, mixed_text, small_text
@@ -36,7 +37,7 @@ def check_model(site: Site, costs: Costs, sizes: Sizes) -> list[dict[str, Any]]:
         count, valid = run["items"]["count-group"], run["items"]["encode-group"] - run["items"]["count-group"]
         valid_bytes = len(text) * valid / (count + valid)
         train_bytes = len(text) - valid_bytes
-        corpus = Corpus(train_bytes, train_bytes / count, train_bytes / run["sources"], valid_bytes)
+        corpus = Corpus(train_bytes, train_bytes / count, train_bytes / run["sources"], valid_bytes, GROUP_SOURCES)
         busy = site.store.seconds_per_request
         predicted = predict(costs, corpus, Cluster(1, threads, delay + busy, math.inf, math.inf, 1 / busy))
         measured = {name: {"seconds": 0.0, "requests": 0.0} for name in predicted.seconds}
