@@ -46,7 +46,7 @@ class DirectCaller:
 
 def measure(kind: str, preset: str, until: Any, data: dict[str, Any]) -> dict[str, float]:
     """Run once in this process; return the wall, idle and CPU seconds."""
-    from flows.chain import run_chain
+    from flows.chain import PIPELINE
     from flows.cli.commands import run_pipeline
     from flows.config import load_preset
     from tasks.ingest import find_sources
@@ -73,7 +73,7 @@ def measure(kind: str, preset: str, until: Any, data: dict[str, Any]) -> dict[st
         else:
             caller = DirectCaller(RunContext(root, "direct", execution=config.execution))
             sources = find_sources(config.data, caller.run.store)
-            list(run_chain(config, sources, caller, until))
+            list(PIPELINE.run(config, sources, caller, until))
         wall = time.perf_counter() - started
         return {"wall": wall, "idle": wall - _union(intervals), "cpu": time.process_time() - cpu}
 

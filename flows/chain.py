@@ -1,20 +1,22 @@
-"""The stages of the pipeline in their order. This is the only description of the order."""
+"""The stages of the flow ``pipeline`` in their order. This is the only description of the order."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from flows.config import PipelineConfig, StageName
+from flows.config import PipelineConfig
 from lm.text.held_out import valid_fraction
 from lm.text.ingest import group_sources
 from lm.text.sources import Source
 from tasks.chunk import chunk, chunk_group
 from tasks.count import count, count_group, count_sum
 from tasks.encode import encode, encode_group
-from tasks.ingest import ingest, ingest_group
+from tasks.ingest import find_sources, ingest, ingest_group
 from tasks.merge import merge
 from tasks.runtime.chunk_input import read_groups
 from tasks.runtime.output import Ref
 from tasks.runtime.stage import Stage
+from tasks.runtime.store import Store
 from tasks.runtime.text_groups import read_text_groups
 from tasks.sample import sample
 from tasks.train import train
@@ -35,25 +37,30 @@ class Executor(Protocol):
         """Return the outputs of a stage for all items, each the first argument of a call."""
 
 
-def run_chain(
-    config: PipelineConfig,
-    sources: tuple[list[Source], list[Source]],
-    executor: Executor,
-    until: StageName | None = None,
-) -> Iterator[tuple[StageName, Ref]]:
-    """Yield the name and the output of each stage when it is done, up to and including ``until`` (None: all stages).
+@dataclass(frozen=True)
+class Chain:
+    """The stages of a flow."""
 
-    ``sources`` are the training and the validation sources.
-    """
-    for name, ref in _all_stages(config, sources, executor):
-        yield name, ref
-        if name == until:
-            return
+    find_inputs: Callable[[Any, Store], Any]
+    """Returns what the first stages need, from the flow's config and the store."""
+    stages: Callable[[Any, Any, Executor], Iterator[tuple[str, Ref]]]
+    """Yields the name and the output of each stage when it is done, from config and inputs."""
+
+    def run(self, config: Any, inputs: Any, executor: Executor, until: str | None) -> Iterator[tuple[str, Ref]]:
+        """Yield the name and the output of each stage, up to and including ``until`` (None: all stages)."""
+        for name, ref in self.stages(config, inputs, executor):
+            yield name, ref
+            if name == until:
+                return
 
 
-def _all_stages(
+def _find_sources(config: PipelineConfig, store: Store) -> tuple[list[Source], list[Source]]:
+    return find_sources(config.data, store)
+
+
+def _stages(
     config: PipelineConfig, sources: tuple[list[Source], list[Source]], executor: Executor
-) -> Iterator[tuple[StageName, Ref]]:
+) -> Iterator[tuple[str, Ref]]:
     specials, pattern, separator = config.tokenizer.special_tokens, config.tokenizer.pattern, config.data.separator
 
     train_sources, valid_sources = sources
@@ -87,3 +94,6 @@ def _all_stages(
     model = executor.call(train, index, train_shards, valid_shards, tokenizer, config.model, config.train)
     yield "train", model
     yield "sample", executor.call(sample, model, tokenizer, config.sample)
+
+
+PIPELINE = Chain(_find_sources, _stages)

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 
@@ -15,6 +15,7 @@ from lm.text.config import ChunkConfig, DataConfig
 from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig
 
+T = TypeVar("T")
 PRESETS = Path(__file__).parent / "presets"
 
 StageName = Literal["ingest", "chunk", "count", "merge", "encode", "train", "sample"]
@@ -51,20 +52,29 @@ class PipelineConfig:
             )
 
 
-def preset_path(name: str) -> Path:
+def preset_path(name: str, presets: Path = PRESETS) -> Path:
     """Return the file of a preset. Raise UserError with the closest name if there is no such preset."""
-    names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+    names = preset_names(presets)
     if name not in names:
         raise UserError(f"There is no preset {name!r}{did_you_mean(name, names)}. Presets: {', '.join(names)}.")
-    return PRESETS / f"{name}.yaml"
+    return presets / f"{name}.yaml"
+
+
+def preset_names(presets: Path = PRESETS) -> list[str]:
+    """Return the names of a flow's presets."""
+    return sorted(path.stem for path in presets.glob("*.yaml"))
 
 
 def load_preset(name: str) -> PipelineConfig:
     """Return the configuration of a preset. Fields that the preset omits have their defaults."""
+    return load_config(PipelineConfig, preset_path(name))
+
+
+def load_config(config_type: type[T], path: Path) -> T:
+    """Return the configuration in a YAML file. Omitted fields have their defaults."""
     from pydantic import TypeAdapter
 
-    content = yaml.safe_load(preset_path(name).read_text(encoding="utf-8"))
-    return TypeAdapter(PipelineConfig).validate_python(content)
+    return TypeAdapter(config_type).validate_python(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
 def preset_parameters(name: str) -> dict[str, Any]:
@@ -73,17 +83,22 @@ def preset_parameters(name: str) -> dict[str, Any]:
 
 
 def complete_config(config: Any) -> Any:
+    """Complete a partial ``config`` of the flow ``pipeline``; see :func:`complete`."""
+    return complete(config, load_preset("demo"))
+
+
+def complete(config: Any, default: Any) -> Any:
     """Complete a partial ``config``, such as ``-p config='{"train": {"steps": 600}}'``.
 
     Prefect replaces a deployment's parameter as a whole. Missing fields come from the deployment's own ``config``, then
-    from the preset ``demo``.
+    from ``default``, a config of the flow.
     """
     if not isinstance(config, dict):
         return config
     from prefect.client.orchestration import get_client
     from prefect.runtime import deployment
 
-    base = asdict(load_preset("demo"))
+    base = asdict(default)
     if deployment.id:
         with get_client(sync_client=True) as client:
             base = _deep_merge(base, client.read_deployment(deployment.id).parameters.get("config", {}))

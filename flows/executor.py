@@ -11,7 +11,6 @@ from typing import Any
 
 from prefect.futures import PrefectFuture
 
-from flows.config import PipelineConfig
 from flows.prefect_support.deployed_run import run_deployment_to_end
 from flows.prefect_support.liveness import mark_task_runs_crashed
 from flows.runners import Runner, open_runner
@@ -29,9 +28,12 @@ _CHECK_SECONDS = 5.0  # between two looks whether the cluster is alive, and how 
 
 
 class PrefectExecutor:
-    """Runs each stage as a Prefect task, and the parts of a mapped stage in parallel. A context manager."""
+    """Runs each stage as a Prefect task, and the parts of a mapped stage in parallel. A context manager.
 
-    def __init__(self, run: RunContext, config: PipelineConfig) -> None:
+    ``config`` is the flow's.
+    """
+
+    def __init__(self, run: RunContext, config: Any) -> None:
         self.run, self.config = run, config
         self._resources = ExitStack()
 

@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from flows.chain import run_chain
-from flows.config import PipelineConfig, StageName
+from flows.chain import Chain
 from flows.run_record import Recorder, make_run, run_name
-from tasks.ingest import find_sources
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Ref
 from tasks.runtime.root_lock import use_root
@@ -79,20 +77,20 @@ def _pending(arguments: tuple[Any, ...]) -> list[Ref]:
     return [value for value in values if isinstance(value, Ref) and value.key == _PENDING_KEY]
 
 
-def plan(config: PipelineConfig, root: str, until: StageName | None, refresh: Sequence[str]) -> list[tuple[str, str]]:
+def plan(chain: Chain, config: Any, root: str, until: str | None, refresh: Sequence[str]) -> list[tuple[str, str]]:
     """Return for every stage up to ``until`` its name, and what a run would do and why."""
     executor = DryRunExecutor(make_run(config, root, "plan", tuple(refresh)))
-    sources = find_sources(config.data, executor.run.store)  # reads new sources: their digests are in the keys
-    list(run_chain(config, sources, executor, until))
+    inputs = chain.find_inputs(config, executor.run.store)  # reads new sources: their digests are in the keys
+    list(chain.run(config, inputs, executor, until))
     return executor.rows
 
 
-def cached_run(config: PipelineConfig, root: str, until: StageName | None) -> dict[str, Any] | None:
+def cached_run(chain: Chain, config: Any, root: str, until: str | None) -> dict[str, Any] | None:
     """Write and return the record of a run that takes every stage from the cache. Return None if a stage must run."""
     run = make_run(config, root, run_name(until, f"cached-{uuid4().hex[:8]}"))
     executor, recorder = DryRunExecutor(run), Recorder(run, config, until)
     with use_root(run):
-        stages = list(run_chain(config, find_sources(config.data, run.store), executor, until))
+        stages = list(chain.run(config, chain.find_inputs(config, run.store), executor, until))
         if not executor.is_all_cached:
             return None
         for stage, ref in stages:

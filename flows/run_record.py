@@ -10,14 +10,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flows.config import PipelineConfig, StageName
 from flows.report import report_text
-from lm.common.errors import UserError
+from lm.common.errors import UserError, did_you_mean
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Output, Ref, read_output
 from tasks.runtime.schemas import RunRecord, read_record
+from tasks.runtime.store import Store
 
 log = logging.getLogger(__name__)
+
+# Stages that make a model, and for each the stage that has its tokenizer. The first that a run has counts.
+_MODELS = (("reinforce", "base"), ("preference", "base"), ("sft", "base"), ("train", "merge"))
 
 
 def absolute_root(root: str) -> str:
@@ -25,7 +28,7 @@ def absolute_root(root: str) -> str:
     return root if "://" in root else str(Path(root).expanduser().resolve())
 
 
-def make_run(config: PipelineConfig, root: str, name: str, refresh: tuple[str, ...] = ()) -> RunContext:
+def make_run(config: Any, root: str, name: str, refresh: tuple[str, ...] = ()) -> RunContext:
     """Return the description of a run that its stages get."""
     place = absolute_root(root)
     last = place.rstrip("/").rpartition("/")[2]
@@ -51,25 +54,38 @@ def outputs_of(run: RunContext, record: dict[str, Any]) -> dict[str, Output]:
 def latest_model(root: str) -> tuple[Output, Output]:
     """Return model and tokenizer of the latest run under ``root`` with a model. Raise UserError if there is none."""
     store = RunContext(absolute_root(root), "sample").store
-    records = [name for name in store.list_names("runs") if name.endswith(".json") and name != "latest.json"]
-    for name in reversed(records):
+    model, tokenizer = (read_output(store, ref) for ref in find_model(store))
+    return model, tokenizer
+
+
+def find_model(store: Store, run_name: str = "", is_pretrained: bool = False) -> tuple[Ref, Ref]:
+    """Return the last model of a run, and the output with its tokenizer.
+
+    Without ``run_name``, it is the latest run with a model; with ``is_pretrained``, the latest with the stage train.
+    Raises UserError if there is no such run.
+    """
+    names = [name for name in store.list_names("runs") if name.endswith(".json") and name != "latest.json"]
+    if run_name and f"{run_name}.json" not in names:
+        known = [name.removesuffix(".json") for name in names]
+        raise UserError(f"{store.base} has no run {run_name!r}{did_you_mean(run_name, known)}.")
+    for name in [f"{run_name}.json"] if run_name else reversed(names):
         record = read_record(RunRecord, store, "runs", name)
         if record is None:
             log.warning("The run record %s is damaged and is skipped.", store.url("runs", name))
-        elif {"train", "merge"} <= record["stages"].keys():
-            model, tokenizer = (
-                read_output(store, Ref(key, record["stages"][key]["key"])) for key in ("train", "merge")
-            )
-            return model, tokenizer
-    raise UserError(f"{root} has no finished model; make one with: textmill run --root {root}")
+            continue
+        stages = record["stages"]
+        for pair in _MODELS[-1:] if is_pretrained else _MODELS:
+            if stages.keys() >= set(pair):
+                model, tokenizer = (Ref(stage, stages[stage]["key"]) for stage in pair)
+                return model, tokenizer
+    place = f"The run {run_name}" if run_name else store.base
+    raise UserError(f"{place} has no finished model; make one with: textmill run --root {store.base}")
 
 
 class Recorder:
     """Writes the record of a run after each stage, and the report at its end."""
 
-    def __init__(
-        self, run: RunContext, config: PipelineConfig, until: str | None, refresh: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, run: RunContext, config: Any, until: str | None, refresh: tuple[str, ...] = ()) -> None:
         self.run = run
         self.content: dict[str, Any] = {
             "name": run.name,
@@ -83,7 +99,7 @@ class Recorder:
         self._outputs: dict[str, Output] = {}
         self._last_stage_end = time.perf_counter()
 
-    def add(self, stage: StageName, ref: Ref) -> tuple[Output, bool]:
+    def add(self, stage: str, ref: Ref) -> tuple[Output, bool]:
         """Record a finished stage. Return its output, and whether this run made it."""
         output = self._outputs[stage] = read_output(self.run.store, ref)
         is_made = output.manifest["made"]["run"] == self.run.name

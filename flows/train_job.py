@@ -4,12 +4,11 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from flows.chain import run_chain
+from flows.chain import PIPELINE
 from flows.config import PipelineConfig
 from flows.plan import DryRunExecutor
 from flows.run_record import make_run
 from lm.common.errors import UserError
-from tasks.ingest import find_sources
 from tasks.runtime.output import Ref
 from tasks.runtime.stage import Stage, new_attempt_name, open_input
 from tasks.train import make_job, train
@@ -35,7 +34,7 @@ def write_train_job(config: PipelineConfig, root: str) -> str:
     """
     run = make_run(config, root, "train-job")
     executor = _FindTraining(run)
-    list(run_chain(config, find_sources(config.data, run.store), executor, "train"))
+    list(PIPELINE.run(config, PIPELINE.find_inputs(config, run.store), executor, "train"))
     if executor.is_all_cached:
         raise UserError(f"The training of this configuration is finished under {root}.")
     if [stage for stage, action in executor.rows if not action.startswith("cached")] != ["train"]:

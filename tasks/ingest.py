@@ -1,20 +1,17 @@
 """Stage ``ingest``: read groups of sources, then choose the training and validation text."""
 
-import hashlib
 import json
 import logging
 from dataclasses import asdict
 from typing import Any
 
-from lm.common.cpu import available_cpus
-from lm.common.errors import UserError
 from lm.text.config import DataConfig
 from lm.text.ingest import HELD_OUT, GroupTexts, combine_groups, join_files, read_group
-from lm.text.sources import Source, expand_urls, hash_source, source_version
+from lm.text.sources import Source
 from tasks.pages import stages as pages
 from tasks.runtime.context import Attempt
 from tasks.runtime.output import Output
-from tasks.runtime.schemas import SourceRecord, read_record
+from tasks.runtime.source_records import describe_sources
 from tasks.runtime.stage import stage
 from tasks.runtime.store import Store, retry_reading
 from tasks.runtime.text_groups import read_texts, text_url
@@ -23,36 +20,8 @@ log = logging.getLogger(__name__)
 
 
 def find_sources(data: DataConfig, store: Store) -> tuple[list[Source], list[Source]]:
-    """Return the sources for training and for validation, with their digests.
-
-    A source is read only if its version has changed since the last run. If a source is gone, the digest of the last run
-    is used, with a warning. Network failures are retried after 2, 4 and 8 seconds.
-    """
-
-    def find(patterns: list[str]) -> list[Source]:
-        urls = retry_reading(expand_urls, patterns)
-        return store.map(lambda url: retry_reading(_find_source, url, store), urls, available_cpus())
-
-    return find(data.train), find(data.valid)
-
-
-def _find_source(url: str, store: Store) -> Source:
-    path = ("sources", f"{hashlib.sha256(url.encode()).hexdigest()[:32]}.json")
-    record = read_record(SourceRecord, store, *path)
-    if record and record["source"]["url"] != url:
-        record = None  # not written by this function
-    current_version = source_version(url)
-    if record and current_version and record["version"] == list(current_version):
-        return Source(**record["source"])
-    try:
-        source = hash_source(url)
-    except UserError as error:
-        if not record or current_version:
-            raise
-        log.warning("%s The outputs made from it are used.", error)
-        return Source(**record["source"])
-    store.write_json({"source": asdict(source), "version": current_version}, *path)
-    return source
+    """Return the sources for training and for validation; see :func:`describe_sources`."""
+    return describe_sources(data.train, store), describe_sources(data.valid, store)
 
 
 @stage("ingest-group", is_mapped=True)

@@ -49,13 +49,13 @@ class Meter:
 
         Methods are replaced, not a class: Dask would copy a class of this module together with the meter.
         """
-        import flows.pipeline
+        import flows.run_stages
         import lm.text.ingest
         from flows.executor import PrefectExecutor
         from tasks.runtime.stage import Stage
 
         lm.text.ingest._MAX_GROUP_SOURCES = GROUP_SOURCES
-        meter, find_sources = self, flows.pipeline._find_sources
+        meter, find_sources = self, flows.run_stages._find_inputs
         call, map_items, look_up = PrefectExecutor.call, PrefectExecutor.map, Stage.look_up
 
         def measured_call(executor: PrefectExecutor, stage: Stage, *arguments: Any) -> Any:
@@ -77,7 +77,7 @@ class Meter:
         PrefectExecutor.call = measured_call  # type: ignore[method-assign, assignment]
         PrefectExecutor.map = measured_map  # type: ignore[method-assign, assignment]
         Stage.look_up = measured_look_up  # type: ignore[method-assign, assignment]
-        flows.pipeline._find_sources = measured_find_sources  # type: ignore[assignment]
+        flows.run_stages._find_inputs = measured_find_sources  # type: ignore[assignment]
 
 
 def run_measured(record: Path, counter_url: str, arguments: list[str]) -> int:

@@ -2,17 +2,20 @@
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 from jsonargparse import Namespace
 
+from flows.chain import PIPELINE
 from flows.cli.console import log_to_console
 from flows.cli.summary import format_sample, format_summary
 from flows.config import PipelineConfig, StageName
 from flows.plan import cached_run, plan
+from flows.posttrain_config import PosttrainConfig, PosttrainStage
 from flows.run_record import absolute_root, latest_model
 from lm.common.errors import UserError, did_you_mean
 from lm.inference.config import SampleConfig
@@ -25,7 +28,7 @@ def run_command(options: Namespace) -> None:
     """Run the pipeline and print a summary. Prefect is not started if all is cached and no server is configured."""
     arguments = config, root, until, refresh = _pipeline_arguments(options)
     log_to_console()
-    record = None if refresh or _is_server_configured() else cached_run(config, root, until)
+    record = None if refresh or _is_server_configured() else cached_run(PIPELINE, config, root, until)
     if not record:
         from flows.prefect_support.signals import GracefulShutdown
         from lm.kernels.disk_cache import compile_in_background
@@ -43,7 +46,31 @@ def run_command(options: Namespace) -> None:
 def plan_command(options: Namespace) -> None:
     """Print what a run would do."""
     log_to_console()
-    rows = plan(*_pipeline_arguments(options))
+    _print_plan(plan(PIPELINE, *_pipeline_arguments(options)))
+
+
+def posttrain_command(options: Namespace) -> None:
+    """Run the post-training and print a summary, or with ``--plan`` what a run would do."""
+    from flows.posttrain_chain import POSTTRAIN
+
+    config = PosttrainConfig(**{name: options[name] for name in PosttrainConfig.__dataclass_fields__})
+    untils, refresh = (_stage_names(text, PosttrainStage) for text in (options.until, options.refresh))
+    until = untils[-1] if untils else None
+    log_to_console()
+    if options.plan:
+        _print_plan(plan(POSTTRAIN, config, options.root, until, refresh))
+        return
+    record = None if refresh or _is_server_configured() else cached_run(POSTTRAIN, config, options.root, until)
+    if not record:
+        from flows.posttrain import posttrain
+        from flows.prefect_support.signals import GracefulShutdown
+
+        with GracefulShutdown():
+            record = _run_flow(posttrain, config, options.root, until, refresh)
+    print(format_summary(record))
+
+
+def _print_plan(rows: list[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in rows)
     for name, action in rows:
         print(f"{name:<{width}}  {action}")
@@ -144,16 +171,23 @@ def up_command(options: Namespace) -> None:
 def run_pipeline(
     config: PipelineConfig, root: str, until: StageName | None = None, refresh: tuple[StageName, ...] = ()
 ) -> dict[str, Any]:
-    """Run the flow in this process and return the run's record. Raise UserError if Prefect's server is unreachable."""
+    """Run the flow ``pipeline`` in this process and return the run's record."""
+    from flows.pipeline import pipeline
+
+    return _run_flow(pipeline, config, root, until, refresh)
+
+
+def _run_flow(flow: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+    """Run a flow in this process and return the run's record. Raise UserError if Prefect's server is unreachable."""
     from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
 
-    from flows.pipeline import pipeline
     from flows.prefect_support.liveness import is_server_unreachable
 
     # Without heartbeats the flow ends up to a second earlier. The liveness lock replaces them.
     with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
         try:
-            return pipeline(config, root, until, refresh)
+            record: dict[str, Any] = flow(*arguments)
+            return record
         except Exception as error:
             if not is_server_unreachable(error):
                 raise
@@ -179,22 +213,22 @@ def _is_server_configured() -> bool:
 
 
 def _pipeline_arguments(options: Namespace) -> tuple[PipelineConfig, str, StageName | None, tuple[StageName, ...]]:
-    until = _stage_names(options.until)
-    return _pipeline_config(options), options.root, until[-1] if until else None, _stage_names(options.refresh)
+    until, refresh = (_stage_names(text, StageName) for text in (options.until, options.refresh))
+    return _pipeline_config(options), options.root, until[-1] if until else None, refresh
 
 
 def _pipeline_config(options: Namespace) -> PipelineConfig:
     return PipelineConfig(**{name: options[name] for name in PipelineConfig.__dataclass_fields__})
 
 
-def _stage_names(text: str) -> tuple[StageName, ...]:
-    """Parse a comma-separated list of stages. Raise UserError for an unknown stage."""
-    known = get_args(StageName)
+def _stage_names(text: str, stages: Any) -> tuple[Any, ...]:
+    """Parse a comma-separated list of ``stages``, a Literal. Raise UserError for an unknown stage."""
+    known = get_args(stages)
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in known:
             raise UserError(f"There is no stage {name!r}{did_you_mean(name, known)}. Stages: {', '.join(known)}.")
-    return cast(tuple[StageName, ...], tuple(names))
+    return tuple(names)
 
 
 def _sample_config(options: Namespace) -> SampleConfig:

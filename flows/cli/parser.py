@@ -9,12 +9,14 @@ import os
 import re
 import signal
 import sys
+from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings  # type: ignore[attr-defined]
 from jsonargparse.typing import PositiveInt
 
-from flows.config import PRESETS, PipelineConfig, StageName, preset_path
+from flows.config import PRESETS, PipelineConfig, StageName, preset_names, preset_path
+from flows.posttrain_config import POSTTRAIN_PRESETS, PosttrainConfig, PosttrainStage
 from flows.prefect_support.signals import STOPPED_MESSAGE, Terminated, raise_terminated
 from lm.common.errors import UserError, did_you_mean
 from lm.inference.config import SampleConfig
@@ -51,8 +53,8 @@ class _Parser(ArgumentParser):
         raise UserError(f"{message}{hint}. See textmill --help, textmill run --help.")
 
 
-def build_parser(preset: str = "demo") -> ArgumentParser:
-    """Return the parser of all subcommands. The preset has the defaults of ``run`` and ``plan``."""
+def build_parser(preset: str = "demo", posttrain_preset: str = "demo") -> ArgumentParser:
+    """Return the parser of all subcommands. Options that a command line omits come from the presets."""
     parser = _Parser(prog="textmill", description="Turn raw text into a language model, in cached stages.")
     subcommands = parser.add_subcommands(required=True, dest="command")
 
@@ -61,21 +63,29 @@ def build_parser(preset: str = "demo") -> ArgumentParser:
         subcommands.add_subcommand(name, subparser, help=description)
         return subparser
 
-    for name, description in (
-        ("run", "Run the pipeline. Unchanged stages are taken from the cache."),
-        ("plan", "Show what a run would do and why, without running it."),
-        ("train-job", "Write the job of the training, for torchrun on machines without Prefect."),
+    def add_flow(name: str, description: str, preset: str, presets: Path, config: type, stages: Any) -> ArgumentParser:
+        command = add(name, description, default_config_files=[str(preset_path(preset, presets))])
+        names = ", ".join(preset_names(presets))
+        command.add_argument("--preset", type=str, default="demo", help=f"configuration to start from: {names}")
+        command.add_argument("--config", action=ActionConfigFile, help="YAML file of options; it overrides the preset")
+        command.add_argument("--root", **_ROOT)
+        if stages:
+            known = ", ".join(get_args(stages))
+            command.add_argument("--until", type=str, default="", help=f"last stage to run: {known}")
+            command.add_argument("--refresh", type=str, default="", help="stages to run again, separated by commas")
+        command.add_class_arguments(config)
+        return command
+
+    for name, description, stages in (
+        ("run", "Run the pipeline. Unchanged stages are taken from the cache.", StageName),
+        ("plan", "Show what a run would do and why, without running it.", StageName),
+        ("train-job", "Write the job of the training, for torchrun on machines without Prefect.", None),
     ):
-        pipeline = add(name, description, default_config_files=[str(preset_path(preset))])
-        presets = ", ".join(sorted(path.stem for path in PRESETS.glob("*.yaml")))
-        pipeline.add_argument("--preset", type=str, default="demo", help=f"configuration to start from: {presets}")
-        pipeline.add_argument("--config", action=ActionConfigFile, help="YAML file of options; it overrides the preset")
-        pipeline.add_argument("--root", **_ROOT)
-        if name != "train-job":
-            stages = ", ".join(get_args(StageName))
-            pipeline.add_argument("--until", type=str, default="", help=f"last stage to run: {stages}")
-            pipeline.add_argument("--refresh", type=str, default="", help="stages to run again, separated by commas")
-        pipeline.add_class_arguments(PipelineConfig)
+        add_flow(name, description, preset, PRESETS, PipelineConfig, stages)
+
+    description = "Fine-tune a trained model on dialogs, preferences or rewards. Unchanged stages are cached."
+    posttrain = add_flow("posttrain", description, posttrain_preset, POSTTRAIN_PRESETS, PosttrainConfig, PosttrainStage)
+    posttrain.add_argument("--plan", action="store_true", help="show what a run would do and why, without running it")
 
     sample = add("sample", "Sample text from the model of the latest run.")
     sample.add_argument("--root", **_ROOT)
@@ -119,7 +129,8 @@ def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
         raise UserError("An option's value has a class_path, which is not allowed.") from None
     except OverflowError as error:
         raise UserError(f"An option's number is out of range: {error}.") from None
-    for name in PipelineConfig.__dataclass_fields__.keys() - {"name"}:
+    scalars = {"name", "base", "methods"}
+    for name in (PipelineConfig.__dataclass_fields__.keys() | PosttrainConfig.__dataclass_fields__.keys()) - scalars:
         if not isinstance(section := parsed[parsed.command].get(name, Namespace()), Namespace):
             raise UserError(f"{name} is {section!r}; it must be a section of options, each with a name and a value.")
     return parsed
@@ -151,7 +162,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     preset = _preset_name(arguments)
-    parser = build_parser(preset)
+    is_posttrain = "posttrain" in arguments[:1]
+    parser = build_parser(**{"posttrain_preset" if is_posttrain else "preset": preset})
     parsed = parse(parser, arguments)
     options: Namespace = parser.instantiate(parsed)[parsed.command]
     if options.get("preset", preset) != preset:  # named in a file or by an abbreviation, which _preset_name ignores

@@ -6,14 +6,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from lm.checkpoint.atomic_dir import atomic_directory
-from lm.checkpoint.training_state import step_directories
+from lm.checkpoint.training_state import ROW_FILES, step_directories
 from lm.common.periodic import run_periodically
 from lm.text.sources import open_filesystem
 
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 2.0
-_LOGS = ("job.json", "metrics.jsonl", "samples.jsonl")
+_LOGS = ("job.json", *ROW_FILES)
 _DESCRIPTION = "checkpoint.json"  # uploaded last: a checkpoint without it is incomplete
 
 

@@ -27,6 +27,8 @@ from lm.common.errors import UserError
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 
+ROW_FILES = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "reference.jsonl")
+"""Files that a training may write beside its checkpoints: a JSON object per line, each with its ``step``."""
 _FILE_NAMES = {"model.safetensors", "optimizer.pt"}
 _STEP_NAME = re.compile("step-([0-9]+)")
 

@@ -59,6 +59,8 @@ def _has_type(value: Any, expected_type: Any) -> bool:
         return value in arguments
     if origin is list:
         return isinstance(value, (list, tuple)) and all(_has_type(item, arguments[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_has_type(item, arguments[1]) for item in value.values())
     if arguments:  # a union
         return any(_has_type(value, member) for member in arguments)
     return isinstance(value, _NUMBERS.get(expected_type, expected_type))

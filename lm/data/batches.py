@@ -6,7 +6,6 @@ Source: CS336 assignment 1 (section 5.1).
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lm.common.errors import UserError
+from lm.data.shuffle import shuffled_indices
 
 _MAX_CONCURRENT_REQUESTS = 32
 
@@ -87,16 +87,8 @@ def batch_starts(
         generator = np.random.default_rng((seed, step))
         return generator.integers(0, length - context_length, size=batch_size).tolist()
     windows = (length - 1) // context_length
-    epochs, positions = np.divmod(np.arange(step * batch_size, (step + 1) * batch_size), windows)
-    return [
-        int(_permutation(seed, int(epoch), windows)[i]) * context_length
-        for epoch, i in zip(epochs, positions, strict=True)
-    ]
-
-
-@lru_cache(maxsize=2)  # a batch may span two epochs
-def _permutation(seed: int, epoch: int, count: int) -> npt.NDArray[np.int64]:
-    return np.random.default_rng((seed, epoch)).permutation(count)
+    starts = shuffled_indices(windows, step * batch_size, batch_size, seed) * context_length
+    return starts.tolist()
 
 
 def evenly_spaced_starts(length: int, context_length: int, sequences: int | None = None) -> list[int]:

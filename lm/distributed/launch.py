@@ -29,8 +29,10 @@ _FAILURE_SECONDS = 5.0  # for the other processes to end after one has failed
 _LOG_LINES_KEPT = 100
 
 
-def run_processes(job_path: Path, world_size: int, poll: Callable[[], None], stop_event: threading.Event) -> None:
-    """Train the job of a file in ``world_size`` processes; call ``poll`` every 0.2 seconds.
+def run_processes(
+    module: str, job_path: Path, world_size: int, poll: Callable[[], None], stop_event: threading.Event
+) -> None:
+    """Train the job of a file in ``world_size`` processes ``python -m MODULE``; call ``poll`` every 0.2 seconds.
 
     Raises UserError for a user's mistake or a process that dies, and Stopped after ``stop_event`` is set and the
     processes have saved. The processes end with this call. They also end with this process, because their standard
@@ -44,7 +46,7 @@ def run_processes(job_path: Path, world_size: int, poll: Callable[[], None], sto
         common |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
         for rank in range(world_size):
             environment = common | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-            workers.append(_Worker(job_path, environment, group=workers[0].process.pid if workers else 0))
+            workers.append(_Worker(module, job_path, environment, group=workers[0].process.pid if workers else 0))
         exit_codes = _wait(workers, poll, stop_event)
     finally:
         if workers:
@@ -71,10 +73,10 @@ def run_processes(job_path: Path, world_size: int, poll: Callable[[], None], sto
 class _Worker:
     """One training process, and a thread that copies its output to the log."""
 
-    def __init__(self, job_path: Path, environment: dict[str, str], group: int) -> None:
+    def __init__(self, module: str, job_path: Path, environment: dict[str, str], group: int) -> None:
         self.lines: list[str] = []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "lm.train", str(job_path)],
+            [sys.executable, "-m", module, str(job_path)],
             env=os.environ | environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lm.common.errors import UserError
 
+T = TypeVar("T")
 RENDEZVOUS_VARIABLE = "TEXTMILL_RENDEZVOUS"  # environment variable: file:// URL of a file that does not exist yet
 
 
@@ -70,6 +71,15 @@ def all_reduce_mean(values: Tensor) -> Tensor:
     if dist.is_initialized():
         dist.all_reduce(values)
         values /= dist.get_world_size()
+    return values
+
+
+def all_gather(value: T) -> list[T]:
+    """Return the value of each rank (plain data), on all ranks."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
     return values
 
 

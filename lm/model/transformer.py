@@ -156,8 +156,8 @@ class TransformerLM(nn.Module):
         """Run all blocks: token ids (B, T) → hidden states (B, T, d_model), the input of the head.
 
         ``token_positions`` (T,) or (B, T) are 0 … T-1 by default. ``attention_functions``, one per layer, replace the
-        causal attention; generation passes functions that use its KV cache. Raises UserError if the sequence is longer
-        than the context.
+        causal attention: generation uses its KV cache, and rows of several examples keep them apart. Raises UserError
+        if the sequence is longer than the context.
         """
         if token_ids.shape[-1] > self.config.context_length:
             raise UserError(
@@ -165,13 +165,12 @@ class TransformerLM(nn.Module):
                 f"{self.config.context_length}."
             )
         x = self.token_embeddings(token_ids)
-        for index, layer in enumerate(self.layers):
-            if attention_functions is not None:
-                x = layer(x, token_positions, attention_functions[index])
-            elif self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(layer, x, token_positions, use_reentrant=False)
+        attention_functions = attention_functions or [causal_attention] * len(self.layers)
+        for layer, attention in zip(self.layers, attention_functions, strict=True):
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, x, token_positions, attention, use_reentrant=False)
             else:
-                x = layer(x, token_positions)
+                x = layer(x, token_positions, attention)
         return self.ln_final(x)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
@@ -181,11 +180,18 @@ class TransformerLM(nn.Module):
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
-    def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+    def loss(
+        self,
+        token_ids: Tensor,
+        targets: Tensor,
+        token_positions: Tensor | None = None,
+        attention_functions: Sequence[AttentionFunction] | None = None,
+    ) -> Tensor:
         """Return the mean cross-entropy for ``targets`` (B, T), in nats; a float32 scalar.
 
         Memory holds one chunk of the logits at a time. Targets equal to ``IGNORE_INDEX`` do not count; if none counts,
         loss and gradients are 0. To average micro-batches, weight each loss by its number of counted targets.
+        See :meth:`hidden_states` for the last two arguments.
         """
-        hidden_states = self.hidden_states(token_ids).flatten(0, -2)
+        hidden_states = self.hidden_states(token_ids, token_positions, attention_functions).flatten(0, -2)
         return linear_cross_entropy(hidden_states, self.head_weight, targets.flatten(), self.config.logit_softcap)

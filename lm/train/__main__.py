@@ -25,12 +25,13 @@ from lm.common.errors import Stopped, UserError
 from lm.distributed.launch import FINAL_MESSAGE_PREFIX, INTERRUPTED_EXIT_CODE, PARENT_PIPE_VARIABLE
 from lm.train.graceful_stop import stop_on_signals, stop_with_parent
 from lm.train.job import Job
+from lm.train.training_job import TrainingJob
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, job_type: type[TrainingJob] = Job) -> int:
     """Run the job of a file; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m lm.train", description=__doc__)
-    parser.add_argument("job", help="JSON file that the stage train or textmill train-job wrote, or its URL")
+    parser = argparse.ArgumentParser(prog=f"python -m {job_type.module}", description=__doc__)
+    parser.add_argument("job", help="JSON file that a training stage or textmill train-job wrote, or its URL")
     options = parser.parse_args(arguments)
     stop_event = threading.Event()
     if os.environ.get(PARENT_PIPE_VARIABLE):
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         # Under torchrun a process may receive a signal twice: from the cluster and from torchrun, which passes it on.
         with stop_on_signals(stop_event, ignore_repeats="TORCHELASTIC_RUN_ID" in os.environ):
-            job = Job.read(options.job)
+            job = job_type.read(options.job)
             with nullcontext() if "://" in options.job else _lock(Path(options.job)):
                 job.run(stop_event=stop_event)
     except (UserError, Stopped) as error:
@@ -58,8 +59,9 @@ def _lock(job: Path) -> Iterator[None]:
         yield
 
 
-if __name__ == "__main__":
-    exit_code = main()
+def run_as_program(job_type: type[TrainingJob]) -> None:
+    """Run the job that the command line names, and end the process."""
+    exit_code = main(job_type=job_type)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # A thread of torch's process group may abort the process while the interpreter ends (pytorch #190489), although
         # all is saved. Seen in 1 of 120 processes.
@@ -68,3 +70,7 @@ if __name__ == "__main__":
         sys.stderr.flush()
         os._exit(exit_code)
     sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    run_as_program(Job)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lm.checkpoint.atomic_dir import prevent_cleanup
 from lm.checkpoint.training_state import (
+    ROW_FILES,
     newest_checkpoint,
     read_description,
     save_training,
@@ -53,7 +54,7 @@ def adopt_checkpoints(previous: Path, out: Path, settings: Settings) -> str | No
     """Copy the checkpoints of an unfinished training from ``previous`` to ``out``, so that it can be resumed there.
 
     Only checkpoints whose checksums match are copied. If ``previous`` is ``out``, damaged checkpoints are deleted
-    instead. Rows of metrics and samples after the newest copied checkpoint are dropped. If the best checkpoint is
+    instead. Rows (``ROW_FILES``) after the newest copied checkpoint are dropped. If the best checkpoint is
     damaged, only checkpoints before it are copied: otherwise a worse checkpoint would count as the best.
 
     Return the name of the newest copied checkpoint, or None. Raises UserError if a file cannot be copied, or if the
@@ -77,8 +78,12 @@ def adopt_checkpoints(previous: Path, out: Path, settings: Settings) -> str | No
                 shutil.rmtree(path)
         if not adopted:
             return None
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            write_metrics(out / name, [row for row in read_metrics(previous / name) if row["step"] <= newest_step])
+        for name in ROW_FILES:
+            rows = [row for row in read_metrics(previous / name) if row["step"] <= newest_step]
+            if rows:
+                write_metrics(out / name, rows)
+            else:
+                (out / name).unlink(missing_ok=True)
         if previous != out:
             with prevent_cleanup(out):
                 for path in adopted:

@@ -1,6 +1,7 @@
 """The interface between the training loop and a training method: pretraining, fine-tuning, reinforcement learning."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -22,9 +23,13 @@ class Objective(Protocol):
     tokens_per_step: int
     """Training tokens per step, over all ranks."""
     metric_names: Sequence[str]
-    """Names of the metrics that :meth:`evaluate` returns."""
+    """Names of the metrics that :meth:`evaluate` returns. The first one selects the best checkpoint."""
+    is_higher_better: bool
+    """Whether the best checkpoint has the highest value of that metric, not the lowest."""
     is_prefetchable: bool
     """Whether a thread may load the next step's micro-batches during a step: they do not depend on the weights."""
+    is_compilable: bool
+    """Whether ``torch.compile`` accepts :meth:`loss_sum`: shapes do not change, and it has no side effects."""
 
     def micro_batches(self, step: int) -> Sequence[MicroBatch]:
         """Return this rank's ``gradient_accumulation_steps`` micro-batches of a step; the first step is 0.
@@ -36,12 +41,19 @@ class Objective(Protocol):
         """Return the weight of a micro-batch, e.g. its number of targets; a scalar."""
 
     def loss_sum(self, model: TransformerLM, micro_batch: MicroBatch) -> Tensor:
-        """Return the sum of the losses of a micro-batch, a scalar with a gradient. ``torch.compile`` must accept it."""
+        """Return the sum of the losses of a micro-batch, a scalar with a gradient."""
+
+    def step_metrics(self) -> dict[str, float]:
+        """Return metrics of the last step besides its loss, for its row in ``metrics.jsonl``. They may wait for the
+        device."""
+
+    def restore(self, previous: Path) -> None:
+        """Read what an unfinished training stored in the directory ``previous`` beside its checkpoints."""
 
     def evaluate(self, model: TransformerLM, is_final: bool) -> dict[str, float]:
         """Return the metrics, the same on all ranks; empty without validation data.
 
-        During the training, ``valid_loss`` selects the best checkpoint. The final evaluation is of the finished model.
+        ``is_final``: the training is finished.
         """
 
     def sample(self, model: TransformerLM) -> list[Completion]:

@@ -43,7 +43,9 @@ class Pretraining:
     """
 
     metric_names: Sequence[str] = ("valid_loss", "valid_bits_per_byte")
+    is_higher_better = False
     is_prefetchable = True
+    is_compilable = True
 
     def __init__(self, config: TrainConfig, model_config: ModelConfig, data: TrainData, device: torch.device) -> None:
         if model_config.vocab_size != data.tokenizer.size:
@@ -76,6 +78,13 @@ class Pretraining:
     def loss_sum(self, model: TransformerLM, micro_batch: Batch) -> Tensor:
         """Return the sum of the cross-entropies (nats) of the targets that count."""
         return model.loss(*micro_batch) * self.weight(micro_batch)
+
+    def step_metrics(self) -> dict[str, float]:
+        """Return nothing: the loss says all."""
+        return {}
+
+    def restore(self, previous: Path) -> None:
+        """Do nothing: the batches follow from seed and step."""
 
     def evaluate(self, model: TransformerLM, is_final: bool) -> dict[str, float]:
         """Return loss and bits per byte of ``eval_sequences`` windows of the validation text, at the end of all."""

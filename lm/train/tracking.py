@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from lm.checkpoint.training_state import ROW_FILES
 from lm.common.errors import UserError
 from lm.train.metrics_file import format_row
 from lm.train.throughput import Throughput
@@ -26,7 +27,7 @@ class Tracker:
         self._tensorboard: Any = None
         self._modules: list[Any] = []
         if step == 0:  # an attempt without a checkpoint may have left rows
-            for name in ("metrics.jsonl", "samples.jsonl"):
+            for name in ROW_FILES:
                 (directory / name).unlink(missing_ok=True)
         for name in trackers:
             try:

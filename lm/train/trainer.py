@@ -65,12 +65,12 @@ class Trainer:
         self.optimizers = make_optimizers(model, config)
         self.loss_sum: Callable[[MicroBatch], Tensor] = self._loss_sum
         self.flops_per_step = objective.tokens_per_step * flops_per_token(model.config)
-        if execution.compile:
+        if execution.compile and objective.is_compilable:
             with self._explain_out_of_memory():
                 micro_batch = objective.micro_batches(0)[0]
                 self.loss_sum = compile_loss(self._loss_sum, model, micro_batch, config.steps * self.flops_per_step)
         self.step = 0
-        self.best: dict[str, Any] = {"step": 0, "valid_loss": None}
+        self.best: dict[str, Any] = {"step": 0, objective.metric_names[0]: None}
         self.evaluations_without_improvement = 0
         self.skipped_steps = 0  # their loss or gradients were not finite
         self.consecutive_skipped_steps = 0
@@ -105,6 +105,7 @@ class Trainer:
         ``previous`` is the directory of that training and may be ``out``. Raises UserError if the checkpoint was made
         with another model, tokenizer or data.
         """
+        self.objective.restore(previous)
         settings = self._settings() | {"data": self.objective.digests}
         name = broadcast_from_rank0(adopt_checkpoints(previous, self.out, settings) if self.rank == 0 else None)
         if name is None:
@@ -153,6 +154,8 @@ class Trainer:
                 row: dict[str, Any] = {"step": self.step, "lr": lr}
                 if is_finite and (is_logged or is_evaluated):
                     row["loss"] = float(loss)
+                step_metrics = self.objective.step_metrics()
+                row |= step_metrics
                 if is_logged:
                     throughput = timer.measure(self.step)
                     row["smoothed_loss"] = row["loss"] if self.smoothed_loss is None else float(self.smoothed_loss)
@@ -162,7 +165,7 @@ class Trainer:
                 with timer.paused():
                     if is_evaluated:
                         row |= self._evaluate()
-                    if self.tracker and (is_logged or is_evaluated):
+                    if self.tracker and (is_logged or is_evaluated or step_metrics):
                         self.tracker.add(row)
                     # Saved after the row, so that a resumed training has the metrics of all earlier steps.
                     is_due = is_finite and self.step % config.checkpoint_interval == 0
@@ -250,8 +253,10 @@ class Trainer:
         metrics = self._compute_metrics(is_final=False)
         if metrics:
             self.evaluations_without_improvement += 1
-            loss, best_loss = metrics["valid_loss"], self.best["valid_loss"]
-            if math.isfinite(loss) and (best_loss is None or loss < best_loss):
+            name = self.objective.metric_names[0]
+            value, best = metrics[name], self.best[name]
+            is_better = best is None or (value > best if self.objective.is_higher_better else value < best)
+            if math.isfinite(value) and is_better:
                 self.best, self.evaluations_without_improvement = {"step": self.step, **metrics}, 0
         if self.tracker:
             for sample in self.objective.sample(self.model):

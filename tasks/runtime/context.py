@@ -61,3 +61,8 @@ class Attempt:
     """Files that describe the run, such as timings and plots. They are checked but are not content."""
     figures: dict[str, Any] = field(default_factory=dict)
     """Figures for the manifest. They are not content."""
+
+    @property
+    def stage(self) -> str:
+        """Name of the stage."""
+        return self.directory.parts[-3]

@@ -168,6 +168,19 @@ class _Training(_Schema):
     best: _Path
 
 
+class _Examples(_Schema):
+    reward: str
+    damaged: list[str]
+
+
+class _Answer(_Schema):
+    prompt: str
+    response: str
+    tokens: _Size
+    ground_truth: Any
+    rewards: dict[str, float] | None
+
+
 class _Sample(_Schema):
     prompt: str
     text: str
@@ -183,6 +196,8 @@ _CONTENTS: dict[str, TypeAdapter[Any]] = {
     "index.json": TypeAdapter(_Index),
     "training.json": TypeAdapter(_Training),
     "samples.json": TypeAdapter(list[_Sample]),
+    "examples.json": TypeAdapter(_Examples),
+    "answers.json": TypeAdapter(dict[str, list[_Answer]]),
 }
 
 

@@ -88,14 +88,14 @@ def write_job(directory: Path, processes: int = 1, model: ModelConfig = MODEL, *
         random_tokens(size, generator).astype("<u2").tofile(directory / f"{name}.bin")
     byte_tokenizer().save(directory / "tokenizer")
     job = Job(
-        train_config(**{**quiet, **settings}),
-        model,
-        ["../train.bin"],
-        ["../valid.bin"],
-        "../tokenizer",
-        1.5,
-        {"tokenizer": "t"},
-        ".",
+        config=train_config(**{**quiet, **settings}),
+        model=model,
+        train=["../train.bin"],
+        valid=["../valid.bin"],
+        tokenizer="../tokenizer",
+        bytes_per_token=1.5,
+        digests={"tokenizer": "t"},
+        out=".",
         execution=Execution(threads=1, device="cpu", compile=False, log_interval=1, processes=processes),
     )
     job.write(out / "job.json")

@@ -30,7 +30,7 @@ def run_in_processes(
     stop_event: threading.Event | None = None,
 ) -> None:
     poll = step_reporter(job.parent / "metrics.jsonl", progress)
-    run_processes(job, world_size, poll, stop_event or threading.Event())
+    run_processes("lm.train", job, world_size, poll, stop_event or threading.Event())
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,9 @@ def test_processes_meet_through_a_temporary_file(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(
-        lm.distributed.launch, "_Worker", lambda job_path, environment, group: pytest.fail(json.dumps(environment))
+        lm.distributed.launch,
+        "_Worker",
+        lambda module, job_path, environment, group: pytest.fail(json.dumps(environment)),
     )
     with pytest.raises(BaseException, match="TEXTMILL_RENDEZVOUS") as caught:
         run_in_processes(tmp_path / "job.json", 2)
@@ -164,7 +166,7 @@ from lm.distributed.launch import run_processes
 from lm.train.metrics_file import step_reporter
 job = Path(sys.argv[1])
 poll = step_reporter(job.parent / "metrics.jsonl", lambda step: print(step, flush=True))
-run_processes(job, 2, poll, threading.Event())
+run_processes("lm.train", job, 2, poll, threading.Event())
 """
 
 

@@ -15,7 +15,7 @@ import pytest
 from lm.distributed.launch import INTERRUPTED_EXIT_CODE
 from lm.train.__main__ import main
 from lm.train.job import Job
-from tasks.train import has_same_inputs
+from tasks.runtime.training import has_same_inputs
 from tests.helpers.limits import wait_for
 from tests.helpers.training import MODEL, ROOT, read_rows, write_job
 

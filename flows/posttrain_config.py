@@ -1,0 +1,56 @@
+"""The configuration of a post-training, one section per subject, and its presets."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from flows.config import PRESETS, complete, load_config, preset_path
+from lm.common.config import PYDANTIC_CONFIG, validate_fields
+from lm.common.errors import UserError
+from lm.common.runtime import Execution
+from lm.posttrain.config import ComparisonConfig, DialogsConfig, PreferenceConfig, ReinforceConfig
+from lm.train.config import TrainConfig
+
+POSTTRAIN_PRESETS = PRESETS / "posttrain"
+
+PosttrainStage = Literal["base", "dialogs", "sft", "preference", "reinforce", "evaluate"]
+
+
+@dataclass(frozen=True)
+class PosttrainConfig:
+    """Configuration of the flow ``posttrain``."""
+
+    __pydantic_config__ = PYDANTIC_CONFIG
+
+    name: str = "posttrain-demo"
+    """Name of this configuration, part of the names of artifacts in Prefect. It has no effect on results."""
+    base: str = ""
+    """Model to start from: the name of a run below the root. Default: the latest run of the pipeline."""
+    methods: list[Literal["sft", "preference", "reinforce"]] = field(default_factory=lambda: ["sft", "reinforce"])
+    """Training methods. They run in the order sft, preference, reinforce, each from the model of the one before."""
+    dialogs: DialogsConfig = field(default_factory=DialogsConfig)
+    """Dialogs, pairs of answers, and problems with a reward."""
+    sft: TrainConfig = field(default_factory=lambda: TrainConfig(steps=300, max_lr=1e-4, min_lr=0, warmup_steps=20))
+    """Supervised fine-tuning. batch_size: packed rows per step."""
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    """Direct preference optimization."""
+    reinforce: ReinforceConfig = field(default_factory=ReinforceConfig)
+    """Policy gradients."""
+    evaluate: ComparisonConfig = field(default_factory=ComparisonConfig)
+    """Comparison of the models before and after."""
+    execution: Execution = field(default_factory=Execution)
+    """How the work runs on this machine. It never causes a stage to run again."""
+
+    def __post_init__(self) -> None:
+        validate_fields(self, "posttrain")
+        if not self.methods:
+            raise UserError("methods is empty; name at least one of sft, preference and reinforce.")
+
+
+def load_posttrain_preset(name: str) -> PosttrainConfig:
+    """Return the configuration of a preset. Fields that the preset omits have their defaults."""
+    return load_config(PosttrainConfig, preset_path(name, POSTTRAIN_PRESETS))
+
+
+def complete_posttrain_config(config: Any) -> Any:
+    """Complete a partial ``config`` of the flow ``posttrain``; see :func:`flows.config.complete`."""
+    return complete(config, load_posttrain_preset("demo"))

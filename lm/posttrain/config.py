@@ -1,0 +1,148 @@
+"""The settings of post-training. Importing this module does not import torch, so that the command line starts fast."""
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
+from lm.common.errors import UserError
+from lm.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class DialogsConfig:
+    """The data of post-training: dialogs, pairs of answers, and problems with a reward."""
+
+    __pydantic_config__ = PYDANTIC_CONFIG
+
+    train: list[str] = field(default_factory=list)
+    """Files of dialogs or pairs, JSON Lines or Parquet: paths, globs or URLs. See docs/posttraining.md for the rows."""
+    valid: list[str] = field(default_factory=list)
+    """Held-out dialogs or pairs, in the same forms. Empty (the default): use part of train, see valid_fraction."""
+    valid_fraction: float = bounded_field(0.05, ge=0, lt=1)
+    """Fraction of the dialogs and pairs to hold out if valid is empty. The hash of the prompt decides."""
+    task: str = ""
+    """Problems with a reward. addition:1-3, of numbers with one to three digits, and reasoning-gym:DATASET are
+    generated. gsm8k, math, mmlu and words are read from task_train and task_test. Empty: no problems."""
+    task_train: list[str] = field(default_factory=list)
+    """Files of problems to train on."""
+    task_test: list[str] = field(default_factory=list)
+    """Files of problems to evaluate on."""
+    train_problems: int = bounded_field(2000, ge=1)
+    """Number of problems to generate for training. Of files, at most this many are used if it is below their number."""
+    test_problems: int = bounded_field(200, ge=1)
+    """Number of problems to generate, or to use, for the evaluation."""
+    learn_solutions: bool = True
+    """Whether the solutions of the problems to train on are dialogs for sft too."""
+    seed: int = bounded_field(0, ge=0, lt=1 << 63)
+    """Seed of generated problems."""
+
+    def __post_init__(self) -> None:
+        validate_fields(self, "dialogs")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Fields that enter the cache key. Files enter it by their content."""
+        files = ("train", "valid", "task_train", "task_test")
+        return {name: value for name, value in asdict(self).items() if name not in files}
+
+
+@dataclass(frozen=True)
+class PreferenceConfig:
+    """Direct preference optimization (DPO) on pairs of answers."""
+
+    __pydantic_config__ = PYDANTIC_CONFIG
+
+    train: TrainConfig = field(default_factory=lambda: TrainConfig(steps=200, max_lr=1e-5, min_lr=0, warmup_steps=20))
+    """The training. batch_size: pairs per step."""
+    beta: float = bounded_field(0.1, gt=0, lt=math.inf)
+    """How strongly the model is kept near the reference model. Larger is nearer."""
+    label_smoothing: float = bounded_field(0.0, ge=0, lt=0.5)
+    """Probability that the two answers of a pair are in the wrong order (conservative DPO)."""
+    is_length_normalized: bool = False
+    """Use the mean log-probability of an answer's tokens instead of the sum."""
+
+    def __post_init__(self) -> None:
+        validate_fields(self, "preference")
+
+
+@dataclass(frozen=True)
+class ReinforceConfig:
+    """Policy gradients on rewards of the model's own responses: REINFORCE, GRPO and its variants, expert iteration.
+
+    GRPO is the default with importance_reweighting grpo. Dr. GRPO: advantage_normalizer none, loss_normalization
+    constant. DAPO: loss_normalization token, clip_high above clip_low. GSPO, CISPO: by importance_reweighting.
+    """
+
+    __pydantic_config__ = PYDANTIC_CONFIG
+
+    train: TrainConfig = field(default_factory=lambda: TrainConfig(steps=100, max_lr=1e-5, min_lr=0, warmup_steps=5))
+    """The training. steps: updates. batch_size: responses per update, over all processes."""
+    group_size: int = bounded_field(8, ge=1)
+    """Responses to each prompt. The number of responses per rollout must be a multiple of it."""
+    updates_per_epoch: int = bounded_field(1, ge=1)
+    """Updates with the responses of one rollout, each with other responses."""
+    epochs_per_rollout: int = bounded_field(1, ge=1)
+    """How often each response is used. Above 1, or with several updates, importance_reweighting corrects for the age of
+    the responses."""
+    max_new_tokens: int = bounded_field(64, ge=1)
+    """Most tokens of a response, with the token that ends it."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Weight of each reward by name, see docs/posttraining.md. Default: the reward of the task."""
+    reward_seconds: float = bounded_field(10.0, gt=0, lt=math.inf)
+    """Time limit for the reward of a response. A response that takes longer gets 0."""
+    reward_threshold: float | None = bounded_field(None)
+    """Expert iteration: responses with at least this reward are learned like answers of a fine-tuning, others are left
+    out. The advantage is then 1, whatever baseline and advantage_normalizer are. Default: policy gradients."""
+    baseline: Literal["mean", "none"] = "mean"
+    """What is subtracted from a reward: the mean of its group, or nothing."""
+    advantage_normalizer: Literal["std", "none", "mean"] = "std"
+    """What the difference is divided by: the standard deviation of the group, nothing, or the mean of the group."""
+    advantage_eps: float = bounded_field(1e-6, gt=0, lt=math.inf)
+    """Added to that divisor."""
+    importance_reweighting: Literal["none", "noclip", "grpo", "gspo", "cispo"] = "none"
+    """How the ratio of new to old probabilities enters the loss. none: as if the responses were fresh."""
+    clip_low: float = bounded_field(0.2, ge=0, lt=math.inf)
+    """The ratio is clipped below 1 minus this."""
+    clip_high: float = bounded_field(0.2, ge=0, lt=math.inf)
+    """The ratio is clipped above 1 plus this."""
+    loss_normalization: Literal["sequence", "token", "constant"] = "sequence"
+    """sequence: mean over the tokens of each response, then over the responses. token: mean over the tokens of all
+    responses. constant: sum over all tokens, divided by the number of responses times max_new_tokens."""
+    kl_weight: float = bounded_field(0.0, ge=0, lt=math.inf)
+    """Weight of the KL divergence from the model at the start, a penalty per token."""
+    valid_problems: int = bounded_field(64, ge=0)
+    """Problems that an evaluation during the training answers, always the same. At the end, all are answered."""
+
+    def __post_init__(self) -> None:
+        validate_fields(self, "reinforce")
+        if self.responses_per_rollout % self.group_size:
+            raise UserError(
+                f"reinforce.train.batch_size {self.train.batch_size} times reinforce.updates_per_epoch "
+                f"{self.updates_per_epoch} must be a multiple of reinforce.group_size {self.group_size}."
+            )
+
+    @property
+    def responses_per_rollout(self) -> int:
+        """Number of responses that are sampled at once."""
+        return self.train.batch_size * self.updates_per_epoch
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Number of updates with the responses of a rollout."""
+        return self.updates_per_epoch * self.epochs_per_rollout
+
+
+@dataclass(frozen=True)
+class ComparisonConfig:
+    """How the models before and after post-training are compared."""
+
+    __pydantic_config__ = PYDANTIC_CONFIG
+
+    prompts: list[str] = field(default_factory=list)
+    """Prompts that each model answers, besides the first problems."""
+    max_new_tokens: int = bounded_field(128, ge=1)
+    """Most tokens of an answer."""
+
+    def __post_init__(self) -> None:
+        validate_fields(self, "evaluate")

@@ -1,0 +1,87 @@
+"""The job of a post-training method: fine-tuning, preferences or rewards, from a model that exists."""
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from lm.checkpoint.training_state import load_model
+from lm.common.errors import UserError
+from lm.eval.reward_worker import RewardWorker
+from lm.posttrain.config import PreferenceConfig, ReinforceConfig
+from lm.posttrain.examples import read_dialog_rows, read_pair_rows, read_problem_rows
+from lm.posttrain.policy_gradient_objective import PolicyGradient
+from lm.posttrain.preference_objective import PreferenceOptimization
+from lm.posttrain.sft_objective import SupervisedFineTuning
+from lm.tokenizer.tokenizer import Tokenizer
+from lm.train.objective import Objective
+from lm.train.trainer import Trainer
+from lm.train.training_job import TrainingJob
+
+
+@dataclass(kw_only=True)
+class PosttrainJob(TrainingJob):
+    """The inputs and outputs of a post-training."""
+
+    method: Literal["sft", "preference", "reinforce"]
+    model: str
+    """Directory of the checkpoint to start from."""
+    tokenizer: str
+    """Directory of its tokenizer, with the tokens of the chat template."""
+    train: str
+    """File of dialogs, pairs or problems, see :mod:`lm.posttrain.examples`."""
+    valid: str
+    """File of held-out ones. It may have no rows."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Fields of the method's config besides ``train``."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Weight of each reward by name, for ``reinforce``."""
+
+    module: ClassVar[str] = "lm.posttrain"
+    sections: ClassVar[dict[str, type]] = {}
+
+    def input_files(self) -> list[str]:
+        """Return the paths of model, tokenizer and examples."""
+        return [self.model, self.tokenizer, self.train, self.valid]
+
+    def map_paths(self, function: Callable[[str], str]) -> None:
+        """Replace each path of an input by ``function`` of it."""
+        self.model, self.tokenizer = function(self.model), function(self.tokenizer)
+        self.train, self.valid = function(self.train), function(self.valid)
+
+    def run(
+        self, progress: Callable[[int], None] = lambda step: None, stop_event: threading.Event | None = None
+    ) -> dict[str, Any]:
+        """Train as :meth:`TrainingJob.run` does, with a process for the rewards if the method needs them."""
+        worker = RewardWorker(self.rewards, self._reinforce_config().reward_seconds) if self.rewards else None
+        with worker or nullcontext():
+            self._reward = worker
+            return super().run(progress, stop_event)
+
+    def _reinforce_config(self) -> ReinforceConfig:
+        return ReinforceConfig(train=self.config, **self.settings)
+
+    def make_trainer(self, out: Path, device: torch.device) -> Trainer:
+        """Load the model, and make the trainer of the method."""
+        tokenizer = Tokenizer.load(self.tokenizer)
+        model = load_model(Path(self.model), device).train()
+        train, valid = Path(self.train), Path(self.valid)
+        objective: Objective
+        if self.method == "sft":
+            dialogs = read_dialog_rows(train), read_dialog_rows(valid)
+            objective = SupervisedFineTuning(self.config, model, tokenizer, *dialogs, self.digests)
+        elif self.method == "preference":
+            preference = PreferenceConfig(train=self.config, **self.settings)
+            pairs = read_pair_rows(train), read_pair_rows(valid)
+            objective = PreferenceOptimization(preference, model, tokenizer, *pairs, self.digests, out)
+        elif self._reward:
+            problems = read_problem_rows(train), read_problem_rows(valid)
+            reinforce = self._reinforce_config()
+            objective = PolicyGradient(reinforce, model, tokenizer, *problems, self._reward, self.digests, out)
+        else:
+            raise UserError("The job of reinforce names no rewards.")
+        return Trainer(self.config, model, objective, self.execution, out)

@@ -1,0 +1,42 @@
+"""Stage ``dialogs``: read, check and divide the data of post-training."""
+
+import json
+
+from lm.posttrain.config import DialogsConfig
+from lm.text.sources import Source
+from tasks.pages import posttrain as pages
+from tasks.runtime.context import Attempt
+from tasks.runtime.source_records import describe_sources
+from tasks.runtime.stage import stage
+from tasks.runtime.store import Store, retry_reading
+
+
+def find_dialog_sources(config: DialogsConfig, store: Store) -> list[list[Source]]:
+    """Return the sources of dialogs and problems, with their digests: train, valid, task_train and task_test."""
+    fields = (config.train, config.valid, config.task_train, config.task_test)
+    return [describe_sources(patterns, store) for patterns in fields]
+
+
+@stage("dialogs", page=pages.dialogs)
+def dialogs(
+    out: Attempt,
+    train: list[Source],
+    valid: list[Source],
+    task_train: list[Source],
+    task_test: list[Source],
+    config: DialogsConfig,
+) -> None:
+    """Write ``{dialogs,pairs,problems}-{train,valid}.jsonl`` and ``examples.json``."""
+    from lm.posttrain.examples import read_examples, write_rows
+
+    out.sources = [*train, *valid, *task_train, *task_test]
+    urls = [[source.url for source in sources] for sources in (train, valid, task_train, task_test)]
+    *splits, reward, damaged = retry_reading(read_examples, config, *urls)
+    for name, split in zip(("train", "valid"), splits, strict=True):
+        for kind in ("dialogs", "pairs", "problems"):
+            rows = getattr(split, kind)
+            write_rows(out.directory / f"{kind}-{name}.jsonl", rows)
+            out.figures.setdefault(kind, {})[name] = len(rows)
+    out.figures |= {"damaged": damaged.count}
+    content = {"reward": reward, "damaged": damaged.names}
+    (out.directory / "examples.json").write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")

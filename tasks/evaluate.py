@@ -1,0 +1,40 @@
+"""Stage ``evaluate``: compare the models before and after each step of post-training."""
+
+import json
+from contextlib import nullcontext
+from dataclasses import asdict
+
+from lm.posttrain.config import ComparisonConfig
+from tasks.pages import posttrain as pages
+from tasks.runtime.context import Attempt
+from tasks.runtime.output import Output
+from tasks.runtime.posttraining import reward_weights
+from tasks.runtime.stage import stage
+from tasks.sample import load_for_inference
+
+
+@stage("evaluate", page=pages.evaluate)
+def evaluate(
+    out: Attempt,
+    models: list[Output],
+    tokenizer: Output,
+    data: Output,
+    rewards: dict[str, float],
+    config: ComparisonConfig,
+) -> None:
+    """Write ``answers.json``: the figures and the greedy answers of each model."""
+    from lm.eval.reward_worker import RewardWorker
+    from lm.posttrain.comparison import evaluate_model
+    from lm.posttrain.examples import read_dialog_rows, read_problem_rows
+
+    dialogs = read_dialog_rows(data.path("dialogs-valid.jsonl"))
+    problems = read_problem_rows(data.path("problems-valid.jsonl"))
+    weights = reward_weights(data, rewards) if problems else {}
+    content = {}
+    with RewardWorker(weights) if weights else nullcontext() as reward:
+        for output in models:
+            model, loaded_tokenizer = load_for_inference(output, tokenizer, out.run.execution.device)
+            evaluation = evaluate_model(model, loaded_tokenizer, dialogs, problems, reward, config)
+            out.figures[output.ref.stage] = evaluation.figures
+            content[output.ref.stage] = [asdict(answer) for answer in evaluation.answers]
+    (out.directory / "answers.json").write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")

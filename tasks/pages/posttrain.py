@@ -1,0 +1,108 @@
+"""Pages of the stages of post-training: curves, and answers of the models side by side."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasks.pages.markdown import code, table
+from tasks.pages.plots import embed_figure, new_figure
+
+if TYPE_CHECKING:
+    from tasks.runtime.context import Attempt
+    from tasks.runtime.output import Output
+
+_MAX_DAMAGED = 20
+_MAX_PROMPTS = 12
+_MAX_CHARACTERS = 400
+_CURVES = {
+    "loss": (("loss", "training"), ("valid_loss", "held out")),
+    "accuracy of the implicit reward": (("accuracy", "training"), ("valid_accuracy", "held out")),
+    "margin of the implicit reward": (("margin", "training"), ("valid_margin", "held out")),
+    "reward": (("reward", "samples"), ("valid_reward", "held out, greedy")),
+    "tokens of a response": (("response_tokens", "samples"), ("valid_tokens", "held out, greedy")),
+    "entropy, nats per token": (("entropy", "samples"),),
+    "KL divergence from the start, nats per token": (("kl", "samples"),),
+    "share of groups without signal": (("groups_without_signal", "samples"),),
+    "share of clipped tokens": (("clip_fraction", "samples"),),
+}
+"""Curves by title: names of metrics with their labels."""
+
+
+def dialogs(out: "Attempt", **inputs: Any) -> Iterator[str]:
+    """Show the number of examples, the damaged rows, and the first examples."""
+    kinds = ("dialogs", "pairs", "problems")
+    yield table(("examples", "training", "held out"), [(kind, *out.figures[kind].values()) for kind in kinds])
+    content = json.loads((out.directory / "examples.json").read_text(encoding="utf-8"))
+    if content["reward"]:
+        yield f"Reward of the problems: {code(content['reward'])}."
+    if content["damaged"]:
+        shown = [(code(name),) for name in content["damaged"][:_MAX_DAMAGED]]
+        yield f"**{out.figures['damaged']:,} damaged rows were skipped.** The first:\n\n" + table(("row",), shown)
+    rows = []
+    with (out.directory / "dialogs-train.jsonl").open(encoding="utf-8") as file:
+        for line, _ in zip(file, range(5), strict=False):
+            rows.append([code(_cut(message["content"])) for message in json.loads(line)["messages"][-2:]])
+    if rows:
+        yield "### First dialogs\n\n" + table(("last message of the user", "answer"), rows)
+
+
+def training(out: "Attempt", **inputs: Any) -> Iterator[str]:
+    """Show the curves of the metrics, and the answers to the sample prompts over time."""
+    from lm.train.metrics_file import read_metrics
+
+    yield from curves(read_metrics(out.directory / "metrics.jsonl"))
+    figures = {name: value for name, value in out.figures.items() if name not in ("best", "last") and value is not None}
+    yield table(("at the end", ""), [(name.replace("_", " "), value) for name, value in figures.items()])
+    yield f"Best checkpoint: {code(out.figures['best'])}; the last: {code(out.figures['last'])}."
+    samples = read_metrics(out.directory / "samples.jsonl")
+    rows = [(sample["step"], code(_cut(sample["prompt"])), code(_cut(sample["text"]))) for sample in samples]
+    if rows:
+        yield "### Answers over time\n\n" + table(("step", "prompt", "answer"), rows[:: len(rows) // 20 + 1])
+
+
+def unfinished(directory: Path) -> str:
+    """Return the curves of a training that is still running; empty before its first metrics."""
+    from lm.train.metrics_file import read_metrics
+
+    return "\n\n".join(curves(read_metrics(directory / "metrics.jsonl")))
+
+
+def curves(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield a plot for each group of metrics that the rows have."""
+    for title, metrics in _CURVES.items():
+        lines = [
+            (label, [(row["step"], row[name]) for row in rows if row.get(name) is not None]) for name, label in metrics
+        ]
+        if any(points for _, points in lines):
+            figure, axes = new_figure(title, "step", "")
+            for label, points in lines:
+                if points:
+                    axes.plot(*zip(*points, strict=True), label=label, marker="o" if len(points) < 30 else None)
+            axes.legend()
+            yield embed_figure(figure, title)
+
+
+def evaluate(out: "Attempt", models: "list[Output]", **inputs: Any) -> Iterator[str]:
+    """Show the figures of each model, and the same prompts side by side."""
+    names = list(out.figures)
+    fields = {field for figures in out.figures.values() for field, value in figures.items() if value is not None}
+    ordered = [field for field in out.figures[names[0]] if field in fields]
+    rows = [(field.replace("_", " "), *(out.figures[name][field] for name in names)) for field in ordered]
+    yield table(("held out", *names), rows)
+    answers = json.loads((out.directory / "answers.json").read_text(encoding="utf-8"))
+    rows = [
+        (code(_cut(group[0]["prompt"])), *(_describe(answer) for answer in group))
+        for group in list(zip(*answers.values(), strict=True))[:_MAX_PROMPTS]
+    ]
+    if rows:
+        yield "### The same prompts\n\n" + table(("prompt", *answers), rows)
+
+
+def _describe(answer: dict[str, Any]) -> str:
+    reward = f" (reward {answer['rewards']['reward']:g})" if answer["rewards"] else ""
+    return code(_cut(answer["response"])) + reward
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_CHARACTERS else text[:_MAX_CHARACTERS] + "…"

@@ -1,0 +1,20 @@
+"""Stage ``reinforce``: train the model on rewards of its own responses."""
+
+from lm.posttrain.config import ReinforceConfig
+from tasks.pages import posttrain as pages
+from tasks.runtime.context import Attempt
+from tasks.runtime.machine import training_slot
+from tasks.runtime.output import Output
+from tasks.runtime.posttraining import make_posttrain_job, reward_weights
+from tasks.runtime.stage import stage
+from tasks.runtime.training import run_training
+
+
+@stage(
+    "reinforce", page=pages.training, slot=lambda execution: training_slot(execution.max_trainings), is_resumable=True
+)
+def reinforce(out: Attempt, model: Output, tokenizer: Output, data: Output, config: ReinforceConfig) -> None:
+    """Learn from rewards of the model's own responses."""
+    job = make_posttrain_job(out, "reinforce", model, tokenizer, data, config.train, config)
+    job.rewards = reward_weights(data, config.rewards)
+    run_training(out, job, pages.unfinished)

@@ -1,0 +1,43 @@
+"""Digests of input files, kept below the root: a file is read again only if its version has changed."""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from lm.common.cpu import available_cpus
+from lm.common.errors import UserError
+from lm.text.sources import Source, expand_urls, hash_source, source_version
+from tasks.runtime.schemas import SourceRecord, read_record
+from tasks.runtime.store import Store, retry_reading
+
+log = logging.getLogger(__name__)
+
+
+def describe_sources(patterns: Sequence[str], store: Store) -> list[Source]:
+    """Return the sources that paths, globs and URLs name, with their digests.
+
+    A source is read only if its version has changed since the last run. If a source is gone, the digest of the last run
+    is used, with a warning. Network failures are retried after 2, 4 and 8 seconds.
+    """
+    urls = retry_reading(expand_urls, patterns)
+    return store.map(lambda url: retry_reading(_describe, url, store), urls, available_cpus())
+
+
+def _describe(url: str, store: Store) -> Source:
+    path = ("sources", f"{hashlib.sha256(url.encode()).hexdigest()[:32]}.json")
+    record = read_record(SourceRecord, store, *path)
+    if record and record["source"]["url"] != url:
+        record = None  # not written by this function
+    current_version = source_version(url)
+    if record and current_version and record["version"] == list(current_version):
+        return Source(**record["source"])
+    try:
+        source = hash_source(url)
+    except UserError as error:
+        if not record or current_version:
+            raise
+        log.warning("%s The outputs made from it are used.", error)
+        return Source(**record["source"])
+    store.write_json({"source": asdict(source), "version": current_version}, *path)
+    return source

@@ -1,0 +1,96 @@
+"""The training of a stage: resumed from unfinished attempts, in one process or several."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lm.common.errors import Stopped, UserError
+from tasks.runtime.context import Attempt
+from tasks.runtime.progress import show_progress
+from tasks.runtime.root_lock import is_locked
+from tasks.runtime.schemas import ATTEMPT_NAME
+
+if TYPE_CHECKING:
+    from lm.train.training_job import TrainingJob
+
+
+def run_training(out: Attempt, job: "TrainingJob", unfinished_page: Callable[[Path], str]) -> None:
+    """Run a job whose ``out`` is ".", and set the figures and records of the attempt.
+
+    Resumes from the last checkpoint of an unfinished attempt that read the same files. ``unfinished_page`` returns the
+    Markdown of a training that is still running, from its directory.
+    """
+    from lm.checkpoint.training_state import ROW_FILES
+    from lm.distributed.launch import run_processes
+    from lm.train.graceful_stop import stop_on_signals
+    from lm.train.metrics_file import step_reporter
+
+    stopping = out.run.stopping
+    if not out.run.store.is_local:
+        job.mirror = out.url
+        _fetch_checkpoints(out)
+    # A resumed training copies the rows of these files, which have no digests of their own.
+    intact = [previous for previous in out.unfinished if not {previous / name for name in ROW_FILES} & out.damaged]
+    job.previous = [relative_path(out, previous) for previous in intact if has_same_inputs(previous, job)]
+    path = out.directory / "job.json"
+    job.write(path)
+    page = partial(unfinished_page, out.directory)
+    try:
+        with (
+            show_progress(out.stage, job.config.steps, "step", out.run.label, page) as progress,
+            stop_on_signals(stopping) as signals,
+        ):
+            if job.execution.processes > 1:
+                report_step = step_reporter(out.directory / "metrics.jsonl", progress)
+                run_processes(job.module, path, job.execution.processes, report_step, stopping)
+            else:
+                job.read(path).run(progress, stopping)
+    except Stopped:
+        if signals:  # the checkpoint is saved: now let the signal have its usual effect
+            signal.raise_signal(signals[0])
+        raise
+    out.figures = json.loads((out.directory / "training.json").read_text(encoding="utf-8"))
+    # Older checkpoints are no content: a training that skipped a damaged one has the same result.
+    results = {out.figures["best"], out.figures["last"]}
+    older = [file for file in out.directory.glob("step-*/*") if file.parent.name not in results]
+    rows = [out.directory / name for name in ("rollouts.jsonl", "reference.jsonl") if (out.directory / name).exists()]
+    records = [*out.directory.glob("tensorboard/*"), *older, *rows]
+    out.records = ["metrics.jsonl", "loss.png", "job.json", *(str(file.relative_to(out.directory)) for file in records)]
+
+
+def relative_path(out: Attempt, path: Path) -> str:
+    """Return a path relative to the job, so that a moved root keeps working."""
+    return os.path.relpath(path.resolve(), out.directory.resolve())
+
+
+def has_same_inputs(previous: Path, job: "TrainingJob") -> bool:
+    """Return whether an earlier attempt read the same files as ``job``. If a file was made again since, it had been
+    damaged, and so the checkpoints may be wrong."""
+    try:
+        if is_locked(previous / "job.json"):  # a program is running there
+            return False
+        previous_job = job.read(previous / "job.json")
+    except (UserError, OSError):
+        return False
+
+    def input_files(job: "TrainingJob") -> list[tuple[str, ...]]:  # downloaded files keep only the end of their path
+        return [Path(name).parts[-4:] for name in job.input_files()]
+
+    return input_files(previous_job) == input_files(job)
+
+
+def _fetch_checkpoints(out: Attempt) -> None:
+    """Fetch the checkpoints that unfinished trainings on other machines copied to the root, newest training first."""
+    from lm.checkpoint.mirror import CheckpointMirror
+
+    store, (*_, stage, key, attempt) = out.run.store, out.directory.parts
+    if stage in out.run.refresh:
+        return
+    for name in store.list_names(stage, key):
+        if ATTEMPT_NAME.fullmatch(name) and name != attempt:
+            CheckpointMirror(store.local_directory(stage, key, name), store.url(stage, key, name)).download()
+    out.unfinished = [path for path in store.attempt_directories(stage, key) if path != out.directory]

@@ -1,0 +1,77 @@
+"""Small models, dialogs and jobs for tests of post-training."""
+
+from pathlib import Path
+from typing import Any
+
+from lm.checkpoint.training_state import save_training
+from lm.common.runtime import Execution
+from lm.data.chat_template import add_chat_tokens
+from lm.data.dialogs import Dialog, Message, PreferencePair
+from lm.eval.tasks import Problem
+from lm.model.transformer import TransformerLM
+from lm.posttrain.examples import write_rows
+from lm.posttrain.job import PosttrainJob
+from lm.train.config import TrainConfig
+from tests.helpers.policies import BYTES, make_policy
+
+CHAT = add_chat_tokens(BYTES)
+
+
+def chat_policy(seed: int = 0) -> TransformerLM:
+    """Return a small random model with the tokens of the chat template."""
+    return make_policy(seed, CHAT)
+
+
+def dialog(prompt: str, answer: str) -> Dialog:
+    return Dialog((Message(role="user", content=prompt), Message(role="assistant", content=answer)))
+
+
+def pair(prompt: str, chosen: str, rejected: str) -> PreferencePair:
+    return PreferencePair((Message(role="user", content=prompt),), chosen, rejected)
+
+
+DIALOGS = [dialog(f"say {letter}", letter * (1 + number)) for number, letter in enumerate("abcdefgh")]
+PAIRS = [pair(f"say {letter}", letter, letter * (2 + number)) for number, letter in enumerate("abcdefgh")]
+PROBLEMS = [Problem(f"write {letter}", [letter]) for letter in "abcdefgh"]
+EXAMPLES: dict[str, list[Any]] = {"sft": DIALOGS, "preference": PAIRS, "reinforce": PROBLEMS}
+
+
+def quick_config(**settings: Any) -> TrainConfig:
+    """Return the config of a short training on the CPU."""
+    quick: dict[str, Any] = {
+        "steps": 6,
+        "batch_size": 4,
+        "max_lr": 1e-2,
+        "min_lr": 1e-3,
+        "warmup_steps": 1,
+        "eval_interval": 3,
+        "checkpoint_interval": 2,
+        "sample_prompts": ["say a"],
+        "sample_tokens": 4,
+    }
+    return TrainConfig(**(quick | settings))
+
+
+def write_posttrain_job(directory: Path, method: Any, settings: dict[str, Any] | None = None, **config: Any) -> Path:
+    """Write a job and its inputs below ``directory``; return the job's path."""
+    out = directory / "out"
+    out.mkdir(parents=True)
+    save_training(directory / "model", chat_policy(), [], 0, {})
+    CHAT.save(directory / "tokenizer")
+    for split in ("train", "valid"):
+        write_rows(directory / f"{split}.jsonl", EXAMPLES[method])
+    job = PosttrainJob(
+        config=quick_config(**config),
+        method=method,
+        settings=settings or {},
+        model="../model",
+        tokenizer="../tokenizer",
+        train="../train.jsonl",
+        valid="../valid.jsonl",
+        rewards={"required_words": 1.0} if method == "reinforce" else {},
+        digests={"model": "m"},
+        out=".",
+        execution=Execution(threads=1, device="cpu", compile=False, log_interval=1),
+    )
+    job.write(out / "job.json")
+    return out / "job.json"

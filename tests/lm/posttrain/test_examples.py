@@ -1,0 +1,100 @@
+"""The data of post-training: reading, division and storage."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lm.common.errors import UserError
+from lm.data.dialogs import Dialog, PreferencePair
+from lm.eval.tasks import Problem
+from lm.posttrain.config import DialogsConfig
+from lm.posttrain.examples import (
+    read_dialog_rows,
+    read_examples,
+    read_pair_rows,
+    read_problem_rows,
+    write_rows,
+)
+from tests.helpers.posttraining import dialog, pair
+
+
+def write_file(path: Path, rows: list[object]) -> str:
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_dialogs_and_pairs_are_divided_by_their_prompts(tmp_path: Path) -> None:
+    rows: list[object] = [
+        {"prompt": f"question {number % 50}", "response": f"answer {number}"} for number in range(200)
+    ]
+    rows += [{"prompt": f"question {number}", "chosen": "a", "rejected": "b"} for number in range(50)]
+    path = write_file(tmp_path / "rows.jsonl", [*rows, "not json", {"other": 1}])
+    train, valid, reward, damaged = read_examples(DialogsConfig(valid_fraction=0.3), [path], [], [], [])
+    assert reward == "" and damaged.count == 2 and "line 251: not JSON" in damaged.names[0]
+    assert len(train.dialogs) + len(valid.dialogs) == 200 and len(train.pairs) + len(valid.pairs) == 50
+    prompts = [{example.messages[0]["content"] for example in split.dialogs} for split in (train, valid)]
+    assert not prompts[0] & prompts[1] and 5 < len(prompts[1]) < 25
+    assert {example.prompt[0]["content"] for example in valid.pairs} == prompts[1]
+    again = read_examples(DialogsConfig(valid_fraction=0.3), [path], [], [], [])
+    assert again[:2] == (train, valid)
+
+
+def test_named_held_out_files_leave_the_training_rows_alone(tmp_path: Path) -> None:
+    paths = [
+        write_file(tmp_path / f"{name}.jsonl", [{"prompt": name, "response": str(n)} for n in range(9)])
+        for name in "ab"
+    ]
+    train, valid, _, _ = read_examples(DialogsConfig(valid_fraction=0.9), paths[:1], paths[1:], [], [])
+    assert (len(train.dialogs), len(valid.dialogs)) == (9, 9)
+
+
+def test_generated_problems_of_training_and_test_differ() -> None:
+    config = DialogsConfig(task="addition:1-2", train_problems=3000, test_problems=100)
+    train, valid, reward, _ = read_examples(config, [], [], [], [])
+    assert reward == "exact" and len(valid.problems) == 100
+    assert not {problem.prompt for problem in train.problems} & {problem.prompt for problem in valid.problems}
+    assert [example.messages[1]["content"] for example in train.dialogs] == [p.solution for p in train.problems]
+    assert not read_examples(DialogsConfig(task="addition:1-2", learn_solutions=False), [], [], [], [])[0].dialogs
+
+
+def test_problems_of_files_have_their_reward(tmp_path: Path) -> None:
+    rows = [{"question": f"{n}?", "answer": f"so\n#### {n}"} for n in range(4)]
+    train, test = (write_file(tmp_path / f"{name}.jsonl", [*part]) for name, part in (("a", rows[:3]), ("b", rows[2:])))
+    config = DialogsConfig(task="gsm8k", task_train=[train], task_test=[test])
+    split, valid, reward, _ = read_examples(config, [], [], [train], [test])
+    assert reward == "gsm8k"
+    assert [problem.prompt for problem in split.problems] == ["0?", "1?"], "a tested problem is not trained on"
+    assert [problem.ground_truth for problem in valid.problems] == ["2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (DialogsConfig(task="gsm8k"), "dialogs.task gsm8k is read from files; name them in dialogs.task_train"),
+        (DialogsConfig(task="addition:3-1"), "the fewest digits must be 1 to the most digits"),
+        (DialogsConfig(task="sums", task_train=["x"]), "There is no task 'sums'"),
+    ],
+)
+def test_a_bad_task_is_named(config: DialogsConfig, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_examples(config, [], [], config.task_train, [])
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+
+
+@given(TEXT, TEXT, TEXT)
+def test_stored_rows_are_read_as_they_were(tmp_path_factory: pytest.TempPathFactory, a: str, b: str, c: str) -> None:
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    dialogs: list[Dialog] = [dialog(a, b), Dialog(dialog(b, c).messages, "4")]
+    pairs: list[PreferencePair] = [pair(a, b, c)]
+    problems = [Problem(a, [b, {"c": c}]), Problem(b, c, a)]
+    write_rows(path, dialogs)
+    assert read_dialog_rows(path) == dialogs
+    write_rows(path, pairs)
+    assert read_pair_rows(path) == pairs
+    write_rows(path, problems)
+    assert read_problem_rows(path) == problems

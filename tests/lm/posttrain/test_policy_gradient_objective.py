@@ -1,0 +1,198 @@
+"""The objective of policy gradients against the update of one function, and its stored rollouts."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lm.common.errors import UserError
+from lm.data.chat_template import END_TOKEN, encode_chat_prompt
+from lm.eval.reward_worker import RewardWorker, Verdict
+from lm.model.transformer import TransformerLM
+from lm.optim.sgd import SGD
+from lm.posttrain.config import ReinforceConfig
+from lm.posttrain.grpo import grpo_train_step
+from lm.posttrain.log_probs import get_response_log_probs
+from lm.posttrain.policy_gradient_objective import PolicyGradient
+from lm.train.metrics_file import read_metrics
+from tests.helpers.posttraining import CHAT, PROBLEMS, chat_policy, quick_config
+
+
+class LetterReward(RewardWorker):
+    """The share of letters below ``m`` in a response, computed in this process."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def score(self, response: str, ground_truth: Any) -> Verdict:
+        self.calls += 1
+        reward = sum(character < "m" for character in response) / max(1, len(response))
+        return Verdict({"reward": reward, "format_reward": 1.0, "answer_reward": reward})
+
+
+@pytest.fixture
+def model() -> TransformerLM:
+    return chat_policy()
+
+
+def make_objective(model: TransformerLM, out: Path, **settings: Any) -> PolicyGradient:
+    train = quick_config(batch_size=8, gradient_accumulation_steps=settings.pop("gradient_accumulation_steps", 2))
+    config = ReinforceConfig(train=train, group_size=4, max_new_tokens=6, **settings)
+    return PolicyGradient(config, model, CHAT, PROBLEMS, PROBLEMS[:3], LetterReward(), {}, out)
+
+
+def gradients(model: TransformerLM, objective: PolicyGradient, step: int = 0) -> list[torch.Tensor]:
+    """Return the gradients that the trainer would compute for a step."""
+    model.zero_grad()
+    batches = objective.micro_batches(step)
+    divisor = sum(objective.weight(batch) for batch in batches)
+    for batch in batches:
+        (objective.loss_sum(model, batch) / divisor).backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def functional_gradients(model: TransformerLM, objective: PolicyGradient, **options: Any) -> list[torch.Tensor]:
+    """Return the gradients of grpo_train_step with the same responses, from the change of a step of SGD."""
+    rows = objective._responses
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    prompts, responses = ([f"{kind}{index}" for index in range(len(rows))] for kind in ("prompt", "response"))
+    ids = dict(zip(prompts, (row.prompt_ids for row in rows), strict=True))
+    ids |= dict(zip(responses, (row.ids for row in rows), strict=True))  # random bytes are seldom UTF-8
+    rewards = dict(zip(responses, (row.rewards for row in rows), strict=True))
+    tokenizer: Any = SimpleNamespace(encode=lambda text, add_special_tokens: ids[text], pad_token_id=0, eos_token_id=0)
+    grpo_train_step(
+        model, tokenizer, SGD(model.parameters(), lr=1.0), 1, None, lambda response, truth: rewards[response],
+        prompts, responses, [None] * len(rows), 4, **options,
+    )  # fmt: skip
+    result = [old - new.detach() for old, new in zip(before, model.parameters(), strict=True)]
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), before, strict=True):
+            parameter.copy_(value)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ({}, {}),
+        ({"advantage_normalizer": "none", "loss_normalization": "constant"},
+         {"advantage_normalizer": "none", "loss_normalization": "constant", "normalization_constant": 48.0}),
+        ({"advantage_normalizer": "mean", "baseline": "none"}, {"advantage_normalizer": "mean", "baseline": "none"}),
+    ],
+    ids=["grpo", "dr-grpo", "maxrl"],
+)  # fmt: skip
+def test_a_step_has_the_gradient_of_the_function(
+    model: TransformerLM, tmp_path: Path, settings: dict[str, Any], options: dict[str, Any]
+) -> None:
+    objective = make_objective(model, tmp_path, **settings)
+    actual = gradients(model, objective)
+    expected = functional_gradients(model, objective, **options)
+    assert any(gradient.abs().max() > 1e-4 for gradient in expected)
+    for gradient, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-3, atol=1e-5)
+
+
+def test_token_normalization_divides_by_all_tokens(model: TransformerLM, tmp_path: Path) -> None:
+    objective = make_objective(model, tmp_path, loss_normalization="token")
+    actual = gradients(model, objective)
+    tokens = float(sum(len(row.ids) for row in objective._responses))
+    options = {"loss_normalization": "constant", "normalization_constant": tokens}
+    for gradient, other in zip(actual, functional_gradients(model, objective, **options), strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-3, atol=1e-5)
+
+
+def test_expert_iteration_learns_the_good_responses_alone(model: TransformerLM, tmp_path: Path) -> None:
+    objective = make_objective(model, tmp_path, reward_threshold=0.4, loss_normalization="token")
+    actual = gradients(model, objective)
+    good = [row for row in objective._responses if row.rewards["reward"] >= 0.4]
+    assert 0 < len(good) < 8
+    model.zero_grad()
+    total = torch.zeros(())
+    for row in good:
+        ids = torch.tensor([row.prompt_ids + row.ids])
+        log_probs = model(ids[:, :-1]).log_softmax(-1)[0].gather(-1, ids[0, 1:, None])
+        total = total - log_probs[-len(row.ids) :].sum()
+    (total / sum(len(row.ids) for row in good)).backward()
+    for gradient, parameter in zip(actual, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_responses_have_the_probabilities_of_the_model(model: TransformerLM, tmp_path: Path) -> None:
+    objective = make_objective(model, tmp_path)
+    objective.micro_batches(0)
+    end = CHAT.special_ids[END_TOKEN]
+    for row in objective._responses:
+        ids = torch.tensor([row.prompt_ids + row.ids])
+        scores = get_response_log_probs(model, ids[:, :-1], ids[:, 1:], return_token_entropy=False)["log_probs"]
+        torch.testing.assert_close(scores[0, -len(row.ids) :], torch.tensor(row.log_probs), rtol=1e-4, atol=1e-4)
+        assert row.prompt_ids == encode_chat_prompt(CHAT, [{"role": "user", "content": PROBLEMS[row.problem].prompt}])
+        assert len(row.ids) == 6 or row.ids[-1] == end
+        assert row.text == CHAT.decode([token for token in row.ids if token != end])
+    groups = [objective._responses[start : start + 4] for start in (0, 4)]
+    assert [len({row.problem for row in group}) for group in groups] == [1, 1]
+
+
+@pytest.mark.parametrize("method", ["noclip", "grpo", "gspo", "cispo"])
+def test_later_updates_are_reweighted(model: TransformerLM, tmp_path: Path, method: str) -> None:
+    objective = make_objective(
+        model, tmp_path, importance_reweighting=method, updates_per_epoch=2, epochs_per_rollout=2, kl_weight=0.1
+    )
+    assert len(objective.micro_batches(0)[0].input_ids) == 4
+    sampled = objective._responses
+    assert len(sampled) == 16
+    first = gradients(model, objective)
+    metrics = objective.step_metrics()
+    assert metrics["kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics.get("clip_fraction", 0.0) == 0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    used = [[*map(tuple, batch.input_ids.tolist())] for step in range(4) for batch in objective.micro_batches(step)]
+    assert objective._responses is sampled
+    assert len({row for batch in used for row in batch}) >= 15, "both epochs use all responses"
+    later = gradients(model, objective, step=3)
+    assert objective.step_metrics()["kl"] > 0
+    assert not all(torch.allclose(a, b) for a, b in zip(first, later, strict=True))
+    objective.micro_batches(4)
+    assert objective._responses is not sampled
+
+
+def test_a_resumed_training_uses_the_stored_responses(model: TransformerLM, tmp_path: Path) -> None:
+    objective = make_objective(model, tmp_path, updates_per_epoch=2)
+    objective.micro_batches(0)
+    rows = read_metrics(tmp_path / "rollouts.jsonl")
+    assert [row["step"] for row in rows] == [1] * 16
+    resumed = make_objective(chat_policy(seed=1), tmp_path, updates_per_epoch=2)
+    resumed.restore(tmp_path)
+    resumed.micro_batches(1)  # in the middle of a rollout: other weights would give other responses
+    assert resumed._responses == objective._responses
+    assert isinstance(resumed.reward, LetterReward) and resumed.reward.calls == 0
+    again = make_objective(model, tmp_path, updates_per_epoch=2)
+    again.restore(tmp_path)
+    again.micro_batches(0)  # sampled again, but judged as before
+    assert again._responses == objective._responses
+    assert isinstance(again.reward, LetterReward) and again.reward.calls == 0
+
+
+def test_a_step_without_any_signal_has_no_gradient(model: TransformerLM, tmp_path: Path) -> None:
+    objective = make_objective(model, tmp_path)
+    objective._sample = lambda count, verdicts: [  # type: ignore[method-assign]
+        replace(row, rewards=dict.fromkeys(row.rewards, 1.0)) for row in PolicyGradient._sample(objective, count, {})
+    ]
+    assert all(gradient.abs().max() == 0 for gradient in gradients(model, objective))
+    assert objective.step_metrics()["groups_without_signal"] == 1.0
+
+
+def test_bad_settings_and_prompts_are_named(model: TransformerLM, tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"reinforce.train.batch_size 4 .* must be a multiple of reinforce.group_size 3"
+    ):
+        ReinforceConfig(train=quick_config(), group_size=3)
+    config = ReinforceConfig(train=quick_config(), group_size=4)
+    with pytest.raises(UserError, match="A prompt has 304 tokens"):
+        PolicyGradient(config, model, CHAT, [replace(PROBLEMS[0], prompt="x" * 301)], [], LetterReward(), {}, tmp_path)
+    with pytest.raises(UserError, match="no problems to train on"):
+        PolicyGradient(config, model, CHAT, [], [], LetterReward(), {}, tmp_path)

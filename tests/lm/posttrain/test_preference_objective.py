@@ -1,0 +1,104 @@
+"""The objective of DPO against plain sums over single answers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lm.common.errors import UserError
+from lm.data.chat_template import encode_dialog
+from lm.data.dialogs import PreferencePair
+from lm.model.transformer import TransformerLM
+from lm.posttrain.config import PreferenceConfig
+from lm.posttrain.preference_objective import PreferenceOptimization
+from tests.helpers.posttraining import CHAT, PAIRS, chat_policy, dialog, pair, quick_config
+
+
+def make_objective(model: TransformerLM, out: Path, pairs: list[PreferencePair] = PAIRS) -> PreferenceOptimization:
+    config = PreferenceConfig(train=quick_config(gradient_accumulation_steps=2), beta=0.5)
+    return PreferenceOptimization(config, model, CHAT, pairs, PAIRS[:3], {}, out)
+
+
+def plain_log_prob(model: TransformerLM, prompt: str, answer: str) -> Tensor:
+    encoded = encode_dialog(CHAT, dialog(prompt, answer).messages)
+    ids = torch.tensor([encoded.ids])
+    log_probs = model(ids[:, :-1]).double().log_softmax(-1)[0].gather(-1, ids[0, 1:, None]).squeeze(-1)
+    return log_probs[torch.tensor(encoded.is_target[1:])].sum()
+
+
+def plain_loss(model: TransformerLM, reference: TransformerLM, example: PreferencePair, beta: float) -> Tensor:
+    prompt = example.prompt[0]["content"]
+    ratios = [
+        plain_log_prob(model, prompt, answer) - plain_log_prob(reference, prompt, answer).detach()
+        for answer in (example.chosen, example.rejected)
+    ]
+    return -F.logsigmoid(beta * (ratios[0] - ratios[1]))
+
+
+def test_the_loss_of_a_step_is_that_of_its_pairs(tmp_path: Path) -> None:
+    model, reference = chat_policy(), chat_policy()
+    objective = make_objective(model, tmp_path)
+    first = objective.micro_batches(0)
+    assert sum(objective.loss_sum(model, batch).item() for batch in first) == pytest.approx(4 * 0.693147, rel=1e-4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    seen: set[int] = set()
+    for step in (0, 1):
+        batches = objective.micro_batches(step)
+        assert [int(objective.weight(batch)) for batch in batches] == [2, 2]
+        used = [
+            index
+            for batch in batches
+            for index in range(len(PAIRS))
+            if any(abs(objective._reference[index][0] - value) < 1e-12 for value in batch.reference[:2].tolist())
+        ]
+        expected = sum(plain_loss(model, reference, PAIRS[index], 0.5) for index in used)
+        actual = sum(objective.loss_sum(model, batch) for batch in batches)
+        torch.testing.assert_close(actual, torch.as_tensor(expected).float(), rtol=1e-4, atol=1e-4)
+        seen |= set(used)
+    assert seen == set(range(8)), "an epoch has all pairs"
+    assert objective.step_metrics().keys() == {"accuracy", "margin", "chosen_reward", "rejected_reward"}
+
+
+def test_held_out_pairs_are_evaluated(tmp_path: Path) -> None:
+    model, reference = chat_policy(), chat_policy()
+    objective = make_objective(model, tmp_path)
+    objective.micro_batches(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+        losses = [float(plain_loss(model, reference, example, 0.5)) for example in PAIRS[:3]]
+        metrics = objective.evaluate(model, is_final=True)
+    assert metrics["valid_loss"] == pytest.approx(sum(losses) / 3, rel=1e-4)
+    assert metrics["valid_accuracy"] == pytest.approx(sum(loss < 0.693147 for loss in losses) / 3)
+
+
+def test_a_resumed_training_keeps_the_first_reference(tmp_path: Path) -> None:
+    objective = make_objective(chat_policy(), tmp_path)
+    objective.micro_batches(0)
+    (tmp_path / "step-0000002").mkdir()
+    resumed = make_objective(chat_policy(seed=1), tmp_path)  # other weights: they must not be used
+    resumed.restore(tmp_path)
+    assert resumed._reference == objective._reference
+    (tmp_path / "reference.jsonl").write_text('{"step": 0}\n')
+    again = make_objective(chat_policy(), tmp_path)
+    again.restore(tmp_path)
+    assert again._reference == objective._reference, "a damaged file is computed again"
+
+
+def test_the_reference_is_written_for_the_record(tmp_path: Path) -> None:
+    make_objective(chat_policy(), tmp_path).micro_batches(0)
+    rows = [json.loads(line) for line in (tmp_path / "reference.jsonl").read_text().splitlines()]
+    assert len(rows) == len(PAIRS) + 3
+    assert all(row["step"] == 0 and row["chosen"] < 0 and row["rejected"] < 0 for row in rows)
+
+
+def test_pairs_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
+    long = pair("x" * 300, "y", "z")
+    assert make_objective(chat_policy(), tmp_path, [*PAIRS, long]).left_out == 1
+    with pytest.raises(UserError, match="No pair of answers is within the model's context of 256"):
+        make_objective(chat_policy(), tmp_path, [long])
