@@ -12,6 +12,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from tenacity import stop_after_delay, wait_none
 
+from flows.chain import PIPELINE
 from flows.config import load_preset
 from flows.pipeline import pipeline
 from flows.plan import plan
@@ -127,7 +128,7 @@ def test_a_plan_retries(flaky_url: str, tmp_path: Path, monkeypatch: pytest.Monk
     FlakyHandler.replies[:] = [500, BREAK]
     config = load_preset("demo")
     config.data.train[:] = [flaky_url]
-    (first, _) = plan(config, str(tmp_path), "ingest", ())
+    (first, _) = plan(PIPELINE, config, str(tmp_path), "ingest", ())
     assert first == ("ingest-train", "1 of 1 parts: runs: it has no result yet")
     assert not FlakyHandler.replies
 

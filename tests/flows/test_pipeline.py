@@ -14,6 +14,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
 from flows import chain, runners
+from flows.chain import PIPELINE
 from flows.config import PipelineConfig, StageName
 from flows.pipeline import pipeline
 from flows.plan import plan
@@ -87,7 +88,7 @@ def test_a_second_run_is_all_cached_and_execution_changes_nothing(run: Runner, c
     assert len(run.groups("count-group")) > 3
     assert run(config) == []
     assert run(replace(config, execution=Execution(threads=1, log_interval=3, compile=False))) == []
-    assert {action.split(",")[0] for _, action in plan(config, str(run.root), None, ())} == {"cached"}
+    assert {action.split(",")[0] for _, action in plan(PIPELINE, config, str(run.root), None, ())} == {"cached"}
 
 
 @pytest.mark.slow
@@ -95,7 +96,7 @@ def test_a_change_reruns_the_stages_that_depend_on_it(run: Runner, config: Pipel
     run(config)
     assert run(replace(config, sample=SampleConfig(prompts=["One"], max_new_tokens=3))) == ["sample"]
     longer = replace(config, train=replace(config.train, steps=5))
-    rows = dict(plan(longer, str(run.root), None, ()))
+    rows = dict(plan(PIPELINE, longer, str(run.root), None, ()))
     assert rows["encode"] == "cached"
     assert rows["train"] == "runs: changed since its last result: parameters.config.steps"
     assert rows["sample"] == "runs if the content of train changes"

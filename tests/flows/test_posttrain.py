@@ -1,0 +1,123 @@
+"""The flow ``posttrain``: stages, cache, resumed models and errors."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.config import PipelineConfig
+from flows.pipeline import pipeline
+from flows.plan import cached_run, plan
+from flows.posttrain import posttrain
+from flows.posttrain_chain import POSTTRAIN
+from flows.posttrain_config import PosttrainConfig
+from flows.run_record import latest_model
+from lm.checkpoint.training_state import load_model
+from lm.common.errors import UserError
+from lm.common.runtime import Execution
+from lm.data.chat_template import has_chat_tokens
+from lm.model.config import ModelConfig
+from lm.posttrain.config import ComparisonConfig, DialogsConfig, PreferenceConfig, ReinforceConfig
+from lm.text.config import DataConfig
+from lm.tokenizer.config import TokenizerConfig
+from lm.train.config import TrainConfig
+from tasks.runtime.context import RunContext
+from tasks.runtime.output import Output, Ref, read_output
+from tasks.sample import load_trained
+from tests.helpers.posttraining import PAIRS, quick_config
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+
+@pytest.fixture(scope="module")
+def trained_root(tmp_path_factory: pytest.TempPathFactory, prefect_server: None) -> Path:
+    """A root with a finished run of the pipeline."""
+    root = tmp_path_factory.mktemp("trained")
+    config = PipelineConfig(
+        data=DataConfig(train=["demo:100"]),
+        tokenizer=TokenizerConfig(vocab_size=300),
+        model=ModelConfig(context_length=48, d_model=16, num_layers=1, num_heads=2, d_ff=32),
+        train=TrainConfig(steps=2, batch_size=2, warmup_steps=1, sample_tokens=2),
+        execution=Execution(compile=False, device="cpu"),
+    )
+    pipeline(config, str(root), until="train")
+    return root
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> PosttrainConfig:
+    rows = [{"prompt": p.prompt[0]["content"], "chosen": p.chosen, "rejected": p.rejected} for p in PAIRS]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train = quick_config(steps=2, sample_prompts=["1 + 1 ="])
+    return PosttrainConfig(
+        methods=["sft", "preference", "reinforce"],
+        dialogs=DialogsConfig(
+            train=[str(tmp_path / "pairs.jsonl")], task="addition:1-1", train_problems=40, test_problems=4
+        ),
+        sft=train,
+        preference=PreferenceConfig(train=train),
+        reinforce=ReinforceConfig(train=train, group_size=2, max_new_tokens=3),
+        evaluate=ComparisonConfig(prompts=["Hello"], max_new_tokens=3),
+        execution=Execution(compile=False, device="cpu"),
+    )
+
+
+def output(root: Path, record: dict[str, Any], stage: str) -> Output:
+    return read_output(RunContext(str(root), "").store, Ref(stage, record["stages"][stage]["key"]))
+
+
+def made(record: dict[str, Any]) -> list[str]:
+    return [name for name, stage in record["stages"].items() if stage["state"] == "made"]
+
+
+def test_all_stages_run_once_and_each_page_shows_its_curves(trained_root: Path, config: PosttrainConfig) -> None:
+    record = posttrain(config, str(trained_root))
+    stages = ["base", "dialogs", "sft", "preference", "reinforce", "evaluate"]
+    assert made(record) == stages
+    assert {action for _, action in plan(POSTTRAIN, config, str(trained_root), None, ())} == {"cached"}
+    again = cached_run(POSTTRAIN, config, str(trained_root), None)
+    assert again is not None and made(again) == []
+    pages = {stage: output(trained_root, record, stage).page or "" for stage in stages[1:]}
+    assert "dialogs | 4" in pages["dialogs"].replace("| dialogs", "dialogs")
+    assert "![reward](data:image/png" in pages["reinforce"] and "![loss](" in pages["sft"]
+    assert "![margin of the implicit reward](" in pages["preference"]
+    assert "| prompt | base | sft | preference | reinforce |" in pages["evaluate"]
+    figures = output(trained_root, record, "evaluate").manifest["figures"]
+    assert figures.keys() == {"base", "sft", "preference", "reinforce"}
+    assert all(0 <= part["reward"] <= 1 and part["answer_loss"] > 0 for part in figures.values())
+    model, tokenizer = latest_model(str(trained_root))
+    assert (model.ref.stage, tokenizer.ref.stage) == ("reinforce", "base")
+    loaded, loaded_tokenizer = load_trained(model, tokenizer, "cpu")
+    assert has_chat_tokens(loaded_tokenizer) and loaded.config.vocab_size == loaded_tokenizer.size
+
+
+def test_a_change_reruns_what_depends_on_it(trained_root: Path, config: PosttrainConfig) -> None:
+    config = replace(config, methods=["sft", "reinforce"])
+    posttrain(config, str(trained_root))
+    other = replace(config, reinforce=replace(config.reinforce, kl_weight=0.1))
+    rows = dict(plan(POSTTRAIN, other, str(trained_root), None, ()))
+    assert rows["sft"] == "cached"
+    assert rows["reinforce"].startswith("runs: ")
+    assert rows["evaluate"] == "runs if the content of reinforce changes"
+    assert made(posttrain(other, str(trained_root), until="reinforce")) == ["reinforce"]
+
+
+def test_the_base_is_the_trained_model_with_more_ids(trained_root: Path, config: PosttrainConfig) -> None:
+    record = posttrain(config, str(trained_root), until="base")
+    base = output(trained_root, record, "base")
+    grown = load_model(base.directory(base.json("training.json")["best"]))
+    assert grown.config.vocab_size == 304
+    assert made(posttrain(config, str(trained_root), until="base", refresh=("base",))) == ["base"]
+    assert output(trained_root, record, "base").digest == base.digest
+
+
+def test_mistakes_are_named(trained_root: Path, tmp_path: Path, config: PosttrainConfig) -> None:
+    with pytest.raises(UserError, match="has no finished model"):
+        posttrain(config, str(tmp_path / "empty"))
+    with pytest.raises(UserError, match="has no run 'other'"):
+        posttrain(replace(config, base="other"), str(trained_root))
+    without = replace(config, methods=["preference"], dialogs=replace(config.dialogs, train=[]))
+    with pytest.raises(UserError, match=r"There are no pairs for the stage preference\. Name some in dialogs\.train"):
+        posttrain(without, str(trained_root))
