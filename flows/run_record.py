@@ -15,7 +15,6 @@ from flows.report import report_text
 from lm.common.errors import UserError
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Output, Ref, read_output
-from tasks.runtime.schemas import RunRecord, read_record
 
 log = logging.getLogger(__name__)
 
@@ -46,22 +45,6 @@ def run_name(until: str | None, name: str) -> str:
 def outputs_of(run: RunContext, record: dict[str, Any]) -> dict[str, Output]:
     """Return the outputs of a run by the name of their stage. ``record`` is the content of ``runs/NAME.json``."""
     return {name: read_output(run.store, Ref(name, stage["key"])) for name, stage in record["stages"].items()}
-
-
-def latest_model(root: str) -> tuple[Output, Output]:
-    """Return model and tokenizer of the latest run under ``root`` with a model. Raise UserError if there is none."""
-    store = RunContext(absolute_root(root), "sample").store
-    records = [name for name in store.list_names("runs") if name.endswith(".json") and name != "latest.json"]
-    for name in reversed(records):
-        record = read_record(RunRecord, store, "runs", name)
-        if record is None:
-            log.warning("The run record %s is damaged and is skipped.", store.url("runs", name))
-        elif {"train", "merge"} <= record["stages"].keys():
-            model, tokenizer = (
-                read_output(store, Ref(key, record["stages"][key]["key"])) for key in ("train", "merge")
-            )
-            return model, tokenizer
-    raise UserError(f"{root} has no finished model; make one with: textmill run --root {root}")
 
 
 class Recorder:

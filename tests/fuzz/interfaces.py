@@ -13,8 +13,8 @@ from starlette.types import Message
 
 from flows.cli.parser import build_parser, parse
 from flows.config import PRESETS, PipelineConfig, complete_config
+from flows.models import resolve_model
 from flows.report import format_figures
-from flows.run_record import latest_model
 from flows.server.app import build_app
 from lm.common.checksum import dumps_with_checksum
 from lm.common.errors import UserError
@@ -70,7 +70,12 @@ def manifest(choices: Choices, folder: Path) -> None:
     (root / "runs" / "a.json").write_bytes(
         _with_checksum(mutate(RUN, choices, 2) if choices.below(2) else RUN, choices)
     )
-    for read in (_read_output, lambda store: list(verify(store)), find_garbage, lambda store: latest_model(str(root))):
+    for read in (
+        _read_output,
+        lambda store: list(verify(store)),
+        find_garbage,
+        lambda store: resolve_model("", str(root)),
+    ):
         with suppress(UserError):
             read(Store(str(root)))
 
