@@ -18,6 +18,7 @@ from flows.report import format_figures
 from flows.server.app import build_app
 from lm.common.checksum import dumps_with_checksum
 from lm.common.errors import UserError
+from lm.data.chat_template import add_chat_tokens
 from tasks.maintenance.gc import find_garbage
 from tasks.maintenance.verify import verify
 from tasks.runtime.output import FORMAT, Ref, read_output
@@ -157,9 +158,15 @@ CHAT |= {"max_tokens": 2, "stream_options": {"include_usage": True}, "stream": T
 
 
 @cache
-def _server() -> tuple[asyncio.AbstractEventLoop, Any]:
-    model = make_model(257, 32).eval()
-    return asyncio.new_event_loop(), build_app(model, bytes_tokenizer(["<|endoftext|>"]), "tiny", 4, 4)
+def _loop() -> asyncio.AbstractEventLoop:
+    return asyncio.new_event_loop()
+
+
+@cache
+def _app(has_chat_template: bool) -> Any:
+    plain = bytes_tokenizer(["<|endoftext|>"])
+    tokenizer = add_chat_tokens(plain) if has_chat_template else plain
+    return build_app(make_model(tokenizer.size, 32).eval(), tokenizer, "tiny", 4, 4)
 
 
 async def _send_request(app: Any, path: str, body: bytes) -> tuple[int, bytes]:
@@ -182,8 +189,8 @@ def request(choices: Choices, folder: Path) -> None:
     if choices.below(4) == 3:
         valid_body = {**valid_body, "prompt": choices.pick([[1, 2], [[1], [2]], ["a", "b"], [256], "é" * 20, ""])}
     body = json_bytes(mutate(valid_body, choices), choices)
-    loop, app = _server()
-    status, response = loop.run_until_complete(_send_request(app, f"/v1/{path}", body))
+    app = _app(has_chat_template=choices.below(2) == 1)
+    status, response = _loop().run_until_complete(_send_request(app, f"/v1/{path}", body))
     assert status in (200, 400, 404, 413, 429), (status, response)
     if response.startswith(b"data: "):
         assert response.endswith(b"data: [DONE]\n\n") and b"server_error" not in response, response
