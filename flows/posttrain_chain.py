@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from flows.chain import Chain, Executor
+from flows.models import PRETRAINED_STAGES, DirectoryModel, RunModel, latest_model, resolve_model
 from flows.posttrain_config import PosttrainConfig
-from flows.run_record import find_model
 from lm.text.sources import Source
 from tasks.base import base
 from tasks.dialogs import dialogs, find_dialog_sources
 from tasks.evaluate import evaluate
+from tasks.import_model import find_model_files, import_model
 from tasks.preference import preference
 from tasks.reinforce import reinforce
 from tasks.runtime.output import Ref
@@ -22,21 +23,27 @@ METHODS = {"sft": sft, "preference": preference, "reinforce": reinforce}
 class PosttrainInputs(NamedTuple):
     """What the first stages need."""
 
-    model: Ref
-    """Output of a training."""
-    tokenizer: Ref
-    """Output that has its tokenizer."""
+    model: RunModel | list[Source]
+    """The model to start from: that of a run, or its files."""
     sources: list[list[Source]]
     """Sources of the dialogs and the problems, see :func:`tasks.dialogs.find_dialog_sources`."""
 
 
 def _find_inputs(config: PosttrainConfig, store: Store) -> PosttrainInputs:
-    model, tokenizer = find_model(store, config.base, is_pretrained=not config.base)
-    return PosttrainInputs(model, tokenizer, find_dialog_sources(config.dialogs, store))
+    if config.base:
+        found: RunModel | DirectoryModel = resolve_model(config.base, store.base)
+    else:
+        found = latest_model(store, store.base, PRETRAINED_STAGES)
+    model = found if isinstance(found, RunModel) else find_model_files(found.directory, store)
+    return PosttrainInputs(model, find_dialog_sources(config.dialogs, store))
 
 
 def _stages(config: PosttrainConfig, inputs: PosttrainInputs, executor: Executor) -> Iterator[tuple[str, Ref]]:
-    start = executor.call(base, inputs.model, inputs.tokenizer)
+    if isinstance(inputs.model, RunModel):
+        model, tokenizer = inputs.model.model.ref, inputs.model.tokenizer.ref
+    else:
+        model = tokenizer = executor.call(import_model, inputs.model)
+    start = executor.call(base, model, tokenizer)
     yield "base", start
     data = executor.call(dialogs, *inputs.sources, config.dialogs)
     yield "dialogs", data

@@ -24,7 +24,8 @@ class PosttrainConfig:
     name: str = "posttrain-demo"
     """Name of this configuration, part of the names of artifacts in Prefect. It has no effect on results."""
     base: str = ""
-    """Model to start from: the name of a run below the root. Default: the latest run of the pipeline."""
+    """Model to start from: the name of a run below the root, or a directory of Hugging Face or Meta. Default: the
+    latest run of the pipeline."""
     methods: list[Literal["sft", "preference", "reinforce"]] = field(default_factory=lambda: ["sft", "reinforce"])
     """Training methods. They run in the order sft, preference, reinforce, each from the model of the one before."""
     dialogs: DialogsConfig = field(default_factory=DialogsConfig)

@@ -11,16 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from flows.report import report_text
-from lm.common.errors import UserError, did_you_mean
+from lm.common.errors import UserError
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Output, Ref, read_output
-from tasks.runtime.schemas import RunRecord, read_record
-from tasks.runtime.store import Store
 
 log = logging.getLogger(__name__)
-
-# Stages that make a model, and for each the stage that has its tokenizer. The first that a run has counts.
-_MODELS = (("reinforce", "base"), ("preference", "base"), ("sft", "base"), ("train", "merge"))
 
 
 def absolute_root(root: str) -> str:
@@ -49,37 +44,6 @@ def run_name(until: str | None, name: str) -> str:
 def outputs_of(run: RunContext, record: dict[str, Any]) -> dict[str, Output]:
     """Return the outputs of a run by the name of their stage. ``record`` is the content of ``runs/NAME.json``."""
     return {name: read_output(run.store, Ref(name, stage["key"])) for name, stage in record["stages"].items()}
-
-
-def latest_model(root: str) -> tuple[Output, Output]:
-    """Return model and tokenizer of the latest run under ``root`` with a model. Raise UserError if there is none."""
-    store = RunContext(absolute_root(root), "sample").store
-    model, tokenizer = (read_output(store, ref) for ref in find_model(store))
-    return model, tokenizer
-
-
-def find_model(store: Store, run_name: str = "", is_pretrained: bool = False) -> tuple[Ref, Ref]:
-    """Return the last model of a run, and the output with its tokenizer.
-
-    Without ``run_name``, it is the latest run with a model; with ``is_pretrained``, the latest with the stage train.
-    Raises UserError if there is no such run.
-    """
-    names = [name for name in store.list_names("runs") if name.endswith(".json") and name != "latest.json"]
-    if run_name and f"{run_name}.json" not in names:
-        known = [name.removesuffix(".json") for name in names]
-        raise UserError(f"{store.base} has no run {run_name!r}{did_you_mean(run_name, known)}.")
-    for name in [f"{run_name}.json"] if run_name else reversed(names):
-        record = read_record(RunRecord, store, "runs", name)
-        if record is None:
-            log.warning("The run record %s is damaged and is skipped.", store.url("runs", name))
-            continue
-        stages = record["stages"]
-        for pair in _MODELS[-1:] if is_pretrained else _MODELS:
-            if stages.keys() >= set(pair):
-                model, tokenizer = (Ref(stage, stages[stage]["key"]) for stage in pair)
-                return model, tokenizer
-    place = f"The run {run_name}" if run_name else store.base
-    raise UserError(f"{place} has no finished model; make one with: textmill run --root {store.base}")
 
 
 class Recorder:

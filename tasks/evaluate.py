@@ -10,7 +10,7 @@ from tasks.runtime.context import Attempt
 from tasks.runtime.output import Output
 from tasks.runtime.posttraining import reward_weights
 from tasks.runtime.stage import stage
-from tasks.sample import load_for_inference
+from tasks.sample import load_trained
 
 
 @stage("evaluate", page=pages.evaluate)
@@ -33,7 +33,7 @@ def evaluate(
     content = {}
     with RewardWorker(weights) if weights else nullcontext() as reward:
         for output in models:
-            model, loaded_tokenizer = load_for_inference(output, tokenizer, out.run.execution.device)
+            model, loaded_tokenizer = load_trained(output, tokenizer, out.run.execution.device)
             evaluation = evaluate_model(model, loaded_tokenizer, dialogs, problems, reward, config)
             out.figures[output.ref.stage] = evaluation.figures
             content[output.ref.stage] = [asdict(answer) for answer in evaluation.answers]

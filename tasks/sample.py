@@ -25,20 +25,14 @@ def load_trained(model: Output, tokenizer: Output, device: str) -> "tuple[Transf
     return loaded_model, Tokenizer.load(tokenizer.directory("tokenizer"))
 
 
-def load_for_inference(model: Output, tokenizer: Output, device: str) -> "tuple[TransformerLM, Tokenizer]":
-    """Load the best checkpoint with its weights packed for inference, and its tokenizer."""
-    from lm.inference.packed import prepare_for_inference
-
-    loaded_model, loaded_tokenizer = load_trained(model, tokenizer, device)
-    return prepare_for_inference(loaded_model), loaded_tokenizer
-
-
 @stage("sample", page=pages.sample)
 def sample(out: Attempt, model: Output, tokenizer: Output, config: SampleConfig) -> None:
     """Write ``samples.json``."""
     from lm.inference.completion import complete
+    from lm.inference.packed import prepare_for_inference
 
-    loaded_model, loaded_tokenizer = load_for_inference(model, tokenizer, out.run.execution.device)
+    loaded_model, loaded_tokenizer = load_trained(model, tokenizer, out.run.execution.device)
+    loaded_model = prepare_for_inference(loaded_model)
     started = time.perf_counter()
     completions = complete(loaded_model, loaded_tokenizer, config)
     tokens_per_second = sum(completion.num_tokens for completion in completions) / (time.perf_counter() - started)

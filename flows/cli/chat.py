@@ -3,22 +3,27 @@
 from contextlib import suppress
 from dataclasses import replace
 
-from flows.run_record import latest_model
+from lm.common.errors import UserError
 from lm.data.dialogs import Message
-from lm.inference.chat_template import PLAIN_STOP, PlainAnswer, render_plain
-from lm.inference.completion import encode_prompt, stream_text
+from lm.inference.chat_format import PLAIN_NOTICE, Answer, ChatFormat
+from lm.inference.completion import check_vocabulary, stream_text
 from lm.inference.config import SampleConfig
 from lm.model.transformer import TransformerLM
-from lm.tokenizer.tokenizer import Tokenizer
-from tasks.sample import load_for_inference
+from lm.tokenizer.text_tokenizer import TextTokenizer
 
 
-def chat(root: str, config: SampleConfig, device: str) -> None:
-    """Answer the user's lines until Ctrl-D or ``/quit``. Ctrl-C stops an answer."""
-    config = replace(config, stop=[*config.stop, PLAIN_STOP])
-    model, tokenizer = load_for_inference(*latest_model(root), device)
+def chat(model: TransformerLM, tokenizer: TextTokenizer, config: SampleConfig, system: str = "") -> None:
+    """Answer the user's lines until Ctrl-D or ``/quit``. Ctrl-C stops an answer.
+
+    ``system`` is the system message; if empty, there is none. Raise UserError if model and tokenizer do not match.
+    """
+    check_vocabulary(model, tokenizer.size)
+    chat_format = ChatFormat(tokenizer)
+    config = replace(config, stop=[*config.stop, *chat_format.stop])
+    if not chat_format.has_template:
+        print(PLAIN_NOTICE)
     print("Ctrl-C stops an answer; Ctrl-D or /quit ends the chat.")
-    messages: list[Message] = []
+    messages = [Message(role="system", content=system)] if system else []
     while True:
         try:
             line = input("User: ")
@@ -31,19 +36,46 @@ def chat(root: str, config: SampleConfig, device: str) -> None:
         if line.strip() == "/quit":
             return
         messages.append(Message(role="user", content=line))
-        messages.append(Message(role="assistant", content=_answer(model, tokenizer, messages, config)))
+        try:
+            answer = _answer(model, chat_format, messages, config)
+        except UserError as error:
+            print(error)
+            messages.pop()
+        else:
+            messages.append(Message(role="assistant", content=answer))
 
 
-def _answer(model: TransformerLM, tokenizer: Tokenizer, messages: list[Message], config: SampleConfig) -> str:
-    """Stream an answer to the terminal until Ctrl-C. Delete the oldest messages if the context is too short."""
-    context_length = model.config.context_length
-    max_prompt_tokens = context_length - min(config.max_new_tokens, context_length // 2)
-    answer = PlainAnswer()
-    print("Assistant: ", end="", flush=True)
+def _answer(model: TransformerLM, chat_format: ChatFormat, messages: list[Message], config: SampleConfig) -> str:
+    """Stream an answer to the terminal until Ctrl-C. Raise UserError as :func:`_fit_into_context` does."""
+    answer = Answer(chat_format)
     with suppress(KeyboardInterrupt):
-        while len(messages) > 1 and len(encode_prompt(tokenizer, render_plain(messages))) > max_prompt_tokens:
-            del messages[:2]  # a question and its answer
-        for piece in stream_text(model, tokenizer, render_plain(messages), config):
+        prompt = _fit_into_context(chat_format, messages, model.config.context_length, config.max_new_tokens)
+        if chat_format.has_template:  # beyond the context, the model would no longer see where the dialog begins
+            free_tokens = model.config.context_length - len(prompt)
+            config = replace(config, max_new_tokens=min(config.max_new_tokens, free_tokens))
+        print("Assistant: ", end="", flush=True)
+        for piece in stream_text(model, chat_format.tokenizer, prompt, config):
             print(answer.add(piece), end="", flush=True)
     print()
     return answer.text
+
+
+def _fit_into_context(
+    chat_format: ChatFormat, messages: list[Message], context_length: int, max_new_tokens: int
+) -> list[int]:
+    """Return the prompt's ids. Delete the oldest messages, except a system message, if the context is too short.
+
+    Raise UserError if it is too short even for the last message.
+    """
+    max_prompt_tokens = context_length - min(max_new_tokens, context_length // 2)
+    oldest = int(messages[0]["role"] == "system")
+    ids = chat_format.encode(messages)
+    while len(messages) > oldest + 1 and len(ids) > max_prompt_tokens:
+        del messages[oldest : oldest + 2]  # a question and its answer
+        ids = chat_format.encode(messages)
+    if len(ids) >= context_length:
+        raise UserError(
+            f"The message is too long: the prompt has {len(ids)} tokens, the model's context {context_length}. Shorten "
+            "the message, or the system message."
+        )
+    return ids

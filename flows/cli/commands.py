@@ -14,14 +14,14 @@ from flows.chain import PIPELINE
 from flows.cli.console import log_to_console
 from flows.cli.summary import format_sample, format_summary
 from flows.config import PipelineConfig, StageName
+from flows.models import resolve_model
 from flows.plan import cached_run, plan
 from flows.posttrain_config import PosttrainConfig, PosttrainStage
-from flows.run_record import absolute_root, latest_model
+from flows.run_record import absolute_root
 from lm.common.errors import UserError, did_you_mean
 from lm.inference.config import SampleConfig
 from tasks.runtime.root_lock import own_root
 from tasks.runtime.store import Store
-from tasks.sample import load_for_inference, load_trained
 
 
 def run_command(options: Namespace) -> None:
@@ -91,34 +91,40 @@ def train_job_command(options: Namespace) -> None:
 
 
 def sample_command(options: Namespace) -> None:
-    """Print samples from the model of the latest run."""
+    """Print samples from a model."""
     from lm.inference.completion import complete
 
     config = _sample_config(options)
     config = replace(config, prompts=options.prompt or config.prompts)
-    for sample in complete(*load_for_inference(*latest_model(options.root), options.device), config):
+    model = resolve_model(options.model, options.root)
+    for sample in complete(*model.load_for_inference(options.device), config):
         print(format_sample(sample.prompt, sample.text))
 
 
 def chat_command(options: Namespace) -> None:
-    """Chat with the model of the latest run in the terminal."""
+    """Chat with a model in the terminal."""
     from flows.cli.chat import chat
 
-    chat(options.root, _sample_config(options), options.device)
+    model = resolve_model(options.model, options.root)
+    chat(*model.load_for_inference(options.device), _sample_config(options), options.system)
 
 
 def serve_command(options: Namespace) -> None:
-    """Serve the model of the latest run over HTTP until Ctrl-C."""
+    """Serve a model over HTTP until Ctrl-C."""
     from flows.server.app import serve
 
-    serve(options.root, options.host, options.port, options.max_batch_size, options.device)
+    model = resolve_model(options.model, options.root)
+    serve(model, options.host, options.port, options.max_batch_size, options.device)
 
 
 def export_command(options: Namespace) -> None:
-    """Write the model of the latest run as a Hugging Face directory."""
+    """Write a model as a Hugging Face directory."""
     from lm.checkpoint.hugging_face import save_hugging_face
+    from lm.tokenizer.text_tokenizer import require_byte_level
 
-    save_hugging_face(*load_trained(*latest_model(options.root), "cpu"), Path(options.directory))
+    resolved = resolve_model(options.model, options.root)
+    model, tokenizer = resolved.load("cpu")
+    save_hugging_face(model, require_byte_level(tokenizer, resolved.name), Path(options.directory))
     print(f"Exported to {options.directory}. transformers' from_pretrained can load it.")
 
 

@@ -9,8 +9,9 @@ import os
 import re
 import signal
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings  # type: ignore[attr-defined]
 from jsonargparse.typing import PositiveInt
@@ -36,7 +37,18 @@ _PREFECT_SETTINGS = {
 }
 
 _ROOT: dict[str, Any] = {"type": str, "default": "artifacts", "help": "directory or URL of all outputs"}
+_MODEL: dict[str, Any] = {
+    "type": str,
+    "default": "",
+    "help": "a run below --root, or a local directory in a format of Hugging Face or Meta; default: the latest run",
+}
 _DEVICE: dict[str, Any] = {"type": str, "default": "auto", "help": "cpu, cuda, mps or auto"}
+
+_PIPELINE_COMMANDS = {
+    "run": "Run the pipeline. Unchanged stages are taken from the cache.",
+    "plan": "Show what a run would do and why, without running it.",
+    "train-job": "Write the job of the training, for torchrun on machines without Prefect.",
+}
 
 # Security: no value of an option may import code, as jsonargparse's "class_path" does.
 set_parsing_settings(docstring_parse_attribute_docstrings=True, import_path_denylist=["*"])
@@ -76,37 +88,38 @@ def build_parser(preset: str = "demo", posttrain_preset: str = "demo") -> Argume
         command.add_class_arguments(config)
         return command
 
-    for name, description, stages in (
-        ("run", "Run the pipeline. Unchanged stages are taken from the cache.", StageName),
-        ("plan", "Show what a run would do and why, without running it.", StageName),
-        ("train-job", "Write the job of the training, for torchrun on machines without Prefect.", None),
-    ):
-        add_flow(name, description, preset, PRESETS, PipelineConfig, stages)
+    for name, description in _PIPELINE_COMMANDS.items():
+        add_flow(name, description, preset, PRESETS, PipelineConfig, None if name == "train-job" else StageName)
 
     description = "Fine-tune a trained model on dialogs, preferences or rewards. Unchanged stages are cached."
     posttrain = add_flow("posttrain", description, posttrain_preset, POSTTRAIN_PRESETS, PosttrainConfig, PosttrainStage)
     posttrain.add_argument("--plan", action="store_true", help="show what a run would do and why, without running it")
 
-    sample = add("sample", "Sample text from the model of the latest run.")
+    sample = add("sample", "Sample text from a model.")
+    sample.add_argument("--model", **_MODEL)
     sample.add_argument("--root", **_ROOT)
     sample.add_argument("--device", **_DEVICE)
     sample.add_argument("--prompt", action="append", default=None, type=str, help="text to continue; may be repeated")
     sample.add_class_arguments(SampleConfig, skip={"prompts"})
 
-    chat = add("chat", "Chat with the model of the latest run. Ctrl-C stops an answer; Ctrl-D or /quit ends the chat.")
+    chat = add("chat", "Chat with a model. Ctrl-C stops an answer; Ctrl-D or /quit ends the chat.")
+    chat.add_argument("--model", **_MODEL)
     chat.add_argument("--root", **_ROOT)
     chat.add_argument("--device", **_DEVICE)
+    chat.add_argument("--system", type=str, default="", help="system message: how the model should answer")
     chat.add_class_arguments(SampleConfig, skip={"prompts", "samples"})
 
-    serve = add("serve", "Serve the model of the latest run over OpenAI's HTTP API: completions and chat.")
+    serve = add("serve", "Serve a model over OpenAI's HTTP API: completions and chat.")
+    serve.add_argument("--model", **_MODEL)
     serve.add_argument("--root", **_ROOT)
     serve.add_argument("--device", **_DEVICE)
     serve.add_argument("--host", type=str, default="127.0.0.1", help="address to listen on; there is no access control")
     serve.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free port")
     serve.add_argument("--max-batch-size", type=PositiveInt, default=16, help="completions computed at the same time")
 
-    export = add("export", "Export the model of the latest run for Hugging Face's transformers, as a Llama or a Qwen3.")
+    export = add("export", "Export a model for Hugging Face's transformers, as a Llama or a Qwen3.")
     export.add_argument("directory", type=str, help="new or empty directory")
+    export.add_argument("--model", **_MODEL)
     export.add_argument("--root", **_ROOT)
 
     verify = add("verify", "Check all digests under a root. The exit code is 1 if files are damaged.")
@@ -129,8 +142,9 @@ def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
         raise UserError("An option's value has a class_path, which is not allowed.") from None
     except OverflowError as error:
         raise UserError(f"An option's number is out of range: {error}.") from None
-    scalars = {"name", "base", "methods"}
-    for name in (PipelineConfig.__dataclass_fields__.keys() | PosttrainConfig.__dataclass_fields__.keys()) - scalars:
+    config = {**dict.fromkeys(_PIPELINE_COMMANDS, PipelineConfig), "posttrain": PosttrainConfig}.get(parsed.command)
+    types = get_type_hints(config) if config else {}
+    for name in (name for name, kind in types.items() if is_dataclass(kind)):
         if not isinstance(section := parsed[parsed.command].get(name, Namespace()), Namespace):
             raise UserError(f"{name} is {section!r}; it must be a section of options, each with a name and a value.")
     return parsed

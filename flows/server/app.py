@@ -1,6 +1,7 @@
 """``textmill serve``: an HTTP server for a model with the completion and chat endpoints of OpenAI's API."""
 
 import asyncio
+import logging
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -14,15 +15,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from flows.run_record import latest_model
-from flows.server.requests import ApiError, ChatRequest, CompletionRequest, encode_prompts, parse_request
+from flows.models import ResolvedModel
+from flows.server.requests import ApiError, ChatRequest, CompletionRequest, parse_request
 from flows.server.responses import GenerationResponse
+from lm.common.device import explain_out_of_memory
 from lm.common.errors import UserError
+from lm.inference.chat_format import PLAIN_NOTICE, ChatFormat
 from lm.inference.completion import check_vocabulary
 from lm.inference.scheduler import QueueFull, Scheduler
 from lm.model.transformer import TransformerLM
-from lm.tokenizer.tokenizer import Tokenizer
-from tasks.sample import load_for_inference
+from lm.tokenizer.text_tokenizer import TextTokenizer
+
+log = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 1 << 20
 _MAX_WAITING_COMPLETIONS = 256
@@ -32,7 +36,7 @@ _CLIENT_CLOSED_REQUEST = 499  # nginx's status code; nobody receives it
 
 def build_app(
     model: TransformerLM,
-    tokenizer: Tokenizer,
+    tokenizer: TextTokenizer,
     name: str,
     max_batch_size: int,
     max_waiting: int = _MAX_WAITING_COMPLETIONS,
@@ -42,6 +46,9 @@ def build_app(
     Raises UserError if the model and the tokenizer do not match.
     """
     check_vocabulary(model, tokenizer.size)
+    chat_format = ChatFormat(tokenizer)
+    if not chat_format.has_template:
+        log.warning(PLAIN_NOTICE)
     scheduler = Scheduler(model, max_batch_size, max_waiting)
     created = int(time.time())
 
@@ -63,12 +70,11 @@ def build_app(
         request.model = name
         if request.logprobs:
             raise ApiError(400, "logprobs must be 0, in completions only: alternatives are not available.", "logprobs")
-        prompts = request.prompts()
-        count = len(prompts) * (request.n or 1)
+        count = request.count_prompts() * (request.n or 1)
         if not 0 < count <= scheduler.capacity:
             raise ApiError(400, f"{count} completions are requested; 1 to {scheduler.capacity} are possible.", "n")
-        ids = await asyncio.to_thread(encode_prompts, prompts, tokenizer)
-        response = GenerationResponse(request, ids, tokenizer, model.config.context_length)
+        prompts = await asyncio.to_thread(request.encode_prompts, chat_format)
+        response = GenerationResponse(request, prompts, chat_format, model.config.context_length)
         choices = {choice.generation: choice for choice in response.choices}
         try:
             scheduler.submit(list(choices), lambda generation, error: choices[generation].finish(error))
@@ -151,19 +157,19 @@ def _cancel(response: GenerationResponse, scheduler: Scheduler) -> None:
         scheduler.cancel(choice.generation)
 
 
-def serve(root: str, host: str, port: int, max_batch_size: int, device: str) -> None:
-    """Serve the model of the latest run under ``root`` until Ctrl-C."""
-    outputs = latest_model(root)
+def serve(resolved: ResolvedModel, host: str, port: int, max_batch_size: int, device: str) -> None:
+    """Serve a model until Ctrl-C."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
         raise UserError(f"Cannot listen on {host}, port {port}: {error}. Change --host or --port.") from None
     with listener, suppress(KeyboardInterrupt):
-        model, tokenizer = load_for_inference(*outputs, device)
-        app = build_app(model, tokenizer, "textmill", max_batch_size)
+        model, tokenizer = resolved.load_for_inference(device)
+        with explain_out_of_memory("The model's KV cache does not fit into memory; lower --max-batch-size."):
+            app = build_app(model, tokenizer, "textmill", max_batch_size)
         url_host = f"[{host}]" if ":" in host else host
         url = f"http://{url_host}:{listener.getsockname()[1]}/v1"
-        print(f"Serving on {url} (model: textmill). Ctrl-C stops the server.", flush=True)
+        print(f"Serving {resolved.name} on {url} (model: textmill). Ctrl-C stops the server.", flush=True)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_SECONDS)
         uvicorn.Server(config).run(sockets=[listener])

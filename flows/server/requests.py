@@ -4,16 +4,17 @@ Source: https://platform.openai.com/docs/api-reference (completions, chat).
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from lm.common.errors import UserError
 from lm.data.dialogs import Message
-from lm.inference.chat_template import render_plain
+from lm.inference.chat_format import ChatFormat
 from lm.inference.completion import encode_prompt
 from lm.inference.config import SampleConfig
-from lm.tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")
 _List = Annotated[list[T], Field(fail_fast=True)]  # report the first wrong item only, not a million
@@ -84,12 +85,20 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0)
 
-    def prompts(self) -> Sequence[str | list[int]]:
-        """Return the prompts as text or as token ids."""
+    def _prompts(self) -> Sequence[str | list[int]]:
         if isinstance(self.prompt, str):
             return [self.prompt]
         prompts = [item for item in self.prompt if not isinstance(item, int)]
         return prompts or [[item for item in self.prompt if isinstance(item, int)]]
+
+    def count_prompts(self) -> int:
+        """Return the number of prompts."""
+        return len(self._prompts())
+
+    def encode_prompts(self, chat_format: ChatFormat) -> list[list[int]]:
+        """Return the token ids of the prompts."""
+        encode = partial(encode_prompt, chat_format.tokenizer)
+        return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in self._prompts()]
 
 
 class _TextPart(_StrictModel):
@@ -115,14 +124,21 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=0)
     logprobs: bool | None = None
 
-    def prompts(self) -> Sequence[str | list[int]]:
-        """Return the dialog as a single prompt."""
+    def count_prompts(self) -> int:
+        """Return 1: the dialog is a single prompt."""
+        return 1
+
+    def encode_prompts(self, chat_format: ChatFormat) -> list[list[int]]:
+        """Return the token ids of the prompt for the answer to the dialog. Raise ApiError if its roles do not fit."""
         messages = []
         for message in self.messages:
             content = message.content
             text = content if isinstance(content, str) else "".join(part.text for part in content)
             messages.append(Message(role="system" if message.role == "developer" else message.role, content=text))
-        return [render_plain(messages)]
+        try:
+            return [chat_format.encode(messages)]
+        except UserError as error:
+            raise ApiError(400, str(error), "messages") from None
 
 
 R = TypeVar("R", bound=GenerationRequest)
@@ -138,8 +154,3 @@ def parse_request(request_type: type[R], body: bytes) -> R:
     reasons = dict.fromkeys(error["msg"] for error in errors if error["loc"][:1] == location[:1])
     path = ".".join(map(str, location)) or "The body"
     raise ApiError(400, f"{path}: {', or: '.join(reasons)}.", str(location[0]) if location else None)
-
-
-def encode_prompts(prompts: Sequence[str | list[int]], tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the token ids of the prompts."""
-    return [encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]

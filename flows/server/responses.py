@@ -13,9 +13,8 @@ from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 from flows.server.requests import ApiError, ChatRequest, CompletionRequest, GenerationRequest
-from lm.inference.chat_template import PLAIN_STOP, PlainAnswer
+from lm.inference.chat_format import Answer, ChatFormat
 from lm.inference.completion import TextStream, create_text_generation
-from lm.tokenizer.tokenizer import Tokenizer
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default; a chat answer may by default fill the context
 
@@ -42,16 +41,17 @@ class Choice:
         self._has_logprobs = isinstance(request, CompletionRequest) and request.logprobs is not None
         self._has_echo = isinstance(request, CompletionRequest) and bool(request.echo)
         self._is_started = False
-        self._answer = PlainAnswer()
+        self._answer = Answer(response.chat_format)
         self._sent_tokens = 0
         self._text_offset = 0
-        special_tokens = dict.fromkeys(response.tokenizer.special_ids.values(), b"")  # they have no text
-        self._token_bytes = ChainMap(special_tokens, response.tokenizer.vocab)
+        tokenizer = response.chat_format.tokenizer
+        special_tokens = dict.fromkeys(tokenizer.special_ids.values(), b"")  # they have no text
+        self._token_bytes = ChainMap(special_tokens, tokenizer.vocab)
         self._offset_stream = TextStream(self._token_bytes)
         self.generation, self._text = create_text_generation(
-            response.tokenizer,
+            tokenizer,
             prompt,
-            request.sample_config(max_tokens, *([PLAIN_STOP] if response.is_chat else [])),
+            request.sample_config(max_tokens, *(response.chat_format.stop if response.is_chat else [])),
             seed,
             lambda text: response.put(Update(self, text, len(self.generation.ids))),
             self._has_logprobs,
@@ -90,7 +90,7 @@ class Choice:
         for token_id in ids:
             offsets.append(self._text_offset)
             self._text_offset += len(self._offset_stream.add(token_id))
-        tokens = [self._response.tokenizer.decode([token_id]) for token_id in ids]
+        tokens = [self._response.chat_format.tokenizer.decode([token_id]) for token_id in ids]
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
 
 
@@ -101,9 +101,9 @@ class GenerationResponse:
     """
 
     def __init__(
-        self, request: GenerationRequest, prompts: list[list[int]], tokenizer: Tokenizer, context_length: int
+        self, request: GenerationRequest, prompts: list[list[int]], chat_format: ChatFormat, context_length: int
     ) -> None:
-        self.request, self.tokenizer = request, tokenizer
+        self.request, self.chat_format = request, chat_format
         self.is_chat = isinstance(request, ChatRequest)
         self._prompt_tokens = sum(map(len, prompts))
         self._loop, self._updates = asyncio.get_running_loop(), asyncio.Queue[Update]()

@@ -20,6 +20,7 @@ from lm.checkpoint.external_weights import (
 )
 from lm.checkpoint.safe_load import read_safetensors
 from lm.common.errors import UserError
+from lm.data.chat_template import END_TOKEN, has_chat_tokens, make_jinja_template
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.text.pretokenize import END_OF_TEXT
@@ -102,8 +103,9 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
     """Write a directory for transformers' ``AutoModelForCausalLM`` and ``AutoTokenizer``, atomically.
 
     A model with QK-norm becomes a Qwen3, others a Llama. The weights keep the model's dtype. Generation stops at any
-    special token. Raises UserError if ``directory`` is not new or empty, if that architecture lacks an option of the
-    model, or if the tokenizer has more ids than the model.
+    special token. If the tokenizer has the tokens of the chat template, ``apply_chat_template`` works. Raises
+    UserError if ``directory`` is not new or empty, if that architecture lacks an option of the model, or if the
+    tokenizer has more ids than the model.
     """
     directory = directory.resolve()
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
@@ -121,6 +123,9 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
             weight = _reorder_rotary_rows(weight, config.head_dim // 2, 2)
         weights[translate_name(name, _MODULE_NAMES)] = weight.cpu().contiguous()
     end_of_text = END_OF_TEXT if END_OF_TEXT in tokenizer.special_ids else None
+    end_token, template = end_of_text, {}
+    if has_chat_tokens(tokenizer):
+        end_token, template = END_TOKEN, {"chat_template": make_jinja_template(tokenizer)}
     # Written even if null: the defaults of transformers are ids 1 and 2.
     special_ids = {
         "bos_token_id": tokenizer.special_ids.get(END_OF_TEXT),
@@ -144,9 +149,10 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": end_of_text,
-            "eos_token": end_of_text,
+            "eos_token": end_token,
             "model_max_length": config.context_length,
             "clean_up_tokenization_spaces": False,
+            **template,
         },
     }
     with atomic_directory(directory) as temporary:

@@ -1,3 +1,4 @@
+from .chat_format import ChatFormat as ChatFormat
 from .completion import complete as complete
 from .completion import stream_text as stream_text
 from .config import SampleConfig as SampleConfig

@@ -27,19 +27,6 @@ def render_plain(messages: Sequence[Message]) -> str:
     return "".join(lines) + "Assistant:"
 
 
-class PlainAnswer:
-    """Collects an answer in the plain format, without the white space after ``Assistant:``."""
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def add(self, piece: str) -> str:
-        """Append a piece of the model's output, and return its part of the answer."""
-        piece = piece if self.text else piece.lstrip()
-        self.text += piece
-        return piece
-
-
 def encode_llama_dialog(
     tokenizer: LlamaTokenizer, dialog: Sequence[Message], default_system: str | None = None, name: str = "The dialog"
 ) -> list[int] | None:

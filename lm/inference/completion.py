@@ -9,7 +9,7 @@ from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate, stream
 from lm.model.transformer import TransformerLM
 from lm.text.pretokenize import END_OF_TEXT
-from lm.tokenizer.tokenizer import Tokenizer
+from lm.tokenizer.text_tokenizer import TextTokenizer
 
 
 class Completion(NamedTuple):
@@ -56,7 +56,7 @@ class TextStream:
         return text[:end]
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
+def encode_prompt(tokenizer: TextTokenizer, prompt: str) -> list[int]:
     """Return the ids of a user's prompt; special tokens in it are plain text.
 
     An empty prompt becomes ``<|endoftext|>``, if the tokenizer has it: the model starts a new document.
@@ -77,7 +77,7 @@ def check_vocabulary(model: TransformerLM, vocab_size: int) -> None:
 
 
 def create_text_generation(
-    tokenizer: Tokenizer,
+    tokenizer: TextTokenizer,
     prompt: Sequence[int],
     config: SampleConfig,
     seed: int,
@@ -101,7 +101,7 @@ def create_text_generation(
 
 
 def complete(
-    model: TransformerLM, tokenizer: Tokenizer, config: SampleConfig, max_batch_size: int = 64
+    model: TransformerLM, tokenizer: TextTokenizer, config: SampleConfig, max_batch_size: int = 64
 ) -> list[Completion]:
     """Complete each of ``config.prompts`` ``config.samples`` times, ``max_batch_size`` samples at once.
 
@@ -124,11 +124,13 @@ def complete(
     ]
 
 
-def stream_text(model: TransformerLM, tokenizer: Tokenizer, prompt: str, config: SampleConfig) -> Iterator[str]:
-    """Yield the text of :func:`complete` for one prompt, piece by piece."""
+def stream_text(
+    model: TransformerLM, tokenizer: TextTokenizer, prompt: str | Sequence[int], config: SampleConfig
+) -> Iterator[str]:
+    """Yield the text of :func:`complete` for one prompt, text or ids, piece by piece."""
     check_vocabulary(model, tokenizer.size)
     pieces: list[str] = []
-    ids = encode_prompt(tokenizer, prompt)
+    ids = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else prompt
     generation, text = create_text_generation(tokenizer, ids, config, config.seed, pieces.append)
     for _ in stream(model, generation):
         yield from filter(None, pieces)

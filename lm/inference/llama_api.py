@@ -4,16 +4,12 @@ Source: Touvron et al. 2023 (Llama 2) and Meta's code for it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
 
 import torch
-from torch import nn
 
-from lm.checkpoint.hugging_face import load_hugging_face
-from lm.checkpoint.meta import load_meta
-from lm.checkpoint.training_state import load_model
+from lm.checkpoint.external import load_any_model
 from lm.common.errors import UserError
 from lm.data.dialogs import Message
 from lm.inference.chat_template import encode_llama_dialog
@@ -23,6 +19,7 @@ from lm.inference.engine import Generation, generate, stream
 from lm.inference.llama_tokenizer import LlamaTokenizer
 from lm.inference.packed import prepare_for_inference
 from lm.model.transformer import TransformerLM
+from lm.model.vocabulary import shrink_vocabulary
 
 TAGS_ANSWER = "Error: special tags are not allowed in messages."
 
@@ -77,19 +74,9 @@ class Llama:
 
         ``dtype`` defaults to that of the files. Raises UserError if a file is missing, damaged or unknown.
         """
-        directory, tokenizer = Path(ckpt_dir), LlamaTokenizer.load(Path(tokenizer_path))
-        if (directory / "params.json").exists():
-            model = load_meta(directory, max_seq_len, device)
-        elif (directory / "config.json").exists():
-            model = load_hugging_face(directory, max_seq_len, device)
-        elif (directory / "checkpoint.json").exists():
-            model = load_model(directory, device)
-        else:
-            raise UserError(
-                f"{directory} is no checkpoint: it has neither params.json (Meta), config.json (Hugging Face) nor "
-                "checkpoint.json (this project)."
-            )
-        _truncate_vocabulary(model, tokenizer.n_words)
+        tokenizer = LlamaTokenizer.load(Path(tokenizer_path))
+        model = load_any_model(Path(ckpt_dir), device, max_seq_len)
+        shrink_vocabulary(model, tokenizer.n_words)
         return cls(prepare_for_inference(model, dtype), tokenizer, max_seq_len, max_batch_size)
 
     def generate(
@@ -222,12 +209,3 @@ class Llama:
             raise UserError(f"max_gen_len is {max_gen_len}; it must be at least 0.")
         max_new_tokens = room if max_gen_len is None else min(room, max_gen_len)
         return Generation(prompt, max_new_tokens, sampling, frozenset([self.tokenizer.eos_id]), seed, logprobs)
-
-
-def _truncate_vocabulary(model: TransformerLM, size: int) -> None:
-    """Remove the rows of embedding and head from ``size`` on, which only pad the vocabulary to a round number."""
-    if (model.config.vocab_size or 0) > size:
-        model.config = replace(model.config, vocab_size=size)
-        model.token_embeddings.weight = nn.Parameter(model.token_embeddings.weight[:size].detach())
-        if model.lm_head is not None:
-            model.lm_head.weight = nn.Parameter(model.lm_head.weight[:size].detach())

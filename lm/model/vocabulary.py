@@ -1,4 +1,4 @@
-"""Growing a model's vocabulary."""
+"""Growing and shrinking a model's vocabulary."""
 
 from dataclasses import replace
 
@@ -28,6 +28,25 @@ def grow_vocabulary(model: TransformerLM, vocab_size: int, seed: int) -> None:
             weight = _add_rows(layer.weight, vocab_size - old_size, generator)
             layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
     model.config = replace(model.config, vocab_size=vocab_size)
+
+
+@torch.no_grad()
+def shrink_vocabulary(model: TransformerLM, vocab_size: int) -> None:
+    """Remove the rows of the embedding and the head of ``model`` from ``vocab_size`` on, in place.
+
+    For vocabularies that are padded to a round number: the removed ids have no token. The parameters are new objects.
+    Raises UserError if the model has fewer rows.
+    """
+    old_size = model.config.vocab_size or 0
+    if vocab_size > old_size:
+        raise UserError(
+            f"The model has {old_size:,} token ids, its tokenizer {vocab_size:,}; they do not belong together."
+        )
+    if vocab_size < old_size:
+        for layer in (model.token_embeddings, model.lm_head):
+            if layer is not None:
+                layer.weight = nn.Parameter(layer.weight[:vocab_size].clone(), requires_grad=layer.weight.requires_grad)
+        model.config = replace(model.config, vocab_size=vocab_size)
 
 
 def _add_rows(weight: Tensor, count: int, generator: torch.Generator) -> Tensor:

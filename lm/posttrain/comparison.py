@@ -9,6 +9,7 @@ import torch
 from lm.data.dialogs import Dialog
 from lm.eval.reward_worker import RewardWorker
 from lm.eval.tasks import Problem
+from lm.inference.packed import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import ComparisonConfig
 from lm.posttrain.rollout import GREEDY, encode_prompts, generate_rollouts
@@ -56,11 +57,15 @@ def evaluate_model(
     reward: RewardWorker | None,
     config: ComparisonConfig,
 ) -> Evaluation:
-    """Return the loss on ``dialogs``, the rewards of greedy responses to ``problems``, and answers to all prompts."""
+    """Return the loss on ``dialogs``, the rewards of greedy responses to ``problems``, and answers to all prompts.
+
+    The weights of ``model`` are packed for inference.
+    """
     loss = None
     if dialogs:
         objective = SupervisedFineTuning(TrainConfig(batch_size=16), model, tokenizer, dialogs, dialogs, {})
         loss = objective.evaluate(model, is_final=True)["valid_loss"]
+    model = prepare_for_inference(model)  # afterwards, because a packed model has no loss
     prompts = [*config.prompts, *(problem.prompt for problem in problems)]
     ids = encode_prompts(tokenizer, prompts, model.config.context_length)
     rollouts = generate_rollouts(model, tokenizer, ids, [0] * len(ids), config.max_new_tokens, GREEDY)

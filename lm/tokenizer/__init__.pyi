@@ -5,6 +5,8 @@ from .bpe import train_merges as train_merges
 from .config import TokenizerConfig as TokenizerConfig
 from .pretoken_counts import count_pretokens as count_pretokens
 from .pretoken_counts import read_counts as read_counts
+from .sentencepiece import SentencePieceTokenizer as SentencePieceTokenizer
 from .stream import encode_files as encode_files
+from .text_tokenizer import TextTokenizer as TextTokenizer
 from .tokenizer import Tokenizer as Tokenizer
 from .tokenizer import token_dtype as token_dtype

@@ -13,13 +13,12 @@ import torch
 
 from flows.cli.parser import build_parser, main
 from flows.config import PRESETS, PipelineConfig, preset_path
+from flows.models import resolve_model
 from flows.prefect_support.local_stack import is_server_healthy
-from flows.run_record import latest_model
 from lm.checkpoint.hugging_face import load_hugging_face
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate
 from lm.text.demo_corpus import demo_stories
-from tasks.sample import load_trained
 from tests.helpers.deployed import TEXTMILL, own_environment
 from tests.helpers.limits import TIMEOUT_SCALE
 
@@ -113,12 +112,14 @@ def test_another_service_at_the_port_is_not_a_healthy_server() -> None:
         thread.join()
 
 
-@pytest.mark.parametrize("command", ["sample", "chat", "serve"])
+@pytest.mark.parametrize("command", [["sample"], ["chat"], ["serve"], ["export", "exported"]], ids=" ".join)
 def test_a_command_that_needs_a_model_fails_without_one(
-    command: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    command: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main([command, "--root", str(tmp_path)]) == 2
+    assert main([*command, "--root", str(tmp_path)]) == 2
     assert "has no finished model" in capfd.readouterr().err
+    assert main([*command, "--root", str(tmp_path), "--model", "nothing"]) == 2
+    assert "There is no model 'nothing'" in capfd.readouterr().err
 
 
 def test_every_preset_is_valid() -> None:
@@ -144,11 +145,11 @@ def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
 
 def check_export(exported: Path, root: Path) -> None:
     """Check that the weights are equal bit for bit, and that transformers generates the same tokens."""
-    best, tokenizer = load_trained(*latest_model(str(root)), "cpu")
+    best, tokenizer = resolve_model("", str(root)).load("cpu")
     loaded = load_hugging_face(exported)
     assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in best.state_dict().items())
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    prompt = tokenizer.encode("Once upon")
+    prompt = tokenizer.encode("Once upon", allowed_special=())
     max_new_tokens = best.config.context_length - len(prompt)
     generation = Generation(
         prompt, max_new_tokens, SampleConfig(temperature=0), frozenset(tokenizer.special_ids.values())

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from flows.config import PipelineConfig
+from flows.models import RunModel, resolve_model
 from flows.pipeline import pipeline
 from flows.plan import cached_run, plan
 from flows.posttrain import posttrain
 from flows.posttrain_chain import POSTTRAIN
 from flows.posttrain_config import PosttrainConfig
-from flows.run_record import latest_model
 from lm.checkpoint.training_state import load_model
 from lm.common.errors import UserError
 from lm.common.runtime import Execution
@@ -87,9 +87,10 @@ def test_all_stages_run_once_and_each_page_shows_its_curves(trained_root: Path, 
     figures = output(trained_root, record, "evaluate").manifest["figures"]
     assert figures.keys() == {"base", "sft", "preference", "reinforce"}
     assert all(0 <= part["reward"] <= 1 and part["answer_loss"] > 0 for part in figures.values())
-    model, tokenizer = latest_model(str(trained_root))
-    assert (model.ref.stage, tokenizer.ref.stage) == ("reinforce", "base")
-    loaded, loaded_tokenizer = load_trained(model, tokenizer, "cpu")
+    model = resolve_model("", str(trained_root))
+    assert isinstance(model, RunModel)
+    assert (model.model.ref.stage, model.tokenizer.ref.stage) == ("reinforce", "base")
+    loaded, loaded_tokenizer = load_trained(model.model, model.tokenizer, "cpu")
     assert has_chat_tokens(loaded_tokenizer) and loaded.config.vocab_size == loaded_tokenizer.size
 
 
@@ -116,7 +117,7 @@ def test_the_base_is_the_trained_model_with_more_ids(trained_root: Path, config:
 def test_mistakes_are_named(trained_root: Path, tmp_path: Path, config: PosttrainConfig) -> None:
     with pytest.raises(UserError, match="has no finished model"):
         posttrain(config, str(tmp_path / "empty"))
-    with pytest.raises(UserError, match="has no run 'other'"):
+    with pytest.raises(UserError, match="There is no model 'other'"):
         posttrain(replace(config, base="other"), str(trained_root))
     without = replace(config, methods=["preference"], dialogs=replace(config.dialogs, train=[]))
     with pytest.raises(UserError, match=r"There are no pairs for the stage preference\. Name some in dialogs\.train"):

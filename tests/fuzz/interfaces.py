@@ -13,11 +13,12 @@ from starlette.types import Message
 
 from flows.cli.parser import build_parser, parse
 from flows.config import PRESETS, PipelineConfig, complete_config
+from flows.models import resolve_model
 from flows.report import format_figures
-from flows.run_record import latest_model
 from flows.server.app import build_app
 from lm.common.checksum import dumps_with_checksum
 from lm.common.errors import UserError
+from lm.data.chat_template import add_chat_tokens
 from tasks.maintenance.gc import find_garbage
 from tasks.maintenance.verify import verify
 from tasks.runtime.output import FORMAT, Ref, read_output
@@ -70,7 +71,12 @@ def manifest(choices: Choices, folder: Path) -> None:
     (root / "runs" / "a.json").write_bytes(
         _with_checksum(mutate(RUN, choices, 2) if choices.below(2) else RUN, choices)
     )
-    for read in (_read_output, lambda store: list(verify(store)), find_garbage, lambda store: latest_model(str(root))):
+    for read in (
+        _read_output,
+        lambda store: list(verify(store)),
+        find_garbage,
+        lambda store: resolve_model("", str(root)),
+    ):
         with suppress(UserError):
             read(Store(str(root)))
 
@@ -152,9 +158,15 @@ CHAT |= {"max_tokens": 2, "stream_options": {"include_usage": True}, "stream": T
 
 
 @cache
-def _server() -> tuple[asyncio.AbstractEventLoop, Any]:
-    model = make_model(257, 32).eval()
-    return asyncio.new_event_loop(), build_app(model, bytes_tokenizer(["<|endoftext|>"]), "tiny", 4, 4)
+def _loop() -> asyncio.AbstractEventLoop:
+    return asyncio.new_event_loop()
+
+
+@cache
+def _app(has_chat_template: bool) -> Any:
+    plain = bytes_tokenizer(["<|endoftext|>"])
+    tokenizer = add_chat_tokens(plain) if has_chat_template else plain
+    return build_app(make_model(tokenizer.size, 32).eval(), tokenizer, "tiny", 4, 4)
 
 
 async def _send_request(app: Any, path: str, body: bytes) -> tuple[int, bytes]:
@@ -177,8 +189,8 @@ def request(choices: Choices, folder: Path) -> None:
     if choices.below(4) == 3:
         valid_body = {**valid_body, "prompt": choices.pick([[1, 2], [[1], [2]], ["a", "b"], [256], "é" * 20, ""])}
     body = json_bytes(mutate(valid_body, choices), choices)
-    loop, app = _server()
-    status, response = loop.run_until_complete(_send_request(app, f"/v1/{path}", body))
+    app = _app(has_chat_template=choices.below(2) == 1)
+    status, response = _loop().run_until_complete(_send_request(app, f"/v1/{path}", body))
     assert status in (200, 400, 404, 413, 429), (status, response)
     if response.startswith(b"data: "):
         assert response.endswith(b"data: [DONE]\n\n") and b"server_error" not in response, response

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from flows.cli.parser import main
-from flows.run_record import latest_model
+from flows.models import resolve_model
 from lm.checkpoint.training_state import read_description
 from lm.common.checksum import dumps_with_checksum, loads_with_checksum
 from lm.common.errors import UserError
@@ -188,7 +188,7 @@ def test_invalid_bytes_as_manifest_and_records(run: RunContext, ref: Ref, tmp_pa
     (root / "letters" / ref.key / "manifest.json").write_bytes(data)
     assert {finding.kind for finding in verify(run.store)} == {"damaged", "unfinished", "orphaned"}
     with pytest.raises(UserError, match="has no finished model"):
-        latest_model(str(root))
+        resolve_model("", str(root))
     check_made_again(run, ref, tmp_path / "outside.txt")
 
 
@@ -286,7 +286,7 @@ def test_a_damaged_run_record_is_skipped_with_a_warning(
     write_run_record(run, "20260102-000000-full-b", ref)
     Path(run.root, "runs/20260102-000000-full-b.json").write_text("{}")
     with pytest.raises(UserError, match="has no finished model"):
-        latest_model(run.root)
+        resolve_model("", run.root)
     assert "full-b.json is damaged and is skipped" in caplog.text
 
 

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
-from flows.cli import chat, commands
+from flows.cli import commands
 from flows.cli.parser import main
-from flows.server.requests import ChatRequest, CompletionRequest, encode_prompts, parse_request
+from flows.server.requests import ChatRequest, CompletionRequest, parse_request
+from lm.inference.chat_format import ChatFormat
 from lm.inference.completion import complete, encode_prompt, stream_text
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation
 from lm.inference.llama_api import Llama
 from lm.inference.llama_tokenizer import LlamaTokenizer
-from tests.helpers.generating import make_model
+from tests.helpers.generating import LoadedModel, make_model
 from tests.helpers.tokenizers import bytes_tokenizer
 from tests.helpers.training import small_trainer
 
@@ -38,10 +39,7 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         original(self)
 
     monkeypatch.setattr(Generation, "__post_init__", spy)
-    monkeypatch.setattr(chat, "latest_model", lambda root: (root, None))
-    monkeypatch.setattr(commands, "latest_model", lambda root: (root, None))
-    monkeypatch.setattr(chat, "load_for_inference", lambda *arguments: (MODEL, TOKENIZER))
-    monkeypatch.setattr(commands, "load_for_inference", lambda *arguments: (MODEL, TOKENIZER))
+    monkeypatch.setattr(commands, "resolve_model", lambda *arguments: LoadedModel(MODEL, TOKENIZER))
     return recorded
 
 
@@ -79,14 +77,13 @@ def test_typed_special_tokens_are_plain_text(
     ],
 )
 def test_special_tokens_in_a_request_are_plain_text(kind: Any, body: dict[str, Any]) -> None:
-    for ids in encode_prompts(parse_request(kind, json.dumps(body).encode()).prompts(), TOKENIZER):
+    for ids in parse_request(kind, json.dumps(body).encode()).encode_prompts(ChatFormat(TOKENIZER)):
         assert TYPED in bytes(ids).decode()
 
 
 def test_ids_in_a_request_are_used_unchanged() -> None:
-    assert encode_prompts(parse_request(CompletionRequest, b'{"prompt": [97, 256]}').prompts(), TOKENIZER) == [
-        [97, 256]
-    ]
+    request = parse_request(CompletionRequest, b'{"prompt": [97, 256]}')
+    assert request.encode_prompts(ChatFormat(TOKENIZER)) == [[97, 256]]
 
 
 @pytest.mark.parametrize("interface", ["text", "chat", "stream", "system"])

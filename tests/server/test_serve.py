@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import uvicorn
 
+from flows.cli import commands
 from flows.cli.parser import main
-from flows.server import app
 from flows.server.app import build_app
 from lm.inference import chat_template
 from lm.inference.completion import complete
@@ -22,7 +22,7 @@ from lm.inference.config import SampleConfig
 from lm.inference.scheduler import Scheduler
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer
-from tests.helpers.generating import fixed_model, make_model
+from tests.helpers.generating import LoadedModel, fixed_model, make_model
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
@@ -377,8 +377,7 @@ def test_a_failure_of_the_model_is_reported_as_500(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_command_prints_its_url(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(app, "latest_model", lambda root: (root, None))
-    monkeypatch.setattr(app, "load_for_inference", lambda *arguments: (make_model(257, 8).eval(), TOKENIZER))
+    monkeypatch.setattr(commands, "resolve_model", lambda *_: LoadedModel(make_model(257, 8).eval(), TOKENIZER))
 
     def run(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
         address = sockets[0].getsockname()

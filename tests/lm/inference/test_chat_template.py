@@ -7,7 +7,7 @@ import pytest
 
 from lm.common.errors import UserError
 from lm.data.dialogs import Message
-from lm.inference.chat_template import PlainAnswer, encode_llama_dialog, render_plain
+from lm.inference.chat_template import encode_llama_dialog, render_plain
 from lm.inference.llama_tokenizer import LlamaTokenizer
 from tests.helpers.llamas import make_dialog, train_small_llama_tokenizer
 
@@ -15,12 +15,6 @@ from tests.helpers.llamas import make_dialog, train_small_llama_tokenizer
 def test_plain_dialog() -> None:
     dialog: list[Message] = make_dialog(" Hi!\n", "Ho.", "?", system="Be kind.")
     assert render_plain(dialog) == "System: Be kind.\nUser: Hi!\nAssistant: Ho.\nUser: ?\nAssistant:"
-
-
-def test_plain_answer_starts_without_white_space() -> None:
-    answer = PlainAnswer()
-    assert [answer.add(piece) for piece in (" ", "\n", " a", " b ", "c")] == ["", "", "a", " b ", "c"]
-    assert answer.text == "a b c"
 
 
 def test_llama_dialog_token_for_token(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A larger vocabulary: old rows stay, new rows are near the mean of the old ones."""
+"""A larger vocabulary: old rows stay, new rows are near the mean of the old ones. A smaller one: rows are removed."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from lm.common.errors import UserError
 from lm.model import TransformerLM
 from lm.model.config import ModelConfig
-from lm.model.vocabulary import grow_vocabulary
+from lm.model.vocabulary import grow_vocabulary, shrink_vocabulary
 
 
 def make_model(tied: bool = False, dtype: torch.dtype | None = None) -> TransformerLM:
@@ -59,3 +59,18 @@ def test_the_same_size_and_a_smaller_one() -> None:
     assert torch.equal(model.token_embeddings.weight, before)
     with pytest.raises(UserError, match="cannot shrink to 49"):
         grow_vocabulary(model, 49, seed=0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_shrinking_removes_the_last_rows(tied: bool) -> None:
+    model, ids = make_model(tied), torch.arange(8)[None]
+    old_logits = model(ids)
+    shrink_vocabulary(model, 47)
+    assert model.config.vocab_size == 47
+    torch.testing.assert_close(model(ids), old_logits[..., :47])
+    assert model.token_embeddings.weight.shape == (47, 16) and model.token_embeddings.weight.requires_grad
+    assert (model.lm_head is None) is tied
+    shrink_vocabulary(model, 47)
+    assert model(ids).shape == (1, 8, 47)
+    with pytest.raises(UserError, match="has 47 token ids, its tokenizer 48; they do not belong together"):
+        shrink_vocabulary(model, 48)

@@ -1,0 +1,132 @@
+"""The model that ``--model`` names: that of a run, or of a directory in a format of Hugging Face or Meta."""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flows.run_record import absolute_root
+from lm.common.errors import UserError, did_you_mean
+from tasks.runtime.output import Output, Ref, read_output
+from tasks.runtime.schemas import RunRecord, read_record
+from tasks.runtime.store import Store
+from tasks.sample import load_trained
+
+if TYPE_CHECKING:
+    from lm.model.transformer import TransformerLM
+    from lm.tokenizer.text_tokenizer import TextTokenizer
+
+log = logging.getLogger(__name__)
+
+# (stage of the model, stage of its tokenizer); of a run with several, the first is its result.
+RESULT_STAGES = (("reinforce", "base"), ("preference", "base"), ("sft", "base"), ("train", "merge"))
+PRETRAINED_STAGES = RESULT_STAGES[-1:]
+
+
+@dataclass(frozen=True)
+class ResolvedModel(ABC):
+    """A model that was found. Its weights are not read yet."""
+
+    name: str
+    """The run, or the directory, for display."""
+
+    @abstractmethod
+    def load(self, device: str) -> "tuple[TransformerLM, TextTokenizer]":
+        """Load the model to ``device`` in evaluation mode, and its tokenizer. Raises UserError if a file is damaged."""
+
+    def load_for_inference(self, device: str) -> "tuple[TransformerLM, TextTokenizer]":
+        """Load the model with its weights packed for inference, and its tokenizer. Raises as :meth:`load` does."""
+        from lm.inference.packed import prepare_for_inference
+
+        model, tokenizer = self.load(device)
+        return prepare_for_inference(model), tokenizer
+
+
+@dataclass(frozen=True)
+class RunModel(ResolvedModel):
+    """The result of a run: the best checkpoint of its last training."""
+
+    model: Output
+    tokenizer: Output
+
+    def load(self, device: str) -> "tuple[TransformerLM, TextTokenizer]":
+        """See :meth:`ResolvedModel.load`."""
+        return load_trained(self.model, self.tokenizer, device)
+
+
+@dataclass(frozen=True)
+class DirectoryModel(ResolvedModel):
+    """The files of Hugging Face or Meta in a local directory."""
+
+    directory: Path
+
+    def load(self, device: str) -> "tuple[TransformerLM, TextTokenizer]":
+        """See :meth:`ResolvedModel.load`."""
+        from lm.checkpoint.external import load_external
+        from lm.common.device import choose_device
+
+        return load_external(self.directory, choose_device(device))
+
+
+def resolve_model(name: str, root: str) -> RunModel | DirectoryModel:
+    """Find the model ``name``: a run below ``root``, or a local directory; if empty, the latest run with a model.
+
+    A run comes before a directory of the same name; ``./NAME`` is always the directory. Raises UserError if there is no
+    such run or directory, or if the run has no model.
+    """
+    store = Store(absolute_root(root))
+    if not name:
+        return latest_model(store, root)
+    runs = _run_names(store)
+    if name in runs:
+        record = _read_run(store, name)
+        if not record:
+            raise UserError(f"The run record {store.url('runs', name)}.json is damaged; run the pipeline again.")
+        if model := _find_result(store, name, record):
+            return model
+        stages = ", ".join(record["stages"]) or "none"
+        raise UserError(f"The run {name} trained no model; its stages are: {stages}. Name a run that trained one.")
+    try:
+        directory = Path(name).expanduser()
+        if directory.is_dir():
+            return DirectoryModel(str(directory), directory)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of an unknown user
+        raise UserError(f"The model {name!r} cannot be opened: {error}.") from None
+    raise UserError(
+        f"There is no model {name!r}{did_you_mean(name, runs)}: neither a run below {root} nor a directory has this "
+        f"name. The runs are the .json files in {store.url('runs')}."
+    )
+
+
+def latest_model(store: Store, root: str, stages: Sequence[tuple[str, str]] = RESULT_STAGES) -> RunModel:
+    """Return the model of the latest run that has one of ``stages``. Raises UserError if there is no such run."""
+    for name in reversed(_run_names(store)):
+        record = _read_run(store, name)
+        if record is None:
+            log.warning("The run record %s.json is damaged and is skipped.", store.url("runs", name))
+        elif model := _find_result(store, name, record, stages):
+            return model
+    raise UserError(f"{root} has no finished model; make one with: textmill run --root {root}")
+
+
+def _find_result(
+    store: Store, name: str, record: dict[str, Any], stages: Sequence[tuple[str, str]] = RESULT_STAGES
+) -> RunModel | None:
+    results = record["stages"]
+    for model, tokenizer in stages:
+        if {model, tokenizer} <= results.keys():
+            outputs = (read_output(store, Ref(stage, results[stage]["key"])) for stage in (model, tokenizer))
+            return RunModel(name, *outputs)
+    return None
+
+
+def _run_names(store: Store) -> list[str]:
+    """Return the names of all runs, the latest last."""
+    files = [Path(file) for file in store.list_names("runs")]
+    return [file.stem for file in files if file.suffix == ".json" and file.stem != "latest"]
+
+
+def _read_run(store: Store, name: str) -> dict[str, Any] | None:
+    return read_record(RunRecord, store, "runs", f"{name}.json")

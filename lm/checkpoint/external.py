@@ -1,0 +1,63 @@
+"""Load the model and the tokenizer of a directory, whatever its format: Meta's, Hugging Face's or this project's."""
+
+from pathlib import Path
+
+import torch
+
+from lm.checkpoint.hugging_face import load_hugging_face
+from lm.checkpoint.meta import load_meta
+from lm.checkpoint.training_state import load_model
+from lm.common.errors import UserError
+from lm.model.transformer import TransformerLM
+from lm.model.vocabulary import shrink_vocabulary
+from lm.tokenizer.sentencepiece import SentencePieceTokenizer
+from lm.tokenizer.tokenizer import Tokenizer
+
+_META_CONTEXT_LENGTH = 2048  # of Llama 1, the shortest; Meta's files do not state it
+
+
+def load_external(
+    directory: Path, device: torch.device | str = "cpu"
+) -> tuple[TransformerLM, Tokenizer | SentencePieceTokenizer]:
+    """Load a model in evaluation mode, and the tokenizer beside it.
+
+    The model is read as :func:`load_any_model` does, the tokenizer as :func:`load_any_tokenizer` does. Rows of the
+    embedding and the head that only pad the vocabulary are removed. Raises UserError if a file is missing or damaged,
+    or if model and tokenizer do not belong together.
+    """
+    model = load_any_model(directory, device)
+    tokenizer = load_any_tokenizer(directory)
+    shrink_vocabulary(model, tokenizer.size)
+    return model, tokenizer
+
+
+def load_any_model(
+    directory: Path, device: torch.device | str = "cpu", max_seq_len: int | None = None
+) -> TransformerLM:
+    """Load the model of a directory in evaluation mode.
+
+    ``max_seq_len`` is its context length; default: that of the files, and 2,048 for Meta's, which state none. A
+    checkpoint of this project has its own. Raises UserError if a file is missing, damaged or unknown.
+    """
+    if (directory / "params.json").exists():
+        return load_meta(directory, _META_CONTEXT_LENGTH if max_seq_len is None else max_seq_len, device)
+    if (directory / "config.json").exists():
+        return load_hugging_face(directory, max_seq_len, device)
+    if (directory / "checkpoint.json").exists():
+        return load_model(directory, device)
+    raise UserError(
+        f"{directory} is no checkpoint: it has neither params.json (Meta), config.json (Hugging Face) nor "
+        "checkpoint.json (this project)."
+    )
+
+
+def load_any_tokenizer(path: Path) -> Tokenizer | SentencePieceTokenizer:
+    """Read a ``tokenizer.model`` of SentencePiece, a ``tokenizer.json``, or a directory with one of them.
+
+    A directory with both has them for the same ids; SentencePiece's is read. Raises UserError if the file is missing,
+    damaged or unsupported.
+    """
+    if path.is_dir():
+        sentencepiece = path / "tokenizer.model"
+        path = sentencepiece if sentencepiece.exists() else path / "tokenizer.json"
+    return Tokenizer.from_tokenizer_json(path) if path.suffix == ".json" else SentencePieceTokenizer(path)

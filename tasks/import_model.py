@@ -1,0 +1,41 @@
+"""Stage ``import``: a model and its tokenizer from files of Hugging Face or Meta."""
+
+import json
+from pathlib import Path
+
+from lm.common.errors import UserError
+from lm.text.sources import Source
+from tasks.runtime.context import Attempt
+from tasks.runtime.source_records import describe_sources
+from tasks.runtime.stage import stage
+from tasks.runtime.store import Store
+
+_PATTERNS = ("*.json", "*.safetensors", "*.pth", "*.model")
+
+
+def find_model_files(directory: Path, store: Store) -> list[Source]:
+    """Return the files of a model in a local directory, with their digests."""
+    paths = sorted(str(path) for pattern in _PATTERNS for path in directory.resolve().glob(pattern) if path.is_file())
+    if not paths:
+        raise UserError(f"{directory} has no files of a model; see docs/serving.md for the formats.")
+    return describe_sources(paths, store)
+
+
+@stage("import")
+def import_model(out: Attempt, files: list[Source]) -> None:
+    """Write the model as a checkpoint, and its tokenizer. Raises UserError if it cannot be read or is SentencePiece."""
+    import torch
+
+    from lm.checkpoint.external import load_external
+    from lm.checkpoint.training_state import save_training, step_name
+    from lm.tokenizer.text_tokenizer import require_byte_level
+
+    directory = Path(files[0].url.removeprefix("file://")).parent
+    model, tokenizer = load_external(directory, "cpu")
+    require_byte_level(tokenizer, str(directory)).save(out.directory / "tokenizer")
+    out.sources = files
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # a checkpoint holds the state of the generator
+        save_training(out.directory / step_name(0), model.float(), [], 0, {})
+    (out.directory / "training.json").write_text(json.dumps({"best": step_name(0)}), encoding="utf-8")
+    out.figures = {"vocab_size": model.config.vocab_size, "context_length": model.config.context_length}

@@ -1,0 +1,97 @@
+"""Models with their tokenizers from directories of all formats."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lm.checkpoint.external import load_any_model, load_any_tokenizer, load_external
+from lm.checkpoint.hugging_face import save_hugging_face
+from lm.checkpoint.training_state import save_training
+from lm.common.errors import UserError
+from lm.inference.completion import complete
+from lm.inference.config import SampleConfig
+from lm.inference.llama_api import Llama
+from lm.text.pretokenize import END_OF_TEXT
+from lm.tokenizer.sentencepiece import SentencePieceTokenizer
+from lm.tokenizer.tokenizer import Tokenizer
+from tests.helpers.generating import make_model
+from tests.helpers.llamas import (
+    GROUPED,
+    assert_same_weights,
+    meta_weights,
+    removed_file,
+    train_small_llama_tokenizer,
+    write_meta,
+)
+from tests.helpers.tokenizers import bytes_tokenizer
+
+PIECES = 320  # of the small SentencePiece tokenizer
+
+
+def write_hugging_face(directory: Path, vocab_size: int = 257) -> Path:
+    save_hugging_face(make_model(vocab_size, 16), bytes_tokenizer([END_OF_TEXT]), directory)
+    return directory
+
+
+@pytest.mark.parametrize("vocab_size", [257, 320], ids=["exact", "padded"])
+def test_hugging_face(tmp_path: Path, vocab_size: int) -> None:
+    model, tokenizer = load_external(write_hugging_face(tmp_path / "model", vocab_size))
+    assert isinstance(tokenizer, Tokenizer) and tokenizer.special_tokens == [END_OF_TEXT]
+    assert (model.config.vocab_size, model.config.context_length, model.training) == (257, 16, False)
+    original = make_model(vocab_size, 16)
+    torch.testing.assert_close(model(torch.arange(9)[None]), original(torch.arange(9)[None])[..., :257])
+
+
+@pytest.mark.parametrize("vocab_size", [PIECES, PIECES + 4], ids=["exact", "padded"])
+def test_meta_with_sentencepiece(tmp_path: Path, vocab_size: int) -> None:
+    params = GROUPED | {"vocab_size": vocab_size}
+    write_meta(tmp_path, params, meta_weights(params))
+    train_small_llama_tokenizer(tmp_path / "tokenizer.model")
+    model, tokenizer = load_external(tmp_path)
+    assert isinstance(tokenizer, SentencePieceTokenizer)
+    assert (model.config.vocab_size, model.config.context_length, model.training) == (PIECES, 2048, False)
+    config = SampleConfig(prompts=["the cat", ""], temperature=0, max_new_tokens=9)
+    llama = Llama.build(tmp_path, tmp_path, 64, 2)
+    ids, _ = llama.generate([llama.tokenizer.encode(prompt, True, False) for prompt in config.prompts], 9, 0)
+    assert [completion.text for completion in complete(model, tokenizer, config)] == [*map(tokenizer.decode, ids)]
+
+
+def test_a_checkpoint_of_this_project_beside_its_tokenizer(tmp_path: Path) -> None:
+    original = make_model(257, 16)
+    save_training(tmp_path, original, [], 1, {})
+    bytes_tokenizer([END_OF_TEXT]).save_tokenizer_json(tmp_path / "tokenizer.json")
+    model, tokenizer = load_external(tmp_path)
+    assert_same_weights(model, original)
+    assert tokenizer.size == 257
+
+
+def with_tokenizer(tokenizer: Tokenizer) -> Callable[[Path], None]:
+    return lambda directory: tokenizer.save_tokenizer_json(directory / "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (removed_file("config.json"), "neither params.json .*config.json .*checkpoint.json"),
+        (removed_file("tokenizer.json"), r"tokenizer\.json cannot be read"),
+        (removed_file("model.safetensors"), r"model\.safetensors cannot be read"),
+        (lambda directory: (directory / "model.safetensors").write_bytes(b"\0" * 99), r"model\.safetensors cannot be"),
+        (lambda directory: (directory / "tokenizer.json").write_text("{"), r"tokenizer\.json is not a JSON file"),
+        (with_tokenizer(bytes_tokenizer(["<a>", "<b>"])), "257 token ids, its tokenizer 258; they do not"),
+    ],
+)
+def test_bad_directories_are_refused(tmp_path: Path, damage: Callable[[Path], Any], message: str) -> None:
+    directory = write_hugging_face(tmp_path / "model")
+    damage(directory)
+    with pytest.raises(UserError, match=message):
+        load_external(directory)
+
+
+def test_a_directory_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere is no checkpoint"):
+        load_any_model(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_any_tokenizer(tmp_path / "nowhere.json")
