@@ -32,8 +32,8 @@ class DialogsConfig:
     """Number of problems to generate for training. Of files, at most this many are used if it is below their number."""
     test_problems: int = bounded_field(200, ge=1)
     """Number of problems to generate, or to use, for the evaluation."""
-    learn_solutions: bool = True
-    """Whether the solutions of the problems to train on are dialogs for sft too."""
+    solutions: int | None = bounded_field(None, ge=0)
+    """Number of problems to train on whose solutions are dialogs for sft too. Default: all."""
     seed: int = bounded_field(0, ge=0, lt=1 << 63)
     """Seed of generated problems."""
 

@@ -61,9 +61,10 @@ def read_examples(
         tested = {problem.prompt for problem in tasks[1].problems}
         splits[0].problems = [problem for problem in tasks[0].problems if problem.prompt not in tested]
         splits[1].problems = tasks[1].problems
-        if config.learn_solutions:
-            for split in splits:
-                split.dialogs += [_solution(problem) for problem in split.problems if problem.solution]
+        if config.solutions != 0:
+            for split, count in zip(splits, (config.solutions, None), strict=True):
+                solved = [problem for problem in split.problems if problem.solution]
+                split.dialogs += [_solution(problem) for problem in solved[:count]]
     return *splits, reward, damaged
 
 

@@ -79,6 +79,7 @@ class PolicyGradient:
     is_higher_better = True
     is_prefetchable = False
     is_compilable = False
+    tokens_per_step = 0
 
     def __init__(
         self,
@@ -108,7 +109,6 @@ class PolicyGradient:
                 f"The {config.responses_per_rollout} responses of a rollout cannot be divided among {self.world_size} "
                 f"processes in groups of reinforce.group_size {config.group_size}; change reinforce.train.batch_size."
             )
-        self.tokens_per_step = config.train.batch_size * context_length
         self.reference = deepcopy(model).requires_grad_(False) if config.kl_weight else None
         self._stored: dict[int, list[ScoredResponse]] = {}  # of an unfinished training, by step
         self._responses: list[ScoredResponse] = []  # of the present rollout, on this rank

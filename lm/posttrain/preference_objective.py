@@ -49,6 +49,7 @@ class PreferenceOptimization:
     is_higher_better = False
     is_prefetchable = False
     is_compilable = False
+    tokens_per_step = 0
 
     def __init__(
         self,
@@ -76,7 +77,6 @@ class PreferenceOptimization:
             )
         self.train_count = len(kept[0])
         self.pairs = kept[0] + kept[1]
-        self.tokens_per_step = 2 * config.train.batch_size * context_length
         self.rank, self.world_size = get_rank(), get_world_size()
         self.local_batch_size = config.train.batch_size // self.world_size
         self.micro_batch_size = self.local_batch_size // config.train.gradient_accumulation_steps

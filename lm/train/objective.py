@@ -21,7 +21,7 @@ class Objective(Protocol):
     digests: dict[str, str]
     """Checksums of the input by name. A checkpoint with other checksums is refused."""
     tokens_per_step: int
-    """Training tokens per step, over all ranks."""
+    """Training tokens per step, over all ranks; 0 if the number differs between steps."""
     metric_names: Sequence[str]
     """Names of the metrics that :meth:`evaluate` returns. The first one selects the best checkpoint."""
     is_higher_better: bool

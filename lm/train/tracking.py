@@ -84,19 +84,20 @@ class Tracker:
                 self._modules.remove(module)
 
 
-def log_step(row: dict[str, Any], total_steps: int, throughput: Throughput) -> None:
-    """Log one line about a training step."""
+def log_step(row: dict[str, Any], total_steps: int, throughput: Throughput, metrics: dict[str, float]) -> None:
+    """Log one line about a training step, with the objective's own ``metrics``."""
     step = row["step"]
+    speed = f"{throughput.tokens_per_second:,.0f} tokens/s  MFU {100 * throughput.mfu:.0f} %  "
     log.info(
-        "step %s/%s (%d %%)  loss %.3f  lr %.1e  grad norm %.2f  %.0f ms  %s tokens/s  MFU %.0f %%  %.1f min left",
+        "step %s/%s (%d %%)  loss %.3f  lr %.1e  grad norm %.2f  %s%.0f ms  %s%.1f min left",
         f"{step:,}",
         f"{total_steps:,}",
         100 * step // total_steps,
         row["smoothed_loss"],
         row["lr"],
         row["grad_norm"],
+        "".join(f"{name.replace('_', ' ')} {value:.4g}  " for name, value in metrics.items()),
         1000 * throughput.seconds_per_step,
-        f"{throughput.tokens_per_second:,.0f}",
-        100 * throughput.mfu,
+        speed if throughput.tokens_per_second else "",
         (total_steps - step) * throughput.total_seconds_per_step / 60,
     )

@@ -161,7 +161,7 @@ class Trainer:
                     row["smoothed_loss"] = row["loss"] if self.smoothed_loss is None else float(self.smoothed_loss)
                     row["grad_norm"] = float(grad_norm)
                     row["tokens_per_second"] = round(throughput.tokens_per_second)
-                    log_step(row, config.steps, throughput)
+                    log_step(row, config.steps, throughput, step_metrics)
                 with timer.paused():
                     if is_evaluated:
                         row |= self._evaluate()

@@ -57,7 +57,9 @@ def test_generated_problems_of_training_and_test_differ() -> None:
     assert reward == "exact" and len(valid.problems) == 100
     assert not {problem.prompt for problem in train.problems} & {problem.prompt for problem in valid.problems}
     assert [example.messages[1]["content"] for example in train.dialogs] == [p.solution for p in train.problems]
-    assert not read_examples(DialogsConfig(task="addition:1-2", learn_solutions=False), [], [], [], [])[0].dialogs
+    for solutions in (0, 7):
+        few = read_examples(DialogsConfig(task="addition:1-2", solutions=solutions), [], [], [], [])
+        assert len(few[0].dialogs) == solutions and len(few[0].problems) > 1000
 
 
 def test_problems_of_files_have_their_reward(tmp_path: Path) -> None:
