@@ -1,7 +1,7 @@
 """``prefect.yaml`` and the parameters of the flow, without a server."""
 
 import re
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,9 +11,15 @@ import yaml
 from flows.cli.parser import main
 from flows.config import PRESETS, PipelineConfig, StageName, complete_config, load_preset, preset_parameters
 from flows.pipeline import pipeline
+from flows.posttrain import posttrain
+from flows.posttrain_config import POSTTRAIN_PRESETS, PosttrainConfig, load_posttrain_preset
 
 PROJECT = Path(__file__).parents[2]
-DEPLOYMENTS = {entry["name"]: entry for entry in yaml.safe_load((PROJECT / "prefect.yaml").read_text())["deployments"]}
+ENTRIES = yaml.safe_load((PROJECT / "prefect.yaml").read_text())["deployments"]
+DEPLOYMENTS = {entry["name"]: entry for entry in ENTRIES if entry["entrypoint"] == "flows.pipeline.pipeline"}
+POSTTRAIN_DEPLOYMENTS = {
+    entry["name"]: entry for entry in ENTRIES if entry["entrypoint"] == "flows.posttrain.posttrain"
+}
 
 
 def test_deployments_exist_for_the_pipeline_each_stage_and_each_larger_preset() -> None:
@@ -25,7 +31,9 @@ def test_deployments_exist_for_the_pipeline_each_stage_and_each_larger_preset() 
     for name in presets:
         assert DEPLOYMENTS[name]["build"] == [{"flows.config.preset_parameters": {"id": "preset", "name": name}}]
         assert preset_parameters(name) == {"config": asdict(load_preset(name))}
-    for deployment in DEPLOYMENTS.values():
+    assert set(POSTTRAIN_DEPLOYMENTS) == {"full"}
+    assert len(ENTRIES) == len(DEPLOYMENTS) + len(POSTTRAIN_DEPLOYMENTS)
+    for deployment in ENTRIES:
         assert deployment["description"]
         assert deployment["tags"]
         assert deployment["enforce_parameter_schema"] is True
@@ -36,6 +44,15 @@ def test_a_preset_needs_no_local_files_and_states_its_cost() -> None:
         data = load_preset(path.stem).data
         assert all(url.startswith(("https://", "demo:")) for url in (*data.train, *data.valid)), path
         header = path.read_text(encoding="utf-8").partition("data:")[0].replace("\n# ", " ")
+        assert re.search(r"Cost\b.* of memory\b.* of disk", header), path
+
+
+def test_a_preset_of_post_training_needs_no_local_files_and_states_its_cost() -> None:
+    for path in POSTTRAIN_PRESETS.glob("*.yaml"):
+        dialogs = load_posttrain_preset(path.stem).dialogs
+        urls = (*dialogs.train, *dialogs.valid, *dialogs.task_train, *dialogs.task_test)
+        assert all(url.startswith("https://") for url in urls), path
+        header = path.read_text(encoding="utf-8").partition("dialogs:")[0].replace("\n# ", " ")
         assert re.search(r"Cost\b.* of memory\b.* of disk", header), path
 
 
@@ -57,12 +74,13 @@ def test_the_default_parameters_are_the_demo() -> None:
 
 def test_the_parameter_schema_describes_every_field() -> None:
     """Prefect's UI draws its form from this schema."""
-    schema = pipeline.parameters.model_dump()["definitions"]
-    for section in fields(PipelineConfig)[1:]:  # the first field is the name
-        config = getattr(PipelineConfig(), section.name)
-        properties = schema[type(config).__name__]["properties"]
-        for field in fields(config):
-            assert len(properties[field.name]["description"]) > 10, f"{section.name}.{field.name}"
+    for flow, default in ((pipeline, PipelineConfig()), (posttrain, PosttrainConfig())):
+        schema: dict[str, Any] = flow.parameters.model_dump()["definitions"]
+        for section in fields(default):
+            if is_dataclass(config := getattr(default, section.name)):
+                properties = schema[type(config).__name__]["properties"]
+                for field in fields(config):
+                    assert len(properties[field.name]["description"]) > 10, f"{section.name}.{field.name}"
 
 
 @pytest.mark.parametrize(
