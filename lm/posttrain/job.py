@@ -67,6 +67,7 @@ class PosttrainJob(TrainingJob):
 
     def make_trainer(self, out: Path, device: torch.device) -> Trainer:
         """Load the model, and make the trainer of the method."""
+        torch.manual_seed(self.config.seed)  # checkpoints hold the state of the generator
         tokenizer = Tokenizer.load(self.tokenizer)
         model = load_model(Path(self.model), device).train()
         train, valid = Path(self.train), Path(self.valid)

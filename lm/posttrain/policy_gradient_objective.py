@@ -3,7 +3,6 @@
 Sources: CS336 assignment 5 (section 7); Shao et al. 2024 (GRPO); TRL's GRPOTrainer for the options.
 """
 
-import json
 import time
 from collections.abc import Sequence
 from copy import deepcopy
@@ -30,7 +29,7 @@ from lm.posttrain.policy_gradient import compute_policy_gradient_loss, estimate_
 from lm.posttrain.rollout import GREEDY, Rollout, encode_prompts, generate_rollouts
 from lm.posttrain.sft_objective import answer_prompts
 from lm.tokenizer.tokenizer import Tokenizer
-from lm.train.metrics_file import read_metrics
+from lm.train.metrics_file import format_row, read_metrics
 
 _ROLLOUTS = "rollouts.jsonl"
 
@@ -158,7 +157,7 @@ class PolicyGradient:
             rows = all_gather(self._responses)
             if self.rank == 0:
                 with (self.out / _ROLLOUTS).open("a", encoding="utf-8") as file:
-                    file.writelines(json.dumps(asdict(row)) + "\n" for part in rows for row in part)
+                    file.writelines(format_row(asdict(row)) for part in rows for row in part)
         rewards = torch.tensor([row.rewards["reward"] for row in self._responses])
         if config.reward_threshold is None:
             self._advantages, metadata = compute_group_normalized_rewards(

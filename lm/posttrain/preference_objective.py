@@ -20,6 +20,7 @@ from lm.posttrain.log_probs import get_response_log_probs
 from lm.posttrain.preference import compute_dpo_loss, compute_sequence_log_probs
 from lm.posttrain.sft_objective import answer_prompts
 from lm.tokenizer.tokenizer import Tokenizer
+from lm.train.metrics_file import format_row
 
 _REFERENCE = "reference.jsonl"
 _METADATA = ("accuracy", "margin", "chosen_reward", "rejected_reward")
@@ -100,7 +101,7 @@ class PreferenceOptimization:
 
     def _write_reference(self) -> None:
         if self.rank == 0 and not (self.out / _REFERENCE).exists():
-            content = "".join(json.dumps({"step": 0, "chosen": a, "rejected": b}) + "\n" for a, b in self._reference)
+            content = "".join(format_row({"step": 0, "chosen": a, "rejected": b}) for a, b in self._reference)
             (self.out / _REFERENCE).write_text(content, encoding="utf-8")
 
     def _batch(self, indices: Sequence[int]) -> PairBatch:

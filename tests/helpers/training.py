@@ -1,6 +1,9 @@
 """A small training that tests start, stop and compare."""
 
 import json
+import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from lm.train.config import TrainConfig
 from lm.train.job import Job
 from lm.train.pretraining import Pretraining, TrainData, make_trainer
 from lm.train.trainer import Trainer
+from tests.helpers.limits import wait_for
 
 ROOT = Path(__file__).parents[2]
 MODEL = ModelConfig(vocab_size=257, context_length=16, d_model=32, num_layers=1, num_heads=2, d_ff=64)
@@ -100,6 +104,25 @@ def write_job(directory: Path, processes: int = 1, model: ModelConfig = MODEL, *
     )
     job.write(out / "job.json")
     return out / "job.json"
+
+
+def start_and_kill(module: str, job: Path, times: int) -> None:
+    """Run ``python -m MODULE JOB`` and kill it soon after its first new row of metrics, several times."""
+    generator = random.Random(0)
+    metrics = job.parent / "metrics.jsonl"
+
+    def size() -> int:
+        return metrics.stat().st_size if metrics.exists() else 0
+
+    for _ in range(times):
+        before = size()
+        process = subprocess.Popen([sys.executable, "-m", module, str(job)], cwd=ROOT, stderr=subprocess.DEVNULL)
+        wait_for(lambda before=before: size() != before, 120, "metrics")  # type: ignore[misc]
+        try:
+            process.wait(generator.uniform(0, 0.5))
+        except subprocess.TimeoutExpired:
+            process.kill()
+        assert process.wait() < 0, "killed before its end"
 
 
 def validation_loss(trainer: Trainer, sequences: int | None = None) -> float:

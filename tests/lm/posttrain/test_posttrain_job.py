@@ -1,9 +1,6 @@
 """Post-trainings from job files: killed at any time, the same command resumes to the same result."""
 
 import os
-import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +10,8 @@ from lm.common.errors import UserError
 from lm.posttrain.job import PosttrainJob
 from lm.train.__main__ import main
 from lm.train.metrics_file import read_metrics
-from tests.helpers.limits import wait_for
 from tests.helpers.posttraining import write_posttrain_job
-from tests.helpers.training import ROOT
+from tests.helpers.training import start_and_kill
 
 KILLS = int(os.environ.get("TEXTMILL_KILLS", "2"))
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -51,22 +47,7 @@ def test_killed_again_and_again(tmp_path: Path, method: str) -> None:
     config = {"steps": 30 * KILLS, "checkpoint_interval": 3}
     whole, job = (write_posttrain_job(tmp_path / name, method, SETTINGS[method], **config) for name in ("a", "b"))
     PosttrainJob.read(whole).run()
-    generator = random.Random(0)
-    metrics = job.parent / "metrics.jsonl"
-
-    def size() -> int:
-        return metrics.stat().st_size if metrics.exists() else 0
-
-    for _ in range(KILLS):
-        before = size()
-        command = [sys.executable, "-m", "lm.posttrain", str(job)]
-        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-        wait_for(lambda before=before: size() != before, 120, "metrics")  # type: ignore[misc]
-        try:
-            process.wait(generator.uniform(0, 0.3))
-        except subprocess.TimeoutExpired:
-            process.kill()
-        assert process.wait() < 0, "killed before its end"
+    start_and_kill("lm.posttrain", job, KILLS)
     assert main([str(job)], PosttrainJob) == 0
     assert results(job) == results(whole)
 

@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from lm.train.__main__ import main
 from lm.train.job import Job
 from tasks.runtime.training import has_same_inputs
 from tests.helpers.limits import wait_for
-from tests.helpers.training import MODEL, ROOT, read_rows, write_job
+from tests.helpers.training import MODEL, ROOT, read_rows, start_and_kill, write_job
 
 KILLS = int(os.environ.get("TEXTMILL_KILLS", "2"))  # each takes some seconds
 
@@ -32,21 +31,7 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
     steps = 200 * KILLS
     whole, job = (write_job(tmp_path / name, steps=steps, checkpoint_interval=7) for name in ("whole", "killed"))
     Job.read(whole).run()
-    generator = random.Random(0)
-    metrics = job.parent / "metrics.jsonl"
-
-    def size() -> int:
-        return metrics.stat().st_size if metrics.exists() else 0
-
-    for _ in range(KILLS):
-        before = size()
-        process = subprocess.Popen([sys.executable, "-m", "lm.train", str(job)], cwd=ROOT, stderr=subprocess.DEVNULL)
-        wait_for(lambda before=before: size() != before, 60, "metrics")  # type: ignore[misc]
-        try:
-            process.wait(generator.uniform(0, 0.5))
-        except subprocess.TimeoutExpired:
-            process.kill()
-        assert process.wait() < 0, "killed before its end"
+    start_and_kill("lm.train", job, KILLS)
     assert main([str(job)]) == 0
     assert read_rows(job.parent) == read_rows(whole.parent)
     assert weights_of(job, steps) == weights_of(whole, steps)
