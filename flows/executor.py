@@ -95,14 +95,14 @@ class PrefectExecutor:
         return [ref for ref, _ in outputs]
 
     def _make(self, stage: Stage, title: str, calls: Sequence[dict[str, Any]], missing: Sequence[int]) -> None:
-        size = -(-len(missing) // self._runner.max_task_runs())
-        pending = deque(missing[start : start + size] for start in range(0, len(missing), size))
         running: dict[PrefectFuture[Any], int] = {}
         finished: SimpleQueue[PrefectFuture[Any]] = SimpleQueue()
         done = len(calls) - len(missing)
         with show_progress(title, len(calls), "part", self.run.label) as progress:
             progress(done)
             try:
+                size = -(-len(missing) // self._runner.max_task_runs())
+                pending = deque(missing[start : start + size] for start in range(0, len(missing), size))
                 while pending or running:
                     slots = self._runner.count_slots()
                     while pending and len(running) < slots:
