@@ -13,6 +13,7 @@ from prefect.futures import PrefectFuture
 
 from flows.prefect_support.deployed_run import run_deployment_to_end
 from flows.prefect_support.liveness import mark_task_runs_crashed
+from flows.prefect_support.signals import find_interrupt
 from flows.runners import Runner, open_runner
 from flows.stage_task import read_refs, stage_task
 from lm.common.errors import Stopped, UserError
@@ -128,12 +129,15 @@ class PrefectExecutor:
         return {"stage": stage, "calls": calls, "run": self.run, "title": title, "code": stage.code_ingredients()}
 
     def _explain(self, error: BaseException, running: list[PrefectFuture[Any]]) -> UserError | None:
-        """Return a UserError if the cluster failed, else None. Leave no task run of a cluster in the state Running."""
+        """Return a UserError if the cluster failed, and None for an interrupt or an error of a task.
+
+        Leave no task run of a cluster in the state Running.
+        """
         if self.run.execution.runner == "threads":
             return None
         self.run.stopping.set()
         mark_task_runs_crashed([future.task_run_id for future in running], "The run ended before this task.")
-        if isinstance(error, (UserError, Stopped)):
+        if isinstance(error, (UserError, Stopped)) or find_interrupt(error):
             return None
         # Dask's scheduler reports a RuntimeError, a worker the exception itself.
         is_unloadable = any(text in str(error) for text in ("Can't get attribute", "deserialization of the task graph"))
@@ -143,5 +147,7 @@ class PrefectExecutor:
                 f"The cluster could not load a task: {cause}. Install the same version of textmill and its libraries "
                 "on the scheduler and on all workers."
             )
+        if "_runner" not in vars(self):  # the error came before the connection, which is not tried again
+            return None
         message = self._runner.explain(error)
         return UserError(f"{message} Finished parts are kept; run the same command again.") if message else None

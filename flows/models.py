@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # (stage of the model, stage of its tokenizer); of a run with several, the first is its result.
-RESULT_STAGES = (("reinforce", "base"), ("preference", "base"), ("sft", "base"), ("train", "merge"))
+RESULT_STAGES = (("ppo", "base"), ("reinforce", "base"), ("preference", "base"), ("sft", "base"), ("train", "merge"))
 PRETRAINED_STAGES = RESULT_STAGES[-1:]
 
 

@@ -11,13 +11,15 @@ from tasks.base import base
 from tasks.dialogs import dialogs, find_dialog_sources
 from tasks.evaluate import evaluate
 from tasks.import_model import find_model_files, import_model
+from tasks.ppo import ppo
 from tasks.preference import preference
 from tasks.reinforce import reinforce
+from tasks.reward_model import reward_model
 from tasks.runtime.output import Ref
 from tasks.runtime.store import Store
 from tasks.sft import sft
 
-METHODS = {"sft": sft, "preference": preference, "reinforce": reinforce}
+METHODS = {"sft": sft, "preference": preference, "reward_model": reward_model, "reinforce": reinforce, "ppo": ppo}
 
 
 class PosttrainInputs(NamedTuple):
@@ -47,11 +49,14 @@ def _stages(config: PosttrainConfig, inputs: PosttrainInputs, executor: Executor
     yield "base", start
     data = executor.call(dialogs, *inputs.sources, config.dialogs)
     yield "dialogs", data
-    models = [start]
+    models, outputs = [start], dict[str, Ref]()
     for name, stage in METHODS.items():
         if name in config.methods:
-            models.append(executor.call(stage, models[-1], start, data, getattr(config, name)))
-            yield name, models[-1]
+            judges = [outputs["reward_model"]] if name == "ppo" else []
+            outputs[name] = executor.call(stage, models[-1], *judges, start, data, getattr(config, name))
+            yield name, outputs[name]
+            if name != "reward_model":
+                models.append(outputs[name])
     yield "evaluate", executor.call(evaluate, models, start, data, config.reinforce.rewards, config.evaluate)
 
 

@@ -1,18 +1,26 @@
 """The configuration of a post-training, one section per subject, and its presets."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from flows.config import PRESETS, complete, load_config, preset_path
 from lm.common.config import PYDANTIC_CONFIG, validate_fields
 from lm.common.errors import UserError
 from lm.common.runtime import Execution
-from lm.posttrain.config import ComparisonConfig, DialogsConfig, PreferenceConfig, ReinforceConfig
+from lm.posttrain.config import (
+    ComparisonConfig,
+    DialogsConfig,
+    PPOConfig,
+    PreferenceConfig,
+    ReinforceConfig,
+    RewardModelConfig,
+)
 from lm.train.config import TrainConfig
 
 POSTTRAIN_PRESETS = PRESETS / "posttrain"
 
-PosttrainStage = Literal["base", "dialogs", "sft", "preference", "reinforce", "evaluate"]
+Method = Literal["sft", "preference", "reward_model", "reinforce", "ppo"]
+PosttrainStage = Literal["base", "dialogs", "sft", "preference", "reward_model", "reinforce", "ppo", "evaluate"]
 
 
 @dataclass(frozen=True)
@@ -26,16 +34,21 @@ class PosttrainConfig:
     base: str = ""
     """Model to start from: the name of a run below the root, or a directory of Hugging Face or Meta. Default: the
     latest run of the pipeline."""
-    methods: list[Literal["sft", "preference", "reinforce"]] = field(default_factory=lambda: ["sft", "reinforce"])
-    """Training methods. They run in the order sft, preference, reinforce, each from the model of the one before."""
+    methods: list[Method] = field(default_factory=lambda: ["sft", "reinforce"])
+    """Training methods. They run in the order sft, preference, reward_model, reinforce, ppo, each from the model of the
+    one before. ppo needs reward_model, whose result is no model to go on from."""
     dialogs: DialogsConfig = field(default_factory=DialogsConfig)
     """Dialogs, pairs of answers, and problems with a reward."""
     sft: TrainConfig = field(default_factory=lambda: TrainConfig(steps=300, max_lr=1e-4, min_lr=0, warmup_steps=20))
     """Supervised fine-tuning. batch_size: packed rows per step."""
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     """Direct preference optimization."""
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    """The reward model for ppo."""
     reinforce: ReinforceConfig = field(default_factory=ReinforceConfig)
     """Policy gradients."""
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+    """Proximal policy optimization with the reward model."""
     evaluate: ComparisonConfig = field(default_factory=ComparisonConfig)
     """Comparison of the models before and after."""
     execution: Execution = field(default_factory=Execution)
@@ -44,7 +57,9 @@ class PosttrainConfig:
     def __post_init__(self) -> None:
         validate_fields(self, "posttrain")
         if not self.methods:
-            raise UserError("methods is empty; name at least one of sft, preference and reinforce.")
+            raise UserError(f"methods is empty; name at least one of {', '.join(get_args(Method))}.")
+        if "ppo" in self.methods and "reward_model" not in self.methods:
+            raise UserError("methods has ppo without reward_model, which it learns from; add reward_model to methods.")
 
 
 def load_posttrain_preset(name: str) -> PosttrainConfig:

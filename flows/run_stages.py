@@ -15,7 +15,7 @@ from flows.prefect_support.artifacts import ArtifactPublisher
 from flows.prefect_support.liveness import hold_liveness_lock
 from flows.prefect_support.logging import send_logs_to_prefect
 from flows.prefect_support.naming import tag_run
-from flows.prefect_support.signals import reinstall_sigterm_handler
+from flows.prefect_support.signals import find_interrupt, reinstall_sigterm_handler
 from flows.run_record import Recorder, make_run
 from lm.common.errors import UserError
 from tasks.runtime.downloads import remove_old_copies
@@ -59,6 +59,9 @@ def run_stages(chain: Chain, config: Any, root: str, until: str | None, refresh:
                     artifacts.publish_stage(stage_name, output)
         except BaseException as error:
             run.stopping.set()  # other threads may still process groups of chunks
+            if (interrupt := find_interrupt(error)) and interrupt is not error:
+                # Prefect reports an interrupt as a crash, and another error as a failure.
+                raise type(interrupt)(*interrupt.args) from error
             if isinstance(error, UserError):
                 recorder.fail(error)
                 artifacts.publish("report", recorder.table(str(error)), f"Run {run.name} failed")

@@ -159,7 +159,7 @@ def open_runner(run: RunContext, sources: Sequence[str]) -> Iterator[Runner]:
         try:
             runner = kind(entered, execution)
             runner.count_slots()
-        except (OSError, TimeoutError, ConnectionError) as error:
+        except (OSError, ValueError) as error:  # ValueError: the address is not valid
             raise UserError(f"The cluster at {execution.address} does not answer: {error}.") from None
         yield runner
 

@@ -3,12 +3,13 @@
 import json
 
 from lm.posttrain.config import DialogsConfig
+from lm.text.retry import retry_reading
 from lm.text.sources import Source
 from tasks.pages import posttrain as pages
 from tasks.runtime.context import Attempt
 from tasks.runtime.source_records import describe_sources
 from tasks.runtime.stage import stage
-from tasks.runtime.store import Store, retry_reading
+from tasks.runtime.store import Store
 
 
 def find_dialog_sources(config: DialogsConfig, store: Store) -> list[list[Source]]:

@@ -22,7 +22,7 @@ def evaluate(
     rewards: dict[str, float],
     config: ComparisonConfig,
 ) -> None:
-    """Write ``answers.json``: the figures and the greedy answers of each model."""
+    """Write ``answers.json``: the greedy responses of each model to the prompts of the config and to the problems."""
     from lm.eval.reward_worker import RewardWorker
     from lm.posttrain.comparison import evaluate_model
     from lm.posttrain.examples import read_dialog_rows, read_problem_rows
@@ -36,5 +36,6 @@ def evaluate(
             model, loaded_tokenizer = load_trained(output, tokenizer, out.run.execution.device)
             evaluation = evaluate_model(model, loaded_tokenizer, dialogs, problems, reward, config)
             out.figures[output.ref.stage] = evaluation.figures
-            content[output.ref.stage] = [asdict(answer) for answer in evaluation.answers]
+            responses = [asdict(response) for response in evaluation.responses]
+            content[output.ref.stage] = {"samples": evaluation.samples, "responses": responses}
     (out.directory / "answers.json").write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")

@@ -7,13 +7,14 @@ from typing import Any
 
 from lm.text.config import DataConfig
 from lm.text.ingest import HELD_OUT, GroupTexts, combine_groups, join_files, read_group
+from lm.text.retry import retry_reading
 from lm.text.sources import Source
 from tasks.pages import stages as pages
 from tasks.runtime.context import Attempt
 from tasks.runtime.output import Output
 from tasks.runtime.source_records import describe_sources
 from tasks.runtime.stage import stage
-from tasks.runtime.store import Store, retry_reading
+from tasks.runtime.store import Store
 from tasks.runtime.text_groups import read_texts, text_url
 
 log = logging.getLogger(__name__)

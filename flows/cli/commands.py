@@ -12,13 +12,14 @@ from jsonargparse import Namespace
 
 from flows.chain import PIPELINE
 from flows.cli.console import log_to_console
-from flows.cli.summary import format_sample, format_summary
+from flows.cli.summary import format_evaluation, format_sample, format_summary, format_teaching
 from flows.config import PipelineConfig, StageName
 from flows.models import resolve_model
 from flows.plan import cached_run, plan
 from flows.posttrain_config import PosttrainConfig, PosttrainStage
 from flows.run_record import absolute_root
 from lm.common.errors import UserError, did_you_mean
+from lm.eval.config import EvaluationConfig, TeachConfig
 from lm.inference.config import SampleConfig
 from tasks.runtime.root_lock import own_root
 from tasks.runtime.store import Store
@@ -115,6 +116,25 @@ def serve_command(options: Namespace) -> None:
 
     model = resolve_model(options.model, options.root)
     serve(model, options.host, options.port, options.max_batch_size, options.device)
+
+
+def evaluate_command(options: Namespace) -> None:
+    """Evaluate a model on a task, and print its figures."""
+    from flows.evaluate import evaluate_model
+
+    log_to_console()
+    config = EvaluationConfig(**{name: options[name] for name in EvaluationConfig.__dataclass_fields__})
+    result = evaluate_model(options.model, config, options.root, options.device, options.model_name, options.out)
+    print(format_evaluation(result))
+
+
+def teach_command(options: Namespace) -> None:
+    """Ask another model for answers to prompts, and print how many are kept for fine-tuning."""
+    from flows.teach import teach
+
+    log_to_console()
+    config = TeachConfig(**{name: options[name] for name in TeachConfig.__dataclass_fields__})
+    print(format_teaching(teach(config)))
 
 
 def export_command(options: Namespace) -> None:

@@ -18,8 +18,9 @@ from jsonargparse.typing import PositiveInt
 
 from flows.config import PRESETS, PipelineConfig, StageName, preset_names, preset_path
 from flows.posttrain_config import POSTTRAIN_PRESETS, PosttrainConfig, PosttrainStage
-from flows.prefect_support.signals import STOPPED_MESSAGE, Terminated, raise_terminated
+from flows.prefect_support.signals import STOPPED_MESSAGE, find_interrupt, is_sigterm, raise_terminated
 from lm.common.errors import UserError, did_you_mean
+from lm.eval.config import EvaluationConfig, TeachConfig
 from lm.inference.config import SampleConfig
 
 # Prefect and its ephemeral server read these settings when they are imported.
@@ -117,6 +118,18 @@ def build_parser(preset: str = "demo", posttrain_preset: str = "demo") -> Argume
     serve.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free port")
     serve.add_argument("--max-batch-size", type=PositiveInt, default=16, help="completions computed at the same time")
 
+    evaluate = add("evaluate", "Ask a model the problems of a task, and show how many of its answers are right.")
+    evaluate.add_argument("--model", **_MODEL | {"help": f"{_MODEL['help']}; or the URL of a server with OpenAI's API"})
+    name_help = "name of the model at the URL; default: that of the only one. OPENAI_API_KEY may hold a key"
+    evaluate.add_argument("--model_name", type=str, default="", help=name_help)
+    evaluate.add_argument("--root", **_ROOT)
+    evaluate.add_argument("--device", **_DEVICE)
+    evaluate.add_argument("--out", type=str, default="", help="directory of the responses; default: below evaluations/")
+    evaluate.add_class_arguments(EvaluationConfig)
+
+    teach = add("teach", "Ask another model for answers to prompts, and keep the right ones for textmill posttrain.")
+    teach.add_class_arguments(TeachConfig)
+
     export = add("export", "Export a model for Hugging Face's transformers, as a Llama or a Qwen3.")
     export.add_argument("directory", type=str, help="new or empty directory")
     export.add_argument("--model", **_MODEL)
@@ -161,12 +174,15 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     try:
         code = _run(sys.argv[1:] if arguments is None else arguments)
-    except UserError as error:
-        print(f"textmill: {error}", file=sys.stderr)
-        code = 2
-    except KeyboardInterrupt as interrupt:
-        print(STOPPED_MESSAGE, file=sys.stderr)
-        code = 143 if isinstance(interrupt, Terminated) else 130
+    except BaseException as error:
+        if interrupt := find_interrupt(error):
+            print(STOPPED_MESSAGE, file=sys.stderr)
+            code = 143 if is_sigterm(interrupt) else 130
+        elif isinstance(error, UserError):
+            print(f"textmill: {error}", file=sys.stderr)
+            code = 2
+        else:
+            raise
     if "flows.pipeline" in sys.modules:  # otherwise no flow can have run, and importing Prefect would take seconds
         from flows.prefect_support.liveness import exit_if_server_is_gone
 

@@ -1,10 +1,18 @@
 """The summary that ``textmill run`` prints."""
 
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from flows.report import format_figures
 from flows.run_record import outputs_of
+from tasks.pages.posttrain import percent_with_interval
 from tasks.runtime.context import RunContext
+
+if TYPE_CHECKING:
+    from flows.evaluate import EvaluationResult
+    from flows.teach import TeachResult
+
+_MAX_FAILURES = 5
 
 
 def format_sample(prompt: str, text: str) -> str:
@@ -26,7 +34,7 @@ def format_summary(record: dict[str, Any]) -> str:
     lines += ["", "Outputs:"]
     if "merge" in outputs:
         lines.append(f"  tokenizer  {outputs['merge'].url}/tokenizer")
-    trained = [outputs[name] for name in ("train", "sft", "preference", "reinforce") if name in outputs]
+    trained = [outputs[name] for name in ("train", "sft", "preference", "reinforce", "ppo") if name in outputs]
     for model in trained[-1:]:
         lines.append(f"  model      {model.url}/{model.json('training.json')['best']}")
         lines.append(f"  loss plot  {model.url}/loss.png")
@@ -41,4 +49,47 @@ def format_summary(record: dict[str, Any]) -> str:
         f"  textmill plan --root {root} --train.steps 2000    show what a change would rerun, and why",
         "  textmill up    start Prefect's server with its UI, the deployments and a worker (in a checkout)",
     ]
+    return "\n".join(lines)
+
+
+def format_evaluation(result: "EvaluationResult") -> str:
+    """Return the figures of an evaluation as a table, and the paths of its files."""
+    summary = result.summary
+    rows = [
+        ("accuracy", f"{percent_with_interval(asdict(summary))}, the 95 % interval"),
+        ("reward", f"{summary.reward:.3f}  (format {summary.format_reward:.3f}, answer {summary.answer_reward:.3f})"),
+        *((name, f"{count:,}") for name, count in summary.categories.items()),
+        ("cut at the maximum", f"{summary.cut_responses:,}"),
+        ("reward failed", f"{summary.failed_rewards:,}"),
+        ("responses", str(result.responses)),
+        ("summary", str(result.summary_file)),
+    ]
+    lines = [f"{result.task}, {summary.problems:,} problems, {result.model}"]
+    return "\n".join(lines + [f"  {name:<18}  {text}" for name, text in rows])
+
+
+def format_teaching(result: "TeachResult") -> str:
+    """Return the counts of the answers of another model as a table, the path of the file, and the next command."""
+    kept = result.outcomes["kept"]
+    share = f" ({kept / result.answers:.1%} of the answers)" if result.answers else ""
+    rows = [
+        ("prompts", f"{result.prompts:,}, and {result.repeated_prompts:,} repeated"),
+        ("answers", f"{result.answers:,}, {result.earlier_answers:,} of them from earlier runs"),
+        ("failed", f"{len(result.failures):,}"),
+        ("not asked", f"{result.not_asked:,}{', as the token budget is reached' if result.not_asked else ''}"),
+        *((name, f"{count:,}") for name, count in sorted(result.outcomes.items()) if name != "kept"),
+        ("kept", f"{kept:,}{share}"),
+        ("tokens", f"{result.prompt_tokens:,} of prompts, {result.completion_tokens:,} of answers"),
+        ("all answers", str(result.answers_file)),
+        ("kept answers", str(result.file)),
+    ]
+    lines = [f"{name:<18}  {text}" for name, text in rows]
+    if result.failures:
+        lines += ["", "Failed; the same command asks them again:"]
+        lines += [f"  {failure}" for failure in result.failures[:_MAX_FAILURES]]
+        lines += (
+            [f"  and {len(result.failures) - _MAX_FAILURES:,} more"] if len(result.failures) > _MAX_FAILURES else []
+        )
+    if kept:
+        lines += ["", "Try next:", f'  textmill posttrain --dialogs.train "[\'{result.file}\']" --methods "[sft]"']
     return "\n".join(lines)

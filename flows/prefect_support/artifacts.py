@@ -24,13 +24,17 @@ class ArtifactPublisher:
         self.publish(stage, f"# {stage}\n\n{page_of(output)}", figures_line(output))
 
     def publish(self, name: str, markdown: str, description: str) -> None:
-        """Publish Markdown as the artifact ``<label>-<name>``. A failure is only logged."""
+        """Publish Markdown as the artifact ``<label>-<name>``. A failure is only logged.
+
+        Prefect's keys have no underscores: they become dashes.
+        """
         if self._is_server_gone:
             return
         from prefect.artifacts import create_markdown_artifact
 
         try:
-            create_markdown_artifact(markdown, key=f"{self._label}-{name}", description=description)
+            key = f"{self._label}-{name}".replace("_", "-")
+            create_markdown_artifact(markdown, key=key, description=description)
         except Exception as error:  # an artifact only describes outputs that exist already
             self._is_server_gone = is_server_unreachable(error)
             suffix = "; no more artifacts are published" if self._is_server_gone else ""

@@ -5,6 +5,7 @@ import logging
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.logging.handlers import APILogHandler
 
+from flows.prefect_support.liveness import is_server_unreachable
 from lm.common.errors import Stopped, UserError
 
 # Not Prefect's setting PREFECT_LOGGING_EXTRA_LOGGERS: it sets no level, warns outside of runs, and has no effect after
@@ -14,7 +15,10 @@ _api_handler.addFilter(lambda record: bool(FlowRunContext.get() or TaskRunContex
 
 
 def send_logs_to_prefect() -> None:
-    """Send the project's log records to Prefect, and remove the traceback from the records of user errors."""
+    """Send the project's log records to Prefect, and remove the traceback from the records of user errors.
+
+    A server that cannot be reached is one too: it may end before the flow reports its last state.
+    """
     for name in ("lm", "tasks", "flows"):
         logging.getLogger(name).setLevel(logging.INFO)
         logging.getLogger(name).addHandler(_api_handler)
@@ -23,6 +27,7 @@ def send_logs_to_prefect() -> None:
 
 
 def _remove_traceback(record: logging.LogRecord) -> bool:
-    if record.exc_info and isinstance(record.exc_info[1], (UserError, Stopped)):
+    error = record.exc_info[1] if record.exc_info else None
+    if error and (isinstance(error, (UserError, Stopped)) or is_server_unreachable(error)):
         record.exc_info = None
     return True

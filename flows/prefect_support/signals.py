@@ -66,10 +66,12 @@ class GracefulShutdown:
                 signal.signal(number, handler)
         sys.unraisablehook = self._old_hook
         os.close(self._write_fd)
-        if error is None or isinstance(error, (KeyboardInterrupt, UserError)):
+        if error is None or isinstance(error, KeyboardInterrupt):
             return
-        if self._signal_number or _is_caused_by_sigterm(error):
+        if self._signal_number and not isinstance(error, UserError):
             raise self._exception from error
+        if interrupt := find_interrupt(error):
+            raise (Terminated if is_sigterm(interrupt) else KeyboardInterrupt) from error
 
     @property
     def _exception(self) -> type[KeyboardInterrupt]:
@@ -126,10 +128,31 @@ def reinstall_sigterm_handler() -> None:
         signal.signal(signal.SIGTERM, shutdown.handle)
 
 
-def _is_caused_by_sigterm(error: BaseException | None) -> bool:
-    """Return whether Prefect's own SIGTERM handler caused this error."""
-    from prefect.exceptions import TerminationSignal
+def find_interrupt(error: BaseException | None) -> BaseException | None:
+    """Return the KeyboardInterrupt or Prefect's TerminationSignal that caused an error; None if neither did.
 
-    while error and not isinstance(error, TerminationSignal):
-        error = error.__cause__ or error.__context__
-    return error is not None
+    Libraries wrap an interrupt in their own errors: it is the cause or the context of the error, or in an exception
+    group.
+    """
+    pending, seen = [error], set()
+    while pending:
+        candidate = pending.pop()
+        if candidate is None or id(candidate) in seen:  # causes can form a cycle
+            continue
+        if isinstance(candidate, KeyboardInterrupt) or _is_prefect_termination(candidate):
+            return candidate
+        seen.add(id(candidate))
+        pending += [candidate.__context__, candidate.__cause__]
+        if isinstance(candidate, BaseExceptionGroup):
+            pending += candidate.exceptions
+    return None
+
+
+def is_sigterm(interrupt: BaseException) -> bool:
+    """Return whether an interrupt that :func:`find_interrupt` found is of SIGTERM, not of SIGINT."""
+    return isinstance(interrupt, Terminated) or _is_prefect_termination(interrupt)
+
+
+def _is_prefect_termination(error: BaseException) -> bool:
+    """Return whether Prefect's own SIGTERM handler raised this. Compares names, as importing Prefect takes seconds."""
+    return type(error).__name__ == "TerminationSignal"

@@ -97,6 +97,7 @@ def build_app(
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         model_json = {"id": name, "object": "model", "created": created, "owned_by": "textmill"}
+        model_json["has_chat_template"] = chat_format.has_template  # not OpenAI's; textmill evaluate reads it
         return {"object": "list", "data": [model_json]}
 
     return app

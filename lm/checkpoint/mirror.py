@@ -1,13 +1,16 @@
 """Copies of checkpoints on an object store, so that a training can resume on another machine."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from lm.checkpoint.atomic_dir import atomic_directory
 from lm.checkpoint.training_state import ROW_FILES, step_directories
 from lm.common.periodic import run_periodically
+from lm.text.retry import retry_request, translate_errors
 from lm.text.sources import open_filesystem
 
 log = logging.getLogger(__name__)
@@ -18,7 +21,10 @@ _DESCRIPTION = "checkpoint.json"  # uploaded last: a checkpoint without it is in
 
 
 class CheckpointMirror:
-    """Synchronizes the checkpoints of a local directory with those at a URL."""
+    """Synchronizes the checkpoints of a local directory with those at a URL.
+
+    Requests are repeated if the network fails. Raises TransientError or UserError if they fail in the end.
+    """
 
     def __init__(self, directory: Path, url: str) -> None:
         self.directory, self.url = directory, url
@@ -31,13 +37,15 @@ class CheckpointMirror:
         for name in sorted(self._remote_names(_DESCRIPTION)):
             if not (self.directory / name).exists():
                 with atomic_directory(self.directory / name) as temporary:
-                    self._fs.get(f"{self._base}/{name}/", f"{temporary}/", recursive=True)
+                    self._request(self._fs.get, f"{self._base}/{name}/", f"{temporary}/", recursive=True)
                 log.info("Fetched the checkpoint %s from %s.", name, self.url)
             self._uploaded.add(name)
         for name in _LOGS:
             if not (self.directory / name).exists():
+                temporary = self.directory / f"{name}.tmp"
                 with suppress(FileNotFoundError):
-                    self._fs.get_file(f"{self._base}/{name}", str(self.directory / name))
+                    self._request(self._fs.get_file, f"{self._base}/{name}", str(temporary))
+                    temporary.replace(self.directory / name)
 
     def upload(self) -> None:
         """Upload new checkpoints and the logs. Then delete checkpoints at the URL that no longer exist locally."""
@@ -45,27 +53,33 @@ class CheckpointMirror:
         if new := [name for name in local if name not in self._uploaded]:
             for name in _LOGS:
                 if (self.directory / name).exists():
-                    self._fs.put_file(str(self.directory / name), f"{self._base}/{name}")
+                    self._request(self._fs.put_file, str(self.directory / name), f"{self._base}/{name}")
         for name in new:
             try:
                 paths = sorted(local[name].iterdir(), key=lambda path: path.name == _DESCRIPTION)
                 for path in paths:
-                    self._fs.put_file(str(path), f"{self._base}/{name}/{path.name}")
+                    self._request(self._fs.put_file, str(path), f"{self._base}/{name}/{path.name}")
                 self._uploaded.add(name)
             except FileNotFoundError:  # the training has deleted it during the upload
                 self._delete(name)
         for name in self._remote_names("*") - local.keys() if new else ():
             self._delete(name)
 
+    def _request(self, operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call the file system of the URL, and retry if the network fails."""
+        attempt = partial(operation, *arguments, **options)
+        return retry_request(translate_errors, f"The checkpoints at {self.url}", attempt)
+
     def _remote_names(self, file: str) -> set[str]:
         """Return the names of the checkpoints at the URL that have a file of this name, which may be a glob."""
-        return {PurePosixPath(str(path)).parts[-2] for path in self._fs.glob(f"{self._base}/step-*/{file}")}
+        paths = self._request(self._fs.glob, f"{self._base}/step-*/{file}")
+        return {PurePosixPath(str(path)).parts[-2] for path in paths}
 
     def _delete(self, name: str) -> None:
+        with suppress(FileNotFoundError):  # the description first: without it there is no checkpoint
+            self._request(self._fs.rm_file, f"{self._base}/{name}/{_DESCRIPTION}")
         with suppress(FileNotFoundError):
-            self._fs.rm_file(f"{self._base}/{name}/{_DESCRIPTION}")  # first: without it there is no checkpoint
-        with suppress(FileNotFoundError):
-            self._fs.rm(f"{self._base}/{name}", recursive=True)
+            self._request(self._fs.rm, f"{self._base}/{name}", recursive=True)
 
     @contextmanager
     def running(self) -> Iterator[None]:

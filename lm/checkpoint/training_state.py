@@ -1,16 +1,24 @@
 """The checkpoint directories of a training run: ``model.safetensors``, ``optimizer.pt`` and ``checkpoint.json``.
 
-A directory counts as a checkpoint only if its ``checkpoint.json`` is intact, and the size and SHA-256 of the other two
-files are as stated there.
+A model with a scalar head has ``head.safetensors`` too, so that ``model.safetensors`` is that of any language model. A
+directory counts as a checkpoint only if its ``checkpoint.json`` is intact, and the size and SHA-256 of the other files
+are as stated there.
+
+A training that divides weights or optimizer state among processes saves them in parts, ``model-1-of-4.safetensors`` and
+``optimizer-1-of-4.pt``: each process writes its rows of every tensor. The rows of all parts in order are the tensor. So
+any number of processes can read it, whether divided or not.
 """
 
 import re
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from lm.checkpoint.atomic_dir import atomic_directory
 from lm.checkpoint.safe_load import (
@@ -24,12 +32,18 @@ from lm.checkpoint.safe_load import (
 )
 from lm.common.checksum import dumps_with_checksum, file_checksum, loads_with_checksum
 from lm.common.errors import UserError
+from lm.distributed.parallel import Parallel
+from lm.distributed.process_group import all_gather, broadcast_from_rank0, get_rank, get_world_size
+from lm.distributed.sharding import local_rows
 from lm.model.config import ModelConfig
+from lm.model.scalar_head import ScalarHead
 from lm.model.transformer import TransformerLM
 
 ROW_FILES = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "reference.jsonl")
 """Files that a training may write beside its checkpoints: a JSON object per line, each with its ``step``."""
-_FILE_NAMES = {"model.safetensors", "optimizer.pt"}
+_PARTS = {"model": ".safetensors", "optimizer": ".pt"}
+_HEAD_NAME = "head.safetensors"
+_HEAD_PREFIX = "scalar_head."
 _STEP_NAME = re.compile("step-([0-9]+)")
 
 
@@ -39,21 +53,55 @@ def save_training(
     optimizers: list[torch.optim.Optimizer],
     step: int,
     metadata: dict[str, Any],
+    parallel: Parallel | None = None,
 ) -> None:
     """Write a checkpoint directory atomically, replacing an older one of that name.
 
-    ``optimizer.pt`` also holds the states of torch's random number generators; ``checkpoint.json`` holds the step, the
-    model's config and ``metadata``.
+    If ``parallel`` divides weights or state, all ranks must call this together, and see the same ``directory``. The
+    file ``optimizer.pt`` also holds the states of torch's random number generators; ``checkpoint.json`` holds the step,
+    the model's config and ``metadata``. Raises OSError on all ranks if a rank cannot write.
     """
-    with atomic_directory(directory) as temporary:
-        weights = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
-        save_file(weights, temporary / "model.safetensors")
-        rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}  # cuda: one state per device
-        state = {"optimizers": [optimizer.state_dict() for optimizer in optimizers], "rng": rng}
-        save_tensors(state, temporary / "optimizer.pt")
-        files = {path.name: _describe_file(path) for path in sorted(temporary.iterdir())}
-        description = {"step": step, "model": asdict(model.config), **metadata, "files": files}
-        (temporary / "checkpoint.json").write_text(dumps_with_checksum(description), encoding="utf-8")
+    rank, world_size = (get_rank(), get_world_size()) if parallel and parallel.divides_state else (0, 1)
+    weight_parts = world_size if parallel and parallel.divides_weights else 1
+    with atomic_directory(directory) if rank == 0 else nullcontext(directory) as temporary:
+        if world_size > 1:
+            temporary = Path(broadcast_from_rank0(str(temporary)))
+        error = ""
+        try:
+            if rank < weight_parts:
+                _save_weights(model, temporary, rank, weight_parts)
+            states = [(parallel.local(o) if parallel else o).state_dict() for o in optimizers]
+            rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}  # cuda: one state per device
+            save_tensors({"optimizers": states, "rng": rng}, temporary / _part_name("optimizer", rank, world_size))
+        except (OSError, RuntimeError, SafetensorError) as caught:
+            if world_size == 1:
+                raise
+            error = f"process {rank}: {caught}"
+        if world_size > 1 and any(errors := all_gather(error)):
+            raise OSError("; ".join(filter(None, errors)))
+        if rank == 0:
+            files = {path.name: _describe_file(path) for path in sorted(temporary.iterdir())}
+            description = {"step": step, "model": asdict(model.config), **metadata, "files": files}
+            (temporary / "checkpoint.json").write_text(dumps_with_checksum(description), encoding="utf-8")
+
+
+def _save_weights(model: TransformerLM, directory: Path, part: int, parts: int) -> None:
+    weights = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
+    head = {key: weights.pop(key) for key in list(weights) if key.startswith(_HEAD_PREFIX)}
+    save_file(weights, directory / _part_name("model", part, parts))
+    if head:
+        save_file(head, directory / _HEAD_NAME)
+
+
+def _part_name(stem: str, part: int, parts: int) -> str:
+    return f"{stem}{_PARTS[stem]}" if parts == 1 else f"{stem}-{part + 1}-of-{parts}{_PARTS[stem]}"
+
+
+def _part_names(stem: str, files: dict[str, Any]) -> list[str]:
+    """Return the names of all parts, if ``files`` has them; else the name of the only part."""
+    counts = [match[1] for name in files if (match := re.fullmatch(rf"{stem}-1-of-([0-9]+)\..*", name))]
+    parts = int(counts[0]) if counts and int(counts[0]) <= len(files) else 1
+    return [_part_name(stem, part, parts) for part in range(parts)]
 
 
 def _describe_file(path: Path) -> dict[str, Any]:
@@ -64,7 +112,9 @@ def read_description(directory: Path) -> dict[str, Any] | None:
     """Return the content of ``checkpoint.json`` if ``directory`` is an intact checkpoint, else None."""
     try:
         match loads_with_checksum((directory / "checkpoint.json").read_bytes()):
-            case {"step": int(), "model": dict(), "files": dict(files)} as description if files.keys() == _FILE_NAMES:
+            case {"step": int(), "model": dict(), "files": dict(files)} as description if files.keys() - {
+                _HEAD_NAME
+            } == {*_part_names("model", files), *_part_names("optimizer", files)}:
                 paths = {name: directory / name for name in files}
                 # Only regular files: reading a device or a named pipe may never end.
                 is_intact = all(paths[name].is_file() and _describe_file(paths[name]) == files[name] for name in files)
@@ -99,32 +149,102 @@ def newest_checkpoint(directory: Path) -> Path | None:
     return max(intact)[1] if intact else None
 
 
-def load_training(directory: Path, model: TransformerLM, optimizers: list[torch.optim.Optimizer]) -> int:
-    """Restore all state of a checkpoint, and return its step. Raises UserError if it is damaged or does not fit."""
+def load_training(
+    directory: Path,
+    model: TransformerLM,
+    optimizers: list[torch.optim.Optimizer],
+    parallel: Parallel | None = None,
+) -> int:
+    """Restore all state of a checkpoint, and return its step. With ``parallel``, each rank restores its rows.
+
+    Raises UserError if the checkpoint is damaged or does not fit.
+    """
     description = _require_description(directory)
-    load_weights(model, read_safetensors(directory / "model.safetensors"), str(directory))
-    match read_tensors(directory / "optimizer.pt"):
-        case {"optimizers": list(states), "rng": {"cpu": torch.Tensor() as cpu, "cuda": list(cuda)}}:
-            load_optimizer_states(optimizers, states, str(directory))
-        case _:
-            raise UserError(f"The checkpoint {directory} lacks the states of optimizers or random number generators.")
+    weights = _read_weights(directory, description)
+    if (directory / _HEAD_NAME).exists():
+        weights |= read_safetensors(directory / _HEAD_NAME)
+    for name, p in model.named_parameters():
+        if name in weights:
+            weights[name] = _select_rows([weights[name]], p, parallel)
+    load_weights(model, weights, str(directory))
+    parts = [read_tensors(directory / name, mmap=True) for name in _part_names("optimizer", description["files"])]
+    states = []
+    for part in parts:
+        match part:
+            case {"optimizers": list(part_states), "rng": {"cpu": torch.Tensor(), "cuda": list()}}:
+                states.append(part_states)
+            case _:
+                raise UserError(
+                    f"The checkpoint {directory} lacks the states of optimizers or random number generators."
+                )
+    local_optimizers = [parallel.local(o) if parallel else o for o in optimizers]
     try:
-        torch.set_rng_state(cpu)
-        if len(cuda) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(cuda)
+        if len(parts) > 1 or (parallel and parallel.divides_state):
+            by_optimizer = zip(local_optimizers, *states, strict=True)
+            states = [[_select_state(optimizer, list(parts), parallel) for optimizer, *parts in by_optimizer]]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        raise UserError(f"{directory} belongs to another optimizer config: {error}") from None
+    load_optimizer_states(local_optimizers, states[0], str(directory))
+    rng = parts[0]["rng"]
+    try:
+        torch.set_rng_state(rng["cpu"])
+        if len(rng["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(rng["cuda"])
     except (TypeError, RuntimeError) as error:
         raise UserError(f"The checkpoint {directory} has an invalid random number generator state: {error}") from None
     step: int = description["step"]
     return step
 
 
-def load_model(directory: Path, device: str | torch.device = "cpu") -> TransformerLM:
-    """Load the model of a checkpoint directory in evaluation mode. Raises UserError if it is missing or damaged."""
+def _select_state(
+    optimizer: torch.optim.Optimizer, parts: list[dict[str, Any]], parallel: Parallel | None
+) -> dict[str, Any]:
+    """Return the state of the rows that ``optimizer`` has, from the state dicts of all parts."""
+    state = {}
+    for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        entries = [part["state"][index] for part in parts if index in part["state"]]  # a part may have no rows of it
+        if entries and p.numel():
+            state[index] = {
+                key: _select_rows([entry[key] for entry in entries], p, parallel)
+                if isinstance(value, Tensor) and value.ndim
+                else value
+                for key, value in entries[0].items()
+            }
+    return {"state": state, "param_groups": parts[0]["param_groups"]}
+
+
+def _select_rows(parts: list[Tensor], p: nn.Parameter, parallel: Parallel | None) -> Tensor:
+    """Join the parts of a tensor, and return the rows that this rank has of the parameter ``p``."""
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    bounds = parallel.bounds(p) if parallel else None
+    rows = whole if bounds is None else local_rows(whole, bounds)
+    return rows.view(p.shape) if rows.numel() == p.numel() else rows  # a scalar may be saved as a row
+
+
+def _read_weights(
+    directory: Path, description: dict[str, Any], device: str | torch.device = "cpu"
+) -> dict[str, Tensor]:
+    """Return the whole weights. Raises UserError if a file is damaged or the parts have different tensors."""
+    parts = [read_safetensors(directory / name, device) for name in _part_names("model", description["files"])]
+    if any(part.keys() != parts[0].keys() for part in parts):
+        raise UserError(f"The parts of the checkpoint {directory} hold different tensors.")
+    return parts[0] if len(parts) == 1 else {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
+
+
+def load_model(directory: Path, device: str | torch.device = "cpu", has_scalar_head: bool = False) -> TransformerLM:
+    """Load the model of a checkpoint directory in evaluation mode, without its scalar head unless ``has_scalar_head``.
+
+    Raises UserError if it is missing or damaged.
+    """
+    description = _require_description(directory)
     try:
-        config = ModelConfig(**_require_description(directory)["model"])
+        config = ModelConfig(**description["model"])
     except TypeError as error:
         raise UserError(f"The checkpoint {directory} cannot be read: {error}") from None
-    weights = read_safetensors(directory / "model.safetensors", device)
+    weights = _read_weights(directory, description, device)
     model = create_empty_model(config, len(weights), str(directory))
+    if has_scalar_head:
+        weights |= read_safetensors(directory / _HEAD_NAME, device)
+        model.scalar_head = ScalarHead(config.d_model, device="meta")
     assign_weights(model, {key: tensor.clone() for key, tensor in weights.items()}, str(directory), device)
     return model.eval()

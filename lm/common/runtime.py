@@ -1,8 +1,8 @@
 """Execution settings of this machine.
 
 No field here enters a cache key, so that every machine can use the results of every other. Text, counts and tokens do
-not depend on these fields. Trained weights may differ in their last bits, because device, compile, threads, processes
-and activation_checkpointing change the order of floating-point additions.
+not depend on these fields. Trained weights may differ in their last bits, because device, compile, threads, processes,
+parallel, attention and activation_checkpointing change the order of floating-point additions.
 """
 
 from dataclasses import dataclass, field
@@ -10,6 +10,9 @@ from typing import Literal
 
 from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
 from lm.common.cpu import available_cpus
+
+ParallelKind = Literal["none", "ddp", "zero1", "zero2", "fsdp"]
+AttentionForm = Literal["auto", "sdpa", "flash", "reference"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,15 @@ class Execution:
     """Speed up training with torch.compile. Skipped if it fails, or if the run is too short to repay compilation."""
     processes: int = bounded_field(1, ge=1)
     """Training processes on this machine, one per GPU. They share the batch: train.batch_size stays the total."""
+    parallel: Literal["auto"] | ParallelKind = "auto"
+    """What the training processes divide. ddp: the batch. zero1: also the optimizer's state. zero2: also gradients, and
+    weights between steps. fsdp: also weights between the layers' passes. Each needs less memory and more traffic than
+    the one before. auto: the first whose predicted memory
+    fits. The loss curve differs by rounding only."""
+    attention: AttentionForm = "auto"
+    """Form of causal attention in training. auto: the form measured fastest on the device. sdpa: torch's
+    scaled_dot_product_attention. flash: FlashAttention-2, on GPUs in Triton (needs the extra triton). reference: plain;
+    memory grows with the square of the sequence."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them: less memory, about a third more compute."""
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)

@@ -4,6 +4,7 @@
 ``{"question", "answer"}`` with the final answer after ``####`` (Cobbe et al. 2021, GSM8K).
 """
 
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -11,7 +12,7 @@ from typing import Any, Literal, TypedDict
 
 from lm.data.json_rows import DamagedRows, Row, read_rows
 
-_MAX_MESSAGE_CHARACTERS = 1_000_000
+_MAX_TEXT_CHARACTERS = 1_000_000
 _ANSWER_MARK = "####"
 
 
@@ -91,12 +92,20 @@ def find_role_problem(messages: Sequence[Any], last_role: Literal["user", "assis
     ):
         if message.get("role") != role:
             return (
-                f"message {index} has the role {message.get('role')!r}, not {role!r}; the roles must be system "
-                "(optional), user, assistant, user and so on"
+                f"message {index} has the role {reprlib.repr(message.get('role'))}, not {role!r}; the roles must be "
+                "system (optional), user, assistant, user and so on"
             )
     if len(messages) == has_system or messages[-1]["role"] != last_role:
         return f"message {len(messages)}, from the {last_role}, is missing"
     return None
+
+
+def check_text(name: str, text: str) -> None:
+    """Raise ValueError if a text is blank or has over a million characters. ``name`` is the text's, for the message."""
+    if len(text) > _MAX_TEXT_CHARACTERS:
+        raise ValueError(f"{name} has {len(text):,} characters, more than {_MAX_TEXT_CHARACTERS:,}")
+    if not text.strip():
+        raise ValueError(f"{name} is blank")
 
 
 def _exchange(question: str, answer: str) -> tuple[Message, ...]:
@@ -107,9 +116,5 @@ def _check_messages(messages: Sequence[Any]) -> tuple[Message, ...]:
     if problem := find_role_problem(messages, "assistant"):
         raise ValueError(problem)
     for index, message in enumerate(messages):
-        length = len(message["content"])
-        if length > _MAX_MESSAGE_CHARACTERS:
-            raise ValueError(f"message {index} has {length:,} characters, more than {_MAX_MESSAGE_CHARACTERS:,}")
-        if not message["content"].strip():
-            raise ValueError(f"message {index} is blank")
+        check_text(f"message {index}", message["content"])
     return tuple(Message(role=message["role"], content=message["content"]) for message in messages)

@@ -11,8 +11,9 @@ from lm.text.parquet import open_parquet
 from lm.text.sources import detect_format, open_decompressed
 from lm.text.utf8 import replace_surrogates
 
-_MAX_ROW_BYTES = 64 << 20
+_MAX_ROW_BYTES = 16 << 20  # as Python objects, a row of empty lists has 30 times this size
 _MAX_ROWS_NAMED = 100
+_MAX_REASON_CHARACTERS = 300
 _BATCH_ROWS = 256
 
 Row = dict[str, Any]
@@ -30,7 +31,8 @@ class DamagedRows:
         """Count a row. ``name`` is its file and line."""
         self.count += 1
         if len(self.names) < _MAX_ROWS_NAMED:
-            self.names.append(f"{name}: {reason}")
+            is_long = len(reason) > _MAX_REASON_CHARACTERS  # a reason may quote the row
+            self.names.append(f"{name}: {reason[:_MAX_REASON_CHARACTERS]}{'…' * is_long}")
 
     def __str__(self) -> str:
         shown = "; ".join(self.names[:3])
@@ -69,7 +71,7 @@ def _read_json_lines(url: str) -> Iterator[tuple[str, Callable[[], Row]]]:
 
 
 def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes | None]:
-    """Split at ``\\n``. Yields None for a line of more than 64 MiB, which is not kept in memory."""
+    """Split at ``\\n``. Yields None for a line of more than 16 MiB, which is not kept in memory."""
     parts: list[bytes] = []
     size = 0
     for block in blocks:
@@ -94,11 +96,13 @@ def _parse_json(line: bytes | None) -> Row:
         raise ValueError(f"not UTF-8: byte 0x{line[error.start]:02x} at offset {error.start:,}") from None
     try:
         row = json.loads(text)
+        if "\\ud" in text.lower():
+            row = _replace_all_surrogates(row)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
-    return _replace_all_surrogates(row) if "\\ud" in text.lower() else row
+    return row
 
 
 def _replace_all_surrogates(value: Any) -> Any:
@@ -126,3 +130,5 @@ def _parse_parquet(row: Any) -> Row:
         return row.to_pylist()[0]
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: {error}") from None
+    except Exception as error:  # each type has its own, e.g. for a date after the year 9999
+        raise ValueError(f"a value cannot be read: {error!r}") from None

@@ -83,13 +83,12 @@ class _Bucket:
                 view.zero_()
             else:
                 view.copy_(parameter.grad)
+            parameter.grad = view  # frees the gradient that was copied
         self._flat /= dist.get_world_size()
         self._work = dist.all_reduce(self._flat, async_op=True)
 
     def receive(self) -> None:
         self._work.wait()
-        for view, parameter in zip(self._views, self.parameters, strict=True):
-            parameter.grad = view
         self.missing_gradients = len(self.parameters)
 
 

@@ -75,6 +75,7 @@ class _Worker:
 
     def __init__(self, module: str, job_path: Path, environment: dict[str, str], group: int) -> None:
         self.lines: list[str] = []
+        self._is_stopped = False
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, str(job_path)],
             env=os.environ | environment,
@@ -95,6 +96,20 @@ class _Worker:
                 log.info("%s", self.lines[-1])
                 del self.lines[:-_LOG_LINES_KEPT]
 
+    def log_stop(self, rank: int) -> None:
+        """Log a warning when a signal such as SIGSTOP has stopped the process: the others then wait for it."""
+        pid = self.process.pid
+        if self.process.returncode is not None:
+            return
+        is_stopped = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        if is_stopped and not self._is_stopped:
+            log.warning(
+                "Training process %d is stopped by a signal, and the others wait for it. kill -CONT %d continues it.",
+                rank,
+                pid,
+            )
+        self._is_stopped = is_stopped
+
     def final_message(self) -> str:
         """Return the message that the process printed before it ended, or its last lines."""
         starts = [index for index, line in enumerate(self.lines) if line.startswith(FINAL_MESSAGE_PREFIX)]
@@ -109,6 +124,8 @@ def _wait(workers: list[_Worker], poll: Callable[[], None], stop_event: threadin
     deadline, is_stop_sent = math.inf, False
     while True:
         exit_codes = [worker.process.poll() for worker in workers]
+        for rank, worker in enumerate(workers):
+            worker.log_stop(rank)
         poll()
         if None not in exit_codes or time.monotonic() >= deadline:
             return exit_codes

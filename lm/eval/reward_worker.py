@@ -43,8 +43,9 @@ class RewardWorker:
 
     def __init__(self, weights: Mapping[str, float], seconds: float = 10.0) -> None:
         combine_rewards(weights)  # checks the names
+        self.weights = dict(weights)
         self.seconds = seconds
-        self._command = [sys.executable, "-m", __spec__.name, json.dumps(dict(weights)), str(seconds)]
+        self._command = [sys.executable, "-m", __spec__.name, json.dumps(self.weights), str(seconds)]
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
@@ -72,9 +73,7 @@ class RewardWorker:
         with self._lock:
             if self._process and self._process.poll() is not None:  # it died after its last answer
                 self._stop()
-            process = self._process = self._process or subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-            )
+            process = self._process = self._process or _start(self._command)
             stdin, stdout = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
             stdin.write(request)
             stdin.flush()
@@ -101,6 +100,19 @@ class RewardWorker:
             self._process = None
 
 
+def _start(command: list[str]) -> subprocess.Popen[bytes]:
+    """Start a process with SIGINT and SIGTERM blocked.
+
+    Terminals and job schedulers send these signals to all processes of a run, but the response in progress must keep
+    its reward, or the resumed run would differ. The new process inherits the mask, so there is no moment without it.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _failure(error: str) -> Verdict:
     return Verdict(dict.fromkeys(REWARD_KEYS, 0.0), error)
 
@@ -115,7 +127,6 @@ def main(weights: str, seconds: str) -> None:
     """Answer requests until the input ends."""
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints goes to the log
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent, which ends this process
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     _limit_memory()
     reward = combine_rewards(json.loads(weights))

@@ -130,6 +130,18 @@ def combine_rewards(weights: Mapping[str, float]) -> RewardFunction:
     return combined
 
 
+def perfect_rewards(weights: Mapping[str, float]) -> dict[str, float]:
+    """Return the rewards of the best possible response under the weighted sum of :func:`combine_rewards`."""
+    total = sum(max(weight, 0.0) for weight in weights.values())
+    answer = sum(max(weight, 0.0) for name, weight in weights.items() if not _is_of_form(name))
+    return {"reward": total, "format_reward": total, "answer_reward": answer}
+
+
+def _is_of_form(name: str) -> bool:
+    """Return whether a named reward is for the form alone."""
+    return name == "ends_properly" or _LENGTH_NAME.fullmatch(name) is not None
+
+
 def _limit_size(function: RewardFunction, response: str, ground_truth: Any) -> Mapping[str, float]:
     return function(response, ground_truth) if len(response) <= MAX_RESPONSE_CHARACTERS else _rewards(False, False)
 

@@ -5,18 +5,26 @@ Files are JSON Lines or Parquet, local or by URL, with GSM8K's, MATH's or MMLU's
 
 import json
 import random
+import re
+import reprlib
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from string import ascii_uppercase
 from typing import Any, Literal
 
 from lm.common.errors import UserError, did_you_mean
-from lm.data.dialogs import final_answer
+from lm.data.dialogs import check_text, final_answer
 from lm.data.json_rows import DamagedRows, Row, read_rows
 from lm.eval.answers import extract_boxed
 
 Split = Literal["train", "test"]
+
+_ADDITION = re.compile("addition(?::([0-9])-([0-9]))?")
+_REASONING_GYM = "reasoning-gym:"
+_DEFAULT_GENERATED = 200
+_TEST_SEED = 1 << 62  # added to the seed of reasoning-gym's problems for the test
 
 R1_ZERO_PROMPT = """\
 A user asks a question, and an assistant answers it. First the assistant reasons about the question, between the tags \
@@ -46,18 +54,64 @@ class Task:
     reward: str
 
 
+def load_task(
+    name: str,
+    files: Sequence[str] = (),
+    split: Split = "test",
+    count: int | None = None,
+    seed: int = 0,
+    damaged: DamagedRows | None = None,
+) -> Task:
+    """Return the task of a name: generated, or read from ``files``.
+
+    ``addition`` of two- and three-digit numbers, ``addition:1-3`` of numbers with one to three digits, and
+    ``reasoning-gym:DATASET`` are generated from ``split`` and ``seed``, 200 problems by default. gsm8k, math, mmlu and
+    words are read, at most ``count`` problems, by default all.
+
+    Raises UserError for an unknown name, and as :func:`read_task` and :func:`make_reasoning_gym_task` do.
+    """
+    generated = _DEFAULT_GENERATED if count is None else count
+    if match := _ADDITION.fullmatch(name):
+        low, high = (int(digits) if digits else default for digits, default in zip(match.groups(), (2, 3), strict=True))
+        if not 1 <= low <= high:
+            raise UserError(f"The task is {name!r}; the fewest digits must be 1 to the most digits.")
+        return make_addition_task(generated, seed, (low, high), split)
+    if name.startswith(_REASONING_GYM):
+        seed = (seed + (_TEST_SEED if split == "test" else 0)) % (1 << 63)
+        return make_reasoning_gym_task(name.removeprefix(_REASONING_GYM), generated, seed)
+    _check_file_task(name)
+    if not files:
+        raise UserError(f"The task {name} is read from files; name a file or a URL of its problems for the {split}.")
+    damaged = DamagedRows() if damaged is None else damaged
+    problems = [problem for url in files for problem in read_task(name, url, damaged).problems]
+    return Task(name, problems[:count], _FILE_TASKS[name][1])
+
+
+def is_generated(name: str) -> bool:
+    """Return whether :func:`load_task` makes the problems of a task without files. Raises UserError if unknown."""
+    if _ADDITION.fullmatch(name) or name.startswith(_REASONING_GYM):
+        return True
+    _check_file_task(name)
+    return False
+
+
 def read_task(name: str, url: str, damaged: DamagedRows) -> Task:
     """Read a task of a file. ``name`` is gsm8k, math, mmlu or words.
 
-    Damaged rows are left out and added to ``damaged``. Raises UserError for an unknown name, an unreadable file, and a
-    file of which all rows are damaged.
+    Damaged rows, also those with a text that is blank or has over a million characters, are left out and added to
+    ``damaged``. Raises UserError for an unknown name, an unreadable file, and a file of which all rows are damaged.
     """
-    if name not in _FILE_TASKS:
-        raise UserError(
-            f"There is no task {name!r}{did_you_mean(name, _FILE_TASKS)}; choose one of {', '.join(_FILE_TASKS)}."
-        )
+    _check_file_task(name)
     parse, reward = _FILE_TASKS[name]
-    return Task(name, list(read_rows(url, damaged, parse)), reward)
+
+    def parse_checked(row: Row) -> Problem:
+        problem = parse(row)
+        check_text("the prompt", problem.prompt)
+        if problem.solution:
+            check_text("the solution", problem.solution)
+        return problem
+
+    return Task(name, list(read_rows(url, damaged, parse_checked)), reward)
 
 
 def make_addition_task(count: int, seed: int, digits: tuple[int, int] = (2, 3), split: Split = "train") -> Task:
@@ -90,6 +144,12 @@ def make_reasoning_gym_task(dataset: str, count: int, seed: int, **options: Any)
     return Task(dataset, problems, "reasoning_gym")
 
 
+def _check_file_task(name: str) -> None:
+    if name not in _FILE_TASKS:
+        known = (*_FILE_TASKS, "addition:MIN-MAX", "reasoning-gym:DATASET")
+        raise UserError(f"There is no task {name!r}{did_you_mean(name, known)}; choose one of {', '.join(known)}.")
+
+
 def _additions(generator: random.Random, low: int, high: int, split: Split) -> Iterator[Problem]:
     while True:
         a, b = generator.randint(low, high), generator.randint(low, high)
@@ -119,18 +179,22 @@ def _parse_math(row: Row) -> Problem:
 
 
 def _parse_mmlu(row: Row) -> Problem:
-    options = row.get("options", row.get("choices"))
+    options: Any = row.get("options", row.get("choices"))
     match row:
-        case {"question": str(question), "answer": str() | int() as answer} if isinstance(options, list) and options:
-            letters = [chr(ord("A") + index) for index in range(len(options))]
-            if isinstance(answer, int) and 0 <= answer < len(letters):
-                answer = letters[answer]
-            if answer not in letters:
-                raise ValueError(f"the answer {answer!r} is none of the {len(letters)} options")
-            lines = [f"{letter}. {option}" for letter, option in zip(letters, options, strict=True)]
+        case {"question": str(question), "answer": str() | int() as answer} if _are_options(options):
+            letters = [*ascii_uppercase[: len(options)]]
+            letter = letters[answer] if isinstance(answer, int) and 0 <= answer < len(letters) else str(answer)
+            if letter not in letters:
+                raise ValueError(f"the answer {reprlib.repr(answer)} is none of the {len(letters)} options")
+            lines = [f"{name}. {option}" for name, option in zip(letters, options, strict=True)]
             prompt = "\n".join([question, *lines, "Answer:"])
-            return Problem(prompt, {"options": [str(option) for option in options], "answer": answer}, answer)
-    raise ValueError("no question, options (or choices) and answer")
+            return Problem(prompt, {"options": [str(option) for option in options], "answer": letter}, letter)
+    raise ValueError("no question, 1 to 26 options (or choices) and answer")
+
+
+def _are_options(options: Any) -> bool:
+    is_list = isinstance(options, list) and 0 < len(options) <= len(ascii_uppercase)
+    return is_list and all(isinstance(option, str | int | float) for option in options)
 
 
 def _parse_words(row: Row) -> Problem:

@@ -205,15 +205,27 @@ def generate(model: TransformerLM, generations: Sequence[Generation], max_batch_
 
     Raises UserError for a bad prompt, before anything is computed.
     """
+    for _ in generate_each(model, generations, max_batch_size):
+        pass
+
+
+def generate_each(
+    model: TransformerLM, generations: Sequence[Generation], max_batch_size: int | None = None
+) -> Iterator[Generation]:
+    """Run all ``generations`` as :func:`generate` does, and yield each when it ends."""
     engine = Engine(model, min(max_batch_size or len(generations), len(generations)), _max_length(generations))
     for generation in generations:
         engine.check_prompt(generation)
     waiting = list(generations)
-    while waiting or engine.active:
+    running: list[Generation] = []
+    while waiting or running:
         if free_rows := engine.max_batch_size - len(engine.active):
             engine.add(waiting[:free_rows])
+            running += waiting[:free_rows]
             del waiting[:free_rows]
         engine.step()
+        yield from (generation for generation in running if generation.finish_reason)
+        running = [generation for generation in running if not generation.finish_reason]
 
 
 def stream(model: TransformerLM, generation: Generation) -> Iterator[int]:

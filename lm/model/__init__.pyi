@@ -11,6 +11,8 @@ from .functional import softmax as softmax
 from .linear import Embedding as Embedding
 from .linear import Linear as Linear
 from .norm import RMSNorm as RMSNorm
+from .ops.flash_attention import FlashAttentionTorch as FlashAttentionTorch
+from .ops.flash_attention_triton import FlashAttentionTriton as FlashAttentionTriton
 from .rope import RotaryEmbedding as RotaryEmbedding
 from .transformer import TransformerBlock as TransformerBlock
 from .transformer import TransformerLM as TransformerLM

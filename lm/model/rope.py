@@ -28,7 +28,7 @@ class RotaryEmbedding(nn.Module):
             cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
         else:
             cos, sin = self.cos[token_positions], self.sin[token_positions]
-        pairs = x.float().unflatten(-1, (-1, 2))
+        pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
         if torch.compiler.is_compiling():  # torch.compile does not support complex numbers
             even, odd = pairs.unbind(-1)
             rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)

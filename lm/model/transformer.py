@@ -6,7 +6,7 @@ et al. 2019 (zero-initialized residual branches).
 Shapes in comments: B batch, T sequence, D d_model, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -25,6 +25,7 @@ from lm.model.ops.cross_entropy import linear_cross_entropy
 from lm.model.ops.linear import linear
 from lm.model.roles import Role
 from lm.model.rope import RotaryEmbedding
+from lm.model.scalar_head import ScalarHead
 
 
 class TransformerBlock(nn.Module):
@@ -74,11 +75,28 @@ class TransformerBlock(nn.Module):
         return x + self.ffn(self.ln2(x))
 
 
+class HeadCall(nn.Module):
+    """Calls a function that uses the weight of a sibling module.
+
+    It has no parameters. As a module it has hooks, so that :class:`lm.distributed.FSDP` can gather the weight.
+    """
+
+    def __init__(self, owner: str) -> None:
+        super().__init__()
+        self.weights_of = (owner,)
+
+    def forward(self, function: Callable[[], Tensor]) -> Tensor:
+        """Return ``function()``."""
+        return function()
+
+
 class TransformerLM(nn.Module):
     """Map token ids to next-token logits.
 
     Set ``activation_checkpointing`` to True to save memory in training: blocks then store no activations, and the
-    backward pass runs each block again, for about a third more work.
+    backward pass runs each block again, for about a third more work. Set ``scalar_head`` to make a reward model, or a
+    policy with a value head, of it. Set ``attention_function`` to compute causal attention in another form of
+    :mod:`lm.model.ops.attention_form`.
     """
 
     def __init__(self, config: ModelConfig, device: Device = None, dtype: torch.dtype | None = None) -> None:
@@ -87,6 +105,7 @@ class TransformerLM(nn.Module):
             raise UserError("model.vocab_size is not set; set it to the size of the tokenizer.")
         self.config = config
         self.activation_checkpointing = False
+        self.attention_function: AttentionFunction = causal_attention
         self.rope = (
             RotaryEmbedding(config.rope_theta, config.head_dim, config.context_length, device)
             if config.position_encoding == "rope"
@@ -116,6 +135,8 @@ class TransformerLM(nn.Module):
         self.lm_head = (
             None if config.tied_embeddings else Linear(config.d_model, config.vocab_size, device, dtype, role="head")
         )
+        self._head_call = HeadCall("token_embeddings" if self.lm_head is None else "lm_head")
+        self.scalar_head: ScalarHead | None = None
         if config.zero_init_residual:
             for name, weight in self.layers.named_parameters():
                 if name.endswith((".output_proj.weight", ".w2.weight")):
@@ -165,7 +186,7 @@ class TransformerLM(nn.Module):
                 f"{self.config.context_length}."
             )
         x = self.token_embeddings(token_ids)
-        attention_functions = attention_functions or [causal_attention] * len(self.layers)
+        attention_functions = attention_functions or [self.attention_function] * len(self.layers)
         for layer, attention in zip(self.layers, attention_functions, strict=True):
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(layer, x, token_positions, attention, use_reentrant=False)
@@ -175,10 +196,22 @@ class TransformerLM(nn.Module):
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Apply the head to the output of :meth:`hidden_states`: (..., D) → (..., V)."""
-        weight = self.token_embeddings.weight
-        logits = linear(hidden_states, weight) if self.lm_head is None else self.lm_head(hidden_states)
+        if self.lm_head is None:
+            logits: Tensor = self._head_call(lambda: linear(hidden_states, self.head_weight))
+        else:
+            logits = self.lm_head(hidden_states)
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
+
+    def scalars(self, hidden_states: Tensor) -> Tensor:
+        """Apply the scalar head to the output of :meth:`hidden_states`: (..., D) → (...), float32.
+
+        Raises UserError if the model has no scalar head.
+        """
+        if self.scalar_head is None:
+            raise UserError("The model has no scalar head: it is neither a reward model nor a policy with values.")
+        numbers: Tensor = self.scalar_head(hidden_states)
+        return numbers
 
     def loss(
         self,
@@ -194,4 +227,8 @@ class TransformerLM(nn.Module):
         See :meth:`hidden_states` for the last two arguments.
         """
         hidden_states = self.hidden_states(token_ids, token_positions, attention_functions).flatten(0, -2)
-        return linear_cross_entropy(hidden_states, self.head_weight, targets.flatten(), self.config.logit_softcap)
+        cap = self.config.logit_softcap
+        loss: Tensor = self._head_call(
+            lambda: linear_cross_entropy(hidden_states, self.head_weight, targets.flatten(), cap)
+        )
+        return loss

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ class AdamW(torch.optim.Optimizer):
     ``torch._foreach`` updates lists of tensors together, so that a GPU launches few kernels for many parameters. On a
     CPU the lists hold blocks of parameters that fit its cache.
     """
+
+    is_elementwise: ClassVar[bool] = True
+    """Whether an element's update depends on no other element, so that a parameter can be divided."""
 
     def __init__(
         self,

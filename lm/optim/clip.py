@@ -1,21 +1,28 @@
 """Gradient clipping by the global norm (CS336 assignment 1, section 4.5)."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 
 @torch.no_grad()
-def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> Tensor:
+def clip_grad_norm(
+    params: Iterable[Tensor], max_norm: float, sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """Scale the gradients in place so that their global L2 norm is at most ``max_norm``. Return the norm before
     clipping, a scalar.
 
-    Does not wait for the device; reading the returned norm does.
+    If each rank has a part of the gradients, ``sum_over_ranks`` adds up the squared norms of the parts. Does not wait
+    for the device; reading the returned norm does.
     """
     grads = [p.grad for p in params if p.grad is not None]
-    if not grads:
+    if sum_over_ranks is None and not grads:
         return torch.tensor(0.0)
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-    torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    norms = torch._foreach_norm(grads) if grads else [torch.tensor(0.0)]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    if sum_over_ranks is not None:
+        norm = sum_over_ranks(norm.square()).sqrt()
+    if grads:
+        torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm

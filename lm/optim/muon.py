@@ -59,11 +59,11 @@ class Muon(torch.optim.Optimizer):
 def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
     """Bring the singular values of each of ``matrices`` (n, rows, columns) near 1. Same shape and dtype.
 
-    A quintic Newton–Schulz iteration in bfloat16. Its coefficients are chosen for a steep start, not for convergence:
-    singular values end in about [0.7, 1.2] (Jordan et al. 2024).
+    A quintic Newton–Schulz iteration in bfloat16, or in float64 for float64 matrices. Its coefficients are chosen for a
+    steep start, not for convergence: singular values end in about [0.7, 1.2] (Jordan et al. 2024).
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrices.bfloat16()
+    x = matrices if matrices.dtype == torch.float64 else matrices.bfloat16()
     is_tall = x.shape[-2] > x.shape[-1]
     if is_tall:
         x = x.mT

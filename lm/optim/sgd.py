@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 
 class SGD(torch.optim.Optimizer):
     """``p ← p - lr / sqrt(t + 1) · grad``, with ``t`` the number of steps the parameter has taken."""
+
+    is_elementwise: ClassVar[bool] = True
+    """Whether an element's update depends on no other element, so that a parameter can be divided."""
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3) -> None:
         if lr < 0:

@@ -10,8 +10,11 @@ from .packed_sft_dataset import iterate_batches as iterate_batches
 from .policy_gradient import aggregate_loss_across_microbatch as aggregate_loss_across_microbatch
 from .policy_gradient import compute_policy_gradient_loss as compute_policy_gradient_loss
 from .policy_gradient import estimate_kl as estimate_kl
+from .ppo import compute_gae as compute_gae
+from .ppo import ppo_value_loss as ppo_value_loss
 from .preference import compute_dpo_loss as compute_dpo_loss
 from .preference import compute_per_instance_dpo_loss as compute_per_instance_dpo_loss
 from .preference import compute_sequence_log_probs as compute_sequence_log_probs
+from .reward_model import bradley_terry_loss as bradley_terry_loss
 from .sft import sft_microbatch_train_step as sft_microbatch_train_step
 from .tokenization import tokenize_prompt_and_output as tokenize_prompt_and_output

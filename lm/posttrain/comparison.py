@@ -6,46 +6,38 @@ from typing import Any
 
 import torch
 
+from lm.data.chat_template import END_TOKEN
 from lm.data.dialogs import Dialog
+from lm.eval.evaluate import Response, ScoredResponse, Summary, score_responses, summarize
+from lm.eval.few_shot import PromptFormat
 from lm.eval.reward_worker import RewardWorker
 from lm.eval.tasks import Problem
 from lm.inference.packed import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import ComparisonConfig
-from lm.posttrain.rollout import GREEDY, encode_prompts, generate_rollouts
+from lm.posttrain.rollout import GREEDY, Rollout, encode_prompts, generate_rollouts
 from lm.posttrain.sft_objective import SupervisedFineTuning
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A greedy response."""
-
-    prompt: str
-    response: str
-    tokens: int
-    ground_truth: Any = None
-    rewards: dict[str, float] | None = None
-
-
-@dataclass(frozen=True)
 class Evaluation:
-    """The figures of a model, and its answers."""
+    """The figures of a model, and its greedy responses."""
 
     answer_loss: float | None
     """Mean loss on the held-out dialogs' answers, in nats per token."""
-    reward: float | None
-    """Mean reward on the problems, and its parts."""
-    format_reward: float | None
-    answer_reward: float | None
-    response_tokens: float | None
-    answers: list[Answer]
+    summary: Summary | None
+    """Of the responses to the problems."""
+    samples: list[tuple[str, str]]
+    """The prompts of the config, and the responses to them."""
+    responses: list[ScoredResponse]
+    """To the problems."""
 
     @property
-    def figures(self) -> dict[str, float | None]:
-        """All except the answers."""
-        return {name: value for name, value in asdict(self).items() if name != "answers"}
+    def figures(self) -> dict[str, Any]:
+        """All except the texts."""
+        return {"answer_loss": self.answer_loss, **(asdict(self.summary) if self.summary else {})}
 
 
 @torch.no_grad()
@@ -57,7 +49,7 @@ def evaluate_model(
     reward: RewardWorker | None,
     config: ComparisonConfig,
 ) -> Evaluation:
-    """Return the loss on ``dialogs``, the rewards of greedy responses to ``problems``, and answers to all prompts.
+    """Return the loss on ``dialogs``, the rewards of greedy responses to ``problems``, and responses to all prompts.
 
     The weights of ``model`` are packed for inference.
     """
@@ -69,20 +61,16 @@ def evaluate_model(
     prompts = [*config.prompts, *(problem.prompt for problem in problems)]
     ids = encode_prompts(tokenizer, prompts, model.config.context_length)
     rollouts = generate_rollouts(model, tokenizer, ids, [0] * len(ids), config.max_new_tokens, GREEDY)
-    answers = [
-        Answer(prompt, rollout.text, len(rollout.ids)) for prompt, rollout in zip(prompts, rollouts, strict=True)
-    ]
     first = len(config.prompts)
+    samples = [(prompt, rollout.text) for prompt, rollout in zip(config.prompts, rollouts, strict=False)]
+    scored: list[ScoredResponse] = []
     if reward:
-        for place, problem in enumerate(problems, start=first):
-            rewards = reward.score(answers[place].response, problem.ground_truth).rewards
-            answers[place] = Answer(
-                problem.prompt, answers[place].response, answers[place].tokens, problem.ground_truth, rewards
-            )
-    scored = [(answer.tokens, answer.rewards) for answer in answers[first:] if answer.rewards]
+        dialogs_of_problems = [PromptFormat().format(problem) for problem in problems]
+        responses = [_to_response(tokenizer, rollout) for rollout in rollouts[first:]]
+        scored = [*score_responses(problems, dialogs_of_problems, enumerate(responses), reward)]
+    return Evaluation(loss, summarize(scored) if scored else None, samples, scored)
 
-    def mean(name: str) -> float | None:
-        return sum(rewards[name] for _, rewards in scored) / len(scored) if scored else None
 
-    tokens = sum(tokens for tokens, _ in scored) / len(scored) if scored else None
-    return Evaluation(loss, mean("reward"), mean("format_reward"), mean("answer_reward"), tokens, answers)
+def _to_response(tokenizer: Tokenizer, rollout: Rollout) -> Response:
+    is_ended = rollout.ids[-1:] == [tokenizer.special_ids[END_TOKEN]]
+    return Response(rollout.text, len(rollout.ids), "stop" if is_ended else "length")

@@ -67,6 +67,21 @@ class PreferenceConfig:
 
 
 @dataclass(frozen=True)
+class RewardModelConfig:
+    """A reward model, learned from pairs of answers with the Bradley-Terry loss."""
+
+    __pydantic_config__ = PYDANTIC_CONFIG
+
+    train: TrainConfig = field(default_factory=lambda: TrainConfig(steps=200, max_lr=1e-5, min_lr=0, warmup_steps=20))
+    """The training. batch_size: pairs per step."""
+    center_weight: float = bounded_field(0.01, ge=0, lt=math.inf)
+    """Weight of the penalty that keeps the mean of a pair's rewards near 0. Without it the mean is arbitrary."""
+
+    def __post_init__(self) -> None:
+        validate_fields(self, "reward_model")
+
+
+@dataclass(frozen=True)
 class ReinforceConfig:
     """Policy gradients on rewards of the model's own responses: REINFORCE, GRPO and its variants, expert iteration.
 
@@ -116,21 +131,51 @@ class ReinforceConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self, "reinforce")
-        if self.responses_per_rollout % self.group_size:
+        if self.train.batch_size * self.updates_per_epoch % self.group_size:
             raise UserError(
                 f"reinforce.train.batch_size {self.train.batch_size} times reinforce.updates_per_epoch "
                 f"{self.updates_per_epoch} must be a multiple of reinforce.group_size {self.group_size}."
             )
 
-    @property
-    def responses_per_rollout(self) -> int:
-        """Number of responses that are sampled at once."""
-        return self.train.batch_size * self.updates_per_epoch
 
-    @property
-    def updates_per_rollout(self) -> int:
-        """Number of updates with the responses of a rollout."""
-        return self.updates_per_epoch * self.epochs_per_rollout
+@dataclass(frozen=True)
+class PPOConfig:
+    """Proximal policy optimization (PPO) on the rewards of a reward model, with a value head on the policy."""
+
+    __pydantic_config__ = PYDANTIC_CONFIG
+
+    train: TrainConfig = field(default_factory=lambda: TrainConfig(steps=100, max_lr=1e-5, min_lr=0, warmup_steps=5))
+    """The training. steps: updates. batch_size: responses per update, over all processes."""
+    updates_per_epoch: int = bounded_field(1, ge=1)
+    """Updates with the responses of one rollout, each with other responses."""
+    epochs_per_rollout: int = bounded_field(4, ge=1)
+    """How often each response is used."""
+    max_new_tokens: int = bounded_field(64, ge=1)
+    """Most tokens of a response, with the token that ends it."""
+    kl_weight: float = bounded_field(0.05, ge=0, lt=math.inf)
+    """Penalty in the reward of a token: this weight times the log-ratio of the policy to the model at the start."""
+    gamma: float = bounded_field(1.0, gt=0, le=1)
+    """Discount of the rewards of later tokens."""
+    gae_lambda: float = bounded_field(0.95, ge=0, le=1)
+    """Generalized advantage estimation: 0 trusts the values, with bias; 1 trusts the rewards, with variance."""
+    clip_low: float = bounded_field(0.2, ge=0, lt=math.inf)
+    """The ratio of new to old probabilities is clipped below 1 minus this."""
+    clip_high: float = bounded_field(0.2, ge=0, lt=math.inf)
+    """The ratio is clipped above 1 plus this."""
+    value_clip: float = bounded_field(0.2, gt=0, lt=math.inf)
+    """A value may move this far from that at the rollout before its loss has no gradient."""
+    value_weight: float = bounded_field(0.1, ge=0, lt=math.inf)
+    """Weight of the loss of the values."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Weight of each true reward by name. Nothing learns from them: they are logged beside the learned reward, to show
+    its over-optimization. Default: the reward of the task."""
+    reward_seconds: float = bounded_field(10.0, gt=0, lt=math.inf)
+    """Time limit for the true reward of a response. A response that takes longer gets 0."""
+    valid_problems: int = bounded_field(64, ge=0)
+    """Prompts that an evaluation during the training answers, always the same. At the end, all are answered."""
+
+    def __post_init__(self) -> None:
+        validate_fields(self, "ppo")
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,18 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from lm.common.errors import UserError
 from lm.data.dialogs import Dialog, Message, PreferencePair, read_dialogs
 from lm.data.json_rows import DamagedRows
-from lm.eval.tasks import Problem, Task, make_addition_task, make_reasoning_gym_task, read_task
+from lm.eval.tasks import Problem, Split, Task, is_generated, load_task
 from lm.posttrain.config import DialogsConfig
 
 T = TypeVar("T")
-_ADDITION = re.compile("addition:([0-9])-([0-9])")
-_REASONING_GYM = "reasoning-gym:"
-_TEST_SEED = 1 << 62  # added to the seed of generated problems for the test
 
 
 @dataclass
@@ -68,22 +64,10 @@ def read_examples(
     return *splits, reward, damaged
 
 
-def _read_problems(
-    config: DialogsConfig, split: Literal["train", "test"], urls: Sequence[str], count: int, damaged: DamagedRows
-) -> Task:
-    if match := _ADDITION.fullmatch(config.task):
-        low, high = map(int, match.groups())
-        if not 1 <= low <= high:
-            raise UserError(f"dialogs.task is {config.task!r}; the fewest digits must be 1 to the most digits.")
-        return make_addition_task(count, config.seed, (low, high), split)
-    if config.task.startswith(_REASONING_GYM):
-        seed = config.seed + (_TEST_SEED if split == "test" else 0)
-        return make_reasoning_gym_task(config.task.removeprefix(_REASONING_GYM), count, seed % (1 << 63))
-    tasks = [read_task(config.task, url, damaged) for url in urls]
-    if not tasks:
+def _read_problems(config: DialogsConfig, split: Split, urls: Sequence[str], count: int, damaged: DamagedRows) -> Task:
+    if not urls and not is_generated(config.task):
         raise UserError(f"dialogs.task {config.task} is read from files; name them in dialogs.task_{split}.")
-    problems = [problem for task in tasks for problem in task.problems]
-    return Task(config.task, problems[:count], tasks[0].reward)
+    return load_task(config.task, urls, split, count, config.seed, damaged)
 
 
 def _solution(problem: Problem) -> Dialog:
@@ -111,12 +95,21 @@ def read_dialog_rows(path: Path) -> list[Dialog]:
 
 def read_pair_rows(path: Path) -> list[PreferencePair]:
     """Read pairs that :func:`write_rows` wrote."""
-    return _read_rows(path, lambda row: PreferencePair(tuple(row["prompt"]), row["chosen"], row["rejected"]))
+    return _read_rows(path, _parse_pair)
 
 
 def read_problem_rows(path: Path) -> list[Problem]:
     """Read problems that :func:`write_rows` wrote."""
     return _read_rows(path, lambda row: Problem(**row))
+
+
+def read_prompt_rows(path: Path) -> list[Problem | PreferencePair]:
+    """Read problems, or pairs, that :func:`write_rows` wrote."""
+    return _read_rows(path, lambda row: _parse_pair(row) if "chosen" in row else Problem(**row))
+
+
+def _parse_pair(row: Any) -> PreferencePair:
+    return PreferencePair(tuple(row["prompt"]), row["chosen"], row["rejected"])
 
 
 def _read_rows(path: Path, parse: Callable[[Any], T]) -> list[T]:

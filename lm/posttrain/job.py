@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -12,10 +12,14 @@ import torch
 from lm.checkpoint.training_state import load_model
 from lm.common.errors import UserError
 from lm.eval.reward_worker import RewardWorker
-from lm.posttrain.config import PreferenceConfig, ReinforceConfig
-from lm.posttrain.examples import read_dialog_rows, read_pair_rows, read_problem_rows
+from lm.posttrain.config import PPOConfig, PreferenceConfig, ReinforceConfig, RewardModelConfig
+from lm.posttrain.examples import read_dialog_rows, read_pair_rows, read_problem_rows, read_prompt_rows
 from lm.posttrain.policy_gradient_objective import PolicyGradient
+from lm.posttrain.ppo_objective import ProximalPolicyOptimization, add_value_head
 from lm.posttrain.preference_objective import PreferenceOptimization
+from lm.posttrain.reward_model import add_reward_head, load_reward_model
+from lm.posttrain.reward_model_objective import RewardModeling
+from lm.posttrain.rollout_objective import RolloutConfig
 from lm.posttrain.sft_objective import SupervisedFineTuning
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.objective import Objective
@@ -27,7 +31,7 @@ from lm.train.training_job import TrainingJob
 class PosttrainJob(TrainingJob):
     """The inputs and outputs of a post-training."""
 
-    method: Literal["sft", "preference", "reinforce"]
+    method: Literal["sft", "preference", "reward_model", "reinforce", "ppo"]
     model: str
     """Directory of the checkpoint to start from."""
     tokenizer: str
@@ -39,34 +43,48 @@ class PosttrainJob(TrainingJob):
     settings: dict[str, Any] = field(default_factory=dict)
     """Fields of the method's config besides ``train``."""
     rewards: dict[str, float] = field(default_factory=dict)
-    """Weight of each reward by name, for ``reinforce``."""
+    """Weight of each reward by name: ``reinforce`` learns from them, ``ppo`` logs them."""
+    reward_model: str = ""
+    """Directory of the checkpoint of a reward model, for ``ppo``."""
 
     module: ClassVar[str] = "lm.posttrain"
     sections: ClassVar[dict[str, type]] = {}
 
     def input_files(self) -> list[str]:
         """Return the paths of model, tokenizer and examples."""
-        return [self.model, self.tokenizer, self.train, self.valid]
+        return [self.model, self.tokenizer, self.train, self.valid, *([self.reward_model] if self.reward_model else [])]
 
     def map_paths(self, function: Callable[[str], str]) -> None:
         """Replace each path of an input by ``function`` of it."""
         self.model, self.tokenizer = function(self.model), function(self.tokenizer)
         self.train, self.valid = function(self.train), function(self.valid)
+        self.reward_model = self.reward_model and function(self.reward_model)
 
     def run(
         self, progress: Callable[[int], None] = lambda step: None, stop_event: threading.Event | None = None
     ) -> dict[str, Any]:
         """Train as :meth:`TrainingJob.run` does, with a process for the rewards if the method needs them."""
-        worker = RewardWorker(self.rewards, self._reinforce_config().reward_seconds) if self.rewards else None
+        worker = RewardWorker(self.rewards, self._rollout_config().reward_seconds) if self.rewards else None
         with worker or nullcontext():
             self._reward = worker
             return super().run(progress, stop_event)
 
-    def _reinforce_config(self) -> ReinforceConfig:
-        return ReinforceConfig(train=self.config, **self.settings)
+    def _rollout_config(self) -> RolloutConfig:
+        config = PPOConfig if self.method == "ppo" else ReinforceConfig
+        return config(train=self.config, **self.settings)
 
     def make_trainer(self, out: Path, device: torch.device) -> Trainer:
-        """Load the model, and make the trainer of the method."""
+        """Load the model, and make the trainer of the method.
+
+        Raises UserError if the processes divide the weights: rollouts and reference models need them whole.
+        """
+        if self.execution.parallel == "auto":
+            self.execution = replace(self.execution, parallel="ddp")
+        if self.execution.parallel in ("zero2", "fsdp"):
+            raise UserError(
+                f"execution.parallel is {self.execution.parallel}, but post-training needs whole weights in each "
+                "process; set it to auto, ddp or zero1."
+            )
         torch.manual_seed(self.config.seed)  # checkpoints hold the state of the generator
         tokenizer = Tokenizer.load(self.tokenizer)
         model = load_model(Path(self.model), device).train()
@@ -79,9 +97,20 @@ class PosttrainJob(TrainingJob):
             preference = PreferenceConfig(train=self.config, **self.settings)
             pairs = read_pair_rows(train), read_pair_rows(valid)
             objective = PreferenceOptimization(preference, model, tokenizer, *pairs, self.digests, out)
+        elif self.method == "reward_model":
+            config = RewardModelConfig(train=self.config, **self.settings)
+            pairs = read_pair_rows(train), read_pair_rows(valid)
+            objective = RewardModeling(config, add_reward_head(model), tokenizer, *pairs, self.digests)
+        elif self.method == "ppo":
+            ppo = PPOConfig(train=self.config, **self.settings)
+            prompts = read_prompt_rows(train), read_prompt_rows(valid)
+            reward_model = load_reward_model(Path(self.reward_model), device)
+            objective = ProximalPolicyOptimization(
+                ppo, add_value_head(model), reward_model, tokenizer, *prompts, self._reward, self.digests, out
+            )
         elif self._reward:
             problems = read_problem_rows(train), read_problem_rows(valid)
-            reinforce = self._reinforce_config()
+            reinforce = ReinforceConfig(train=self.config, **self.settings)
             objective = PolicyGradient(reinforce, model, tokenizer, *problems, self._reward, self.digests, out)
         else:
             raise UserError("The job of reinforce names no rewards.")

@@ -24,7 +24,11 @@ def get_response_log_probs(
     Raises UserError if a row is longer than the context of one of our models.
     """
     output = model(input_ids)
-    logits = output if isinstance(output, Tensor) else output.logits
+    return score_labels(output if isinstance(output, Tensor) else output.logits, labels, return_token_entropy)
+
+
+def score_labels(logits: Tensor, labels: Tensor, return_token_entropy: bool) -> dict[str, Tensor]:
+    """Return the result of :func:`get_response_log_probs` for ``logits`` (B, T, V)."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     label_logits = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     result = {"log_probs": label_logits - logits.logsumexp(-1)}

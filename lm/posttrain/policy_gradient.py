@@ -28,9 +28,9 @@ def compute_policy_gradient_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the policy-gradient loss of each token (B, T), and metadata.
 
-    ``raw_rewards_or_advantages`` (B,) or (B, 1); ``policy_log_probs`` and ``old_log_probs`` (B, T), in nats, under the
-    policy and under the one that sampled the responses. With the advantage A, the ratio r of the two probabilities and
-    the clip range [1 − low, 1 + high], the loss is
+    ``raw_rewards_or_advantages`` (B,), (B, 1), or (B, T) if each token has its own; ``policy_log_probs`` and
+    ``old_log_probs`` (B, T), in nats, under the policy and under the one that sampled the responses. With the advantage
+    A, the ratio r of the two probabilities and the clip range [1 − low, 1 + high], the loss is
 
     - ``none``: −A log p, for responses that this policy sampled; ``old_log_probs`` do not count.
     - ``noclip``: −A r.
@@ -48,7 +48,9 @@ def compute_policy_gradient_loss(
     """
     method = importance_reweighting_method
     check_option("importance_reweighting_method", method, _METHODS)
-    advantages = raw_rewards_or_advantages.reshape(-1, 1)
+    advantages = raw_rewards_or_advantages
+    if advantages.shape != policy_log_probs.shape:
+        advantages = advantages.reshape(-1, 1)
     if method == "none":
         return -advantages * policy_log_probs, {}
     if old_log_probs is None:

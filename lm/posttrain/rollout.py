@@ -29,11 +29,18 @@ class Rollout:
     """The response without the end token."""
 
 
-def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str], context_length: int) -> list[list[int]]:
-    """Return the ids of each prompt as a message of the user. Raises UserError for a prompt that leaves no room."""
-    encoded = [encode_chat_prompt(tokenizer, [Message(role="user", content=prompt)]) for prompt in prompts]
-    for prompt, ids in zip(prompts, encoded, strict=True):
+def encode_prompts(
+    tokenizer: Tokenizer, prompts: Sequence[str | Sequence[Message]], context_length: int
+) -> list[list[int]]:
+    """Return the ids of each prompt: a message of the user, or messages of which the last is the user's.
+
+    Raises UserError for a prompt that leaves no room.
+    """
+    dialogs = [[Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt for prompt in prompts]
+    encoded = [encode_chat_prompt(tokenizer, dialog) for dialog in dialogs]
+    for dialog, ids in zip(dialogs, encoded, strict=True):
         if len(ids) >= context_length:
+            prompt = dialog[-1]["content"]
             raise UserError(
                 f"A prompt has {len(ids)} tokens, which leaves no room for a response in the model's context of "
                 f"{context_length}: {prompt[:60]!r}… Leave it out, or use a model with a longer context."

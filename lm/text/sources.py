@@ -173,15 +173,25 @@ def _source_error(failure: str, error: Exception) -> UserError:
 def is_transient_error(error: BaseException) -> bool:
     """Return whether a retry may succeed: ``error`` or its cause is a broken connection or a server error."""
     for candidate in (error, error.__cause__):
-        response = getattr(candidate, "response", None)  # botocore
-        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
-        status = status or getattr(candidate, "status", None)  # aiohttp
-        if isinstance(status, int):
+        if status := _http_status(candidate):
             return status >= 500 or status in (408, 425, 429)
         names = {kind.__name__ for kind in type(candidate).__mro__}
         if names & _CONNECTION_ERRORS and "ClientConnectorCertificateError" not in names:
             return True
     return False
+
+
+def is_range_past_end(error: BaseException) -> bool:
+    """Return whether ``error`` or its cause says that a byte range begins after the end of its file."""
+    return 416 in (_http_status(error), _http_status(error.__cause__))
+
+
+def _http_status(error: BaseException | None) -> int | None:
+    """Return the HTTP status of an exception of botocore or aiohttp."""
+    response = getattr(error, "response", None)  # botocore
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
+    status = status or getattr(error, "status", None)  # aiohttp
+    return status if isinstance(status, int) else None
 
 
 def detect_format(url: str) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from lm.checkpoint.training_state import (
     step_name,
 )
 from lm.common.errors import UserError
+from lm.distributed.parallel import Parallel
 from lm.model.transformer import TransformerLM
 from lm.train.metrics_file import read_metrics, write_metrics
 
@@ -27,11 +28,16 @@ Settings = dict[str, dict[str, Any]]  # the sections model, train and data
 
 
 def save_step(
-    out: Path, model: TransformerLM, optimizers: list[Optimizer], step: int, description: dict[str, Any]
+    out: Path,
+    model: TransformerLM,
+    optimizers: list[Optimizer],
+    step: int,
+    description: dict[str, Any],
+    parallel: Parallel,
 ) -> None:
     """Save a checkpoint in ``out``. Raises UserError if it cannot be written, e.g. on a full disk."""
     try:
-        save_training(out / step_name(step), model, optimizers, step, description)
+        save_training(out / step_name(step), model, optimizers, step, description, parallel)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise the latter two
         newest = newest_checkpoint(out)
         raise UserError(

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 import torch._functorch.config
-from torch import Tensor, nn
+from torch import Tensor
 
 from lm.common.device import is_out_of_memory
+from lm.model.transformer import TransformerLM
 
 log = logging.getLogger(__name__)
 
@@ -17,16 +18,22 @@ _CPU_ACTIVATION_FRACTION = 0.95  # activations to keep; a CPU recomputes the che
 
 
 def compile_loss(
-    loss: Callable[[Any], Tensor], model: nn.Module, micro_batch: Any, training_flops: float
+    loss: Callable[[Any], Tensor], model: TransformerLM, micro_batch: Any, training_flops: float, by_block: bool = False
 ) -> Callable[[Any], Tensor]:
     """Compile ``loss(micro_batch)`` and test it with a backward pass.
+
+    ``by_block``: compile only the blocks, each by itself, because FSDP works between them.
 
     Return ``loss`` itself if the training is short, or, with a warning, if torch.compile does not work here. Raises
     torch's error if the device is out of memory: the training would need the memory without compilation too.
     """
     if training_flops < _MIN_FLOPS_TO_COMPILE:
         return loss
-    compiled_loss = torch.compile(loss)
+    originals = [layer.forward for layer in model.layers]
+    if by_block:
+        for layer in model.layers:  # not layer.compile(), which would compile FSDP's hooks too
+            layer.forward = torch.compile(layer.forward)
+    compiled_loss = loss if by_block else torch.compile(loss)
     try:  # the first call compiles
         fraction = _CPU_ACTIVATION_FRACTION if next(model.parameters()).device.type == "cpu" else 1.0
         with torch._functorch.config.patch(activation_memory_budget=fraction):
@@ -35,6 +42,8 @@ def compile_loss(
         if is_out_of_memory(error):
             raise
         log.warning("torch.compile does not work here, training runs without: %s", str(error).partition("\n")[0])
+        for layer, forward in zip(model.layers, originals, strict=True):
+            layer.forward = forward
         return loss
     finally:
         model.zero_grad(set_to_none=True)

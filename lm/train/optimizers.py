@@ -3,7 +3,9 @@
 from typing import Any
 
 import torch
+from torch import nn
 
+from lm.distributed.parallel import Parallel
 from lm.model.roles import HIDDEN_MATRICES
 from lm.model.transformer import TransformerLM
 from lm.optim.adamw import AdamW
@@ -11,7 +13,13 @@ from lm.optim.muon import Muon
 from lm.train.config import TrainConfig
 
 
-def make_optimizers(model: TransformerLM, config: TrainConfig) -> list[torch.optim.Optimizer]:
+def whole_parameters(model: TransformerLM, config: TrainConfig) -> set[nn.Parameter]:
+    """Return the parameters whose optimizer needs whole matrices."""
+    roles = model.parameter_roles()
+    return {p for name, p in model.named_parameters() if config.optimizer == "muon" and roles[name] in HIDDEN_MATRICES}
+
+
+def make_optimizers(model: TransformerLM, config: TrainConfig, parallel: Parallel) -> list[torch.optim.Optimizer]:
     """Make the optimizers of the parameters of ``model``: matrices have weight decay, norm gains do not.
 
     The learning rate of a group is that of the schedule times ``lr_scale``, 1 if the group has none.
@@ -33,7 +41,9 @@ def make_optimizers(model: TransformerLM, config: TrainConfig) -> list[torch.opt
     ]
     if embedding:
         groups.append({"params": embedding, "weight_decay": config.weight_decay, "lr_scale": config.embedding_lr_scale})
-    optimizers: list[torch.optim.Optimizer] = [AdamW(groups, config.max_lr, (config.beta1, config.beta2))]
+    optimizers: list[torch.optim.Optimizer] = [
+        parallel.make_optimizer(AdamW, groups, lr=config.max_lr, betas=(config.beta1, config.beta2))
+    ]
     if hidden:
-        optimizers.append(Muon(hidden, config.max_lr, weight_decay=config.weight_decay))
+        optimizers.append(parallel.make_optimizer(Muon, hidden, lr=config.max_lr, weight_decay=config.weight_decay))
     return optimizers

@@ -104,12 +104,18 @@ class Pretraining:
         if valid is None:
             raise UserError("There is no validation text to evaluate on.")
         loss_sum, weight = 0.0, 0
-        starts = evenly_spaced_starts(len(valid), self.context_length, sequences)[self.rank :: self.world_size]
+        starts = evenly_spaced_starts(len(valid), self.context_length, sequences)
+        share = starts[self.rank :: self.world_size]
+        # All ranks call the model equally often, because sharded weights are gathered together.
+        padding = starts[: -(-len(starts) // self.world_size) - len(share)]
         batch_size = self.local_batch_size // self.config.gradient_accumulation_steps
-        for first in range(0, len(starts), batch_size):
-            batch = gather_batch(valid, starts[first : first + batch_size], self.context_length, self.device)
-            loss_sum += float(self.loss_sum(model, batch))
-            weight += int(self.weight(batch))
+        for first in range(0, len(share) + len(padding), batch_size):
+            part = (share + padding)[first : first + batch_size]
+            x, y = gather_batch(valid, part, self.context_length, self.device)
+            y = y.clone()  # it shares memory with x
+            y[max(0, len(share) - first) :] = IGNORE_INDEX
+            loss_sum += float(self.loss_sum(model, (x, y)))
+            weight += int(self.weight((x, y)))
         if self.world_size > 1:
             sums = torch.tensor([loss_sum, weight], dtype=torch.float64, device=self.device)
             loss_sum, weight = all_reduce_mean(sums).tolist()

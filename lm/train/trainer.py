@@ -19,17 +19,18 @@ from lm.common.device import explain_out_of_memory
 from lm.common.errors import Stopped, UserError
 from lm.common.runtime import Execution
 from lm.data.batches import prefetch_batches
-from lm.distributed.ddp import DDP
+from lm.distributed.parallel import Parallel
 from lm.distributed.process_group import all_reduce_mean, broadcast_from_rank0, get_rank, get_world_size
 from lm.model.flops import flops_per_token, peak_flops
+from lm.model.ops.attention_form import choose_attention
 from lm.model.transformer import TransformerLM
-from lm.optim.clip import clip_grad_norm
 from lm.train.checkpoints import adopt_checkpoints, prune_checkpoints, save_step
 from lm.train.compile import compile_loss
 from lm.train.config import TrainConfig
 from lm.train.metrics_file import read_metrics, replace_non_finite
 from lm.train.objective import MicroBatch, Objective
-from lm.train.optimizers import make_optimizers
+from lm.train.optimizers import make_optimizers, whole_parameters
+from lm.train.parallel import check_directory_is_shared, choose_parallel, whole_model
 from lm.train.plot import plot_metrics
 from lm.train.throughput import StepTimer
 from lm.train.tracking import Tracker, log_step
@@ -61,14 +62,23 @@ class Trainer:
         self.config, self.model, self.objective, self.execution, self.out = config, model, objective, execution, out
         self.device = next(model.parameters()).device
         self.model.activation_checkpointing = execution.activation_checkpointing
-        self.ddp = DDP(model) if self.world_size > 1 else None
-        self.optimizers = make_optimizers(model, config)
+        self.model.attention_function = choose_attention(execution.attention, self.device)
+        self.parallel = Parallel(
+            model, choose_parallel(execution, config, model.config, self.device), whole_parameters(model, config)
+        )
+        self.optimizers = make_optimizers(model, config, self.parallel)
         self.loss_sum: Callable[[MicroBatch], Tensor] = self._loss_sum
         self.flops_per_step = objective.tokens_per_step * flops_per_token(model.config)
         if execution.compile and objective.is_compilable:
             with self._explain_out_of_memory():
                 micro_batch = objective.micro_batches(0)[0]
-                self.loss_sum = compile_loss(self._loss_sum, model, micro_batch, config.steps * self.flops_per_step)
+                self.loss_sum = compile_loss(
+                    self._loss_sum,
+                    model,
+                    micro_batch,
+                    config.steps * self.flops_per_step,
+                    by_block=self.parallel.divides_weights,
+                )
         self.step = 0
         self.best: dict[str, Any] = {"step": 0, objective.metric_names[0]: None}
         self.evaluations_without_improvement = 0
@@ -79,6 +89,8 @@ class Trainer:
         self.off_schedule_checkpoint: Path | None = None
         self.tracker: Tracker | None = None  # of rank 0, during run()
         out.mkdir(parents=True, exist_ok=True)
+        if self.parallel.divides_state:
+            check_directory_is_shared(out)
         if self.rank == 0:
             remove_abandoned_directories(out)
 
@@ -111,7 +123,7 @@ class Trainer:
         if name is None:
             return False
         options = [{key: group[key] for key in group if key != "params"} for group in self._parameter_groups()]
-        self.step = load_training(self.out / name, self.model, self.optimizers)
+        self.step = load_training(self.out / name, self.model, self.optimizers, self.parallel)
         for group, group_options in zip(self._parameter_groups(), options, strict=True):
             group.update(group_options)  # from the config, not from the checkpoint
         description = read_description(self.out / name) or {}
@@ -201,16 +213,16 @@ class Trainer:
         mean_weight = all_reduce_mean(weights.sum().float())
         losses = []
         for number, micro_batch in enumerate(micro_batches, start=1):
-            with self.ddp.no_sync() if self.ddp and number < len(micro_batches) else nullcontext():
+            with self.parallel.no_sync() if number < len(micro_batches) else nullcontext():
                 loss = self.loss_sum(micro_batch) / mean_weight
                 loss.backward()
             losses.append(loss.detach())
         loss = torch.stack(losses).sum()
-        if self.ddp:
-            self.ddp.finish_gradient_synchronization()
+        self.parallel.finish_gradient_synchronization()
+        if self.world_size > 1:
             loss, stopping_fraction = all_reduce_mean(torch.stack([loss, loss.new_tensor(is_stopping)])).unbind()
             is_stopping = bool(stopping_fraction > 0)
-        grad_norm = clip_grad_norm(self.model.parameters(), self.config.max_grad_norm)
+        grad_norm = self.parallel.clip_grad_norm(self.config.max_grad_norm)
         if torch.isfinite(loss + grad_norm):  # waits for the device
             self.consecutive_skipped_steps = 0
             previous = self.smoothed_loss
@@ -258,8 +270,9 @@ class Trainer:
             is_better = best is None or (value > best if self.objective.is_higher_better else value < best)
             if math.isfinite(value) and is_better:
                 self.best, self.evaluations_without_improvement = {"step": self.step, **metrics}, 0
+        model = whole_model(self.model, self.parallel)
         if self.tracker:
-            for sample in self.objective.sample(self.model):
+            for sample in self.objective.sample(model):
                 self.tracker.add_sample(self.step, sample.prompt, sample.text)
         return metrics
 
@@ -267,8 +280,8 @@ class Trainer:
         return self.out / step_name(step)
 
     def save(self) -> None:
-        """Save a checkpoint of the current step and delete old checkpoints. Does nothing on ranks other than 0."""
-        if self.rank > 0:
+        """Save a checkpoint of the current step and delete old checkpoints. All ranks call this together."""
+        if self.rank > 0 and not self.parallel.divides_state:
             return
         description = {
             "data": self.objective.digests,
@@ -279,8 +292,9 @@ class Trainer:
             "consecutive_skipped_steps": self.consecutive_skipped_steps,
             "smoothed_loss": None if self.smoothed_loss is None else float(self.smoothed_loss),
         }
-        save_step(self.out, self.model, self.optimizers, self.step, description)
-        prune_checkpoints(self.out, self.config.keep_checkpoints, self.best["step"], self.off_schedule_checkpoint)
+        save_step(self.out, self.model, self.optimizers, self.step, description, self.parallel)
+        if self.rank == 0:
+            prune_checkpoints(self.out, self.config.keep_checkpoints, self.best["step"], self.off_schedule_checkpoint)
 
     def _finish(self) -> dict[str, Any]:
         metrics = self._compute_metrics(is_final=True)

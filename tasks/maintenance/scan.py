@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from lm.common.errors import TransientError, UserError
 from tasks.runtime.output import MANIFEST, Output, Ref, open_output
 from tasks.runtime.root_lock import is_locked
-from tasks.runtime.schemas import ATTEMPT_NAME, LatestOutput, RunRecord, SourceRecord, read_record
+from tasks.runtime.schemas import ATTEMPT_NAME, STAGE_NAME, LatestOutput, RunRecord, SourceRecord, read_record
 from tasks.runtime.store import LEASES, LOCK_FILE, Store
 
-_KEY_DIRECTORY = re.compile(r"[a-z][a-z0-9-]*/[0-9a-f]{64}")
-_PATH_IN_KEY_DIRECTORY = re.compile(r"([a-z][a-z0-9-]*)/([0-9a-f]{64})/([^/]+)(/.+)?", re.DOTALL)
+_KEY_DIRECTORY = re.compile(f"{STAGE_NAME}/[0-9a-f]{{64}}")
+_PATH_IN_KEY_DIRECTORY = re.compile(f"({STAGE_NAME})/([0-9a-f]{{64}})/([^/]+)(/.+)?", re.DOTALL)
 _TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{32}\.tmp")
 
 

@@ -17,16 +17,27 @@ _MAX_PROMPTS = 12
 _MAX_CHARACTERS = 400
 _CURVES = {
     "loss": (("loss", "training"), ("valid_loss", "held out")),
-    "accuracy of the implicit reward": (("accuracy", "training"), ("valid_accuracy", "held out")),
-    "margin of the implicit reward": (("margin", "training"), ("valid_margin", "held out")),
+    "share of pairs in the right order": (("accuracy", "training"), ("valid_accuracy", "held out")),
+    "margin between the rewards of a pair": (("margin", "training"), ("valid_margin", "held out")),
+    "learned reward": (("learned_reward", "samples"), ("valid_learned_reward", "held out, greedy")),
     "reward": (("reward", "samples"), ("valid_reward", "held out, greedy")),
     "tokens of a response": (("response_tokens", "samples"), ("valid_tokens", "held out, greedy")),
     "entropy, nats per token": (("entropy", "samples"),),
     "KL divergence from the start, nats per token": (("kl", "samples"),),
     "share of groups without signal": (("groups_without_signal", "samples"),),
+    "loss of the values": (("value_loss", "samples"),),
     "share of clipped tokens": (("clip_fraction", "samples"),),
 }
 """Curves by title: names of metrics with their labels."""
+_FIGURES = (
+    "answer_loss",
+    "reward",
+    "format_reward",
+    "answer_reward",
+    "response_tokens",
+    "cut_responses",
+    "failed_rewards",
+)
 
 
 def dialogs(out: "Attempt", **inputs: Any) -> Iterator[str]:
@@ -84,24 +95,47 @@ def curves(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def evaluate(out: "Attempt", models: "list[Output]", **inputs: Any) -> Iterator[str]:
-    """Show the figures of each model, and the same prompts side by side."""
+    """Show the figures of each model, the categories of its responses, and the same prompts side by side."""
     names = list(out.figures)
-    fields = {field for figures in out.figures.values() for field, value in figures.items() if value is not None}
-    ordered = [field for field in out.figures[names[0]] if field in fields]
-    rows = [(field.replace("_", " "), *(out.figures[name][field] for name in names)) for field in ordered]
+    first = out.figures[names[0]]
+    if "accuracy" in first:
+        rows = [(name, percent_with_interval(out.figures[name]), *_shares(out.figures[name])) for name in names]
+        yield table(("held out", "accuracy, 95 % interval", *first["categories"]), rows)
+    fields = [field for field in _FIGURES if any(figures.get(field) is not None for figures in out.figures.values())]
+    rows = [(field.replace("_", " "), *(out.figures[name][field] for name in names)) for field in fields]
     yield table(("held out", *names), rows)
-    answers = json.loads((out.directory / "answers.json").read_text(encoding="utf-8"))
+    content = json.loads((out.directory / "answers.json").read_text(encoding="utf-8"))
+    answers = {
+        name: [*map(_describe_sample, part["samples"]), *map(_describe, part["responses"])]
+        for name, part in content.items()
+    }
     rows = [
-        (code(_cut(group[0]["prompt"])), *(_describe(answer) for answer in group))
+        (code(_cut(group[0][0])), *(text for _, text in group))
         for group in list(zip(*answers.values(), strict=True))[:_MAX_PROMPTS]
     ]
     if rows:
         yield "### The same prompts\n\n" + table(("prompt", *answers), rows)
 
 
-def _describe(answer: dict[str, Any]) -> str:
-    reward = f" (reward {answer['rewards']['reward']:g})" if answer["rewards"] else ""
-    return code(_cut(answer["response"])) + reward
+def percent_with_interval(figures: dict[str, Any]) -> str:
+    """Return the accuracy of a summary with its confidence interval, in percent."""
+    accuracy, low, high = (100 * figures[name] for name in ("accuracy", "accuracy_low", "accuracy_high"))
+    return f"{accuracy:.1f} % [{low:.1f}, {high:.1f}]"
+
+
+def _shares(figures: dict[str, Any]) -> Iterator[str]:
+    for count in figures["categories"].values():
+        yield f"{count:,} ({count / figures['problems']:.0%})"
+
+
+def _describe_sample(sample: Sequence[str]) -> tuple[str, str]:
+    prompt, response = sample
+    return prompt, code(_cut(response))
+
+
+def _describe(response: dict[str, Any]) -> tuple[str, str]:
+    shown = f"{code(_cut(response['response']))} ({response['category']}, reward {response['rewards']['reward']:g})"
+    return response["prompt"][-1]["content"], shown
 
 
 def _cut(text: str) -> str:

@@ -43,15 +43,24 @@ class ChunkGroup:
         return self.sha256
 
     def open(self, store: Store) -> Ranges:
-        """Read the ranges."""
-        ranges = parse_chunks(read_output(store, self.cut).read_range("chunks.jsonl", self.start, self.end))
-        if digest_of_ranges(ranges) != self.sha256:
-            raise UserError(f"{store.path(*self.cut)} is damaged. Run the pipeline again: it makes it again.")
+        """Read the ranges. Raises UserError if they are damaged."""
+        output = read_output(store, self.cut)
+        ranges = parse_chunks(output.read_range("chunks.jsonl", self.start, self.end))
+        if ranges is None or digest_of_ranges(ranges) != self.sha256:
+            raise UserError(f"{output.file_url('chunks.jsonl')} is damaged. Run the pipeline again: it makes it again.")
         urls = self.texts.urls(store)
         try:
             return [(urls[part["text"]], Range(**part)) for part in ranges]
         except IndexError:
             raise UserError(f"Chunks {self.cut.key[:12]} are of other texts. Refresh the chunk stage.") from None
+
+    def find_damaged_url(self, store: Store) -> str:
+        """Return the path or URL of a text that has changed since the chunks were cut; empty if there is none.
+
+        Raises UserError if a text is missing.
+        """
+        changed = (path for path, part in self.open(store) if not _is_intact(path, part))
+        return self.texts.find_damaged_url(store) or next(changed, "")
 
 
 def digest_of_ranges(ranges: Iterable[Mapping[str, Any]]) -> str:
@@ -129,4 +138,16 @@ def _read_checked(path: str, parts: list[Range], stopping: Event) -> Iterator[by
                 digest.update(block)
                 yield block
             if digest.hexdigest() != part.sha256:
-                raise UserError(f"{path} changed while the pipeline ran. Run it again.")
+                raise UserError(f"{path} changed or was damaged while the pipeline ran. Run it again.")
+
+
+def _is_intact(path: str, part: Range) -> bool:
+    """Return whether a range has its digest. Raises UserError if its text cannot be opened."""
+    digest = hashlib.sha256()
+    try:
+        with open_raw(path, is_ranged=True) as file:
+            for block in read_blocks(file, part.start, part.end):
+                digest.update(block)
+    except OSError:
+        return False
+    return digest.hexdigest() == part.sha256

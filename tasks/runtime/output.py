@@ -94,6 +94,11 @@ class Output:
         files = [*self.manifest["files"], *self.manifest["records"]]
         return self.store.find_damaged(files, *self.location, etags=self.manifest["etags"])
 
+    def find_damaged_url(self) -> str:
+        """Return the path or URL of the first file that :meth:`find_damaged` names; empty if there is none."""
+        damaged = self.find_damaged()
+        return self.file_url(damaged[0]) if damaged else ""
+
     def is_intact(self) -> bool:
         """Return whether all files, except the page, have their size and digest."""
         return not self.find_damaged()

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Literal
 
 from lm.common.errors import UserError
-from lm.posttrain.config import PreferenceConfig, ReinforceConfig
+from lm.posttrain.config import PPOConfig, PreferenceConfig, ReinforceConfig, RewardModelConfig
 from lm.train.config import TrainConfig
 from tasks.runtime.context import Attempt
 from tasks.runtime.output import Output
@@ -13,17 +13,23 @@ from tasks.runtime.training import relative_path
 if TYPE_CHECKING:
     from lm.posttrain.job import PosttrainJob
 
-_EXAMPLES = {"sft": "dialogs", "preference": "pairs", "reinforce": "problems"}
+_EXAMPLES = {
+    "sft": "dialogs",
+    "preference": "pairs",
+    "reward_model": "pairs",
+    "reinforce": "problems",
+    "ppo": "problems",
+}
 
 
 def make_posttrain_job(
     out: Attempt,
-    method: Literal["sft", "preference", "reinforce"],
+    method: Literal["sft", "preference", "reward_model", "reinforce", "ppo"],
     model: Output,
     tokenizer: Output,
     data: Output,
     config: TrainConfig,
-    method_config: PreferenceConfig | ReinforceConfig | None = None,
+    method_config: PreferenceConfig | RewardModelConfig | ReinforceConfig | PPOConfig | None = None,
 ) -> "PosttrainJob":
     """Return the job of a method. ``data`` is the output of ``dialogs``, ``tokenizer`` that of ``base``.
 
@@ -31,8 +37,11 @@ def make_posttrain_job(
     """
     from lm.posttrain.job import PosttrainJob
 
+    counts = {kind: data.manifest["figures"][kind]["train"] for kind in ("dialogs", "pairs", "problems")}
     kind = _EXAMPLES[method]
-    if not data.manifest["figures"][kind]["train"]:
+    if method == "ppo" and not counts[kind]:
+        kind = "pairs"  # their prompts
+    if not counts[kind]:
         field = "dialogs.task" if kind == "problems" else "dialogs.train"
         raise UserError(f"There are no {kind} for the stage {method}. Name some in {field}, or leave the stage out.")
     settings = (
@@ -42,7 +51,7 @@ def make_posttrain_job(
         config=config,
         method=method,
         settings=settings,
-        model=relative_path(out, model.directory(model.json("training.json")["best"])),
+        model=best_checkpoint(out, model),
         tokenizer=relative_path(out, tokenizer.directory("tokenizer")),
         train=relative_path(out, data.path(f"{kind}-train.jsonl")),
         valid=relative_path(out, data.path(f"{kind}-valid.jsonl")),
@@ -50,6 +59,11 @@ def make_posttrain_job(
         out=".",
         execution=out.run.execution,
     )
+
+
+def best_checkpoint(out: Attempt, model: Output) -> str:
+    """Return the path of the best checkpoint of a training, relative to the job."""
+    return relative_path(out, model.directory(model.json("training.json")["best"]))
 
 
 def reward_weights(data: Output, weights: dict[str, float]) -> dict[str, float]:

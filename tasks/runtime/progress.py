@@ -29,12 +29,13 @@ def show_progress(
     from prefect.context import FlowRunContext, TaskRunContext
 
     done, ended = 0, threading.Event()
+    key = f"{label}-{title}".replace("_", "-")  # Prefect's keys have no underscores
 
     def update_artifacts() -> None:
         with contextlib.suppress(Exception):  # a failing artifact must not fail the work
             shown_percent, shown_page, page_time, is_last = 0.0, "", time.monotonic() + _PAGE_SECONDS, False
             description = f"{title}, {total:,} × {unit}"
-            artifact: Any = create_progress_artifact(0.0, key=f"{label}-{title}-progress", description=description)
+            artifact: Any = create_progress_artifact(0.0, key=f"{key}-progress", description=description)
             while not is_last:
                 is_last = ended.wait(_UPDATE_SECONDS)
                 percent = 100.0 * done / total if total else 100.0
@@ -44,8 +45,7 @@ def show_progress(
                 if time.monotonic() >= page_time and not is_last:
                     with contextlib.suppress(Exception):
                         if (text := page()) and text != shown_page:
-                            key, description = f"{label}-{title}-so-far", f"{title}, so far"
-                            create_markdown_artifact(text, key=key, description=description)
+                            create_markdown_artifact(text, key=f"{key}-so-far", description=f"{title}, so far")
                             shown_page = text
                     page_time = time.monotonic() + _PAGE_SECONDS
 

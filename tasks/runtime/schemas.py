@@ -15,11 +15,12 @@ from lm.common.errors import UserError
 from lm.common.json_files import read_json
 from tasks.runtime.store import Store
 
+STAGE_NAME = "[a-z][a-z0-9_-]{0,63}"
 ATTEMPT_NAME = re.compile("[0-9]{8}T[0-9]{6}-[0-9a-f]{8}")
 _NAME = r"\.*[A-Za-z0-9_-][A-Za-z0-9_.-]*"  # neither "." nor ".."
 _Path = Annotated[str, Field(pattern=f"^{_NAME}(/{_NAME})*$", max_length=255)]
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-_StageName = Annotated[str, Field(pattern="^[a-z][a-z0-9-]{0,63}$")]
+_StageName = Annotated[str, Field(pattern=f"^{STAGE_NAME}$")]
 _Size = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Seconds = Annotated[float, Field(ge=0, le=1e12)]
 _Interval = Annotated[list[_Size], Field(min_length=2, max_length=2)]
@@ -212,12 +213,12 @@ def read_json_content(path: Path) -> Any:
     return content
 
 
-def parse_chunks(lines: bytes) -> list[dict[str, Any]]:
-    """Return the ranges of all chunks in lines of ``chunks.jsonl``. Raises UserError if they are not valid."""
+def parse_chunks(lines: bytes) -> list[dict[str, Any]] | None:
+    """Return the ranges of all chunks in lines of ``chunks.jsonl``; None if they are not valid."""
     try:
         return [part.model_dump() for line in lines.splitlines() for part in _CHUNK.validate_json(line)]
-    except ValidationError as error:
-        raise UserError(f"chunks.jsonl is not valid: {error.errors()[0]['msg']}.") from None
+    except ValidationError:
+        return None
 
 
 def read_record(schema: type[_Schema], store: Store, *parts: str) -> dict[str, Any] | None:

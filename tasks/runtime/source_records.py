@@ -7,9 +7,10 @@ from dataclasses import asdict
 
 from lm.common.cpu import available_cpus
 from lm.common.errors import UserError
+from lm.text.retry import retry_reading
 from lm.text.sources import Source, expand_urls, hash_source, source_version
 from tasks.runtime.schemas import SourceRecord, read_record
-from tasks.runtime.store import Store, retry_reading
+from tasks.runtime.store import Store
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lm.common.errors import UserError
+from lm.common.errors import Stopped, TransientError, UserError
 from lm.common.runtime import Execution
 from tasks.runtime.code_version import check_not_edited, code_identity, find_modules, module_digests
 from tasks.runtime.context import Attempt, RunContext
@@ -161,7 +161,7 @@ class Stage:
         started, clock, cpu_clock = time.time(), time.perf_counter(), time.thread_time()
         inputs = {name: open_input(value, store) for name, value in arguments.items()}
         try:
-            with _translate_errors(self.name, inputs):
+            with _translate_errors(self.name, store, arguments, inputs):
                 self.body(out, **inputs)
                 seconds, cpu_seconds = time.perf_counter() - clock, time.thread_time() - cpu_clock
                 self._write_page(out, inputs)
@@ -272,23 +272,38 @@ def open_input(value: Any, store: Store) -> Any:
 
 
 @contextmanager
-def _translate_errors(name: str, inputs: dict[str, Any]) -> Iterator[None]:
-    """Raise UserError for an OSError, and if an input was damaged while the stage read it."""
+def _translate_errors(name: str, store: Store, arguments: dict[str, Any], inputs: dict[str, Any]) -> Iterator[None]:
+    """Raise UserError for an OSError, and if an input changed while the stage read it."""
     failure: Exception | None = None
     try:
         yield
+    except (Stopped, TransientError):
+        raise
     except Exception as error:
         failure = error
-    values = [item for value in inputs.values() for item in (value if isinstance(value, list) else [value])]
-    for output in (value for value in values if isinstance(value, Output) and value.store.is_local):
-        if not output.is_intact():
-            raise UserError(
-                f"{output.url} was damaged while {name} read it. Run the pipeline again: it makes both again."
-            ) from failure
+    if url := _find_damaged_input(store, arguments, inputs, failure is not None):
+        raise UserError(f"{url} changed or was damaged while {name} read it. Run the pipeline again.") from failure
     if isinstance(failure, OSError):
         raise UserError(f"{name} cannot continue: {failure}. Finished outputs are kept.") from failure
     if failure:
         raise failure
+
+
+def _find_damaged_input(store: Store, arguments: dict[str, Any], inputs: dict[str, Any], has_failed: bool) -> str:
+    """Return the path or URL of an input file that has changed; empty if there is none.
+
+    Without a failure, only the files of a local root are checked: they are read in place. Copies of files of a remote
+    root are checked when they are downloaded, and a text when the end of a range is read.
+    """
+    outputs = [item for item in _flat(inputs) if isinstance(item, Output)] if has_failed or store.is_local else []
+    if url := next(filter(None, (output.find_damaged_url() for output in outputs)), ""):
+        return url
+    groups = [item for item in _flat(arguments) if hasattr(item, "find_damaged_url")] if has_failed else []
+    return next(filter(None, (group.find_damaged_url(store) for group in groups)), "")
+
+
+def _flat(values: dict[str, Any]) -> list[Any]:
+    return [item for value in values.values() for item in (value if isinstance(value, list) else [value])]
 
 
 def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -6,7 +6,6 @@ uploaded, and files are downloaded before they are read.
 
 import functools
 import hashlib
-import logging
 import os
 import posixpath
 import shutil
@@ -20,41 +19,21 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from fsspec.implementations.local import LocalFileSystem
-from tenacity import (
-    Retrying,
-    retry_if_exception_type,
-    stop_after_attempt,
-    stop_after_delay,
-    wait_exponential,
-    wait_random,
-)
 
 from lm.checkpoint.atomic_dir import sync_path
 from lm.common.cache import cache_directory
 from lm.common.checksum import dumps_with_checksum, file_checksum
 from lm.common.cpu import available_cpus
-from lm.common.errors import TransientError, UserError
-from lm.text.sources import is_transient_error, open_filesystem
+from lm.common.errors import UserError
+from lm.text.retry import NOT_FOUND_ERRORS, retry_request, translate_errors
+from lm.text.sources import is_range_past_end, open_filesystem
 from tasks.runtime.verified_files import open_verified_files
-
-log = logging.getLogger(__name__)
-
-# Four tries, about 2, 4 and 8 seconds apart, for network failures only.
-retry_reading = Retrying(
-    retry=retry_if_exception_type(TransientError),
-    stop=stop_after_attempt(4),
-    wait=wait_exponential(multiplier=2) + wait_random(0, 1),
-    before_sleep=lambda state: log.warning("%s Trying again.", state.outcome and state.outcome.exception()),
-    reraise=True,
-)
-retry_request = retry_reading.copy(stop=stop_after_attempt(4) | stop_after_delay(60))  # a single try may time out late
 
 LOCK_FILE = ".lock"  # in the root while it is used, and beside the attempts of an output while it is made
 LEASES = "leases"  # directory of the leases of runs, see tasks.runtime.lease
 _MAX_CONCURRENT_REQUESTS = 16
 _UPLOAD_RETENTION_SECONDS = 30 * 24 * 3600  # a training can resume from a failed upload
 _CLOCK_TICK_NS = 20_000_000  # file times are coarser than the clock: two changes in one tick have the same time
-_NOT_FOUND_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -84,18 +63,8 @@ class Store:
 
     def _request(self, operation: Callable[[], _Result]) -> _Result:
         """Call the file system; retry if the network fails. Raises UserError for any error but a missing file."""
-        return self._translate_errors(operation) if self.is_local else retry_request(self._translate_errors, operation)
-
-    def _translate_errors(self, operation: Callable[[], _Result]) -> _Result:
-        try:
-            return operation()
-        except (*_NOT_FOUND_ERRORS, FileExistsError):
-            raise
-        except Exception as error:  # each file system has its own exceptions
-            may_pass = isinstance(error, OSError) and not isinstance(error, PermissionError) and not self.is_local
-            if may_pass or is_transient_error(error):
-                raise TransientError(f"The root {self.base} cannot be reached: {error}") from error
-            raise UserError(f"The root {self.base} cannot be used: {error}") from error
+        attempt = functools.partial(translate_errors, f"The root {self.base}", operation, self.is_local)
+        return attempt() if self.is_local else retry_request(attempt)
 
     def map(
         self, function: Callable[[_Item], _Result], items: Sequence[_Item], local_threads: int = 1
@@ -129,15 +98,24 @@ class Store:
         options = {"max_concurrency": 1} if "s3" in self.fs.protocol else {}  # otherwise s3fs asks for the size first
         try:
             return bytes(self._request(lambda: self.fs.cat_file(path, **options)))
-        except _NOT_FOUND_ERRORS:
+        except NOT_FOUND_ERRORS:
             return None
 
     def read_range(self, start: int, end: int, *parts: str) -> bytes:
-        """Return the bytes ``start`` to ``end`` of a file. Raises UserError if it is missing."""
+        """Return the bytes ``start`` to ``end`` of a file, or fewer at its end. Raises UserError if it is missing."""
         path = self.path(*parts)
+
+        def read() -> bytes:
+            try:
+                return bytes(self.fs.cat_file(path, start=start, end=end))
+            except OSError as error:
+                if is_range_past_end(error):  # a local file has no error then
+                    return b""
+                raise
+
         try:
-            return bytes(self._request(lambda: self.fs.cat_file(path, start=start, end=end)))
-        except _NOT_FOUND_ERRORS:
+            return self._request(read)
+        except NOT_FOUND_ERRORS:
             raise UserError(f"{path} is missing. Run the pipeline again: it makes it again.") from None
 
     def write_json(self, content: dict[str, Any], *parts: str) -> None:
@@ -179,14 +157,14 @@ class Store:
 
     def delete_file(self, *parts: str) -> None:
         """Delete a file if it exists."""
-        with suppress(*_NOT_FOUND_ERRORS):
+        with suppress(*NOT_FOUND_ERRORS):
             self._request(lambda: self.fs.rm_file(self.path(*parts)))
 
     def list_names(self, *parts: str) -> list[str]:
         """Return the names in a directory, sorted; empty if it is missing."""
         try:
             paths = self._request(lambda: self.fs.ls(self.path(*parts), False))
-        except _NOT_FOUND_ERRORS:
+        except NOT_FOUND_ERRORS:
             return []
         return sorted(posixpath.basename(str(path).rstrip("/")) for path in paths)
 
@@ -282,7 +260,7 @@ class Store:
                 return f"it has {size:,} bytes instead of {file['bytes']:,}"
             digest = self._request(lambda: file_checksum(self.fs.open(path)))
             return "" if digest == file["sha256"] else "its content has changed"
-        except _NOT_FOUND_ERRORS:
+        except NOT_FOUND_ERRORS:
             return "it is missing"
 
     def _trust(self, parts: tuple[str, ...], files: Iterable[Mapping[str, Any]], stats: dict[str, FileStat]) -> None:
@@ -308,13 +286,13 @@ class Store:
                 paths = (os.path.join(directory, name) for directory, _, files in os.walk(base) for name in files)
                 names = [os.path.relpath(path, base) for path in paths]
             for name in names:
-                with suppress(*_NOT_FOUND_ERRORS):
+                with suppress(*NOT_FOUND_ERRORS):
                     info = Path(self.path(*parts, name)).stat()
                     fingerprint = f"{info.st_size}-{info.st_mtime_ns}-{info.st_ctime_ns}-{info.st_ino}"
                     is_settled = info.st_ctime_ns < time.time_ns() - _CLOCK_TICK_NS
                     stats[name] = FileStat(info.st_size, fingerprint if is_settled else "")
             return stats
-        with suppress(*_NOT_FOUND_ERRORS):
+        with suppress(*NOT_FOUND_ERRORS):
             for path, info in self._request(lambda: self.fs.find(base, detail=True)).items():  # one listing for all
                 name, size = posixpath.relpath(path, base), int(info["size"])
                 etag = str(info.get("ETag") or info.get("etag") or "")
@@ -336,7 +314,7 @@ class Store:
         try:
             self._request(lambda: self.fs.get_file(self.path(*parts), str(temporary)))
             temporary.replace(target)
-        except _NOT_FOUND_ERRORS:
+        except NOT_FOUND_ERRORS:
             target.unlink(missing_ok=True)
         finally:
             temporary.unlink(missing_ok=True)
@@ -344,7 +322,7 @@ class Store:
     def remove(self, *parts: str) -> None:
         """Delete a file or directory, and on a local root the parent directories that become empty."""
         if not self.is_local:
-            with suppress(*_NOT_FOUND_ERRORS):
+            with suppress(*NOT_FOUND_ERRORS):
                 self._request(lambda: self.fs.rm(self.path(*parts), recursive=True))
             return
         path = Path(self.path(*parts))

@@ -43,11 +43,15 @@ class TextGroup:
     def open(self, store: Store) -> OpenTextGroup:
         """Read the list of the texts. Raises UserError if a file of the group is damaged."""
         output = read_output(store, self.output)
-        if damaged := output.find_damaged():
-            raise UserError(f"{output.url}/{damaged[0]} is damaged. Run the pipeline again: it makes it again.")
+        if url := output.find_damaged_url():
+            raise UserError(f"{url} is damaged. Run the pipeline again: it makes it again.")
         texts = self.selection.texts(read_texts(output))
         urls = [text_url(output, text) for text, _ in texts]
         return OpenTextGroup(urls, [ranges for _, ranges in texts], self.bytes_before)
+
+    def find_damaged_url(self, store: Store) -> str:
+        """Return the path or URL of a damaged file of the output; empty if there is none."""
+        return read_output(store, self.output).find_damaged_url()
 
     def urls(self, store: Store) -> list[str]:
         """Return the path or URL of each text."""

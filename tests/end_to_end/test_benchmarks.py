@@ -79,7 +79,7 @@ def test_the_server_benchmark_counts_requests() -> None:
     assert result["failed"] == result["left"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_recipes_are_compared_by_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = small_data()
     adamw, fast = learning.recipes(data.tokenizer.size)

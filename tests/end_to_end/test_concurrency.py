@@ -4,7 +4,7 @@ import pytest
 
 from tests.end_to_end.concurrency import Rounds
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

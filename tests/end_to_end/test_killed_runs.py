@@ -24,9 +24,9 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
 @pytest.mark.parametrize(
     ("killed", "final_states"),
     [
-        ({"flow"}, ["Crashed: Process exited with status code: -9"]),
+        pytest.param({"flow"}, ["Crashed: Process exited with status code: -9"], marks=pytest.mark.long),
         ({"flow", "worker"}, ["Crashed: Its process died; detected by run "]),
-        ({"worker"}, ["Crashed: ", "Completed: "]),  # the process may survive its worker
+        pytest.param({"worker"}, ["Crashed: ", "Completed: "], marks=pytest.mark.long),  # the process may survive
         ({"server"}, ["Completed: "]),
     ],
     ids=["flow", "flow-and-worker", "worker", "server"],

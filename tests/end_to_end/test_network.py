@@ -17,6 +17,7 @@ from flows.config import load_preset
 from flows.pipeline import pipeline
 from flows.plan import plan
 from lm.common.errors import TransientError, UserError
+from lm.text import retry
 from lm.text.demo_corpus import demo_stories
 from lm.text.sources import hash_source
 from tasks.runtime import store
@@ -100,7 +101,7 @@ def test_a_broken_connection_is_not_a_corrupt_file(tmp_path: Path, monkeypatch: 
 
 @pytest.fixture
 def no_retry_wait(monkeypatch: pytest.MonkeyPatch, prefect_server: None) -> None:
-    monkeypatch.setattr(store.retry_reading, "wait", wait_none())
+    monkeypatch.setattr(retry.retry_reading, "wait", wait_none())
 
 
 @pytest.mark.parametrize("responses", [[500, 503], [BREAK], [200, 500, BREAK, 429]])
@@ -123,8 +124,9 @@ def test_the_flow_gives_up_after_three_retries(flaky_url: str, tmp_path: Path, n
     assert FlakyHandler.request_count == 4
 
 
+@pytest.mark.slow
 def test_a_plan_retries(flaky_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store.retry_request, "wait", wait_none())
+    monkeypatch.setattr(retry.retry_request, "wait", wait_none())
     FlakyHandler.replies[:] = [500, BREAK]
     config = load_preset("demo")
     config.data.train[:] = [flaky_url]
@@ -167,7 +169,7 @@ def test_an_object_store_that_never_answers_times_out(
     with pytest.raises(TransientError, match="cannot be"):
         hash_source("s3://bucket/a.txt")
     assert len(silent_s3) == 2  # s3fs retries once, botocore does not
-    monkeypatch.setattr(store.retry_request, "stop", stop_after_delay(0.5))  # instead of 60 seconds
+    monkeypatch.setattr(retry.retry_request, "stop", stop_after_delay(0.5))  # instead of 60 seconds
     with pytest.raises(TransientError, match="cannot be reached"):
         store.Store("s3://bucket/root").read_bytes("manifest.json")
     assert len(silent_s3) == 2 + 2 * 2  # some operations of s3fs retry in nested loops
@@ -183,7 +185,7 @@ def test_the_flow_does_not_retry_a_user_error(flaky_url: str, tmp_path: Path, no
 
 
 def test_a_failed_request_is_retried_without_a_rerun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store.retry_request, "wait", wait_none())
+    monkeypatch.setattr(retry.retry_request, "wait", wait_none())
     bodies: list[str] = []
 
     def body(out: Attempt, text: str) -> None:
@@ -219,7 +221,7 @@ def failing_first(operation: Callable[..., Any], failures: list[Exception]) -> C
 def test_a_failing_root_is_not_treated_as_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]
 ) -> None:
-    monkeypatch.setattr(store.retry_request, "wait", wait_none())
+    monkeypatch.setattr(retry.retry_request, "wait", wait_none())
     root = RunContext(f"memory://{tmp_path.name}", "run").store
     calls: list[str] = []
 

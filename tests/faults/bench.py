@@ -1,4 +1,4 @@
-"""Shared setup of the rounds: a Prefect server, an object store, sources, a reference run, and pipeline processes."""
+"""Shared setup of the rounds: a Prefect server, an object store, sources, a reference run, and processes of a flow."""
 
 import json
 import os
@@ -16,23 +16,15 @@ from unittest.mock import patch
 import fsspec
 import yaml
 
-from lm.text.demo_corpus import demo_stories
+from tests.faults.flows import PIPELINE, TestedFlow
 from tests.faults.object_store import KEYS, ObjectStore
 from tests.helpers.cluster import DaskCluster, Installation
-from tests.helpers.deployed import PROJECT, TINY, Server
+from tests.helpers.deployed import PROJECT, Server
 
 _POLL_SECONDS = 0.02
 _HANG_SECONDS = 240.0  # long enough to compile the kernels on a busy machine
 _FEW_RETRIES = {"AWS_MAX_ATTEMPTS": "2", "PREFECT_CLIENT_MAX_RETRIES": "2"}  # the defaults take longer than a round
-BUCKET = "faults"
-CONFIG: dict[str, Any] = {
-    "chunk": {"target_bytes": 60_000},
-    "tokenizer": {"vocab_size": 600},
-    "model": TINY["model"],
-    "train": TINY["train"] | {"steps": 200, "eval_interval": 40, "checkpoint_interval": 30},
-    "sample": {"prompts": ["Once", "One day"], "max_new_tokens": 60},
-    "execution": {"threads": 1, "compile": False, "log_interval": 1000},
-}
+EXECUTION: dict[str, Any] = {"threads": 1, "compile": False, "device": "cpu", "log_interval": 1000}
 
 
 def poll(seconds: float) -> Iterator[None]:
@@ -43,7 +35,7 @@ def poll(seconds: float) -> Iterator[None]:
 
 
 class Process:
-    """A ``textmill run``, with its output lines and the stages that have finished according to them."""
+    """A run of ``textmill``, with its output lines and the stages that have finished according to them."""
 
     def __init__(self, arguments: list[str], zygote: subprocess.Popen[str], fifo: Path) -> None:
         self.lines: list[str] = []
@@ -53,7 +45,7 @@ class Process:
         """The exit code, or None while the process runs."""
         assert zygote.stdin is not None and zygote.stdout is not None
         os.mkfifo(fifo)
-        zygote.stdin.write(json.dumps([["run", *arguments], str(fifo)]) + "\n")
+        zygote.stdin.write(json.dumps([arguments, str(fifo)]) + "\n")
         zygote.stdin.flush()
         self.id = int(zygote.stdout.readline())
         self._threads = [
@@ -121,10 +113,10 @@ class Process:
 class Bench:
     """The servers, sources and reference outputs that all rounds share."""
 
-    def __init__(self, home: Path, on_dask: bool = False) -> None:
+    def __init__(self, home: Path, flow: TestedFlow = PIPELINE, on_dask: bool = False) -> None:
         """With ``on_dask``, the runs of the rounds use a Dask cluster of two workers, and roots on the object store."""
         home.mkdir(parents=True, exist_ok=True)
-        self.home = home
+        self.home, self.flow = home, flow
         self.server = Server(home)
         self.objects = ObjectStore()
         s3 = KEYS | {"AWS_ENDPOINT_URL": self.objects.url}
@@ -138,13 +130,9 @@ class Bench:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.source = home / "train.txt"  # a source that is not copied
-        self.source.write_text("".join(demo_stories(1200)), encoding="utf-8")
-        valid = home / "valid.jsonl"  # a source that is copied
-        stories = "".join(demo_stories(100, seed=1)).split("<|endoftext|>\n")[:-1]
-        valid.write_text("".join(json.dumps({"text": story}) + "\n" for story in stories), encoding="utf-8")
-        data = {"train": [str(self.source)], "valid": [str(valid)]}
-        (home / "config.yaml").write_text(yaml.safe_dump({"data": data, **CONFIG}), encoding="utf-8")
+        config = flow.write_inputs(home) | {"execution": EXECUTION}
+        (home / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+        self.source = home / flow.source
         self.cluster: DaskCluster | None = None
         self._run_reference("first")  # compiles the kernels, so its times are not typical
         self.reference = self._run_reference("reference")
@@ -172,8 +160,8 @@ class Bench:
         fsspec.get_filesystem_class("s3").clear_instance_cache()
 
     def start(self, root: str) -> Process:
-        """Run the whole pipeline below ``root``."""
-        arguments = ["--config", str(self.home / "config.yaml"), "--root", root]
+        """Run the whole flow below ``root``."""
+        arguments = [self.flow.command, "--config", str(self.home / "config.yaml"), "--root", root]
         if self.cluster:
             arguments += ["--execution.runner", "dask", "--execution.address", self.cluster.address]
             arguments += ["--execution.shared_root", "true"]  # the workers see the sources
@@ -186,8 +174,8 @@ class Bench:
         return self.home / name
 
     def bucket(self, name: str) -> str:
-        """Return the URL of a root on the object store."""
-        fs = fsspec.filesystem("s3")
-        if not fs.exists(BUCKET):
-            fs.mkdir(BUCKET)
-        return f"s3://{BUCKET}/{name}"
+        """Return the URL of a root on the object store. All object stores of a process have the same contents."""
+        fs, bucket = fsspec.filesystem("s3"), f"faults-{self.flow.command}"
+        if not fs.exists(bucket):
+            fs.mkdir(bucket)
+        return f"s3://{bucket}/{name}"

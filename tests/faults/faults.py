@@ -17,8 +17,8 @@ import fsspec
 
 from tests.faults.bench import Bench, Process
 from tests.faults.checks import read_manifests
+from tests.faults.flows import ALL_STAGES, PIPELINE, TestedFlow
 from tests.helpers.cluster import kill_group
-from tests.helpers.deployed import STAGES
 
 _MOUNT_COMMAND = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs"]
 
@@ -36,13 +36,13 @@ class Scene:
     """``stage/key`` of the outputs that the fault has damaged."""
 
     def start(self) -> Process:
-        """Run the pipeline. The fault is injected into the first run."""
+        """Run the flow. The fault is injected into the first run."""
         self.runs.append(self.bench.start(self.root))
         return self.runs[-1]
 
 
 class Fault:
-    """A fault: ``prepare`` runs before the pipeline, ``inject`` while it runs, ``undo`` after its end."""
+    """A fault: ``prepare`` runs before the flow, ``inject`` while it runs, ``undo`` after its end."""
 
     exit_codes: ClassVar[set[int]] = {2}
     """The exit codes, other than 0, that a run with this fault may have."""
@@ -83,7 +83,10 @@ class Signal(Fault):
         self.number, self.exit_codes = number, {code}
 
     def inject(self, scene: Scene) -> None:
-        os.kill(scene.runs[0].id, self.number)
+        if self.number == signal.SIGINT:  # a terminal sends it to all processes of the run
+            os.killpg(scene.runs[0].id, self.number)
+        else:
+            os.kill(scene.runs[0].id, self.number)
 
 
 class DiskFull(Fault):
@@ -131,7 +134,7 @@ class Unwritable(Fault):
         if os.geteuid():
             self.command, self.undo_command = ["chmod", "a-w"], ["chmod", "u+w"]
         elif not command_works(self.command, self.undo_command):
-            self.excluded = dict.fromkeys(STAGES, "files cannot be made immutable here")  # type: ignore[misc]
+            self.excluded = dict.fromkeys(ALL_STAGES, "files cannot be made immutable here")  # type: ignore[misc]
 
     def inject(self, scene: Scene) -> None:
         subprocess.run([*self.command, "-R", scene.root], check=False)
@@ -141,8 +144,10 @@ class Unwritable(Fault):
 
 
 class SourceRemoved(Fault):
-    message = "train.txt does not exist"
-    excluded: ClassVar = dict.fromkeys(("merge", "train", "sample"), "it reads no text")
+    message = "(train.txt|dialogs.jsonl) does not exist"
+    excluded: ClassVar = dict.fromkeys(
+        ("merge", "train", "sample", "sft", "preference", "reinforce", "evaluate"), "it reads no source"
+    )
 
     def inject(self, scene: Scene) -> None:
         scene.bench.source.rename(scene.bench.source.with_suffix(".away"))
@@ -160,7 +165,7 @@ class Damage(Fault):
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        one_file = dict.fromkeys(("chunk", "sample"), "it writes only one file")
+        one_file = dict.fromkeys(("chunk", "sample", "evaluate"), "it writes only one file")
         self.excluded = one_file if kind == "swap" else {}  # type: ignore[misc]
 
     def inject(self, scene: Scene) -> None:
@@ -241,7 +246,7 @@ class ServerKilled(Fault):
 class StoreFails(Fault):
     """All or some requests to the object store fail, for some seconds or until the run ends."""
 
-    message = "The root .* cannot be (reached|used)"
+    message = "The (root|checkpoints) .* cannot be (reached|used)"
     on_s3 = True
 
     def __init__(self, kind: str) -> None:
@@ -295,7 +300,7 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-def list_cases(on_dask: bool = False) -> list[tuple[str, str]]:
-    """Return all cases, (stage, fault), of runs in threads or on a Dask cluster."""
+def list_cases(flow: TestedFlow = PIPELINE, on_dask: bool = False) -> list[tuple[str, str]]:
+    """Return all cases, (stage, fault), of a flow whose runs use threads or a Dask cluster."""
     faults = {name: fault for name, fault in FAULTS.items() if (fault.on_dask if on_dask else fault.on_threads)}
-    return [(stage, name) for name, fault in faults.items() for stage in STAGES if stage not in fault.excluded]
+    return [(stage, name) for name, fault in faults.items() for stage in flow.stages if stage not in fault.excluded]

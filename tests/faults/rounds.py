@@ -21,7 +21,9 @@ from tests.faults.checks import (
     read_attempts,
 )
 from tests.faults.faults import FAULTS, Scene, list_cases
-from tests.helpers.deployed import STAGES
+from tests.faults.flows import TestedFlow
+
+_CHILDREN_SECONDS = 10.0  # until the process of the rewards notices that a killed run is gone
 
 
 @dataclass
@@ -37,9 +39,9 @@ class Round:
     output: str = ""
 
 
-def choose_case(seed: int, number: int, on_dask: bool = False) -> tuple[str, str]:
+def choose_case(flow: TestedFlow, seed: int, number: int, on_dask: bool = False) -> tuple[str, str]:
     """Return the stage and the fault of a round. The cases come in a new random order after each pass."""
-    cases = list_cases(on_dask)
+    cases = list_cases(flow, on_dask)
     shuffle, i = divmod(number, len(cases))
     return random.Random(f"{seed} turn {shuffle}").sample(cases, len(cases))[i]
 
@@ -64,11 +66,11 @@ def run_round(bench: Bench, seed: int, number: int, stage: str, name: str) -> Ro
         finished = list(first.finished)
         is_running = first.code is None
         fault.inject(scene)
-        result.hit = stage if fault.damages_output else _running_stage(finished, is_running)
+        result.hit = stage if fault.damages_output else _running_stage(bench.flow, finished, is_running)
         if not first.wait():
             result.problems.append("the run hung")
-        if pids := first.children():
-            result.problems.append(f"the run left the processes {pids}")
+        if not any(not first.children() for _ in poll(_CHILDREN_SECONDS)):
+            result.problems.append(f"the run left the processes {first.children()}")
         if is_running:
             result.problems += check_exit(first, fault.exit_codes, fault.message)
         fault.undo(scene)
@@ -87,8 +89,8 @@ def run_round(bench: Bench, seed: int, number: int, stage: str, name: str) -> Ro
             if bench.cluster:
                 result.problems += check_maintenance(root)
                 result.problems += check_outputs(_expected_digests(bench.reference), root)
-        result.problems += check_prefect(bench.server, first, fault.reports_state)
-        result.problems += check_prefect(bench.server, second, reports_state=True)
+        result.problems += check_prefect(bench.server, first, bench.flow.stages, fault.reports_state)
+        result.problems += check_prefect(bench.server, second, bench.flow.stages, reports_state=True)
         result.output = f"{first.output}\n-- second run:\n{second.output}"
     except Exception:
         result.problems.append("the test suite failed")
@@ -109,23 +111,24 @@ def _wait_for_injection(scene: Scene, is_after: bool, run: Process) -> None:
 
     If ``is_after``, wait for a random later stage or the end of the run.
     """
-    later = [*STAGES[STAGES.index(scene.stage) + 1 :], None] if is_after else [scene.stage]
+    stages = scene.bench.flow.stages
+    later = [*stages[stages.index(scene.stage) + 1 :], None] if is_after else [scene.stage]
     stage = scene.rng.choice(later)
     # At most 60 % of the measured time, as this run may be faster than the reference run.
     seconds = 0.6 * scene.rng.random() * (scene.bench.seconds[stage] if stage else 0)
     if stage is None:
         run.wait_until(lambda: False)
-    elif stage == STAGES[0]:
+    elif stage == stages[0]:
         run.wait_until(lambda: bool(run.name))
     else:
-        run.wait_until(lambda: STAGES[STAGES.index(stage) - 1] in run.finished)
+        run.wait_until(lambda: stages[stages.index(stage) - 1] in run.finished)
     for _ in poll(seconds):
         if run.code is not None:
             break
 
 
-def _running_stage(finished: list[str], is_running: bool) -> str:
-    return next((stage for stage in STAGES if stage not in finished), "after") if is_running else "after"
+def _running_stage(flow: TestedFlow, finished: list[str], is_running: bool) -> str:
+    return next((stage for stage in flow.stages if stage not in finished), "after") if is_running else "after"
 
 
 def _check_cached(scene: Scene, finished: list[str]) -> list[str]:

@@ -3,6 +3,7 @@
 import random
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,18 +11,25 @@ import pytest
 from tests.faults.bench import Bench
 from tests.faults.checks import check_outputs, compute_digests
 from tests.faults.faults import flip_bit, overwrite
+from tests.faults.flows import PIPELINE, POSTTRAIN, TestedFlow
 from tests.faults.rounds import run_round
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+@contextmanager
+def start_bench(home: Path, flow: TestedFlow) -> Iterator[Bench]:
     for name in ("moto.server", "s3fs"):
         pytest.importorskip(name, reason=f"{name} is not installed")
-    bench = Bench(tmp_path_factory.mktemp("bench"))
+    bench = Bench(home, flow)
     yield bench
     bench.close()
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with start_bench(tmp_path_factory.mktemp("bench"), PIPELINE) as bench:
+        yield bench
 
 
 def test_check_outputs_finds_a_changed_byte_and_a_missing_output(bench: Bench, tmp_path: Path) -> None:
@@ -47,4 +55,11 @@ def test_check_outputs_finds_a_changed_byte_and_a_missing_output(bench: Bench, t
 )
 def test_a_run_recovers_from_a_fault(bench: Bench, stage: str, fault: str) -> None:
     result = run_round(bench, seed=0, number=0, stage=stage, name=fault)
+    assert not result.problems, result.output
+
+
+@pytest.mark.long
+def test_a_post_training_recovers_from_a_fault(tmp_path: Path) -> None:
+    with start_bench(tmp_path, POSTTRAIN) as bench:
+        result = run_round(bench, seed=0, number=0, stage="reinforce", name="S3 reset")
     assert not result.problems, result.output

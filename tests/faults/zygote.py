@@ -14,9 +14,9 @@ from importlib import import_module
 from tenacity import wait_random
 
 from flows.cli.parser import main
-from tasks.runtime.store import retry_reading, retry_request
+from lm.text.retry import retry_reading, retry_request
 
-_LAZY_IMPORTS = ("matplotlib.figure", "s3fs", "torch._dynamo")  # imported on first use
+_LAZY_IMPORTS = ("matplotlib.figure", "s3fs", "torch._dynamo", "flows.posttrain")  # imported on first use
 
 if __name__ == "__main__":
     for name in _LAZY_IMPORTS:

@@ -7,14 +7,17 @@ import subprocess
 import threading
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from flows.cli import commands
 from flows.cli.parser import build_parser, main
 from flows.config import PRESETS, PipelineConfig, preset_path
 from flows.models import resolve_model
 from flows.prefect_support.local_stack import is_server_healthy
+from flows.prefect_support.signals import STOPPED_MESSAGE, Terminated
 from lm.checkpoint.hugging_face import load_hugging_face
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate
@@ -122,6 +125,18 @@ def test_a_command_that_needs_a_model_fails_without_one(
     assert "There is no model 'nothing'" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(("interrupt", "code"), [(KeyboardInterrupt(), 130), (Terminated(), 143)], ids=repr)
+def test_an_interrupt_in_the_error_of_a_library_counts_as_stopped(
+    interrupt: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def verify(options: Any) -> int:
+        raise BaseExceptionGroup("unhandled errors in a TaskGroup", [interrupt])
+
+    monkeypatch.setattr(commands, "verify_command", verify)
+    assert main(["verify"]) == code
+    assert capfd.readouterr().err == f"{STOPPED_MESSAGE}\n"
+
+
 def test_every_preset_is_valid() -> None:
     for path in PRESETS.glob("*.yaml"):
         parser = build_parser(path.stem)
@@ -205,6 +220,7 @@ def test_a_user_error_during_a_run_prints_no_traceback(tiny: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_an_unreachable_server_is_named(tiny: Path) -> None:
     done = run_in_process(tiny, PREFECT_API_URL="http://127.0.0.1:9/api")
     assert done.returncode == 2, done.stderr

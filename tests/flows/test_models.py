@@ -73,9 +73,14 @@ def reinforce(out: Attempt) -> None:
     _write_training(out, 261, 4)
 
 
-STAGES = {stage.name: stage for stage in (merge, train, base, sft, preference, reinforce)}
+@stage("ppo")
+def ppo(out: Attempt) -> None:
+    _write_training(out, 261, 5)
+
+
+STAGES = {stage.name: stage for stage in (merge, train, base, sft, preference, reinforce, ppo)}
 EXPECTED = {"train": make_trained(257, 0), "sft": make_trained(261, 2), "preference": make_trained(261, 3)}
-EXPECTED["reinforce"] = make_trained(261, 4)
+EXPECTED |= {"reinforce": make_trained(261, 4), "ppo": make_trained(261, 5)}
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +112,7 @@ def root(made: tuple[RunContext, dict[str, Ref]]) -> RunContext:
         (("base", "sft", "preference", "reinforce"), "reinforce"),
         (("base", "preference"), "preference"),
         (("base", "reinforce"), "reinforce"),
+        (("base", "sft", "reinforce", "ppo"), "ppo"),
     ],
     ids=str,
 )

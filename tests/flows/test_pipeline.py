@@ -16,8 +16,10 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from flows import chain, runners
 from flows.chain import PIPELINE
 from flows.config import PipelineConfig, StageName
+from flows.executor import PrefectExecutor
 from flows.pipeline import pipeline
 from flows.plan import plan
+from flows.prefect_support.signals import Terminated
 from flows.stage_task import make_outputs, read_refs
 from lm.common.errors import UserError
 from lm.common.runtime import Execution
@@ -128,7 +130,9 @@ def test_a_deleted_shard_is_the_only_one_made_again(run: Runner, config: Pipelin
     assert made.path("tokens.bin").read_bytes() == content
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", ["train", *(pytest.param(stage, marks=pytest.mark.slow) for stage in STAGES if stage != "train")]
+)
 def test_a_flipped_byte_is_detected_and_repaired(run: Runner, config: PipelineConfig, stage: str) -> None:
     run(config)
     output = run.output(stage)
@@ -150,6 +154,7 @@ def test_appended_documents_change_only_the_last_group(run: Runner, config: Pipe
     assert len(run.groups("count-group", made_in_last_run=True)) == 1
 
 
+@pytest.mark.slow
 def test_a_deleted_source_is_not_needed_while_its_outputs_exist(
     run: Runner, config: PipelineConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -184,6 +189,7 @@ def test_root_and_thread_count_do_not_change_the_files(config: PipelineConfig, t
     assert shards[0] == shards[1]
 
 
+@pytest.mark.slow
 def test_a_root_that_is_a_url(config: PipelineConfig) -> None:
     """Outputs are uploaded and fetched again, as with an object store.
 
@@ -267,6 +273,20 @@ def test_ctrl_c_in_a_training_saves_a_checkpoint(
     assert "Training resumes at step 3" in caplog.text, "the training finishes the next step before it stops"
 
 
+def test_a_run_with_a_wrapped_interrupt_is_reported_as_a_crash(
+    config: PipelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(*_: Any) -> Ref:
+        raise ValueError("Task run is not set") from Terminated()
+
+    monkeypatch.setattr(PrefectExecutor, "call", call)
+    with pytest.raises(Terminated):
+        pipeline(config, str(tmp_path / "root"))
+    with get_client(sync_client=True) as client:
+        latest = max(client.read_flow_runs(), key=lambda flow_run: flow_run.created)
+    assert latest.state_name == "Crashed"
+
+
 def test_invalid_utf8_is_reported_with_file_and_offset(run: Runner, config: PipelineConfig) -> None:
     Path(config.data.valid[0]).write_bytes(b"fine \xff not")
     with pytest.raises(UserError, match=r"valid\.txt is not UTF-8: byte 0xff at offset 5"):
@@ -292,6 +312,7 @@ def test_shards_of_another_tokenizer_are_refused(run: Runner, config: PipelineCo
         train.materialize(RunContext(str(run.root), "x"), train.bind(index, [], [], other, config.model, config.train))
 
 
+@pytest.mark.slow
 def test_many_groups_share_few_task_runs_and_a_tree_of_sums(
     run: Runner, config: PipelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

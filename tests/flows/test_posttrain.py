@@ -18,8 +18,16 @@ from lm.checkpoint.training_state import load_model
 from lm.common.errors import UserError
 from lm.common.runtime import Execution
 from lm.data.chat_template import has_chat_tokens
+from lm.eval import wilson_interval
 from lm.model.config import ModelConfig
-from lm.posttrain.config import ComparisonConfig, DialogsConfig, PreferenceConfig, ReinforceConfig
+from lm.posttrain.config import (
+    ComparisonConfig,
+    DialogsConfig,
+    PPOConfig,
+    PreferenceConfig,
+    ReinforceConfig,
+    RewardModelConfig,
+)
 from lm.text.config import DataConfig
 from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig
@@ -58,7 +66,9 @@ def config(tmp_path: Path) -> PosttrainConfig:
         ),
         sft=train,
         preference=PreferenceConfig(train=train),
+        reward_model=RewardModelConfig(train=train),
         reinforce=ReinforceConfig(train=train, group_size=2, max_new_tokens=3),
+        ppo=PPOConfig(train=train, max_new_tokens=3),
         evaluate=ComparisonConfig(prompts=["Hello"], max_new_tokens=3),
         execution=Execution(compile=False, device="cpu"),
     )
@@ -82,11 +92,19 @@ def test_all_stages_run_once_and_each_page_shows_its_curves(trained_root: Path, 
     pages = {stage: output(trained_root, record, stage).page or "" for stage in stages[1:]}
     assert "dialogs | 4" in pages["dialogs"].replace("| dialogs", "dialogs")
     assert "![reward](data:image/png" in pages["reinforce"] and "![loss](" in pages["sft"]
-    assert "![margin of the implicit reward](" in pages["preference"]
+    assert "![margin between the rewards of a pair](" in pages["preference"]
     assert "| prompt | base | sft | preference | reinforce |" in pages["evaluate"]
     figures = output(trained_root, record, "evaluate").manifest["figures"]
     assert figures.keys() == {"base", "sft", "preference", "reinforce"}
     assert all(0 <= part["reward"] <= 1 and part["answer_loss"] > 0 for part in figures.values())
+    assert "| held out | accuracy, 95 % interval | right | wrong answer | wrong format |" in pages["evaluate"]
+    for name, part in figures.items():
+        right = part["categories"]["right"]
+        assert sum(part["categories"].values()) == part["problems"] == 4 and part["accuracy"] == right / 4
+        low, high = (100 * end for end in wilson_interval(right, 4))
+        assert (
+            f"| {name} | {25 * right:.1f} % [{low:.1f}, {high:.1f}] | {right} ({right / 4:.0%}) |" in pages["evaluate"]
+        )
     model = resolve_model("", str(trained_root))
     assert isinstance(model, RunModel)
     assert (model.model.ref.stage, model.tokenizer.ref.stage) == ("reinforce", "base")
@@ -94,6 +112,7 @@ def test_all_stages_run_once_and_each_page_shows_its_curves(trained_root: Path, 
     assert has_chat_tokens(loaded_tokenizer) and loaded.config.vocab_size == loaded_tokenizer.size
 
 
+@pytest.mark.slow
 def test_a_change_reruns_what_depends_on_it(trained_root: Path, config: PosttrainConfig) -> None:
     config = replace(config, methods=["sft", "reinforce"])
     posttrain(config, str(trained_root))
@@ -114,11 +133,40 @@ def test_the_base_is_the_trained_model_with_more_ids(trained_root: Path, config:
     assert output(trained_root, record, "base").digest == base.digest
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["addition:1-1", ""])
+def test_ppo_learns_from_a_reward_model(
+    trained_root: Path, config: PosttrainConfig, task: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = replace(
+        config, methods=["ppo", "reward_model", "sft"], dialogs=replace(config.dialogs, task=task, valid_fraction=0.4)
+    )
+    if not task:  # the prompts of the pairs
+        config = replace(config, methods=["ppo", "reward_model"])
+    record = posttrain(config, str(trained_root))
+    stages = ["base", "dialogs", *(["sft"] if task else []), "reward_model", "ppo", "evaluate"]
+    assert list(record["stages"]) == stages
+    assert "Cannot publish the artifact" not in caplog.text
+    page = output(trained_root, record, "ppo").page or ""
+    assert "![learned reward](data:image/png" in page and ("![reward](" in page) == bool(task)
+    assert "![share of pairs in the right order](" in (output(trained_root, record, "reward_model").page or "")
+    figures = output(trained_root, record, "evaluate").manifest["figures"]
+    assert list(figures) == ["base", *(["sft"] if task else []), "ppo"]
+    model = resolve_model("", str(trained_root))
+    assert isinstance(model, RunModel) and model.model.ref.stage == "ppo"
+    model.load("cpu")
+    other = replace(config, reward_model=replace(config.reward_model, center_weight=0.1))
+    rows = dict(plan(POSTTRAIN, other, str(trained_root), None, ()))
+    assert rows["reward_model"].startswith("runs: ") and rows["ppo"] == "runs if the content of reward_model changes"
+
+
 def test_mistakes_are_named(trained_root: Path, tmp_path: Path, config: PosttrainConfig) -> None:
     with pytest.raises(UserError, match="has no finished model"):
         posttrain(config, str(tmp_path / "empty"))
     with pytest.raises(UserError, match="There is no model 'other'"):
         posttrain(replace(config, base="other"), str(trained_root))
+    with pytest.raises(UserError, match="methods has ppo without reward_model"):
+        replace(config, methods=["sft", "ppo"])
     without = replace(config, methods=["preference"], dialogs=replace(config.dialogs, train=[]))
     with pytest.raises(UserError, match=r"There are no pairs for the stage preference\. Name some in dialogs\.train"):
         posttrain(without, str(trained_root))

@@ -18,6 +18,8 @@ from flows.prefect_support.signals import (
     STOPPED_MESSAGE,
     GracefulShutdown,
     Terminated,
+    find_interrupt,
+    is_sigterm,
     raise_terminated,
     reinstall_sigterm_handler,
 )
@@ -149,6 +151,50 @@ def test_an_error_caused_by_prefects_sigterm_handler_counts_as_stopped() -> None
             raise TerminationSignal(signal.SIGTERM)
         except TerminationSignal:
             raise ValueError("Task run is not set")  # noqa: B904
+
+
+def caused_by(error: BaseException, cause: BaseException) -> BaseException:
+    error.__cause__ = cause
+    return error
+
+
+def raised_after(error: BaseException, context: BaseException) -> BaseException:
+    """Return an error as ``raise … from None`` makes it while ``context`` is handled."""
+    error.__context__, error.__suppress_context__ = context, True
+    return error
+
+
+WRAPPERS: dict[str, Callable[[BaseException], BaseException]] = {
+    "itself": lambda interrupt: interrupt,
+    "cause": lambda interrupt: caused_by(ValueError("a"), caused_by(OSError("b"), interrupt)),
+    "context": lambda interrupt: raised_after(UserError("a"), interrupt),
+    "context beside a cause": lambda interrupt: raised_after(caused_by(ValueError("a"), OSError("b")), interrupt),
+    "group": lambda interrupt: BaseExceptionGroup("a", [ValueError("b"), BaseExceptionGroup("c", [interrupt])]),
+    "cause in a group": lambda interrupt: ExceptionGroup("a", [OSError("b"), raised_after(ValueError("c"), interrupt)]),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(
+    ("interrupt", "is_term"), [(KeyboardInterrupt(), False), (Terminated(), True), (TerminationSignal(15), True)]
+)
+def test_a_wrapped_interrupt_is_found(interrupt: BaseException, is_term: bool, wrapper: str) -> None:
+    error = WRAPPERS[wrapper](interrupt)
+    assert find_interrupt(error) is interrupt
+    assert is_sigterm(interrupt) == is_term
+    with pytest.raises(KeyboardInterrupt) as raised, graceful_shutdown():
+        raise error
+    assert raised.type is (Terminated if is_term else KeyboardInterrupt)
+
+
+def test_causes_in_a_cycle_without_an_interrupt() -> None:
+    first, second = ValueError("a"), OSError("b")
+    group = ExceptionGroup("c", [caused_by(first, second)])
+    caused_by(second, group)
+    assert find_interrupt(group) is None
+    assert find_interrupt(None) is None
+    second.__context__ = interrupt = KeyboardInterrupt()
+    assert find_interrupt(group) is interrupt
 
 
 @pytest.mark.parametrize("error", [ValueError("no signal"), UserError("a mistake")])

@@ -11,6 +11,7 @@ from lm.eval.tasks import Problem
 from lm.model.transformer import TransformerLM
 from lm.posttrain.examples import write_rows
 from lm.posttrain.job import PosttrainJob
+from lm.posttrain.reward_model import add_reward_head
 from lm.train.config import TrainConfig
 from tests.helpers.policies import BYTES, make_policy
 
@@ -33,7 +34,13 @@ def pair(prompt: str, chosen: str, rejected: str) -> PreferencePair:
 DIALOGS = [dialog(f"say {letter}", letter * (1 + number)) for number, letter in enumerate("abcdefgh")]
 PAIRS = [pair(f"say {letter}", letter, letter * (2 + number)) for number, letter in enumerate("abcdefgh")]
 PROBLEMS = [Problem(f"write {letter}", [letter]) for letter in "abcdefgh"]
-EXAMPLES: dict[str, list[Any]] = {"sft": DIALOGS, "preference": PAIRS, "reinforce": PROBLEMS}
+EXAMPLES: dict[str, list[Any]] = {
+    "sft": DIALOGS,
+    "preference": PAIRS,
+    "reward_model": PAIRS,
+    "reinforce": PROBLEMS,
+    "ppo": PROBLEMS,
+}
 
 
 def quick_config(**settings: Any) -> TrainConfig:
@@ -57,6 +64,8 @@ def write_posttrain_job(directory: Path, method: Any, settings: dict[str, Any] |
     out = directory / "out"
     out.mkdir(parents=True)
     save_training(directory / "model", chat_policy(), [], 0, {})
+    if method == "ppo":
+        save_training(directory / "reward_model", add_reward_head(chat_policy(seed=1)), [], 0, {})
     CHAT.save(directory / "tokenizer")
     for split in ("train", "valid"):
         write_rows(directory / f"{split}.jsonl", EXAMPLES[method])
@@ -68,7 +77,8 @@ def write_posttrain_job(directory: Path, method: Any, settings: dict[str, Any] |
         tokenizer="../tokenizer",
         train="../train.jsonl",
         valid="../valid.jsonl",
-        rewards={"required_words": 1.0} if method == "reinforce" else {},
+        rewards={"required_words": 1.0} if method in ("reinforce", "ppo") else {},
+        reward_model="../reward_model" if method == "ppo" else "",
         digests={"model": "m"},
         out=".",
         execution=Execution(threads=1, device="cpu", compile=False, log_interval=1),

@@ -5,12 +5,12 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from lm.common.runtime import Execution
+from lm.common.runtime import Execution, ParallelKind
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer
@@ -65,6 +65,7 @@ def small_trainer(out: Path, data: TrainData | None = None, model: ModelConfig =
         device="cpu",
         compile=settings.pop("compile", False),
         log_interval=settings.pop("log_interval", 3),
+        attention=settings.pop("attention", "auto"),
         activation_checkpointing=settings.pop("activation_checkpointing", False),
         trackers=settings.pop("trackers", []),
     )
@@ -82,7 +83,13 @@ def weights_equal(a: TransformerLM, b: TransformerLM) -> bool:
     return weights.keys() == other.keys() and all(torch.equal(weights[key], other[key]) for key in weights)
 
 
-def write_job(directory: Path, processes: int = 1, model: ModelConfig = MODEL, **settings: Any) -> Path:
+def write_job(
+    directory: Path,
+    processes: int = 1,
+    model: ModelConfig = MODEL,
+    parallel: Literal["auto"] | ParallelKind = "auto",
+    **settings: Any,
+) -> Path:
     """Write a job, its tokens and its tokenizer below ``directory``; return the job's path."""
     quiet = {"sample_prompts": [], "eval_interval": 1000, "checkpoint_interval": 5}
     out = directory / "out"
@@ -91,6 +98,7 @@ def write_job(directory: Path, processes: int = 1, model: ModelConfig = MODEL, *
     for name, size in (("train", 2000), ("valid", 300)):
         random_tokens(size, generator).astype("<u2").tofile(directory / f"{name}.bin")
     byte_tokenizer().save(directory / "tokenizer")
+    execution = {"threads": 1, "device": "cpu", "compile": False, "log_interval": 1, "parallel": parallel}
     job = Job(
         config=train_config(**{**quiet, **settings}),
         model=model,
@@ -100,7 +108,7 @@ def write_job(directory: Path, processes: int = 1, model: ModelConfig = MODEL, *
         bytes_per_token=1.5,
         digests={"tokenizer": "t"},
         out=".",
-        execution=Execution(threads=1, device="cpu", compile=False, log_interval=1, processes=processes),
+        execution=Execution(processes=processes, **execution),
     )
     job.write(out / "job.json")
     return out / "job.json"

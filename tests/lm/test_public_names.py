@@ -16,11 +16,12 @@ STABLE = {
     "lm.model": [
         *("Linear", "Embedding", "RMSNorm", "SwiGLU", "RotaryEmbedding", "MultiHeadSelfAttention", "TransformerBlock"),
         *("TransformerLM", "ModelConfig", "softmax", "silu", "scaled_dot_product_attention", "cross_entropy"),
+        *("FlashAttentionTorch", "FlashAttentionTriton"),
     ],
     "lm.optim": ["AdamW", "Muon", "lr_cosine_schedule", "clip_grad_norm"],
     "lm.data": ["get_batch"],
     "lm.checkpoint": ["save_checkpoint", "load_checkpoint"],
-    "lm.distributed": ["DDP"],
+    "lm.distributed": ["DDP", "FSDP", "ShardedOptimizer"],
     "lm.posttrain": [
         *("tokenize_prompt_and_output", "get_response_log_probs", "compute_entropy", "masked_mean", "masked_normalize"),
         *("sft_microbatch_train_step", "PackedSFTDataset", "iterate_batches", "compute_per_instance_dpo_loss"),

@@ -112,6 +112,7 @@ def pages(root: Path, record: dict[str, Any]) -> list[str]:
     return [outputs_by_stage[name].page or "" for name in made]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("described", [True, False], ids=["files", "manifests-and-records"])
 def test_the_next_run_uses_no_flipped_file(root: Path, finished: Path, described: bool) -> None:
     draws = random.Random(1)

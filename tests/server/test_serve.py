@@ -4,7 +4,6 @@ import asyncio
 import http.client
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.generating import LoadedModel, fixed_model, make_model
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
+from tests.helpers.serving import serve_app
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
@@ -56,15 +56,8 @@ class RunningServer:
 @contextmanager
 def run_server(model: TransformerLM, max_batch_size: int = 4, max_waiting: int = 30) -> Iterator[RunningServer]:
     application = build_app(model, TOKENIZER, "tiny", max_batch_size, max_waiting)
-    uvicorn_server = uvicorn.Server(uvicorn.Config(application, log_level="critical", timeout_graceful_shutdown=1))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield RunningServer(f"http://127.0.0.1:{listener.getsockname()[1]}", application.state.scheduler, model)
-        finally:
-            uvicorn_server.should_exit = True
-            thread.join()
+    with serve_app(application) as url:
+        yield RunningServer(url, application.state.scheduler, model)
 
 
 @pytest.fixture(scope="module")

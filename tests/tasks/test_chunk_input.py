@@ -1,18 +1,21 @@
 """Groups of chunks: their number and sizes, and that they give the same tokens and counts as single chunks."""
 
 import math
+import re
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
+import fsspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lm.common.errors import UserError
 from lm.common.json_files import read_json
 from lm.data.token_shards import write_shard
 from lm.text.chunks import Range, cut_chunks
@@ -24,11 +27,12 @@ from lm.tokenizer.bpe import train_bpe
 from lm.tokenizer.pretoken_counts import count_to_file, read_counts
 from lm.tokenizer.tokenizer import Tokenizer
 from tasks.chunk import chunk, chunk_group
+from tasks.count import count_group
 from tasks.ingest import ingest, ingest_group
 from tasks.runtime import chunk_input
 from tasks.runtime.chunk_input import open_ranges, read_groups, size_in_bytes, write_groups
 from tasks.runtime.context import RunContext
-from tasks.runtime.output import Ref
+from tasks.runtime.output import Ref, read_output
 from tasks.runtime.text_groups import TextGroup, read_text_groups
 from tests.helpers.examples import examples
 from tests.helpers.roots import materialize, run_context
@@ -125,6 +129,43 @@ def test_groups_cover_all_chunks_in_their_order(tmp_path: Path, monkeypatch: pyt
     ]
     assert sum(map(size_in_bytes, opened)) == sum(path.stat().st_size for path in paths)
     assert read_groups(run.store, chunks, texts, cuts, "valid") == []
+
+
+def flip(path: str) -> None:
+    """Make a byte invalid in UTF-8: the text fails before its digest is checked."""
+    fs, place = fsspec.core.url_to_fs(path)
+    fs.pipe_file(place, b"\xff" + fs.cat_file(place)[1:])
+
+
+def truncate(path: str) -> None:
+    fs, place = fsspec.core.url_to_fs(path)
+    fs.pipe_file(place, b"")
+
+
+def delete(path: str) -> None:
+    fs, place = fsspec.core.url_to_fs(path)
+    fs.rm_file(place)
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, delete])
+@pytest.mark.parametrize("file", ["source", "copied text", "chunks"])
+@pytest.mark.parametrize("is_remote", [False, True], ids=["local", "s3"])
+def test_a_file_that_changes_before_a_group_is_read_is_named(
+    tmp_path: Path, bucket: Any, is_remote: bool, file: str, damage: Callable[[str], None]
+) -> None:
+    source = tmp_path / ("text.jsonl" if file == "copied text" else "text.txt")
+    source.write_text('{"text": "one two"}\n' if file == "copied text" else "one two")
+    run = run_context("s3://corpus/root" if is_remote else tmp_path / "root")
+    chunks, texts, cuts = ingest_and_cut(run, source)
+    (group,) = read_groups(run.store, chunks, texts, cuts, "train")
+    chunks_url = read_output(run.store, cuts[0]).file_url("chunks.jsonl")
+    path = chunks_url if file == "chunks" else group.open(run.store)[0][0]
+    damage(path)
+    problem = "changed or was damaged" if file == "copied text" else "(changed or was|is) damaged"
+    if damage is delete and file != "copied text":
+        problem = "does not exist" if file == "source" else "is missing"
+    with pytest.raises(UserError, match=f"{re.escape(path.removeprefix('s3://'))} {problem}"):
+        materialize(count_group, run, group, [END_OF_TEXT], GPT2_PATTERN)
 
 
 def test_threads_load_a_tokenizer_once(monkeypatch: pytest.MonkeyPatch) -> None:

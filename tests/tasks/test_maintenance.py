@@ -13,9 +13,9 @@ from tenacity import wait_none
 from flows.cli.parser import main
 from lm.checkpoint.training_state import read_description
 from lm.common.errors import TransientError, UserError
+from lm.text import retry
 from tasks.maintenance.gc import delete, find_garbage
 from tasks.maintenance.verify import verify
-from tasks.runtime import store
 from tasks.runtime.context import Attempt, RunContext
 from tasks.runtime.output import Ref, read_output
 from tasks.runtime.root_lock import is_locked, lock_root
@@ -202,7 +202,7 @@ def test_without_locks_a_root_can_be_shared_but_not_exclusive(tmp_path: Path, mo
 
 def test_an_unreachable_root_is_not_reported_as_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, *_ = make_root(f"memory://{tmp_path.name}")
-    monkeypatch.setattr(store.retry_request, "wait", wait_none())
+    monkeypatch.setattr(retry.retry_request, "wait", wait_none())
     for operation in ("cat_file", "open"):
         with monkeypatch.context() as patch:
 

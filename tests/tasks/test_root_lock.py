@@ -12,8 +12,8 @@ import pytest
 from tenacity import wait_none
 
 from lm.common.errors import Stopped, UserError
+from lm.text import retry
 from tasks.maintenance.verify import verify
-from tasks.runtime import store as store_module
 from tasks.runtime.context import Attempt, RunContext
 from tasks.runtime.root_lock import lock_output
 from tasks.runtime.stage import Stage, stage
@@ -172,7 +172,7 @@ class FailingUploads:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        monkeypatch.setattr(store_module.retry_request, "wait", wait_none())
+        monkeypatch.setattr(retry.retry_request, "wait", wait_none())
         self.directory = tmp_path / "cache" / "textmill" / "uploads"
         self.uploads = 0
         self.body_calls = 0

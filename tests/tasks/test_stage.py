@@ -16,12 +16,12 @@ from tenacity import wait_none
 
 from lm.common.errors import Stopped, UserError
 from lm.common.runtime import Execution
+from lm.text import retry
 from lm.text.chunks import Range, cut_chunks
 from lm.text.ingest import GroupTexts, Selection, Text
 from lm.text.sources import Source
 from tasks.count import count_group
 from tasks.encode import encode_group
-from tasks.runtime import store
 from tasks.runtime.chunk_input import ChunkGroup, Ranges, open_ranges, size_in_bytes, write_groups
 from tasks.runtime.context import Attempt, RunContext
 from tasks.runtime.machine import training_slot
@@ -118,7 +118,7 @@ def test_an_output_is_not_published_if_its_input_was_damaged_in_the_meantime(tmp
 
     run = run_context(tmp_path)
     ref = materialize(letters, run, "x", 3)
-    with pytest.raises(UserError, match=r"letters/.* was damaged while reading read it"):
+    with pytest.raises(UserError, match=r"letters/.*/a\.txt changed or was damaged while reading read it"):
         materialize(reading, run, ref)
     assert not list(tmp_path.glob("reading/*/manifest.json"))
 
@@ -241,7 +241,7 @@ def test_a_root_on_s3(bucket: Any) -> None:
 
 
 def test_an_unreachable_root_on_s3(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store.retry_request, "wait", wait_none())
+    monkeypatch.setattr(retry.retry_request, "wait", wait_none())
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     type(bucket).clear_instance_cache()
@@ -280,7 +280,7 @@ def test_a_text_that_changes_while_it_is_read_body_fails(tmp_path: Path) -> None
     group = [(str(path), part) for part in ranges]
     assert [b"".join(blocks) for blocks, _ in open_ranges(group, threading.Event())] == [b"one two"]
     path.write_text("one too")
-    with pytest.raises(UserError, match=r"text\.txt changed while the pipeline ran"):
+    with pytest.raises(UserError, match=r"text\.txt changed or was damaged while the pipeline ran"):
         for blocks, _ in open_ranges(group, threading.Event()):
             b"".join(blocks)
 
@@ -299,7 +299,7 @@ def test_consecutive_ranges_of_a_text_are_read_as_one(tmp_path: Path) -> None:
     paths[0].write_text("one|TWO|three|four")
     assert next(b"".join(blocks) for blocks, _ in open_ranges(chunk, threading.Event())) == b"one|three|four"
     paths[0].write_text("onE|two|three|four")
-    with pytest.raises(UserError, match=r"a\.txt changed while the pipeline ran"):
+    with pytest.raises(UserError, match=r"a\.txt changed or was damaged while the pipeline ran"):
         [b"".join(blocks) for blocks, _ in open_ranges(chunk, threading.Event())]
 
 

@@ -17,7 +17,8 @@ _DEFAULT_CHUNK_BYTES = 1 << 27
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, softcap: float = 0.0, ignore_index: int = IGNORE_INDEX
 ) -> Tensor:
-    """Return the mean cross-entropy of the logits ``x weightᵀ`` and ``targets``, in nats; a float32 scalar.
+    """Return the mean cross-entropy of the logits ``x weightᵀ`` and ``targets``, in nats; a float32 scalar,
+    float64 for float64 inputs.
 
     ``x`` (N, D) float, ``weight`` (V, D), ``targets`` int (N,). The mean is over the targets that are not
     ``ignore_index``. Without any such target the loss and its gradients are 0 (torch returns nan), so that a
@@ -48,16 +49,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = max(1, _CHUNK_BYTES.get(x.device.type, _DEFAULT_CHUNK_BYTES) // (4 * len(weight)))
             inputs, matrix = x.to(dtype), weight.to(dtype)
             grad_x = torch.empty_like(inputs) if needs_grad else None
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
-            total = torch.zeros((), device=x.device)
+            sum_dtype = torch.promote_types(dtype, torch.float32)
+            grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if needs_grad else None
+            total = torch.zeros((), dtype=sum_dtype, device=x.device)
             is_ignored = targets[:, None] == ignore_index
             safe_targets = targets[:, None].masked_fill(is_ignored, 0)
             # N / counted targets. On the device, so that the host does not wait. Exactly 1 if all targets count.
-            correction = torch.full((), len(x), device=x.device) / (~is_ignored).sum().clamp_(min=1)
+            correction = torch.full((), len(x), dtype=sum_dtype, device=x.device) / (~is_ignored).sum().clamp_(min=1)
             for start in range(0, len(x), rows):
                 chunk = slice(start, start + rows)
                 chunk_x, target, ignored = inputs[chunk], safe_targets[chunk], is_ignored[chunk]
-                logits = linear_forward(chunk_x, matrix).float()
+                logits = linear_forward(chunk_x, matrix).to(sum_dtype)
                 if softcap:
                     tanh = logits.div_(softcap).tanh_()
                     logits = tanh * softcap

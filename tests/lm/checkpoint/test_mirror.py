@@ -4,10 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tenacity import wait_none
 
 from lm.checkpoint import mirror as mirror_module
 from lm.checkpoint.atomic_dir import atomic_directory
 from lm.checkpoint.mirror import CheckpointMirror
+from lm.common.errors import TransientError
+from lm.text import retry
 from tests.helpers.limits import wait_for
 
 
@@ -74,6 +77,50 @@ def test_files_of_an_interrupted_upload_are_deleted(bucket: Any, tmp_path: Path)
     write_checkpoint(tmp_path, "step-0000020")
     CheckpointMirror(tmp_path, "s3://corpus/out").upload()
     assert {path.split("/")[-2] for path in bucket.glob("corpus/out/step-*/*")} == {"step-0000020"}
+
+
+def test_a_request_that_fails_once_is_repeated(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry.retry_request, "wait", wait_none())
+    first, second = (
+        CheckpointMirror(tmp_path / "a", "s3://corpus/out"),
+        CheckpointMirror(tmp_path / "b", "s3://corpus/out"),
+    )
+    failures = []
+
+    def fail_first(name: str) -> None:
+        operation, calls = getattr(first._fs, name), []
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls.append(arguments)
+            if len(calls) == 1:
+                failures.append(name)
+                raise ConnectionError("reset by peer")
+            return operation(*arguments, **options)
+
+        monkeypatch.setattr(first._fs, name, call)
+
+    assert first._fs is second._fs
+    for name in ("put_file", "glob", "get", "get_file"):
+        fail_first(name)
+    write_checkpoint(tmp_path / "a", "step-0000010")
+    (tmp_path / "a" / "metrics.jsonl").write_text("{}\n")
+    first.upload()
+    second.download()
+    assert files_below(tmp_path / "b") == files_below(tmp_path / "a")
+    assert sorted(failures) == ["get", "get_file", "glob", "put_file"]
+
+
+def test_a_store_that_keeps_failing_is_named(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry.retry_request, "wait", wait_none())
+    mirror = CheckpointMirror(tmp_path, "s3://corpus/out")
+
+    def fail(*arguments: Any) -> None:
+        raise ConnectionError("reset by peer")
+
+    monkeypatch.setattr(mirror._fs, "put_file", fail)
+    message = "The checkpoints at s3://corpus/out cannot be reached: reset by peer"
+    with pytest.raises(TransientError, match=message), mirror.running():
+        write_checkpoint(tmp_path, "step-0000010")
 
 
 def test_new_checkpoints_are_copied_while_the_training_runs(

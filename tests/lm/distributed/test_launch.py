@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ from lm.train.__main__ import main
 from lm.train.trainer import Trainer
 train_step = Trainer.train_step
 def checked_train_step(self, *rest):
-    assert len(self.ddp._buckets) > 3
+    assert len(self.parallel.wrapper._buckets) > 3
     return train_step(self, *rest)
 Trainer.train_step = checked_train_step
 sys.exit(main(sys.argv[1:]))
@@ -160,8 +161,9 @@ def is_alive(pid: int) -> bool:
 
 
 PARENT = """
-import sys, threading
+import logging, sys, threading
 from pathlib import Path
+logging.basicConfig(level=logging.WARNING)
 from lm.distributed.launch import run_processes
 from lm.train.metrics_file import step_reporter
 job = Path(sys.argv[1])
@@ -171,9 +173,13 @@ run_processes("lm.train", job, 2, poll, threading.Event())
 
 
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[str]", Path, list[int]]]:
-    """A parent, its job and its two training processes, after a few of many steps."""
-    job = write_job(tmp_path, steps=100_000, checkpoint_interval=5)
+def running(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[tuple["subprocess.Popen[str]", Path, list[int]]]:
+    """A parent, its job and its two training processes, after a few of many steps. A parameter is the division."""
+    job = write_job(
+        tmp_path, parallel=getattr(request, "param", "auto"), steps=100_000, checkpoint_interval=5, keep_checkpoints=99
+    )
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(job)], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -196,6 +202,7 @@ def running(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[str]", Path, lis
 Running = tuple["subprocess.Popen[str]", Path, list[int]]
 
 
+@pytest.mark.slow
 def test_killed_parent_leaves_no_orphan(running: Running) -> None:
     parent, job, ranks = running
     parent.kill()
@@ -222,3 +229,33 @@ def test_a_killed_process_ends_the_others(running: Running, hangs: bool) -> None
     assert not any(map(is_alive, ranks))
     assert newest_checkpoint(job.parent) is not None
     assert "process 1 of 2 ended with code -9" in parent.communicate()[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("running", ["zero1", "zero2", "fsdp"], indirect=True)
+def test_a_divided_training_goes_on_after_a_stop_and_a_kill(running: Running) -> None:
+    """The stopped process is named, the killed one too, and a resumed training has the losses of one process."""
+    parent, job, ranks = running
+    os.kill(ranks[1], signal.SIGSTOP)
+    time.sleep(3)
+    steps = len(read_rows(job.parent))
+    os.kill(ranks[1], signal.SIGCONT)
+    wait_for(lambda: len(read_rows(job.parent)) > steps, 30, "a step after the stop")
+    os.kill(ranks[1], signal.SIGKILL)
+    wait_for(lambda: parent.poll() is not None, 30, "end of the parent")
+    output = parent.communicate()[1]
+    assert f"process 1 is stopped by a signal, and the others wait for it. kill -CONT {ranks[1]} continues" in output
+    assert "process 1 of 2 ended with code -9" in output
+    assert not any(map(is_alive, ranks))
+    newest = newest_checkpoint(job.parent)
+    assert newest is not None
+    content = json.loads(job.read_text())
+    content["config"]["steps"] = int(newest.name.removeprefix("step-")) + 3
+    job.write_text(json.dumps(content))
+    run_in_processes(job, 2)
+    rows = read_rows(job.parent)
+    whole = write_job(job.parent.parent / "whole", steps=100_000, checkpoint_interval=100_000)
+    stopping, reached = threading.Event(), len(rows)
+    with pytest.raises(Stopped):
+        Job.read(whole).run(lambda step: stopping.set() if step >= reached else None, stopping)
+    assert losses(rows)[:-3] == pytest.approx(losses(read_rows(whole.parent))[: len(rows) - 3], rel=1e-4)

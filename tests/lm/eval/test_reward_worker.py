@@ -7,6 +7,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,6 +74,26 @@ def test_a_worker_that_dies_is_replaced() -> None:
         process.wait()
         assert worker("a", "a") == RIGHT
         assert worker_process(worker) is not process
+
+
+def test_signals_to_the_whole_process_group_cost_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_and_signal(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        process = start(*arguments, **options)
+        send_signals(process)  # before its first instruction
+        return process
+
+    def send_signals(process: subprocess.Popen[bytes]) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(process.pid, number)
+
+    start = subprocess.Popen
+    with RewardWorker({"exact": 1.0}) as worker:
+        monkeypatch.setattr(subprocess, "Popen", start_and_signal)
+        assert worker("a", "a") == RIGHT
+        process = worker_process(worker)
+        send_signals(process)
+        assert worker("a", "a") == RIGHT
+        assert worker_process(worker) is process and process.poll() is None
 
 
 def test_a_missing_library_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,10 @@ def test_mmlu(tmp_path: Path) -> None:
         Problem("Which?\nA. red\nB. blue\nAnswer:", {"options": ["red", "blue"], "answer": "B"}, "B"),
         Problem("Which?\nA. 1\nB. 2\nC. 3\nAnswer:", {"options": ["1", "2", "3"], "answer": "C"}, "C"),
     ]
-    assert reasons == ["the answer 'B' is none of the 1 options", "no question, options (or choices) and answer"]
+    assert reasons == [
+        "the answer 'B' is none of the 1 options",
+        "no question, 1 to 26 options (or choices) and answer",
+    ]
 
 
 def test_words(tmp_path: Path) -> None:

@@ -152,6 +152,7 @@ def test_text_completion(llama: Llama, tokenizer: LlamaTokenizer, echo: bool) ->
     assert short == [{"generation": tokenizer.decode(short_ids)}]
 
 
+@pytest.mark.slow
 def test_batch_of_dialogs_equals_single_dialogs(chat: Llama, tokenizer: LlamaTokenizer) -> None:
     dialogs = [make_dialog("a"), make_dialog("hello", "b", "c"), make_dialog("é", system="d")]
     for temperature in (0, 0.6):
@@ -189,6 +190,7 @@ def test_dialog_with_tags_is_refused_and_others_are_answered(chat: Llama, tag: s
     assert list(chat.chat_stream(make_dialog(tag))) == [TAGS_ANSWER]
 
 
+@pytest.mark.slow
 def test_padded_vocabulary_is_truncated(tmp_path: Path) -> None:
     """Ids without a token are never sampled."""
     tokenizer = make_tokenizer()
@@ -203,6 +205,7 @@ def test_padded_vocabulary_is_truncated(tmp_path: Path) -> None:
         assert len(ids[0]) > 9 and max(ids[0]) < tokenizer.size
 
 
+@pytest.mark.slow
 def test_build_from_all_kinds_of_checkpoint(tmp_path: Path) -> None:
     tokenizer = bytes_tokenizer([END_OF_TEXT])
     tokenizer.save(tmp_path / "tokenizer")

@@ -132,6 +132,7 @@ def test_pretokens_of_several_blocks(words: list[str], merges: int, parts: list[
         assert tokenizer.encode(text) == tokenizer.encode_reference(text, [])
 
 
+@pytest.mark.slow
 def test_tokens_longer_than_a_block() -> None:
     """Tokens of up to 4,096 letters: the end of a text decides how thousands of letters before it merge."""
     powers = [b"a" * 2**i for i in range(13)]

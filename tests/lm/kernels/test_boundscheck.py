@@ -59,7 +59,7 @@ def test_indices_out_of_bounds_raise(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_index_of_the_kernel_tests_is_out_of_bounds() -> None:
     files = [PROJECT / "tests" / "lm" / name for name in _TEST_FILES]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--numprocesses=0", *files]

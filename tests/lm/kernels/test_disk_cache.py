@@ -86,6 +86,7 @@ def test_only_the_first_start_logs_that_it_compiles(copy: Path, tmp_path: Path) 
     assert not (copy / "lm" / "kernels" / "__pycache__").exists()
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_package_in_another_folder_logs_that_it_compiles(copy: Path, tmp_path: Path) -> None:
     """The cache depends on the path of the sources."""
     cache, other = tmp_path / "cache", tmp_path / "other"
@@ -97,6 +98,7 @@ def test_a_copy_of_the_package_in_another_folder_logs_that_it_compiles(copy: Pat
     assert len(list(cache.rglob("*.nbc"))) == compiled or "Compiling the table kernels" in log
 
 
+@pytest.mark.slow
 def test_a_changed_helper_is_compiled_with_a_warm_cache(copy: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     assert start(copy, EXPORT, cache)[0] == EXPORTED
@@ -171,6 +173,7 @@ def test_the_pipeline_compiles_nothing_after_compilation_ahead_of_time(copy: Pat
     assert {path: path.stat().st_mtime_ns for path in folder.glob("*.nb*")} == files
 
 
+@pytest.mark.slow
 def test_compilation_ahead_of_time_needs_a_writable_cache(copy: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(AssertionError, match="Set XDG_CACHE_HOME"):

@@ -30,6 +30,7 @@ def test_starts_equal_the_pattern_at_the_end_of_a_block(filler: str) -> None:
             assert find_starts(data, after=b"s \x80e") == expected_starts(data), data
 
 
+@pytest.mark.slow
 def test_starts_equal_the_pattern_for_every_character() -> None:
     """All characters of all planes, each after a letter, a digit, a space and itself."""
     for plane in range(17):

@@ -179,8 +179,8 @@ def test_a_resumed_training_uses_the_stored_responses(model: TransformerLM, tmp_
 
 def test_a_step_without_any_signal_has_no_gradient(model: TransformerLM, tmp_path: Path) -> None:
     objective = make_objective(model, tmp_path)
-    objective._sample = lambda count, verdicts: [  # type: ignore[method-assign]
-        replace(row, rewards=dict.fromkeys(row.rewards, 1.0)) for row in PolicyGradient._sample(objective, count, {})
+    objective._sample = lambda verdicts: [  # type: ignore[method-assign]
+        replace(row, rewards=dict.fromkeys(row.rewards, 1.0)) for row in PolicyGradient._sample(objective, {})
     ]
     assert all(gradient.abs().max() == 0 for gradient in gradients(model, objective))
     assert objective.step_metrics()["groups_without_signal"] == 1.0

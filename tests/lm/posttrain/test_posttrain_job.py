@@ -1,12 +1,14 @@
 """Post-trainings from job files: killed at any time, the same command resumes to the same result."""
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lm.common.errors import UserError
+from lm.distributed.launch import run_processes
 from lm.posttrain.job import PosttrainJob
 from lm.train.__main__ import main
 from lm.train.metrics_file import read_metrics
@@ -17,13 +19,23 @@ KILLS = int(os.environ.get("TEXTMILL_KILLS", "2"))
 SETTINGS: dict[str, dict[str, Any]] = {
     "sft": {},
     "preference": {},
+    "reward_model": {},
+    "ppo": {"updates_per_epoch": 2, "epochs_per_rollout": 2, "max_new_tokens": 8},
     "reinforce": {"group_size": 2, "updates_per_epoch": 2, "max_new_tokens": 8, "importance_reweighting": "grpo"},
+}
+
+OWN_METRICS: dict[str, set[str]] = {
+    "sft": set(),
+    "preference": {"margin", "accuracy", "chosen_reward", "rejected_reward"},
+    "reward_model": {"margin", "accuracy", "chosen_reward", "rejected_reward"},
+    "ppo": {"learned_reward", "reward", "kl", "value_loss", "entropy", "clip_fraction", "response_tokens"},
+    "reinforce": {"reward", "entropy", "response_tokens"},
 }
 
 
 def results(job: Path) -> dict[str, bytes]:
     """Return the files that a resumed training must have like a whole one: weights, optimizer, samples, responses."""
-    names = [*job.parent.glob("step-*/*.*"), job.parent / "samples.jsonl", *job.parent.glob("r*.jsonl")]
+    names = [*job.parent.glob("step-*/*.*"), *job.parent.glob("[rs]*.jsonl")]
     return {str(path.relative_to(job.parent)): path.read_bytes() for path in names}
 
 
@@ -35,10 +47,9 @@ def test_a_method_trains_and_records_its_metrics(tmp_path: Path, method: str) ->
     rows = read_metrics(job.parent / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert {row["step"] for row in rows if any(name.startswith("valid_") for name in row)} == {3, 6}
-    own = {"sft": set(), "preference": {"margin"}, "reinforce": {"reward", "entropy", "response_tokens"}}[method]
-    assert all(own <= row.keys() for row in rows)
+    assert all(OWN_METRICS[method] <= row.keys() for row in rows)
     samples = read_metrics(job.parent / "samples.jsonl")
-    assert [sample["prompt"] for sample in samples] == ["say a"] * 2
+    assert [sample["prompt"] for sample in samples] == ["say a"] * (0 if method == "reward_model" else 2)
 
 
 @pytest.mark.slow
@@ -50,6 +61,22 @@ def test_killed_again_and_again(tmp_path: Path, method: str) -> None:
     start_and_kill("lm.posttrain", job, KILLS)
     assert main([str(job)], PosttrainJob) == 0
     assert results(job) == results(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["reinforce", "ppo"])
+def test_two_processes_learn_from_the_responses_of_one(tmp_path: Path, method: str) -> None:
+    jobs = [
+        write_posttrain_job(tmp_path / name, method, SETTINGS[method], gradient_accumulation_steps=steps)
+        for name, steps in (("one", 2), ("two", 1))
+    ]
+    PosttrainJob.read(jobs[0]).run()
+    run_processes("lm.posttrain", jobs[1], 2, lambda: None, threading.Event())
+    rows, other = (read_metrics(job.parent / "rollouts.jsonl") for job in jobs)
+    assert [row["ids"] for row in rows if row["step"] == 1] == [row["ids"] for row in other if row["step"] == 1]
+    for name in ("loss", "grad_norm", "reward", "response_tokens"):
+        values, other_values = ([row[name] for row in read_metrics(job.parent / "metrics.jsonl")[:2]] for job in jobs)
+        assert values == pytest.approx(other_values, rel=1e-3, abs=1e-4), name
 
 
 def test_a_damaged_job_is_named(tmp_path: Path) -> None:

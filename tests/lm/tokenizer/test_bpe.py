@@ -77,6 +77,7 @@ def test_merges_equal_the_naive_reference(counts: dict[bytes, int], merges: int)
     assert [vocab[256 + i] for i in range(len(learned))] == [left + right for left, right in expected]
 
 
+@pytest.mark.slow
 @examples(100)
 @given(counts_of_few_letters)
 def test_ids_of_32_bits_give_the_same_merges(counts: dict[bytes, int]) -> None:

@@ -45,6 +45,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_five_thousand_shards_within_256_open_files(tmp_path: Path) -> None:
     """An 80 GB corpus has that many. Metrics and weights equal those of one shard with the same tokens."""
     whole, cut = (write_job(tmp_path / name, sample_prompts=[], checkpoint_interval=20) for name in ("whole", "cut"))
@@ -80,6 +81,7 @@ def test_a_job_alone_in_a_process(tmp_path: Path) -> None:
     assert weights_of(job, 50) == weights_of(uninterrupted, 50)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_torchrun", [True, False])
 def test_a_second_signal_ends_a_process_at_once_except_under_torchrun(tmp_path: Path, has_torchrun: bool) -> None:
     job = write_job(tmp_path, steps=100_000, checkpoint_interval=100_000)

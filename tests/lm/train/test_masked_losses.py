@@ -88,6 +88,7 @@ with process_group(torch.device("cpu")):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradient_accumulation_steps", [1, 2])
 def test_processes_weigh_by_their_tokens(tmp_path: Path, gradient_accumulation_steps: int) -> None:
     """Rank 0 has 17 unmasked targets, rank 1 has 5."""

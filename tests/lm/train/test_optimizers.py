@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lm.distributed.parallel import Parallel
 from lm.model.linear import Linear
 from lm.model.norm import RMSNorm
 from lm.model.transformer import TransformerLM
@@ -25,7 +26,7 @@ def parameter_groups(model: TransformerLM, **options: Any) -> list[tuple[type, l
             group["weight_decay"],
             group.get("lr_scale", 1.0),
         )
-        for optimizer in make_optimizers(model, TrainConfig(**options))
+        for optimizer in make_optimizers(model, TrainConfig(**options), Parallel(model, "none"))
         for group in optimizer.param_groups
     ]
 

@@ -290,7 +290,11 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 import lm
 for module in pkgutil.walk_packages(lm.__path__, "lm."):
-    importlib.import_module(module.name)
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":  # an extra
+            raise
 from tests.helpers.training import small_trainer
 small_trainer(Path(sys.argv[1]), steps=2).run()
 """

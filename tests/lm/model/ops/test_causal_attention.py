@@ -4,21 +4,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lm.model.functional import scaled_dot_product_attention
+from lm.model.ops.attention_form import reference_attention, sdpa_attention
 from lm.model.ops.causal_attention import blocked_causal_attention, causal_attention
 from tests.helpers.examples import examples
 from tests.helpers.tensors import assert_equal_with_gradients, widths
-
-
-def reference_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal attention with the plain reference; shared heads of keys and values are repeated."""
-    k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
-    return scaled_dot_product_attention(q, k, v, torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).tril())
 
 
 @examples(60)
@@ -54,11 +47,8 @@ def test_bfloat16_attention_is_as_exact_as_torch(kv_heads: int, length: int) -> 
         out = attention(*inputs)
         return [out, *torch.autograd.grad(out, inputs, grad_out.to(dtype))]
 
-    def torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
     results = output_and_gradients(causal_attention, torch.bfloat16)
-    torch_results = output_and_gradients(torch_attention, torch.bfloat16)
+    torch_results = output_and_gradients(sdpa_attention, torch.bfloat16)
     exact_results = output_and_gradients(reference_attention, torch.float64)
     for result, torch_result, exact in zip(results, torch_results, exact_results, strict=True):
         assert result.dtype == torch.bfloat16 and result.shape == exact.shape

@@ -1,0 +1,99 @@
+"""Models that answer the prompts of an evaluation: of this machine, or behind a URL."""
+
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from flows.models import DirectoryModel, RunModel, resolve_model
+from lm.common.errors import UserError
+from lm.eval.chat_client import ChatClient, ChatFailure, ChatRequest
+from lm.eval.evaluate import Response
+from lm.eval.few_shot import Prompt
+from lm.inference.config import SampleConfig
+
+if TYPE_CHECKING:
+    from lm.model.transformer import TransformerLM
+    from lm.tokenizer.text_tokenizer import TextTokenizer
+
+log = logging.getLogger(__name__)
+
+_MAX_FAILURES_LOGGED = 5
+
+
+class LocalModel:
+    """A model of a run or of a local directory, on a device of this machine."""
+
+    def __init__(self, resolved: RunModel | DirectoryModel, device: str) -> None:
+        from lm.inference.chat_format import ChatFormat
+
+        self.name = resolved.name
+        self.identity = _identify(resolved)
+        """A text that changes with the model."""
+        self._loaded: tuple[TransformerLM, TextTokenizer] = resolved.load_for_inference(device)
+        self.has_chat_template = ChatFormat(self._loaded[1]).has_template
+
+    def respond(self, prompts: Sequence[tuple[int, Prompt]], config: SampleConfig) -> Iterator[tuple[int, Response]]:
+        """Yield the index and the response of each numbered prompt."""
+        from lm.inference.responses import respond
+
+        for response in respond(*self._loaded, prompts, config):
+            yield response.index, Response(response.text, response.num_tokens, response.finish_reason)
+
+
+class EndpointModel:
+    """A model behind a URL with OpenAI's API.
+
+    ``model`` is its name for the server, by default that of the only model that the server lists. textmill's server
+    says whether its model has a chat template; the models of other servers are taken to have one.
+    """
+
+    def __init__(self, url: str, model: str) -> None:
+        self._client = ChatClient(url, model)
+        listed = {entry["id"]: entry for entry in self._client.list_models()}
+        if not model:
+            if len(listed) != 1:
+                known = ", ".join(sorted(listed)[:20]) or "none"
+                raise UserError(f"Name the model of {url} with --model_name; the server lists: {known}.")
+            [model] = listed
+            self._client.model = model
+        self.name = self.identity = f"{model} of {url.rstrip('/')}"
+        self.has_chat_template = bool(listed.get(model, {}).get("has_chat_template", True))
+
+    def respond(self, prompts: Sequence[tuple[int, Prompt]], config: SampleConfig) -> Iterator[tuple[int, Response]]:
+        """Yield the index and the response of each numbered prompt that has one. Log why others have none."""
+        failures = 0
+        requests = (
+            ChatRequest(
+                prompt,
+                temperature=config.temperature,
+                top_p=config.top_p,
+                max_tokens=config.max_new_tokens,
+                seed=(config.seed + index) % (1 << 63) if config.temperature else None,
+                stop=config.stop or None,
+            )
+            for index, prompt in prompts
+        )
+        for place, answer in self._client.answers(requests):
+            index, _ = prompts[place]
+            if isinstance(answer, ChatFailure):
+                failures += 1
+                if failures <= _MAX_FAILURES_LOGGED:
+                    log.warning("Problem %d has no response: %s", index, answer.error)
+            else:
+                yield index, Response(answer.text, answer.completion_tokens or None, answer.finish_reason)
+
+
+def open_model(name: str, model_name: str, root: str, device: str) -> LocalModel | EndpointModel:
+    """Return the model of a name for :func:`flows.models.resolve_model`, or ``model_name`` of a server's URL."""
+    if name.startswith(("http://", "https://")):
+        return EndpointModel(name, model_name)
+    return LocalModel(resolve_model(name, root), device)
+
+
+def _identify(resolved: RunModel | DirectoryModel) -> str:
+    if isinstance(resolved, RunModel):
+        return f"{resolved.model.ref.stage} {resolved.model.digest[:16]}"
+    files = sorted(path for path in resolved.directory.iterdir() if path.is_file())
+    versions = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return f"{resolved.directory.resolve()} {hashlib.sha256(repr(versions).encode()).hexdigest()[:16]}"

@@ -1,0 +1,108 @@
+"""Division of tensors among ranks by rows, and the collectives that gather and reduce the rows.
+
+A row is an index of the first dimension; a scalar is one row. Rank r has the rows ``bounds[r] : bounds[r + 1]``.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lm.distributed.process_group import get_rank, get_world_size
+
+Bounds = list[int]
+"""``world_size + 1`` row numbers: the first row of each rank, and the number of rows."""
+
+
+def divide_rows(tensors: Sequence[Tensor], are_whole: Sequence[bool], loads: list[int]) -> list[Bounds]:
+    """Divide each tensor among all ranks, or give all its rows to one rank if it must stay whole.
+
+    ``loads`` are the bytes of whole tensors that each rank has; they are updated. A whole tensor goes to the rank with
+    the lowest load, the largest tensors first.
+    """
+    world_size = get_world_size()
+    bounds = [[_row_count(x) * rank // world_size for rank in range(world_size + 1)] for x in tensors]
+    whole = [index for index, is_whole in enumerate(are_whole) if is_whole]
+    for index in sorted(whole, key=lambda index: -tensors[index].nbytes):
+        owner = loads.index(min(loads))
+        loads[owner] += tensors[index].nbytes
+        bounds[index] = [0] * (owner + 1) + [_row_count(tensors[index])] * (world_size - owner)
+    return bounds
+
+
+def local_rows(tensor: Tensor, bounds: Bounds) -> Tensor:
+    """Return a view of this rank's rows."""
+    rank = get_rank()
+    return (tensor if tensor.ndim else tensor[None])[bounds[rank] : bounds[rank + 1]]
+
+
+def _row_count(tensor: Tensor) -> int:
+    return len(tensor) if tensor.ndim else 1
+
+
+class Transfer(NamedTuple):
+    """A collective under way."""
+
+    buffer: Tensor
+    work: Any
+
+
+class RowExchange:
+    """Collectives for the rows of some tensors. Each rank has its own rows of every tensor.
+
+    ``tensors`` give the shapes and the device. The rows travel in one buffer of ``dtype``, so that a collective moves
+    many tensors.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        bounds: Sequence[Bounds],
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.dtype, self.device, self.group, self.rank = dtype, tensors[0].device, group, get_rank()
+        counts = [  # elements, by tensor and rank
+            [(stop - start) * (x.numel() // max(1, _row_count(x))) for start, stop in pairwise(tensor_bounds)]
+            for x, tensor_bounds in zip(tensors, bounds, strict=True)
+        ]
+        by_rank = [list(column) for column in zip(*counts, strict=True)]
+        self.places = [[slice(*ends) for ends in pairwise(accumulate(row, initial=0))] for row in by_rank]
+        self.elements = max(map(sum, by_rank))
+        self.bounds = bounds
+
+    def start_gather(self, rows: Sequence[Tensor]) -> Transfer:
+        """Send this rank's rows of each tensor to all ranks."""
+        buffer = torch.empty(len(self.places), self.elements, dtype=self.dtype, device=self.device)
+        for x, place in zip(rows, self.places[self.rank], strict=True):
+            buffer[self.rank, place] = x.flatten()
+        work = dist.all_gather_single(buffer.view(-1), buffer[self.rank], group=self.group, async_op=True)
+        return Transfer(buffer, work)
+
+    def finish_gather(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
+        """Wait for the rows of all ranks, and copy them to ``tensors``."""
+        transfer.work.wait()
+        for index, x in enumerate(tensors):
+            for rank, (start, stop) in enumerate(pairwise(self.bounds[index])):
+                rows = (x if x.ndim else x[None])[start:stop]
+                rows.copy_(transfer.buffer[rank, self.places[rank][index]].view_as(rows))
+
+    def start_average(self, tensors: Sequence[Tensor | None]) -> Transfer:
+        """Begin to average whole tensors over the ranks. None stands for zeros."""
+        buffer = torch.zeros(len(self.places), self.elements, dtype=self.dtype, device=self.device)
+        for index, x in enumerate(tensors):
+            if x is not None:
+                for rank, (start, stop) in enumerate(pairwise(self.bounds[index])):
+                    buffer[rank, self.places[rank][index]] = (x if x.ndim else x[None])[start:stop].flatten()
+        buffer /= len(self.places)
+        rows = torch.empty_like(buffer[0])
+        work = dist.reduce_scatter_single(rows, buffer.view(-1), group=self.group, async_op=True)
+        return Transfer(rows, (work, buffer))  # the buffer must live until the end of the collective
+
+    def finish_average(self, transfer: Transfer) -> list[Tensor]:
+        """Wait for the averages; return this rank's elements of each tensor, flat."""
+        transfer.work[0].wait()
+        return [transfer.buffer[place] for place in self.places[self.rank]]

@@ -1,0 +1,347 @@
+"""A client of models behind OpenAI's HTTP API: many requests at once, with retries.
+
+Source: https://platform.openai.com/docs/api-reference; ``Retry-After``: RFC 9110, section 10.2.3.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import random
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import httpx
+
+from lm.common.errors import UserError
+from lm.data.dialogs import Message
+from lm.text.utf8 import replace_surrogates
+
+log = logging.getLogger(__name__)
+
+_CONNECT_SECONDS = 30.0
+_FIRST_DELAY_SECONDS = 0.5  # doubles with each retry
+_MAX_DELAY_SECONDS = 60.0
+_MAX_RETRY_AFTER_SECONDS = 3600.0
+_LOGGED_DELAY_SECONDS = 10.0  # the log names longer pauses
+_MAX_BODY_BYTES = 64 << 20
+_MAX_MESSAGE_CHARACTERS = 300  # of a server's error message
+_RATE_LIMITED_STATUS = 429
+_RETRIED_STATUSES = {408, _RATE_LIMITED_STATUS}  # and 500 to 599
+_PAUSE_STATUSES = {_RATE_LIMITED_STATUS, 503}  # their Retry-After is honoured
+_REFUSED_PROMPT_STATUSES = {400, 413, 422}  # the prompt may be the reason, e.g. if it is too long
+
+_jitter = random.Random()  # the seeded generator of the module stays untouched
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """Messages to answer or a text to continue, and how to sample. None leaves a setting to the server."""
+
+    messages: Sequence[Message] | str
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: Sequence[str] | None = None
+    """Texts that end the answer."""
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """An answer of the model. The token counts are 0 if the server does not report them."""
+
+    text: str
+    finish_reason: str | None
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of the prompt and the answer."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True)
+class ChatFailure:
+    """Why a request has no answer: the server refused it, or the retries are used up."""
+
+    error: str
+
+
+class ChatClient:
+    """Asks a model for answers, many at once.
+
+    A request is repeated after a lost connection, a time-out, a malformed answer, and the statuses 408, 429 and 5xx,
+    with exponentially growing, random delays. A ``Retry-After`` pauses all requests.
+
+    Args:
+        url: The server's, e.g. ``http://127.0.0.1:8000``. A path is kept; without one, ``/v1`` is added.
+        model: The model's name for the server.
+        api_key_variable: The environment variable with the key. It may be unset for a server that needs no key.
+        max_in_flight: Number of requests at a time.
+        max_retries: Retries of a request. A 429 does not count while other requests are answered.
+        timeout_seconds: Time limit of one attempt, until its whole answer has arrived.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        api_key_variable: str = "OPENAI_API_KEY",
+        max_in_flight: int = 100,
+        max_retries: int = 8,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        if max_in_flight < 1:
+            raise UserError(f"The number of requests in flight is {max_in_flight}; it must be at least 1.")
+        self.url = _chat_url(url)
+        self.model = model
+        self._key = _read_key(api_key_variable)
+        self._headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        self._key_variable = api_key_variable
+        self._max_in_flight = max_in_flight
+        self._max_retries = max_retries
+        self._timeout_seconds = timeout_seconds
+        self._is_server_reached = False
+        self._answer_count = 0
+        self._resume_time = 0.0  # no request is sent earlier, by the clock of the event loop
+
+    def answers(self, requests: Iterable[ChatRequest]) -> Iterator[tuple[int, ChatAnswer | ChatFailure]]:
+        """Yield the index and the answer of each request, in the order in which the answers arrive.
+
+        ``requests`` is read only as fast as requests are sent, so it may end early depending on the answers so far. No
+        answer is received while the caller works on one. Raises UserError if the server cannot be reached at the
+        start, or refuses all requests, e.g. for a wrong key or model name. Do not call it from a running event loop.
+        """
+        indexed_requests = enumerate(requests)
+        tasks: dict[asyncio.Task[ChatAnswer | ChatFailure], int] = {}
+        with asyncio.Runner() as runner:
+            http = self._open_http()
+            try:
+                while True:
+                    while len(tasks) < self._max_in_flight and (item := next(indexed_requests, None)):
+                        tasks[runner.get_loop().create_task(self._ask(http, item[1]))] = item[0]
+                    if not tasks:
+                        return
+                    done, _ = runner.run(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))
+                    for task in sorted(done, key=lambda task: task.exception() is not None):  # answers before an error
+                        answer = task.result()
+                        yield tasks.pop(task), answer
+            finally:
+                runner.run(_cancel(tasks, http))
+
+    def list_models(self) -> list[dict[str, Any]]:
+        """Return the server's models, each with its ``id``, or none if it lists none.
+
+        Raises UserError if the server cannot be reached.
+        """
+        try:
+            response = httpx.get(self._sibling_url("models"), headers=self._headers, timeout=_CONNECT_SECONDS)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+        match _parse_json(response.content):
+            case {"data": [*models]}:
+                return [model for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)]
+        return []
+
+    def _open_http(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            headers=self._headers,
+            timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),  # the limit of the whole attempt is in _send
+            limits=httpx.Limits(max_connections=self._max_in_flight, max_keepalive_connections=self._max_in_flight),
+        )
+
+    async def _ask(self, http: httpx.AsyncClient, request: ChatRequest) -> ChatAnswer | ChatFailure:
+        attempts = failures = 0
+        while True:
+            await self._wait_for_permission()
+            answer_count = self._answer_count
+            try:
+                answer = await self._send(http, request)
+            except _FailedAttemptError as failure:
+                attempts += 1
+                failures += not (failure.is_rate_limited and self._answer_count > answer_count)
+                if not failure.can_retry or failures > self._max_retries:
+                    return ChatFailure(str(failure))
+                self._pause(failure.retry_after_seconds)
+                await asyncio.sleep(_backoff_seconds(attempts))
+            else:
+                self._answer_count += 1
+                return answer
+
+    async def _wait_for_permission(self) -> None:
+        """Wait until the end of the pause that the server asked for."""
+        while (seconds := self._resume_time - asyncio.get_running_loop().time()) > 0:
+            await asyncio.sleep(seconds)
+
+    def _pause(self, seconds: float) -> None:
+        resume_time = asyncio.get_running_loop().time() + seconds
+        if resume_time - self._resume_time > _LOGGED_DELAY_SECONDS and seconds > _LOGGED_DELAY_SECONDS:
+            log.info("The server asks to wait %.0f seconds.", seconds)
+        self._resume_time = max(self._resume_time, resume_time)
+
+    async def _send(self, http: httpx.AsyncClient, request: ChatRequest) -> ChatAnswer:
+        """Return the answer to a request. Raises _FailedAttemptError, or UserError if all requests would fail."""
+        settings = {name: getattr(request, name) for name in ("temperature", "top_p", "max_tokens", "seed", "stop")}
+        payload: dict[str, Any] = {"model": self.model}
+        payload |= {name: value for name, value in settings.items() if value is not None}
+        if isinstance(request.messages, str):
+            url, payload["prompt"] = self._sibling_url("completions"), request.messages
+        else:
+            url, payload["messages"] = self.url, [*request.messages]
+        try:
+            async with asyncio.timeout(self._timeout_seconds), http.stream("POST", url, json=payload) as response:
+                self._is_server_reached = True
+                body = await _read_body(response)
+        except httpx.ConnectError as error:
+            if self._is_server_reached:
+                raise _FailedAttemptError(f"no connection: {error}") from None
+            raise self._unreachable(error) from None
+        except TimeoutError:
+            raise _FailedAttemptError(f"no answer in {self._timeout_seconds:g} seconds") from None
+        except httpx.RequestError as error:
+            raise _FailedAttemptError(f"the connection was lost: {str(error) or type(error).__name__}") from None
+        answer = _parse_answer(body) if response.is_success else None
+        if answer:
+            return answer
+        status = response.status_code
+        message = f"status {status}: {self._error_message(body) or response.reason_phrase}"
+        if response.is_success:
+            raise _FailedAttemptError(f"the answer is malformed; {message}")
+        if status in _RETRIED_STATUSES or status >= 500:
+            delay = _retry_after_seconds(response) if status in _PAUSE_STATUSES else 0.0
+            raise _FailedAttemptError(message, True, status == _RATE_LIMITED_STATUS, delay)
+        if status in _REFUSED_PROMPT_STATUSES:
+            raise _FailedAttemptError(message, can_retry=False)
+        raise UserError(f"{self.url} answers with {message.removesuffix('.')}. {self._advise(status)}")
+
+    def _sibling_url(self, name: str) -> str:
+        """Return the URL of another endpoint of the server."""
+        url = httpx.URL(self.url)
+        return str(url.copy_with(path=url.path.removesuffix("chat/completions") + name))
+
+    def _unreachable(self, error: httpx.HTTPError) -> UserError:
+        return UserError(f"{self.url} cannot be reached: {error}. Check the URL, and that the server runs.")
+
+    def _error_message(self, body: bytes) -> str:
+        """Return the message of a server's error without the key, which some servers repeat."""
+        return _error_message(body.replace(self._key.encode(), "…".encode()) if self._key else body)
+
+    def _advise(self, status: int) -> str:
+        if status in (401, 403):
+            state = "has the right key" if self._key else "is set; now it is empty"
+            return f"Check that the environment variable {self._key_variable} {state}."
+        return f"Check the URL and the name of the model, {self.model!r}."
+
+
+class _FailedAttemptError(Exception):
+    def __init__(
+        self,
+        message: str,
+        can_retry: bool = True,
+        is_rate_limited: bool = False,
+        retry_after_seconds: float = 0.0,
+    ) -> None:
+        super().__init__(message)
+        self.can_retry = can_retry
+        self.is_rate_limited = is_rate_limited
+        self.retry_after_seconds = retry_after_seconds
+
+
+def _chat_url(text: str) -> str:
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL as error:
+        raise UserError(f"The URL of the model cannot be used: {error}.") from None
+    if url.userinfo:
+        raise UserError("The URL of the model has a user or a password. Put the key in an environment variable.")
+    if url.scheme not in ("http", "https") or not url.host:
+        raise UserError(f"{text!r} is not the URL of a server; give one such as http://127.0.0.1:8000.")
+    path = url.path.rstrip("/").removesuffix("/chat/completions") or "/v1"
+    return str(url.copy_with(path=f"{path}/chat/completions"))
+
+
+def _read_key(variable: str) -> str:
+    key = os.environ.get(variable, "").strip()
+    if not re.fullmatch(r"[!-~]*", key):
+        raise UserError(f"The environment variable {variable} has characters that no key has. Set it to the key alone.")
+    return key
+
+
+async def _read_body(response: httpx.Response) -> bytes:
+    body = bytearray()
+    async for block in response.aiter_bytes():
+        body += block
+        if len(body) > _MAX_BODY_BYTES:
+            raise _FailedAttemptError(f"the answer has more than {_MAX_BODY_BYTES >> 20} MiB")
+    return bytes(body)
+
+
+def _parse_answer(body: bytes) -> ChatAnswer | None:
+    match _parse_json(body):
+        case {"choices": [{"message": {"content": str() | None as content}, **choice}, *_], **rest} | {
+            "choices": [{"text": str() as content, **choice}, *_],
+            **rest,
+        }:
+            reason, usage = choice.get("finish_reason"), rest.get("usage")
+            return ChatAnswer(
+                replace_surrogates(content or ""),
+                reason if isinstance(reason, str) else None,
+                _token_count(usage, "prompt_tokens"),
+                _token_count(usage, "completion_tokens"),
+            )
+    return None
+
+
+def _parse_json(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _token_count(usage: Any, name: str) -> int:
+    count = usage.get(name) if isinstance(usage, dict) else None
+    return count if isinstance(count, int) and count > 0 else 0
+
+
+def _error_message(body: bytes) -> str:
+    """Return the message in a server's error, or else the start of the body, in one printable line."""
+    match _parse_json(body):
+        case {"error": {"message": str(text)}} | {"error": str(text)} | {"message": str(text)} | {"detail": str(text)}:
+            message = text
+        case _:
+            message = body[: 4 * _MAX_MESSAGE_CHARACTERS].decode(errors="replace")
+    line = " ".join("".join(character if character.isprintable() else " " for character in message).split())
+    return line if len(line) <= _MAX_MESSAGE_CHARACTERS else f"{line[:_MAX_MESSAGE_CHARACTERS]}…"
+
+
+def _retry_after_seconds(response: httpx.Response) -> float:
+    """Return the delay of ``Retry-After``, in seconds or as a date, at most an hour; 0 without a valid one."""
+    text = response.headers.get("Retry-After", "").strip()
+    if re.fullmatch(r"\d{1,9}(\.\d*)?", text):
+        seconds = float(text)
+    else:
+        try:
+            date = parsedate_to_datetime(text)
+        except ValueError:
+            return 0.0
+        seconds = (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
+    return min(max(seconds, 0.0), _MAX_RETRY_AFTER_SECONDS)
+
+
+def _backoff_seconds(attempts: int) -> float:
+    longest = min(_FIRST_DELAY_SECONDS * 2.0 ** min(attempts - 1, 30), _MAX_DELAY_SECONDS)
+    return _jitter.uniform(0.5, 1.0) * longest
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[Any]], http: httpx.AsyncClient) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await http.aclose()

@@ -1,0 +1,192 @@
+"""Evaluation of responses to problems: rewards, categories, and accuracy with a confidence interval."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import sqrt
+from typing import Any, Literal, NamedTuple
+
+from lm.common.errors import UserError
+from lm.eval.few_shot import Prompt
+from lm.eval.response_file import ResponseFile
+from lm.eval.reward_worker import RewardWorker
+from lm.eval.rewards import REWARD_KEYS, perfect_rewards
+from lm.eval.tasks import Problem
+
+Category = Literal["right", "wrong answer", "wrong format"]
+CATEGORIES: tuple[Category, ...] = ("right", "wrong answer", "wrong format")
+
+_Z_95 = 1.959963984540054  # 95 % of a normal distribution lie within this many standard deviations
+_TOLERANCE = 1e-9  # of a weighted sum of rewards
+
+
+class Response(NamedTuple):
+    """What a model answers."""
+
+    text: str
+    tokens: int | None = None
+    finish_reason: str | None = None
+    """``stop`` if the model ended the response, ``length`` if it was cut."""
+
+
+Respond = Callable[[Sequence[tuple[int, Prompt]]], Iterable[tuple[int, Response]]]
+"""Yields the index and the response of each numbered prompt, in any order. Prompts without a response are left out."""
+
+
+@dataclass(frozen=True)
+class ScoredResponse:
+    """A response to a problem, and its rewards."""
+
+    index: int
+    """Of the problem in its task."""
+    prompt: Prompt
+    response: str
+    ground_truth: Any
+    rewards: dict[str, float]
+    category: Category
+    tokens: int | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+    """Why the rewards could not be computed, and are 0."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of the responses of a model to the problems of a task."""
+
+    problems: int
+    accuracy: float
+    """Share of right responses."""
+    accuracy_low: float
+    """Ends of its 95 % confidence interval (Wilson 1927)."""
+    accuracy_high: float
+    reward: float
+    """Means over the responses."""
+    format_reward: float
+    answer_reward: float
+    response_tokens: float | None
+    categories: dict[str, int]
+    """Number of responses in each of ``CATEGORIES``."""
+    cut_responses: int
+    """Responses that reached the maximum number of tokens."""
+    failed_rewards: int
+    """Responses whose rewards could not be computed, and are 0."""
+
+
+def score_responses(
+    problems: Sequence[Problem],
+    prompts: Sequence[Prompt],
+    responses: Iterable[tuple[int, Response]],
+    reward: RewardWorker,
+) -> Iterator[ScoredResponse]:
+    """Yield each response with its rewards. ``responses`` has the index of the problem before each response."""
+    for index, response in responses:
+        verdict = reward.score(response.text, problems[index].ground_truth)
+        yield ScoredResponse(
+            index,
+            prompts[index],
+            response.text,
+            problems[index].ground_truth,
+            verdict.rewards,
+            categorize(verdict.rewards, reward.weights),
+            response.tokens,
+            response.finish_reason,
+            verdict.error,
+        )
+
+
+def categorize(rewards: Mapping[str, float], weights: Mapping[str, float]) -> Category:
+    """Return the category of a response. ``weights`` are those of its named rewards.
+
+    It is right if its content has the full reward; if no reward is for the content, if the form has it. Otherwise its
+    format is wrong if nothing of the reward is for the form.
+    """
+    perfect = perfect_rewards(weights)
+    key = "answer_reward" if perfect["answer_reward"] > 0 else "reward"
+    if rewards[key] >= perfect[key] - _TOLERANCE:
+        return "right"
+    return "wrong answer" if rewards["format_reward"] > 0 else "wrong format"
+
+
+def summarize(responses: Sequence[ScoredResponse]) -> Summary:
+    """Return the figures of at least one response."""
+    count = len(responses)
+    categories: dict[str, int] = {name: sum(response.category == name for response in responses) for name in CATEGORIES}
+    tokens = [response.tokens for response in responses if response.tokens is not None]
+    means = {key: sum(response.rewards[key] for response in responses) / count for key in REWARD_KEYS}
+    low, high = wilson_interval(categories["right"], count)
+    return Summary(
+        problems=count,
+        accuracy=categories["right"] / count,
+        accuracy_low=low,
+        accuracy_high=high,
+        response_tokens=sum(tokens) / len(tokens) if tokens else None,
+        categories=categories,
+        cut_responses=sum(response.finish_reason == "length" for response in responses),
+        failed_rewards=sum(response.error is not None for response in responses),
+        **means,
+    )
+
+
+def wilson_interval(successes: int, count: int) -> tuple[float, float]:
+    """Return the 95 % confidence interval of a probability, from the successes of ``count`` trials (Wilson 1927).
+
+    Unlike the normal approximation, it stays within 0 and 1, and has a width if no trial or every trial succeeded.
+    """
+    share, z2 = successes / count, _Z_95**2
+    center = (share + z2 / (2 * count)) / (1 + z2 / count)
+    half_width = _Z_95 * sqrt(share * (1 - share) / count + z2 / (4 * count**2)) / (1 + z2 / count)
+    low = 0.0 if successes == 0 else center - half_width  # exact at the ends, without a rounding error
+    high = 1.0 if successes == count else center + half_width
+    return low, high
+
+
+def pick_examples(responses: Iterable[ScoredResponse], count: int = 3) -> dict[str, list[ScoredResponse]]:
+    """Return the first ``count`` responses of each category that has some."""
+    examples: dict[str, list[ScoredResponse]] = {}
+    for name in CATEGORIES:
+        if found := [response for response in responses if response.category == name][:count]:
+            examples[name] = found
+    return examples
+
+
+def evaluate(
+    problems: Sequence[Problem],
+    prompts: Sequence[Prompt],
+    respond: Respond,
+    reward: RewardWorker,
+    file: ResponseFile,
+) -> list[ScoredResponse]:
+    """Return the responses to all problems with their rewards, in the order of the problems.
+
+    Each response is appended to ``file`` when it arrives; ``respond`` is asked only for those that the file does not
+    have. At the end, the file is in the order of the problems. Raises UserError if a row of the file is damaged or
+    belongs to another problem, or if ``respond`` leaves out a prompt.
+    """
+    done = {row["index"]: _parse_row(row, problems, prompts, file) for row in file.rows if row["index"] < len(problems)}
+    missing = [(index, prompt) for index, prompt in enumerate(prompts) if index not in done]
+    for scored in score_responses(problems, prompts, respond(missing) if missing else (), reward):
+        file.append(asdict(scored))
+        done[scored.index] = scored
+    if len(done) < len(problems):
+        raise UserError(
+            f"{len(problems) - len(done):,} of {len(problems):,} problems have no response. Run the same command again "
+            f"to ask for them; {file.path} has the others."
+        )
+    file.sort()
+    return [done[index] for index in range(len(problems))]
+
+
+def _parse_row(
+    row: dict[str, Any], problems: Sequence[Problem], prompts: Sequence[Prompt], file: ResponseFile
+) -> ScoredResponse:
+    try:
+        response = ScoredResponse(**row)
+    except TypeError:
+        raise UserError(f"A row of {file.path} is damaged; delete the file, or use another directory.") from None
+    index = response.index
+    if (response.prompt, response.ground_truth) != (prompts[index], problems[index].ground_truth):
+        raise UserError(
+            f"{file.path} has a response to another problem {index}: the data of the task has changed since. "
+            "Delete the file, or use another directory."
+        )
+    return response

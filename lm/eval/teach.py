@@ -1,0 +1,176 @@
+"""Training data made by another model: its answers to prompts, filtered by a reward.
+
+This is rejection sampling, one round of expert iteration with another model (Yuan et al. 2023, arXiv:2308.01825).
+"""
+
+import json
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+from lm.checkpoint.atomic_dir import sync_path
+from lm.common.errors import UserError
+from lm.data.dialogs import Message, find_role_problem
+from lm.data.json_rows import DamagedRows, Row, read_rows
+from lm.eval.answer_cache import AnswerCache, request_key
+from lm.eval.chat_client import ChatAnswer, ChatClient, ChatFailure, ChatRequest
+from lm.eval.config import TeachConfig
+from lm.eval.few_shot import PROMPT_TEMPLATES, PromptFormat
+from lm.eval.reward_worker import RewardWorker
+from lm.eval.tasks import Problem, load_task
+
+Outcome = Literal["kept", "low reward", "reward failed", "cut at the maximum", "blank", "repeated"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+
+_TOLERANCE = 1e-9  # of a weighted sum of rewards
+
+
+@dataclass(frozen=True)
+class Question:
+    """Messages to answer; the last is the user's."""
+
+    messages: tuple[Message, ...]
+    question: str
+    """The last message before it was put into the template of the prompt."""
+    ground_truth: Any = None
+
+
+class QuestionSet(NamedTuple):
+    """Different questions in the order of their file, and the names and weights of the rewards for the answers."""
+
+    questions: list[Question]
+    repeated: int
+    """Number of questions that were left out because an earlier one is equal."""
+    rewards: dict[str, float]
+
+
+def read_questions(config: TeachConfig, damaged: DamagedRows) -> QuestionSet:
+    """Read the questions of a task, or without a task the rows of a file, each with a ``prompt`` or ``messages``.
+
+    A row may have a ``ground_truth`` for the rewards. A last message of the assistant is left out. Raises UserError as
+    :func:`lm.eval.tasks.load_task` and :func:`lm.data.json_rows.read_rows` do, and if nothing names the questions.
+    """
+    prompt_format = PromptFormat(PROMPT_TEMPLATES.get(config.prompt, config.prompt), is_plain=True)
+    rewards = dict(config.rewards)
+    if config.task:
+        files = [config.file] if config.file else []
+        task = load_task(config.task, files, "train", config.count, config.seed or 0, damaged)
+        dialogs = [_parse_row({"prompt": item.prompt, "ground_truth": item.ground_truth}) for item in task.problems]
+        rewards = rewards or {task.reward: 1.0}
+    elif config.file:
+        dialogs = [*read_rows(config.file, damaged, _parse_row)][: config.count]
+    else:
+        raise UserError("Nothing names the prompts; give a file of prompts or a task.")
+    questions: dict[str, Question] = {}
+    for messages, ground_truth in dialogs:
+        question = messages[-1]["content"]
+        prompt = str(prompt_format.format(Problem(question, ground_truth)))
+        asked = Question((*messages[:-1], Message(role="user", content=prompt)), question, ground_truth)
+        questions.setdefault(json.dumps([asked.messages, ground_truth], sort_keys=True), asked)
+    return QuestionSet([*questions.values()], len(dialogs) - len(questions), rewards)
+
+
+def make_requests(questions: Iterable[Question], config: TeachConfig) -> Iterator[dict[str, ChatRequest]]:
+    """Yield the requests for each question, one a sample, by the key of the answer."""
+    for question in questions:
+        requests = {}
+        for sample in range(config.samples):
+            seed = None if config.seed is None else config.seed + sample
+            request = ChatRequest(question.messages, config.temperature, config.top_p, config.max_new_tokens, seed)
+            requests[request_key(config.model, request, sample)] = request
+        yield requests
+
+
+def ask_missing(
+    requests: Mapping[str, ChatRequest], client: ChatClient, cache: AnswerCache, token_budget: int | None
+) -> Generator[tuple[str, ChatAnswer | ChatFailure]]:
+    """Ask for the answers that ``cache`` does not have, and yield each after it was added there.
+
+    No request is sent after the prompts and answers of ``requests``, with those in the cache, have ``token_budget``
+    tokens; the answers to requests in flight are still received.
+    """
+    missing = [key for key in requests if key not in cache.answers]
+    spent_tokens = sum(cache.answers[key].tokens for key in requests.keys() - set(missing))
+
+    def take() -> Iterator[ChatRequest]:
+        for key in missing:
+            if token_budget is not None and spent_tokens >= token_budget:
+                return
+            yield requests[key]
+
+    for index, answer in client.answers(take()):
+        if isinstance(answer, ChatAnswer):
+            cache.add(missing[index], answer)
+            spent_tokens += answer.tokens
+            if token_budget is not None and not answer.tokens:
+                raise UserError("The server does not report how many tokens an answer has; leave out the token budget.")
+        yield missing[index], answer
+
+
+def select_answers(
+    questions: Sequence[Question],
+    requests: Sequence[Iterable[str]],
+    answers: Mapping[str, ChatAnswer],
+    reward: RewardWorker | None,
+    threshold: float,
+) -> Iterator[tuple[Outcome, Row]]:
+    """Yield each answer as a row for supervised fine-tuning, and whether to keep it.
+
+    ``requests`` has the keys of the answers to each question. The order is that of the questions and samples. Only an
+    answer with a reward of at least ``threshold`` is kept, if there is a ``reward``.
+    """
+    rows: set[str] = set()
+    for question, keys in zip(questions, requests, strict=True):
+        for answer in (answers[key] for key in keys if key in answers):
+            row = _make_row(question, answer.text)
+            text = json.dumps(row)
+            outcome: Outcome = "kept"
+            if not answer.text.strip():
+                outcome = "blank"
+            elif answer.finish_reason == "length":
+                outcome = "cut at the maximum"
+            elif text in rows:
+                outcome = "repeated"
+            elif reward:
+                verdict = reward.score(answer.text, question.ground_truth)
+                if verdict.error:
+                    outcome = "reward failed"
+                elif verdict.rewards["reward"] < threshold - _TOLERANCE:
+                    outcome = "low reward"
+            if outcome == "kept":
+                rows.add(text)
+            yield outcome, row
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Replace a JSON Lines file atomically."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    sync_path(temporary)
+    temporary.replace(path)
+
+
+def _parse_row(row: Row) -> tuple[tuple[Message, ...], Any]:
+    match row:
+        case {"messages": [*messages, {"role": "assistant"}]} | {"messages": [*messages]}:
+            pass
+        case {"prompt": str(prompt)}:
+            messages = [Message(role="user", content=prompt)]
+        case _:
+            raise ValueError("no text named prompt and no list named messages")
+    if problem := find_role_problem(messages, "user"):
+        raise ValueError(problem)
+    if not messages[-1]["content"].strip():
+        raise ValueError("the prompt is blank")
+    dialog = tuple(Message(role=message["role"], content=message["content"]) for message in messages)
+    return dialog, row.get("ground_truth")
+
+
+def _make_row(question: Question, answer: str) -> Row:
+    *context, last = question.messages
+    if context:
+        return {"messages": [*question.messages, Message(role="assistant", content=answer)]}
+    asked = {} if last["content"] == question.question else {"question": question.question}
+    return {"prompt": last["content"], "response": answer, **asked}

@@ -1,0 +1,140 @@
+"""Memory that a training needs, predicted from its configuration. Source: CS336 assignment 1 (section 4.3) counts
+parameters, gradients, optimizer state and activations.
+
+Counts tensors, uncompiled: an allocator's fragments and libraries' workspaces come on top. torch.compile fuses
+operations and stores less.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from lm.common.runtime import ParallelKind
+from lm.model.config import ModelConfig
+from lm.model.flops import parameter_count
+
+_LOGIT_BYTES = {"cpu": 1 << 24, "cuda": 1 << 30}  # of a chunk, see lm.model.ops.cross_entropy
+_BUCKET_BYTES = 25 << 20  # of gradients that are sent together, see lm.distributed.ddp
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes of a process."""
+
+    weights: int
+    """Between steps."""
+    gradients: int
+    """Between the backward pass and the optimizer."""
+    optimizer_state: int
+    activations: int
+    """Saved for the backward pass, at the end of the forward pass."""
+    peak: int
+    """The most that lives at one time in a step. Not the sum: gradients arise while activations are freed."""
+
+
+def predict_training_memory(
+    config: ModelConfig,
+    sequences: int,
+    optimizer: Literal["adamw", "muon"] = "adamw",
+    is_bfloat16: bool = False,
+    has_checkpointing: bool = False,
+    gradient_accumulation_steps: int = 1,
+    parallel: ParallelKind = "none",
+    world_size: int = 1,
+    device_type: str = "cpu",
+) -> TrainingMemory:
+    """Predict the memory of a process that trains with micro-batches of ``sequences`` full contexts.
+
+    Weights, gradients and state are float32: AdamW has two moments, Muon one. ``is_bfloat16``: matrix products run in
+    bfloat16 under autocast, which keeps a copy of the matrices. ``parallel`` is what ``world_size`` processes divide.
+    Raises UserError if the vocabulary size is not set.
+    """
+    counts = parameter_count(config)
+    hidden = counts["attention"] + counts["feed_forward"]
+    weights = 4 * counts["total"]
+    state = 2 * weights - (4 * hidden if optimizer == "muon" else 0)
+    element = 2 if is_bfloat16 else 4
+    tokens = sequences * config.context_length
+    block = tokens * _block_bytes_per_token(config, is_bfloat16)
+    stored = tokens * 4 * config.d_model if has_checkpointing else block
+    copies = 2 * hidden if is_bfloat16 else 0
+    head = 4 * (config.vocab_size or 0) * config.d_model  # a gradient of the head
+    loss_input = tokens * (element + 4) * config.d_model  # and the gradient of it
+    activations = config.num_layers * stored + loss_input + copies + head
+    logits = min(_LOGIT_BYTES.get(device_type, 1 << 27), 4 * tokens * (config.vocab_size or 0))
+    if is_bfloat16:
+        logits += logits + head // 2  # the chunk and its gradient in bfloat16, and a copy of the head
+    # The gradients of a block's activations need most memory in its feed-forward network.
+    block_gradients = tokens * (element * 3 * config.d_ff + 4 * 2 * config.d_model)
+    recomputed = block if has_checkpointing else 0
+    last_copies = copies // config.num_layers if has_checkpointing else copies
+    held = _held_bytes(parallel, world_size, weights, state, 4 * hidden // config.num_layers, head)
+    earlier = weights if gradient_accumulation_steps > 1 and parallel not in ("ddp", "zero1") else 0
+    share = world_size if parallel in ("zero2", "fsdp") else 1
+    state_share = 1 if parallel in ("none", "ddp") else world_size
+    # Muon updates all matrices of a shape together: two float32 copies, three in bfloat16, and the float32 result.
+    update = 18 * _largest_shape(config) // state_share if optimizer == "muon" else 0
+    if device_type == "cuda":
+        update = max(update, weights // state_share)  # AdamW's denominators
+    peak = max(
+        held.at_update + update,
+        held.at_loss + activations + head + logits + earlier,
+        held.at_last_block + config.num_layers * stored + recomputed + block_gradients + last_copies + head + earlier,
+        held.at_first_block + block + block_gradients + copies // config.num_layers + earlier,
+    )
+    return TrainingMemory(weights // share, weights // share, state // state_share, activations, peak)
+
+
+class _Held(NamedTuple):
+    """Bytes of weights, gradients, state and communication buffers at three moments of a step."""
+
+    at_loss: int
+    at_last_block: int
+    """The backward pass of the last block, the first in this pass."""
+    at_first_block: int
+    at_update: int
+
+
+def _held_bytes(parallel: ParallelKind, world_size: int, weights: int, state: int, block: int, head: int) -> _Held:
+    if parallel == "none":
+        return _Held(weights + state, weights + state, 2 * weights + state, 2 * weights + state)
+    if parallel in ("ddp", "zero1"):
+        base = 2 * weights + (state if parallel == "ddp" else state // world_size)  # buckets hold the gradients
+        gathered = 0 if parallel == "ddp" else 2 * min(weights, 2 * _BUCKET_BYTES)  # gloo has a copy of a buffer
+        return _Held(base, base, base + min(weights, _BUCKET_BYTES), base + gathered)
+    base = (weights + state) // world_size
+    # A block's gradients, and those of the unit before in the buffer that is sent.
+    sent = block + head + head // world_size
+    gradients = weights // world_size
+    if parallel == "zero2":
+        return _Held(base + weights, base + weights + sent, base + gradients + 3 * block + head, base + gradients)
+    return _Held(base + head, base + 2 * block + sent, base + gradients + 4 * block + head, base + gradients)
+
+
+def _largest_shape(config: ModelConfig) -> int:
+    """Return the elements of all hidden matrices of the shape that has the most."""
+    counts: Counter[tuple[int, int]] = Counter()
+    d, kv, ff = config.d_model, config.kv_heads * config.head_dim, config.d_ff
+    for shape in [(d, d), (d, d), (kv, d), (kv, d), (ff, d), (d, ff), *([(ff, d)] if _has_gate(config) else [])]:
+        counts[shape] += config.num_layers * shape[0] * shape[1]
+    return max(counts.values())
+
+
+def _has_gate(config: ModelConfig) -> bool:
+    return config.feed_forward == "swiglu"
+
+
+def _block_bytes_per_token(config: ModelConfig, is_bfloat16: bool) -> int:
+    """Return the bytes that a block saves for its backward pass, per token."""
+    d, kv, ff = config.d_model, config.kv_heads * config.head_dim, config.d_ff
+    has_gate = _has_gate(config)
+    element = 2 if is_bfloat16 else 4
+    heads = d + 2 * kv  # queries, keys, values
+    inner = (3 if has_gate else 2) * ff
+    normalized = (d + kv) if config.qk_norm else 0
+    if is_bfloat16:
+        inputs = (3 + 1 + (2 if has_gate else 1)) * d  # autocast copies the input of each matrix
+        residual = 8 * d if config.norm_placement != "none" else 0
+        return residual + element * (inputs + heads + normalized + inner)
+    residual_inputs = (4 if config.norm_placement != "none" else 2) * d
+    return element * (residual_inputs + heads + d + normalized + inner)

@@ -1,0 +1,69 @@
+"""A reward model: a Transformer with a scalar head that scores an answer, learned from pairs of answers.
+
+Sources: Bradley & Terry 1952; Stiennon et al. 2020 and Ouyang et al. 2022 (the head replaces that of the language
+model, and is read at the answer's last token); Eisenstein et al. 2023 (the penalty that centers the rewards).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lm.checkpoint.training_state import load_model
+from lm.model.scalar_head import ScalarHead
+from lm.model.transformer import TransformerLM
+
+
+def bradley_terry_loss(chosen: Tensor, rejected: Tensor, center_weight: float = 0.0) -> Tensor:
+    """Return the negative log-likelihood of each pair's order under the Bradley–Terry model, (B,), in nats.
+
+    ``chosen`` and ``rejected`` (B,) are the rewards of the answers: the better one wins with probability
+    sigmoid(chosen − rejected). That does not fix the mean of the rewards; ``center_weight`` times
+    (chosen + rejected)² is added to pull it to 0.
+    """
+    return -F.logsigmoid(chosen - rejected) + center_weight * (chosen + rejected).square()
+
+
+def add_reward_head(model: TransformerLM) -> TransformerLM:
+    """Make ``model`` a reward model, in place, and return it.
+
+    The new head has small random weights (Stiennon et al. 2020). A head for logits of its own is not trained.
+    """
+    d_model = model.config.d_model
+    model.scalar_head = ScalarHead(d_model, (d_model + 1) ** -0.5, device=next(model.parameters()).device)
+    if model.lm_head is not None:
+        model.lm_head.requires_grad_(False)
+    return model
+
+
+def load_reward_model(directory: Path, device: str | torch.device = "cpu") -> TransformerLM:
+    """Load a reward model for inference from a checkpoint. Raises UserError if it is damaged or has no head."""
+    return load_model(directory, device, has_scalar_head=True).requires_grad_(False)
+
+
+def compute_rewards(model: TransformerLM, ids: Tensor, mask: Tensor) -> Tensor:
+    """Return the reward of each row (B,), read at its last unmasked token. ``ids`` int64 and ``mask`` bool (B, T).
+
+    Tokens after that one do not count. Raises UserError if a row is longer than the context.
+    """
+    last = (mask * torch.arange(mask.shape[-1], device=mask.device)).amax(-1)
+    hidden_states = model.hidden_states(ids)
+    return model.scalars(hidden_states[torch.arange(len(ids), device=ids.device), last])
+
+
+@torch.no_grad()
+def score_dialogs(model: TransformerLM, rows: Sequence[Sequence[int]], batch_size: int) -> list[float]:
+    """Return the reward of each dialog, given as token ids that end with the answer's end token."""
+    device = next(model.parameters()).device
+    rewards: list[float] = []
+    for start in range(0, len(rows), batch_size):
+        part = rows[start : start + batch_size]
+        ids = torch.zeros(len(part), max(map(len, part)), dtype=torch.int64)
+        mask = torch.zeros(ids.shape, dtype=torch.bool)
+        for row, content in enumerate(part):
+            ids[row, : len(content)] = torch.tensor(content)
+            mask[row, : len(content)] = True
+        rewards += compute_rewards(model, ids.to(device), mask.to(device)).tolist()
+    return rewards

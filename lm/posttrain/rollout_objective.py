@@ -1,0 +1,304 @@
+"""The part of an objective on the model's own responses that does not depend on its loss: rollouts and their record."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lm.common.errors import UserError
+from lm.data.dialogs import PreferencePair
+from lm.data.shuffle import shuffled_indices
+from lm.distributed.process_group import all_gather, all_reduce_mean, get_rank, get_world_size
+from lm.eval.reward_worker import RewardWorker, Verdict
+from lm.eval.tasks import Problem
+from lm.inference.completion import Completion
+from lm.model.transformer import TransformerLM
+from lm.posttrain.config import PPOConfig, ReinforceConfig
+from lm.posttrain.log_probs import get_response_log_probs
+from lm.posttrain.rollout import GREEDY, Rollout, encode_prompts, generate_rollouts
+from lm.posttrain.sft_objective import answer_prompts
+from lm.tokenizer.tokenizer import Tokenizer
+from lm.train.metrics_file import format_row, read_metrics
+
+_ROLLOUTS = "rollouts.jsonl"
+_REWARDS = ("reward", "format_reward", "answer_reward")
+RolloutConfig = ReinforceConfig | PPOConfig
+PromptSource = Problem | PreferencePair  # only a problem has a ground truth; the answers of a pair are not used
+
+
+@dataclass
+class ScoredResponse:
+    """A response with its rewards: a row of ``rollouts.jsonl``. Lists have a number for each of ``ids``."""
+
+    step: int
+    """First step that learns from the response. The first step is 1."""
+    problem: int
+    """Index of its problem, or of the pair with its prompt."""
+    prompt_ids: list[int]
+    ids: list[int]
+    log_probs: list[float]
+    text: str
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Rewards by name. Empty without a reward function."""
+    error: str | None = None
+    """Why there is no reward."""
+    reference_log_probs: list[float] = field(default_factory=list)
+    """Log-probabilities under the model at the start. Empty without a KL penalty."""
+    values: list[float] = field(default_factory=list)
+    """Values, at the rollout, of the states before each token. Empty without a value head."""
+    learned_reward: float | None = None
+    """Reward that a reward model gives."""
+
+
+class RolloutObjective(ABC):
+    """An objective (:class:`lm.train.objective.Objective`) that learns from responses of the model.
+
+    The responses of a rollout are sampled by all ranks, and known to all. They and all that is computed from the
+    weights of that moment are stored in ``out``, so that a training resumed in the middle of a rollout goes on with the
+    same. Raises UserError if there are no prompts, or if the batch cannot be divided among the ranks.
+    """
+
+    metric_names: Sequence[str] = ("valid_reward", "valid_tokens")
+    is_higher_better = True
+    is_prefetchable = False
+    is_compilable = False
+    tokens_per_step = 0
+
+    def __init__(
+        self,
+        settings: RolloutConfig,
+        group_size: int,
+        model: TransformerLM,
+        tokenizer: Tokenizer,
+        train: Sequence[PromptSource],
+        valid: Sequence[PromptSource],
+        reward: RewardWorker | None,
+        digests: dict[str, str],
+        out: Path,
+    ) -> None:
+        self.settings, self.group_size, self.model, self.tokenizer = settings, group_size, model, tokenizer
+        self.reward, self.digests, self.out = reward, digests, out
+        self.device = next(model.parameters()).device
+        self.train, self.valid = train, valid
+        self.prompts, self.valid_prompts = (
+            encode_prompts(tokenizer, [source.prompt for source in sources], model.config.context_length)
+            for sources in (train, valid)
+        )
+        if not train:
+            raise UserError("There are no problems to train on; name a task in dialogs.task.")
+        self.responses_per_rollout = settings.train.batch_size * settings.updates_per_epoch
+        self.updates_per_rollout = settings.updates_per_epoch * settings.epochs_per_rollout
+        self.rank, self.world_size = get_rank(), get_world_size()
+        if self.responses_per_rollout % (group_size * self.world_size):
+            raise UserError(
+                f"The {self.responses_per_rollout} responses of a rollout cannot be divided among "
+                f"{self.world_size} processes in groups of {group_size}; change train.batch_size."
+            )
+        self.micro_batch_size = max(
+            1, settings.train.batch_size // self.world_size // settings.train.gradient_accumulation_steps
+        )
+        self._stored: dict[int, list[ScoredResponse]] = {}  # of an unfinished training, by step
+        self._responses: list[ScoredResponse] = []  # of the present rollout, on all ranks
+        self._rollout_step = -1
+        self._rollout_metrics: dict[str, float] = {}
+        self._sums: dict[str, Tensor] = {}
+        self._started = 0.0
+
+    @abstractmethod
+    def annotate(self, responses: Sequence[ScoredResponse]) -> None:
+        """Set the fields of sampled responses that follow from the present weights and other models."""
+
+    @abstractmethod
+    def prepare(self) -> dict[str, float]:
+        """Compute what to learn from the responses of the rollout; return metrics of it."""
+
+    @abstractmethod
+    def split(self, indices: list[int]) -> Sequence[Any]:
+        """Return the responses with these indices as micro-batches."""
+
+    @abstractmethod
+    def weight(self, micro_batch: Any) -> Tensor:
+        """See :class:`lm.train.objective.Objective`."""
+
+    @abstractmethod
+    def loss_sum(self, model: TransformerLM, micro_batch: Any) -> Tensor:
+        """See :class:`lm.train.objective.Objective`."""
+
+    def restore(self, previous: Path) -> None:
+        """Read the responses of an unfinished training."""
+        rows = read_metrics(previous / _ROLLOUTS)
+        try:
+            responses = [ScoredResponse(**row) for row in rows]
+        except TypeError:
+            responses = []
+        self._stored = {}
+        for response in responses:
+            self._stored.setdefault(response.step - 1, []).append(response)
+
+    def micro_batches(self, step: int) -> Sequence[Any]:
+        """Return this rank's micro-batches of a step. The first step of a rollout samples the responses."""
+        settings = self.settings
+        rollout, update = divmod(step, self.updates_per_rollout)
+        if rollout * self.updates_per_rollout != self._rollout_step:
+            self._rollout_step = rollout * self.updates_per_rollout
+            self._roll_out(is_resumed=step > self._rollout_step)
+        epoch, part = divmod(update, settings.updates_per_epoch)
+        order = np.arange(self.responses_per_rollout)
+        if self.updates_per_rollout > 1:
+            order = np.random.default_rng((settings.train.seed, rollout, epoch)).permutation(len(order))
+        size = settings.train.batch_size // self.world_size
+        first = part * settings.train.batch_size + self.rank * size
+        self._sums, self._started = {}, time.perf_counter()
+        return self.split(order[first : first + size].tolist())
+
+    def _roll_out(self, is_resumed: bool) -> None:
+        """Sample responses, or take the stored ones, and prepare to learn from them."""
+        started = time.perf_counter()
+        stored = self._stored.get(self._rollout_step, [])
+        if is_resumed and len(stored) == self.responses_per_rollout:
+            self._responses = stored
+        else:
+            # A reward may depend on time; the stored one counts.
+            verdicts = {(row.problem, row.text): Verdict(row.rewards, row.error) for row in stored}
+            sampled = self._sample(verdicts)
+            self.annotate(sampled)
+            self._responses = [row for part in all_gather(sampled) for row in part]
+            if self.rank == 0:
+                with (self.out / _ROLLOUTS).open("a", encoding="utf-8") as file:
+                    file.writelines(format_row(asdict(row)) for row in self._responses)
+        metrics = self.prepare()
+        tokens = [len(row.ids) for row in self._responses]
+        self._rollout_metrics = {
+            **(self._reward_metrics() if self.reward else {}),
+            **metrics,
+            "response_tokens": _mean(tokens),
+            # An estimate without bias. The update does not see the responses of groups without signal.
+            "entropy": -_mean(log_prob for row in self._responses for log_prob in row.log_probs),
+            "rollout_tokens_per_second": round(sum(tokens) / (time.perf_counter() - started)),
+        }
+
+    def _reward_metrics(self) -> dict[str, float]:
+        rows = self._responses
+        return {
+            **{name: _mean(row.rewards[name] for row in rows) for name in _REWARDS},
+            "reward_std": float(np.std([row.rewards["reward"] for row in rows])),
+            "reward_errors": float(sum(row.error is not None for row in rows)),
+        }
+
+    def _sample(self, verdicts: dict[tuple[int, str], Verdict]) -> list[ScoredResponse]:
+        """Return this rank's share of the responses. Together they do not depend on the number of ranks."""
+        settings = self.settings
+        total = self.responses_per_rollout
+        count = total // self.world_size
+        rollout = self._rollout_step // self.updates_per_rollout
+        first = (rollout * total + self.rank * count) // self.group_size
+        problems = shuffled_indices(len(self.train), first, count // self.group_size, settings.train.seed)
+        indices = problems.repeat(self.group_size).tolist()
+        seeds = np.random.default_rng((settings.train.seed, rollout, 0)).integers(0, 1 << 62, total).tolist()
+        rollouts = generate_rollouts(
+            self.model,
+            self.tokenizer,
+            [self.prompts[index] for index in indices],
+            seeds[self.rank * count : (self.rank + 1) * count],
+            settings.max_new_tokens,
+        )
+        return [
+            self._judge(rollout, index, verdicts.get((index, rollout.text)))
+            for rollout, index in zip(rollouts, indices, strict=True)
+        ]
+
+    def _judge(self, rollout: Rollout, index: int, verdict: Verdict | None) -> ScoredResponse:
+        verdict = verdict or self._verdict(rollout, self.train[index])
+        fields = {**asdict(rollout), "rewards": verdict.rewards, "error": verdict.error}
+        return ScoredResponse(step=self._rollout_step + 1, problem=index, **fields)
+
+    def _verdict(self, rollout: Rollout, source: PromptSource) -> Verdict:
+        ground_truth = source.ground_truth if isinstance(source, Problem) else None
+        return self.reward.score(rollout.text, ground_truth) if self.reward else Verdict({})
+
+    def pad_ids(self, rows: Sequence[ScoredResponse]) -> tuple[Tensor, Tensor]:
+        """Return the ids of prompts with responses, (B, T) int64 padded on the right, and where the responses are."""
+        length = max((len(row.prompt_ids) + len(row.ids) for row in rows), default=2)
+        ids = torch.zeros(len(rows), length, dtype=torch.int64)
+        mask = torch.zeros(len(rows), length, dtype=torch.bool)
+        for number, row in enumerate(rows):
+            start, end = len(row.prompt_ids), len(row.prompt_ids) + len(row.ids)
+            ids[number, :end] = torch.tensor(row.prompt_ids + row.ids)
+            mask[number, start:end] = True
+        return ids, mask
+
+    @staticmethod
+    def pad_numbers(mask: Tensor, numbers: Sequence[Sequence[float]]) -> Tensor:
+        """Return numbers of the tokens of responses as a tensor of the shape of ``mask`` (B, T), 0 elsewhere."""
+        result = torch.zeros(mask.shape)
+        result[mask] = torch.tensor([number for row in numbers for number in row])
+        return result
+
+    @torch.no_grad()
+    def for_tokens(
+        self, responses: Sequence[ScoredResponse], function: Callable[[Tensor, Tensor], Tensor]
+    ) -> list[list[float]]:
+        """Return a number for each token of each response. ``function`` maps input ids and labels (B, T) to (B, T)."""
+        result: list[list[float]] = []
+        for start in range(0, len(responses), self.micro_batch_size):
+            rows = responses[start : start + self.micro_batch_size]
+            ids, mask = (part.to(self.device) for part in self.pad_ids(rows))
+            numbers = function(ids[:, :-1], ids[:, 1:])
+            result += [row[used].tolist() for row, used in zip(numbers, mask[:, 1:], strict=True)]
+        return result
+
+    def reference_log_probs(self, reference: TransformerLM, responses: Sequence[ScoredResponse]) -> list[list[float]]:
+        """Return the log-probabilities of the tokens of each response under ``reference``."""
+        return self.for_tokens(
+            responses, lambda ids, labels: get_response_log_probs(reference, ids, labels, False)["log_probs"]
+        )
+
+    def add_to_step_metrics(self, **sums: Tensor) -> None:
+        """Add sums over the tokens of a micro-batch; ``tokens`` is their number."""
+        for name, value in sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value.detach()
+
+    def step_metrics(self) -> dict[str, float]:
+        """Return the figures of the rollout, and means over the tokens of the update on this rank."""
+        tokens = float(self._sums["tokens"])
+        means = {name: float(value) / max(1.0, tokens) for name, value in self._sums.items() if name != "tokens"}
+        speed = round(tokens / (time.perf_counter() - self._started))
+        return {**self._rollout_metrics, **means, "update_tokens_per_second": speed}
+
+    def evaluate(self, model: TransformerLM, is_final: bool) -> dict[str, float]:
+        """Return means over greedy responses to ``valid_problems`` held-out prompts, at the end to all."""
+        count = len(self.valid)
+        used = count if is_final else min(count, self.settings.valid_problems)
+        if not used:
+            return {}
+        indices = [place * count // used for place in range(used)][self.rank :: self.world_size]
+        prompts = [self.valid_prompts[index] for index in indices]
+        rollouts = generate_rollouts(
+            model, self.tokenizer, prompts, [0] * len(prompts), self.settings.max_new_tokens, GREEDY
+        )
+        measured = self.measure(rollouts, [self.valid[index] for index in indices])
+        sums = [*(sum(measured[name]) for name in self.metric_names), len(rollouts)]
+        *totals, number = all_reduce_mean(torch.tensor(sums, dtype=torch.float64, device=self.device)).tolist()
+        return {name: total / number for name, total in zip(self.metric_names, totals, strict=True)}
+
+    def measure(self, rollouts: Sequence[Rollout], sources: Sequence[PromptSource]) -> dict[str, list[float]]:
+        """Return the metrics of greedy responses by name, with a number for each response."""
+        measured = {"valid_tokens": [float(len(rollout.ids)) for rollout in rollouts]}
+        if self.reward:
+            verdicts = [self._verdict(rollout, source) for rollout, source in zip(rollouts, sources, strict=True)]
+            measured["valid_reward"] = [verdict.rewards["reward"] for verdict in verdicts]
+        return measured
+
+    def sample(self, model: TransformerLM) -> list[Completion]:
+        """Answer the prompts of ``sample_prompts``."""
+        return answer_prompts(model, self.tokenizer, self.settings.train)
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))

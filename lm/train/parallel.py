@@ -1,0 +1,99 @@
+"""The choice of how a training's processes divide the model, and the whole model of a divided one."""
+
+import logging
+import os
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from lm.checkpoint.safe_load import assign_weights, create_empty_model
+from lm.common.errors import UserError
+from lm.common.runtime import Execution, ParallelKind
+from lm.distributed.parallel import Parallel
+from lm.distributed.process_group import all_gather, broadcast_from_rank0, get_rank, get_world_size
+from lm.model.config import ModelConfig
+from lm.model.memory import predict_training_memory
+from lm.model.transformer import TransformerLM
+from lm.train.config import TrainConfig
+
+log = logging.getLogger(__name__)
+
+_KINDS: tuple[ParallelKind, ...] = ("ddp", "zero1", "zero2", "fsdp")
+_MEMORY_FRACTION = 0.85  # the rest is for the allocator and for libraries
+
+
+def choose_parallel(
+    execution: Execution, config: TrainConfig, model_config: ModelConfig, device: torch.device
+) -> ParallelKind:
+    """Return how to divide a training: ``execution.parallel``, or the first kind whose predicted memory fits.
+
+    One process divides nothing. Raises UserError for "none" with several processes.
+    """
+    world_size = get_world_size()
+    if world_size == 1:
+        return "none"
+    if execution.parallel == "none":
+        raise UserError(
+            f"execution.parallel is none, but {world_size} processes train; set it to auto, or start one process."
+        )
+    if execution.parallel != "auto":
+        return execution.parallel
+    available = _MEMORY_FRACTION * _memory_bytes(device)
+    for kind in _KINDS:
+        memory = predict_training_memory(
+            model_config,
+            config.batch_size // (config.gradient_accumulation_steps * world_size),
+            config.optimizer,
+            config.precision == "bfloat16",
+            execution.activation_checkpointing,
+            config.gradient_accumulation_steps,
+            kind,
+            world_size,
+            device.type,
+        )
+        if memory.peak <= available:
+            break
+    log.info(
+        "execution.parallel is %s: a process needs about %.1f GiB of the %.1f GiB that it may use.",
+        kind,
+        memory.peak / (1 << 30),
+        available / (1 << 30),
+    )
+    return kind
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """Return the memory of a GPU, or this process's share of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def check_directory_is_shared(out: Path) -> None:
+    """Raise UserError if a rank does not see the directory ``out`` of rank 0, in which all ranks save their parts."""
+    with tempfile.NamedTemporaryFile(dir=out, prefix=".shared-") if get_rank() == 0 else nullcontext() as file:
+        name = broadcast_from_rank0(Path(file.name).name if file else "")
+        are_seen = all_gather((out / name).exists())
+    if not all(are_seen):
+        raise UserError(
+            f"Each process saves its part of the checkpoints in {out}, but process {are_seen.index(False)} does not "
+            "see that directory of process 0. Use a directory on a shared file system, or execution.parallel ddp."
+        )
+
+
+def whole_model(model: TransformerLM, parallel: Parallel) -> TransformerLM:
+    """Return ``model``, or on rank 0 a copy with whole weights if they are divided: on the CPU, which has the memory.
+
+    All ranks must call this together.
+    """
+    if not parallel.divides_weights:
+        return model
+    weights = {name: p.cpu() for name, p in parallel.iterate_full_weights() if get_rank() == 0}
+    if get_rank() > 0:
+        return model
+    whole = create_empty_model(model.config, len(weights), "the model")
+    assign_weights(whole, weights, "the model", "cpu")
+    return whole

@@ -1,0 +1,20 @@
+"""Stage ``ppo``: train the model on the rewards that a reward model gives to its own responses."""
+
+from lm.posttrain.config import PPOConfig
+from tasks.pages import posttrain as pages
+from tasks.runtime.context import Attempt
+from tasks.runtime.machine import training_slot
+from tasks.runtime.output import Output
+from tasks.runtime.posttraining import best_checkpoint, make_posttrain_job, reward_weights
+from tasks.runtime.stage import stage
+from tasks.runtime.training import run_training
+
+
+@stage("ppo", page=pages.training, slot=lambda execution: training_slot(execution.max_trainings), is_resumable=True)
+def ppo(out: Attempt, model: Output, reward_model: Output, tokenizer: Output, data: Output, config: PPOConfig) -> None:
+    """Learn from the rewards of a reward model (PPO)."""
+    job = make_posttrain_job(out, "ppo", model, tokenizer, data, config.train, config)
+    job.reward_model = best_checkpoint(out, reward_model)
+    job.digests["reward_model"] = reward_model.digest
+    job.rewards = reward_weights(data, config.rewards)
+    run_training(out, job, pages.unfinished)

@@ -1,0 +1,96 @@
+"""Small trainings that are divided among processes. ``python -m tests.helpers.parallel DIRECTORY`` runs one rank of
+the cases in ``cases.json`` there."""
+
+import json
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lm.common.runtime import ParallelKind
+from lm.distributed.parallel import Parallel
+from lm.distributed.process_group import all_reduce_mean, get_rank, get_world_size
+from lm.model.config import ModelConfig
+from lm.model.transformer import TransformerLM
+from lm.train.config import TrainConfig
+from lm.train.optimizers import make_optimizers, whole_parameters
+from tests.helpers.ranks import rank_of_test, run_ranks
+
+_BATCH, _CONTEXT, _VOCAB = 8, 12, 33
+_MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training."""
+
+    kind: ParallelKind
+    is_tied: bool = False
+    optimizer: str = "adamw"
+    is_double: bool = False
+    has_checkpointing: bool = False
+    steps: int = 5
+
+    @property
+    def name(self) -> str:
+        return "-".join(str(value) for value in asdict(self).values())
+
+
+def train(case: Case) -> dict[str, Tensor]:
+    """Train a new model on random tokens; return its weights, and the losses and norms of all steps."""
+    torch.manual_seed(0 if get_rank() == 0 else 1)  # the weights start as those of rank 0
+    model_config = ModelConfig(
+        _VOCAB, _CONTEXT, d_model=16, num_layers=3, num_heads=2, d_ff=24, qk_norm=True, tied_embeddings=case.is_tied
+    )
+    config = TrainConfig(optimizer=case.optimizer, max_lr=0.001, max_grad_norm=0.5)  # type: ignore[arg-type]
+    dtype = torch.float64 if case.is_double else torch.float32
+    model = TransformerLM(model_config, dtype=dtype)
+    model.activation_checkpointing = case.has_checkpointing
+    parallel = Parallel(model, case.kind, whole_parameters(model, config))
+    optimizers = make_optimizers(model, config, parallel)
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        if "eps" in group:
+            group["eps"] = 1e-4  # with a smaller one the first steps depend on the gradients' rounding
+    figures = []
+    for step in range(case.steps):
+        tokens = torch.randint(_VOCAB, (_BATCH, _CONTEXT + 1), generator=torch.Generator().manual_seed(step))
+        parts = tokens.chunk(get_world_size())[get_rank()].chunk(_MICRO_BATCHES)
+        losses = []
+        for number, part in enumerate(parts, start=1):
+            with parallel.no_sync() if number < len(parts) else nullcontext():
+                loss = model.loss(part[:, :-1], part[:, 1:]) / len(parts)
+                loss.backward()
+            losses.append(loss.detach())
+        parallel.finish_gradient_synchronization()
+        norm = parallel.clip_grad_norm(config.max_grad_norm)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        figures.append(torch.stack([all_reduce_mean(torch.stack(losses).sum()), norm]))
+    return dict(parallel.iterate_full_weights()) | {"figures": torch.stack(figures)}
+
+
+def run_cases(directory: Path, cases: list[Case], world_size: int) -> list[list[dict[str, Tensor]]]:
+    """Run all cases in new processes; return the results of each rank, by case."""
+    directory.mkdir()
+    (directory / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
+    run_ranks("tests.helpers.parallel", directory, world_size=world_size)
+    return [
+        [torch.load(directory / f"{case.name}-{rank}.pt", weights_only=True) for rank in range(world_size)]
+        for case in cases
+    ]
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    with rank_of_test() as rank:
+        for fields in json.loads((directory / "cases.json").read_text()):
+            case = Case(**fields)
+            torch.save(train(case), directory / f"{case.name}-{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Measured memory of small trainings. ``python -m tests.helpers.training_memory DIRECTORY`` measures one rank of the
+cases in ``cases.json`` there."""
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from lm.common.runtime import ParallelKind
+from lm.distributed.parallel import Parallel
+from lm.model.config import ModelConfig
+from lm.model.memory import TrainingMemory, predict_training_memory
+from lm.model.transformer import TransformerLM
+from lm.train.config import TrainConfig
+from lm.train.optimizers import make_optimizers, whole_parameters
+from tests.helpers.memory import peak_of_second_call
+from tests.helpers.ranks import rank_of_test
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training of one micro-batch per step and rank, or several."""
+
+    parallel: ParallelKind = "none"
+    model: dict[str, Any] = field(default_factory=dict)
+    vocab_size: int = 512
+    sequences: int = 8
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    is_bfloat16: bool = False
+    has_checkpointing: bool = False
+    gradient_accumulation_steps: int = 1
+
+    @property
+    def config(self) -> ModelConfig:
+        defaults = {"context_length": 128, "d_model": 128, "num_layers": 4, "num_heads": 4, "d_ff": 352}
+        return ModelConfig(self.vocab_size, **{**defaults, **self.model})
+
+    def predict(self, world_size: int) -> TrainingMemory:
+        options = {key: value for key, value in asdict(self).items() if key not in ("model", "vocab_size")}
+        return predict_training_memory(self.config, world_size=world_size, **options)
+
+
+def measure_peak(case: Case) -> int:
+    """Return the peak bytes of tensors in the second of two steps of this rank."""
+    torch.manual_seed(0)
+    x = torch.zeros(case.sequences, case.config.context_length, dtype=torch.int64)
+
+    def make_step() -> Callable[[], None]:
+        model = TransformerLM(case.config)
+        model.activation_checkpointing = case.has_checkpointing
+        config = TrainConfig(optimizer=case.optimizer)
+        parallel = Parallel(model, case.parallel, whole_parameters(model, config))
+        optimizers = make_optimizers(model, config, parallel)
+
+        def step() -> None:
+            for number in range(case.gradient_accumulation_steps):
+                is_last = number + 1 == case.gradient_accumulation_steps
+                with nullcontext() if is_last else parallel.no_sync():
+                    with torch.autocast("cpu", torch.bfloat16, enabled=case.is_bfloat16):
+                        loss = model.loss(x, x)
+                    loss.backward()
+            parallel.finish_gradient_synchronization()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+
+        return step
+
+    return peak_of_second_call(make_step)
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    with rank_of_test() as rank:
+        cases = [Case(**fields) for fields in json.loads((directory / "cases.json").read_text())]
+        (directory / f"{rank}.json").write_text(json.dumps([measure_peak(case) for case in cases]))
+
+
+if __name__ == "__main__":
+    main()

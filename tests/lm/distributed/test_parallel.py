@@ -1,0 +1,41 @@
+"""A training that is divided among processes in any way equals the training in one process."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lm.common.runtime import ParallelKind
+from tests.helpers.parallel import Case, run_cases
+
+KINDS: list[ParallelKind] = ["ddp", "zero1", "zero2", "fsdp"]
+
+
+def check_weights_and_figures(directory: Path, cases: list[Case], world_size: int, tolerance: float) -> None:
+    whole_cases = list(dict.fromkeys(replace(case, kind="none") for case in cases))
+    expected = dict(zip(whole_cases, run_cases(directory / "one", whole_cases, 1), strict=True))
+    for case, results in zip(cases, run_cases(directory / "many", cases, world_size), strict=True):
+        for result in results:
+            for name, tensor in expected[replace(case, kind="none")][0].items():
+                error = (result[name] - tensor).abs() / tensor.abs().clamp(min=1)
+                assert error.max() <= tolerance, f"{name} of {case}"
+
+
+def test_two_processes_have_the_weights_of_one(tmp_path: Path) -> None:
+    cases = [Case(kind, is_tied=True, optimizer="muon", steps=4) for kind in KINDS]
+    check_weights_and_figures(tmp_path, cases, 2, 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("is_double", "tolerance"), [(True, 1e-10), (False, 1e-4)])
+def test_fifty_steps_equal_those_of_one_process(
+    tmp_path: Path, world_size: int, is_double: bool, tolerance: float
+) -> None:
+    cases = [
+        Case(kind, is_tied, optimizer, is_double, has_checkpointing=is_tied, steps=50)
+        for kind in KINDS
+        for is_tied in (False, True)
+        for optimizer in ("adamw", "muon")
+    ]
+    check_weights_and_figures(tmp_path, cases, world_size, tolerance)

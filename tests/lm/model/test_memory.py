@@ -1,0 +1,55 @@
+"""The predicted peak of memory equals the measured one."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lm.common.runtime import ParallelKind
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training_memory import Case, measure_peak
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"is_bfloat16": True},
+    {"has_checkpointing": True},
+    {"gradient_accumulation_steps": 2},
+    {"vocab_size": 4096, "sequences": 1},
+    {"vocab_size": 4096, "sequences": 4, "optimizer": "muon"},
+    {"model": {"qk_norm": True}, "optimizer": "muon", "is_bfloat16": True, "has_checkpointing": True},
+    {"model": {"d_model": 256, "d_ff": 704}, "vocab_size": 4096, "sequences": 4, "is_bfloat16": True},
+    {"model": {"num_layers": 12}, "vocab_size": 300, "sequences": 2},
+    {"model": {"num_layers": 8}, "sequences": 1, "optimizer": "muon"},
+    {"model": {"tied_embeddings": True}, "vocab_size": 2000, "sequences": 2},
+    {"model": {"num_kv_heads": 1, "feed_forward": "relu2"}},
+    {"model": {"norm_placement": "none"}, "is_bfloat16": True},
+]
+
+
+@pytest.mark.parametrize("fields", CASES, ids=str)
+def test_the_peak_of_one_process(fields: dict[str, Any]) -> None:
+    case = Case(**fields)
+    assert case.predict(1).peak == pytest.approx(measure_peak(case), rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_peak_of_a_divided_training(tmp_path: Path, world_size: int) -> None:
+    """Of the process with the lowest peak, because gloo may hold a buffer for longer in the others."""
+    kinds: list[ParallelKind] = ["ddp", "zero1", "zero2", "fsdp"]
+    cases = [
+        Case(kind, **fields)
+        for kind in kinds
+        for fields in (
+            {},
+            {"vocab_size": 4096, "sequences": 2, "optimizer": "muon"},
+            {"model": {"num_layers": 8}, "sequences": 1},
+        )
+    ]
+    (tmp_path / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
+    run_ranks("tests.helpers.training_memory", tmp_path, world_size=world_size)
+    peaks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world_size)]
+    for case, *measured in zip(cases, *peaks, strict=True):
+        assert case.predict(world_size).peak == pytest.approx(min(measured), rel=0.15), case

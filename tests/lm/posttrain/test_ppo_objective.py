@@ -1,0 +1,161 @@
+"""The objective of PPO against plain sums over single responses, its stored rollouts, and its effect."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lm.common.runtime import Execution
+from lm.data.chat_template import END_TOKEN, encode_chat_prompt
+from lm.data.dialogs import Message, PreferencePair
+from lm.model.transformer import TransformerLM
+from lm.posttrain.config import PPOConfig
+from lm.posttrain.ppo_objective import ProximalPolicyOptimization, add_value_head
+from lm.posttrain.reward_model import add_reward_head, score_dialogs
+from lm.train.metrics_file import read_metrics
+from lm.train.trainer import Trainer
+from tests.helpers.posttraining import CHAT, PAIRS, PROBLEMS, chat_policy, quick_config
+from tests.lm.posttrain.test_policy_gradient_objective import LetterReward
+
+
+def make_objective(model: TransformerLM, out: Path, **settings: Any) -> ProximalPolicyOptimization:
+    train = quick_config(batch_size=8, gradient_accumulation_steps=settings.pop("gradient_accumulation_steps", 2))
+    config = PPOConfig(**({"train": train, "max_new_tokens": 6, "epochs_per_rollout": 2} | settings))
+    judge = add_reward_head(chat_policy(seed=5))
+    return ProximalPolicyOptimization(config, model, judge, CHAT, PROBLEMS, PROBLEMS[:3], LetterReward(), {}, out)
+
+
+@pytest.fixture
+def model() -> TransformerLM:
+    policy = add_value_head(chat_policy())
+    assert policy.scalar_head is not None
+    torch.nn.init.normal_(policy.scalar_head.weight, std=0.1)  # at 0, no value could be wrong
+    return policy
+
+
+def gradients(model: TransformerLM, objective: ProximalPolicyOptimization, step: int = 0) -> list[Tensor]:
+    """Return the gradients that the trainer would compute for a step."""
+    model.zero_grad()
+    batches = objective.micro_batches(step)
+    divisor = sum(objective.weight(batch) for batch in batches)
+    for batch in batches:
+        (objective.loss_sum(model, batch) / divisor).backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def plain_loss(model: TransformerLM, reference: TransformerLM, objective: ProximalPolicyOptimization) -> Tensor:
+    """Return the loss of the first update, response by response: the ratios are 1 and the values those of before."""
+    config = objective.config
+    advantages, targets, log_probs, values = [], [], [], []
+    for row in objective._responses:
+        ids = torch.tensor([row.prompt_ids + row.ids])
+        start = len(row.prompt_ids) - 1
+        hidden_states = model.hidden_states(ids[:, :-1])
+        log_prob, reference_log_prob = (
+            scorer.logits(scorer.hidden_states(ids[:, :-1])).log_softmax(-1)[0].gather(-1, ids[0, 1:, None])[start:, 0]
+            for scorer in (model, reference)
+        )
+        value = model.scalars(hidden_states)[0, start:]
+        ended = [*row.prompt_ids, *row.ids]
+        if row.ids[-1] != CHAT.special_ids[END_TOKEN]:
+            ended.append(CHAT.special_ids[END_TOKEN])
+        rewards = (-config.kl_weight * (log_prob - reference_log_prob)).detach()
+        rewards[-1] += score_dialogs(objective.reward_model, [ended], 1)[0]
+        errors = rewards + config.gamma * torch.cat([value[1:], torch.zeros(1)]) - value
+        decay = config.gamma * config.gae_lambda
+        advantage = [sum(decay**k * error for k, error in enumerate(errors[t:])) for t in range(len(errors))]
+        advantages.append(torch.stack([torch.as_tensor(number) for number in advantage]).detach())
+        targets.append(advantages[-1] + value.detach())
+        log_probs.append(log_prob)
+        values.append(value)
+    advantage, target, log_prob, value = (torch.cat(parts) for parts in (advantages, targets, log_probs, values))
+    advantage = (advantage - advantage.mean()) / advantage.std(correction=0)
+    ratio = (log_prob - log_prob.detach()).exp()
+    return (-advantage * ratio + config.value_weight * 0.5 * (value - target).square()).mean()
+
+
+@pytest.mark.parametrize("settings", [{}, {"gamma": 0.9, "gae_lambda": 0.5, "value_weight": 2.0, "kl_weight": 0.0}])
+def test_a_step_has_the_gradient_of_the_plain_loss(
+    model: TransformerLM, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    objective = make_objective(model, tmp_path, **settings)
+    objective.reference = chat_policy(seed=3)  # as if the policy had moved
+    actual = gradients(model, objective)
+    model.zero_grad()
+    plain_loss(model, objective.reference, objective).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    assert any(gradient is not None and gradient.abs().max() > 1e-3 for gradient in expected)
+    for gradient, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=2e-3, atol=2e-5)
+
+
+def test_micro_batches_do_not_change_the_gradient(model: TransformerLM, tmp_path: Path) -> None:
+    whole = gradients(model, make_objective(model, tmp_path, gradient_accumulation_steps=1))
+    parts = gradients(model, make_objective(model, tmp_path, gradient_accumulation_steps=4))
+    for gradient, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-3, atol=1e-5)
+
+
+def test_every_epoch_uses_each_response_once(model: TransformerLM, tmp_path: Path) -> None:
+    objective = make_objective(model, tmp_path, updates_per_epoch=2)
+    steps = [[row for batch in objective.micro_batches(step) for row in batch.labels.tolist()] for step in range(4)]
+    assert [len(rows) for rows in steps] == [8] * 4
+    assert len(objective._responses) == 16
+    texts = [sorted(str([token for token in row if token]) for rows in steps[start : start + 2] for row in rows)
+             for start in (0, 2)]  # fmt: skip
+    assert texts[0] == texts[1]
+
+
+def test_a_resumed_training_uses_what_is_stored(model: TransformerLM, tmp_path: Path) -> None:
+    objective = make_objective(model, tmp_path)
+    objective.micro_batches(0)
+    rows = read_metrics(tmp_path / "rollouts.jsonl")
+    assert [row["step"] for row in rows] == [1] * 8
+    resumed = make_objective(add_value_head(chat_policy(seed=1)), tmp_path)
+    resumed.reward_model = add_reward_head(chat_policy(seed=2))  # other weights would give other numbers
+    resumed.restore(tmp_path)
+    for batch, other in zip(resumed.micro_batches(1), objective.micro_batches(1), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(batch, other, strict=True))
+    assert isinstance(resumed.reward, LetterReward) and resumed.reward.calls == 0
+
+
+def test_the_true_reward_is_logged_and_not_learned(model: TransformerLM, tmp_path: Path) -> None:
+    objective = make_objective(model, tmp_path)
+    with_reward = gradients(model, objective)
+    metrics = objective.step_metrics()
+    rows = objective._responses
+    assert metrics["reward"] == pytest.approx(sum(row.rewards["reward"] for row in rows) / 8)
+    assert metrics["learned_reward"] == pytest.approx(sum(row.learned_reward or 0 for row in rows) / 8)
+    assert objective.metric_names == ("valid_learned_reward", "valid_reward", "valid_tokens")
+    alone = ProximalPolicyOptimization(
+        objective.config, model, objective.reward_model, CHAT, PROBLEMS, PROBLEMS[:3], None, {}, tmp_path
+    )
+    for gradient, other in zip(with_reward, gradients(model, alone), strict=True):
+        torch.testing.assert_close(gradient, other)
+    assert "reward" not in alone.step_metrics()
+    assert alone.evaluate(model, is_final=True).keys() == {"valid_learned_reward", "valid_tokens"}
+
+
+def test_prompts_of_pairs(model: TransformerLM, tmp_path: Path) -> None:
+    messages = [Message(role="user", content="a"), Message(role="assistant", content="b")]
+    dialog = PreferencePair((*messages, Message(role="user", content="c")), "x", "y")
+    objective = make_objective(model, tmp_path)
+    config = replace(objective.config, epochs_per_rollout=1)
+    judge = objective.reward_model
+    objective = ProximalPolicyOptimization(config, model, judge, CHAT, [*PAIRS, dialog], [], None, {}, tmp_path)
+    for step in range(2):
+        objective.micro_batches(step)
+    assert objective.prompts[-1] == encode_chat_prompt(CHAT, dialog.prompt)
+    assert len(read_metrics(tmp_path / "rollouts.jsonl")) == 16
+
+
+def test_ppo_raises_the_learned_reward(tmp_path: Path) -> None:
+    model = add_value_head(chat_policy())
+    train = quick_config(steps=40, batch_size=32, max_lr=3e-2, eval_interval=40, checkpoint_interval=40)
+    objective = make_objective(model, tmp_path, train=train, kl_weight=0.01, max_new_tokens=2)
+    Trainer(train, model, objective, Execution(threads=1, device="cpu", compile=False), tmp_path).run()
+    rewards = [row["learned_reward"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.15

@@ -1,0 +1,115 @@
+"""The trainer in processes that divide weights and state: its losses, and its checkpoints, which any other reads."""
+
+import json
+import shutil
+import threading
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from lm.checkpoint.training_state import load_model
+from lm.common.errors import UserError
+from lm.common.runtime import Execution, ParallelKind
+from lm.distributed.launch import run_processes
+from lm.model.memory import predict_training_memory
+from lm.train.job import Job
+from lm.train.parallel import choose_parallel
+from tests.helpers.training import MODEL, read_rows, train_config, write_job
+
+OPTIONS: dict[str, Any] = {
+    "steps": 12,
+    "max_lr": 1e-3,  # Muon rounds its updates to bfloat16
+    "min_lr": 1e-4,
+    "optimizer": "muon",
+    "eval_interval": 4,
+    "checkpoint_interval": 4,
+    "keep_checkpoints": 3,
+    "sample_prompts": ["a"],
+}
+
+
+def run_job(job: Path, parallel: ParallelKind, processes: int) -> None:
+    content = json.loads(job.read_text())
+    content["execution"]["parallel"] = parallel
+    job.write_text(json.dumps(content))
+    if processes == 1:
+        Job.read(job).run()
+    else:
+        run_processes("lm.train", job, processes, lambda: None, threading.Event())
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training in one process."""
+    job = write_job(tmp_path_factory.mktemp("expected"), **OPTIONS)
+    Job.read(job).run()
+    return job.parent
+
+
+def check_training(out: Path, expected: Path) -> None:
+    rows, expected_rows = read_rows(out), read_rows(expected)
+    assert len(rows) == OPTIONS["steps"]
+    for name in ("loss", "valid_loss", "grad_norm"):
+        values = [row[name] for row in rows if name in row]
+        assert values == pytest.approx([row[name] for row in expected_rows if name in row], rel=1e-4)
+    assert [row["text"] for row in read_rows(out, "samples.jsonl")]
+    weights = load_model(expected / "step-0000012").state_dict()
+    for name, tensor in load_model(out / "step-0000012").state_dict().items():
+        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=5e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "divisions",
+    [
+        [("fsdp", 4), ("zero1", 2), ("none", 1)],
+        [("zero2", 2), ("fsdp", 2), ("ddp", 2)],
+        [("none", 1), ("fsdp", 2), ("zero1", 4)],
+    ],
+)
+def test_a_training_goes_on_with_another_division(
+    tmp_path: Path, expected: Path, divisions: list[tuple[ParallelKind, int]]
+) -> None:
+    """Each division trains four steps, from the checkpoint of the one before."""
+    job = write_job(tmp_path, **OPTIONS)
+    for number, (parallel, processes) in enumerate(divisions, start=1):
+        run_job(job, parallel, processes)
+        parts = {path.name for path in (job.parent / f"step-{4 * number:07d}").iterdir()}
+        assert (f"optimizer-{processes}-of-{processes}.pt" in parts) == (parallel not in ("none", "ddp"))
+        if number < len(divisions):
+            (job.parent / "training.json").unlink()
+            for later in range(number + 1, 4):
+                shutil.rmtree(job.parent / f"step-{4 * later:07d}")
+    check_training(job.parent, expected)
+
+
+def test_fsdp_in_two_processes_trains_evaluates_and_samples(tmp_path: Path, expected: Path) -> None:
+    """The five windows of the evaluation do not divide by two."""
+    job = write_job(tmp_path, gradient_accumulation_steps=2, **OPTIONS)
+    run_job(job, "fsdp", 2)
+    check_training(job.parent, expected)
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, parallel: Literal["auto"] | ParallelKind, processes: int) -> ParallelKind:
+    monkeypatch.setattr("lm.train.parallel.get_world_size", lambda: processes)
+    return choose_parallel(Execution(parallel=parallel), train_config(), MODEL, torch.device("cpu"))
+
+
+def test_several_processes_divide_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose(monkeypatch, "zero1", 2) == "zero1" and choose(monkeypatch, "fsdp", 1) == "none"
+    with pytest.raises(UserError, match=r"execution\.parallel is none, but 2 processes train"):
+        choose(monkeypatch, "none", 2)
+
+
+def test_auto_divides_as_much_as_the_memory_requires(monkeypatch: pytest.MonkeyPatch) -> None:
+    def peak(kind: ParallelKind) -> int:
+        return predict_training_memory(MODEL, sequences=1, parallel=kind, world_size=4).peak
+
+    choices = {}
+    for memory in (1, *(int(peak(kind) / 0.8) for kind in ("fsdp", "zero2", "zero1", "ddp"))):
+        monkeypatch.setattr("lm.train.parallel._memory_bytes", lambda _, memory=memory: memory)
+        choices[memory] = choose(monkeypatch, "auto", 4)
+    assert choices.pop(1) == "fsdp" and list(choices.values())[-1] == "ddp"
+    assert all(peak(kind) <= memory for memory, kind in choices.items())
