@@ -185,20 +185,23 @@ class _Unit:
         self.expect_gradients()
         self.free()
 
+    @property
+    def rows(self) -> list[Tensor]:
+        return [shard.detach() for shard in self.shards]
+
     def start_gather(self) -> None:
         if not self._is_gathered and self._gather is None:
-            self._gather = self._gather_exchange.start_gather([shard.detach() for shard in self.shards])
+            self._gather = self._gather_exchange.start_gather(self.rows)
 
     def gather(self) -> None:
         """Make the modules' parameters whole."""
         if self._is_gathered:
             return
-        self.start_gather()
-        assert self._gather is not None
+        transfer = self._gather or self._gather_exchange.start_gather(self.rows)
         for p in self.full:
             p.untyped_storage().resize_(p.numel() * p.itemsize)
         # Copies through .data: autograd must not take the weights that it has saved for changed.
-        self._gather_exchange.finish_gather(self._gather, [p.data for p in self.full])
+        self._gather_exchange.finish_gather(transfer, [p.data for p in self.full])
         self._gather, self._is_gathered = None, True
         self._set_parameters(self.full)
 
@@ -206,7 +209,7 @@ class _Unit:
         """Return the whole weights in the dtype of the shards, as new tensors."""
         copies = [torch.empty_like(p, dtype=s.dtype) for p, s in zip(self.full, self.shards, strict=True)]
         exchange = RowExchange(copies, self.bounds, self.shards[0].dtype)
-        exchange.finish_gather(exchange.start_gather([shard.detach() for shard in self.shards]), copies)
+        exchange.finish_gather(exchange.start_gather(self.rows), copies)
         return copies
 
     def free(self) -> None:

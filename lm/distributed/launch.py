@@ -58,7 +58,8 @@ def run_processes(
         rendezvous.cleanup()
     if exit_codes[0] == INTERRUPTED_EXIT_CODE:
         raise Stopped(workers[0].final_message())
-    if 2 in exit_codes:
+    is_any_killed = any(code is not None and code < 0 for code in exit_codes)
+    if 2 in exit_codes and not is_any_killed:  # others fail because of a killed process, e.g. while they save
         raise UserError(workers[exit_codes.index(2)].final_message())
     if stop_event.is_set() and any(code != 0 for code in exit_codes):
         raise Stopped("The training was stopped before it could save; it resumes from its last checkpoint.")

@@ -20,23 +20,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
     gradients must be the same on all ranks, e.g. by :class:`lm.distributed.DDP`. If ``optimizer_cls.is_elementwise``,
     each parameter is divided by rows. Otherwise each parameter belongs to one rank, balanced by bytes.
 
-    :attr:`local` is the wrapped optimizer.
+    :attr:`local` is the wrapped optimizer, which holds this rank's rows and their state.
     """
 
+    local: torch.optim.Optimizer
+
     def __init__(self, params: Iterable[Any], optimizer_cls: type[torch.optim.Optimizer], **kwargs: Any) -> None:
-        self._local: torch.optim.Optimizer | None = None
         self._make_local: Callable[[Any], torch.optim.Optimizer] = lambda groups: optimizer_cls(groups, **kwargs)
         self._is_elementwise = bool(getattr(optimizer_cls, "is_elementwise", False))
         self._loads = [0] * get_world_size()
         self._exchanges: list[tuple[RowExchange, list[nn.Parameter], list[nn.Parameter]]] = []
         self.bounds: dict[nn.Parameter, list[int]] = {}
         super().__init__(params, kwargs)
-
-    @property
-    def local(self) -> torch.optim.Optimizer:
-        """The wrapped optimizer, which holds this rank's rows and their state."""
-        assert self._local is not None  # torch's constructor adds a group
-        return self._local
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, and divide them among the ranks."""
@@ -47,10 +42,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         rows = [nn.Parameter(local_rows(p.detach(), b), p.requires_grad) for p, b in zip(params, bounds, strict=True)]
         self.bounds |= dict(zip(rows, bounds, strict=True))
         local_group = group | {"params": rows}
-        if self._local is None:
-            self._local = self._make_local([local_group])
+        if len(self.param_groups) == 1:
+            self.local = self._make_local([local_group])
         else:
-            self._local.add_param_group(local_group)
+            self.local.add_param_group(local_group)
         for key, value in self.local.param_groups[-1].items():
             group.setdefault(key, value)  # the defaults of the wrapped optimizer
         bucket: list[int] = []
