@@ -48,8 +48,7 @@ class Execution:
     parallel: Literal["auto"] | ParallelKind = "auto"
     """What the training processes divide. ddp: the batch. zero1: also the optimizer's state. zero2: also gradients, and
     weights between steps. fsdp: also weights between the layers' passes. Each needs less memory and more traffic than
-    the one before. auto: the first whose predicted memory
-    fits. The loss curve differs by rounding only."""
+    the one before. auto: the first whose predicted memory fits. The loss curve differs by rounding only."""
     attention: AttentionForm = "auto"
     """Form of causal attention in training. auto: the form measured fastest on the device. sdpa: torch's
     scaled_dot_product_attention. flash: FlashAttention-2, on GPUs in Triton (needs the extra triton). reference: plain;
