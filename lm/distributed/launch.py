@@ -60,7 +60,10 @@ def run_processes(
         raise Stopped(workers[0].final_message())
     is_any_killed = any(code is not None and code < 0 for code in exit_codes)
     if 2 in exit_codes and not is_any_killed:  # others fail because of a killed process, e.g. while they save
-        raise UserError(workers[exit_codes.index(2)].final_message())
+        rank = exit_codes.index(2)
+        is_of_all = exit_codes.count(2) == world_size  # e.g. a mistake in the config, not a lack of memory
+        prefix = "" if is_of_all else f"Training process {rank} of {world_size}: "
+        raise UserError(prefix + workers[rank].final_message())
     if stop_event.is_set() and any(code != 0 for code in exit_codes):
         raise Stopped("The training was stopped before it could save; it resumes from its last checkpoint.")
     if failures := [(code, rank) for rank, code in enumerate(exit_codes) if code]:

@@ -17,6 +17,7 @@ import pytest
 import lm.distributed.launch
 from lm.checkpoint.training_state import newest_checkpoint
 from lm.common.errors import Stopped, UserError
+from lm.common.runtime import ParallelKind
 from lm.distributed.launch import run_processes
 from lm.train.job import Job
 from lm.train.metrics_file import step_reporter
@@ -145,6 +146,20 @@ def test_a_user_error_is_raised_here(tmp_path: Path) -> None:
     job = write_job(tmp_path, batch_size=5)
     with pytest.raises(UserError, match=r"batch_size 5 must be a multiple of .* the 2 processes"):
         run_in_processes(job, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "zero1", "zero2", "fsdp"])
+def test_a_process_out_of_memory_is_named_and_the_training_resumes(
+    tmp_path: Path, expected_rows: list[dict[str, Any]], parallel: ParallelKind
+) -> None:
+    job = write_job(tmp_path, parallel=parallel, steps=50)
+    with pytest.raises(UserError, match=r"process 1 of 2: cpu is out of memory with micro-batches of 2 sequences"):
+        run_processes("tests.helpers.out_of_memory", job, 2, lambda: None, threading.Event())
+    newest = newest_checkpoint(job.parent)
+    assert newest is not None and newest.name == "step-0000005"
+    run_in_processes(job, 2)
+    assert losses(read_rows(job.parent)) == pytest.approx(losses(expected_rows), rel=1e-4)
 
 
 def children_of(pid: int) -> list[int]:
