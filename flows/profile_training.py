@@ -30,9 +30,11 @@ class ProfileResult:
 def profile_training(config: PipelineConfig, root: str, name: str, steps: int, out: str = "") -> ProfileResult:
     """Measure ``steps`` training steps. Write the files and the page ``profile.md`` to the directory ``out``.
 
-    ``name`` is that of the run; by default, ``out`` is ``profiles/<name>``. Raises UserError if the stages before the
-    training are not finished.
+    ``name`` is that of the run; by default, ``out`` is ``profiles/<name>``. Raises UserError if the directory
+    cannot be made, and if the stages before the training are not finished.
     """
+    directory = Path(out or Path("profiles", name))
+    _make_directory(directory)
     run = make_run(config, root, name)
     with use_root(run):
         executor = FindTraining(run)
@@ -40,8 +42,14 @@ def profile_training(config: PipelineConfig, root: str, name: str, steps: int, o
         if not all(action.startswith("cached") for stage, action in executor.rows if stage != train.name):
             raise UserError(f"The stages before train are not finished under {root}.")
         inputs = {key: open_input(value, run.store) for key, value in train.bind(*executor.arguments).items()}
-        directory = Path(out or Path("profiles", name))
         content = profile(directory, run, steps, **inputs)
     page = profile_page(content)
     (directory / "profile.md").write_text(page, encoding="utf-8")
     return ProfileResult(directory, content, page)
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"The directory {directory} of the profile cannot be made: {error.strerror}.") from None

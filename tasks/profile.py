@@ -28,7 +28,8 @@ def profile(
 ) -> dict[str, Any]:
     """Measure ``steps`` steps of the training with these inputs, in the processes of ``run.execution``.
 
-    Writes the files of :func:`lm.train.profile.profile_training` to the directory ``out``; returns ``profile.json``.
+    Writes the files of :func:`lm.train.profile.profile_training` to ``out``, an existing directory; returns
+    ``profile.json``.
     """
     from lm.distributed.launch import run_processes
     from lm.train.profile import PROFILE_FILE
@@ -42,7 +43,6 @@ def profile(
     job = ProfileJob.of(
         make_job(index, tokenizer, model, config, train_files, valid_files, tokenizer_path, run.execution), steps
     )
-    out.mkdir(parents=True, exist_ok=True)
     path = out / "job.json"
     job.write(path)
     with training_slot(run.execution.max_trainings):

@@ -67,11 +67,13 @@ def test_the_command(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixt
     assert artifact is not None and pictures(str(artifact.data)) == 2
 
 
-def test_the_stages_before_must_be_finished(tmp_path: Path) -> None:
+def test_mistakes_have_messages(tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("".join(demo_stories(20)), encoding="utf-8")
     config = PipelineConfig(
         data=DataConfig(train=[str(tmp_path / "corpus.txt")]), execution=Execution(max_trainings=0, device="cpu")
     )
+    with pytest.raises(UserError, match=r"corpus\.txt of the profile cannot be made: File exists\."):
+        profile_training(config, str(tmp_path / "root"), "profile", 1, str(tmp_path / "corpus.txt"))
     with pytest.raises(UserError, match=r"stages before train are not finished under .*root"):
         profile_training(config, str(tmp_path / "root"), "profile", 1, str(tmp_path / "out"))
 
