@@ -151,7 +151,7 @@ class Trainer:
         """
         config, log_interval = self.config, self.execution.log_interval
         peak = peak_flops(self.device, torch.bfloat16 if config.precision == "bfloat16" else torch.float32)
-        timer = StepTimer(self.step, self.objective.tokens_per_step, self.flops_per_step, peak)
+        timer = StepTimer(self.step, self.objective.tokens_per_step, self.flops_per_step, peak * self.world_size)
         if self.rank == 0:
             self.tracker = Tracker(self.out, self.execution.trackers, self._settings(), self.step)
         tracking = closing(self.tracker) if self.tracker else nullcontext()
