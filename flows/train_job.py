@@ -14,10 +14,11 @@ from tasks.runtime.stage import Stage, new_attempt_name, open_input
 from tasks.train import make_job, train
 
 
-class _FindTraining(DryRunExecutor):
-    """Keeps the arguments of the stage train."""
+class FindTraining(DryRunExecutor):
+    """Keeps the arguments of the stage train, and runs nothing."""
 
     arguments: tuple[Any, ...] = ()
+    """Empty until the stage train is looked up."""
 
     def call(self, stage: Stage, *arguments: Any) -> Ref:
         """Look up the output of a stage."""
@@ -33,7 +34,7 @@ def write_train_job(config: PipelineConfig, root: str) -> str:
     the stages before are not finished, or if the training is.
     """
     run = make_run(config, root, "train-job")
-    executor = _FindTraining(run)
+    executor = FindTraining(run)
     list(PIPELINE.run(config, PIPELINE.find_inputs(config, run.store), executor, "train"))
     if executor.is_all_cached:
         raise UserError(f"The training of this configuration is finished under {root}.")

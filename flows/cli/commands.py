@@ -6,23 +6,25 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from jsonargparse import Namespace
 
 from flows.chain import PIPELINE
 from flows.cli.console import log_to_console
-from flows.cli.summary import format_evaluation, format_sample, format_summary, format_teaching
+from flows.cli.summary import format_evaluation, format_profile, format_sample, format_summary, format_teaching
 from flows.config import PipelineConfig, StageName
 from flows.models import resolve_model
 from flows.plan import cached_run, plan
 from flows.posttrain_config import PosttrainConfig, PosttrainStage
-from flows.run_record import absolute_root
+from flows.run_record import absolute_root, run_name
 from lm.common.errors import UserError, did_you_mean
 from lm.eval.config import EvaluationConfig, TeachConfig
 from lm.inference.config import SampleConfig
 from tasks.runtime.root_lock import own_root
 from tasks.runtime.store import Store
+
+R = TypeVar("R")
 
 
 def run_command(options: Namespace) -> None:
@@ -89,6 +91,25 @@ def train_job_command(options: Namespace) -> None:
         f"--rdzv-endpoint HOST:29400 -m lm.train {url}\n"
         f"Then textmill run --root {options.root} with the same options takes the trained model."
     )
+
+
+def profile_command(options: Namespace) -> None:
+    """Measure training steps and print a summary. Prefect is not started if the stages before are cached and no server
+    is configured."""
+    config, root = _pipeline_config(options), options.root
+    log_to_console()
+    if not _is_server_configured() and (record := cached_run(PIPELINE, config, root, "encode")):
+        from flows.profile_training import profile_training
+
+        name = run_name("profile", record["name"].rpartition("-")[2])
+        result = profile_training(config, root, name, options.steps, options.out)
+    else:
+        from flows.prefect_support.signals import GracefulShutdown
+        from flows.profile import profile
+
+        with GracefulShutdown():
+            result = _run_flow(profile, config, root, options.steps, options.out)
+    print(format_profile(result))
 
 
 def sample_command(options: Namespace) -> None:
@@ -203,8 +224,8 @@ def run_pipeline(
     return _run_flow(pipeline, config, root, until, refresh)
 
 
-def _run_flow(flow: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-    """Run a flow in this process and return the run's record. Raise UserError if Prefect's server is unreachable."""
+def _run_flow(flow: Callable[..., R], *arguments: Any) -> R:
+    """Run a flow in this process and return its result. Raise UserError if Prefect's server is unreachable."""
     from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
 
     from flows.prefect_support.liveness import is_server_unreachable
@@ -212,8 +233,7 @@ def _run_flow(flow: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
     # Without heartbeats the flow ends up to a second earlier. The liveness lock replaces them.
     with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
         try:
-            record: dict[str, Any] = flow(*arguments)
-            return record
+            return flow(*arguments)
         except Exception as error:
             if not is_server_unreachable(error):
                 raise

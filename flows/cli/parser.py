@@ -49,7 +49,9 @@ _PIPELINE_COMMANDS = {
     "run": "Run the pipeline. Unchanged stages are taken from the cache.",
     "plan": "Show what a run would do and why, without running it.",
     "train-job": "Write the job of the training, for torchrun on machines without Prefect.",
+    "profile": "Measure where time and memory of training steps go. The stages before are taken from the cache.",
 }
+_WHOLE_COMMANDS = ("train-job", "profile")  # of _PIPELINE_COMMANDS: without --until and --refresh
 
 # Security: no value of an option may import code, as jsonargparse's "class_path" does.
 set_parsing_settings(docstring_parse_attribute_docstrings=True, import_path_denylist=["*"])
@@ -90,7 +92,11 @@ def build_parser(preset: str = "demo", posttrain_preset: str = "demo") -> Argume
         return command
 
     for name, description in _PIPELINE_COMMANDS.items():
-        add_flow(name, description, preset, PRESETS, PipelineConfig, None if name == "train-job" else StageName)
+        stages = None if name in _WHOLE_COMMANDS else StageName
+        command = add_flow(name, description, preset, PRESETS, PipelineConfig, stages)
+        if name == "profile":
+            command.add_argument("--steps", type=PositiveInt, default=5, help="training steps to measure")
+            command.add_argument("--out", type=str, default="", help="directory of the files; default: below profiles/")
 
     description = "Fine-tune a trained model on dialogs, preferences or rewards. Unchanged stages are cached."
     posttrain = add_flow("posttrain", description, posttrain_preset, POSTTRAIN_PRESETS, PosttrainConfig, PosttrainStage)

@@ -6,13 +6,22 @@ from typing import TYPE_CHECKING, Any
 from flows.report import format_figures
 from flows.run_record import outputs_of
 from tasks.pages.posttrain import percent_with_interval
+from tasks.pages.profile import compute_rows, describe, memory_rows, phase_rows
 from tasks.runtime.context import RunContext
 
 if TYPE_CHECKING:
     from flows.evaluate import EvaluationResult
+    from flows.profile_training import ProfileResult
     from flows.teach import TeachResult
 
 _MAX_FAILURES = 5
+_MAX_OPERATIONS = 5
+_PROFILE_FILES = (
+    ("page", "profile.md"),
+    ("figures", "profile.json"),
+    ("trace", "trace.json.gz"),
+    ("memory snapshot", "memory_snapshot.pickle"),
+)
 
 
 def format_sample(prompt: str, text: str) -> str:
@@ -66,6 +75,25 @@ def format_evaluation(result: "EvaluationResult") -> str:
     ]
     lines = [f"{result.task}, {summary.problems:,} problems, {result.model}"]
     return "\n".join(lines + [f"  {name:<18}  {text}" for name, text in rows])
+
+
+def format_profile(result: "ProfileResult") -> str:
+    """Return where time and memory of a step go, as a table, and the paths of the files."""
+    profile = result.profile
+    lines = [f"{describe(profile)}, mean of {profile['steps']:,} steps", "", f"{'time of a step':<30} {'ms':>10}"]
+    lines += [f"  {name:<28} {value:>10,.1f} {share:>7}" for name, value, share in phase_rows(profile)]
+    lines += [f"  {'step without the clock':<28} {profile['plain_seconds_per_step'] * 1e3:>10,.1f}", ""]
+    lines += [f"{'operations with most own time':<58} {'ms':>10}"]
+    lines += [f"  {row['name']:<56} {row['seconds'] * 1e3:>10,.1f}" for row in profile["operations"][:_MAX_OPERATIONS]]
+    lines += ["", f"{'memory, MB':<30} {'measured':>10} {'predicted':>10}"]
+    lines += [f"  {name:<28} {here:>10,.1f} {predicted:>10,.1f}" for name, here, predicted in memory_rows(profile)]
+    largest = f"{profile['largest_micro_batch']:,} sequences by the formula, now {profile['micro_batch']:,}"
+    rows = [
+        *compute_rows(profile),
+        ("largest micro-batch", largest),
+        *((title, str(path)) for title, name in _PROFILE_FILES if (path := result.directory / name).exists()),
+    ]
+    return "\n".join([*lines, "", *(f"{name:<30} {text}" for name, text in rows)])
 
 
 def format_teaching(result: "TeachResult") -> str:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lm.common.phases import in_phase
+
 _MAX_BUCKET_BYTES = 25 << 20
 
 
@@ -56,6 +58,7 @@ class DDP(nn.Module):
                 self._buckets[self._sent_buckets].send()
                 self._sent_buckets += 1
 
+    @in_phase("communication")
     def finish_gradient_synchronization(self) -> None:
         """Wait until the gradients are averaged over all ranks. A parameter without a gradient on this rank
         contributes zeros."""
@@ -77,6 +80,7 @@ class _Bucket:
         self._views = [part.view_as(p) for part, p in zip(self._flat.split(sizes), parameters, strict=True)]
         self._work: Any = None
 
+    @in_phase("communication")
     def send(self) -> None:
         for view, parameter in zip(self._views, self.parameters, strict=True):
             if parameter.grad is None:

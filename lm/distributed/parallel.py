@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lm.common.phases import in_phase
 from lm.common.runtime import ParallelKind
 from lm.distributed.ddp import DDP
 from lm.distributed.fsdp import FSDP
@@ -76,6 +77,7 @@ class Parallel:
             yield from ((name, p.detach()) for name, p in self.model.named_parameters())
 
 
+@in_phase("communication")
 def _sum_over_ranks(values: Tensor) -> Tensor:
     dist.all_reduce(values)
     return values

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lm.common.errors import UserError
+from lm.common.phases import in_phase
 
 T = TypeVar("T")
 RENDEZVOUS_VARIABLE = "TEXTMILL_RENDEZVOUS"  # environment variable: file:// URL of a file that does not exist yet
@@ -66,6 +67,7 @@ def barrier() -> None:
         dist.barrier()
 
 
+@in_phase("communication")
 def all_reduce_mean(values: Tensor) -> Tensor:
     """Average a tensor over all ranks, in place, and return it."""
     if dist.is_initialized():

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lm.common.phases import in_phase
 from lm.distributed.process_group import get_rank, get_world_size
 
 Bounds = list[int]
@@ -74,6 +75,7 @@ class RowExchange:
         self.elements = max(map(sum, by_rank))
         self.bounds = bounds
 
+    @in_phase("communication")
     def start_gather(self, rows: Sequence[Tensor]) -> Transfer:
         """Send this rank's rows of each tensor to all ranks."""
         buffer = torch.empty(len(self.places), self.elements, dtype=self.dtype, device=self.device)
@@ -82,6 +84,7 @@ class RowExchange:
         work = dist.all_gather_single(buffer.view(-1), buffer[self.rank], group=self.group, async_op=True)
         return Transfer(buffer, work)
 
+    @in_phase("communication")
     def finish_gather(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         """Wait for the rows of all ranks, and copy them to ``tensors``."""
         transfer.work.wait()
@@ -90,6 +93,7 @@ class RowExchange:
                 rows = (x if x.ndim else x[None])[start:stop]
                 rows.copy_(transfer.buffer[rank, self.places[rank][index]].view_as(rows))
 
+    @in_phase("communication")
     def start_average(self, tensors: Sequence[Tensor | None]) -> Transfer:
         """Begin to average whole tensors over the ranks. None stands for zeros."""
         buffer = torch.zeros(len(self.places), self.elements, dtype=self.dtype, device=self.device)
@@ -102,6 +106,7 @@ class RowExchange:
         work = dist.reduce_scatter_single(rows, buffer.view(-1), group=self.group, async_op=True)
         return Transfer(rows, (work, buffer))  # the buffer must live until the end of the collective
 
+    @in_phase("communication")
     def finish_average(self, transfer: Transfer) -> list[Tensor]:
         """Wait for the averages; return this rank's elements of each tensor, flat."""
         transfer.work[0].wait()

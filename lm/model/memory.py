@@ -5,7 +5,9 @@ Counts tensors, uncompiled: an allocator's fragments and libraries' workspaces c
 operations and stores less.
 """
 
+from bisect import bisect_right
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -83,6 +85,18 @@ def predict_training_memory(
         held.at_first_block + block + block_gradients + copies // config.num_layers + earlier,
     )
     return TrainingMemory(weights // share, weights // share, state // state_share, activations, peak)
+
+
+def largest_micro_batch(available_bytes: int, predict: Callable[[int], TrainingMemory]) -> int:
+    """Return the most sequences per micro-batch whose predicted peak is at most ``available_bytes``; 0 if none fits.
+
+    ``predict`` returns the memory for a number of sequences, as :func:`predict_training_memory` does. Its peak must not
+    fall as the number rises.
+    """
+    end = 1
+    while predict(end).peak <= available_bytes:
+        end *= 2
+    return bisect_right(range(1, end), available_bytes, key=lambda sequences: predict(sequences).peak)
 
 
 class _Held(NamedTuple):

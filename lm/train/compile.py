@@ -48,3 +48,8 @@ def compile_loss(
     finally:
         model.zero_grad(set_to_none=True)
     return compiled_loss
+
+
+def is_compiled(function: Callable[..., Any]) -> bool:
+    """Return whether torch.compile made the function."""
+    return hasattr(function, "_torchdynamo_orig_callable")

@@ -14,7 +14,7 @@ from lm.common.runtime import Execution, ParallelKind
 from lm.distributed.parallel import Parallel
 from lm.distributed.process_group import all_gather, broadcast_from_rank0, get_rank, get_world_size
 from lm.model.config import ModelConfig
-from lm.model.memory import predict_training_memory
+from lm.model.memory import TrainingMemory, predict_training_memory
 from lm.model.transformer import TransformerLM
 from lm.train.config import TrainConfig
 
@@ -40,19 +40,10 @@ def choose_parallel(
         )
     if execution.parallel != "auto":
         return execution.parallel
-    available = _MEMORY_FRACTION * _memory_bytes(device)
+    available = available_memory(device)
+    sequences = config.batch_size // (config.gradient_accumulation_steps * world_size)
     for kind in _KINDS:
-        memory = predict_training_memory(
-            model_config,
-            config.batch_size // (config.gradient_accumulation_steps * world_size),
-            config.optimizer,
-            config.precision == "bfloat16",
-            execution.activation_checkpointing,
-            config.gradient_accumulation_steps,
-            kind,
-            world_size,
-            device.type,
-        )
+        memory = predict_memory(sequences, execution, config, model_config, kind, device)
         if memory.peak <= available:
             break
     log.info(
@@ -62,6 +53,34 @@ def choose_parallel(
         available / (1 << 30),
     )
     return kind
+
+
+def predict_memory(
+    sequences: int,
+    execution: Execution,
+    config: TrainConfig,
+    model_config: ModelConfig,
+    kind: ParallelKind,
+    device: torch.device,
+) -> TrainingMemory:
+    """Predict the memory of this process with micro-batches of ``sequences`` full contexts, divided as ``kind`` says;
+    see :func:`lm.model.memory.predict_training_memory`."""
+    return predict_training_memory(
+        model_config,
+        sequences,
+        config.optimizer,
+        config.precision == "bfloat16",
+        execution.activation_checkpointing,
+        config.gradient_accumulation_steps,
+        kind,
+        get_world_size(),
+        device.type,
+    )
+
+
+def available_memory(device: torch.device) -> int:
+    """Return the bytes that the tensors of this process may take."""
+    return int(_MEMORY_FRACTION * _memory_bytes(device))
 
 
 def _memory_bytes(device: torch.device) -> int:

@@ -17,6 +17,7 @@ from lm.checkpoint.atomic_dir import remove_abandoned_directories
 from lm.checkpoint.training_state import load_training, newest_checkpoint, read_description, step_name
 from lm.common.device import explain_out_of_memory
 from lm.common.errors import Stopped, UserError
+from lm.common.phases import phase
 from lm.common.runtime import Execution
 from lm.data.batches import prefetch_batches
 from lm.distributed.parallel import Parallel
@@ -70,7 +71,7 @@ class Trainer:
         self.loss_sum: Callable[[MicroBatch], Tensor] = self._loss_sum
         self.flops_per_step = objective.tokens_per_step * flops_per_token(model.config)
         if execution.compile and objective.is_compilable:
-            with self._explain_out_of_memory():
+            with self.explain_out_of_memory():
                 micro_batch = objective.micro_batches(0)[0]
                 self.loss_sum = compile_loss(
                     self._loss_sum,
@@ -101,7 +102,8 @@ class Trainer:
         with self._autocast():
             return self.objective.loss_sum(self.model, micro_batch)
 
-    def _explain_out_of_memory(self) -> AbstractContextManager[None]:
+    def explain_out_of_memory(self) -> AbstractContextManager[None]:
+        """Convert out-of-memory errors inside the ``with`` block to UserError."""
         config = self.config
         sequences = config.batch_size // (config.gradient_accumulation_steps * self.world_size)
         return explain_out_of_memory(
@@ -147,14 +149,13 @@ class Trainer:
 
         After ``stop_event`` is set in any process, the trainer finishes the step, saves it and raises Stopped.
         """
-        config, load, log_interval = self.config, self.objective.micro_batches, self.execution.log_interval
-        loading = prefetch_batches(load, self.step) if self.objective.is_prefetchable else nullcontext(load)
+        config, log_interval = self.config, self.execution.log_interval
         peak = peak_flops(self.device, torch.bfloat16 if config.precision == "bfloat16" else torch.float32)
-        timer = StepTimer(self.step, self.objective.tokens_per_step, self.flops_per_step, peak)
+        timer = StepTimer(self.step, self.objective.tokens_per_step, self.flops_per_step, peak * self.world_size)
         if self.rank == 0:
             self.tracker = Tracker(self.out, self.execution.trackers, self._settings(), self.step)
         tracking = closing(self.tracker) if self.tracker else nullcontext()
-        with tracking, self._explain_out_of_memory(), loading as load_micro_batches:
+        with tracking, self.explain_out_of_memory(), self.loading() as load_micro_batches:
             while not self._is_finished():
                 lr = config.lr(self.step + 1)
                 is_stopping = stop_event is not None and stop_event.is_set()
@@ -191,6 +192,12 @@ class Trainer:
                     )
             return self._finish()
 
+    def loading(self) -> AbstractContextManager[Callable[[int], Sequence[MicroBatch]]]:
+        """Return a context manager that yields a function: it returns the micro-batches of a step, loaded ahead if
+        possible. Call it for each step from the current one."""
+        load = self.objective.micro_batches
+        return prefetch_batches(load, self.step) if self.objective.is_prefetchable else nullcontext(load)
+
     def _is_finished(self) -> bool:
         patience = self.config.patience
         is_patience_over = patience is not None and self.evaluations_without_improvement >= patience
@@ -209,19 +216,28 @@ class Trainer:
         """
         # All targets weigh the same, in any micro-batch and rank. Gradients and losses are averaged over the ranks, so
         # the sums are divided by the mean weight per rank.
-        weights = torch.stack([self.objective.weight(micro_batch) for micro_batch in micro_batches])
-        mean_weight = all_reduce_mean(weights.sum().float())
+        with phase("forward"):
+            weights = torch.stack([self.objective.weight(micro_batch) for micro_batch in micro_batches])
+            mean_weight = all_reduce_mean(weights.sum().float())
         losses = []
         for number, micro_batch in enumerate(micro_batches, start=1):
             with self.parallel.no_sync() if number < len(micro_batches) else nullcontext():
-                loss = self.loss_sum(micro_batch) / mean_weight
-                loss.backward()
+                with phase("forward"):
+                    loss = self.loss_sum(micro_batch) / mean_weight
+                with phase("backward"):
+                    loss.backward()
             losses.append(loss.detach())
         loss = torch.stack(losses).sum()
         self.parallel.finish_gradient_synchronization()
         if self.world_size > 1:
             loss, stopping_fraction = all_reduce_mean(torch.stack([loss, loss.new_tensor(is_stopping)])).unbind()
             is_stopping = bool(stopping_fraction > 0)
+        with phase("optimizer"):
+            grad_norm = self._update_weights(loss, lr)
+        return loss, grad_norm, is_stopping
+
+    def _update_weights(self, loss: Tensor, lr: float) -> Tensor:
+        """Clip the gradients, update the weights if ``loss`` and gradients are finite, and free the gradients."""
         grad_norm = self.parallel.clip_grad_norm(self.config.max_grad_norm)
         if torch.isfinite(loss + grad_norm):  # waits for the device
             self.consecutive_skipped_steps = 0
@@ -235,7 +251,7 @@ class Trainer:
             self._skip_step(float(loss), float(grad_norm))
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        return loss, grad_norm, is_stopping
+        return grad_norm
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lm.common.runtime import ParallelKind
+from lm.model.memory import TrainingMemory, largest_micro_batch, predict_training_memory
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training_memory import Case, measure_peak
 
@@ -32,6 +33,20 @@ CASES: list[dict[str, Any]] = [
 def test_the_peak_of_one_process(fields: dict[str, Any]) -> None:
     case = Case(**fields)
     assert case.predict(1).peak == pytest.approx(measure_peak(case), rel=0.1)
+
+
+@pytest.mark.parametrize("fields", [{}, {"is_bfloat16": True, "optimizer": "muon"}, {"has_checkpointing": True}])
+def test_the_largest_micro_batch_fits_and_one_more_sequence_does_not(fields: dict[str, Any]) -> None:
+    config = Case().config
+
+    def predict(sequences: int) -> TrainingMemory:
+        return predict_training_memory(config, sequences, **fields)
+
+    peaks = [predict(sequences).peak for sequences in range(1, 70)]
+    assert peaks == sorted(peaks)
+    assert largest_micro_batch(peaks[0] - 1, predict) == 0
+    for available in (*peaks[:-1], *(peak - 1 for peak in peaks)):
+        assert largest_micro_batch(available, predict) == sum(peak <= available for peak in peaks)
 
 
 @pytest.mark.slow

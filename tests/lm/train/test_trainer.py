@@ -18,6 +18,7 @@ from lm.checkpoint.training_state import load_model, newest_checkpoint, read_des
 from lm.common.errors import Stopped, UserError
 from lm.optim.schedules import lr_cosine_schedule
 from lm.train.metrics_file import read_metrics
+from lm.train.throughput import StepTimer
 from lm.train.trainer import Trainer
 from tests.helpers.reference_model import MODEL_VARIANTS
 from tests.helpers.training import MODEL, ROOT, read_rows, small_data, small_trainer, validation_loss, weights_equal
@@ -198,6 +199,21 @@ def test_rows_are_well_formed(finished: Trainer) -> None:
     samples = read_rows(finished.out, "samples.jsonl")
     assert [row["step"] for row in samples] == [4, 8, 12, 16, 20]
     assert all(row.keys() == {"step", "prompt", "text"} and row["prompt"] == "a" for row in samples)
+
+
+def test_mfu_counts_the_devices_of_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = []
+
+    def make_timer(step: int, tokens_per_step: int, flops_per_step: float, peak: float) -> StepTimer:
+        peaks.append(peak)
+        return StepTimer(step, tokens_per_step, flops_per_step, peak)
+
+    monkeypatch.setattr("lm.train.trainer.peak_flops", lambda device, dtype: 1e9)
+    monkeypatch.setattr("lm.train.trainer.StepTimer", make_timer)
+    trainer = small_trainer(tmp_path, steps=1)
+    trainer.world_size = 2
+    trainer.run()
+    assert peaks == [2e9]
 
 
 def test_files_have_no_nan_and_no_infinity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,259 @@
+"""Where the time and the memory of training steps go: the steps of an ordinary training, measured."""
+
+import json
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, record_function
+
+from lm.common.errors import Stopped, UserError
+from lm.common.phases import PHASES, Phase, observe_phases, phase
+from lm.distributed.process_group import barrier
+from lm.model.flops import parameter_count, peak_flops
+from lm.model.memory import TrainingMemory, largest_micro_batch
+from lm.train.compile import is_compiled
+from lm.train.memory_profile import MemoryProfile, measure_memory
+from lm.train.objective import MicroBatch
+from lm.train.parallel import available_memory, predict_memory
+from lm.train.trainer import Trainer
+
+PROFILE_FILE = "profile.json"
+TRACE_FILE = "trace.json.gz"
+SNAPSHOT_FILE = "memory_snapshot.pickle"  # written for torch's viewer, never read here
+
+_KINETO_LOG_LEVEL = "6"  # the library of torch's profiler prints lines of no use at lower levels
+_TRACED_STEPS = 2
+_MAX_OPERATIONS = 12
+_PYTHON = "Python between operations"
+_COMPILED = "compiled kernels"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation of torch, such as ``aten::mm``."""
+
+    name: str
+    seconds: float
+    """Per step, without the operations that it calls: time of the CPU, or of the GPU's kernels."""
+    calls: float
+    """Per step."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measurements of process 0. Seconds and FLOPs are those of a step."""
+
+    device: str
+    processes: int
+    parallel: str
+    """What the processes divide, see :class:`lm.common.runtime.Execution`."""
+    is_compiled: bool
+    precision: str
+    parameters: int
+    tokens_per_step: int
+    """Over all processes."""
+    micro_batch: int
+    """Sequences per micro-batch and process."""
+    gradient_accumulation_steps: int
+    steps: int
+    """Measured steps."""
+    seconds_per_step: float
+    """Mean over the steps whose phases are measured, from before the batch is loaded until the device is done."""
+    phases: dict[Phase, float]
+    """Mean seconds of each phase, without the phases inside it. Communication is the time that nothing hides."""
+    plain_seconds_per_step: float
+    """Mean over as many steps whose phases are not measured, taken alternately. A GPU may be faster in these."""
+    operations: list[Operation]
+    """Operations with the most time of their own, from steps under torch's profiler, which is slower."""
+    traced_seconds_per_step: float
+    """Mean over the steps under torch's profiler."""
+    memory: MemoryProfile
+    predicted_memory: TrainingMemory
+    """See :func:`lm.model.memory.predict_training_memory`, which knows no torch.compile."""
+    available_memory: int
+    """Bytes that the tensors of a process may take."""
+    largest_micro_batch: int
+    """The most sequences per micro-batch whose predicted memory fits; 0 if none fits."""
+    flops_per_step: int
+    """Predicted, over all processes; see :func:`lm.model.flops.flops_per_token`."""
+    peak_flops: float
+    """Of a process's device, per second."""
+    mfu: float
+    """Model FLOPs utilization in the steps whose phases are not measured, 0 to 1."""
+
+
+class PhaseClock:
+    """Measures the seconds of each phase, without those of the phases inside it. An observer of phases.
+
+    It waits for the device's current stream at the edges of a phase. Communication on another stream that has ended by
+    then does not count.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
+        self._device = device
+        self._stack: list[Phase] = []
+        self._last_time = 0.0
+
+    @contextmanager
+    def measure(self, name: Phase) -> Iterator[None]:
+        """Add the time of the ``with`` block to a phase."""
+        self._add_time()
+        self._stack.append(name)
+        try:
+            yield
+        finally:
+            self._add_time()
+            self._stack.pop()
+
+    def _add_time(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        now = time.perf_counter()
+        if self._stack:
+            self.seconds[self._stack[-1]] += now - self._last_time
+        self._last_time = now
+
+
+def profile_training(
+    make_trainer: Callable[[], Trainer], device: torch.device, steps: int, out: Path, stop_event: threading.Event
+) -> Profile:
+    """Measure ``steps`` training steps, and as many without the clock of the phases. All ranks call this together.
+
+    Rank 0 writes ``profile.json`` and ``trace.json.gz``, for chrome://tracing or https://ui.perfetto.dev, to ``out``;
+    on CUDA also ``memory_snapshot.pickle``. Raises UserError on a device other than CPU and CUDA, and if memory runs
+    out; Stopped after ``stop_event`` is set.
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"The steps of a training can be profiled on cpu and cuda, not on {device.type}.")
+    os.environ.setdefault("KINETO_LOG_LEVEL", _KINETO_LOG_LEVEL)
+
+    def load_and_update(trainer: Trainer, context: AbstractContextManager[Any]) -> None:
+        with trainer.explain_out_of_memory():
+            micro_batches = trainer.objective.micro_batches(trainer.step)  # on this thread: the profiler sees no other
+            with context:
+                _update(trainer, micro_batches, stop_event)
+
+    trainer, memory = measure_memory(make_trainer, load_and_update, device, out / SNAPSHOT_FILE)
+    clock, is_rank0 = PhaseClock(device), trainer.rank == 0
+    with trainer.explain_out_of_memory(), trainer.loading() as load:
+        take_step = partial(_take_step, trainer, load, stop_event)
+        take_step()  # after the profiler has ended
+        seconds = plain_seconds = 0.0
+        for _ in range(steps):
+            plain_seconds += _time_step(take_step, device)
+            with observe_phases(clock.measure):
+                seconds += _time_step(take_step, device)
+        operations, traced_seconds = _trace(take_step, device, out / TRACE_FILE if is_rank0 else None)
+    config, kind = trainer.config, trainer.parallel.kind
+    predict = partial(
+        predict_memory,
+        execution=trainer.execution,
+        config=config,
+        model_config=trainer.model.config,
+        kind=kind,
+        device=device,
+    )
+    micro_batch = config.batch_size // (config.gradient_accumulation_steps * trainer.world_size)
+    peak = peak_flops(device, torch.bfloat16 if config.precision == "bfloat16" else torch.float32)
+    profile = Profile(
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        processes=trainer.world_size,
+        parallel=kind,
+        is_compiled=any(map(is_compiled, [trainer.loss_sum, *(layer.forward for layer in trainer.model.layers)])),
+        precision=config.precision,
+        parameters=parameter_count(trainer.model.config)["total"],
+        tokens_per_step=trainer.objective.tokens_per_step,
+        micro_batch=micro_batch,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        steps=steps,
+        seconds_per_step=seconds / steps,
+        phases={name: clock.seconds[name] / steps for name in PHASES},
+        plain_seconds_per_step=plain_seconds / steps,
+        operations=operations,
+        traced_seconds_per_step=traced_seconds,
+        memory=memory,
+        predicted_memory=predict(micro_batch),
+        available_memory=available_memory(device),
+        largest_micro_batch=largest_micro_batch(available_memory(device), predict),
+        flops_per_step=trainer.flops_per_step,
+        peak_flops=peak,
+        mfu=trainer.flops_per_step * steps / plain_seconds / (peak * trainer.world_size),
+    )
+    if is_rank0:
+        (out / PROFILE_FILE).write_text(json.dumps(asdict(profile), indent=1), encoding="utf-8")
+    return profile
+
+
+def _take_step(trainer: Trainer, load: Callable[[int], Sequence[MicroBatch]], stop_event: threading.Event) -> None:
+    with phase("data"):
+        micro_batches = load(trainer.step)
+    _update(trainer, micro_batches, stop_event)
+
+
+def _update(trainer: Trainer, micro_batches: Sequence[MicroBatch], stop_event: threading.Event) -> None:
+    if stop_event.is_set():
+        raise Stopped("The profiling was stopped.")
+    trainer.train_step(micro_batches, trainer.config.lr(trainer.step + 1))
+    trainer.step += 1
+
+
+def _time_step(take_step: Callable[[], None], device: torch.device) -> float:
+    """Return the seconds of a step, from when all ranks are ready until the device is done."""
+    _wait_for(device)
+    barrier()
+    started = time.perf_counter()
+    take_step()
+    _wait_for(device)
+    return time.perf_counter() - started
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _trace(take_step: Callable[[], None], device: torch.device, path: Path | None) -> tuple[list[Operation], float]:
+    """Take steps under torch's profiler, and write their trace to ``path``. Return the operations, and the seconds of a
+    step."""
+    is_cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+    seconds = 0.0
+    with (
+        torch.profiler.profile(activities=activities) as profiler,
+        observe_phases(record_function),
+    ):
+        for _ in range(_TRACED_STEPS):
+            seconds += _time_step(take_step, device)
+    if path:
+        profiler.export_chrome_trace(str(path))
+    totals: Counter[str] = Counter()  # microseconds
+    calls: Counter[str] = Counter()
+    for event in profiler.key_averages():
+        if event.device_type == DeviceType.CPU:  # an event of an operation also has the time of its kernels
+            name = _operation_name(event.key)
+            totals[name] += event.self_device_time_total if is_cuda else event.self_cpu_time_total
+            calls[name] += event.count
+    operations = [
+        Operation(name, microseconds / 1e6 / _TRACED_STEPS, calls[name] / _TRACED_STEPS)
+        for name, microseconds in totals.most_common(_MAX_OPERATIONS)
+        if microseconds
+    ]
+    return operations, seconds / _TRACED_STEPS
+
+
+def _operation_name(label: str) -> str:
+    """Return the name of an operation. The labels of phases, optimizers and compiled graphs lie around operations."""
+    if label in PHASES or label.startswith("Optimizer."):
+        return _PYTHON
+    return _COMPILED if "Call CompiledFxGraph" in label else label

@@ -1,0 +1,155 @@
+"""The page of a profile: where the time and the memory of a training step go."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from tasks.pages.markdown import code, table
+from tasks.pages.plots import embed_figure
+
+_COLOURS = {
+    "data": "#8c8c8c",
+    "forward": "#4c78a8",
+    "backward": "#f58518",
+    "communication": "#e45756",
+    "optimizer": "#54a24b",
+}
+_OTHER_COLOUR = "#d0d0d0"
+_MAX_NAME_CHARACTERS = 40
+_MIN_SHARE_DRAWN = 0.001  # of a phase in a step
+_MEMORY = ("weights", "gradients", "optimizer_state", "activations", "peak")
+
+
+def profile_page(profile: dict[str, Any]) -> str:
+    """Return the Markdown of a profile, the content of ``profile.json``, with two pictures."""
+    return "\n\n".join(_parts(profile))
+
+
+def _parts(profile: dict[str, Any]) -> Iterator[str]:
+    step, traced = profile["seconds_per_step"], profile["traced_seconds_per_step"]
+    yield f"{describe(profile)}."
+    yield "## Time"
+    yield _draw_time(profile)
+    yield table(("phase", "milliseconds", "share of the step"), phase_rows(profile))
+    yield (
+        f"The mean of {profile['steps']:,} steps. A phase does not count the time of the phases inside it. "
+        f"Communication is the time that nothing hides. Steps without the clock of the phases take "
+        f"**{profile['plain_seconds_per_step'] * 1e3:,.1f} ms**."
+    )
+    yield "### Operations\n\n" + table(
+        ("operation", "milliseconds", "share of the step", "calls"),
+        [
+            (code(row["name"]), row["seconds"] * 1e3, f"{100 * row['seconds'] / traced:.1f} %", f"{row['calls']:,.0f}")
+            for row in profile["operations"]
+        ],
+    )
+    yield (
+        "Without the time of the operations that an operation calls. From steps under torch's profiler, which take "
+        f"{traced / step:.2f} times as long; all their operations are in `trace.json.gz`, for https://ui.perfetto.dev."
+    )
+    yield "## Memory"
+    yield _draw_memory(profile)
+    yield table(("memory of a process, MB", "measured", "predicted"), memory_rows(profile))
+    note = " The training is compiled, which the prediction does not know." if profile["is_compiled"] else ""
+    yield (
+        f"Activations are those at the end of the forward pass.{note} A micro-batch has {profile['micro_batch']:,} "
+        f"sequences. By the formula, up to **{profile['largest_micro_batch']:,}** fit the "
+        f"{profile['available_memory'] / 1e9:,.1f} GB that a process may use."
+    )
+    yield "## Compute\n\n" + table(("", ""), compute_rows(profile))
+
+
+def describe(profile: dict[str, Any]) -> str:
+    """Return in one line which training ran on which device."""
+    count = profile["processes"]
+    processes = f", {count} processes ({profile['parallel']})" if count > 1 else ""
+    compiled = ", compiled" if profile["is_compiled"] else ""
+    return (
+        f"{profile['parameters']:,} parameters on {profile['device']}{processes}, {profile['precision']}{compiled}, "
+        f"{profile['tokens_per_step']:,} tokens a step"
+    )
+
+
+def phase_rows(profile: dict[str, Any]) -> list[tuple[str, float, str]]:
+    """Return name, milliseconds and share of each phase, of the rest, and of the step."""
+    step = profile["seconds_per_step"]
+    seconds = profile["phases"] | {"other": step - sum(profile["phases"].values()), "step": step}
+    return [(name, value * 1e3, f"{100 * value / step:.1f} %") for name, value in seconds.items()]
+
+
+def memory_rows(profile: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """Return name, measured and predicted megabytes of each kind of memory."""
+    measured, predicted = profile["memory"]["measured"], profile["predicted_memory"]
+    return [(name.replace("_", " "), measured[name] / 1e6, predicted[name] / 1e6) for name in _MEMORY]
+
+
+def compute_rows(profile: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the predicted FLOPs of a step, and the measured throughput and utilization."""
+    seconds, flops, count = profile["plain_seconds_per_step"], profile["flops_per_step"], profile["processes"]
+    return [
+        ("FLOPs of a step, predicted", f"{flops:.3g}"),
+        ("FLOPs per second", f"{flops / seconds:.3g} of {profile['peak_flops'] * count:.3g}"),
+        ("MFU", f"{100 * profile['mfu']:.1f} %"),
+        ("tokens per second", f"{profile['tokens_per_step'] / seconds:,.0f}"),
+    ]
+
+
+def _draw_time(profile: dict[str, Any]) -> str:
+    figure = _new_figure()
+    phases, operations = figure.subplots(1, 2, width_ratios=(1, 1.15))
+    rows = [(name, value) for name, value, _ in phase_rows(profile)[:-1]]
+    _draw_bars(phases, "Phases of a step", rows, [_COLOURS.get(name, _OTHER_COLOUR) for name, _ in rows])
+    names = [(_shorten(row["name"]), row["seconds"] * 1e3) for row in profile["operations"]]
+    _draw_bars(operations, "Operations, own time", names, ["#72b7b2"] * len(names))
+    return embed_figure(figure, "Time of a step by phase and operation")
+
+
+def _draw_bars(axes: Any, title: str, rows: list[tuple[str, float]], colours: list[str]) -> None:
+    names, values = [name for name, _ in rows], [value for _, value in rows]
+    places = range(len(rows))
+    bars = axes.barh(places, values, color=colours)
+    axes.bar_label(bars, [f"{value:,.1f}" for value in values], padding=3, fontsize=8)
+    axes.set_yticks(places, names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set(title=title, xlabel="milliseconds", xlim=(0, 1.15 * max(values, default=1)))
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _shorten(name: str) -> str:
+    short = name.removeprefix("aten::")
+    half = _MAX_NAME_CHARACTERS // 2
+    return short if len(short) <= _MAX_NAME_CHARACTERS else f"{short[:half]}…{short[-half:]}"
+
+
+def _draw_memory(profile: dict[str, Any]) -> str:
+    figure = _new_figure()
+    curve, kinds = figure.subplots(1, 2, width_ratios=(1.6, 1))
+    memory = profile["memory"]
+    times, sizes = zip(*memory["curve"], strict=True)
+    milliseconds = [1e3 * time for time in times]
+    curve.step(milliseconds, [size / 1e6 for size in sizes], where="post", color="#333333", linewidth=1)
+    for name, start, stop in memory["phases"]:
+        if stop - start > _MIN_SHARE_DRAWN * times[-1]:
+            curve.axvspan(1e3 * start, 1e3 * stop, color=_COLOURS[name], alpha=0.25, linewidth=0, label=name)
+    curve.axhline(profile["predicted_memory"]["peak"] / 1e6, color="#b22222", linestyle="--", label="predicted peak")
+    handles, labels = curve.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.22)}
+    curve.legend(unique.values(), unique, fontsize=7, ncols=len(unique), **place)
+    curve.set(title="Memory over a step", xlabel="milliseconds", ylabel="MB")
+    curve.set(xlim=(0, milliseconds[-1]), ylim=(0, None))
+    curve.spines[["top", "right"]].set_visible(False)
+    rows = memory_rows(profile)
+    places = range(len(rows))
+    kinds.bar([place - 0.2 for place in places], [row[1] for row in rows], 0.4, label="measured", color="#4c78a8")
+    kinds.bar([place + 0.2 for place in places], [row[2] for row in rows], 0.4, label="predicted", color="#bab0ac")
+    kinds.set_xticks(places, [row[0].replace(" ", "\n") for row in rows], fontsize=8)
+    kinds.set(title="Measured and predicted", ylabel="MB")
+    kinds.legend(fontsize=8)
+    kinds.spines[["top", "right"]].set_visible(False)
+    return embed_figure(figure, "Memory of a step, measured and predicted")
+
+
+def _new_figure() -> Any:
+    from matplotlib.figure import Figure  # slow to import
+
+    return Figure(figsize=(11, 3.8), layout="constrained")
