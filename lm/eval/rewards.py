@@ -21,6 +21,7 @@ RewardFunction = Callable[[str, Any], Mapping[str, float]]
 
 _SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]]*\s*\Z")
 _LENGTH_NAME = re.compile(r"length:(\d+)-(\d+)")
+_GRID_DATASETS = ("arc_agi", "rearc")  # of reasoning-gym; they compare tuples, which are lists in JSON
 
 
 def exact_reward(response: str, ground_truth: str | list[str]) -> dict[str, float]:
@@ -84,8 +85,12 @@ def reasoning_gym_reward(response: str, ground_truth: Mapping[str, Any]) -> dict
     except ImportError:
         raise UserError("Scoring this task needs reasoning-gym; install textmill[reasoning-gym].") from None
     answer = extract_r1_zero(response)
-    score = reasoning_gym.get_score_answer_fn(ground_truth["dataset"])
-    return _rewards(True, float(score(answer or response.strip(), ground_truth["entry"])))
+    dataset, entry = ground_truth["dataset"], ground_truth["entry"]
+    if dataset in _GRID_DATASETS:
+        grid = tuple(map(tuple, entry["metadata"]["output"]))
+        entry = {**entry, "metadata": {**entry["metadata"], "output": grid}}
+    score = reasoning_gym.get_score_answer_fn(dataset)
+    return _rewards(True, float(score(answer or response.strip(), entry)))
 
 
 REWARDS: dict[str, RewardFunction] = {
