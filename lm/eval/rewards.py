@@ -18,30 +18,32 @@ MAX_RESPONSE_CHARACTERS = 100_000
 REWARD_KEYS = ("reward", "format_reward", "answer_reward")
 
 RewardFunction = Callable[[str, Any], Mapping[str, float]]
+GroundTruth = str | float | list[str | float]
+"""An accepted answer, or several. A number counts as its text."""
 
 _SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]]*\s*\Z")
 _LENGTH_NAME = re.compile(r"length:(\d+)-(\d+)")
 _GRID_DATASETS = ("arc_agi", "rearc")  # of reasoning-gym; they compare tuples, which are lists in JSON
 
 
-def exact_reward(response: str, ground_truth: str | list[str]) -> dict[str, float]:
+def exact_reward(response: str, ground_truth: GroundTruth) -> dict[str, float]:
     """1 if the response is one of the accepted answers, apart from white space around it."""
     return _rewards(True, response.strip() in (answer.strip() for answer in _list(ground_truth)))
 
 
-def gsm8k_reward(response: str, ground_truth: str) -> dict[str, float]:
+def gsm8k_reward(response: str, ground_truth: str | float) -> dict[str, float]:
     """1 if the last number of the response equals the ground truth's. Its format is right if it has a number."""
-    number, expected = (parse_gsm8k_response(text) for text in (response, ground_truth))
+    number, expected = (parse_gsm8k_response(text) for text in (response, _text(ground_truth)))
     is_equal = number is not None and expected is not None and Decimal(number) == Decimal(expected)
     return _rewards(number is not None, is_equal)
 
 
-def boxed_math_reward(response: str, ground_truth: str | list[str]) -> dict[str, float]:
+def boxed_math_reward(response: str, ground_truth: GroundTruth) -> dict[str, float]:
     r"""1 if the last ``\boxed{…}`` equals an accepted answer as mathematics."""
     return _math_rewards(extract_boxed(response), ground_truth)
 
 
-def r1_zero_reward(response: str, ground_truth: str | list[str]) -> dict[str, float]:
+def r1_zero_reward(response: str, ground_truth: GroundTruth) -> dict[str, float]:
     r"""1 if ``…</think> <answer>…</answer>`` holds an accepted answer, alone or in ``\boxed{…}`` (Guo et al. 2025).
 
     Any white space may lie between the tags.
@@ -160,11 +162,15 @@ def _form_rewards(value: float) -> dict[str, float]:
     return {"reward": float(value), "format_reward": float(value), "answer_reward": 0.0}
 
 
-def _math_rewards(answer: str | None, ground_truth: str | list[str]) -> dict[str, float]:
+def _math_rewards(answer: str | None, ground_truth: GroundTruth) -> dict[str, float]:
     if not answer:
         return _rewards(answer is not None, False)
     return _rewards(True, any(is_math_equal(answer, accepted) for accepted in _list(ground_truth)))
 
 
-def _list(ground_truth: str | list[str]) -> list[str]:
-    return [ground_truth] if isinstance(ground_truth, str) else ground_truth
+def _list(ground_truth: GroundTruth) -> list[str]:
+    return [*map(_text, ground_truth)] if isinstance(ground_truth, list) else [_text(ground_truth)]
+
+
+def _text(answer: str | float) -> str:
+    return str(answer) if isinstance(answer, int | float) else answer
