@@ -4,6 +4,7 @@
 truth is plain data as in JSON. A response of more than 100,000 characters gets 0.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
@@ -125,9 +126,15 @@ def get_reward(name: str) -> RewardFunction:
 
 
 def combine_rewards(weights: Mapping[str, float]) -> RewardFunction:
-    """Return a reward function of which each number is the weighted sum of the named functions' numbers."""
+    """Return a reward function of which each number is the weighted sum of the named functions' numbers.
+
+    Raises UserError for an unknown name, a weight that is not finite, and without any name.
+    """
     if not weights:
         raise UserError("No reward is named; name at least one.")
+    for name, weight in weights.items():
+        if not math.isfinite(weight):
+            raise UserError(f"The weight of the reward {name!r} is {weight}; it must be finite.")
     parts = [(get_reward(name), weight) for name, weight in weights.items()]
 
     def combined(response: str, ground_truth: Any) -> dict[str, float]:

@@ -80,6 +80,7 @@ def test_weighted_sum() -> None:
     ("weights", "message"),
     [
         ({"exakt": 1.0}, r"no reward 'exakt' \(did you mean 'exact'\?\); choose exact, gsm8k, "),
+        ({"exact": float("nan")}, "The weight of the reward 'exact' is nan; it must be finite"),
         ({"length:9-3": 1.0}, "minimum above its maximum"),
         ({"length:x": 1.0}, "no reward 'length:x'"),
         ({}, "No reward is named"),

@@ -13,7 +13,7 @@ from lm.data.chat_template import END_TOKEN, encode_chat_prompt
 from lm.eval.reward_worker import RewardWorker, Verdict
 from lm.model.transformer import TransformerLM
 from lm.optim.sgd import SGD
-from lm.posttrain.config import ReinforceConfig
+from lm.posttrain.config import PPOConfig, ReinforceConfig
 from lm.posttrain.grpo import grpo_train_step
 from lm.posttrain.log_probs import get_response_log_probs
 from lm.posttrain.policy_gradient_objective import PolicyGradient
@@ -191,6 +191,9 @@ def test_bad_settings_and_prompts_are_named(model: TransformerLM, tmp_path: Path
         UserError, match=r"reinforce.train.batch_size 4 .* must be a multiple of reinforce.group_size 3"
     ):
         ReinforceConfig(train=quick_config(), group_size=3)
+    for method in (ReinforceConfig, PPOConfig):
+        with pytest.raises(UserError, match="There is no reward 'nope'"):
+            method(rewards={"nope": 1.0})
     config = ReinforceConfig(train=quick_config(), group_size=4)
     with pytest.raises(UserError, match="A prompt has 304 tokens"):
         PolicyGradient(config, model, CHAT, [replace(PROBLEMS[0], prompt="x" * 301)], [], LetterReward(), {}, tmp_path)
