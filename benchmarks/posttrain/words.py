@@ -100,7 +100,14 @@ def make_base(directory: Path) -> tuple[Path, Path]:
     model_path, tokenizer_path = directory / "model", directory / "tokenizer"
     if not model_path.exists():
         root = directory / "root"
-        command = [sys.executable, "-c", "from flows.cli.parser import main; raise SystemExit(main())", "run", "--preset", "stories-fast"]
+        command = [
+            sys.executable,
+            "-c",
+            "from flows.cli.parser import main; raise SystemExit(main())",
+            "run",
+            "--preset",
+            "stories-fast",
+        ]
         files = {split: str([str(DATA / f"stories_{split}.txt.xz")]) for split in ("train", "valid")}
         subprocess.run(
             [*command, "--root", str(root), "--data.train", files["train"], "--data.valid", files["valid"]], check=True

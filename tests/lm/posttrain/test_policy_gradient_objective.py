@@ -104,8 +104,13 @@ def test_token_normalization_divides_by_all_tokens(model: TransformerLM, tmp_pat
         torch.testing.assert_close(gradient, other, rtol=1e-3, atol=1e-5)
 
 
-def test_expert_iteration_learns_the_good_responses_alone(model: TransformerLM, tmp_path: Path) -> None:
-    objective = make_objective(model, tmp_path, reward_threshold=0.4, loss_normalization="token")
+@pytest.mark.parametrize("kl_weight", [0.0, 0.5])
+def test_expert_iteration_learns_the_good_responses_alone(
+    model: TransformerLM, tmp_path: Path, kl_weight: float
+) -> None:
+    objective = make_objective(model, tmp_path, reward_threshold=0.4, loss_normalization="token", kl_weight=kl_weight)
+    if objective.reference:  # other weights than the model's, so that the penalty has a gradient
+        objective.reference = chat_policy(seed=1)
     actual = gradients(model, objective)
     good = [row for row in objective._responses if row.rewards["reward"] >= 0.4]
     assert 0 < len(good) < 8
@@ -115,6 +120,10 @@ def test_expert_iteration_learns_the_good_responses_alone(model: TransformerLM, 
         ids = torch.tensor([row.prompt_ids + row.ids])
         log_probs = model(ids[:, :-1]).log_softmax(-1)[0].gather(-1, ids[0, 1:, None])
         total = total - log_probs[-len(row.ids) :].sum()
+        if objective.reference:
+            reference = objective.reference(ids[:, :-1]).log_softmax(-1)[0].gather(-1, ids[0, 1:, None]).detach()
+            ratio = (reference - log_probs)[-len(row.ids) :]
+            total = total + kl_weight * (ratio.exp() - ratio - 1).sum()
     (total / sum(len(row.ids) for row in good)).backward()
     for gradient, parameter in zip(actual, model.parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-5)
