@@ -38,7 +38,7 @@ class PackedRows:
 def pack_examples(examples: Sequence[EncodedExample], context_length: int) -> PackedRows:
     """Pack ``examples`` into rows of ``context_length`` tokens. The last token of an example is a label only."""
     limit = context_length + 1
-    kept = [example for example in examples if any(example.is_target[1:limit])]
+    kept = [example for example in examples if has_target(example, context_length)]
     lengths = [min(len(example.ids), limit) - 1 for example in kept]
     order = sorted(range(len(kept)), key=lambda index: -lengths[index])  # stable
     places = find_best_fit([lengths[index] for index in order], context_length)
@@ -57,6 +57,11 @@ def pack_examples(examples: Sequence[EncodedExample], context_length: int) -> Pa
         positions[row, place] = np.arange(length)
     cut = sum(len(example.ids) > limit for example in kept)
     return PackedRows(input_ids, labels, segment_ids, positions, cut, len(examples) - len(kept))
+
+
+def has_target(example: EncodedExample, context_length: int) -> bool:
+    """Return whether a row of ``context_length`` tokens has a target of the example."""
+    return any(example.is_target[1 : context_length + 1])
 
 
 def find_best_fit(lengths: Sequence[int], capacity: int) -> list[tuple[int, int]]:

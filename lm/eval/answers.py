@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")
+_NUMBER = re.compile(r"(?:(?<![\w.)])[-\u2212])?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")
 _THINK_THEN_ANSWER = re.compile(r"</think>\s*<answer>")
 _BRACES = re.compile(r"\\?[{}]")
 
@@ -29,9 +29,12 @@ def parse_mmlu_response(example: Mapping[str, Any], output: str) -> str | None:
 
 
 def parse_gsm8k_response(output: str) -> str | None:
-    """Return the last number in ``output`` without its commas, such as ``-1234.5``, or None."""
+    """Return the last number in ``output`` without its commas, such as ``-1234.5``, or None.
+
+    Its sign may be a hyphen or U+2212, the minus sign of typesetting.
+    """
     numbers: list[str] = _NUMBER.findall(output)
-    return numbers[-1].replace(",", "") if numbers else None
+    return numbers[-1].replace(",", "").replace("\u2212", "-") if numbers else None
 
 
 def extract_boxed(text: str) -> str | None:

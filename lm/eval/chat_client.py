@@ -329,7 +329,7 @@ def _retry_after_seconds(response: httpx.Response) -> float:
     else:
         try:
             date = parsedate_to_datetime(text)
-        except ValueError:
+        except (ValueError, OverflowError):  # OverflowError: a year or an offset with many digits
             return 0.0
         seconds = (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
     return min(max(seconds, 0.0), _MAX_RETRY_AFTER_SECONDS)

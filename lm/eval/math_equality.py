@@ -1,12 +1,15 @@
 """Equality of mathematical answers, by the library math-verify (Kydlíček 2025)."""
 
 import logging
+import re
 from decimal import Decimal, InvalidOperation
 
 from lm.common.errors import UserError
 from lm.eval.answers import extract_boxed
 
 MAX_ANSWER_CHARACTERS = 1_000
+
+_GROUPED_THOUSANDS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d*)?")
 
 
 def is_math_equal(answer: str, ground_truth: str) -> bool:
@@ -37,8 +40,13 @@ def is_math_equal(answer: str, ground_truth: str) -> bool:
 
 
 def _parse_number(text: str) -> Decimal | None:
+    text = text.removeprefix("$")
+    if _GROUPED_THOUSANDS.fullmatch(text):
+        text = text.replace(",", "")
+    if "_" in text:  # Decimal would skip it, but 204_5 has the base 5
+        return None
     try:
-        number = Decimal(text.replace(",", "").removeprefix("$"))
+        number = Decimal(text)
     except InvalidOperation:
         return None
     return number if number.is_finite() else None

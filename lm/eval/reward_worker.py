@@ -75,9 +75,15 @@ class RewardWorker:
                 self._stop()
             process = self._process = self._process or _start(self._command)
             stdin, stdout = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
-            stdin.write(request)
-            stdin.flush()
-            line = stdout.readline()
+            line = b""
+            try:
+                with contextlib.suppress(BrokenPipeError):  # it ended before it read the request
+                    stdin.write(request)
+                    stdin.flush()
+                    line = stdout.readline()
+            except BaseException:  # e.g. KeyboardInterrupt: the next response must not get this one's rewards
+                self._stop()
+                raise
             if not line:
                 code = process.wait()
                 self._stop()

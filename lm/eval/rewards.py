@@ -4,6 +4,7 @@
 truth is plain data as in JSON. A response of more than 100,000 characters gets 0.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
@@ -18,29 +19,32 @@ MAX_RESPONSE_CHARACTERS = 100_000
 REWARD_KEYS = ("reward", "format_reward", "answer_reward")
 
 RewardFunction = Callable[[str, Any], Mapping[str, float]]
+GroundTruth = str | float | list[str | float]
+"""An accepted answer, or several. A number counts as its text."""
 
 _SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]]*\s*\Z")
 _LENGTH_NAME = re.compile(r"length:(\d+)-(\d+)")
+_GRID_DATASETS = ("arc_agi", "rearc")  # of reasoning-gym; they compare tuples, which are lists in JSON
 
 
-def exact_reward(response: str, ground_truth: str | list[str]) -> dict[str, float]:
+def exact_reward(response: str, ground_truth: GroundTruth) -> dict[str, float]:
     """1 if the response is one of the accepted answers, apart from white space around it."""
     return _rewards(True, response.strip() in (answer.strip() for answer in _list(ground_truth)))
 
 
-def gsm8k_reward(response: str, ground_truth: str) -> dict[str, float]:
+def gsm8k_reward(response: str, ground_truth: str | float) -> dict[str, float]:
     """1 if the last number of the response equals the ground truth's. Its format is right if it has a number."""
-    number, expected = (parse_gsm8k_response(text) for text in (response, ground_truth))
+    number, expected = (parse_gsm8k_response(text) for text in (response, _text(ground_truth)))
     is_equal = number is not None and expected is not None and Decimal(number) == Decimal(expected)
     return _rewards(number is not None, is_equal)
 
 
-def boxed_math_reward(response: str, ground_truth: str | list[str]) -> dict[str, float]:
+def boxed_math_reward(response: str, ground_truth: GroundTruth) -> dict[str, float]:
     r"""1 if the last ``\boxed{…}`` equals an accepted answer as mathematics."""
     return _math_rewards(extract_boxed(response), ground_truth)
 
 
-def r1_zero_reward(response: str, ground_truth: str | list[str]) -> dict[str, float]:
+def r1_zero_reward(response: str, ground_truth: GroundTruth) -> dict[str, float]:
     r"""1 if ``…</think> <answer>…</answer>`` holds an accepted answer, alone or in ``\boxed{…}`` (Guo et al. 2025).
 
     Any white space may lie between the tags.
@@ -84,8 +88,12 @@ def reasoning_gym_reward(response: str, ground_truth: Mapping[str, Any]) -> dict
     except ImportError:
         raise UserError("Scoring this task needs reasoning-gym; install textmill[reasoning-gym].") from None
     answer = extract_r1_zero(response)
-    score = reasoning_gym.get_score_answer_fn(ground_truth["dataset"])
-    return _rewards(True, float(score(answer or response.strip(), ground_truth["entry"])))
+    dataset, entry = ground_truth["dataset"], ground_truth["entry"]
+    if dataset in _GRID_DATASETS:
+        grid = tuple(map(tuple, entry["metadata"]["output"]))
+        entry = {**entry, "metadata": {**entry["metadata"], "output": grid}}
+    score = reasoning_gym.get_score_answer_fn(dataset)
+    return _rewards(True, float(score(answer or response.strip(), entry)))
 
 
 REWARDS: dict[str, RewardFunction] = {
@@ -118,9 +126,15 @@ def get_reward(name: str) -> RewardFunction:
 
 
 def combine_rewards(weights: Mapping[str, float]) -> RewardFunction:
-    """Return a reward function of which each number is the weighted sum of the named functions' numbers."""
+    """Return a reward function of which each number is the weighted sum of the named functions' numbers.
+
+    Raises UserError for an unknown name, a weight that is not finite, and without any name.
+    """
     if not weights:
         raise UserError("No reward is named; name at least one.")
+    for name, weight in weights.items():
+        if not math.isfinite(weight):
+            raise UserError(f"The weight of the reward {name!r} is {weight}; it must be finite.")
     parts = [(get_reward(name), weight) for name, weight in weights.items()]
 
     def combined(response: str, ground_truth: Any) -> dict[str, float]:
@@ -155,11 +169,15 @@ def _form_rewards(value: float) -> dict[str, float]:
     return {"reward": float(value), "format_reward": float(value), "answer_reward": 0.0}
 
 
-def _math_rewards(answer: str | None, ground_truth: str | list[str]) -> dict[str, float]:
+def _math_rewards(answer: str | None, ground_truth: GroundTruth) -> dict[str, float]:
     if not answer:
         return _rewards(answer is not None, False)
     return _rewards(True, any(is_math_equal(answer, accepted) for accepted in _list(ground_truth)))
 
 
-def _list(ground_truth: str | list[str]) -> list[str]:
-    return [ground_truth] if isinstance(ground_truth, str) else ground_truth
+def _list(ground_truth: GroundTruth) -> list[str]:
+    return [*map(_text, ground_truth)] if isinstance(ground_truth, list) else [_text(ground_truth)]
+
+
+def _text(answer: str | float) -> str:
+    return str(answer) if isinstance(answer, int | float) else answer

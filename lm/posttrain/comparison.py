@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from lm.data.chat_template import END_TOKEN
+from lm.data.chat_template import END_TOKEN, encode_dialog
 from lm.data.dialogs import Dialog
+from lm.data.packing import has_target
 from lm.eval.evaluate import Response, ScoredResponse, Summary, score_responses, summarize
 from lm.eval.few_shot import PromptFormat
 from lm.eval.reward_worker import RewardWorker
@@ -51,15 +52,16 @@ def evaluate_model(
 ) -> Evaluation:
     """Return the loss on ``dialogs``, the rewards of greedy responses to ``problems``, and responses to all prompts.
 
-    The weights of ``model`` are packed for inference.
+    Dialogs without an answer within the context have no loss. The weights of ``model`` are packed for inference.
     """
-    loss = None
+    loss, context_length = None, model.config.context_length
+    dialogs = [dialog for dialog in dialogs if has_target(encode_dialog(tokenizer, dialog.messages), context_length)]
     if dialogs:
         objective = SupervisedFineTuning(TrainConfig(batch_size=16), model, tokenizer, dialogs, dialogs, {})
         loss = objective.evaluate(model, is_final=True)["valid_loss"]
     model = prepare_for_inference(model)  # afterwards, because a packed model has no loss
     prompts = [*config.prompts, *(problem.prompt for problem in problems)]
-    ids = encode_prompts(tokenizer, prompts, model.config.context_length)
+    ids = encode_prompts(tokenizer, prompts, context_length)
     rollouts = generate_rollouts(model, tokenizer, ids, [0] * len(ids), config.max_new_tokens, GREEDY)
     first = len(config.prompts)
     samples = [(prompt, rollout.text) for prompt, rollout in zip(config.prompts, rollouts, strict=False)]

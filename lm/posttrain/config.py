@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
 from lm.common.errors import UserError
+from lm.eval.rewards import combine_rewards
 from lm.train.config import TrainConfig
 
 
@@ -131,6 +132,7 @@ class ReinforceConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self, "reinforce")
+        _check_rewards(self.rewards)
         if self.train.batch_size * self.updates_per_epoch % self.group_size:
             raise UserError(
                 f"reinforce.train.batch_size {self.train.batch_size} times reinforce.updates_per_epoch "
@@ -176,6 +178,7 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self, "ppo")
+        _check_rewards(self.rewards)
 
 
 @dataclass(frozen=True)
@@ -191,3 +194,9 @@ class ComparisonConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self, "evaluate")
+
+
+def _check_rewards(weights: dict[str, float]) -> None:
+    """Raise UserError for a wrong name or weight now, and not only when earlier stages have trained for hours."""
+    if weights:
+        combine_rewards(weights)

@@ -113,10 +113,11 @@ def estimate_kl(policy_log_probs: Tensor, reference_log_probs: Tensor) -> Tensor
 
 
 def _check_cliprange(method: str, cliprange: ClipRange | None) -> tuple[float, float]:
-    low, high = cliprange if isinstance(cliprange, (tuple, list)) else (cliprange, cliprange)  # YAML has lists
-    if low is None or high is None or not (low >= 0 and high >= 0):
+    pair = cliprange if isinstance(cliprange, (tuple, list)) else (cliprange, cliprange)  # YAML has lists
+    bounds = [bound for bound in pair if bound is not None and bound >= 0]
+    if len(pair) != 2 or len(bounds) != 2:
         raise UserError(
             f"importance_reweighting_method {method} needs a cliprange of at least 0, or a pair (low, high); "
             f"it is {cliprange!r}."
         )
-    return low, high
+    return bounds[0], bounds[1]

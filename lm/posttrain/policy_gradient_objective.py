@@ -84,9 +84,10 @@ class PolicyGradient(RolloutObjective):
         """Return the responses as micro-batches.
 
         Responses without an advantage have no gradient, unless there is a KL penalty: the model does not run on them.
+        Expert iteration leaves them out, also from the KL penalty.
         """
         divisor = self._divisor(indices)
-        if self.reference is None:
+        if self.reference is None or self.config.reward_threshold is not None:
             indices = [index for index in indices if self._advantages[index] != 0] or indices[:1]
         size = -(-len(indices) // self.config.train.gradient_accumulation_steps)
         parts = [indices[start : start + size] for start in range(0, len(indices), size)]

@@ -11,7 +11,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a ``metrics.jsonl`` up to the first damaged line, e.g. a line cut off by a crash."""
     rows = []
     if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for line in text.removesuffix("\n").split("\n"):  # splitlines() would also split at U+2028 in a text
             try:
                 rows.append(json.loads(line))
             except (ValueError, RecursionError):

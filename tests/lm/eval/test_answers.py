@@ -67,6 +67,8 @@ def test_number_of_options() -> None:
         ("12,34", "34"),
         ("18 eggs, 3 left, ", "3"),
         ("", None),
+        ("so \u22125", "-5"),
+        ("7\u22125", "5"),
     ],
 )
 def test_gsm8k(output: str, number: str | None) -> None:

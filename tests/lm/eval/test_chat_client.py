@@ -125,6 +125,8 @@ def test_retry_after_pauses_all_requests() -> None:
         ("999999999", 3600, 3600),
         ("9" * 400, 0, 0),
         *((text, 0, 0) for text in ("", "-5", "soon", "nan", "1e9", "Mon, 99 Nov 2026 00:00:00 GMT")),
+        (f"Mon, 01 Jan {'9' * 20} 00:00:00 GMT", 0, 0),
+        (f"Mon, 01 Jan 2029 00:00:00 +{'9' * 18}", 0, 0),
     ],
     ids=lambda value: "",  # the dates differ between the processes that collect the tests
 )

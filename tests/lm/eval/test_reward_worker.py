@@ -76,6 +76,36 @@ def test_a_worker_that_dies_is_replaced() -> None:
         assert worker_process(worker) is not process
 
 
+def test_an_interrupted_response_does_not_give_its_rewards_to_the_next() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with RewardWorker({"exact": 1.0}) as worker:
+            signal.setitimer(signal.ITIMER_REAL, 0.01)  # while the process starts
+            with pytest.raises(KeyboardInterrupt):
+                worker.score("right", "right")
+            assert worker("wrong", "right")["reward"] == 0.0
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+
+
+def test_a_worker_that_dies_before_it_reads_costs_one_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_and_kill(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        process = start(*arguments, **options)
+        process.kill()
+        return process
+
+    start = subprocess.Popen
+    with RewardWorker({"exact": 1.0}) as worker:
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", start_and_kill)
+            verdict = worker.score("a" * 1_000_000, "a")  # more than a pipe holds
+        assert verdict.rewards == NOTHING and verdict.error == "the process of the reward ended with code -9"
+        assert worker("a", "a") == RIGHT
+
+
 def test_signals_to_the_whole_process_group_cost_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     def start_and_signal(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
         process = start(*arguments, **options)

@@ -113,6 +113,16 @@ def test_reasoning_gym() -> None:
         make_reasoning_gym_task("simple_equations", 5, seed=1, no_such_option=2)
 
 
+@pytest.mark.parametrize("dataset", ["arc_agi", "rearc"])
+def test_the_solution_of_a_grid_is_right(dataset: str) -> None:
+    """These data sets compare the answer with tuples, and a ground truth is JSON, which has lists."""
+    pytest.importorskip("reasoning_gym", reason="has the tasks")
+    [problem] = make_reasoning_gym_task(dataset, 1, seed=5).problems
+    reward = get_reward("reasoning_gym")
+    assert reward(problem.solution or "", problem.ground_truth)["reward"] == 1.0
+    assert reward("1 2\n3 4", problem.ground_truth)["reward"] < 0.1
+
+
 def test_mistakes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"no task 'gsmk8' \(did you mean 'gsm8k'\?\); choose one of gsm8k, math, mmlu"):
         read_task("gsmk8", "x.jsonl", DamagedRows())

@@ -117,6 +117,7 @@ def test_masked_tokens_with_extreme_ratios_leave_no_nan() -> None:
         ({"old_log_probs": None}, "grpo needs old_log_probs"),
         ({"cliprange": None}, "grpo needs a cliprange of at least 0, or a pair .*; it is None"),
         ({"cliprange": (0.2, -0.1)}, r"it is \(0.2, -0.1\)"),
+        ({"cliprange": (0.2,)}, r"or a pair \(low, high\); it is \(0.2,\)"),
         ({"importance_reweighting_method": "gspo"}, "gspo needs the response_mask"),
     ],
 )

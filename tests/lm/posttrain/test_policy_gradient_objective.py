@@ -13,7 +13,7 @@ from lm.data.chat_template import END_TOKEN, encode_chat_prompt
 from lm.eval.reward_worker import RewardWorker, Verdict
 from lm.model.transformer import TransformerLM
 from lm.optim.sgd import SGD
-from lm.posttrain.config import ReinforceConfig
+from lm.posttrain.config import PPOConfig, ReinforceConfig
 from lm.posttrain.grpo import grpo_train_step
 from lm.posttrain.log_probs import get_response_log_probs
 from lm.posttrain.policy_gradient_objective import PolicyGradient
@@ -104,8 +104,13 @@ def test_token_normalization_divides_by_all_tokens(model: TransformerLM, tmp_pat
         torch.testing.assert_close(gradient, other, rtol=1e-3, atol=1e-5)
 
 
-def test_expert_iteration_learns_the_good_responses_alone(model: TransformerLM, tmp_path: Path) -> None:
-    objective = make_objective(model, tmp_path, reward_threshold=0.4, loss_normalization="token")
+@pytest.mark.parametrize("kl_weight", [0.0, 0.5])
+def test_expert_iteration_learns_the_good_responses_alone(
+    model: TransformerLM, tmp_path: Path, kl_weight: float
+) -> None:
+    objective = make_objective(model, tmp_path, reward_threshold=0.4, loss_normalization="token", kl_weight=kl_weight)
+    if objective.reference:  # other weights than the model's, so that the penalty has a gradient
+        objective.reference = chat_policy(seed=1)
     actual = gradients(model, objective)
     good = [row for row in objective._responses if row.rewards["reward"] >= 0.4]
     assert 0 < len(good) < 8
@@ -115,6 +120,10 @@ def test_expert_iteration_learns_the_good_responses_alone(model: TransformerLM, 
         ids = torch.tensor([row.prompt_ids + row.ids])
         log_probs = model(ids[:, :-1]).log_softmax(-1)[0].gather(-1, ids[0, 1:, None])
         total = total - log_probs[-len(row.ids) :].sum()
+        if objective.reference:
+            reference = objective.reference(ids[:, :-1]).log_softmax(-1)[0].gather(-1, ids[0, 1:, None]).detach()
+            ratio = (reference - log_probs)[-len(row.ids) :]
+            total = total + kl_weight * (ratio.exp() - ratio - 1).sum()
     (total / sum(len(row.ids) for row in good)).backward()
     for gradient, parameter in zip(actual, model.parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-5)
@@ -191,6 +200,9 @@ def test_bad_settings_and_prompts_are_named(model: TransformerLM, tmp_path: Path
         UserError, match=r"reinforce.train.batch_size 4 .* must be a multiple of reinforce.group_size 3"
     ):
         ReinforceConfig(train=quick_config(), group_size=3)
+    for method in (ReinforceConfig, PPOConfig):
+        with pytest.raises(UserError, match="There is no reward 'nope'"):
+            method(rewards={"nope": 1.0})
     config = ReinforceConfig(train=quick_config(), group_size=4)
     with pytest.raises(UserError, match="A prompt has 304 tokens"):
         PolicyGradient(config, model, CHAT, [replace(PROBLEMS[0], prompt="x" * 301)], [], LetterReward(), {}, tmp_path)

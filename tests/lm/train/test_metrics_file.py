@@ -1,9 +1,8 @@
 """Reading of ``metrics.jsonl``."""
 
-import json
 from pathlib import Path
 
-from lm.train.metrics_file import read_metrics
+from lm.train.metrics_file import format_row, read_metrics
 
 
 def test_a_missing_file_has_no_metrics(tmp_path: Path) -> None:
@@ -13,8 +12,8 @@ def test_a_missing_file_has_no_metrics(tmp_path: Path) -> None:
 def test_a_truncated_last_line_is_skipped(tmp_path: Path) -> None:
     """A crash can cut the file at any byte. The complete lines before it are read."""
     path = tmp_path / "metrics.jsonl"
-    rows: list[dict[str, object]] = [{"step": n, "loss": 1.5 / n, "note": "ü\u2028"} for n in range(1, 4)]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
+    rows = [{"step": n, "loss": 1.5 / n, "note": "ü\x85\r\u2028"} for n in range(1, 4)]
+    text = "".join(map(format_row, rows))
     path.write_text(text, encoding="utf-8")
     assert read_metrics(path) == rows
     for cut in range(len(text)):
