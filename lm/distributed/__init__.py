@@ -1,4 +1,4 @@
-"""Training in several processes: process group, data parallelism, start of the processes."""
+"""Training in several processes: process group; data, tensor and pipeline parallelism; start of the processes."""
 
 import lazy_loader
 

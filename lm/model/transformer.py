@@ -27,6 +27,10 @@ from lm.model.roles import Role
 from lm.model.rope import RotaryEmbedding
 from lm.model.scalar_head import ScalarHead
 
+HeadFunction = Callable[[Tensor, Tensor], Tensor]  # hidden states (..., D), weight (V, D) → logits (..., V)
+# Hidden states (N, D), weight (V, D), targets (N,), soft-cap → mean cross-entropy
+LossFunction = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+
 
 class TransformerBlock(nn.Module):
     """Attention, then the feed-forward network, each added to the residual stream.
@@ -96,7 +100,8 @@ class TransformerLM(nn.Module):
     Set ``activation_checkpointing`` to True to save memory in training: blocks then store no activations, and the
     backward pass runs each block again, for about a third more work. Set ``scalar_head`` to make a reward model, or a
     policy with a value head, of it. Set ``attention_function`` to compute causal attention in another form of
-    :mod:`lm.model.ops.attention_form`.
+    :mod:`lm.model.ops.attention_form`. Set ``head_function`` and ``loss_function`` to compute logits and loss from a
+    head whose weight is divided among ranks.
     """
 
     def __init__(self, config: ModelConfig, device: Device = None, dtype: torch.dtype | None = None) -> None:
@@ -106,6 +111,8 @@ class TransformerLM(nn.Module):
         self.config = config
         self.activation_checkpointing = False
         self.attention_function: AttentionFunction = causal_attention
+        self.head_function: HeadFunction = linear
+        self.loss_function: LossFunction = linear_cross_entropy
         self.rope = (
             RotaryEmbedding(config.rope_theta, config.head_dim, config.context_length, device)
             if config.position_encoding == "rope"
@@ -185,7 +192,15 @@ class TransformerLM(nn.Module):
                 f"A sequence of {token_ids.shape[-1]} tokens does not fit the model's context of "
                 f"{self.config.context_length}."
             )
-        x = self.token_embeddings(token_ids)
+        return self.run_layers(self.token_embeddings(token_ids), token_positions, attention_functions)
+
+    def run_layers(
+        self,
+        x: Tensor,
+        token_positions: Tensor | None = None,
+        attention_functions: Sequence[AttentionFunction] | None = None,
+    ) -> Tensor:
+        """Run the blocks and the final norm on embeddings (B, T, D): :meth:`hidden_states` after the look-up."""
         attention_functions = attention_functions or [self.attention_function] * len(self.layers)
         for layer, attention in zip(self.layers, attention_functions, strict=True):
             if self.activation_checkpointing and torch.is_grad_enabled():
@@ -197,7 +212,7 @@ class TransformerLM(nn.Module):
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Apply the head to the output of :meth:`hidden_states`: (..., D) → (..., V)."""
         if self.lm_head is None:
-            logits: Tensor = self._head_call(lambda: linear(hidden_states, self.head_weight))
+            logits: Tensor = self._head_call(lambda: self.head_function(hidden_states, self.head_weight))
         else:
             logits = self.lm_head(hidden_states)
         cap = self.config.logit_softcap
@@ -226,9 +241,10 @@ class TransformerLM(nn.Module):
         loss and gradients are 0. To average micro-batches, weight each loss by its number of counted targets.
         See :meth:`hidden_states` for the last two arguments.
         """
-        hidden_states = self.hidden_states(token_ids, token_positions, attention_functions).flatten(0, -2)
-        cap = self.config.logit_softcap
-        loss: Tensor = self._head_call(
-            lambda: linear_cross_entropy(hidden_states, self.head_weight, targets.flatten(), cap)
-        )
+        return self.head_loss(self.hidden_states(token_ids, token_positions, attention_functions), targets)
+
+    def head_loss(self, hidden_states: Tensor, targets: Tensor) -> Tensor:
+        """Return :meth:`loss` from the output of :meth:`hidden_states` (B, T, D)."""
+        inputs, cap = hidden_states.flatten(0, -2), self.config.logit_softcap
+        loss: Tensor = self._head_call(lambda: self.loss_function(inputs, self.head_weight, targets.flatten(), cap))
         return loss

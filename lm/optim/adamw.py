@@ -51,7 +51,8 @@ class AdamW(torch.optim.Optimizer):
                     state["t"] += 1
                     params_by_step.setdefault(state["t"], []).append(p)
             for t, params in params_by_step.items():
-                rows = [(p, cast(Tensor, p.grad), self.state[p]["m"], self.state[p]["v"]) for p in params]
+                tensors = [(p, cast(Tensor, p.grad), self.state[p]["m"], self.state[p]["v"]) for p in params]
+                rows = [tuple(map(_local_part, row)) for row in tensors]
                 for weights, grads, m, v in _split_into_blocks(rows):
                     _update(weights, grads, m, v, t, group)
         return loss
@@ -67,6 +68,15 @@ def _update(params: list[Tensor], grads: list[Tensor], m: list[Tensor], v: list[
     torch._foreach_add_(denominators, group["eps"])
     torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
     torch._foreach_addcdiv_(params, m, denominators, -group["lr"] / (1 - beta1**t))
+
+
+def _local_part(x: Tensor) -> Tensor:
+    """Return the part of ``x`` that this rank has: of a DTensor its local tensor, of any other tensor all of it.
+
+    In-place operations on views of a DTensor may change a copy.
+    """
+    local: Tensor = x.to_local() if hasattr(x, "to_local") else x
+    return local
 
 
 def _split_into_blocks(rows: Sequence[tuple[Tensor, ...]]) -> Iterator[list[list[Tensor]]]:

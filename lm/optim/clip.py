@@ -13,14 +13,16 @@ def clip_grad_norm(
     """Scale the gradients in place so that their global L2 norm is at most ``max_norm``. Return the norm before
     clipping, a scalar.
 
-    If each rank has a part of the gradients, ``sum_over_ranks`` adds up the squared norms of the parts. Does not wait
-    for the device; reading the returned norm does.
+    If each rank has a part of the gradients, ``sum_over_ranks`` adds up the squared norms of the parts; DTensors need
+    none. Does not wait for the device; reading the returned norm does.
     """
     grads = [p.grad for p in params if p.grad is not None]
     if sum_over_ranks is None and not grads:
         return torch.tensor(0.0)
     norms = torch._foreach_norm(grads) if grads else [torch.tensor(0.0)]
     norm = torch.linalg.vector_norm(torch.stack(norms))
+    if hasattr(norm, "full_tensor"):  # a DTensor, if the gradients are
+        norm = norm.full_tensor()
     if sum_over_ranks is not None:
         norm = sum_over_ranks(norm.square()).sqrt()
     if grads:
