@@ -1,6 +1,6 @@
 """Compare the speed of generation with Hugging Face's Llama of the same weights, and with the memory bandwidth.
 
-``python -m benchmarks.generate [--device auto] [--shape 110m|tiny] [--rounds N] [--json]``. Three implementations are
+``python -m benchmarks.generate [--device auto] [--shape 110m|1b|tiny] [--rounds N] [--json]``. Three implementations are
 measured with the same weights, precision, threads and prompts, and greedy decoding:
 
 - ``ours``: :class:`lm.inference.engine.Engine` with a model from :func:`lm.inference.packed.prepare_for_inference`
@@ -39,7 +39,11 @@ from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer
 
-SHAPES = {"110m": ModelConfig(32_000, 1024, 768, 12, 12, d_ff=2048), "tiny": ModelConfig(500, 128, 64, 2, 2, d_ff=128)}
+SHAPES = {
+    "110m": ModelConfig(32_000, 1024, 768, 12, 12, d_ff=2048),
+    "1b": ModelConfig(32_000, 1024, 2048, 22, 16, d_ff=5632),
+    "tiny": ModelConfig(500, 128, 64, 2, 2, d_ff=128),
+}
 PROMPT_TOKENS, NEW_TOKENS = 64, 48
 IMPLEMENTATIONS = ("ours", "transformers", "compiled")
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lm.common.errors import UserError
 from lm.data.shuffle import shuffled_indices
@@ -99,15 +100,31 @@ def evenly_spaced_starts(length: int, context_length: int, sequences: int | None
 
 
 @contextmanager
-def prefetch_batches(load: Callable[[int], T], first_step: int) -> Iterator[Callable[[int], T]]:
-    """Wrap ``load(step)`` so that a thread loads the next batch ahead; call it with ``first_step``, then in order."""
+def prefetch_batches(
+    load: Callable[[int], T], first_step: int, device: torch.device | None = None
+) -> Iterator[Callable[[int], T]]:
+    """Wrap ``load(step)`` so that a thread loads the next batch ahead; call it with ``first_step``, then in order.
+
+    On a GPU, copies to ``device`` run on a stream of their own, beside the training step.
+    """
+    stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
+
+    def load_on_stream(step: int) -> T:
+        with torch.cuda.stream(stream):  # does nothing without a stream
+            return load(step)
+
     with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
-        next_batch = pool.submit(load, first_step)
+        next_batch = pool.submit(load_on_stream, first_step)
 
         def load_prefetched(step: int) -> T:
             nonlocal next_batch
             batch = next_batch.result()
-            next_batch = pool.submit(load, step + 1)
+            if stream is not None:
+                current = torch.cuda.current_stream(device)
+                current.wait_stream(stream)
+                for tensor in tree_leaves(batch):  # its memory may be used again only after this step
+                    tensor.record_stream(current)
+            next_batch = pool.submit(load_on_stream, step + 1)
             return batch
 
         yield load_prefetched

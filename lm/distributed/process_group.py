@@ -20,9 +20,9 @@ RENDEZVOUS_VARIABLE = "TEXTMILL_RENDEZVOUS"  # environment variable: file:// URL
 def process_group(device: torch.device) -> Iterator[torch.device]:
     """Join the process group that the environment variables of ``torchrun`` describe; yield the device of this rank.
 
-    Ranks meet through the file that RENDEZVOUS_VARIABLE names, or through torchrun's store. The backend is nccl on
-    GPUs and gloo on CPUs. If WORLD_SIZE is 1 or not set, there is no process group. Raises UserError if a rank has no
-    GPU of its own, or if several ranks are to train on a device other than GPU and CPU.
+    Ranks meet through the file that RENDEZVOUS_VARIABLE names, or through torchrun's store. The backend is nccl for
+    tensors on GPUs and gloo for those on CPUs. If WORLD_SIZE is 1 or not set, there is no process group. Raises
+    UserError if a rank has no GPU of its own, or if several ranks are to train on a device other than GPU and CPU.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
@@ -40,7 +40,7 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
     elif device.type != "cpu":
         raise UserError(f"Several processes cannot train on {device}; use cpu or cuda.")
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         init_method=os.environ.get(RENDEZVOUS_VARIABLE),  # None: MASTER_ADDR and MASTER_PORT
         rank=int(os.environ["RANK"]),
         world_size=world_size,
@@ -74,6 +74,11 @@ def all_reduce_mean(values: Tensor) -> Tensor:
         dist.all_reduce(values)
         values /= dist.get_world_size()
     return values
+
+
+def is_true_on_any_rank(value: bool) -> bool:
+    """Return whether ``value`` is True on any rank. The processes wait for each other, not for their GPUs."""
+    return bool(all_reduce_mean(torch.tensor(float(value))) > 0) if dist.is_initialized() else value
 
 
 def all_gather(value: T) -> list[T]:

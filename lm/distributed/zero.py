@@ -59,15 +59,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 bucket = []
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient. Return the loss of ``closure``, or None without it."""
+    def step(self, closure: Callable[[], float] | None = None, *arguments: Any) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient. Return the loss of ``closure``, or None without it.
+
+        The wrapped optimizer gets the other ``arguments``.
+        """
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         for group, local_group in zip(self.param_groups, self.local.param_groups, strict=True):
             local_group.update({key: value for key, value in group.items() if key != "params"})
             for p, rows in zip(group["params"], local_group["params"], strict=True):
                 rows.grad = local_rows(p.grad, self.bounds[rows]) if p.grad is not None and len(rows) else None
-        self.local.step()
+        self.local.step(None, *arguments)
         self.local.zero_grad(set_to_none=True)
         unfinished: list[Callable[[], None]] = []
         for exchange, params, rows in self._exchanges:

@@ -35,8 +35,14 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient. Return the loss of ``closure``, or None without it."""
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, found_inf: Tensor | None = None
+    ) -> float | None:
+        """Update all parameters that have a gradient. Return the loss of ``closure``, or None without it.
+
+        If ``found_inf``, a bool scalar on the device, is true, parameters and moments do not change; only the count of
+        steps for the bias correction does. The host does not read it.
+        """
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         for group in self.param_groups:
@@ -54,19 +60,39 @@ class AdamW(torch.optim.Optimizer):
                 tensors = [(p, cast(Tensor, p.grad), self.state[p]["m"], self.state[p]["v"]) for p in params]
                 rows = [tuple(map(_local_part, row)) for row in tensors]
                 for weights, grads, m, v in _split_into_blocks(rows):
-                    _update(weights, grads, m, v, t, group)
+                    _update(weights, grads, m, v, t, group, found_inf)
         return loss
 
 
-def _update(params: list[Tensor], grads: list[Tensor], m: list[Tensor], v: list[Tensor], t: int, group: Any) -> None:
+def _update(
+    params: list[Tensor],
+    grads: list[Tensor],
+    m: list[Tensor],
+    v: list[Tensor],
+    t: int,
+    group: Any,
+    found_inf: Tensor | None,
+) -> None:
     beta1, beta2 = group["betas"]
-    torch._foreach_lerp_(m, grads, 1 - beta1)
-    torch._foreach_mul_(v, beta2)
+    weight_decay = group["lr"] * group["weight_decay"]
+    if found_inf is None:
+        torch._foreach_lerp_(m, grads, 1 - beta1)
+        torch._foreach_mul_(v, beta2)
+        torch._foreach_mul_(params, 1 - weight_decay)
+    else:
+        is_applied = (~found_inf).to(v[0].dtype)
+        for grad in grads:
+            grad.masked_fill_(found_inf, 0)
+        torch._foreach_mul_(m, 1 - is_applied * (1 - beta1))
+        torch._foreach_add_(m, grads, alpha=1 - beta1)
+        torch._foreach_mul_(v, 1 - is_applied * (1 - beta2))
+        torch._foreach_mul_(params, 1 - is_applied * weight_decay)
     torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
     denominators = torch._foreach_sqrt(v)
     torch._foreach_div_(denominators, math.sqrt(1 - beta2**t))
     torch._foreach_add_(denominators, group["eps"])
-    torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+    if found_inf is not None:
+        torch._foreach_div_(denominators, is_applied)  # infinite for a skipped step
     torch._foreach_addcdiv_(params, m, denominators, -group["lr"] / (1 - beta1**t))
 
 

@@ -16,10 +16,12 @@ def clip_grad_norm(
     If each rank has a part of the gradients, ``sum_over_ranks`` adds up the squared norms of the parts; DTensors need
     none. Does not wait for the device; reading the returned norm does.
     """
+    params = list(params)
     grads = [p.grad for p in params if p.grad is not None]
+    zero = torch.tensor(0.0, device=params[0].device if params else None)
     if sum_over_ranks is None and not grads:
-        return torch.tensor(0.0)
-    norms = torch._foreach_norm(grads) if grads else [torch.tensor(0.0)]
+        return zero
+    norms = torch._foreach_norm(grads) if grads else [zero]
     norm = torch.linalg.vector_norm(torch.stack(norms))
     if hasattr(norm, "full_tensor"):  # a DTensor, if the gradients are
         norm = norm.full_tensor()

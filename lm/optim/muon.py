@@ -31,8 +31,14 @@ class Muon(torch.optim.Optimizer):
                 raise ValueError(f"a parameter has shape {tuple(p.shape)}; Muon takes matrices only")
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient. Return the loss of ``closure``, or None without it."""
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, found_inf: Tensor | None = None
+    ) -> float | None:
+        """Update all parameters that have a gradient. Return the loss of ``closure``, or None without it.
+
+        If ``found_inf``, a bool scalar on the device, is true, parameters and momenta do not change. The host does not
+        read it.
+        """
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         for group in self.param_groups:
@@ -41,17 +47,22 @@ class Muon(torch.optim.Optimizer):
                 if p.grad is not None:
                     params_by_shape.setdefault(p.shape, []).append(p)
             for shape, params in params_by_shape.items():
+                is_applied: float | Tensor = 1.0 if found_inf is None else (~found_inf).to(params[0].dtype)
                 nesterov_momenta = []
                 for p in params:
                     grad = cast(Tensor, p.grad)
+                    if found_inf is not None:
+                        grad.masked_fill_(found_inf, 0)
                     state = self.state[p]
                     if not state:
                         state["momentum"] = torch.zeros_like(p)
                     momentum = state["momentum"]
-                    momentum.lerp_(grad, 1 - group["momentum"])
+                    momentum.lerp_(grad, is_applied * (1 - group["momentum"]))
                     nesterov_momenta.append(grad.lerp(momentum, group["momentum"]))
                 updates = orthogonalize(torch.stack(nesterov_momenta))
-                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+                if found_inf is not None:
+                    updates *= is_applied
+                torch._foreach_mul_(params, 1 - is_applied * group["lr"] * group["weight_decay"])
                 torch._foreach_add_(params, list(updates.unbind()), alpha=-group["lr"] * 0.2 * math.sqrt(max(shape)))
         return loss
 

@@ -14,14 +14,20 @@ import torch
 from torch import Tensor
 
 from lm.checkpoint.atomic_dir import remove_abandoned_directories
-from lm.checkpoint.training_state import load_training, newest_checkpoint, read_description, step_name
+from lm.checkpoint.training_state import load_training, read_description, step_name
 from lm.common.device import explain_out_of_memory
 from lm.common.errors import Stopped, UserError
 from lm.common.phases import phase
 from lm.common.runtime import Execution
 from lm.data.batches import prefetch_batches
 from lm.distributed.parallel import Parallel
-from lm.distributed.process_group import all_reduce_mean, broadcast_from_rank0, get_rank, get_world_size
+from lm.distributed.process_group import (
+    all_reduce_mean,
+    broadcast_from_rank0,
+    get_rank,
+    get_world_size,
+    is_true_on_any_rank,
+)
 from lm.model.flops import flops_per_token, peak_flops
 from lm.model.ops.attention_form import choose_attention
 from lm.model.transformer import TransformerLM
@@ -33,13 +39,11 @@ from lm.train.objective import MicroBatch, Objective
 from lm.train.optimizers import make_optimizers, whole_parameters
 from lm.train.parallel import check_directory_is_shared, choose_parallel, whole_model
 from lm.train.plot import plot_metrics
+from lm.train.skipped_steps import SkippedSteps
 from lm.train.throughput import StepTimer
 from lm.train.tracking import Tracker, log_step
 
 log = logging.getLogger(__name__)
-
-_MAX_CONSECUTIVE_SKIPPED_STEPS = 5
-_SMOOTHING_FACTOR = 0.1  # weight of the newest loss in the moving average
 
 
 class Trainer:
@@ -83,9 +87,9 @@ class Trainer:
         self.step = 0
         self.best: dict[str, Any] = {"step": 0, objective.metric_names[0]: None}
         self.evaluations_without_improvement = 0
-        self.skipped_steps = 0  # their loss or gradients were not finite
-        self.consecutive_skipped_steps = 0
-        self.smoothed_loss: Tensor | None = None
+        self.skipping = SkippedSteps(self.device)
+        # On a GPU the host would wait; the optimizers skip a step on the device instead.
+        self.reads_each_step = self.device.type != "cuda"
         # Off-schedule checkpoint saved on interrupt; the next save deletes it.
         self.off_schedule_checkpoint: Path | None = None
         self.tracker: Tracker | None = None  # of rank 0, during run()
@@ -133,10 +137,12 @@ class Trainer:
         if self._checkpoint_path(best_step).exists():  # else a later checkpoint becomes the best
             self.best = description["best"]
         self.evaluations_without_improvement = description["evaluations_without_improvement"]
-        self.skipped_steps = description["skipped_steps"]
-        self.consecutive_skipped_steps = description["consecutive_skipped_steps"]
-        if description["smoothed_loss"] is not None:
-            self.smoothed_loss = torch.tensor(description["smoothed_loss"], device=self.device)
+        self.skipping = SkippedSteps(
+            self.device,
+            description["skipped_steps"],
+            description["consecutive_skipped_steps"],
+            description["smoothed_loss"],
+        )
         if self.step % self.config.checkpoint_interval and best_step != self.step:
             self.off_schedule_checkpoint = self.out / name
         log.info("Training resumes at step %s from %s.", f"{self.step:,}", previous / name)
@@ -161,17 +167,22 @@ class Trainer:
                 is_stopping = stop_event is not None and stop_event.is_set()
                 loss, grad_norm, is_stopping = self.train_step(load_micro_batches(self.step), lr, is_stopping)
                 self.step += 1
-                is_finite, is_last = self.consecutive_skipped_steps == 0, self.step == config.steps
-                is_evaluated = is_last or (is_finite and self.step % config.eval_interval == 0)
-                is_logged = is_finite and (is_last or self.step == 1 or self.step % log_interval == 0)
+                is_first, is_last = self.step == 1, self.step == config.steps
+                is_evaluated = is_last or self.step % config.eval_interval == 0
+                is_logged = is_last or is_first or self.step % log_interval == 0
+                is_due = self.step % config.checkpoint_interval == 0
+                if self.reads_each_step or is_evaluated or is_logged or is_due or is_stopping:
+                    self.skipping.read(self.step, self.out)  # waits for the device
+                if self.skipping.consecutive:
+                    is_evaluated, is_logged, is_due = is_last, False, False
                 row: dict[str, Any] = {"step": self.step, "lr": lr}
-                if is_finite and (is_logged or is_evaluated):
+                if not self.skipping.consecutive and (is_logged or is_evaluated):
                     row["loss"] = float(loss)
                 step_metrics = self.objective.step_metrics()
                 row |= step_metrics
                 if is_logged:
                     throughput = timer.measure(self.step)
-                    row["smoothed_loss"] = row["loss"] if self.smoothed_loss is None else float(self.smoothed_loss)
+                    row["smoothed_loss"] = self.skipping.smoothed_loss
                     row["grad_norm"] = float(grad_norm)
                     row["tokens_per_second"] = round(throughput.tokens_per_second)
                     log_step(row, config.steps, throughput, step_metrics)
@@ -181,7 +192,6 @@ class Trainer:
                     if self.tracker and (is_logged or is_evaluated or step_metrics):
                         self.tracker.add(row)
                     # Saved after the row, so that a resumed training has the metrics of all earlier steps.
-                    is_due = is_finite and self.step % config.checkpoint_interval == 0
                     if is_due or is_stopping or self._is_finished() or self.step == self.best["step"]:
                         self.save()
                 progress(self.step)
@@ -196,7 +206,7 @@ class Trainer:
         """Return a context manager that yields a function: it returns the micro-batches of a step, loaded ahead if
         possible. Call it for each step from the current one."""
         load = self.objective.micro_batches
-        return prefetch_batches(load, self.step) if self.objective.is_prefetchable else nullcontext(load)
+        return prefetch_batches(load, self.step, self.device) if self.objective.is_prefetchable else nullcontext(load)
 
     def _is_finished(self) -> bool:
         patience = self.config.patience
@@ -212,7 +222,7 @@ class Trainer:
         """Update the weights once from this rank's micro-batches.
 
         Return the mean loss, the norm of the gradients before clipping, and whether any rank is stopping. If loss or
-        norm is not finite, the weights do not change. Raises UserError after too many such steps in a row.
+        norm is not finite, the weights do not change. On a GPU, the host does not wait for the step.
         """
         # All targets weigh the same, in any micro-batch and rank. Gradients and losses are averaged over the ranks, so
         # the sums are divided by the mean weight per rank.
@@ -229,9 +239,7 @@ class Trainer:
             losses.append(loss.detach())
         loss = torch.stack(losses).sum()
         self.parallel.finish_gradient_synchronization()
-        if self.world_size > 1:
-            loss, stopping_fraction = all_reduce_mean(torch.stack([loss, loss.new_tensor(is_stopping)])).unbind()
-            is_stopping = bool(stopping_fraction > 0)
+        loss, is_stopping = all_reduce_mean(loss), is_true_on_any_rank(is_stopping)
         with phase("optimizer"):
             grad_norm = self._update_weights(loss, lr)
         return loss, grad_norm, is_stopping
@@ -239,35 +247,21 @@ class Trainer:
     def _update_weights(self, loss: Tensor, lr: float) -> Tensor:
         """Clip the gradients, update the weights if ``loss`` and gradients are finite, and free the gradients."""
         grad_norm = self.parallel.clip_grad_norm(self.config.max_grad_norm)
-        if torch.isfinite(loss + grad_norm):  # waits for the device
-            self.consecutive_skipped_steps = 0
-            previous = self.smoothed_loss
-            self.smoothed_loss = loss if previous is None else previous.lerp(loss, _SMOOTHING_FACTOR)
-            for group in self._parameter_groups():
-                group["lr"] = lr * group.get("lr_scale", 1.0)
+        found_inf = self.skipping.check(loss, grad_norm)
+        for group in self._parameter_groups():
+            group["lr"] = lr * group.get("lr_scale", 1.0)
+        if not self.reads_each_step:
+            for optimizer in self.optimizers:
+                optimizer.step(None, found_inf)  # type: ignore[call-overload]
+        elif not found_inf:
             for optimizer in self.optimizers:
                 optimizer.step()
-        else:
-            self._skip_step(float(loss), float(grad_norm))
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         return grad_norm
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
-
-    def _skip_step(self, loss: float, grad_norm: float) -> None:
-        self.skipped_steps += 1
-        self.consecutive_skipped_steps += 1
-        reason = f"The loss is {loss} and the gradient norm {grad_norm} at step {self.step + 1:,}"
-        if self.consecutive_skipped_steps < _MAX_CONSECUTIVE_SKIPPED_STEPS:
-            log.warning("%s: the step is skipped.", reason)
-            return
-        newest = newest_checkpoint(self.out)
-        raise UserError(
-            f"{reason}, the {_MAX_CONSECUTIVE_SKIPPED_STEPS}th time in a row: the training has diverged. Lower "
-            f"train.max_lr; {f'the last good checkpoint is {newest}' if newest else 'no checkpoint was saved'}."
-        )
 
     def _compute_metrics(self, is_final: bool) -> dict[str, float]:
         with torch.no_grad(), self._autocast():
@@ -304,9 +298,9 @@ class Trainer:
             "train": asdict(self.config),
             "best": self.best,
             "evaluations_without_improvement": self.evaluations_without_improvement,
-            "skipped_steps": self.skipped_steps,
-            "consecutive_skipped_steps": self.consecutive_skipped_steps,
-            "smoothed_loss": None if self.smoothed_loss is None else float(self.smoothed_loss),
+            "skipped_steps": self.skipping.skipped,
+            "consecutive_skipped_steps": self.skipping.consecutive,
+            "smoothed_loss": self.skipping.smoothed_loss,
         }
         save_step(self.out, self.model, self.optimizers, self.step, description, self.parallel)
         if self.rank == 0:
@@ -319,7 +313,7 @@ class Trainer:
             "last": last.name,
             "best": best.name if best.exists() else last.name,
             "steps": self.step,
-            "skipped_steps": self.skipped_steps,
+            "skipped_steps": self.skipping.skipped,
             "tokens": self.step * self.objective.tokens_per_step,
             **dict.fromkeys(self.objective.metric_names),
             **metrics,

@@ -17,7 +17,7 @@ def set_gradients(params: list[Tensor], step: int, missing: bool = False) -> Non
     generator = torch.Generator().manual_seed(1000 + step)
     for n, p in enumerate(params):
         gradient = torch.randn(p.shape, generator=generator) * 10.0 ** (n % 3 - 1)
-        p.grad = None if missing and (step + n) % 3 == 0 else gradient
+        p.grad = None if missing and (step + n) % 3 == 0 else gradient.to(p.dtype)
 
 
 def assert_all_close(params: list[Tensor], expected: list[Tensor], **tolerance: float) -> None:

@@ -84,6 +84,29 @@ def test_invalid_hyperparameters(optimizer_class: type[torch.optim.Optimizer], o
         optimizer_class(make_parameters([(2, 2)]), **options)
 
 
+@pytest.mark.parametrize("optimizer_class", [AdamW, Muon])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_found_inf_skips_a_step(optimizer_class: type[AdamW] | type[Muon], dtype: torch.dtype) -> None:
+    """False: the step is a usual one. True: parameters and state do not change, whatever the gradients are."""
+    shapes = [(3, 4), (3, 4), (6, 2)]
+    params, expected = ([p.detach().to(dtype).requires_grad_() for p in make_parameters(shapes)] for _ in range(2))
+    optimizer, usual = optimizer_class(params, weight_decay=0.1), optimizer_class(expected, weight_decay=0.1)
+    for step in range(6):
+        for some in (params, expected):
+            set_gradients(some, step)
+        optimizer.step(None, torch.tensor(False))
+        usual.step()
+        assert_all_close(params, expected)
+    state_before = copy.deepcopy(optimizer.state_dict()["state"])
+    for p, value in zip(params, (torch.nan, torch.inf, -torch.inf), strict=True):
+        p.grad = torch.full_like(p, value)
+    before = [p.detach().clone() for p in params]
+    optimizer.step(None, torch.tensor(True))
+    assert_all_close(params, before, atol=0, rtol=0)
+    for key, state in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, state_before[key][name]) for name, value in state.items() if name != "t")
+
+
 def test_no_step_reads_a_value_on_the_host() -> None:
     """Reading a value would make the host wait for a GPU. Fake tensors have no values, so a read raises."""
     with FakeTensorMode():
@@ -93,5 +116,6 @@ def test_no_step_reads_a_value_on_the_host() -> None:
         norm = clip_grad_norm(params, 1.0)
         for optimizer_class in (AdamW, Muon):
             optimizer_class(params).step()
+            optimizer_class(params).step(None, ~norm.isfinite())
         with pytest.raises(DataDependentOutputException):
             float(norm)

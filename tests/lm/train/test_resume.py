@@ -262,7 +262,7 @@ def test_skipped_steps_are_counted_after_a_resume(tmp_path: Path) -> None:
         first.run(lambda step: stopping.set() if step == 7 else None, stopping)
     second = small_trainer(tmp_path)
     assert second.resume(tmp_path)
-    assert (second.step, second.skipped_steps, second.consecutive_skipped_steps) == (8, 2, 1)
+    assert (second.step, second.skipping.skipped, second.skipping.consecutive) == (8, 2, 1)
     assert second.run()["skipped_steps"] == 2
 
 

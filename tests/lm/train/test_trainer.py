@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm.checkpoint.training_state import load_model, newest_checkpoint, read_description
 from lm.common.errors import Stopped, UserError
@@ -32,6 +33,26 @@ def set_validation_losses(monkeypatch: pytest.MonkeyPatch, trainer: Trainer, los
     """Make evaluations return ``losses``, one after the other, and 1.0 after them."""
     remaining = iter(losses)
     monkeypatch.setattr(trainer.objective, "validation_loss", lambda model, sequences=None: next(remaining, 1.0))
+
+
+class NoReads(TorchDispatchMode):
+    """Refuses to copy a value to the host, for which the host would wait."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_step_does_not_wait_for_a_gpu(tmp_path: Path, optimizer: str) -> None:
+    trainer = small_trainer(tmp_path, optimizer=optimizer, gradient_accumulation_steps=2)
+    micro_batches = trainer.objective.micro_batches(0)
+    with pytest.raises(AssertionError), NoReads():
+        trainer.train_step(micro_batches, 0.01)
+    trainer.reads_each_step = False
+    with NoReads():
+        loss, _, _ = trainer.train_step(micro_batches, 0.01)
+    assert math.isfinite(loss)
 
 
 # Learning

@@ -17,10 +17,14 @@ from lm.model.transformer import TransformerLM
 from tests.helpers.training import read_rows, small_trainer
 
 
+@pytest.mark.parametrize("reads_each_step", [True, False])
 @pytest.mark.parametrize("log_interval", [1, 100])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_diverged_loss_is_a_user_error_that_names_the_checkpoint(tmp_path: Path, log_interval: int, bad: float) -> None:
+def test_diverged_loss_is_a_user_error_that_names_the_checkpoint(
+    tmp_path: Path, log_interval: int, bad: float, reads_each_step: bool
+) -> None:
     trainer = small_trainer(tmp_path, log_interval=log_interval, checkpoint_interval=4, sample_prompts=[])
+    trainer.reads_each_step = reads_each_step
     loss_sum = trainer.loss_sum
     trainer.loss_sum = lambda micro_batch: loss_sum(micro_batch) * (bad if trainer.step >= 8 else 1.0)
     with pytest.raises(UserError, match=r"diverged.*max_lr.*step-0000008"):
@@ -31,12 +35,15 @@ def test_diverged_loss_is_a_user_error_that_names_the_checkpoint(tmp_path: Path,
     assert all(math.isfinite(row["loss"]) for row in read_rows(tmp_path))
 
 
+@pytest.mark.parametrize("reads_each_step", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("bad", ["loss", "gradient"])
 def test_a_step_with_non_finite_loss_or_gradient_is_skipped(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, optimizer: str, bad: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, optimizer: str, bad: str, reads_each_step: bool
 ) -> None:
+    """The host skips the step, or on a GPU the optimizers do, without a wait of the host."""
     trainer = small_trainer(tmp_path, optimizer=optimizer)
+    trainer.reads_each_step = reads_each_step
     loss_sum = trainer.loss_sum
     bad_steps = {5, 6, 12}
     states: dict[int, Any] = {}
@@ -51,14 +58,21 @@ def test_a_step_with_non_finite_loss_or_gradient_is_skipped(
         return loss * (math.inf if bad == "loss" else 1.0)
 
     trainer.loss_sum = make_non_finite
-    with caplog.at_level(logging.WARNING, "lm.train.trainer"):
+    with caplog.at_level(logging.WARNING, "lm.train.skipped_steps"):
         result = trainer.run()
     assert result["steps"] == 20 and result["skipped_steps"] == 3
-    assert sum("is skipped" in record.getMessage() for record in caplog.records) == 3
+    messages = [record.getMessage() for record in caplog.records if record.name == "lm.train.skipped_steps"]
+    assert all(message.endswith("steps skipped: 1.") for message in messages)
+    # Without a read in each step, it reads for a line of the log, an evaluation, and a line and a checkpoint.
+    read_at = [6, 7, 13] if reads_each_step else [6, 8, 15]
+    assert [message.partition(":")[0] for message in messages] == [f"Step {step}" for step in read_at]
     for step in bad_steps:
         (before, optimizers_before), (after, optimizers_after) = states[step], states[step + 1]
         assert all(torch.equal(before[name], after[name]) for name in before)
         for state_before, state_after in zip(optimizers_before, optimizers_after, strict=True):
+            for state in (*state_before["state"].values(), *state_after["state"].values()):
+                if not reads_each_step:
+                    state.pop("t", None)  # of AdamW, which counts the step
             torch.testing.assert_close(state_before["state"], state_after["state"], rtol=0, atol=0)
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
