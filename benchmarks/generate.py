@@ -1,7 +1,7 @@
 """Compare the speed of generation with Hugging Face's Llama of the same weights, and with the memory bandwidth.
 
-``python -m benchmarks.generate [--device auto] [--shape 110m|1b|tiny] [--rounds N] [--json]``. Three implementations are
-measured with the same weights, precision, threads and prompts, and greedy decoding:
+``python -m benchmarks.generate [--device auto] [--shape 110m|1b|tiny] [--rounds N] [--json]``. Three implementations
+are measured with the same weights, precision, threads and prompts, and greedy decoding:
 
 - ``ours``: :class:`lm.inference.engine.Engine` with a model from :func:`lm.inference.packed.prepare_for_inference`
 - ``transformers``: ``generate`` of ``LlamaForCausalLM`` with its defaults
