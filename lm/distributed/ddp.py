@@ -3,7 +3,7 @@
 Sources: Li et al. 2020 (PyTorch Distributed); CS336 assignment 2 (distributed data parallel training).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch import nn
 from lm.common.phases import in_phase
 
 _MAX_BUCKET_BYTES = 25 << 20
+_MIN_BUCKET_BYTES = 1 << 20
+_MIN_BUCKETS = 4  # so that most gradients are sent during the backward pass, also those of a small model
 
 
 class DDP(nn.Module):
@@ -96,12 +98,14 @@ class _Bucket:
         self.missing_gradients = len(self.parameters)
 
 
-def _group_by_size(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Split parameters, in order, into groups of one dtype and about _MAX_BUCKET_BYTES."""
+def _group_by_size(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Split parameters, in order, into groups of one dtype and about the same size."""
+    total_bytes = sum(parameter.nbytes for parameter in parameters)
+    max_bytes = min(_MAX_BUCKET_BYTES, max(_MIN_BUCKET_BYTES, total_bytes // _MIN_BUCKETS))
     groups: list[list[nn.Parameter]] = []
     group_bytes = 0
     for parameter in parameters:
-        if not groups or group_bytes > _MAX_BUCKET_BYTES or groups[-1][0].dtype != parameter.dtype:
+        if not groups or group_bytes > max_bytes or groups[-1][0].dtype != parameter.dtype:
             groups.append([])
             group_bytes = 0
         groups[-1].append(parameter)

@@ -16,7 +16,7 @@ from lm.model.config import ModelConfig
 from lm.model.flops import parameter_count
 
 _LOGIT_BYTES = {"cpu": 1 << 24, "cuda": 1 << 30}  # of a chunk, see lm.model.ops.cross_entropy
-_BUCKET_BYTES = 25 << 20  # of gradients that are sent together, see lm.distributed.ddp
+_BUCKET_BYTES = 25 << 20  # at most, of weights that are sent together, see lm.distributed.zero
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,9 @@ def _held_bytes(parallel: ParallelKind, world_size: int, weights: int, state: in
     if parallel in ("ddp", "zero1"):
         base = 2 * weights + (state if parallel == "ddp" else state // world_size)  # buckets hold the gradients
         gathered = 0 if parallel == "ddp" else 2 * min(weights, 2 * _BUCKET_BYTES)  # gloo has a copy of a buffer
-        return _Held(base, base, base + min(weights, _BUCKET_BYTES), base + gathered)
+        # The gradients of the bucket that is not sent yet, see lm.distributed.ddp.
+        bucket = min(weights, _BUCKET_BYTES, max(1 << 20, weights // 4))
+        return _Held(base, base, base + bucket, base + gathered)
     base = (weights + state) // world_size
     # A block's gradients, and those of the unit before in the buffer that is sent.
     sent = block + head + head // world_size
