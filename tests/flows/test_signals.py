@@ -30,8 +30,10 @@ SIGNALS = [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
 
 
 @pytest.fixture(autouse=True)
-def _restore_signal_handlers() -> Iterator[None]:
+def _signal_handlers() -> Iterator[None]:
+    """Handle SIGINT, which a shell's background jobs ignore, and restore the handlers after the test."""
     before = {number: signal.getsignal(number) for number, _ in SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
