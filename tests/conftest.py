@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 # Prefect reads these when it is imported. The tests of ``lm`` never import it.
 os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
 os.environ.setdefault("PREFECT_SERVER_LOGGING_LEVEL", "CRITICAL")
+# Triton reads this when it is imported, which torch.compile does too. Its interpreter needs no GPU.
+os.environ.setdefault("TRITON_INTERPRET", "0" if Path("/dev/nvidiactl").exists() else "1")
 
 settings.register_profile("developer", max_examples=25, deadline=None)
 settings.register_profile("ci", max_examples=100, deadline=None)

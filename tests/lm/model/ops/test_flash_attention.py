@@ -26,8 +26,6 @@ from tests.helpers.memory import peak_tensor_bytes
 
 HAS_TRITON = find_spec("triton") is not None
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads the variable when it is imported
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="the extra triton is not installed")
 FORMS = [FlashAttentionTorch, pytest.param(FlashAttentionTriton, marks=needs_triton)]
