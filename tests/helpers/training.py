@@ -125,7 +125,7 @@ def start_and_kill(module: str, job: Path, times: int) -> None:
     for _ in range(times):
         before = size()
         process = subprocess.Popen([sys.executable, "-m", module, str(job)], cwd=ROOT, stderr=subprocess.DEVNULL)
-        wait_for(lambda before=before: size() != before, 120, "metrics")  # type: ignore[misc]
+        wait_for(lambda: size() != before or process.poll() is not None, 120, "metrics")  # noqa: B023
         try:
             process.wait(generator.uniform(0, 0.5))
         except subprocess.TimeoutExpired:
