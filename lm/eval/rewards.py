@@ -126,7 +126,7 @@ def get_reward(name: str) -> RewardFunction:
 
 
 def combine_rewards(weights: Mapping[str, float]) -> RewardFunction:
-    """Return a reward function of which each number is the weighted sum of the named functions' numbers.
+    """Return a reward function whose numbers are weighted sums of the numbers of the named functions.
 
     Raises UserError for an unknown name, a weight that is not finite, and without any name.
     """

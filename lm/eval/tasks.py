@@ -99,7 +99,7 @@ def read_task(name: str, url: str, damaged: DamagedRows) -> Task:
     """Read a task of a file. ``name`` is gsm8k, math, mmlu or words.
 
     Damaged rows, also those with a text that is blank or has over a million characters, are left out and added to
-    ``damaged``. Raises UserError for an unknown name, an unreadable file, and a file of which all rows are damaged.
+    ``damaged``. Raises UserError for an unknown name, an unreadable file, and a file with damaged rows only.
     """
     _check_file_task(name)
     parse, reward = _FILE_TASKS[name]

@@ -32,7 +32,7 @@ class Rollout:
 def encode_prompts(
     tokenizer: Tokenizer, prompts: Sequence[str | Sequence[Message]], context_length: int
 ) -> list[list[int]]:
-    """Return the ids of each prompt: a message of the user, or messages of which the last is the user's.
+    """Return the ids of each prompt: a message of the user, or messages that end with the user's.
 
     Raises UserError for a prompt that leaves no room.
     """
