@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 
@@ -13,6 +14,9 @@ log = logging.getLogger(__name__)
 
 # RuntimeError messages of torch's CPU allocator, of CUDA libraries (cuBLAS, cuDNN) and of MPS.
 _OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory|ALLOC_FAILED")
+
+# Of x86 and ARM.
+_BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx10_2", "bf16", "sve_bf16")
 
 
 def choose_device(device: str) -> torch.device:
@@ -33,6 +37,31 @@ def choose_device(device: str) -> torch.device:
     if device == "auto":
         log.info("Using device %s, chosen from: %s.", chosen, ", ".join(present))
     return chosen
+
+
+def choose_precision(precision: str, device: torch.device) -> Literal["float32", "bfloat16"]:
+    """Return the type of matrix products on ``device``: for ``auto``, bfloat16 if the device has instructions for it.
+
+    Without them, products in bfloat16 are correct and much slower than in float32; a warning says so.
+    """
+    if precision == "float32":
+        return "float32"
+    if has_bfloat16(device):
+        return "bfloat16"
+    if precision == "auto":
+        log.info("Matrix products are in float32: %s has no instructions for bfloat16.", device)
+        return "float32"
+    log.warning("%s has no instructions for bfloat16, so float32 is faster. Set train.precision to auto.", device)
+    return "bfloat16"
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Return whether ``device`` has instructions for matrix products in bfloat16."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu":
+        return any(torch.cpu.get_capabilities().get(name, False) for name in _BFLOAT16_INSTRUCTIONS)
+    return False
 
 
 def is_out_of_memory(error: BaseException) -> bool:

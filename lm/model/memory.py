@@ -74,8 +74,9 @@ def predict_training_memory(
     earlier = weights if gradient_accumulation_steps > 1 and parallel not in ("ddp", "zero1") else 0
     share = world_size if parallel in ("zero2", "fsdp") else 1
     state_share = 1 if parallel in ("none", "ddp") else world_size
-    # Muon updates all matrices of a shape together: two float32 copies, three in bfloat16, and the float32 result.
-    update = 18 * _largest_shape(config) // state_share if optimizer == "muon" else 0
+    # Muon updates all matrices of a shape together: a float32 copy, two in the type of the products and some smaller
+    # products; at the end the float32 result.
+    update = (4 + 3 * element) * _largest_shape(config) // state_share if optimizer == "muon" else 0
     if device_type == "cuda":
         update = max(update, weights // state_share)  # AdamW's denominators
     peak = max(

@@ -13,18 +13,25 @@ class Muon(torch.optim.Optimizer):
 
     Five Newton–Schulz steps replace the momentum matrix M = U S Vᵀ by about U Vᵀ, so that all directions of the matrix
     learn at the same rate. The update is scaled by ``0.2 · sqrt(max(rows, columns))`` (Liu et al. 2025). The root mean
-    square of its entries is then about 0.2 · ``lr``, as with AdamW, so the two can share lr and weight decay.
+    square of its entries is then about 0.2 · ``lr``, as with AdamW, so the two can share lr and weight decay. The steps
+    are computed in ``product_dtype``; bfloat16 is enough for training. Default: the dtype of the parameters.
 
     Raises ValueError for a parameter that is not a matrix.
     """
 
     def __init__(
-        self, params: Iterable[Any], lr: float = 1e-3, momentum: float = 0.95, weight_decay: float = 0.01
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        weight_decay: float = 0.01,
+        product_dtype: torch.dtype | None = None,
     ) -> None:
         if lr < 0 or weight_decay < 0 or not 0 <= momentum < 1:
             raise ValueError(
                 f"lr {lr}, weight_decay {weight_decay} must be at least 0; momentum {momentum} must be in [0, 1)"
             )
+        self.product_dtype = product_dtype
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         for p in (p for group in self.param_groups for p in group["params"]):
             if p.ndim != 2:  # step would stack vectors of one shape and orthogonalize them against each other
@@ -48,7 +55,6 @@ class Muon(torch.optim.Optimizer):
                     params_by_shape.setdefault(p.shape, []).append(p)
             for shape, params in params_by_shape.items():
                 is_applied: float | Tensor = 1.0 if found_inf is None else (~found_inf).to(params[0].dtype)
-                nesterov_momenta = []
                 for p in params:
                     grad = cast(Tensor, p.grad)
                     if found_inf is not None:
@@ -56,10 +62,11 @@ class Muon(torch.optim.Optimizer):
                     state = self.state[p]
                     if not state:
                         state["momentum"] = torch.zeros_like(p)
-                    momentum = state["momentum"]
-                    momentum.lerp_(grad, is_applied * (1 - group["momentum"]))
-                    nesterov_momenta.append(grad.lerp(momentum, group["momentum"]))
-                updates = orthogonalize(torch.stack(nesterov_momenta))
+                    state["momentum"].lerp_(grad, is_applied * (1 - group["momentum"]))
+                nesterov_momenta = torch.stack(
+                    [cast(Tensor, p.grad).lerp(self.state[p]["momentum"], group["momentum"]) for p in params]
+                )
+                updates = orthogonalize(nesterov_momenta, self.product_dtype)
                 if found_inf is not None:
                     updates *= is_applied
                 torch._foreach_mul_(params, 1 - is_applied * group["lr"] * group["weight_decay"])
@@ -67,19 +74,20 @@ class Muon(torch.optim.Optimizer):
         return loss
 
 
-def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
+def orthogonalize(matrices: Tensor, product_dtype: torch.dtype | None = None) -> Tensor:
     """Bring the singular values of each of ``matrices`` (n, rows, columns) near 1. Same shape and dtype.
 
-    A quintic Newton–Schulz iteration in bfloat16, or in float64 for float64 matrices. Its coefficients are chosen for a
-    steep start, not for convergence: singular values end in about [0.7, 1.2] (Jordan et al. 2024).
+    Five steps of a quintic Newton–Schulz iteration in ``product_dtype``, or in the dtype of the matrices. Its
+    coefficients are chosen for a steep start, not for convergence: singular values end in about [0.7, 1.2] (Jordan et
+    al. 2024).
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrices if matrices.dtype == torch.float64 else matrices.bfloat16()
+    x = matrices.to(product_dtype or matrices.dtype)
     is_tall = x.shape[-2] > x.shape[-1]
     if is_tall:
         x = x.mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)
-    for _ in range(steps):
+    for _ in range(5):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if is_tall else x).to(matrices.dtype)

@@ -47,8 +47,9 @@ class TrainConfig:
     """Decoupled weight decay of matrices. Norm gains have no weight decay."""
     max_grad_norm: float = bounded_field(1.0, gt=0, lt=math.inf)
     """Gradients are clipped to this global L2 norm."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Type of matrix products (autocast). Weights and optimizer state are float32."""
+    precision: Literal["auto", "float32", "bfloat16"] = "float32"
+    """Type of matrix products (autocast); auto: bfloat16 if the device has instructions for it. Weights and optimizer
+    state are float32."""
     seed: int = bounded_field(0, ge=0, lt=1 << 63)
     """Seed of the initial weights and of the batches."""
     eval_interval: int = bounded_field(500, ge=1)

@@ -45,5 +45,13 @@ def make_optimizers(model: TransformerLM, config: TrainConfig, parallel: Paralle
         parallel.make_optimizer(AdamW, groups, lr=config.max_lr, betas=(config.beta1, config.beta2))
     ]
     if hidden:
-        optimizers.append(parallel.make_optimizer(Muon, hidden, lr=config.max_lr, weight_decay=config.weight_decay))
+        optimizers.append(
+            parallel.make_optimizer(
+                Muon,
+                hidden,
+                lr=config.max_lr,
+                weight_decay=config.weight_decay,
+                product_dtype=torch.bfloat16 if config.precision == "bfloat16" else None,
+            )
+        )
     return optimizers

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lm.checkpoint.atomic_dir import remove_abandoned_directories
 from lm.checkpoint.training_state import load_training, read_description, step_name
-from lm.common.device import explain_out_of_memory
+from lm.common.device import choose_precision, explain_out_of_memory
 from lm.common.errors import Stopped, UserError
 from lm.common.phases import phase
 from lm.common.runtime import Execution
@@ -64,8 +64,10 @@ class Trainer:
                 f"{config.gradient_accumulation_steps} times the {self.world_size} processes."
             )
         torch.set_num_threads(max(1, execution.workers // self.world_size))
-        self.config, self.model, self.objective, self.execution, self.out = config, model, objective, execution, out
         self.device = next(model.parameters()).device
+        precision = broadcast_from_rank0(choose_precision(config.precision, self.device))
+        self.config = config = replace(config, precision=precision)
+        self.model, self.objective, self.execution, self.out = model, objective, execution, out
         self.model.activation_checkpointing = execution.activation_checkpointing
         self.model.attention_function = choose_attention(execution.attention, self.device)
         self.parallel = Parallel(

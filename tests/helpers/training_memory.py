@@ -53,7 +53,7 @@ def measure_peak(case: Case) -> int:
     def make_step() -> Callable[[], None]:
         model = TransformerLM(case.config)
         model.activation_checkpointing = case.has_checkpointing
-        config = TrainConfig(optimizer=case.optimizer)
+        config = TrainConfig(optimizer=case.optimizer, precision="bfloat16" if case.is_bfloat16 else "float32")
         parallel = Parallel(model, case.parallel, whole_parameters(model, config))
         optimizers = make_optimizers(model, config, parallel)
 

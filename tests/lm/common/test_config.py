@@ -165,7 +165,7 @@ def test_the_schema_describes_every_field() -> None:
         ("train", {"beta1": 1}, "train.beta1 is 1; it must be at least 0 and below 1."),
         ("execution", {"threads": 0}, "execution.threads is 0; it must be at least 1, or left out."),
         ("train", {"optimizer": "x"}, "train.optimizer is 'x'; it must be adamw or muon."),
-        ("train", {"precision": None}, "train.precision is None; it must be float32 or bfloat16."),
+        ("train", {"precision": None}, "train.precision is None; it must be auto or float32 or bfloat16."),
         ("data", {"invalid_utf8": "ignore"}, "data.invalid_utf8 is 'ignore'; it must be error or replace."),
         ("data", {"separator_in_document": ""}, "data.separator_in_document is ''; it must be error or remove."),
         ("train", {"min_lr": 1.0}, "train.min_lr 1.0 must not be above train.max_lr 0.001."),

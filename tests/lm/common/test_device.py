@@ -1,9 +1,11 @@
 """Choice of the device and recognition of out-of-memory errors."""
 
+import logging
+
 import pytest
 import torch
 
-from lm.common.device import choose_device, is_out_of_memory
+from lm.common.device import choose_device, choose_precision, has_bfloat16, is_out_of_memory
 from lm.common.errors import UserError
 
 
@@ -37,3 +39,34 @@ def test_devices() -> None:
     for device in ("gpu", "", "CPU", "tpu:0"):
         with pytest.raises(UserError, match="cannot be used; this machine has"):
             choose_device(device)
+
+
+@pytest.mark.parametrize(
+    ("instructions", "precision"),
+    [
+        ({"avx2": True}, "float32"),
+        ({"avx512_f": True, "avx512_bf16": False}, "float32"),
+        ({"avx512_bf16": True}, "bfloat16"),
+        ({"amx_bf16": True}, "bfloat16"),
+        ({"neon": True, "bf16": True}, "bfloat16"),
+    ],
+)
+def test_precision_is_bfloat16_if_the_processor_has_instructions_for_it(
+    monkeypatch: pytest.MonkeyPatch, instructions: dict[str, bool], precision: str
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
+    assert choose_precision("auto", torch.device("cpu")) == precision
+    assert choose_precision("float32", torch.device("cpu")) == "float32"
+
+
+def test_a_warning_says_that_bfloat16_is_slow(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    with caplog.at_level(logging.WARNING):
+        assert choose_precision("bfloat16", torch.device("cpu")) == "bfloat16"
+    assert "train.precision to auto" in caplog.text
+
+
+def test_this_processor_says_whether_it_has_bfloat16() -> None:
+    assert isinstance(has_bfloat16(torch.device("cpu")), bool)
