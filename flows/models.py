@@ -100,6 +100,33 @@ def resolve_model(name: str, root: str) -> RunModel | DirectoryModel:
     )
 
 
+def resolve_tokenizer(name: str, root: str) -> "TextTokenizer":
+    """Load the tokenizer ``name``: that of a run below ``root``, or a local file or directory; see
+    :func:`lm.checkpoint.external.load_any_tokenizer`. If empty, that of the latest run.
+
+    Raises UserError if there is no such run or file, or if the run has no tokenizer.
+    """
+    from lm.checkpoint.external import load_any_tokenizer
+    from lm.tokenizer.tokenizer import Tokenizer
+
+    store = Store(absolute_root(root))
+    runs = _run_names(store)
+    for run in [name] if name in runs else reversed(runs) if not name else []:
+        stages = (_read_run(store, run) or {"stages": {}})["stages"]
+        for stage in ("base", "merge"):
+            if stage in stages:
+                return Tokenizer.load(read_output(store, Ref(stage, stages[stage]["key"])).directory("tokenizer"))
+    if not name or name in runs:
+        raise UserError(f"{name or root} has no tokenizer; make one with: textmill run --root {root} --until merge")
+    path = Path(name).expanduser()
+    if path.exists():
+        return load_any_tokenizer(path)
+    raise UserError(
+        f"There is no tokenizer {name!r}{did_you_mean(name, runs)}: neither a run below {root} nor a file has "
+        "this name."
+    )
+
+
 def latest_model(store: Store, root: str, stages: Sequence[tuple[str, str]] = RESULT_STAGES) -> RunModel:
     """Return the model of the latest run that has one of ``stages``. Raises UserError if there is no such run."""
     for name in reversed(_run_names(store)):

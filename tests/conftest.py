@@ -73,7 +73,8 @@ def _guard_processes() -> None:
 
 @pytest.fixture(autouse=True)
 def _propagate_logs() -> None:
-    """Undo what a command does to the project's loggers: pytest captures at the root logger."""
+    """Undo what a command does to the project's loggers and Prefect to the root logger, at which pytest captures."""
+    logging.getLogger().setLevel(logging.WARNING)
     for name in ("lm", "tasks", "flows"):
         logging.getLogger(name).propagate = True
         logging.getLogger(name).setLevel(logging.NOTSET)

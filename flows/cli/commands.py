@@ -12,7 +12,14 @@ from jsonargparse import Namespace
 
 from flows.chain import PIPELINE
 from flows.cli.console import log_to_console
-from flows.cli.summary import format_evaluation, format_profile, format_sample, format_summary, format_teaching
+from flows.cli.summary import (
+    format_comparison,
+    format_evaluation,
+    format_profile,
+    format_sample,
+    format_summary,
+    format_teaching,
+)
 from flows.config import PipelineConfig, StageName
 from flows.models import resolve_model
 from flows.plan import cached_run, plan
@@ -156,6 +163,21 @@ def teach_command(options: Namespace) -> None:
     log_to_console()
     config = TeachConfig(**{name: options[name] for name in TeachConfig.__dataclass_fields__})
     print(format_teaching(teach(config)))
+
+
+def tokenizers_command(options: Namespace) -> None:
+    """Compare tokenizers and print their figures. Prefect is not started if no server is configured."""
+    from flows.tokenizer_comparison import compare
+
+    log_to_console()
+    arguments = options.tokenizers, options.text, options.root, options.out
+    if _is_server_configured():
+        from flows.tokenizers import tokenizers
+
+        result = _run_flow(tokenizers, *arguments)
+    else:
+        result = compare(*arguments)
+    print(format_comparison(result))
 
 
 def export_command(options: Namespace) -> None:

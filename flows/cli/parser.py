@@ -136,6 +136,14 @@ def build_parser(preset: str = "demo", posttrain_preset: str = "demo") -> Argume
     teach = add("teach", "Ask another model for answers to prompts, and keep the right ones for textmill posttrain.")
     teach.add_class_arguments(TeachConfig)
 
+    tokenizers = add("tokenizers", "Compare tokenizers on texts: compression, speed, vocabulary and split words.")
+    tokenizer_help = "a run below --root, a file, or a directory, as NAME or LABEL=NAME; default: the latest run"
+    tokenizers.add_argument("tokenizers", nargs="*", type=str, help=tokenizer_help)
+    text_help = "text to compare on, as FILE or LABEL=FILE, in any form of --data.train; may be repeated"
+    tokenizers.add_argument("--text", action="append", default=None, type=str, required=True, help=text_help)
+    tokenizers.add_argument("--root", **_ROOT)
+    tokenizers.add_argument("--out", type=str, default="", help="directory of the files; default: tokenizers/")
+
     export = add("export", "Export a model for Hugging Face's transformers, as a Llama or a Qwen3.")
     export.add_argument("directory", type=str, help="new or empty directory")
     export.add_argument("--model", **_MODEL)

@@ -7,12 +7,14 @@ from flows.report import format_figures
 from flows.run_record import outputs_of
 from tasks.pages.posttrain import percent_with_interval
 from tasks.pages.profile import compute_rows, describe, memory_rows, phase_rows
+from tasks.pages.tokenizers import compression_rows
 from tasks.runtime.context import RunContext
 
 if TYPE_CHECKING:
     from flows.evaluate import EvaluationResult
     from flows.profile_training import ProfileResult
     from flows.teach import TeachResult
+    from flows.tokenizer_comparison import ComparisonResult
 
 _MAX_FAILURES = 5
 _MAX_OPERATIONS = 5
@@ -22,6 +24,7 @@ _PROFILE_FILES = (
     ("trace", "trace.json.gz"),
     ("memory snapshot", "memory_snapshot.pickle"),
 )
+_COMPARISON_FILES = (("page", "comparison.md"), ("figures", "comparison.json"))
 
 
 def format_sample(prompt: str, text: str) -> str:
@@ -94,6 +97,19 @@ def format_profile(result: "ProfileResult") -> str:
         *((title, str(path)) for title, name in _PROFILE_FILES if (path := result.directory / name).exists()),
     ]
     return "\n".join([*lines, "", *(f"{name:<30} {text}" for name, text in rows)])
+
+
+def format_comparison(result: "ComparisonResult") -> str:
+    """Return the bytes per token of each tokenizer on each text as a table, and the paths of the files."""
+    names = list(result.comparison.tokenizers)
+    width = max(map(len, ["bytes per token", *result.comparison.texts]))
+    widths = [max(8, len(name)) for name in names]
+    heads = "  ".join(f"{name:>{size}}" for name, size in zip(names, widths, strict=True))
+    lines = ["", f"{'bytes per token':<{width}}  {'bytes':>12}  {heads}"]
+    for text, size, *figures in compression_rows(result.comparison):
+        cells = "  ".join(f"{value:>{size}.3f}" for value, size in zip(figures, widths, strict=True))
+        lines.append(f"{text:<{width}}  {size:>12,}  {cells}")
+    return "\n".join([*lines, "", *(f"{name:<8}  {result.directory / file}" for name, file in _COMPARISON_FILES)])
 
 
 def format_teaching(result: "TeachResult") -> str:

@@ -52,12 +52,17 @@ def load_any_model(
 
 
 def load_any_tokenizer(path: Path) -> Tokenizer | SentencePieceTokenizer:
-    """Read a ``tokenizer.model`` of SentencePiece, a ``tokenizer.json``, or a directory with one of them.
+    """Read SentencePiece's ``tokenizer.model``, a ``tokenizer.json``, or a directory with one of them or with GPT-2's
+    ``vocab.json`` and ``merges.txt``; or a ``.tiktoken`` file of ranks.
 
-    A directory with both has them for the same ids; SentencePiece's is read. Raises UserError if the file is missing,
-    damaged or unsupported.
+    A directory with several has them for the same ids; SentencePiece's is read. Raises UserError if the file is
+    missing, damaged or unsupported.
     """
     if path.is_dir():
-        sentencepiece = path / "tokenizer.model"
+        sentencepiece, vocab = path / "tokenizer.model", path / "vocab.json"
+        if vocab.exists() and not sentencepiece.exists() and not (path / "tokenizer.json").exists():
+            return Tokenizer.from_files(vocab, path / "merges.txt")
         path = sentencepiece if sentencepiece.exists() else path / "tokenizer.json"
+    if path.suffix == ".tiktoken":
+        return Tokenizer.from_tiktoken(path)
     return Tokenizer.from_tokenizer_json(path) if path.suffix == ".json" else SentencePieceTokenizer(path)

@@ -1,0 +1,79 @@
+"""``textmill tokenizers``: compare tokenizers on texts, and write the figures and a page."""
+
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from flows.models import resolve_tokenizer
+from lm.common.errors import UserError
+from lm.text.config import DataConfig
+from lm.text.documents import stream_documents
+from lm.text.sources import expand_urls
+from lm.text.statistics import TextStatistics
+from lm.tokenizer.compare import Comparison, compare_tokenizers
+from tasks.pages.tokenizers import comparison_page
+
+log = logging.getLogger(__name__)
+
+_MAX_CHARACTERS = 16 << 20
+
+
+@dataclass(frozen=True)
+class ComparisonResult:
+    """A comparison of tokenizers, and where its files are."""
+
+    directory: Path
+    comparison: Comparison
+    page: str
+    """The same in Markdown, with pictures."""
+
+
+def compare(tokenizers: Iterable[str], texts: Iterable[str], root: str, out: str = "") -> ComparisonResult:
+    """Compare tokenizers on texts. Write ``comparison.json`` and ``comparison.md`` to the directory ``out``.
+
+    A tokenizer is ``NAME`` or ``LABEL=NAME``, see :func:`flows.models.resolve_tokenizer`; a text is ``FILE`` or
+    ``LABEL=FILE``, in any form that ``data.train`` takes. The first 16 million characters of a text are used. By
+    default, ``out`` is the directory ``tokenizers``. Raises UserError for names and files that are not there.
+    """
+    names, files = _label(tokenizers or [""], "tokenizer"), _label(texts, "text")
+    loaded = {label: resolve_tokenizer(name, root) for label, name in names.items()}
+    read = {label: _read_text(file) for label, file in files.items()}
+    log.info("Comparing %d tokenizers on %d texts.", len(loaded), len(read))
+    comparison = compare_tokenizers(loaded, read)
+    page = comparison_page(comparison)
+    directory = Path(out or "tokenizers")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "comparison.md").write_text(page, encoding="utf-8")
+        (directory / "comparison.json").write_text(json.dumps(asdict(comparison), indent=1), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"The comparison cannot be written to {directory}: {error.strerror}.") from None
+    return ComparisonResult(directory, comparison, page)
+
+
+def _label(arguments: Iterable[str], kind: str) -> dict[str, str]:
+    """Return names by label: the part before "=", or the name without directories and endings."""
+    labelled: dict[str, str] = {}
+    for argument in arguments:
+        label, has_label, name = argument.partition("=")
+        if not has_label or "/" in label:
+            label, name = Path(argument).name.partition(".")[0] or "latest run", argument
+        if label in labelled:
+            raise UserError(f"Two {kind}s are called {label}; give one a label: other={name}.")
+        labelled[label] = name
+    return labelled
+
+
+def _read_text(pattern: str) -> str:
+    config = DataConfig(train=[pattern], invalid_utf8="replace", separator_in_document="remove")
+    pieces: list[str] = []
+    length = 0
+    for url in expand_urls(config.train):
+        for piece in stream_documents(url, config, TextStatistics()):
+            pieces.append(piece[: _MAX_CHARACTERS - length].removesuffix(config.separator))
+            length += len(pieces[-1])
+            if length >= _MAX_CHARACTERS:
+                return "".join(pieces)
+    return "".join(pieces)

@@ -1,0 +1,76 @@
+"""textmill tokenizers: the files, the page and the summary of a comparison."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from prefect.artifacts import Artifact
+
+from flows.cli.parser import main
+from flows.models import resolve_tokenizer
+from lm.common.errors import UserError
+from lm.tokenizer.bpe import train_bpe
+from lm.tokenizer.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Return a directory with two texts and with tokenizers in several formats."""
+    (tmp_path / "plain.txt").write_text("The cat sat. " * 50 + "<|endoftext|>The dog ran.<|endoftext|>")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "Ein Hund lief über die Straße. " * 50}) + "\n")
+    for name, size in (("small", 260), ("large", 300)):
+        vocab, merges = train_bpe(tmp_path / "plain.txt", size, ["<|endoftext|>"])
+        Tokenizer(vocab, merges, ["<|endoftext|>"]).save(tmp_path / name)
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
+        (tmp_path / "small" / name).unlink()  # GPT-2's files are left
+    Tokenizer({n: bytes([n]) for n in range(256)}, []).save_tiktoken(tmp_path / "bytes.tiktoken")
+    return tmp_path
+
+
+def test_the_command(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = place / "out"
+    tokenizers = [str(place / "small"), f"big={place / 'large'}", str(place / "bytes.tiktoken")]
+    texts = ["--text", str(place / "plain.txt"), "--text", f"german={place / 'rows.jsonl'}"]
+    assert main(["tokenizers", *tokenizers, *texts, "--root", str(place / "root"), "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"bytes per token +bytes +small +big +bytes\n", shown)
+    content = json.loads((out / "comparison.json").read_text())
+    assert content["texts"] == {"plain": [662, 662], "german": [1650, 1550]}
+    small, big, plain = (content["tokenizers"][name]["encodings"]["plain"][0] for name in ("small", "big", "bytes"))
+    assert plain == 662 > small > big
+    assert re.search(rf"^plain +662 +{662 / small:.3f} +{662 / big:.3f} +1.000$", shown, re.MULTILINE)
+    page = (out / "comparison.md").read_text()
+    assert page.count("](data:image/png;base64,") == 2 and "| german |" in page
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_the_flow_publishes_the_page(place: Path) -> None:
+    from flows.tokenizers import tokenizers
+
+    result = tokenizers([str(place / "large")], [str(place / "plain.txt")], str(place / "root"), str(place / "out"))
+    artifact = Artifact.get("comparison-tokenizers")
+    assert artifact and result.page in str(artifact.data)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{0}/small", "{0}/small", "--text", "{0}/plain.txt"], "Two tokenizers are called small; give one a label"),
+        (["{0}/small", "--text", "{0}/missing.txt"], "missing.txt"),
+        (["{0}/smal", "--text", "{0}/plain.txt"], "There is no tokenizer '.*smal'"),
+        (["--text", "{0}/plain.txt"], "has no tokenizer; make one with: textmill run"),
+        (["{0}/plain.txt", "--text", "{0}/plain.txt"], "plain.txt"),
+        (["{0}/small", "--text", "{0}/plain.txt", "--out", "{0}/plain.txt"], "cannot be written to"),
+    ],
+)
+def test_mistakes(place: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [argument.format(place) for argument in arguments]
+    assert main(["tokenizers", *arguments, "--root", str(place / "root")]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_damaged_file_is_named(place: Path) -> None:
+    (place / "large" / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=r"large/tokenizer\.json"):
+        resolve_tokenizer(str(place / "large"), str(place / "root"))
