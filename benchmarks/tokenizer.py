@@ -34,12 +34,13 @@ import numpy as np
 
 from benchmarks.texts import ADVERSARIAL, CORPORA, DATA, END, documents, mixed, take_bytes
 from benchmarks.tokenizer_jobs import GIGATOKEN_FORMS, MERGES, Task, run_task
+from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.tokenizer import Tokenizer
 
 MODULES = {"gigatoken": "gigatoken", "tiktoken": "tiktoken", "huggingface": "tokenizers", "rustbpe": "rustbpe"}
 MIXED_BYTES, CORPUS_BYTES, SAMPLE_BYTES, LARGE_BYTES = 331_000_000, 32_000_000, 30_000_000, 2_000_000_000
-SECTIONS = ("encode", "count", "train", "corpora", "documents", "adversarial", "memory")
+SECTIONS = ("encode", "count", "train", "corpora", "patterns", "documents", "adversarial", "memory")
 TIMEOUT_SECONDS = 1800  # of a measurement
 
 
@@ -117,6 +118,7 @@ class Bench:
                     "text": Path(task.text).stem,
                     "library": task.library,
                     "threads": task.threads,
+                    "pattern": task.pattern,
                 }
                 self.rows.append(
                     settings | {name: round(value, 4) for name, value in row.items()} | {"runs": len(results)}
@@ -124,14 +126,16 @@ class Bench:
             rows.append(row)
         return rows
 
-    def check(self, job: str, text: str, peers: Sequence[str], threads: int) -> None:
+    def check(self, job: str, text: str, peers: Sequence[str], threads: int, pattern: str = "gpt2") -> None:
         """Check that the peers have the same result as ours. A peer that is missing or fails is left out."""
-        ours, *results = (self.measure(Task(job, library, text, threads, check=True)) for library in ("ours", *peers))
+        ours, *results = (
+            self.measure(Task(job, library, text, threads, check=True, pattern=pattern)) for library in ("ours", *peers)
+        )
         for library, result in zip(peers, results, strict=True):
             if result or not ours:
                 digest = "without_separators" if library == GIGATOKEN_FORMS[1] else "all"
                 is_equal = bool(ours) and ours[digest] == result.get(digest)
-                self.checks[name := f"{job} {Path(text).stem}: {library}"] = is_equal
+                self.checks[name := f"{job} {Path(text).stem} {pattern}: {library}"] = is_equal
                 log(f"{name}: {'equal' if is_equal else 'NOT EQUAL'}")
 
     def ratio(self, name: str, peers: Sequence[dict[str, Any]], ours: dict[str, Any], unit: str) -> None:
@@ -192,6 +196,19 @@ class Bench:
             self.check("encode", text, GIGATOKEN_FORMS, 1)
             ours, *peers = self.medians(*(Task("encode", library, text) for library in ("ours", *GIGATOKEN_FORMS)))
             self.ratio(f"encode_{name}", peers, ours, "cpu")
+
+    def patterns(self) -> None:
+        """Encode the corpus by other patterns, with the same vocabulary; a part of it by tiktoken."""
+        text = self.text(f"{self.name}-patterns", lambda: documents(Path(self.corpus).read_bytes()), CORPUS_BYTES)
+        names = [name for name in PATTERNS if name != "gpt2"]
+        for name in names:
+            self.check("encode", text, ["tiktoken"], 1, name)
+        peers = [("ours", self.corpus), ("tiktoken", text)]
+        tasks = [Task("encode", library, path, pattern=name) for name in names for library, path in peers]
+        gpt2, *rows = self.medians(Task("encode", "ours", self.corpus), *tasks)
+        for name, ours, tiktoken in zip(names, rows[::2], rows[1::2], strict=True):
+            self.ratio(f"encode_{name}_vs_own_gpt2", [gpt2], ours, "cpu")
+            self.ratio(f"encode_{name}_vs_tiktoken", [tiktoken], ours, "mb_per_s")
 
     def documents(self) -> None:
         """Encode one long document, and a million of 100 bytes."""

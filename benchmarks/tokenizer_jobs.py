@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.texts import END
+from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN, pretokenize
-from lm.tokenizer.formats.gpt2 import read_vocab
+from lm.tokenizer.formats.gpt2 import read_merges, read_vocab
 from lm.tokenizer.tokenizer import Tokenizer
 
 GIGATOKEN_FORMS = ("gigatoken", "gigatoken/split")
@@ -38,6 +39,7 @@ class Task:
     vocab_size: int = 257 + MERGES
     is_constructed: bool = False  # whether the tokenizer is constructed before the clock starts
     check: bool = False  # whether the result has digests of the output
+    pattern: str = "gpt2"  # its name
     tokenizer: str = ""  # the folder with vocab.json, merges.txt and tokenizer.json
     output: str = ""
 
@@ -46,9 +48,10 @@ class Task:
 
 
 @cache
-def make_tokenizer(library: str, folder: str, cache_key: int) -> Any:
+def make_tokenizer(library: str, folder: str, pattern: str, cache_key: int) -> Any:
     if library == "ours":
-        return Tokenizer.from_files(f"{folder}/vocab.json", f"{folder}/merges.txt", [END_OF_TEXT])
+        vocab = read_vocab(Path(folder, "vocab.json"), [END_OF_TEXT])
+        return Tokenizer(vocab, read_merges(Path(folder, "merges.txt")), [END_OF_TEXT], pattern)
     return load("gigatoken").Tokenizer(f"{folder}/tokenizer.json")
 
 
@@ -62,17 +65,19 @@ def encode(task: Task) -> list[Path]:
     cache_key = 0 if task.is_constructed else time.perf_counter_ns()
     ids: Any
     if task.library == "ours":
-        ours = make_tokenizer("ours", task.tokenizer, cache_key)
+        ours = make_tokenizer("ours", task.tokenizer, task.pattern, cache_key)
         return load("lm.tokenizer.stream").encode_files([task.text], ours, Path(task.output), threads=task.threads)
     if task.library in GIGATOKEN_FORMS:
         is_split = task.library == GIGATOKEN_FORMS[1]
         source = load("gigatoken").TextFileSource([task.text], separator=END_OF_TEXT) if is_split else task.text
-        rows = make_tokenizer("gigatoken", task.tokenizer, cache_key).encode_files(source, parallel=task.threads > 1)
+        rows = make_tokenizer("gigatoken", task.tokenizer, task.pattern, cache_key).encode_files(
+            source, parallel=task.threads > 1
+        )
         ids = load("awkward").flatten(rows)
     elif task.library == "tiktoken":
         mergeable = dict(read_ranks(task.tokenizer))
         special = {END_OF_TEXT: mergeable.pop(END)}
-        options = {"pat_str": GPT2_PATTERN, "mergeable_ranks": mergeable, "special_tokens": special}
+        options = {"pat_str": PATTERNS[task.pattern], "mergeable_ranks": mergeable, "special_tokens": special}
         encoding = load("tiktoken").Encoding("bench", **options)
         # On a large text this is faster than batches, and than one string with four bytes per character.
         parts = [encoding.encode_to_numpy(part.decode()) for part in Path(task.text).read_bytes().split(END)]

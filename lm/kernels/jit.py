@@ -60,6 +60,12 @@ def helper(function: Callable[..., Any], forceinline: bool = False, fastmath: bo
     return numba.njit(forceinline=forceinline, fastmath=fastmath, **options)(function)
 
 
+def pruned_helper(function: Callable[..., Any]) -> Any:
+    """Compile as :func:`helper` does, without the branches that a test of an argument for None excludes."""
+    options = {**_OPTIONS, "no_cpython_wrapper": True, "pipeline_class": HelperCompiler, "no_rewrites": False}
+    return numba.njit(**options)(function)
+
+
 inlined = partial(helper, forceinline=True)
 # These may add floats in any order, and so with vector instructions.
 fastmath_kernel = partial(kernel, fastmath={"reassoc", "contract", "nsz"})

@@ -1,4 +1,4 @@
-"""Compiled encoder for GPT-2's pattern; the reference is :mod:`lm.tokenizer.reference`."""
+"""Compiled encoder for the patterns that have a compiled scanner; the reference is :mod:`lm.tokenizer.reference`."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -13,6 +13,7 @@ from lm.kernels.bpe.pretoken_table import grow_table, make_table, make_workspace
 from lm.kernels.bpe.pretokens import SCAN_BYTES, Specials, new_cursor
 from lm.kernels.jit import log_compilation
 from lm.kernels.status import INVALID_UTF8, TABLE_FULL, WORKSPACE_FULL
+from lm.text.scanners import scanner_rules
 from lm.text.windows import WINDOW, not_utf8, windows
 
 # The cache of encoded pretokens; each thread has its own.
@@ -25,8 +26,10 @@ _MAX_COPIED_IDS = 1 << 20  # a larger array of ids is not copied: the caller get
 class FastEncoder:
     """Encodes UTF-8 text to token ids. Thread-safe: each running call has its own cache of pretokens."""
 
-    def __init__(self, merge_table: MergeTable, dtype: np.dtype[np.unsignedinteger]) -> None:
+    def __init__(self, merge_table: MergeTable, dtype: np.dtype[np.unsignedinteger], pattern: str) -> None:
         self.dtype = dtype
+        self._rules = scanner_rules(pattern)
+        self._subject = f"encoding {dtype.name}" + ("" if self._rules is None else " by other patterns")
         self._merge_table = merge_table
         self._max_slots = _MAX_CACHE_SLOTS
         self._idle: list[EncoderState] = []  # append and pop of a list are thread-safe
@@ -37,8 +40,11 @@ class FastEncoder:
         ids: Mapping[bytes, int],
         merges: Sequence[tuple[bytes, bytes]],
         dtype: np.dtype[np.unsignedinteger],
+        pattern: str,
     ) -> "FastEncoder | None":
         """Create an encoder of ``dtype`` ids, or return None if the kernels do not support the vocabulary.
+
+        ``pattern`` must have a compiled scanner.
 
         They need an id for each byte and merged token, merges of bytes and of earlier merges only, a single merge for
         each token, and at most ``MAX_MERGES`` merges.
@@ -63,7 +69,7 @@ class FastEncoder:
         id_lengths[token_ids] = lengths
         with log_compilation("pair table"):
             merge_table = make_merge_table(token_ids.astype(np.uint32), lengths, id_lengths, parts)
-        return cls(merge_table, dtype)
+        return cls(merge_table, dtype, pattern)
 
     def encode(
         self, blocks: Iterable[bytes], specials: Specials, window: int = WINDOW
@@ -88,8 +94,8 @@ class FastEncoder:
                 while status:
                     if len(out) < end + 8:
                         out = np.empty(max(2 * end, window) + 8, self.dtype)
-                    with log_compilation(f"encoding {self.dtype.name}"):
-                        text = buffer, end, final, cursor, character_classes(), specials
+                    with log_compilation(self._subject):
+                        text = buffer, end, final, cursor, character_classes(), self._rules, specials
                         count, status = encode(state, *text, self._max_slots, out)
                     if count > _MAX_COPIED_IDS:
                         yield out[:count]

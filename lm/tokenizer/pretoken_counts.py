@@ -27,6 +27,7 @@ from lm.kernels.jit import log_compilation
 from lm.kernels.status import ARENA_FULL, INVALID_UTF8, WORKSPACE_FULL
 from lm.text.chunks import FilePart, split_files
 from lm.text.pretokenize import GPT2_PATTERN, pretokenize, split_at_safe_cuts, split_special_tokens
+from lm.text.scanners import has_compiled_scanner, scanner_rules
 from lm.text.utf8 import decode_utf8_blocks
 from lm.text.windows import not_utf8, windows
 
@@ -48,16 +49,16 @@ def count_pretokens(
     Yields tables with the columns of :data:`SCHEMA`, one for each ``memory_bytes`` of different pretokens; their sum is
     the count. Raises UserError if a text is not UTF-8.
     """
-    if pattern != GPT2_PATTERN:
+    if not has_compiled_scanner(pattern):
         yield from _count_custom_pattern(texts, special_tokens, pattern, memory_bytes)
         return
-    specials = pack_specials([(token.encode(), 0) for token in special_tokens])
+    specials, rules = pack_specials([(token.encode(), 0) for token in special_tokens]), scanner_rules(pattern)
     work, cursor, table = make_workspace(SCAN_BYTES), new_cursor(), make_table(1 << 16, 1 << 20)
     for blocks in texts:
         for buffer, end, final in windows(blocks, cursor):
             while True:
-                with log_compilation("counting"):
-                    text = buffer, end, final, cursor, character_classes(), specials
+                with log_compilation("counting" if rules is None else "counting by other patterns"):
+                    text = buffer, end, final, cursor, character_classes(), rules, specials
                     status = kernel.count_pretokens(*text, table, work)
                 if not status:
                     break

@@ -15,7 +15,9 @@ import numpy.typing as npt
 from lm.common.errors import UserError
 from lm.common.json_files import read_json
 from lm.kernels.bpe.pretokens import Specials, pack_specials
+from lm.text.patterns import resolve_pattern
 from lm.text.pretokenize import GPT2_PATTERN, check_special_tokens, split_at_safe_cuts
+from lm.text.scanners import has_compiled_scanner
 from lm.text.utf8 import decode_utf8_blocks, encode_utf8, encode_utf8_blocks
 from lm.text.windows import WINDOW
 from lm.tokenizer.fast_encoder import FastEncoder
@@ -35,7 +37,8 @@ class Tokenizer:
 
     ``vocab`` maps ids to bytes and holds all 256 single bytes. ``merges`` are pairs of byte strings in the order in
     which they were learned. Special tokens missing from the vocabulary are appended to it. If special tokens overlap
-    in a text, the leftmost is encoded, and of several at one position the longest.
+    in a text, the leftmost is encoded, and of several at one position the longest. ``pattern`` is a regular expression
+    or a name in :data:`lm.text.patterns.PATTERNS`.
 
     Raises UserError if the vocabulary lacks a token of the merges, an id is too large, or a special token is invalid.
     """
@@ -50,7 +53,7 @@ class Tokenizer:
         self.vocab = dict(vocab)
         self.merges = list(merges)
         self.special_tokens = list(special_tokens or ())
-        self.pattern = pattern
+        self.pattern = pattern = resolve_pattern(pattern)
         check_special_tokens(self.special_tokens)
         ids = {token: token_id for token_id, token in self.vocab.items()}
         for special in self.special_tokens:
@@ -63,8 +66,8 @@ class Tokenizer:
         self.special_ids = {special: ids[special.encode()] for special in self.special_tokens}
         self._ids = ids
         self._fast_encoder: FastEncoder | None = None
-        if pattern == GPT2_PATTERN:
-            self._fast_encoder = FastEncoder.from_merges(ids, self.merges, token_dtype(self.size))
+        if has_compiled_scanner(pattern):
+            self._fast_encoder = FastEncoder.from_merges(ids, self.merges, token_dtype(self.size), pattern)
         if not self._fast_encoder:
             try:
                 self._reference_encoder  # noqa: B018

@@ -16,6 +16,7 @@ from lm.inference.kv_cache import CachedAttention
 from lm.model.attention import MultiHeadSelfAttention
 from lm.model.norm import RMSNorm
 from lm.model.rope import RotaryEmbedding
+from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import END_OF_TEXT, pretokenize
 from lm.tokenizer.bpe import train_merges
 from lm.tokenizer.pretoken_counts import count_pretokens
@@ -60,7 +61,8 @@ def pretoken_starts(source: random.Random) -> int:
         if source.random() < 0.3:
             data = _damage(source, data)
         before, after = source.randbytes(source.randrange(70)), source.choice([b"\0", b"s", b"\x80", b" ", b"\xff"])
-        assert find_starts(data, before, after) == expected_starts(data), data
+        pattern = source.choice(list(PATTERNS.values()))
+        assert find_starts(data, before, after, pattern) == expected_starts(data, pattern), data
     return 200
 
 
@@ -69,7 +71,9 @@ def _tokenizers() -> list[Tokenizer]:
     """Make tokenizers with few and many merges, 16-bit and 32-bit ids, and overlapping special tokens."""
     first = make_tokenizer(special_tokens=_SPECIALS)
     wide = {70_000 + token_id: token for token_id, token in first.vocab.items()}
-    return [first, Tokenizer(wide, first.merges, _SPECIALS), make_tokenizer(special_tokens=_SPECIALS, merges=30)]
+    others = [make_tokenizer(PATTERNS[name], _SPECIALS) for name in ("cl100k", "llama3", "qwen2")]
+    small = make_tokenizer(special_tokens=_SPECIALS, merges=30)
+    return [first, Tokenizer(wide, first.merges, _SPECIALS), small, *others]
 
 
 def encoding(source: random.Random) -> int:

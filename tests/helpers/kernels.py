@@ -5,16 +5,40 @@ from itertools import accumulate
 import numpy as np
 from hypothesis import strategies as st
 
-from lm.kernels.bpe import pretoken_starts, pretoken_table
+from lm.kernels.bpe import cl100k_starts, pretoken_starts, pretoken_table
+from lm.kernels.bpe.cl100k_starts import Cl100kRules
 from lm.kernels.bpe.classes import character_classes
 from lm.kernels.jit import Bytes, Int32s, Word, kernel
 from lm.kernels.status import INVALID_UTF8
-from lm.text.pretokenize import END_OF_TEXT, pretokenize
+from lm.text.patterns import PATTERNS
+from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN, pretokenize
+from lm.text.scanners import scanner_rules
 
-LETTERS = ["a", "s", "ll", "é", "日", "𝒳", "ª"]
+patterns = st.sampled_from(list(PATTERNS.values()))
+LETTERS = ["a", "s", "ll", "é", "日", "𝒳", "ª", "ſ"]
 DIGITS = ["1", "٣", "Ⅷ", "𝟗", "½"]
-WHITESPACE = [" ", "  ", "\n", "\t ", "\r\n", "\x85", "\xa0", "\u1680", "\u2003", "\u2028", "\u3000", " \u3000"]
-OTHERS = ["'", "'s", "'ll", "'ve", "'re", "'d", "'l", "'S", "''", "!", "\x1c", "\x1f", "\u0301", "🙂", "\u200b", "\x00"]
+WHITESPACE = [" ", "  ", "\n", "\t ", "\r\n", "\n\n", "\x85", "\xa0", "\u1680", "\u2003", "\u2028", "\u3000", " \u3000"]
+OTHERS = [
+    "'",
+    "'s",
+    "'ll",
+    "'ve",
+    "'re",
+    "'d",
+    "'l",
+    "'S",
+    "'LL",
+    "'ſ",
+    "''",
+    "“",
+    "!",
+    "\x1c",
+    "\x1f",
+    "\u0301",
+    "🙂",
+    "\u200b",
+    "\x00",
+]
 PIECES = [*LETTERS, *DIGITS, *WHITESPACE, *OTHERS]
 OVERLAPPING_SPECIALS = [
     *["<s>", "<s>b", "xx<s>yy", "s>b<", "<", " a", "a ", "a b", "\n", "\n\n", "é", "éa", "日", "本日", "日本日本日"],
@@ -41,25 +65,31 @@ def _find_pretoken_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, s
 
 
 @kernel
+def _find_cl100k_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, rules: Cl100kRules, starts: Int32s) -> int:
+    return cl100k_starts.find_cl100k_starts(buffer, begin, end, classes, rules, starts)
+
+
+@kernel
 def pretoken_key(buffer: Bytes, start: int, n: int) -> tuple[Word, Word]:
     return pretoken_table.pretoken_key(buffer, start, n)
 
 
-def find_starts(data: bytes, before: bytes = b"", after: bytes = b"\0") -> list[int] | int:
+def find_starts(data: bytes, before: bytes = b"", after: bytes = b"\0", pattern: str = GPT2_PATTERN) -> list[int] | int:
     """Return the starts of the pretokens of ``data``, or the offset of its first invalid byte.
 
     ``before`` and ``after``, repeated, are around it in the buffer.
     """
     buffer = np.frombuffer(before + data + (after * 128)[:128], np.uint8).copy()
     starts = np.empty(len(data) + 64, np.int32)
-    n = int(_find_pretoken_starts(buffer, len(before), len(before) + len(data), character_classes(), starts))
+    text, rules = (buffer, len(before), len(before) + len(data), character_classes()), scanner_rules(pattern)
+    n = int(_find_cl100k_starts(*text, rules, starts) if rules else _find_pretoken_starts(*text, starts))
     return (starts[:n] - len(before)).tolist() if n >= 0 else INVALID_UTF8 - n - len(before)
 
 
-def expected_starts(data: bytes) -> list[int] | int:
+def expected_starts(data: bytes, pattern: str = GPT2_PATTERN) -> list[int] | int:
     """Return the same as :func:`find_starts`, by Python's UTF-8 decoder and ``regex``."""
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         return error.start
-    return list(accumulate((len(pretoken.encode()) for pretoken in pretokenize(text)), initial=0))[:-1]
+    return list(accumulate((len(pretoken.encode()) for pretoken in pretokenize(text, pattern)), initial=0))[:-1]

@@ -5,6 +5,7 @@ The reference is a ``Counter`` of the pretokens from :func:`lm.text.pretokenize.
 
 import numpy as np
 
+from lm.kernels.bpe.cl100k_starts import Cl100kRules
 from lm.kernels.bpe.pretoken_table import (
     BATCH_SIZE,
     KEY_HIGH,
@@ -37,6 +38,7 @@ def count_pretokens(
     is_final: bool,
     cursor_array: Records,
     classes: Bytes,
+    rules: Cl100kRules | None,
     specials: Specials,
     table: Table,
     work: Workspace,
@@ -50,7 +52,7 @@ def count_pretokens(
     special = NO_SPECIAL
     while special != NEEDS_MORE_TEXT:
         begin = cursor.position
-        n, special = next_pretokens(buffer, cursor, end, is_final, classes, specials, starts)
+        n, special = next_pretokens(buffer, cursor, end, is_final, classes, rules, specials, starts)
         if n < 0:
             return n
         if n == 0:

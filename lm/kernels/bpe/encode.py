@@ -5,6 +5,7 @@ The reference is :mod:`lm.tokenizer.reference`.
 
 import numpy as np
 
+from lm.kernels.bpe.cl100k_starts import Cl100kRules
 from lm.kernels.bpe.merge import EncoderState, encode_30, encode_62, encode_long
 from lm.kernels.bpe.pretoken_table import (
     ARENA_START,
@@ -119,6 +120,7 @@ def encode(
     is_final: bool,
     cursor_array: Records,
     classes: Bytes,
+    rules: Cl100kRules | None,
     specials: Specials,
     max_slots: int,
     out: Ids,
@@ -135,7 +137,7 @@ def encode(
     is_done = False
     while not is_done:
         begin = cursor.position
-        n, special = next_pretokens(buffer, cursor, end, is_final, classes, specials, starts)
+        n, special = next_pretokens(buffer, cursor, end, is_final, classes, rules, specials, starts)
         if n < 0:
             return out_at, n
         if len(slots) < max_slots * SLOT_WORDS and 2 * (used.slots + n) > len(slots) // SLOT_WORDS:

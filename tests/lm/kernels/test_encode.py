@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from lm.common.errors import InvalidUtf8Error
 from lm.kernels.disk_cache import CACHE_DIR
 from lm.text.demo_corpus import demo_stories
-from lm.text.pretokenize import END_OF_TEXT
+from lm.text.patterns import PATTERNS
+from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.examples import examples
-from tests.helpers.kernels import OVERLAPPING_SPECIALS, PIECES, damaged_texts, expected_starts
+from tests.helpers.kernels import OVERLAPPING_SPECIALS, PIECES, damaged_texts, expected_starts, hard_texts, patterns
 from tests.helpers.naive_bpe import naive_encode
 from tests.helpers.processes import PROJECT
 from tests.helpers.tokenizers import SPECIALS, make_tokenizer
@@ -27,9 +28,15 @@ _block_sizes = st.lists(st.integers(0, 40), max_size=8)
 
 
 @pytest.fixture(scope="module")
-def overlapping() -> Tokenizer:
-    """A tokenizer with special tokens that are prefixes, suffixes and parts of each other."""
-    return make_tokenizer(special_tokens=OVERLAPPING_SPECIALS)
+def tokenizers() -> dict[str, Tokenizer]:
+    """Tokenizers by pattern, with special tokens that are prefixes, suffixes and parts of each other."""
+    return {pattern: make_tokenizer(pattern, OVERLAPPING_SPECIALS) for pattern in PATTERNS.values()}
+
+
+@pytest.fixture(scope="module")
+def overlapping(tokenizers: dict[str, Tokenizer]) -> Tokenizer:
+    """The tokenizer with GPT-2's pattern."""
+    return tokenizers[PATTERNS["gpt2"]]
 
 
 def split(data: bytes, sizes: Sequence[int]) -> Iterator[bytes]:
@@ -44,21 +51,24 @@ def encode_blocks(tokenizer: Tokenizer, blocks: Iterator[bytes], allowed: Collec
     return [token_id for ids in tokenizer.encode_blocks(blocks, allowed, window) for token_id in ids.tolist()]
 
 
-@examples(1000)
+@examples(2000)
 @given(
-    st.lists(st.sampled_from(_PARTS), max_size=25).map("".join),
+    patterns,
+    st.lists(st.sampled_from(_PARTS), max_size=25).map("".join) | hard_texts,
     st.sets(st.sampled_from(OVERLAPPING_SPECIALS)),
     _block_sizes,
     st.integers(1, 150),
 )
-@example("abcde<s>b", {"<s>", "<s>b"}, [], 8)  # the window ends at the end of the shorter special token
-@example("abcdexx<s>yy", {"<s>", "xx<s>yy"}, [], 10)  # the window ends inside the special token that starts earlier
+# The window ends at the end of the shorter special token, or inside the special token that starts earlier.
+@example(PATTERNS["gpt2"], "abcde<s>b", {"<s>", "<s>b"}, [], 8)
+@example(PATTERNS["gpt2"], "abcdexx<s>yy", {"<s>", "xx<s>yy"}, [], 10)
 def test_blocks_and_windows_do_not_change_the_ids(
-    overlapping: Tokenizer, text: str, allowed: set[str], sizes: list[int], window: int
+    tokenizers: dict[str, Tokenizer], pattern: str, text: str, allowed: set[str], sizes: list[int], window: int
 ) -> None:
-    expected = overlapping.encode_reference(text, [token for token in OVERLAPPING_SPECIALS if token in allowed])
-    assert overlapping.encode(text, allowed) == expected
-    assert encode_blocks(overlapping, split(text.encode(), sizes), allowed, window) == expected
+    tokenizer = tokenizers[pattern]
+    expected = tokenizer.encode_reference(text, [token for token in OVERLAPPING_SPECIALS if token in allowed])
+    assert tokenizer.encode(text, allowed) == expected
+    assert encode_blocks(tokenizer, split(text.encode(), sizes), allowed, window) == expected
 
 
 @examples(300)
@@ -108,10 +118,14 @@ def random_texts(count: int) -> list[str]:
     return ["".join(random_piece(i % 2 == 0) for _ in range(source.randrange(1, 20))) for i in range(count)]
 
 
-@pytest.mark.parametrize("name", ["demo", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["demo", "gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cl100k", "llama3", "qwen2"))]
+)
 def test_ids_equal_the_reference_on_100_000_texts(request: pytest.FixtureRequest, name: str) -> None:
-    is_demo = name == "demo"
-    tokenizer = make_tokenizer(special_tokens=[END_OF_TEXT]) if is_demo else request.getfixturevalue("gpt2")
+    if name == "gpt2":
+        tokenizer = request.getfixturevalue("gpt2")
+    else:
+        tokenizer = make_tokenizer(PATTERNS.get(name, GPT2_PATTERN), special_tokens=[END_OF_TEXT])
     assert tokenizer._fast_encoder is not None
     texts = random_texts(100_000)
     ids = tokenizer.encode("".join(text + END_OF_TEXT for text in texts))

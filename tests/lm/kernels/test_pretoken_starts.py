@@ -7,48 +7,73 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm.kernels.bpe.pretoken_starts import low_bits
+from lm.text.patterns import PATTERNS
 from tests.helpers.examples import examples
-from tests.helpers.kernels import PIECES, damaged_texts, expected_starts, find_starts, hard_texts
+from tests.helpers.kernels import PIECES, damaged_texts, expected_starts, find_starts, hard_texts, patterns
 
 _BLOCK_BYTES = 64
+OTHER_PATTERNS = [name for name in PATTERNS if name != "gpt2"]
 
 
-@examples(1000)
-@given(st.integers(0, 70), st.sampled_from("a1 '\u3000"), hard_texts, st.binary(max_size=5), st.binary(min_size=1))
-def test_starts_equal_the_pattern(length: int, filler: str, text: str, before: bytes, after: bytes) -> None:
+@examples(2000)
+@given(
+    patterns,
+    st.integers(0, 200),
+    st.sampled_from("a1 '\n\u3000"),
+    hard_texts,
+    st.binary(max_size=5),
+    st.binary(min_size=1),
+)
+def test_starts_equal_the_pattern(
+    pattern: str, length: int, filler: str, text: str, before: bytes, after: bytes
+) -> None:
     data = (filler * length + text).encode()
-    assert find_starts(data, before, after) == expected_starts(data)
+    assert find_starts(data, before, after, pattern) == expected_starts(data, pattern)
 
 
 @pytest.mark.parametrize("filler", ["x", " ", "1", "."])
-def test_starts_equal_the_pattern_at_the_end_of_a_block(filler: str) -> None:
+@pytest.mark.parametrize(
+    "pattern", [PATTERNS["gpt2"], *(pytest.param(PATTERNS[name], marks=pytest.mark.slow) for name in OTHER_PATTERNS)]
+)
+def test_starts_equal_the_pattern_at_the_end_of_a_block(filler: str, pattern: str) -> None:
     """Any two pieces, at each place across the end of a block."""
     for (first, second), following in product(product(PIECES, PIECES), ("", "s", " x")):
         size = len((first + second).encode())
         for length in range(_BLOCK_BYTES - size, _BLOCK_BYTES + 1):
             data = (filler * length + first + second + following).encode()
-            assert find_starts(data, after=b"s \x80e") == expected_starts(data), data
+            assert find_starts(data, after=b"s \x80e", pattern=pattern) == expected_starts(data, pattern), data
 
 
 @pytest.mark.slow
-def test_starts_equal_the_pattern_for_every_character() -> None:
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_starts_equal_the_pattern_for_every_character(pattern: str) -> None:
     """All characters of all planes, each after a letter, a digit, a space and itself."""
     for plane in range(17):
         points = (point for point in range(plane << 16, (plane + 1) << 16) if not 0xD800 <= point < 0xE000)
-        data = "".join(f"a{c}1{c} {c}" for c in map(chr, points)).encode()
-        assert find_starts(data) == expected_starts(data), plane
-
-
-@examples(500)
-@given(st.text(st.characters(codec="utf-8"), max_size=150), st.binary(min_size=1, max_size=9))
-def test_starts_equal_the_pattern_for_any_text(text: str, after: bytes) -> None:
-    assert find_starts(text.encode(), after=after) == expected_starts(text.encode())
+        data = "".join(f"a{c}1{c} {c}'{c}" for c in map(chr, points)).encode()
+        assert find_starts(data, pattern=pattern) == expected_starts(data, pattern), plane
 
 
 @examples(1000)
-@given(damaged_texts, st.binary(max_size=3), st.sampled_from([b"\x80", b"\xbf", b"a", b"\xff"]))
-def test_invalid_utf8_is_found(data: bytes, before: bytes, after: bytes) -> None:
-    assert find_starts(data, before, after) == expected_starts(data)
+@given(patterns, st.text(st.characters(codec="utf-8"), max_size=150), st.binary(min_size=1, max_size=9))
+def test_starts_equal_the_pattern_for_any_text(pattern: str, text: str, after: bytes) -> None:
+    assert find_starts(text.encode(), after=after, pattern=pattern) == expected_starts(text.encode(), pattern)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize(
+    "piece", ["a", "1", " ", "\n", "!", "'s", " \n", "\r\n ", "a ", "a!", "\u3000", "é", "日 ", "“a"]
+)
+def test_starts_equal_the_pattern_for_long_repetitions(pattern: str, piece: str) -> None:
+    for end in ("", "a", " a", "\n", "\n ", "1", "!"):
+        data = (piece * 5000 + end).encode()
+        assert find_starts(data, pattern=pattern) == expected_starts(data, pattern), end
+
+
+@examples(1000)
+@given(patterns, damaged_texts, st.binary(max_size=3), st.sampled_from([b"\x80", b"\xbf", b"a", b"\xff"]))
+def test_invalid_utf8_is_found(pattern: str, data: bytes, before: bytes, after: bytes) -> None:
+    assert find_starts(data, before, after, pattern) == expected_starts(data, pattern)
 
 
 @pytest.mark.parametrize("length", [0, 61, 63])

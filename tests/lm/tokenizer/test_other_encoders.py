@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm.text.demo_corpus import demo_stories
+from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN
 from lm.tokenizer.bpe import train_merges
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.examples import examples
 from tests.helpers.pretoken_counts import counts_table
-from tests.helpers.tokenizers import bytes_tokenizer, stable_characters, stable_text
+from tests.helpers.tokenizers import bytes_tokenizer, make_tokenizer, stable_characters, stable_text
 
 
 def hugging_face(directory: Path) -> Any:
@@ -119,3 +120,41 @@ def test_a_trained_tokenizer_equals_tiktoken(text: str) -> None:
     )
     text += " the other thing, don't 123" + END_OF_TEXT + text
     assert Tokenizer(vocab, merges, [END_OF_TEXT]).encode(text) == encoding.encode(text, allowed_special="all")
+
+
+@pytest.fixture(scope="module")
+def tiktoken_pairs() -> dict[str, tuple[Tokenizer, Any]]:
+    """Tokenizers by the name of their pattern, each with tiktoken's encoder of the same ranks."""
+    tiktoken = pytest.importorskip("tiktoken", reason="tiktoken is not installed")
+    pairs = {}
+    for name, pattern in PATTERNS.items():
+        textmill = make_tokenizer(name, [END_OF_TEXT])
+        ranks = {token: token_id for token_id, token in textmill.vocab.items() if token_id != 256}
+        pairs[name] = (
+            textmill,
+            tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256}),
+        )
+    return pairs
+
+
+@examples(500)
+@given(
+    st.sampled_from(list(PATTERNS)),
+    stable_text | st.text("a1 \n\r\t'sdmtlverSLſ\u00a0\u3000\x1c\x85!“é", max_size=60),
+)
+def test_each_pattern_equals_tiktoken(tiktoken_pairs: dict[str, tuple[Tokenizer, Any]], name: str, text: str) -> None:
+    textmill, encoding = tiktoken_pairs[name]
+    assert textmill.encode(text, allowed_special=()) == encoding.encode_ordinary(text)
+
+
+def test_each_pattern_equals_hugging_face_on_stories(
+    tiktoken_pairs: dict[str, tuple[Tokenizer, Any]], tmp_path: Path
+) -> None:
+    text = "".join(demo_stories(100, seed=2)) + "\n\n  IT'S 12345 \r\n\n x!\n\n“He'LL” go  \n"
+    for name, (textmill, _) in tiktoken_pairs.items():
+        textmill.save(tmp_path / name)
+        if name != "cl100k":  # the library takes no possessive quantifiers
+            assert hugging_face(tmp_path / name).encode(text).ids == textmill.encode(text)
+        loaded = Tokenizer.load(tmp_path / name)
+        assert loaded.pattern == PATTERNS[name] and loaded._fast_encoder is not None
+        assert Tokenizer.from_tokenizer_json(tmp_path / name / "tokenizer.json").encode(text) == textmill.encode(text)

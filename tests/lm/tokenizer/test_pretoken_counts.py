@@ -26,6 +26,7 @@ from lm.tokenizer.pretoken_counts import (
     write_counts,
 )
 from tests.helpers.examples import examples
+from tests.helpers.kernels import patterns
 from tests.helpers.pretoken_counts import counts_table, make_text, reference_counts, to_counter
 from tests.helpers.tokenizers import CUSTOM_PATTERN, SPECIALS, text_fragments
 
@@ -41,13 +42,15 @@ def split_blocks(data: bytes, size: int) -> Iterator[bytes]:
 
 
 @examples(300)
-@given(st.lists(texts_with_long_runs, max_size=3), st.integers(1, 50), st.integers(1, 200))
-def test_counts_in_blocks_and_windows_equal_the_reference(contents: list[str], size: int, window: int) -> None:
+@given(patterns, st.lists(texts_with_long_runs, max_size=3), st.integers(1, 50), st.integers(1, 200))
+def test_counts_in_blocks_and_windows_equal_the_reference(
+    pattern: str, contents: list[str], size: int, window: int
+) -> None:
     specials = [*SPECIALS, "<|endof", "<"]  # common prefixes
-    expected = sum((reference_counts(text, specials, GPT2_PATTERN) for text in contents), Counter())
+    expected = sum((reference_counts(text, specials, pattern) for text in contents), Counter())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lm.text.windows.windows.__defaults__", (window,))
-        [table] = count_pretokens([split_blocks(text.encode(), size) for text in contents], specials)
+        [table] = count_pretokens([split_blocks(text.encode(), size) for text in contents], specials, pattern)
     assert len(table) == len(expected)
     assert to_counter([table]) == expected
 
