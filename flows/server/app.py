@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from flows.models import ResolvedModel
+from flows.server.logprobs import TokenNames
 from flows.server.requests import ApiError, ChatRequest, CompletionRequest, parse_request
 from flows.server.responses import GenerationResponse
 from lm.common.device import explain_out_of_memory
@@ -49,6 +50,7 @@ def build_app(
     chat_format = ChatFormat(tokenizer)
     if not chat_format.has_template:
         log.warning(PLAIN_NOTICE)
+    token_names = TokenNames(tokenizer)
     scheduler = Scheduler(model, max_batch_size, max_waiting)
     created = int(time.time())
 
@@ -68,13 +70,11 @@ def build_app(
             message = f"There is no model {request.model[:80]!r}; this is {name!r}."
             raise ApiError(404, message, "model", "model_not_found")
         request.model = name
-        if request.logprobs:
-            raise ApiError(400, "logprobs must be 0, in completions only: alternatives are not available.", "logprobs")
-        count = request.count_prompts() * (request.n or 1)
+        count = request.count_prompts() * request.completions_per_prompt
         if not 0 < count <= scheduler.capacity:
             raise ApiError(400, f"{count} completions are requested; 1 to {scheduler.capacity} are possible.", "n")
         prompts = await asyncio.to_thread(request.encode_prompts, chat_format)
-        response = GenerationResponse(request, prompts, chat_format, model.config.context_length)
+        response = GenerationResponse(request, prompts, chat_format, token_names, model.config.context_length)
         choices = {choice.generation: choice for choice in response.choices}
         try:
             scheduler.submit(list(choices), lambda generation, error: choices[generation].finish(error))
