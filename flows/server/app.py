@@ -16,19 +16,23 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from flows.models import ResolvedModel
+from flows.server.access import AccessControl
 from flows.server.logprobs import TokenNames
+from flows.server.metrics import CountRequests, ServerMetrics
 from flows.server.requests import ApiError, ChatRequest, CompletionRequest, parse_request
 from flows.server.responses import GenerationResponse
 from lm.common.device import explain_out_of_memory
 from lm.common.errors import UserError
 from lm.inference.chat_format import PLAIN_NOTICE, ChatFormat
 from lm.inference.completion import check_vocabulary
+from lm.inference.engine import Generation
 from lm.inference.scheduler import QueueFull, Scheduler
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.text_tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
 
+_ENDPOINTS = frozenset({"/health", "/metrics", "/v1/completions", "/v1/chat/completions", "/v1/models"})
 _MAX_BODY_BYTES = 1 << 20
 _MAX_WAITING_COMPLETIONS = 256
 _SHUTDOWN_SECONDS = 5  # time for open responses when the server stops
@@ -41,9 +45,12 @@ def build_app(
     name: str,
     max_batch_size: int,
     max_waiting: int = _MAX_WAITING_COMPLETIONS,
+    api_key: str | None = None,
+    max_requests_per_client: int = 0,
 ) -> FastAPI:
     """Return the web application for ``model``, which clients call ``name``. ``app.state.scheduler`` is its scheduler.
 
+    ``api_key`` and ``max_requests_per_client`` are those of :class:`flows.server.access.AccessControl`.
     Raises UserError if the model and the tokenizer do not match.
     """
     check_vocabulary(model, tokenizer.size)
@@ -52,6 +59,7 @@ def build_app(
         log.warning(PLAIN_NOTICE)
     token_names = TokenNames(tokenizer)
     scheduler = Scheduler(model, max_batch_size, max_waiting)
+    metrics = ServerMetrics(scheduler)
     created = int(time.time())
 
     @asynccontextmanager
@@ -63,6 +71,8 @@ def build_app(
     for error_type in (ApiError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(error_type, _error_response)
     app.state.scheduler = scheduler
+    app.add_middleware(AccessControl, api_key=api_key, max_requests_per_client=max_requests_per_client)
+    app.add_middleware(CountRequests, metrics=metrics, endpoints=_ENDPOINTS)  # the outer one: it counts refusals too
 
     async def generate(http_request: Request, request_type: type[CompletionRequest] | type[ChatRequest]) -> Response:
         request = parse_request(request_type, await _read_body(http_request))
@@ -76,8 +86,13 @@ def build_app(
         prompts = await asyncio.to_thread(request.encode_prompts, chat_format)
         response = GenerationResponse(request, prompts, chat_format, token_names, model.config.context_length)
         choices = {choice.generation: choice for choice in response.choices}
+
+        def on_finish(generation: Generation, error: Exception | None) -> None:
+            metrics.record_completion(choices[generation])
+            choices[generation].finish(error)
+
         try:
-            scheduler.submit(list(choices), lambda generation, error: choices[generation].finish(error))
+            scheduler.submit(list(choices), on_finish)
         except QueueFull as busy:
             raise ApiError(429, str(busy)) from None
         except UserError as error:
@@ -99,6 +114,16 @@ def build_app(
         model_json = {"id": name, "object": "model", "created": created, "owned_by": "textmill"}
         model_json["has_chat_template"] = chat_format.has_template  # not OpenAI's; textmill evaluate reads it
         return {"object": "list", "data": [model_json]}
+
+    @app.get("/health")
+    async def health() -> Response:
+        if scheduler.is_running:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "The thread that runs the model has ended."}, 503)
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        return metrics.response()
 
     return app
 
@@ -158,8 +183,18 @@ def _cancel(response: GenerationResponse, scheduler: Scheduler) -> None:
         scheduler.cancel(choice.generation)
 
 
-def serve(resolved: ResolvedModel, host: str, port: int, max_batch_size: int, device: str) -> None:
+def serve(
+    resolved: ResolvedModel,
+    host: str,
+    port: int,
+    max_batch_size: int,
+    device: str,
+    api_key: str | None = None,
+    max_requests_per_client: int = 0,
+) -> None:
     """Serve a model until Ctrl-C."""
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
+        raise UserError("The API key must be printable ASCII text without spaces around it, and not empty.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family)
@@ -168,7 +203,14 @@ def serve(resolved: ResolvedModel, host: str, port: int, max_batch_size: int, de
     with listener, suppress(KeyboardInterrupt):
         model, tokenizer = resolved.load_for_inference(device)
         with explain_out_of_memory("The model's KV cache does not fit into memory; lower --max-batch-size."):
-            app = build_app(model, tokenizer, "textmill", max_batch_size)
+            app = build_app(
+                model,
+                tokenizer,
+                "textmill",
+                max_batch_size,
+                api_key=api_key,
+                max_requests_per_client=max_requests_per_client,
+            )
         url_host = f"[{host}]" if ":" in host else host
         url = f"http://{url_host}:{listener.getsockname()[1]}/v1"
         print(f"Serving {resolved.name} on {url} (model: textmill). Ctrl-C stops the server.", flush=True)

@@ -46,7 +46,8 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         """Return the HTTP response."""
-        return JSONResponse(self.body, self.status, {"Retry-After": "1"} if self.status == 429 else None)
+        headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
+        return JSONResponse(self.body, self.status, headers.get(self.status))
 
 
 class _StrictModel(BaseModel):

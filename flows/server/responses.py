@@ -35,6 +35,8 @@ class Choice:
     ) -> None:
         request, tokenizer = response.request, response.chat_format.tokenizer
         self.index = index
+        self.created_at = time.monotonic()
+        self.first_token_at: float | None = None
         self._response = response
         self._has_logprobs = request.wants_logprobs
         self._has_echo = isinstance(request, CompletionRequest) and bool(request.echo)
@@ -51,7 +53,7 @@ class Choice:
             prompt,
             request.sample_config(max_tokens, *(response.chat_format.stop if response.is_chat else [])),
             seed,
-            lambda text: response.put(Update(self, text, len(self.generation.ids))),
+            self._send,
             response.edits,
         )
         self.generation.wants_logprobs = self._has_logprobs or response.has_best_of
@@ -63,6 +65,11 @@ class Choice:
         """Mean log-probability of the generated tokens; 0 if there are none."""
         logprobs = self.generation.logprobs
         return sum(logprobs) / max(1, len(logprobs))
+
+    def _send(self, text: str) -> None:
+        if self.first_token_at is None:
+            self.first_token_at = time.monotonic()
+        self._response.put(Update(self, text, len(self.generation.ids)))
 
     def finish(self, error: Exception | None) -> None:
         """Send the last update, with the text that was held back."""

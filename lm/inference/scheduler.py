@@ -43,6 +43,21 @@ class Scheduler:
         """Return the number of unfinished generations."""
         return len(self._on_finish)
 
+    @property
+    def running_count(self) -> int:
+        """Number of generations in the batch."""
+        return len(self._engine.active)
+
+    @property
+    def waiting_count(self) -> int:
+        """Number of generations in the queue."""
+        return len(self._waiting)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the scheduler's thread is alive."""
+        return self._thread.is_alive()
+
     def submit(self, generations: Sequence[Generation], on_finish: OnFinish) -> None:
         """Queue all of ``generations`` or none.
 
