@@ -143,6 +143,7 @@ def serve_command(options: Namespace) -> None:
         options.port,
         options.max_batch_size,
         options.device,
+        prefix_cache_bytes=options.prefix_cache_mb * 10**6,
         api_key=key,
         max_requests_per_client=options.max_requests_per_client,
     )

@@ -123,6 +123,8 @@ def build_parser(preset: str = "demo", posttrain_preset: str = "demo") -> Argume
     serve.add_argument("--host", type=str, default="127.0.0.1", help="address to listen on")
     serve.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free port")
     serve.add_argument("--max-batch-size", type=PositiveInt, default=16, help="completions computed at the same time")
+    cache_help = "memory for the beginnings of recent prompts, which are not computed again, in MB; 0: none"
+    serve.add_argument("--prefix-cache-mb", type=NonNegativeInt, default=256, help=cache_help)
     key_help = "key that clients must send; the variable TEXTMILL_API_KEY holds it out of sight of other users"
     serve.add_argument("--api-key", type=str, default=None, help=key_help)
     limit_help = "requests of one IP address at a time; 0: no limit"

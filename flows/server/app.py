@@ -36,6 +36,9 @@ _ENDPOINTS = frozenset({"/health", "/metrics", "/v1/completions", "/v1/chat/comp
 _MAX_BODY_BYTES = 1 << 20
 _MAX_WAITING_COMPLETIONS = 256
 _SHUTDOWN_SECONDS = 5  # time for open responses when the server stops
+_OUT_OF_MEMORY = (
+    "The KV cache and the prefix cache do not fit into memory; lower --max-batch-size or --prefix-cache-mb."
+)
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status code; nobody receives it
 
 
@@ -45,6 +48,7 @@ def build_app(
     name: str,
     max_batch_size: int,
     max_waiting: int = _MAX_WAITING_COMPLETIONS,
+    prefix_cache_bytes: int = 0,
     api_key: str | None = None,
     max_requests_per_client: int = 0,
 ) -> FastAPI:
@@ -58,7 +62,7 @@ def build_app(
     if not chat_format.has_template:
         log.warning(PLAIN_NOTICE)
     token_names = TokenNames(tokenizer)
-    scheduler = Scheduler(model, max_batch_size, max_waiting)
+    scheduler = Scheduler(model, max_batch_size, max_waiting, prefix_cache_bytes)
     metrics = ServerMetrics(scheduler)
     created = int(time.time())
 
@@ -189,6 +193,7 @@ def serve(
     port: int,
     max_batch_size: int,
     device: str,
+    prefix_cache_bytes: int = 0,
     api_key: str | None = None,
     max_requests_per_client: int = 0,
 ) -> None:
@@ -202,12 +207,13 @@ def serve(
         raise UserError(f"Cannot listen on {host}, port {port}: {error}. Change --host or --port.") from None
     with listener, suppress(KeyboardInterrupt):
         model, tokenizer = resolved.load_for_inference(device)
-        with explain_out_of_memory("The model's KV cache does not fit into memory; lower --max-batch-size."):
+        with explain_out_of_memory(_OUT_OF_MEMORY):
             app = build_app(
                 model,
                 tokenizer,
                 "textmill",
                 max_batch_size,
+                prefix_cache_bytes=prefix_cache_bytes,
                 api_key=api_key,
                 max_requests_per_client=max_requests_per_client,
             )

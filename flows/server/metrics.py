@@ -41,6 +41,8 @@ class ServerMetrics:
             buckets=_TOKEN_SECONDS,
         )
         self._prompt_tokens = Counter("textmill_prompt_tokens", "Tokens of prompts.", registry=registry)
+        cached_help = "Tokens of prompts that were in the prefix cache."
+        self._cached_tokens = Counter("textmill_cached_prompt_tokens", cached_help, registry=registry)
         self._completion_tokens = Counter("textmill_completion_tokens", "Generated tokens.", registry=registry)
         for name, help_text, get in (
             ("textmill_running_completions", "Completions in the batch.", lambda: scheduler.running_count),
@@ -52,6 +54,7 @@ class ServerMetrics:
         """Count a finished completion. It may have no token, if its client disconnected."""
         generation = choice.generation
         self._prompt_tokens.inc(len(generation.prompt))
+        self._cached_tokens.inc(generation.num_cached_tokens)
         self._completion_tokens.inc(len(generation.ids))
         if choice.first_token_at is not None:
             self._first_token_seconds.observe(choice.first_token_at - choice.created_at)

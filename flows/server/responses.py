@@ -161,10 +161,16 @@ class GenerationResponse:
             unfinished -= update.finish_reason is not None
             yield update
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         completion_tokens = sum(len(choice.generation.ids) for choice in self.choices)
-        total = self._prompt_tokens + completion_tokens
-        return {"prompt_tokens": self._prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+        first_choices = self.choices[:: self._generated_count]  # a prompt counts once
+        cached_tokens = sum(choice.generation.num_cached_tokens for choice in first_choices)
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": self._prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        }
 
     async def body(self) -> dict[str, Any]:
         """Return the whole response when it is complete. Raise ApiError if the model fails."""

@@ -18,6 +18,8 @@ from lm.inference.config import SampleConfig
 from lm.inference.cuda_graphs import DecodeGraphs
 from lm.inference.kv_cache import KVCache, decode_step
 from lm.inference.logit_edits import LogitEditor, LogitEdits
+from lm.inference.prefill import Prefill, PrefillJob
+from lm.inference.prefix_cache import PrefixCache
 from lm.inference.sampler import Sampler, TokenScore, score_tokens
 from lm.model.transformer import TransformerLM
 
@@ -54,6 +56,8 @@ class Generation:
     """Log-probabilities of the prompt's ids, except the first."""
     prompt_alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
     """``alternatives`` for the prompt's ids, except the first."""
+    num_cached_tokens: int = 0
+    """Number of the prompt's tokens that were in the prefix cache."""
     finish_reason: Literal["stop", "length"] | None = None
     """``stop``: a stop id, ``on_token`` or a cancellation. ``length``: ``max_new_tokens``. None: unfinished."""
 
@@ -83,16 +87,23 @@ class Engine:
     """Runs up to ``max_batch_size`` generations at once with one model.
 
     A sequence longer than ``max_seq_len`` tokens, by default the model's context, continues from its last
-    ``max_seq_len`` tokens, which are recomputed for every new token.
+    ``max_seq_len`` tokens, which are recomputed for every new token. With ``prefix_cache_bytes``, a prompt that begins
+    like a recent sequence computes only the rest; see :class:`lm.inference.prefix_cache.PrefixCache`.
     """
 
-    def __init__(self, model: TransformerLM, max_batch_size: int, max_seq_len: int | None = None) -> None:
+    def __init__(
+        self, model: TransformerLM, max_batch_size: int, max_seq_len: int | None = None, prefix_cache_bytes: int = 0
+    ) -> None:
         parameter = next(model.parameters())
         self.model, self.device = model, parameter.device
         self.max_batch_size = max_batch_size
         self.max_seq_len = min(max_seq_len or model.config.context_length, model.config.context_length)
         self.active: list[Generation] = []  # the index here is the row of the cache
         self._cache = KVCache(model.config, max_batch_size, self.max_seq_len, self.device, parameter.dtype)
+        self._prefix_cache: PrefixCache | None = None
+        if prefix_cache_bytes:
+            self._prefix_cache = PrefixCache(model.config, prefix_cache_bytes, self.device, parameter.dtype)
+        self.prefill = Prefill(model, self._cache, self._prefix_cache)
         self._decode_step: Callable[[Tensor, int], Tensor] = partial(decode_step, model, self._cache)
         if self.device.type == "cuda":
             self._decode_step = DecodeGraphs(model, self._cache)
@@ -129,7 +140,7 @@ class Engine:
             if LogitEditor.is_needed(edits, penalty):
                 size = self.model.config.vocab_size or 0
                 self._editors[generation] = LogitEditor(edits, penalty, generation.prompt, size, self.device)
-        logits = self._prefill(list(range(first, len(self.active))))
+        logits = self._prefill(list(range(first, len(self.active))), uses_prefix_cache=True)
         self._sample(logits, first, Sampler([generation.sampling for generation in generations], self.device))
         self._sampler = None
         self._remove_finished()
@@ -143,13 +154,13 @@ class Engine:
         lengths = [len(generation.prompt) + len(generation.ids) for generation in self.active]
         overlong_rows = [row for row, length in enumerate(lengths) if length > self.max_seq_len]
         if len(overlong_rows) == len(self.active):
-            logits = self._prefill(overlong_rows)
+            logits = self._prefill(overlong_rows, uses_prefix_cache=False)
         else:
             last_ids = [generation.ids[-1] for generation in self.active]
             positions = [min(length, self.max_seq_len) - 1 for length in lengths]
             logits = self._decode_step(torch.tensor([last_ids, positions], device=self.device), max(positions))
             if overlong_rows:
-                logits[overlong_rows] = self._prefill(overlong_rows)
+                logits[overlong_rows] = self._prefill(overlong_rows, uses_prefix_cache=False)
         if self._sampler is None:
             self._sampler = Sampler([generation.sampling for generation in self.active], self.device)
         self._sample(logits, 0, self._sampler)
@@ -160,29 +171,32 @@ class Engine:
         for row in reversed(range(len(self.active))):
             if self.active[row].finish_reason:
                 self._sampler = None
+                self._store(row)
                 self._editors.pop(self.active[row], None)
                 last = self.active.pop()
                 if row < len(self.active):
                     self.active[row] = last
                     self._cache.copy_rows([len(self.active)], [row])
 
-    def _prefill(self, rows: list[int]) -> Tensor:
-        """Compute whole sequences, equal ones once, and return the logits (rows, V) of their next tokens."""
-        sequences = [(*self.active[row].prompt, *self.active[row].ids)[-self.max_seq_len :] for row in rows]
-        index_of = {tokens: index for index, tokens in enumerate(dict.fromkeys(sequences))}
-        computed_rows = [rows[sequences.index(tokens)] for tokens in index_of]
-        longest = max(map(len, index_of))
-        ids = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in index_of], device=self.device)
-        attention = self._cache.prefill_attention(torch.tensor(computed_rows, device=self.device))
-        hidden = self.model.hidden_states(ids, None, attention)
-        indices = [index_of[tokens] for tokens in sequences]
-        for row, index, tokens in zip(rows, indices, sequences, strict=True):
-            if self.active[row].wants_prompt_logprobs and not self.active[row].ids:
-                self._score_prompt(self.active[row], hidden[index, : len(tokens) - 1], tokens)
-        if len(computed_rows) < len(rows):
-            self._cache.copy_rows([computed_rows[index] for index in indices], rows)
-        last_positions = [len(tokens) - 1 for tokens in index_of]
-        return self.model.logits(hidden[range(len(last_positions)), last_positions])[indices]
+    def _store(self, row: int) -> None:
+        """Keep the sequence of a row in the prefix cache. The last id was not computed yet."""
+        generation = self.active[row]
+        is_complete = len(generation.prompt) + len(generation.ids) <= self.max_seq_len
+        if self._prefix_cache is not None and generation.ids and is_complete:
+            self._prefix_cache.store((*generation.prompt, *generation.ids[:-1]), self._cache, row)
+
+    def _prefill(self, rows: list[int], uses_prefix_cache: bool) -> Tensor:
+        """Compute whole sequences, and return the logits (rows, V) of their next tokens."""
+        generations = [self.active[row] for row in rows]
+        needs_scores = [generation.wants_prompt_logprobs and not generation.ids for generation in generations]
+        sequences = [(*generation.prompt, *generation.ids)[-self.max_seq_len :] for generation in generations]
+        prefilled = self.prefill(list(map(PrefillJob, rows, sequences, needs_scores)), uses_prefix_cache)
+        for generation, tokens, result, is_scored in zip(generations, sequences, prefilled, needs_scores, strict=True):
+            if not generation.ids:
+                generation.num_cached_tokens = result.num_cached
+            if is_scored:
+                self._score_prompt(generation, result.hidden[:-1], tokens)
+        return self.model.logits(torch.stack([result.hidden[-1] for result in prefilled]))
 
     def _score_prompt(self, generation: Generation, hidden: Tensor, tokens: Sequence[int]) -> None:
         """Set the prompt's log-probabilities, from the hidden states (T - 1, D) before each id except the first."""

@@ -29,8 +29,10 @@ class Scheduler:
     with the error, and the waiting ones follow.
     """
 
-    def __init__(self, model: TransformerLM, max_batch_size: int, max_waiting: int) -> None:
-        self._engine = Engine(model, max_batch_size)
+    def __init__(
+        self, model: TransformerLM, max_batch_size: int, max_waiting: int, prefix_cache_bytes: int = 0
+    ) -> None:
+        self._engine = Engine(model, max_batch_size, prefix_cache_bytes=prefix_cache_bytes)
         self.capacity = max_batch_size + max_waiting
         self._changed = threading.Condition()
         self._waiting: deque[Generation] = deque()
@@ -52,6 +54,11 @@ class Scheduler:
     def waiting_count(self) -> int:
         """Number of generations in the queue."""
         return len(self._waiting)
+
+    @property
+    def num_prefilled_tokens(self) -> int:
+        """Number of tokens of prompts that were computed so far."""
+        return self._engine.prefill.num_computed
 
     @property
     def is_running(self) -> bool:
