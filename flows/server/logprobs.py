@@ -1,6 +1,7 @@
 """Log-probabilities in the forms of OpenAI's API: one for completions, one for chats.
 
-They cover the generated tokens, including those of a stop text, and with ``echo`` the prompt's tokens. A token whose
+They cover the generated tokens, including those of a stop text and a special token that ends the text, and with
+``echo`` the prompt's tokens. So ``max_tokens: 1`` always adds one token, as evaluation harnesses expect. A token whose
 bytes are not whole characters is written as ``bytes:\\xc3``, so that different tokens have different names.
 """
 

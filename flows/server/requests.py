@@ -33,6 +33,7 @@ _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _MAX_ALTERNATIVES = 20
 _MAX_BIASES = 1024
+_MAX_STOPS = 16  # OpenAI's limit is 4; tasks of evaluation harnesses have more
 
 
 class ApiError(Exception):
@@ -78,7 +79,7 @@ class GenerationRequest(_StrictModel):
     presence_penalty: _Penalty | None = None
     logit_bias: Annotated[dict[str, _Bias], Field(max_length=_MAX_BIASES)] | None = None
     n: int | None = Field(None, ge=1)
-    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=_MAX_STOPS)] | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stream: bool | None = None
     stream_options: _StreamOptions | None = None

@@ -62,8 +62,9 @@ class Choice:
 
     @property
     def mean_logprob(self) -> float:
-        """Mean log-probability of the generated tokens; 0 if there are none."""
-        logprobs = self.generation.logprobs
+        """Mean log-probability of the generated tokens and the one that ends them; 0 if there are none."""
+        generation = self.generation
+        logprobs = [*generation.logprobs, *([generation.end_score[1].logprob] if generation.end_score else [])]
         return sum(logprobs) / max(1, len(logprobs))
 
     def _send(self, text: str) -> None:
@@ -81,7 +82,12 @@ class Choice:
         """Return the JSON object of an update, or None if it has nothing to send."""
         text, generation = update.text, self.generation
         first, self._sent_tokens = self._sent_tokens, update.token_count
-        tokens = self._scored_tokens(first, update.token_count) if self._has_logprobs else []
+        tokens: list[ScoredToken] = []
+        if self._has_logprobs:
+            tokens = self._scored_tokens(first, update.token_count)
+            if update.finish_reason and generation.end_score:
+                end_id, score = generation.end_score
+                tokens.append(ScoredToken(end_id, *score))
         if self._has_echo and not self._is_started:
             prompt = TextStream(self._response.token_names.text_bytes)
             text = "".join([*map(prompt.add, generation.prompt), prompt.finish(), text])

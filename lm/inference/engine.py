@@ -52,6 +52,8 @@ class Generation:
     """Log-probability, in nats, of each of ``ids`` under the model."""
     alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
     """For each of ``ids`` the most likely ids in its place and their log-probabilities, the most likely first."""
+    end_score: tuple[int, TokenScore] | None = None
+    """The stop id that ended the generation, and its score. None without one, and without ``wants_logprobs``."""
     prompt_logprobs: list[float] = field(default_factory=list)
     """Log-probabilities of the prompt's ids, except the first."""
     prompt_alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -71,6 +73,7 @@ class Generation:
     def append(self, token_id: int, score: TokenScore | None) -> None:
         """Add a new id, and set ``finish_reason`` if it is the last one."""
         if token_id in self.stop_ids:
+            self.end_score = None if score is None else (token_id, score)
             self.finish_reason = "stop"
             return
         self.ids.append(token_id)

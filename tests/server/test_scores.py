@@ -122,6 +122,33 @@ def test_impossible_tokens_have_a_finite_score() -> None:
     assert names == ["A", "B"] and choice["logprobs"]["token_logprobs"][1:3] == [-9999.0] * 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_token_that_ends_a_text_is_scored_too(stream: bool) -> None:
+    """Evaluation harnesses ask for one token beyond the text, and drop its score."""
+    model = fixed_model([9.0 if token_id == 256 else 0.0 for token_id in range(257)], 16).eval()
+    with TestClient(build_app(model, TOKENIZER, "tiny", 1)) as client:
+        body: dict[str, Any] = {"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 1}
+        found = events(client, "completions", **body) if stream else [complete(client, **body)]
+        chat = {"messages": MESSAGES, "logprobs": True, "max_tokens": 1, "temperature": 0}
+        answer = client.post("/v1/chat/completions", json=chat | {"messages": MESSAGES[:1]})
+    choices = [event["choices"][0] for event in found]
+    assert [token for choice in choices for token in choice["logprobs"]["tokens"]] == ["a", "b", "<|endoftext|>"]
+    assert choices[-1]["finish_reason"] == "stop" and "".join(choice["text"] for choice in choices) == "ab"
+    assert choices[-1]["logprobs"]["token_logprobs"][-1] > -0.1
+    if not stream:
+        assert found[0]["usage"]["completion_tokens"] == 0
+    assert answer.status_code == 400 and "context" in answer.text
+
+
+def test_best_of_does_not_prefer_an_empty_text() -> None:
+    logits = [-50.0] * 257
+    logits[ord("a")], logits[256] = 2.0, 0.0  # "a" is seven times as likely as the end
+    with TestClient(build_app(fixed_model(logits, 64).eval(), TOKENIZER, "tiny", 4)) as client:
+        body: dict[str, Any] = {"prompt": "a", "max_tokens": 3, "temperature": 1, "top_p": 1, "best_of": 16}
+        texts = [complete(client, **body, seed=seed)["choices"][0]["text"] for seed in range(0, 160, 16)]
+    assert texts == ["aaa"] * 10
+
+
 def test_penalties_and_biases_change_the_text(client: TestClient) -> None:
     [plain] = complete(client, prompt="Once", max_tokens=30)["choices"]
     first = plain["text"][0].encode()[0]

@@ -230,7 +230,7 @@ def test_echo_and_logprobs(server: RunningServer) -> None:
         ("completions", {"prompt": "a", "n": 10**9}, 400, "n"),
         ("completions", {"prompt": ["a"] * 99}, 400, "n"),
         ("completions", {"prompt": "a", "seed": 1 << 63}, 400, "seed"),
-        ("completions", {"prompt": "a", "stop": ["a"] * 5}, 400, "stop"),
+        ("completions", {"prompt": "a", "stop": ["a"] * 17}, 400, "stop"),
         ("completions", {"prompt": "a", "stop": 5}, 400, "stop"),
         ("completions", {"prompt": "a", "logprobs": 21}, 400, "logprobs"),
         ("completions", {"prompt": "a", "logprobs": True}, 400, "logprobs"),

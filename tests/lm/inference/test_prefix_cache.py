@@ -62,7 +62,7 @@ def build_prompt(parts: list[tuple[int | None, int]], last: list[int]) -> list[i
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@examples(30)
+@examples(12)
 @given(
     batches=st.lists(
         st.lists(st.tuples(prompts, st.booleans(), st.integers(0, 9)), min_size=1, max_size=3), max_size=5
@@ -106,7 +106,7 @@ def longest_shared_beginning(tokens: list[int], earlier: list[list[int]]) -> int
     return best
 
 
-@examples(30)
+@examples(20)
 @given(sequence=st.lists(st.tuples(prompts, st.integers(0, 9)), max_size=8))
 def test_all_that_fits_is_reused(sequence: Any) -> None:
     model = _MODELS["plain"]
@@ -211,18 +211,13 @@ def test_sequences_beyond_the_context_are_not_stored() -> None:
     assert len(cached(engine)) == 90 // BLOCK_TOKENS
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_prepared_model_has_the_same_results(dtype: torch.dtype) -> None:
-    model = prepare_for_inference(make_model(context_length=CONTEXT, num_heads=4, num_kv_heads=2), dtype)
+def test_the_prepared_model_has_the_same_results() -> None:
+    model = prepare_for_inference(make_model(context_length=CONTEXT, num_heads=4, num_kv_heads=2))
     engine = Engine(model, 2, prefix_cache_bytes=1 << 20)
-    tolerance = 1e-5 if dtype == torch.float32 else 0.1
     text = [i * i % 11 for i in range(40)]
-    for length in (40, 60):
-        prompt = [*text, *text][:length]
-        ours, plain = (Generation(prompt, 9, GREEDY, wants_logprobs=True) for _ in range(2))
+    for length, count in ((40, 0), (60, 32)):
+        ours, plain = (Generation([*text, *text][:length], 9, GREEDY, wants_logprobs=True) for _ in range(2))
         run(engine, [ours])
         generate(model, [plain])
-        assert ours.logprobs[:1] == pytest.approx(plain.logprobs[:1], abs=tolerance)
-        if dtype == torch.float32:
-            assert ours.ids == plain.ids
-    assert ours.num_cached_tokens == 32
+        assert ours.ids == plain.ids and ours.num_cached_tokens == count
+        assert ours.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
