@@ -34,9 +34,9 @@ class AccessControl:
             await self._app(scope, receive, send)
             return
         if not self._has_key(scope):
-            error = ApiError(
-                401, "The API key is missing or wrong; send it as a bearer token.", None, "invalid_api_key"
-            )
+            # Clients look for the first words, which are OpenAI's.
+            message = "Incorrect API key provided, or none; send the server's key as a bearer token."
+            error = ApiError(401, message, code="invalid_api_key")
             await error.response()(scope, receive, send)
             return
         client = scope["client"][0] if scope.get("client") else ""

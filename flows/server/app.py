@@ -64,7 +64,6 @@ def build_app(
     token_names = TokenNames(tokenizer)
     scheduler = Scheduler(model, max_batch_size, max_waiting, prefix_cache_bytes)
     metrics = ServerMetrics(scheduler)
-    created = int(time.time())
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -80,9 +79,8 @@ def build_app(
 
     async def generate(http_request: Request, request_type: type[CompletionRequest] | type[ChatRequest]) -> Response:
         request = parse_request(request_type, await _read_body(http_request))
-        if request.model is not None and request.model != name:
-            message = f"There is no model {request.model[:80]!r}; this is {name!r}."
-            raise ApiError(404, message, "model", "model_not_found")
+        if request.model is not None:
+            _check_model(request.model, name)
         request.model = name
         count = request.count_prompts() * request.completions_per_prompt
         if not 0 < count <= scheduler.capacity:
@@ -113,11 +111,17 @@ def build_app(
     async def chat(request: Request) -> Response:
         return await generate(request, ChatRequest)
 
+    model_json = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "textmill"}
+    model_json["has_chat_template"] = chat_format.has_template  # not OpenAI's; textmill evaluate reads it
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        model_json = {"id": name, "object": "model", "created": created, "owned_by": "textmill"}
-        model_json["has_chat_template"] = chat_format.has_template  # not OpenAI's; textmill evaluate reads it
         return {"object": "list", "data": [model_json]}
+
+    @app.get("/v1/models/{model_id:path}")
+    async def model_info(model_id: str) -> dict[str, Any]:
+        _check_model(model_id, name)
+        return model_json
 
     @app.get("/health")
     async def health() -> Response:
@@ -130,6 +134,12 @@ def build_app(
         return metrics.response()
 
     return app
+
+
+def _check_model(requested: str, name: str) -> None:
+    """Raise ApiError unless the requested model is the one called ``name``."""
+    if requested != name:
+        raise ApiError(404, f"There is no model {requested[:80]!r}; this is {name!r}.", "model", "model_not_found")
 
 
 async def _error_response(_: Request, error: Exception) -> Response:
