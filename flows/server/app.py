@@ -19,6 +19,7 @@ from flows.models import ResolvedModel
 from flows.server.access import AccessControl
 from flows.server.logprobs import TokenNames
 from flows.server.metrics import CountRequests, ServerMetrics
+from flows.server.page import page_response
 from flows.server.requests import ApiError, ChatRequest, CompletionRequest, parse_request
 from flows.server.responses import GenerationResponse
 from lm.common.device import explain_out_of_memory
@@ -32,7 +33,7 @@ from lm.tokenizer.text_tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
 
-_ENDPOINTS = frozenset({"/health", "/metrics", "/v1/completions", "/v1/chat/completions", "/v1/models"})
+_ENDPOINTS = frozenset({"/", "/health", "/metrics", "/v1/completions", "/v1/chat/completions", "/v1/models"})
 _MAX_BODY_BYTES = 1 << 20
 _MAX_WAITING_COMPLETIONS = 256
 _SHUTDOWN_SECONDS = 5  # time for open responses when the server stops
@@ -122,6 +123,12 @@ def build_app(
     async def model_info(model_id: str) -> dict[str, Any]:
         _check_model(model_id, name)
         return model_json
+
+    page = page_response()
+
+    @app.get("/")
+    async def show_page() -> Response:
+        return page
 
     @app.get("/health")
     async def health() -> Response:
@@ -228,7 +235,8 @@ def serve(
                 max_requests_per_client=max_requests_per_client,
             )
         url_host = f"[{host}]" if ":" in host else host
-        url = f"http://{url_host}:{listener.getsockname()[1]}/v1"
-        print(f"Serving {resolved.name} on {url} (model: textmill). Ctrl-C stops the server.", flush=True)
+        url = f"http://{url_host}:{listener.getsockname()[1]}"
+        print(f"Serving {resolved.name} on {url}/v1 (model: textmill). Ctrl-C stops the server.", flush=True)
+        print(f"Chat in a browser: {url}/", flush=True)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_SECONDS)
         uvicorn.Server(config).run(sockets=[listener])
