@@ -2,9 +2,10 @@
 
 ``python -m benchmarks.serve [--clients 100] [--seconds 60]``. The server is a process with a model of the shape of
 ``stories-cpu`` and random weights. Each client requests one completion after the other, of various lengths, and closes
-every fifth stream before its end. The memory of the server is measured after a quarter of the time and at the end. The
-last line is JSON. ``left`` is the number of completions that still run two seconds after all clients have finished.
-The exit code is 1 if a request failed, if a completion still runs, or if the memory grew by more than a tenth.
+every fifth stream before its end. The server's metrics are read each second. The memory of the server is measured after
+a quarter of the time and at the end. The last line is JSON. ``left`` is the number of completions that still run two
+seconds after all clients have finished. The exit code is 1 if a request failed, if a completion still runs, or if the
+memory grew by more than a tenth.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.tokenizer import Tokenizer
 
 BATCH_SIZE = 16  # the default of textmill serve
+PREFIX_CACHE_BYTES = 256 * 10**6  # the default too
 EARLY_CLOSE_INTERVAL = 5  # a client closes one of this many streams early
 
 
@@ -39,7 +41,9 @@ def serve() -> None:
     tokenizer = Tokenizer({byte: bytes([byte]) for byte in range(256)}, [], [END_OF_TEXT])
     torch.manual_seed(0)
     model = TransformerLM(replace(load_preset("stories-cpu").model, vocab_size=tokenizer.size))
-    app = build_app(prepare_for_inference(model), tokenizer, "random", BATCH_SIZE)
+    app = build_app(
+        prepare_for_inference(model), tokenizer, "random", BATCH_SIZE, prefix_cache_bytes=PREFIX_CACHE_BYTES
+    )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
 
@@ -84,6 +88,16 @@ async def client(http: httpx.AsyncClient, number: int, until: float, counts: dic
             print(f"client {number}: {type(error).__name__} {error}", file=sys.stderr, flush=True)
 
 
+async def scrape_metrics(http: httpx.AsyncClient, until: float, counts: dict[str, int]) -> None:
+    """Read the server's metrics each second until the time ``until``, as Prometheus does."""
+    while time.monotonic() < until:
+        response = await http.get("/metrics")
+        values = dict(line.rsplit(" ", 1) for line in response.text.splitlines() if line.startswith("textmill_"))
+        is_valid = response.status_code == 200 and 0 <= float(values["textmill_running_completions"]) <= BATCH_SIZE
+        counts["scrapes" if is_valid else "failed"] += 1
+        await asyncio.sleep(1)
+
+
 def resident_mb(pid: int) -> float:
     listing = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=True)
     return int(listing.stdout) / 1024
@@ -91,11 +105,12 @@ def resident_mb(pid: int) -> float:
 
 async def run_clients(url: str, pid: int, clients: int, seconds: float) -> dict[str, Any]:
     """Run all clients for ``seconds``; return the counts and the memory of the server."""
-    counts = {"whole": 0, "left early": 0, "failed": 0, "events": 0}
+    counts = {"whole": 0, "left early": 0, "failed": 0, "events": 0, "scrapes": 0}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
         started = time.monotonic()
         tasks = [asyncio.ensure_future(client(http, n, started + seconds, counts)) for n in range(clients)]
+        tasks.append(asyncio.ensure_future(scrape_metrics(http, started + seconds, counts)))
         await asyncio.sleep(seconds / 4)
         warm = resident_mb(pid)
         await asyncio.gather(*tasks)

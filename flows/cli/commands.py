@@ -143,7 +143,17 @@ def serve_command(options: Namespace) -> None:
     from flows.server.app import serve
 
     model = resolve_model(options.model, options.root)
-    serve(model, options.host, options.port, options.max_batch_size, options.device)
+    key = options.api_key if options.api_key is not None else os.environ.get("TEXTMILL_API_KEY")
+    serve(
+        model,
+        options.host,
+        options.port,
+        options.max_batch_size,
+        options.device,
+        prefix_cache_bytes=options.prefix_cache_mb * 10**6,
+        api_key=key,
+        max_requests_per_client=options.max_requests_per_client,
+    )
 
 
 def evaluate_command(options: Namespace) -> None:

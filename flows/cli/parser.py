@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings  # type: ignore[attr-defined]
-from jsonargparse.typing import PositiveInt
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from flows.config import PRESETS, PipelineConfig, StageName, preset_names, preset_path
 from flows.posttrain_config import POSTTRAIN_PRESETS, PosttrainConfig, PosttrainStage
@@ -120,9 +120,15 @@ def build_parser(preset: str = "demo", posttrain_preset: str = "demo") -> Argume
     serve.add_argument("--model", **_MODEL)
     serve.add_argument("--root", **_ROOT)
     serve.add_argument("--device", **_DEVICE)
-    serve.add_argument("--host", type=str, default="127.0.0.1", help="address to listen on; there is no access control")
+    serve.add_argument("--host", type=str, default="127.0.0.1", help="address to listen on")
     serve.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free port")
     serve.add_argument("--max-batch-size", type=PositiveInt, default=16, help="completions computed at the same time")
+    cache_help = "memory for the beginnings of recent prompts, which are not computed again, in MB; 0: none"
+    serve.add_argument("--prefix-cache-mb", type=NonNegativeInt, default=256, help=cache_help)
+    key_help = "key that clients must send; the variable TEXTMILL_API_KEY holds it out of sight of other users"
+    serve.add_argument("--api-key", type=str, default=None, help=key_help)
+    limit_help = "requests of one IP address at a time; 0: no limit"
+    serve.add_argument("--max-requests-per-client", type=NonNegativeInt, default=0, help=limit_help)
 
     evaluate = add("evaluate", "Ask a model the problems of a task, and show how many of its answers are right.")
     evaluate.add_argument("--model", **_MODEL | {"help": f"{_MODEL['help']}; or the URL of a server with OpenAI's API"})

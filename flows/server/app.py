@@ -16,21 +16,30 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from flows.models import ResolvedModel
+from flows.server.access import AccessControl
+from flows.server.logprobs import TokenNames
+from flows.server.metrics import CountRequests, ServerMetrics
+from flows.server.page import page_response
 from flows.server.requests import ApiError, ChatRequest, CompletionRequest, parse_request
 from flows.server.responses import GenerationResponse
 from lm.common.device import explain_out_of_memory
 from lm.common.errors import UserError
 from lm.inference.chat_format import PLAIN_NOTICE, ChatFormat
 from lm.inference.completion import check_vocabulary
+from lm.inference.engine import Generation
 from lm.inference.scheduler import QueueFull, Scheduler
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.text_tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
 
+_ENDPOINTS = frozenset({"/", "/health", "/metrics", "/v1/completions", "/v1/chat/completions", "/v1/models"})
 _MAX_BODY_BYTES = 1 << 20
 _MAX_WAITING_COMPLETIONS = 256
 _SHUTDOWN_SECONDS = 5  # time for open responses when the server stops
+_OUT_OF_MEMORY = (
+    "The KV cache and the prefix cache do not fit into memory; lower --max-batch-size or --prefix-cache-mb."
+)
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status code; nobody receives it
 
 
@@ -40,17 +49,22 @@ def build_app(
     name: str,
     max_batch_size: int,
     max_waiting: int = _MAX_WAITING_COMPLETIONS,
+    prefix_cache_bytes: int = 0,
+    api_key: str | None = None,
+    max_requests_per_client: int = 0,
 ) -> FastAPI:
     """Return the web application for ``model``, which clients call ``name``. ``app.state.scheduler`` is its scheduler.
 
+    ``api_key`` and ``max_requests_per_client`` are those of :class:`flows.server.access.AccessControl`.
     Raises UserError if the model and the tokenizer do not match.
     """
     check_vocabulary(model, tokenizer.size)
     chat_format = ChatFormat(tokenizer)
     if not chat_format.has_template:
         log.warning(PLAIN_NOTICE)
-    scheduler = Scheduler(model, max_batch_size, max_waiting)
-    created = int(time.time())
+    token_names = TokenNames(tokenizer)
+    scheduler = Scheduler(model, max_batch_size, max_waiting, prefix_cache_bytes)
+    metrics = ServerMetrics(scheduler)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -61,23 +75,27 @@ def build_app(
     for error_type in (ApiError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(error_type, _error_response)
     app.state.scheduler = scheduler
+    app.add_middleware(AccessControl, api_key=api_key, max_requests_per_client=max_requests_per_client)
+    app.add_middleware(CountRequests, metrics=metrics, endpoints=_ENDPOINTS)  # the outer one: it counts refusals too
 
     async def generate(http_request: Request, request_type: type[CompletionRequest] | type[ChatRequest]) -> Response:
         request = parse_request(request_type, await _read_body(http_request))
-        if request.model is not None and request.model != name:
-            message = f"There is no model {request.model[:80]!r}; this is {name!r}."
-            raise ApiError(404, message, "model", "model_not_found")
+        if request.model is not None:
+            _check_model(request.model, name)
         request.model = name
-        if request.logprobs:
-            raise ApiError(400, "logprobs must be 0, in completions only: alternatives are not available.", "logprobs")
-        count = request.count_prompts() * (request.n or 1)
+        count = request.count_prompts() * request.completions_per_prompt
         if not 0 < count <= scheduler.capacity:
             raise ApiError(400, f"{count} completions are requested; 1 to {scheduler.capacity} are possible.", "n")
         prompts = await asyncio.to_thread(request.encode_prompts, chat_format)
-        response = GenerationResponse(request, prompts, chat_format, model.config.context_length)
+        response = GenerationResponse(request, prompts, chat_format, token_names, model.config.context_length)
         choices = {choice.generation: choice for choice in response.choices}
+
+        def on_finish(generation: Generation, error: Exception | None) -> None:
+            metrics.record_completion(choices[generation])
+            choices[generation].finish(error)
+
         try:
-            scheduler.submit(list(choices), lambda generation, error: choices[generation].finish(error))
+            scheduler.submit(list(choices), on_finish)
         except QueueFull as busy:
             raise ApiError(429, str(busy)) from None
         except UserError as error:
@@ -94,13 +112,41 @@ def build_app(
     async def chat(request: Request) -> Response:
         return await generate(request, ChatRequest)
 
+    model_json = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "textmill"}
+    model_json["has_chat_template"] = chat_format.has_template  # not OpenAI's; textmill evaluate reads it
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        model_json = {"id": name, "object": "model", "created": created, "owned_by": "textmill"}
-        model_json["has_chat_template"] = chat_format.has_template  # not OpenAI's; textmill evaluate reads it
         return {"object": "list", "data": [model_json]}
 
+    @app.get("/v1/models/{model_id:path}")
+    async def model_info(model_id: str) -> dict[str, Any]:
+        _check_model(model_id, name)
+        return model_json
+
+    page = page_response()
+
+    @app.get("/")
+    async def show_page() -> Response:
+        return page
+
+    @app.get("/health")
+    async def health() -> Response:
+        if scheduler.is_running:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "The thread that runs the model has ended."}, 503)
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        return metrics.response()
+
     return app
+
+
+def _check_model(requested: str, name: str) -> None:
+    """Raise ApiError unless the requested model is the one called ``name``."""
+    if requested != name:
+        raise ApiError(404, f"There is no model {requested[:80]!r}; this is {name!r}.", "model", "model_not_found")
 
 
 async def _error_response(_: Request, error: Exception) -> Response:
@@ -158,8 +204,19 @@ def _cancel(response: GenerationResponse, scheduler: Scheduler) -> None:
         scheduler.cancel(choice.generation)
 
 
-def serve(resolved: ResolvedModel, host: str, port: int, max_batch_size: int, device: str) -> None:
+def serve(
+    resolved: ResolvedModel,
+    host: str,
+    port: int,
+    max_batch_size: int,
+    device: str,
+    prefix_cache_bytes: int = 0,
+    api_key: str | None = None,
+    max_requests_per_client: int = 0,
+) -> None:
     """Serve a model until Ctrl-C."""
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
+        raise UserError("The API key must be printable ASCII text without spaces around it, and not empty.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family)
@@ -167,10 +224,19 @@ def serve(resolved: ResolvedModel, host: str, port: int, max_batch_size: int, de
         raise UserError(f"Cannot listen on {host}, port {port}: {error}. Change --host or --port.") from None
     with listener, suppress(KeyboardInterrupt):
         model, tokenizer = resolved.load_for_inference(device)
-        with explain_out_of_memory("The model's KV cache does not fit into memory; lower --max-batch-size."):
-            app = build_app(model, tokenizer, "textmill", max_batch_size)
+        with explain_out_of_memory(_OUT_OF_MEMORY):
+            app = build_app(
+                model,
+                tokenizer,
+                "textmill",
+                max_batch_size,
+                prefix_cache_bytes=prefix_cache_bytes,
+                api_key=api_key,
+                max_requests_per_client=max_requests_per_client,
+            )
         url_host = f"[{host}]" if ":" in host else host
-        url = f"http://{url_host}:{listener.getsockname()[1]}/v1"
-        print(f"Serving {resolved.name} on {url} (model: textmill). Ctrl-C stops the server.", flush=True)
+        url = f"http://{url_host}:{listener.getsockname()[1]}"
+        print(f"Serving {resolved.name} on {url}/v1 (model: textmill). Ctrl-C stops the server.", flush=True)
+        print(f"Chat in a browser: {url}/", flush=True)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_SECONDS)
         uvicorn.Server(config).run(sockets=[listener])

@@ -8,17 +8,32 @@ from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from lm.common.errors import UserError
 from lm.data.dialogs import Message
 from lm.inference.chat_format import ChatFormat
 from lm.inference.completion import encode_prompt
 from lm.inference.config import SampleConfig
+from lm.inference.logit_edits import LogitEdits
 
 T = TypeVar("T")
 _List = Annotated[list[T], Field(fail_fast=True)]  # report the first wrong item only, not a million
-_Empty = Annotated[T, Field(max_length=0)]
+
+
+def _refuse_unless_empty(value: T) -> T:
+    if value:
+        raise PydanticCustomError("unsupported", "This server does not support it; leave it out")
+    return value
+
+
+_Empty = Annotated[T, AfterValidator(_refuse_unless_empty)]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_Bias = Annotated[float, Field(ge=-100, le=100)]
+_MAX_ALTERNATIVES = 20
+_MAX_BIASES = 1024
+_MAX_STOPS = 16  # OpenAI's limit is 4; tasks of evaluation harnesses have more
 
 
 class ApiError(Exception):
@@ -32,7 +47,8 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         """Return the HTTP response."""
-        return JSONResponse(self.body, self.status, {"Retry-After": "1"} if self.status == 429 else None)
+        headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
+        return JSONResponse(self.body, self.status, headers.get(self.status))
 
 
 class _StrictModel(BaseModel):
@@ -59,11 +75,11 @@ class GenerationRequest(_StrictModel):
     top_p: float | None = Field(None, ge=0, le=1)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.1, le=10)
-    frequency_penalty: float | None = Field(None, ge=0, le=0)
-    presence_penalty: float | None = Field(None, ge=0, le=0)
-    logit_bias: _Empty[dict[str, float]] | None = None
+    frequency_penalty: _Penalty | None = None
+    presence_penalty: _Penalty | None = None
+    logit_bias: Annotated[dict[str, _Bias], Field(max_length=_MAX_BIASES)] | None = None
     n: int | None = Field(None, ge=1)
-    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=_MAX_STOPS)] | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
@@ -75,21 +91,54 @@ class GenerationRequest(_StrictModel):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SampleConfig(**parameters, max_new_tokens=max_new_tokens, stop=[*stops, *extra_stops])
 
+    def logit_edits(self, vocab_size: int) -> LogitEdits:
+        """Return the penalties and biases. Raise ApiError for a bias of an unknown token id."""
+        biases: dict[int, float] = {}
+        for key, bias in (self.logit_bias or {}).items():
+            is_number = key.isascii() and key.isdecimal() and len(key) < 20
+            if not (is_number and int(key) < vocab_size):
+                message = f"logit_bias: {key[:40]!r} is not a token id; the model has the ids 0 to {vocab_size - 1}."
+                raise ApiError(400, message, "logit_bias")
+            biases[int(key)] = bias
+        return LogitEdits(self.frequency_penalty or 0.0, self.presence_penalty or 0.0, biases)
+
 
 class CompletionRequest(GenerationRequest):
     """The body of ``POST /v1/completions``."""
 
     prompt: str | _List[str] | _List[int] | _List[_List[int]]
     suffix: _Empty[str] | None = None
-    best_of: int | None = Field(None, ge=1, le=1)
+    best_of: int | None = Field(None, ge=1)
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=_MAX_ALTERNATIVES)
 
     def _prompts(self) -> Sequence[str | list[int]]:
         if isinstance(self.prompt, str):
             return [self.prompt]
         prompts = [item for item in self.prompt if not isinstance(item, int)]
         return prompts or [[item for item in self.prompt if isinstance(item, int)]]
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the response has log-probabilities."""
+        return self.logprobs is not None
+
+    @property
+    def num_alternatives(self) -> int:
+        """Number of most likely tokens beside each log-probability."""
+        return self.logprobs or 0
+
+    @property
+    def completions_per_prompt(self) -> int:
+        """Number of completions to generate for a prompt. Raise ApiError if best_of does not fit."""
+        count = self.n or 1
+        if self.best_of is None:
+            return count
+        if self.best_of < count:
+            raise ApiError(400, f"best_of is {self.best_of}; it must be at least n, which is {count}.", "best_of")
+        if self.stream and self.best_of > count:
+            raise ApiError(400, "best_of: a stream cannot wait for the best; use best_of = n.", "best_of")
+        return self.best_of
 
     def count_prompts(self) -> int:
         """Return the number of prompts."""
@@ -123,6 +172,24 @@ class ChatRequest(GenerationRequest):
     response_format: _ResponseFormat | None = None
     max_completion_tokens: int | None = Field(None, ge=0)
     logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=_MAX_ALTERNATIVES)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the response has log-probabilities. Raise ApiError if only their alternatives are wanted."""
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true.", "top_logprobs")
+        return bool(self.logprobs)
+
+    @property
+    def num_alternatives(self) -> int:
+        """Number of most likely tokens beside each log-probability."""
+        return self.top_logprobs or 0
+
+    @property
+    def completions_per_prompt(self) -> int:
+        """Number of completions to generate for the dialog."""
+        return self.n or 1
 
     def count_prompts(self) -> int:
         """Return 1: the dialog is a single prompt."""

@@ -1,18 +1,15 @@
-"""Responses of OpenAI's API: the generated text of a request, as one JSON body or as a stream of events.
-
-Log-probabilities cover the generated tokens, including those of a stop text, and with ``echo`` the prompt's tokens.
-"""
+"""Responses of OpenAI's API: the generated text of a request, as one JSON body or as a stream of events."""
 
 import asyncio
 import json
 import random
 import time
 import uuid
-from collections import ChainMap
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
-from flows.server.requests import ApiError, ChatRequest, CompletionRequest, GenerationRequest
+from flows.server.logprobs import ChatLogprobs, CompletionLogprobs, ScoredToken, TokenNames
+from flows.server.requests import ApiError, ChatRequest, CompletionRequest
 from lm.inference.chat_format import Answer, ChatFormat
 from lm.inference.completion import TextStream, create_text_generation
 
@@ -36,26 +33,44 @@ class Choice:
     def __init__(
         self, response: "GenerationResponse", index: int, prompt: list[int], max_tokens: int, seed: int
     ) -> None:
-        request = response.request
-        self._response, self._index = response, index
-        self._has_logprobs = isinstance(request, CompletionRequest) and request.logprobs is not None
+        request, tokenizer = response.request, response.chat_format.tokenizer
+        self.index = index
+        self.created_at = time.monotonic()
+        self.first_token_at: float | None = None
+        self._response = response
+        self._has_logprobs = request.wants_logprobs
         self._has_echo = isinstance(request, CompletionRequest) and bool(request.echo)
         self._is_started = False
         self._answer = Answer(response.chat_format)
         self._sent_tokens = 0
-        self._text_offset = 0
-        tokenizer = response.chat_format.tokenizer
-        special_tokens = dict.fromkeys(tokenizer.special_ids.values(), b"")  # they have no text
-        self._token_bytes = ChainMap(special_tokens, tokenizer.vocab)
-        self._offset_stream = TextStream(self._token_bytes)
+        self._logprobs: ChatLogprobs | CompletionLogprobs = (
+            ChatLogprobs(response.token_names)
+            if response.is_chat
+            else CompletionLogprobs(response.token_names, request.num_alternatives > 0)
+        )
         self.generation, self._text = create_text_generation(
             tokenizer,
             prompt,
             request.sample_config(max_tokens, *(response.chat_format.stop if response.is_chat else [])),
             seed,
-            lambda text: response.put(Update(self, text, len(self.generation.ids))),
-            self._has_logprobs,
+            self._send,
+            response.edits,
         )
+        self.generation.wants_logprobs = self._has_logprobs or response.has_best_of
+        self.generation.wants_prompt_logprobs = self._has_logprobs and self._has_echo
+        self.generation.num_alternatives = request.num_alternatives
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log-probability of the generated tokens and the one that ends them; 0 if there are none."""
+        generation = self.generation
+        logprobs = [*generation.logprobs, *([generation.end_score[1].logprob] if generation.end_score else [])]
+        return sum(logprobs) / max(1, len(logprobs))
+
+    def _send(self, text: str) -> None:
+        if self.first_token_at is None:
+            self.first_token_at = time.monotonic()
+        self._response.put(Update(self, text, len(self.generation.ids)))
 
     def finish(self, error: Exception | None) -> None:
         """Send the last update, with the text that was held back."""
@@ -66,32 +81,43 @@ class Choice:
     def to_json(self, update: Update) -> dict[str, Any] | None:
         """Return the JSON object of an update, or None if it has nothing to send."""
         text, generation = update.text, self.generation
-        ids = generation.ids[self._sent_tokens : update.token_count]
-        logprobs: list[float | None] = [*generation.logprobs[self._sent_tokens : update.token_count]]
-        self._sent_tokens = update.token_count
+        first, self._sent_tokens = self._sent_tokens, update.token_count
+        tokens: list[ScoredToken] = []
+        if self._has_logprobs:
+            tokens = self._scored_tokens(first, update.token_count)
+            if update.finish_reason and generation.end_score:
+                end_id, score = generation.end_score
+                tokens.append(ScoredToken(end_id, *score))
         if self._has_echo and not self._is_started:
-            prompt = TextStream(self._token_bytes)
+            prompt = TextStream(self._response.token_names.text_bytes)
             text = "".join([*map(prompt.add, generation.prompt), prompt.finish(), text])
-            ids, logprobs = [*generation.prompt, *ids], [None, *generation.prompt_logprobs, *logprobs]
+            if self._has_logprobs:
+                tokens = [*self._scored_prompt(), *tokens]
         if self._response.is_chat:
             text = self._answer.add(text)
-        if not (text or update.finish_reason or (ids and self._has_logprobs)):
+        if not (text or update.finish_reason or tokens):
             return None
         content: dict[str, Any] = {"text": text}
         if self._response.is_chat:
             role = {} if self._is_started else {"role": "assistant"}
             content = {"delta" if self._response.request.stream else "message": role | {"content": text}}
         self._is_started = True
-        logprobs_json = self._logprobs_to_json(ids, logprobs) if self._has_logprobs else None
-        return {"index": self._index, **content, "logprobs": logprobs_json, "finish_reason": update.finish_reason}
+        logprobs = self._logprobs.to_json(tokens) if self._has_logprobs else None
+        return {"index": self.index, **content, "logprobs": logprobs, "finish_reason": update.finish_reason}
 
-    def _logprobs_to_json(self, ids: list[int], logprobs: list[float | None]) -> dict[str, Any]:
-        offsets = []
-        for token_id in ids:
-            offsets.append(self._text_offset)
-            self._text_offset += len(self._offset_stream.add(token_id))
-        tokens = [self._response.chat_format.tokenizer.decode([token_id]) for token_id in ids]
-        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
+    def _scored_tokens(self, first: int, end: int) -> list[ScoredToken]:
+        generation = self.generation
+        columns = (generation.ids[first:end], generation.logprobs[first:end], generation.alternatives[first:end])
+        return [ScoredToken(*row) for row in zip(*columns, strict=True)]
+
+    def _scored_prompt(self) -> list[ScoredToken]:
+        generation = self.generation
+        columns = (
+            generation.prompt,
+            [None, *generation.prompt_logprobs],
+            [[], *generation.prompt_alternatives],
+        )
+        return [ScoredToken(*row) for row in zip(*columns, strict=True)]
 
 
 class GenerationResponse:
@@ -101,14 +127,22 @@ class GenerationResponse:
     """
 
     def __init__(
-        self, request: GenerationRequest, prompts: list[list[int]], chat_format: ChatFormat, context_length: int
+        self,
+        request: CompletionRequest | ChatRequest,
+        prompts: list[list[int]],
+        chat_format: ChatFormat,
+        token_names: TokenNames,
+        context_length: int,
     ) -> None:
-        self.request, self.chat_format = request, chat_format
+        self.request, self.chat_format, self.token_names = request, chat_format, token_names
+        self.edits = request.logit_edits(chat_format.tokenizer.size)
+        self._count, self._generated_count = request.n or 1, request.completions_per_prompt  # for each prompt
+        self.has_best_of = self._generated_count > self._count
         self.is_chat = isinstance(request, ChatRequest)
         self._prompt_tokens = sum(map(len, prompts))
         self._loop, self._updates = asyncio.get_running_loop(), asyncio.Queue[Update]()
         seed = random.randrange(1 << 63) if request.seed is None else request.seed
-        repeated_prompts = [prompt for prompt in prompts for _ in range(request.n or 1)]
+        repeated_prompts = [prompt for prompt in prompts for _ in range(self._generated_count)]
         self.choices = [
             Choice(self, index, prompt, _max_tokens(request, len(prompt), context_length), (seed + index) % (1 << 63))
             for index, prompt in enumerate(repeated_prompts)
@@ -133,10 +167,16 @@ class GenerationResponse:
             unfinished -= update.finish_reason is not None
             yield update
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         completion_tokens = sum(len(choice.generation.ids) for choice in self.choices)
-        total = self._prompt_tokens + completion_tokens
-        return {"prompt_tokens": self._prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+        first_choices = self.choices[:: self._generated_count]  # a prompt counts once
+        cached_tokens = sum(choice.generation.num_cached_tokens for choice in first_choices)
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": self._prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        }
 
     async def body(self) -> dict[str, Any]:
         """Return the whole response when it is complete. Raise ApiError if the model fails."""
@@ -145,8 +185,21 @@ class GenerationResponse:
         async for update in self._iterate_updates():
             texts[update.choice] += update.text
             last_updates[update.choice] = update
-        choices = [choice.to_json(last_updates[choice]._replace(text=texts[choice])) for choice in self.choices]
+        best = self._best_choices()
+        choices = [choice.to_json(last_updates[choice]._replace(text=texts[choice])) for choice in best]
         return {**self._header, "choices": choices, "usage": self._usage()}
+
+    def _best_choices(self) -> list[Choice]:
+        """Return the choices of the response. With best_of, they are the most likely of each prompt."""
+        if not self.has_best_of:
+            return self.choices
+        best = []
+        for start in range(0, len(self.choices), self._generated_count):
+            group = self.choices[start : start + self._generated_count]
+            best += sorted(group, key=lambda choice: -choice.mean_logprob)[: self._count]
+        for index, choice in enumerate(best):
+            choice.index = index
+        return best
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the response as server-sent events."""
@@ -166,7 +219,7 @@ def _event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data)}\n\n"
 
 
-def _max_tokens(request: GenerationRequest, prompt_tokens: int, context_length: int) -> int:
+def _max_tokens(request: CompletionRequest | ChatRequest, prompt_tokens: int, context_length: int) -> int:
     """Return the maximum number of tokens to generate. Raise ApiError if they do not fit into the context."""
     is_chat, max_tokens = isinstance(request, ChatRequest), request.max_tokens
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate, stream
+from lm.inference.logit_edits import LogitEdits
 from lm.model.transformer import TransformerLM
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.text_tokenizer import TextTokenizer
@@ -82,7 +83,7 @@ def create_text_generation(
     config: SampleConfig,
     seed: int,
     on_text: Callable[[str], None],
-    wants_logprobs: bool = False,
+    edits: LogitEdits | None = None,
 ) -> tuple[Generation, TextStream]:
     """Create a generation, to be submitted to an engine, that calls ``on_text`` with each new piece of text.
 
@@ -97,7 +98,8 @@ def create_text_generation(
         return text.is_stopped
 
     stop_ids = frozenset(tokenizer.special_ids.values())
-    return Generation(prompt, config.max_new_tokens, config, stop_ids, seed, wants_logprobs, on_token), text
+    edits = edits or LogitEdits()
+    return Generation(prompt, config.max_new_tokens, config, stop_ids, seed, edits=edits, on_token=on_token), text
 
 
 def complete(

@@ -17,7 +17,10 @@ from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
 from lm.inference.cuda_graphs import DecodeGraphs
 from lm.inference.kv_cache import KVCache, decode_step
-from lm.inference.sampler import Sampler, log_probabilities
+from lm.inference.logit_edits import LogitEditor, LogitEdits
+from lm.inference.prefill import Prefill, PrefillJob
+from lm.inference.prefix_cache import PrefixCache
+from lm.inference.sampler import Sampler, TokenScore, score_tokens
 from lm.model.transformer import TransformerLM
 
 _MAX_LOGITS = 1 << 24  # numbers at a time for the log-probabilities of a prompt
@@ -34,16 +37,29 @@ class Generation:
     stop_ids: frozenset[int] = frozenset()
     """Each of these ids ends the generation and is not part of the result."""
     seed: int = 0
+    edits: LogitEdits = field(default_factory=LogitEdits)
     wants_logprobs: bool = False
-    """Whether ``prompt_logprobs`` and ``logprobs`` are computed."""
+    """Whether ``logprobs`` are computed."""
+    wants_prompt_logprobs: bool = False
+    """Whether ``prompt_logprobs`` are computed."""
+    num_alternatives: int = 0
+    """Number of most likely tokens that are reported beside each log-probability."""
     on_token: Callable[[int], bool] = lambda token_id: False
     """Called with each new id; True ends the generation after it."""
     ids: list[int] = field(default_factory=list)
     """The new ids."""
     logprobs: list[float] = field(default_factory=list)
     """Log-probability, in nats, of each of ``ids`` under the model."""
+    alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
+    """For each of ``ids`` the most likely ids in its place and their log-probabilities, the most likely first."""
+    end_score: tuple[int, TokenScore] | None = None
+    """The stop id that ended the generation, and its score. None without one, and without ``wants_logprobs``."""
     prompt_logprobs: list[float] = field(default_factory=list)
     """Log-probabilities of the prompt's ids, except the first."""
+    prompt_alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
+    """``alternatives`` for the prompt's ids, except the first."""
+    num_cached_tokens: int = 0
+    """Number of the prompt's tokens that were in the prefix cache."""
     finish_reason: Literal["stop", "length"] | None = None
     """``stop``: a stop id, ``on_token`` or a cancellation. ``length``: ``max_new_tokens``. None: unfinished."""
 
@@ -54,14 +70,16 @@ class Generation:
         """Return a random number in (0, 1] that depends on the seed and the number of calls only, not on the batch."""
         return 1.0 - float(torch.rand(1, generator=self._random))
 
-    def append(self, token_id: int, logprob: float | None) -> None:
+    def append(self, token_id: int, score: TokenScore | None) -> None:
         """Add a new id, and set ``finish_reason`` if it is the last one."""
         if token_id in self.stop_ids:
+            self.end_score = None if score is None else (token_id, score)
             self.finish_reason = "stop"
             return
         self.ids.append(token_id)
-        if logprob is not None:
-            self.logprobs.append(logprob)
+        if score is not None:
+            self.logprobs.append(score.logprob)
+            self.alternatives.append(score.alternatives)
         if self.on_token(token_id):
             self.finish_reason = "stop"
         elif len(self.ids) >= self.max_new_tokens:
@@ -72,21 +90,28 @@ class Engine:
     """Runs up to ``max_batch_size`` generations at once with one model.
 
     A sequence longer than ``max_seq_len`` tokens, by default the model's context, continues from its last
-    ``max_seq_len`` tokens, which are recomputed for every new token.
+    ``max_seq_len`` tokens, which are recomputed for every new token. With ``prefix_cache_bytes``, a prompt that begins
+    like a recent sequence computes only the rest; see :class:`lm.inference.prefix_cache.PrefixCache`.
     """
 
-    def __init__(self, model: TransformerLM, max_batch_size: int, max_seq_len: int | None = None) -> None:
+    def __init__(
+        self, model: TransformerLM, max_batch_size: int, max_seq_len: int | None = None, prefix_cache_bytes: int = 0
+    ) -> None:
         parameter = next(model.parameters())
         self.model, self.device = model, parameter.device
         self.max_batch_size = max_batch_size
         self.max_seq_len = min(max_seq_len or model.config.context_length, model.config.context_length)
         self.active: list[Generation] = []  # the index here is the row of the cache
         self._cache = KVCache(model.config, max_batch_size, self.max_seq_len, self.device, parameter.dtype)
+        self._prefix_cache: PrefixCache | None = None
+        if prefix_cache_bytes:
+            self._prefix_cache = PrefixCache(model.config, prefix_cache_bytes, self.device, parameter.dtype)
+        self.prefill = Prefill(model, self._cache, self._prefix_cache)
         self._decode_step: Callable[[Tensor, int], Tensor] = partial(decode_step, model, self._cache)
         if self.device.type == "cuda":
             self._decode_step = DecodeGraphs(model, self._cache)
         self._sampler: Sampler | None = None  # of the active generations
-        self._seen: Tensor | None = None  # (rows, V): the tokens so far, for the repetition penalty
+        self._editors: dict[Generation, LogitEditor] = {}  # of the active generations that need one
 
     def check_prompt(self, generation: Generation) -> None:
         """Raise UserError if the prompt is empty or holds ids outside the model's vocabulary."""
@@ -111,16 +136,14 @@ class Engine:
         if first + len(generations) > self.max_batch_size:
             raise ValueError(f"{first} + {len(generations)} sequences are more than {self.max_batch_size}")
         self.active += generations
-        for row, generation in enumerate(generations, start=first):
+        for generation in generations:
             if generation.max_new_tokens == 0:
                 generation.finish_reason = "length"
-            if generation.sampling.repetition_penalty != 1:
-                if self._seen is None:
-                    shape = (self.max_batch_size, self.model.config.vocab_size or 0)
-                    self._seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
-                self._seen[row] = False
-                self._seen[row, list(generation.prompt)] = True
-        logits = self._prefill(list(range(first, len(self.active))))
+            edits, penalty = generation.edits, generation.sampling.repetition_penalty
+            if LogitEditor.is_needed(edits, penalty):
+                size = self.model.config.vocab_size or 0
+                self._editors[generation] = LogitEditor(edits, penalty, generation.prompt, size, self.device)
+        logits = self._prefill(list(range(first, len(self.active))), uses_prefix_cache=True)
         self._sample(logits, first, Sampler([generation.sampling for generation in generations], self.device))
         self._sampler = None
         self._remove_finished()
@@ -134,13 +157,13 @@ class Engine:
         lengths = [len(generation.prompt) + len(generation.ids) for generation in self.active]
         overlong_rows = [row for row, length in enumerate(lengths) if length > self.max_seq_len]
         if len(overlong_rows) == len(self.active):
-            logits = self._prefill(overlong_rows)
+            logits = self._prefill(overlong_rows, uses_prefix_cache=False)
         else:
             last_ids = [generation.ids[-1] for generation in self.active]
             positions = [min(length, self.max_seq_len) - 1 for length in lengths]
             logits = self._decode_step(torch.tensor([last_ids, positions], device=self.device), max(positions))
             if overlong_rows:
-                logits[overlong_rows] = self._prefill(overlong_rows)
+                logits[overlong_rows] = self._prefill(overlong_rows, uses_prefix_cache=False)
         if self._sampler is None:
             self._sampler = Sampler([generation.sampling for generation in self.active], self.device)
         self._sample(logits, 0, self._sampler)
@@ -151,53 +174,76 @@ class Engine:
         for row in reversed(range(len(self.active))):
             if self.active[row].finish_reason:
                 self._sampler = None
+                self._store(row)
+                self._editors.pop(self.active[row], None)
                 last = self.active.pop()
                 if row < len(self.active):
                     self.active[row] = last
                     self._cache.copy_rows([len(self.active)], [row])
-                    if self._seen is not None:
-                        self._seen[row] = self._seen[len(self.active)]
 
-    def _prefill(self, rows: list[int]) -> Tensor:
-        """Compute whole sequences, equal ones once, and return the logits (rows, V) of their next tokens."""
-        sequences = [(*self.active[row].prompt, *self.active[row].ids)[-self.max_seq_len :] for row in rows]
-        index_of = {tokens: index for index, tokens in enumerate(dict.fromkeys(sequences))}
-        computed_rows = [rows[sequences.index(tokens)] for tokens in index_of]
-        longest = max(map(len, index_of))
-        ids = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in index_of], device=self.device)
-        attention = self._cache.prefill_attention(torch.tensor(computed_rows, device=self.device))
-        hidden = self.model.hidden_states(ids, None, attention)
-        indices = [index_of[tokens] for tokens in sequences]
-        for row, index, tokens in zip(rows, indices, sequences, strict=True):
-            if self.active[row].wants_logprobs and not self.active[row].ids:
-                self._score_prompt(self.active[row], hidden[index, : len(tokens) - 1], tokens)
-        if len(computed_rows) < len(rows):
-            self._cache.copy_rows([computed_rows[index] for index in indices], rows)
-        last_positions = [len(tokens) - 1 for tokens in index_of]
-        return self.model.logits(hidden[range(len(last_positions)), last_positions])[indices]
+    def _store(self, row: int) -> None:
+        """Keep the sequence of a row in the prefix cache. The last id was not computed yet."""
+        generation = self.active[row]
+        is_complete = len(generation.prompt) + len(generation.ids) <= self.max_seq_len
+        if self._prefix_cache is not None and generation.ids and is_complete:
+            self._prefix_cache.store((*generation.prompt, *generation.ids[:-1]), self._cache, row)
+
+    def _prefill(self, rows: list[int], uses_prefix_cache: bool) -> Tensor:
+        """Compute whole sequences, and return the logits (rows, V) of their next tokens."""
+        generations = [self.active[row] for row in rows]
+        needs_scores = [generation.wants_prompt_logprobs and not generation.ids for generation in generations]
+        sequences = [(*generation.prompt, *generation.ids)[-self.max_seq_len :] for generation in generations]
+        prefilled = self.prefill(list(map(PrefillJob, rows, sequences, needs_scores)), uses_prefix_cache)
+        for generation, tokens, result, is_scored in zip(generations, sequences, prefilled, needs_scores, strict=True):
+            if not generation.ids:
+                generation.num_cached_tokens = result.num_cached
+            if is_scored:
+                self._score_prompt(generation, result.hidden[:-1], tokens)
+        return self.model.logits(torch.stack([result.hidden[-1] for result in prefilled]))
 
     def _score_prompt(self, generation: Generation, hidden: Tensor, tokens: Sequence[int]) -> None:
         """Set the prompt's log-probabilities, from the hidden states (T - 1, D) before each id except the first."""
         targets = torch.tensor(tokens[1:], device=self.device)
         chunk_size = max(1, _MAX_LOGITS // (self.model.config.vocab_size or 1))
         for chunk, chunk_targets in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):
-            generation.prompt_logprobs += log_probabilities(self.model.logits(chunk), chunk_targets).tolist()
+            for score in score_tokens(self.model.logits(chunk), chunk_targets, generation.num_alternatives):
+                generation.prompt_logprobs.append(score.logprob)
+                generation.prompt_alternatives.append(score.alternatives)
 
     def _sample(self, logits: Tensor, first: int, sampler: Sampler) -> None:
         """Sample from ``logits`` (rows, V) for the active generations from index ``first`` on."""
         logits = logits.float()  # argmax and max are slow in bfloat16
         generations = self.active[first : first + len(logits)]
         uniform = torch.tensor([generation.next_uniform() for generation in generations], device=self.device)
-        seen = self._seen[first : first + len(logits)] if self._seen is not None and sampler.has_penalty else None
-        ids = sampler.sample(logits, uniform, seen)
-        logprobs: list[float | None] = [None] * len(generations)
-        if any(generation.wants_logprobs for generation in generations):
-            logprobs = [*log_probabilities(logits, ids).tolist()]
-        for row, (generation, token_id, logprob) in enumerate(zip(generations, ids.tolist(), logprobs, strict=True)):
+        ids = sampler.sample(self._edit(logits, generations) if self._editors else logits, uniform)
+        scores = self._score(logits, ids, generations)
+        for row, (generation, token_id) in enumerate(zip(generations, ids.tolist(), strict=True)):
             if not generation.finish_reason:
-                generation.append(token_id, logprob if generation.wants_logprobs else None)
-                if seen is not None:
-                    seen[row, token_id] = True
+                if editor := self._editors.get(generation):
+                    editor.record(token_id)
+                generation.append(token_id, scores.get(row))
+
+    def _edit(self, logits: Tensor, generations: Sequence[Generation]) -> Tensor:
+        """Return a copy of the logits (rows, V) with the edits of each generation."""
+        logits = logits.clone()
+        for row, generation in enumerate(generations):
+            if editor := self._editors.get(generation):
+                logits[row] = editor.edit(logits[row])
+        return logits
+
+    def _score(self, logits: Tensor, ids: Tensor, generations: Sequence[Generation]) -> dict[int, TokenScore]:
+        """Return the scores of ``ids`` (rows,) by the row, for the generations that want them."""
+        rows = [row for row, generation in enumerate(generations) if generation.wants_logprobs]
+        if not rows:
+            return {}
+        if len(rows) < len(generations):
+            logits, ids = logits[rows], ids[rows]
+        count = max(generations[row].num_alternatives for row in rows)
+        scores = score_tokens(logits, ids, count)
+        return {
+            row: score._replace(alternatives=score.alternatives[: generations[row].num_alternatives])
+            for row, score in zip(rows, scores, strict=True)
+        }
 
 
 def generate(model: TransformerLM, generations: Sequence[Generation], max_batch_size: int | None = None) -> None:

@@ -39,6 +39,30 @@ class KVCache:
 
         return [for_layer(keys, values) for keys, values in zip(self.keys, self.values, strict=True)]
 
+    def suffix_attention(self, rows: Tensor, positions: Tensor, lengths: Tensor) -> list[AttentionFunction]:
+        """Return each layer's attention for tokens (B, T) that continue sequences in ``rows`` (B,) of the cache.
+
+        The tokens are at ``positions`` (B, T). Of each sequence the first of ``lengths`` (B,) enter the cache; the
+        others are padding.
+        """
+        steps = torch.arange(positions.shape[1], device=positions.device)
+        batch, step = (steps < lengths[:, None]).nonzero(as_tuple=True)
+        token_rows, token_positions = rows[batch], positions[batch, step]
+        num_keys = int(token_positions.max()) + 1
+        mask = torch.arange(num_keys, device=positions.device) <= positions[:, None, :, None]  # (B, 1, T, S)
+
+        def for_layer(keys: Tensor, values: Tensor) -> AttentionFunction:
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                keys[token_rows, :, token_positions] = k[batch, :, step]
+                values[token_rows, :, token_positions] = v[batch, :, step]
+                all_keys, all_values = keys[rows, :, :num_keys], values[rows, :, :num_keys]
+                has_groups = q.shape[1] > k.shape[1]
+                return F.scaled_dot_product_attention(q, all_keys, all_values, mask, enable_gqa=has_groups)
+
+            return attend
+
+        return [for_layer(keys, values) for keys, values in zip(self.keys, self.values, strict=True)]
+
     def copy_rows(self, sources: list[int], targets: list[int]) -> None:
         """Copy the rows ``sources`` over the rows ``targets``."""
         for tensor in (self.keys, self.values):

@@ -99,7 +99,7 @@ class Llama:
         self._check_batch_size(prompt_tokens)
         sampling = SampleConfig(temperature=temperature, top_p=top_p)
         runs = [
-            self._create_generation(f"Prompt {index}", prompt, max_gen_len, sampling, logprobs, seed + index)
+            self._create_generation(f"Prompt {index}", prompt, max_gen_len, sampling, logprobs, seed + index, echo)
             for index, prompt in enumerate(prompt_tokens)
         ]
         generate(self.model, runs)
@@ -198,6 +198,7 @@ class Llama:
         sampling: SampleConfig,
         logprobs: bool,
         seed: int,
+        echo: bool = False,
     ) -> Generation:
         room = self.max_seq_len - len(prompt)
         if room < 0:
@@ -208,4 +209,7 @@ class Llama:
         if max_gen_len is not None and max_gen_len < 0:
             raise UserError(f"max_gen_len is {max_gen_len}; it must be at least 0.")
         max_new_tokens = room if max_gen_len is None else min(room, max_gen_len)
-        return Generation(prompt, max_new_tokens, sampling, frozenset([self.tokenizer.eos_id]), seed, logprobs)
+        stop_ids = frozenset([self.tokenizer.eos_id])
+        generation = Generation(prompt, max_new_tokens, sampling, stop_ids, seed)
+        generation.wants_logprobs, generation.wants_prompt_logprobs = logprobs, logprobs and echo
+        return generation

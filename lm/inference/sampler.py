@@ -1,10 +1,11 @@
 """Sampling of the next tokens from a model's logits.
 
 Sources: CS336 assignment 1 (section 6); Fan et al. 2018 (top-k); Holtzman et al. 2020 (top-p); Nguyen et al. 2024
-(min-p); Keskar et al. 2019 (repetition penalty).
+(min-p).
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,21 +24,13 @@ class Sampler:
         def column(name: str) -> Tensor:
             return torch.tensor([[getattr(row, name)] for row in settings], dtype=torch.float32, device=device)
 
-        self.temperature, self.top_k, self.top_p, self.min_p, self.penalty = map(
-            column, ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        )
+        self.temperature, self.top_k, self.top_p, self.min_p = map(column, ("temperature", "top_k", "top_p", "min_p"))
         self.is_greedy = all(row.temperature < _TINY for row in settings)
         self.has_top_k_or_p = any(row.top_k or row.top_p < 1 for row in settings)
         self.has_min_p = any(row.min_p > 0 for row in settings)
-        self.has_penalty = any(row.repetition_penalty != 1 for row in settings)
 
-    def sample(self, logits: Tensor, uniform: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Return the next ids (B,) for logits (B, V) and random numbers ``uniform`` (B,) in (0, 1].
-
-        ``seen`` (B, V) marks the tokens that the repetition penalty applies to.
-        """
-        if seen is not None:
-            logits = torch.where(seen, torch.where(logits > 0, logits / self.penalty, logits * self.penalty), logits)
+    def sample(self, logits: Tensor, uniform: Tensor) -> Tensor:
+        """Return the next ids (B,) for logits (B, V) and random numbers ``uniform`` (B,) in (0, 1]."""
         if self.is_greedy:
             return logits.argmax(-1)
         cumulative = self.probabilities(logits).cumsum(-1)
@@ -92,7 +85,24 @@ class Sampler:
         return probabilities.sort(stable=True, dim=-1, descending=True)
 
 
-def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return the log-probabilities (...) in nats of ``ids`` (...) under logits (..., V), at temperature 1."""
+class TokenScore(NamedTuple):
+    """How likely a model finds a token."""
+
+    logprob: float
+    """Log-probability in nats, at temperature 1 and without edits of the logits."""
+    alternatives: list[tuple[int, float]]
+    """The most likely ids and their log-probabilities, the most likely first."""
+
+
+def score_tokens(logits: Tensor, ids: Tensor, num_alternatives: int) -> list[TokenScore]:
+    """Return the scores of ``ids`` (N,) under logits (N, V), each with ``num_alternatives``, at most V."""
     logits = logits.float()
-    return logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+    normalizer = logits.logsumexp(-1, keepdim=True)
+    logprobs = (logits.gather(-1, ids[:, None]) - normalizer).squeeze(-1).tolist()
+    if not num_alternatives:
+        return [TokenScore(logprob, []) for logprob in logprobs]
+    top = logits.topk(min(num_alternatives, logits.shape[-1]))
+    alternatives = zip(top.indices.tolist(), (top.values - normalizer).tolist(), strict=True)
+    return [
+        TokenScore(logprob, list(zip(*row, strict=True))) for logprob, row in zip(logprobs, alternatives, strict=True)
+    ]

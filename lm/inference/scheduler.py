@@ -29,8 +29,10 @@ class Scheduler:
     with the error, and the waiting ones follow.
     """
 
-    def __init__(self, model: TransformerLM, max_batch_size: int, max_waiting: int) -> None:
-        self._engine = Engine(model, max_batch_size)
+    def __init__(
+        self, model: TransformerLM, max_batch_size: int, max_waiting: int, prefix_cache_bytes: int = 0
+    ) -> None:
+        self._engine = Engine(model, max_batch_size, prefix_cache_bytes=prefix_cache_bytes)
         self.capacity = max_batch_size + max_waiting
         self._changed = threading.Condition()
         self._waiting: deque[Generation] = deque()
@@ -42,6 +44,26 @@ class Scheduler:
     def __len__(self) -> int:
         """Return the number of unfinished generations."""
         return len(self._on_finish)
+
+    @property
+    def running_count(self) -> int:
+        """Number of generations in the batch."""
+        return len(self._engine.active)
+
+    @property
+    def waiting_count(self) -> int:
+        """Number of generations in the queue."""
+        return len(self._waiting)
+
+    @property
+    def num_prefilled_tokens(self) -> int:
+        """Number of tokens of prompts that were computed so far."""
+        return self._engine.prefill.num_computed
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the scheduler's thread is alive."""
+        return self._thread.is_alive()
 
     def submit(self, generations: Sequence[Generation], on_finish: OnFinish) -> None:
         """Queue all of ``generations`` or none.

@@ -76,7 +76,16 @@ def test_the_server_benchmark_counts_requests() -> None:
     result = serve.measure(clients=20, seconds=1)
     assert result["whole"] >= 16 and result["left early"] >= 4, "each client sends at least one request"
     assert result["events"] > 16 * 8
-    assert result["failed"] == result["left"] == 0
+    assert result["failed"] == result["left"] == 0 and result["scrapes"] >= 1
+
+
+@pytest.mark.slow
+def test_the_prefix_cache_benchmark_computes_less() -> None:
+    from benchmarks import prefix_cache
+
+    result = prefix_cache.measure(turns=8, tokens=20, rounds=1)
+    assert result["tokens"]["without"] == sum(20 * (2 * turn + 1) for turn in range(8))
+    assert result["token_ratio"] <= 0.3 and result["time_ratio"] > 0
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -152,9 +153,12 @@ def preset(choices: Choices, folder: Path) -> None:
 
 
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "One <|endoftext|>", "max_tokens": 2, "temperature": 0.5}
-COMPLETION |= {"top_p": 0.9, "stop": ["a"], "stream": True, "echo": True, "logprobs": 0, "n": 2, "seed": 1, "top_k": 3}
+COMPLETION |= {"top_p": 0.9, "stop": ["a"], "stream": True, "echo": True, "logprobs": 2, "n": 2, "seed": 1, "top_k": 3}
+COMPLETION |= {"best_of": 2, "suffix": "", "logit_bias": {"5": 3.5, "97": -100}, "frequency_penalty": 0.5}
 CHAT: dict[str, Any] = {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}
 CHAT |= {"max_tokens": 2, "stream_options": {"include_usage": True}, "stream": True, "min_p": 0.1, "n": 1}
+CHAT |= {"logprobs": True, "top_logprobs": 2, "presence_penalty": -1.5, "logit_bias": {"0": 1}, "tools": []}
+KEY = b"correct-horse"
 
 
 @cache
@@ -166,10 +170,18 @@ def _loop() -> asyncio.AbstractEventLoop:
 def _app(has_chat_template: bool) -> Any:
     plain = bytes_tokenizer(["<|endoftext|>"])
     tokenizer = add_chat_tokens(plain) if has_chat_template else plain
-    return build_app(make_model(tokenizer.size, 32).eval(), tokenizer, "tiny", 4, 4)
+    return build_app(make_model(tokenizer.size, 32).eval(), tokenizer, "tiny", 4, 4, prefix_cache_bytes=1 << 16)
 
 
-async def _send_request(app: Any, path: str, body: bytes) -> tuple[int, bytes]:
+@cache
+def _app_with_key() -> Any:
+    model, tokenizer = make_model(256, 32).eval(), bytes_tokenizer()
+    return build_app(model, tokenizer, "tiny", 4, 4, api_key=KEY.decode(), max_requests_per_client=1)
+
+
+async def _send_request(
+    app: Any, path: str, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
+) -> tuple[int, bytes]:
     """Return the status and the body of the response, without a network."""
     messages: asyncio.Queue[Message] = asyncio.Queue()
     messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
@@ -179,7 +191,9 @@ async def _send_request(app: Any, path: str, body: bytes) -> tuple[int, bytes]:
         response.append(message)
 
     scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
-    await app({**scope, "headers": [], "http_version": "1.1", "scheme": "http", "root_path": ""}, messages.get, send)
+    await app(
+        {**scope, "headers": headers, "http_version": "1.1", "scheme": "http", "root_path": ""}, messages.get, send
+    )
     return response[0]["status"], b"".join(message.get("body", b"") for message in response)
 
 
@@ -194,5 +208,25 @@ def request(choices: Choices, folder: Path) -> None:
     assert status in (200, 400, 404, 413, 429), (status, response)
     if response.startswith(b"data: "):
         assert response.endswith(b"data: [DONE]\n\n") and b"server_error" not in response, response
+        for event in response.split(b"\n\n")[:-2]:
+            json.loads(event.removeprefix(b"data: "), parse_constant=_refuse_constant)
     else:
-        assert ("error" in json.loads(response)) == (status != 200)
+        assert ("error" in json.loads(response, parse_constant=_refuse_constant)) == (status != 200)
+
+
+def _refuse_constant(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def authorization(choices: Choices, folder: Path) -> None:
+    """Send a request with hostile headers. Only the key opens the server."""
+    value = b"Bearer " + KEY
+    mutated = [mutate_bytes(value, choices) if choices.below(4) else value for _ in range(1 + choices.below(2))]
+    name = choices.pick([b"authorization", b"authorization", b"x-authorization", b""])
+    headers = [(name, value) for value in mutated]
+    body = json.dumps({"prompt": "a", "max_tokens": 0}).encode()
+    status, response = _loop().run_until_complete(_send_request(_app_with_key(), "/v1/completions", body, headers))
+    scheme, _, key = mutated[0].partition(b" ")
+    is_open = name == b"authorization" and len(mutated) == 1 and scheme.lower() == b"bearer" and key.strip() == KEY
+    assert status == (200 if is_open else 401), (status, headers)
+    assert KEY not in response

@@ -17,7 +17,17 @@ from tests.fuzz.engine import Hang, State, Trial, cpu_limit
 from tests.helpers.training import ROOT
 
 REGRESSIONS = sorted((ROOT / "tests" / "fuzz" / "regressions").iterdir())
-SLOW_TARGETS = {"config", "preset", "request", "checkpoint", "checkpoint_file", "meta", "odd_tensors", "hugging_face"}
+SLOW_TARGETS = {
+    "authorization",
+    "config",
+    "preset",
+    "request",
+    "checkpoint",
+    "checkpoint_file",
+    "meta",
+    "odd_tensors",
+    "hugging_face",
+}
 
 
 def run_once(name: str, data: bytes, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A headless browser with Prefect's UI, for tests and for the pictures of the documentation."""
+"""A headless browser, also with Prefect's UI, for tests and for the pictures of the documentation."""
 
 import json
 import re
@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 from uuid import UUID
 
 from playwright.sync_api import Page, sync_playwright
@@ -89,11 +90,18 @@ class Ui:
 
 
 @contextmanager
-def open_ui(url: str, scale: float = 1) -> Iterator[Ui]:
-    """Start a browser for the UI of the server at ``url``."""
+def open_page(**options: Any) -> Iterator[Page]:
+    """Start a browser with an empty page. ``options`` are those of Playwright's ``new_page``."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_browser(), args=_CHROMIUM_OPTIONS)
-        page = browser.new_page(viewport={"width": 1280, "height": 900}, device_scale_factor=scale)
+        page = browser.new_page(**options)
         page.set_default_timeout(UI_TIMEOUT_MS)
-        yield Ui(page, url)
+        yield page
         browser.close()
+
+
+@contextmanager
+def open_ui(url: str, scale: float = 1) -> Iterator[Ui]:
+    """Start a browser for the UI of the server at ``url``."""
+    with open_page(viewport={"width": 1280, "height": 900}, device_scale_factor=scale) as page:
+        yield Ui(page, url)

@@ -1,5 +1,6 @@
 """The server with a model that has the chat template."""
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,6 +110,35 @@ def test_a_dialog_that_does_not_fit_is_refused(dialog: list[Any], message: str) 
         assert ask(client, make_dialog("a"), max_tokens=1).status_code == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_of_eight_turns_computes_its_prompts_once(stream: bool) -> None:
+    """Without the cache, a turn computes all turns before it again."""
+    model = make_model(TEMPLATE.size, 1024)
+    texts, computed, prompts = [], [], 0
+    for cache_bytes in (0, 10 * 10**6):
+        app = build_app(model.eval(), TEMPLATE, "tiny", 2, prefix_cache_bytes=cache_bytes)
+        with TestClient(app) as client:
+            messages, cached, prompts = make_dialog(system="Be kind."), [], 0
+            for turn in range(8):
+                messages = [*messages, {"role": "user", "content": f"Question number {turn}, and then some more."}]
+                options = {"temperature": 0, "max_tokens": 40, "stream": stream}
+                response = ask(client, messages, **options, stream_options={"include_usage": True})
+                if stream:
+                    events = [json.loads(line[6:]) for line in response.text.split("\n\n")[:-2]]
+                    content = "".join(event["choices"][0]["delta"]["content"] for event in events[:-1])
+                    usage = events[-1]["usage"]
+                else:
+                    content, usage = response.json()["choices"][0]["message"]["content"], response.json()["usage"]
+                messages = [*messages, {"role": "assistant", "content": content}]
+                cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+                prompts += usage["prompt_tokens"]
+            texts.append(messages)
+            computed.append(app.state.scheduler.num_prefilled_tokens)
+            assert computed[-1] == prompts - sum(cached)
+    assert texts[0] == texts[1], "the same answers"
+    assert computed[0] == prompts and computed[1] <= 0.3 * computed[0]
+
+
 def test_only_a_model_without_the_template_is_announced(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         with open_client(make_model(TEMPLATE.size, CONTEXT)):
@@ -126,4 +156,4 @@ def test_a_cache_that_is_too_large_is_explained(
     monkeypatch.setattr(app, "Scheduler", fail)
     monkeypatch.setattr(commands, "resolve_model", lambda *_: LoadedModel(make_model(TEMPLATE.size, 8), TEMPLATE))
     assert main(["serve", "--port", "0"]) == 2
-    assert "lower --max-batch-size. (900 GiB)" in capsys.readouterr().err
+    assert "lower --max-batch-size or --prefix-cache-mb. (900 GiB)" in capsys.readouterr().err

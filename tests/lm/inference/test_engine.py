@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Engine, Generation, generate, stream
+from lm.inference.logit_edits import LogitEdits
 from lm.model.transformer import TransformerLM
 from tests.helpers.examples import examples
 from tests.helpers.generating import fixed_model, make_model
@@ -58,7 +59,10 @@ def test_any_integer_is_a_seed() -> None:
 )
 def test_ragged_batch_equals_uncached_generation(variant: str, prompts: list[list[int]], rows: int) -> None:
     model = make_model(context_length=24, **VARIANTS[variant])
-    generations = [Generation(prompt, 3 + 2 * n, GREEDY, wants_logprobs=True) for n, prompt in enumerate(prompts)]
+    generations = [
+        Generation(prompt, 3 + 2 * n, GREEDY, wants_logprobs=True, wants_prompt_logprobs=True)
+        for n, prompt in enumerate(prompts)
+    ]
     generate(model, generations, rows)
     for generation in generations:
         expected, logprobs = generate_without_cache(model, list(generation.prompt), generation.max_new_tokens)
@@ -161,10 +165,38 @@ def test_repetition_penalty_applies_to_prompt_and_new_ids() -> None:
     assert [generation.ids for generation in rows] == [[0], [0, 2, 3], [1, 2]]
 
 
+def test_only_rows_that_want_them_have_scores_and_edits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(context_length=40)
+    plain = Generation([1, 2], 12, UNTRUNCATED, seed=3)
+    others = [
+        Generation([3], 5, GREEDY, wants_logprobs=True, num_alternatives=2),
+        Generation([1], 7, GREEDY, edits=LogitEdits(logit_bias={4: 100.0})),
+        Generation([5, 6], 9, GREEDY, wants_logprobs=True, wants_prompt_logprobs=True, num_alternatives=20),
+    ]
+    generate(model, [others[0], plain, *others[1:]], 3)
+    assert plain.ids == generate_ids(model, [1, 2], 12, seed=3)
+    assert (plain.logprobs, plain.alternatives, plain.prompt_logprobs) == ([], [], [])
+    assert others[1].ids == [4] * 7
+    assert [len(ranked) for ranked in others[0].alternatives] == [2] * 5
+    assert [len(ranked) for ranked in others[2].alternatives] == [11] * 9, "the whole vocabulary"
+    assert [len(ranked) for ranked in others[2].prompt_alternatives] == [11]
+    for generation in (others[0], others[2]):
+        assert [ranked[0] for ranked in generation.alternatives] == [
+            *zip(generation.ids, generation.logprobs, strict=True)
+        ], "greedy"
+
+    def fail(*arguments: Any) -> None:
+        raise AssertionError("no row asked for it")
+
+    for name in ("score_tokens", "LogitEditor.edit"):
+        monkeypatch.setattr(f"lm.inference.engine.{name}", fail)
+    assert generate_ids(model, [1, 2], 12, seed=3) == plain.ids
+
+
 def test_prompt_logprobs_without_new_tokens() -> None:
     model = make_model()
     assert generate_ids(model, [1], 0) == []
-    scored = Generation([1, 2, 3], 0, wants_logprobs=True)
+    scored = Generation([1, 2, 3], 0, wants_prompt_logprobs=True)
     generate(model, [scored])
     assert scored.ids == [] and scored.finish_reason == "length"
     assert scored.prompt_logprobs == pytest.approx(generate_without_cache(model, [1, 2, 3], 0)[1], abs=1e-5)

@@ -60,7 +60,7 @@ def test_bfloat16_logprobs_are_close_to_float32() -> None:
     model, greedy = make_model(300, 128, num_kv_heads=1, qk_norm=True), SampleConfig(temperature=0)
     generated = Generation([1, 2, 3], 100, greedy, wants_logprobs=True)
     generate(prepare_for_inference(copy.deepcopy(model), torch.bfloat16), [generated])
-    exact = Generation([*generated.prompt, *generated.ids], 1, greedy, wants_logprobs=True)
+    exact = Generation([*generated.prompt, *generated.ids], 1, greedy, wants_prompt_logprobs=True)
     generate(model, [exact])
     assert len(generated.ids) == 100
     assert generated.logprobs == pytest.approx(exact.prompt_logprobs[2:], abs=0.1)

@@ -12,7 +12,8 @@ from torch import Tensor
 import lm.inference.sampler
 from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
-from lm.inference.sampler import Sampler, log_probabilities
+from lm.inference.logit_edits import LogitEditor, LogitEdits
+from lm.inference.sampler import Sampler, score_tokens
 from tests.helpers.examples import examples
 
 
@@ -184,10 +185,11 @@ def test_ties_go_to_the_lower_id_whatever_the_batch(top_k: int, top_p: float) ->
 )
 @pytest.mark.parametrize("penalty", [1.0, 1e-39])
 def test_infinite_and_nan_logits_give_valid_ids(logits: list[float], penalty: float) -> None:
-    seen = torch.ones(1, 3, dtype=torch.bool)
+    editor = LogitEditor(LogitEdits(2.0, 2.0, {0: 100.0}), penalty, [0, 1, 2], 3, torch.device("cpu"))
+    editor.record(1)
     for uniform in (1e-9, 0.5, 1.0):
-        sampler = Sampler([SampleConfig(1.0, 0, 1.0, 0.0, penalty)], torch.device("cpu"))
-        token_id = sampler.sample(torch.tensor([logits]), torch.tensor([uniform]), seen)
+        sampler = Sampler([SampleConfig(1.0, 0, 1.0)], torch.device("cpu"))
+        token_id = sampler.sample(editor.edit(torch.tensor(logits))[None], torch.tensor([uniform]))
         assert 0 <= int(token_id) < 3
 
 
@@ -225,21 +227,18 @@ def test_row_of_minus_infinity_is_uniform(sampling: SampleConfig) -> None:
     assert actual.sum().item() == pytest.approx(1) and not actual.isnan().any()
 
 
-def test_repetition_penalty() -> None:
-    logits = torch.tensor([[2.0, -1.0, 1.5, 0.0]])
-    seen = torch.tensor([[True, True, False, False]])
-    sampler = Sampler([SampleConfig(0, repetition_penalty=1.4)], logits.device)
-    assert sampler.sample(logits, torch.ones(1)).item() == 0
-    assert sampler.sample(logits, torch.ones(1), seen).item() == 2  # 2 / 1.4 < 1.5
-    negative = torch.tensor([[-1.0, -1.2]])
-    assert sampler.sample(negative, torch.ones(1), torch.tensor([[True, False]])).item() == 1  # -1 · 1.4 < -1.2
-
-
-def test_log_probabilities_equal_log_softmax() -> None:
-    logits = torch.randn(3, 5, 9)
-    ids = torch.randint(9, (3, 5))
-    expected = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    torch.testing.assert_close(log_probabilities(logits, ids), expected)
+@examples(40)
+@given(rows=st.integers(1, 4), size=st.integers(1, 9), count=st.integers(0, 12))
+def test_scores_equal_log_softmax(rows: int, size: int, count: int) -> None:
+    logits = torch.randn(rows, size, generator=torch.Generator().manual_seed(size))
+    expected = logits.double().log_softmax(-1).tolist()
+    ids = [row % size for row in range(rows)]
+    for row, score in enumerate(score_tokens(logits, torch.tensor(ids), count)):
+        assert score.logprob == pytest.approx(expected[row][ids[row]], abs=1e-5)
+        ranked = sorted(range(size), key=lambda i: -expected[row][i])[:count]
+        assert [token_id for token_id, _ in score.alternatives] == ranked
+        assert [value for _, value in score.alternatives] == pytest.approx([expected[row][i] for i in ranked], abs=1e-5)
+        assert score.logprob == dict(score.alternatives).get(ids[row], score.logprob), "bit for bit"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,65 @@
+"""Who may send requests: an API key, and a limit of requests at a time for each client.
+
+Both are checked before the body of a request is read, so a refused request costs nothing.
+"""
+
+import hashlib
+import hmac
+from collections import Counter
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from flows.server.requests import ApiError
+
+OPEN_PATHS = frozenset({"/", "/health"})
+"""The page, which asks for the key itself, and the check of a load balancer."""
+
+
+class AccessControl:
+    """ASGI middleware that answers 401 without the key, and 429 beyond ``max_requests_per_client``.
+
+    The key is sent as ``Authorization: Bearer KEY``. A client is an IP address: that of the connection, or behind a
+    proxy on this machine that of its ``X-Forwarded-For``. Without a key, and with 0 as the limit, all may send.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str | None = None, max_requests_per_client: int = 0) -> None:
+        self._app = app
+        self._key_digest = None if api_key is None else _digest(api_key.encode())
+        self._max_requests = max_requests_per_client
+        self._requests_of: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse the request, or pass it to the application."""
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        if not self._has_key(scope):
+            # Clients look for the first words, which are OpenAI's.
+            message = "Incorrect API key provided, or none; send the server's key as a bearer token."
+            error = ApiError(401, message, code="invalid_api_key")
+            await error.response()(scope, receive, send)
+            return
+        client = scope["client"][0] if scope.get("client") else ""
+        if 0 < self._max_requests <= self._requests_of[client]:
+            message = f"{self._max_requests} requests of this client are unfinished, the most at a time. Retry later."
+            await ApiError(429, message).response()(scope, receive, send)
+            return
+        self._requests_of[client] += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._requests_of[client] -= 1
+            if not self._requests_of[client]:
+                del self._requests_of[client]
+
+    def _has_key(self, scope: Scope) -> bool:
+        if self._key_digest is None:
+            return True
+        values = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, key = (values[0] if len(values) == 1 else b"").partition(b" ")
+        # Digests have one length, so that the time of the comparison says nothing about the key.
+        return hmac.compare_digest(_digest(key.strip()), self._key_digest) and scheme.lower() == b"bearer"
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

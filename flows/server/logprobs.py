@@ -1,0 +1,102 @@
+"""Log-probabilities in the forms of OpenAI's API: one for completions, one for chats.
+
+They cover the generated tokens, including those of a stop text and a special token that ends the text, and with
+``echo`` the prompt's tokens. So ``max_tokens: 1`` always adds one token, as evaluation harnesses expect. A token whose
+bytes are not whole characters is written as ``bytes:\\xc3``, so that different tokens have different names.
+"""
+
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lm.inference.completion import TextStream
+from lm.tokenizer.text_tokenizer import TextTokenizer
+
+_MIN_LOGPROB = -9999.0  # OpenAI's value for "impossible"; JSON has no infinity
+
+
+class ScoredToken(NamedTuple):
+    """A token, its log-probability, and the most likely tokens in its place."""
+
+    token_id: int
+    logprob: float | None
+    """None for the first token of a prompt, which follows nothing."""
+    alternatives: Sequence[tuple[int, float]]
+
+
+class TokenNames:
+    """The text and the bytes of tokens."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._special_names = {token_id: name for name, token_id in tokenizer.special_ids.items()}
+        self._bytes = tokenizer.vocab
+        special_tokens = dict.fromkeys(self._special_names, b"")
+        self.text_bytes: Mapping[int, bytes] = ChainMap(special_tokens, tokenizer.vocab)
+        """The bytes that a token adds to a text: a special token has none."""
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes of a token; of a special token, those of its name."""
+        name = self._special_names.get(token_id)
+        return self._bytes[token_id] if name is None else name.encode()
+
+    def name(self, token_id: int) -> str:
+        """Return the text of a token, or its bytes if they are not whole characters."""
+        token = self.bytes_of(token_id)
+        try:
+            return token.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+class CompletionLogprobs:
+    """Log-probabilities in the form of ``/v1/completions``, for one choice, part by part."""
+
+    def __init__(self, names: TokenNames, has_alternatives: bool) -> None:
+        self._names, self._has_alternatives = names, has_alternatives
+        self._stream = TextStream(names.text_bytes)
+        self._offset = 0
+
+    def to_json(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+        """Return the JSON object of the next tokens."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(self._stream.add(token.token_id))
+        return {
+            "tokens": [self._names.name(token.token_id) for token in tokens],
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "top_logprobs": [self._alternatives(token) for token in tokens] if self._has_alternatives else None,
+            "text_offset": offsets,
+        }
+
+    def _alternatives(self, token: ScoredToken) -> dict[str, float] | None:
+        """Return the log-probabilities of the most likely tokens and of the token itself."""
+        if token.logprob is None:
+            return None
+        result: dict[str, float] = {}
+        for token_id, logprob in (*token.alternatives, (token.token_id, token.logprob)):
+            result.setdefault(self._names.name(token_id), _finite(logprob))
+        return result
+
+
+class ChatLogprobs:
+    """Log-probabilities in the form of ``/v1/chat/completions``."""
+
+    def __init__(self, names: TokenNames) -> None:
+        self._names = names
+
+    def to_json(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+        """Return the JSON object of the next tokens."""
+        content = []
+        for token in tokens:
+            alternatives = [self._entry(*alternative) for alternative in token.alternatives]
+            content.append({**self._entry(token.token_id, token.logprob), "top_logprobs": alternatives})
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        token = self._names.bytes_of(token_id)
+        return {"token": self._names.name(token_id), "logprob": _finite(logprob), "bytes": [*token]}
+
+
+def _finite(logprob: float | None) -> Any:
+    return logprob if logprob is None or logprob > _MIN_LOGPROB else _MIN_LOGPROB  # also if it is nan

@@ -1,0 +1,130 @@
+"""Keys and values of recent sequences, so that a prompt that begins like one of them computes only the rest.
+
+Sequences are stored in blocks of 16 tokens, each once, whatever sequences share it. The least recently used blocks make
+room for new ones. Source: Kwon et al. 2023 (vLLM: automatic prefix caching).
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lm.common.errors import UserError
+from lm.inference.kv_cache import KVCache
+from lm.model.config import ModelConfig
+
+BLOCK_TOKENS = 16
+_BlockKey = tuple[int, tuple[int, ...]]  # serial number of the block before it (0: none), and its tokens
+
+
+@dataclass
+class Block:
+    """A stored block: the keys and values of 16 tokens after all the tokens before them."""
+
+    slot: int
+    serial: int
+    """Different for each block ever stored, so that a key names one text from its beginning."""
+    has_hidden: bool = False
+    """Whether the final hidden states are stored too. Generated tokens have none."""
+
+
+class PrefixCache:
+    """Blocks of keys, values (layers, kv heads, 16, K) and hidden states (16, D), in at most ``max_bytes`` bytes.
+
+    The hidden states give the log-probabilities of a prompt's tokens. Raises UserError if not even one block fits.
+    """
+
+    def __init__(self, config: ModelConfig, max_bytes: int, device: torch.device, dtype: torch.dtype) -> None:
+        kv_shape = (config.num_layers, config.kv_heads, BLOCK_TOKENS, config.head_dim)
+        numbers = 2 * config.num_layers * config.kv_heads * config.head_dim + config.d_model
+        block_bytes = BLOCK_TOKENS * numbers * dtype.itemsize
+        self.max_blocks = max_bytes // block_bytes
+        if not self.max_blocks:
+            raise UserError(
+                f"A prefix cache of {max_bytes:,} bytes is too small: {BLOCK_TOKENS} tokens of this model take "
+                f"{block_bytes:,}. Give it more, or 0 to have none."
+            )
+        # Written now, so that the memory is taken at the start and not bit by bit.
+        self._kv = torch.empty(2, self.max_blocks, *kv_shape, device=device, dtype=dtype).zero_()
+        self._hidden = torch.empty(self.max_blocks, BLOCK_TOKENS, config.d_model, device=device, dtype=dtype).zero_()
+        self._blocks: OrderedDict[_BlockKey, Block] = OrderedDict()  # the least recently used first
+        self._last_serial = 0
+
+    def __len__(self) -> int:
+        """Return the number of stored blocks."""
+        return len(self._blocks)
+
+    def match(self, tokens: Sequence[int], needs_hidden: bool = False) -> list[Block]:
+        """Return the stored blocks of the longest beginning of ``tokens``, which leaves at least the last token.
+
+        With ``needs_hidden``, only blocks that have hidden states.
+        """
+        keys: list[_BlockKey] = []
+        blocks: list[Block] = []
+        for start in range(0, (len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS):
+            key = (blocks[-1].serial if blocks else 0, tuple(tokens[start : start + BLOCK_TOKENS]))
+            block = self._blocks.get(key)
+            if block is None or (needs_hidden and not block.has_hidden):
+                break
+            keys.append(key)
+            blocks.append(block)
+        self._touch(keys)
+        return blocks
+
+    def load(self, blocks: Sequence[Block], cache: KVCache, row: int) -> Tensor:
+        """Copy blocks to the start of a row of ``cache``, and return their hidden states (T, D)."""
+        slots = [block.slot for block in blocks]
+        length = len(blocks) * BLOCK_TOKENS
+        for target, source in zip((cache.keys, cache.values), self._kv, strict=True):
+            target[:, row, :, :length] = source[slots].permute(1, 2, 0, 3, 4).flatten(2, 3)
+        return self._hidden[slots].flatten(0, 1)
+
+    def store(
+        self, tokens: Sequence[int], cache: KVCache, row: int, hidden: Tensor | None = None, hidden_start: int = 0
+    ) -> None:
+        """Store the whole blocks of ``tokens``, which are in a row of ``cache``, as far as they are not stored yet.
+
+        ``hidden`` (T, D) are the hidden states of the tokens from ``hidden_start`` on.
+        """
+        keys: list[_BlockKey] = []
+        new: list[tuple[int, int]] = []  # index in the row and slot
+        without_hidden: list[tuple[int, int]] = []
+        serial = 0
+        for index in range(min(len(tokens) // BLOCK_TOKENS, self.max_blocks)):
+            start = index * BLOCK_TOKENS
+            key = (serial, tuple(tokens[start : start + BLOCK_TOKENS]))
+            block = self._blocks.get(key)
+            if block is None:
+                block = self._add(key)
+                new.append((index, block.slot))
+            self._blocks.move_to_end(key)
+            if hidden is not None and start >= hidden_start and not block.has_hidden:
+                without_hidden.append((index - hidden_start // BLOCK_TOKENS, block.slot))
+                block.has_hidden = True
+            keys.append(key)
+            serial = block.serial
+        self._touch(keys)
+        if new:
+            indices, slots = map(list, zip(*new, strict=True))
+            for source, target in zip((cache.keys, cache.values), self._kv, strict=True):
+                of_row = source[:, row, :, : len(keys) * BLOCK_TOKENS].unflatten(2, (-1, BLOCK_TOKENS))
+                target[slots] = of_row[:, :, indices].permute(2, 0, 1, 3, 4)
+        if hidden is not None and without_hidden:
+            indices, slots = map(list, zip(*without_hidden, strict=True))
+            whole = len(hidden) // BLOCK_TOKENS * BLOCK_TOKENS
+            self._hidden[slots] = hidden[:whole].unflatten(0, (-1, BLOCK_TOKENS))[indices]
+
+    def _add(self, key: _BlockKey) -> Block:
+        """Add a block, in the place of the least recently used one if all places are taken."""
+        is_full = len(self._blocks) == self.max_blocks
+        slot = self._blocks.popitem(last=False)[1].slot if is_full else len(self._blocks)
+        self._last_serial += 1
+        self._blocks[key] = Block(slot, self._last_serial)
+        return self._blocks[key]
+
+    def _touch(self, keys: Sequence[_BlockKey]) -> None:
+        """Make blocks the most recently used. The last goes first: without its beginning a block is of no use."""
+        for key in reversed(keys):
+            self._blocks.move_to_end(key)
