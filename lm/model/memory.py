@@ -182,6 +182,7 @@ def _gradient_bytes_per_token(config: ModelConfig, layer: int, element: int) -> 
     """Return the bytes of gradients of activations in the backward pass of the feed-forward network, per token."""
     d = config.d_model
     if config.moe and config.is_moe_layer(layer):
-        # Of the experts' inputs; an expert's own tensors last only while it computes.
-        return element * config.moe.top_k * d + 4 * 2 * d
+        # Of the experts' inputs, and the tensors of the expert that computes, which all tokens may have chosen.
+        expert = 3 * d + (5 if _has_gate(config) else 3) * config.moe.expert_width(config.d_ff)
+        return element * (config.moe.top_k * d + expert) + 4 * 2 * d
     return element * 3 * config.d_ff + 4 * 2 * d

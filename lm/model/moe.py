@@ -1,7 +1,7 @@
 """Mixture of experts in place of the feed-forward network.
 
-Sources: Shazeer et al. 2017 (gates); Fedus et al. 2021 (Switch: auxiliary loss, capacity); Dai et al. 2024 (DeepSeekMoE:
-shared experts); DeepSeek-AI 2024 (DeepSeek-V3: sigmoid affinities, a bias in the choice).
+Sources: Shazeer et al. 2017 (gates); Fedus et al. 2021 (Switch: auxiliary loss, capacity); Dai et al. 2024
+(DeepSeekMoE: shared experts); DeepSeek-AI 2024 (DeepSeek-V3: sigmoid affinities, a bias in the choice).
 Shapes in comments: N tokens, D d_model, E experts, k chosen experts.
 """
 

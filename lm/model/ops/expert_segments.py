@@ -11,14 +11,28 @@ from torch.autograd.function import once_differentiable
 from lm.model.ops.linear import linear_forward, linear_weight_grad
 
 
-class ExpertSegments(torch.autograd.Function):
-    """``apply(x, gates, w1, w2, w3, tokens, places, counts, activation)`` → (N, D).
+def mix_expert_segments(
+    x: Tensor,
+    gates: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor | None,
+    tokens: Tensor,
+    places: Tensor,
+    counts: Tensor,
+    activation: str,
+) -> Tensor:
+    """Return for each token the sum of the outputs of its experts, each times its gate: (N, D).
 
-    ``gates`` (N k,), ``tokens``, ``places`` and ``counts`` are in the order of
-    :class:`lm.model.ops.experts.SortedPairs`. The gates multiply the input of the last matrix, so that the backward pass
-    needs no output of an expert.
+    ``x`` (N, D). ``gates`` (N k,), ``tokens`` (N k,), ``places`` (N, k) and ``counts`` (E,) are those of
+    :class:`lm.model.ops.experts.SortedPairs`, the matrices those of :class:`lm.model.ops.experts.ExpertWeights`. The
+    gates multiply the input of the last matrix, so that the backward pass needs no output of an expert.
     """
+    out: Tensor = _ExpertSegments.apply(x, gates, w1, w2, w3, tokens, places, counts, activation)
+    return out
 
+
+class _ExpertSegments(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -41,10 +55,11 @@ class ExpertSegments(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        function = _backward_op if torch.compiler.is_compiling() else _backward
+        function: Any = _backward_op if torch.compiler.is_compiling() else _backward
         saved = ctx.saved_tensors  # activation checkpointing computes them once only
-        *grads, grad_w3 = function(grad, *saved, ctx.activation)
-        return *grads, None if saved[4] is None else grad_w3, None, None, None, None
+        grad_x, grad_gates, grad_w1, grad_w2, grad_w3 = function(grad, *saved, ctx.activation)
+        has_w3 = saved[4] is not None
+        return grad_x, grad_gates, grad_w1, grad_w2, grad_w3 if has_w3 else None, None, None, None, None
 
 
 def _forward(
@@ -65,12 +80,10 @@ def _forward(
     end = 0
     for expert, start, end in _segments(counts):
         rows = x.index_select(0, tokens[start:end])
-        gate = linear_forward(rows, w1[expert])
-        inner[start:end] = gate
+        inner[start:end] = gate = linear_forward(rows, w1[expert])
         hidden = F.silu(gate) if activation == "silu" else F.relu(gate).square_()
         if w3 is not None:
-            value = linear_forward(rows, w3[expert])
-            values[start:end] = value
+            values[start:end] = value = linear_forward(rows, w3[expert])
             hidden *= value
         hidden *= gates[start:end, None]
         outputs[start:end] = linear_forward(hidden, w2[expert])
@@ -99,29 +112,55 @@ def _backward(
     grad_w3 = torch.zeros_like(w3) if w3 is not None else x.new_empty(0)
     end = 0
     for expert, start, end in _segments(counts):
-        rows, grad_out = (source.index_select(0, tokens[start:end]) for source in (x, grad))
-        scale, gate = gates[start:end, None].to(x.dtype), inner[start:end]
-        active = F.silu(gate) if activation == "silu" else F.relu(gate).square_()
-        hidden = active * values[start:end] if w3 is not None else active
-        grad_hidden = linear_forward(grad_out, w2[expert].T)  # of the hidden units times the gate
-        grad_gates[start:end] = (grad_hidden * hidden).sum(-1)
-        grad_w2[expert] = linear_weight_grad(hidden * scale, grad_out)
-        grad_hidden *= scale
-        if w3 is not None:
-            grad_value = grad_hidden * active
-            grad_hidden *= values[start:end]
-            grad_w3[expert] = linear_weight_grad(rows, grad_value)
-        if activation == "silu":
-            grad_gate = torch.ops.aten.silu_backward(grad_hidden, gate)
-        else:
-            grad_gate = grad_hidden * F.relu(gate) * 2
-        grad_w1[expert] = linear_weight_grad(rows, grad_gate)
-        part = linear_forward(grad_gate, w1[expert].T)
-        if w3 is not None:
-            part += linear_forward(grad_value, w3[expert].T)
-        grad_rows[start:end] = part
+        part = slice(start, end)
+        grad_rows[part], grad_gates[part], grad_w1[expert], grad_w2[expert], grad_of_w3 = _expert_backward(
+            grad.index_select(0, tokens[part]),
+            x.index_select(0, tokens[part]),
+            gates[part, None].to(x.dtype),
+            inner[part],
+            values[part] if w3 is not None else None,
+            w1[expert],
+            w2[expert],
+            w3[expert] if w3 is not None else None,
+            activation,
+        )
+        if grad_of_w3 is not None:
+            grad_w3[expert] = grad_of_w3
     grad_rows[end:] = 0
     return _sum_pairs(grad_rows, places), grad_gates, grad_w1, grad_w2, grad_w3
+
+
+def _expert_backward(
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    inner: Tensor,
+    values: Tensor | None,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor | None,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of ``x``, the gates ``scale`` and the matrices, for the rows of one expert."""
+    active = F.silu(inner) if activation == "silu" else F.relu(inner).square_()
+    hidden = active if values is None else active * values
+    grad_hidden = linear_forward(grad, w2.T)  # of the hidden units times the gate
+    grad_gates = (grad_hidden * hidden).sum(-1)
+    grad_w2 = linear_weight_grad(hidden * scale, grad)
+    grad_hidden *= scale
+    grad_x = grad_w3 = None
+    if values is not None and w3 is not None:
+        grad_value = active.mul_(grad_hidden)
+        grad_hidden *= values
+        grad_w3 = linear_weight_grad(x, grad_value)
+        grad_x = linear_forward(grad_value, w3.T)
+    if activation == "silu":
+        grad_inner = torch.ops.aten.silu_backward(grad_hidden, inner)
+    else:
+        grad_inner = grad_hidden * F.relu(inner) * 2
+    grad_w1 = linear_weight_grad(x, grad_inner)
+    part = linear_forward(grad_inner, w1.T)
+    return part if grad_x is None else grad_x.add_(part), grad_gates, grad_w1, grad_w2, grad_w3
 
 
 def _segments(counts: Tensor) -> Iterator[tuple[int, int, int]]:

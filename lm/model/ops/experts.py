@@ -1,8 +1,8 @@
-"""Feed-forward networks of experts, each for the tokens that chose it (Gale et al. 2022, MegaBlocks: without padding to a
-capacity).
+"""Feed-forward networks of experts, each for the tokens that chose it (Gale et al. 2022, MegaBlocks: without padding
+to a capacity).
 
-The pairs of a token and one of its experts are sorted by expert. Each expert multiplies its segment of the sorted pairs:
-one product after the other, or all in one kernel of a GPU.
+The pairs of a token and one of its experts are sorted by expert. Each expert multiplies its segment of the sorted
+pairs: one product after the other, or all in one kernel of a GPU.
 """
 
 from typing import Literal, NamedTuple
@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.model import functional
-from lm.model.ops.expert_segments import ExpertSegments
+from lm.model.ops.expert_segments import mix_expert_segments
 
 Activation = Literal["silu", "relu2"]
 
-_GROUP_ROWS = 8  # rows of a group are a multiple of this: CUDA's kernel needs groups at multiples of 16 bytes
+_GROUP_ROWS = 8  # rows of a group, and widths, are multiples of this: CUDA's kernel needs multiples of 16 bytes
 _MIN_CAPABILITY = (9, 0)  # of a GPU; on older ones torch's grouped product waits for the host
 
 
@@ -39,22 +39,23 @@ def mix_experts(x: Tensor, chosen: Tensor, gates: Tensor, weights: ExpertWeights
     """
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, weights = x.to(dtype), ExpertWeights(*(None if w is None else w.to(dtype) for w in weights))
-    if has_grouped_kernel(x):
+        w3 = None if weights.w3 is None else weights.w3.to(dtype)
+        x, weights = x.to(dtype), ExpertWeights(weights.w1.to(dtype), weights.w2.to(dtype), w3)
+    if has_grouped_kernel(x, weights.w1):
         return mix_experts_grouped(x, chosen, gates, weights, activation)
     if x.is_cuda and torch.cuda.is_current_stream_capturing():  # a CUDA graph cannot know the sizes of segments
         by_expert = gates.new_zeros(len(x), len(weights.w1) + 1).scatter(1, chosen, gates)
         return functional.mix_experts(x, by_expert[:, :-1], *weights, activation)
     pairs = sort_pairs(chosen, len(weights.w1))
     sorted_gates = gates.flatten()[pairs.order]
-    out: Tensor = ExpertSegments.apply(x, sorted_gates, *weights, pairs.tokens, pairs.places, pairs.counts, activation)
-    return out
+    return mix_expert_segments(x, sorted_gates, *weights, pairs.tokens, pairs.places, pairs.counts, activation)
 
 
-def has_grouped_kernel(x: Tensor) -> bool:
-    """Return whether torch has a grouped product for ``x`` that needs no help of the host."""
+def has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Return whether torch has a grouped product for ``x`` and ``weight`` (E, d, D) that needs no help of the host."""
+    is_aligned = all(width % _GROUP_ROWS == 0 for width in weight.shape[1:])
     is_supported = x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
-    return is_supported and torch.cuda.get_device_capability(x.device) >= _MIN_CAPABILITY
+    return is_aligned and is_supported and torch.cuda.get_device_capability(x.device) >= _MIN_CAPABILITY
 
 
 class SortedPairs(NamedTuple):
@@ -90,7 +91,9 @@ def mix_experts_grouped(
     # The place of a pair moves by the rows that pad the groups before its own; pairs without an expert stay last.
     padding = F.pad((group_rows - pairs.counts).cumsum(0), (1, 0))
     places = pairs.places + padding[chosen]
-    has_expert = (chosen < len(weights.w1))[..., None]  # results and gradients of rows past the last group are undefined
+    has_expert = (chosen < len(weights.w1))[
+        ..., None
+    ]  # results and gradients of rows past the last group are undefined
     rows = torch.where(has_expert, x[:, None], 0).flatten(0, 1)
     row_count = len(rows) + len(weights.w1) * _GROUP_ROWS
     padded = x.new_zeros(row_count, x.shape[-1]).index_copy(0, places.flatten(), rows)
