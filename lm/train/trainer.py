@@ -228,7 +228,8 @@ class Trainer:
         """Update the weights once from this rank's micro-batches.
 
         Return the mean loss (without the losses that balance experts), the norm of the gradients before clipping, and
-        whether any rank is stopping. If loss or norm is not finite, the weights do not change. On a GPU, the host does not wait for the step.
+        whether any rank is stopping. If loss or norm is not finite, the weights do not change. On a GPU, the host does
+        not wait for the step.
         """
         # All targets weigh the same, in any micro-batch and rank. Gradients and losses are averaged over the ranks, so
         # the sums are divided by the mean weight per rank.
