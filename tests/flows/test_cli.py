@@ -226,3 +226,16 @@ def test_an_unreachable_server_is_named(tiny: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert "textmill: Prefect's server at http://127.0.0.1:9/api cannot be reached" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_options_of_experts_are_read_and_no_other_class_is(tmp_path: Path) -> None:
+    file = tmp_path / "experts.yaml"
+    file.write_text("model:\n  moe:\n    num_experts: 16\n    affinity: sigmoid\n", encoding="utf-8")
+    parser = build_parser()
+    moe = parser.instantiate(
+        parser.parse_args(["plan", "--config", str(file), "--model.moe.top_k", "3"])
+    ).plan.model.moe
+    assert moe == MoEConfig(num_experts=16, top_k=3, affinity="sigmoid")
+    for value in ("os.system", "lm.model.config.ModelConfig"):
+        with pytest.raises(UserError, match=r"model\.moe"):
+            parser.parse_args(["plan", "--model.moe.class_path", value])
