@@ -53,8 +53,8 @@ _PIPELINE_COMMANDS = {
 }
 _WHOLE_COMMANDS = ("train-job", "profile")  # of _PIPELINE_COMMANDS: without --until and --refresh
 
-# Security: no value of an option may import code, as jsonargparse's "class_path" does. It names the class of an optional
-# section in the same way; that one class is allowed.
+# Security: no value of an option may import code, as jsonargparse's "class_path" does. It names the class of an
+# optional section in the same way; that one class is allowed.
 set_parsing_settings(
     docstring_parse_attribute_docstrings=True,
     import_path_denylist=["*"],
@@ -142,7 +142,7 @@ def build_parser(preset: str = "demo", posttrain_preset: str = "demo") -> Argume
     teach.add_class_arguments(TeachConfig)
 
     export = add(
-        "export", "Export a model for Hugging Face's transformers, as a Llama, a Qwen3 or a relative with experts."
+        "export", "Export a model for Hugging Face's transformers, as a Llama, a Qwen3 or a relative."
     )
     export.add_argument("directory", type=str, help="new or empty directory")
     export.add_argument("--model", **_MODEL)

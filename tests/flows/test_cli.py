@@ -19,8 +19,10 @@ from flows.models import resolve_model
 from flows.prefect_support.local_stack import is_server_healthy
 from flows.prefect_support.signals import STOPPED_MESSAGE, Terminated
 from lm.checkpoint.hugging_face import load_hugging_face
+from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate
+from lm.model.moe_config import MoEConfig
 from lm.text.demo_corpus import demo_stories
 from tests.helpers.deployed import TEXTMILL, own_environment
 from tests.helpers.limits import TIMEOUT_SCALE

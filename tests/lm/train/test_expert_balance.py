@@ -72,7 +72,7 @@ def test_losses_are_those_of_the_papers(tmp_path: Path) -> None:
         aux_loss = 4 * (shares * softmax(logits).mean(0)).sum()
         z_loss = logits.exp().sum(-1).log().square().mean()
         torch.testing.assert_close(loss, (MOE.aux_loss_weight * aux_loss + MOE.z_loss_weight * z_loss) / 2)
-        expected.append((float(aux_loss), float(z_loss), shares))
+        expected.append((float(aux_loss.detach()), float(z_loss.detach()), shares))
     metrics = balance.metrics()
     mean_shares = (expected[0][2] + expected[1][2]) / 2
     assert metrics["z_loss"] == pytest.approx((expected[0][1] + expected[1][1]) / 2, rel=1e-4)
