@@ -53,8 +53,13 @@ _PIPELINE_COMMANDS = {
 }
 _WHOLE_COMMANDS = ("train-job", "profile")  # of _PIPELINE_COMMANDS: without --until and --refresh
 
-# Security: no value of an option may import code, as jsonargparse's "class_path" does.
-set_parsing_settings(docstring_parse_attribute_docstrings=True, import_path_denylist=["*"])
+# Security: no value of an option may import code, as jsonargparse's "class_path" does. It names the class of an
+# optional section in the same way; that one class is allowed.
+set_parsing_settings(
+    docstring_parse_attribute_docstrings=True,
+    import_path_denylist=["*"],
+    import_path_allowlist=["lm.model.MoEConfig", "lm.model.moe_config.MoEConfig"],
+)
 
 
 class _Parser(ArgumentParser):
@@ -150,7 +155,7 @@ def build_parser(preset: str = "demo", posttrain_preset: str = "demo") -> Argume
     tokenizers.add_argument("--root", **_ROOT)
     tokenizers.add_argument("--out", type=str, default="", help="directory of the files; default: tokenizers/")
 
-    export = add("export", "Export a model for Hugging Face's transformers, as a Llama or a Qwen3.")
+    export = add("export", "Export a model for Hugging Face's transformers, as a Llama, a Qwen3 or a relative.")
     export.add_argument("directory", type=str, help="new or empty directory")
     export.add_argument("--model", **_MODEL)
     export.add_argument("--root", **_ROOT)

@@ -1,4 +1,5 @@
-"""Load and save weights in the files of Hugging Face's Llama, and of Qwen3, a Llama with QK-norm."""
+"""Load and save weights in the files of Hugging Face's Llama, of Qwen3, a Llama with QK-norm, and of their relatives
+with experts (:mod:`lm.checkpoint.hugging_face_moe`)."""
 
 import json
 from dataclasses import fields
@@ -17,6 +18,14 @@ from lm.checkpoint.external_weights import (
     read_json_object,
     read_model_config,
     translate_name,
+)
+from lm.checkpoint.hugging_face_moe import (
+    ARCHITECTURES,
+    choose_moe_architecture,
+    join_experts,
+    moe_config_fields,
+    read_moe_config,
+    split_experts,
 )
 from lm.checkpoint.safe_load import read_safetensors
 from lm.common.errors import UserError
@@ -53,8 +62,10 @@ _FIELDS: FieldTable = {
 _FIXED_FIELDS = {"hidden_act": "silu", "attention_bias": False}
 # By model_type. Qwen3's heads are 128 wide unless its config says otherwise.
 _FIXED_FIELDS_OF = {"llama": {"mlp_bias": False}, "qwen3": {"use_sliding_window": False}}
-_DEFAULTS_OF: dict[str, dict[str, int]] = {"llama": {}, "qwen3": {"head_dim": 128}}
-_CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_DEFAULTS_OF: dict[str, dict[str, int]] = {"qwen3": {"head_dim": 128}}
+_CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"} | {
+    model_type: architecture.class_name for model_type, architecture in ARCHITECTURES.items()
+}
 _FIXED_ROPE_FIELDS = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1}
 _INITIAL_OPTIONS = {"zero_init_residual"}  # they decide the initial weights only
 
@@ -65,7 +76,7 @@ def load_hugging_face(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> TransformerLM:
-    """Load a Llama or a Qwen3 from ``config.json`` and safetensors, in one file or several, in evaluation mode.
+    """Load a Llama, a Qwen3 or a relative with experts from ``config.json`` and safetensors, in evaluation mode.
 
     ``max_seq_len`` is the context length, by default ``max_position_embeddings``. ``dtype`` defaults to that of the
     files. Raises UserError if a file, a field or a tensor is missing, unknown, damaged or does not fit the others, and
@@ -80,10 +91,12 @@ def load_hugging_face(
         if not isinstance(rope, dict):
             raise UserError(f"{path}: {name} is {rope!r}; it must be an object or null.")
         content |= rope
-    check_fixed_fields(path, content, _FIXED_FIELDS | _FIXED_FIELDS_OF[model_type] | _FIXED_ROPE_FIELDS)
+    check_fixed_fields(path, content, _FIXED_FIELDS | _FIXED_FIELDS_OF.get(model_type, {}) | _FIXED_ROPE_FIELDS)
     options: dict[str, Any] = {} if max_seq_len is None else {"context_length": max_seq_len}
-    options["qk_norm"] = model_type == "qwen3"
-    content = {"num_key_value_heads": content.get("num_attention_heads")} | _DEFAULTS_OF[model_type] | content
+    options["qk_norm"] = model_type in ("qwen3", "qwen3_moe") or content.get("use_qk_norm", False)
+    if model_type in ARCHITECTURES:
+        options["moe"] = read_moe_config(path, content, model_type)
+    content = {"num_key_value_heads": content.get("num_attention_heads")} | _DEFAULTS_OF.get(model_type, {}) | content
     config = read_model_config(path, content, _FIELDS, **options)
     check_fixed_fields(path, content, {"head_dim": config.head_dim})
     tensors = _read_all_safetensors(directory)
@@ -91,7 +104,12 @@ def load_hugging_face(
         head = tensors.pop("lm_head.weight")
         if not head.equal(tensors.get("model.embed_tokens.weight", head)):
             raise UserError(f"{path} ties the embeddings, but the weights have two; set tie_word_embeddings to false.")
-    model = assemble_model(config, [tensors], _MODULE_NAMES, directory, device, dtype)
+    if model_type in ARCHITECTURES:
+        tensors = join_experts(tensors, model_type, directory)
+    model = assemble_model(config, [tensors], _module_names(model_type), directory, device, dtype)
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.data = buffer.data.float()  # whatever the dtype of the weights
     is_rotary = _find_rotary(model)
     for name, parameter in model.named_parameters():
         if is_rotary[name]:
@@ -102,7 +120,8 @@ def load_hugging_face(
 def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Path) -> None:
     """Write a directory for transformers' ``AutoModelForCausalLM`` and ``AutoTokenizer``, atomically.
 
-    A model with QK-norm becomes a Qwen3, others a Llama. The weights keep the model's dtype. Generation stops at any
+    A model with QK-norm becomes a Qwen3, others a Llama; with experts, a Qwen3-MoE, a Mixtral or, with sigmoid
+    affinities, a GLM-4-MoE. The weights keep the model's dtype. Generation stops at any
     special token. If the tokenizer has the tokens of the chat template, ``apply_chat_template`` works. Raises
     UserError if ``directory`` is not new or empty, if that architecture lacks an option of the model, or if the
     tokenizer has more ids than the model.
@@ -113,15 +132,23 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
     config = model.config
     _check_is_expressible(config)
     model_type = "qwen3" if config.qk_norm else "llama"
+    if config.moe is not None:
+        model_type = choose_moe_architecture(config)
     if tokenizer.size > (config.vocab_size or 0):
         raise UserError(
             f"The tokenizer has {tokenizer.size:,} ids, the model {config.vocab_size:,}; they do not belong together."
         )
     is_rotary, weights = _find_rotary(model), {}
     for name, weight in model.state_dict().items():
-        if is_rotary[name]:
+        if is_rotary.get(name):
             weight = _reorder_rotary_rows(weight, config.head_dim // 2, 2)
-        weights[translate_name(name, _MODULE_NAMES)] = weight.cpu().contiguous()
+        weights[translate_name(name, _module_names(model_type))] = weight.cpu().contiguous()
+    moe_fields: dict[str, Any] = {}
+    if config.moe is not None:
+        weights, moe_fields = split_experts(weights, model_type, config), moe_config_fields(model_type, config)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if "partial_rotary_factor" in moe_fields:
+        rope["partial_rotary_factor"] = 1.0
     end_of_text = END_OF_TEXT if END_OF_TEXT in tokenizer.special_ids else None
     end_token, template = end_of_text, {}
     if has_chat_tokens(tokenizer):
@@ -136,12 +163,13 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
             "architectures": [_CLASSES[model_type]],
             "model_type": model_type,
             **_FIXED_FIELDS,
-            **_FIXED_FIELDS_OF[model_type],
+            **_FIXED_FIELDS_OF.get(model_type, {}),
             **{name: getattr(config, ours) for name, (ours, _) in _FIELDS.items()},
+            **moe_fields,
             "num_key_value_heads": config.kv_heads,
             "head_dim": config.head_dim,
             # For transformers 5; transformers 4 reads the field rope_theta.
-            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+            "rope_parameters": rope,
             "torch_dtype": str(model.head_weight.dtype).removeprefix("torch."),
             **special_ids,
         },
@@ -162,6 +190,11 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
             (temporary / name).write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
 
 
+def _module_names(model_type: str) -> dict[str, str]:
+    experts = ARCHITECTURES[model_type].module_names if model_type in ARCHITECTURES else {}
+    return experts | _MODULE_NAMES
+
+
 def _find_rotary(model: TransformerLM) -> dict[str, bool]:
     """Return for each parameter whether its rows are in the order of the rotary pairs."""
     roles = model.parameter_roles()
@@ -175,7 +208,7 @@ def _check_is_expressible(config: ModelConfig) -> None:
 
     The defaults describe a Llama, so options that are added later are refused without being listed here.
     """
-    expressible = {ours for ours, _ in _FIELDS.values()} | {"qk_norm"} | _INITIAL_OPTIONS
+    expressible = {ours for ours, _ in _FIELDS.values()} | {"qk_norm", "moe"} | _INITIAL_OPTIONS
     defaults = type(config)()
     for option in (field.name for field in fields(config) if field.name not in expressible):
         value, default = getattr(config, option), getattr(defaults, option)

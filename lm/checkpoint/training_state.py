@@ -86,11 +86,19 @@ def save_training(
 
 
 def _save_weights(model: TransformerLM, directory: Path, part: int, parts: int) -> None:
-    weights = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
+    buffers = {name for name, _ in model.named_buffers()}  # whole on each rank, unlike the parameters
+    weights = {
+        key: (_rows_of_part(tensor, part, parts) if key in buffers else tensor).contiguous()
+        for key, tensor in model.state_dict().items()
+    }
     head = {key: weights.pop(key) for key in list(weights) if key.startswith(_HEAD_PREFIX)}
     save_file(weights, directory / _part_name("model", part, parts))
     if head:
         save_file(head, directory / _HEAD_NAME)
+
+
+def _rows_of_part(tensor: Tensor, part: int, parts: int) -> Tensor:
+    return tensor[len(tensor) * part // parts : len(tensor) * (part + 1) // parts]
 
 
 def _part_name(stem: str, part: int, parts: int) -> str:

@@ -30,7 +30,7 @@ class PipelineParallel:
     their gradients are summed. State-dict keys do not change. Make the optimizer of ``model`` afterwards. Weights start
     as those of rank 0. A batch runs as ``micro_batches`` parts. With ``1f1b`` a stage holds the activations of at most
     as many parts as there are stages, with ``gpipe`` of all. Raises UserError if there is one rank, if there are fewer
-    blocks than ranks, or with ``1f1b`` fewer parts than ranks.
+    blocks than ranks, with ``1f1b`` fewer parts than ranks, or for a mixture of experts.
     """
 
     def __init__(self, model: TransformerLM, micro_batches: int, schedule: PipelineSchedule = "1f1b") -> None:
@@ -42,6 +42,10 @@ class PipelineParallel:
             raise UserError(
                 f"{micro_batches} micro-batches are too few for the schedule {schedule} with {self.world_size} "
                 "processes; use at least as many micro-batches as processes, or the schedule gpipe."
+            )
+        if model.config.moe is not None:
+            raise UserError(
+                "The load of the experts of model.moe is not balanced in a pipeline; use execution.parallel, e.g. fsdp."
             )
         layers = divide_layers(model.config, self.world_size)
         self.device, self.dtype = model.token_embeddings.weight.device, model.token_embeddings.weight.dtype

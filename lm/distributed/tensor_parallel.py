@@ -30,7 +30,8 @@ def apply_tensor_parallel(model: TransformerLM, mesh: DeviceMesh) -> None:
     Every rank calls the model with the same batch and gets the same output. Parameters are DTensors afterwards: make
     the optimizer then, of :mod:`lm.optim` or of torch. Weights start as those of the mesh's first rank. To divide the
     batch too, apply torch's ``fully_shard`` over another dimension of the mesh next. Raises UserError if the heads, the
-    hidden units or the vocabulary cannot be divided.
+    hidden units or the vocabulary cannot be divided, and
+    for a mixture of experts.
     """
     _check_is_divisible(model, mesh)
     parallelize_module(model, mesh, _plan(model))
@@ -51,6 +52,8 @@ def _check_is_divisible(model: TransformerLM, mesh: DeviceMesh) -> None:
             f"The mesh has {mesh.ndim} dimensions; pass the one of tensor parallelism, e.g. mesh['tensor']."
         )
     config, ranks = model.config, mesh.size()
+    if config.moe is not None:
+        raise UserError("model.moe cannot be divided by tensor parallelism; use execution.parallel, e.g. fsdp.")
     widths = {"num_heads": config.num_heads, "num_kv_heads": config.kv_heads, "d_ff": config.d_ff}
     for name, width in widths.items():
         if width % ranks:

@@ -13,7 +13,8 @@ from lm.inference.cpu_decode import AttentionKernel, NormKernel, compile_kernels
 from lm.inference.kv_cache import CachedAttention
 from lm.model.attention import AttentionFunction, MultiHeadSelfAttention
 from lm.model.feed_forward import SwiGLU
-from lm.model.linear import Embedding, Linear
+from lm.model.linear import Linear
+from lm.model.moe import Experts
 from lm.model.norm import RMSNorm
 from lm.model.ops.causal_attention import causal_attention
 from lm.model.transformer import TransformerLM
@@ -23,12 +24,12 @@ _EXPECTED_ROWS = 8  # oneDNN's hint for the layout; with 1 it keeps the slower p
 
 
 class PackedLinear(nn.Module):
-    """The product with the concatenated weights of one or several layers, in oneDNN's layout."""
+    """The product with several concatenated matrices, or with one, in oneDNN's layout."""
 
-    def __init__(self, *layers: Linear | Embedding) -> None:
+    def __init__(self, *weights: Tensor) -> None:
         super().__init__()
-        self.sizes = [len(layer.weight) for layer in layers]
-        weight = torch.cat([layer.weight.detach() for layer in layers])
+        self.sizes = [len(weight) for weight in weights]
+        weight = torch.cat([weight.detach() for weight in weights])
         # In a list and so not a parameter: other operators cannot read this layout.
         self._packed = [torch.ops.mkldnn._reorder_linear_weight(weight, _EXPECTED_ROWS)]
 
@@ -51,8 +52,8 @@ class _PackedAttention(MultiHeadSelfAttention):
         nn.Module.__init__(self)  # skips the creation of weights
         self.d_k, self.rope = attention.d_k, attention.rope
         self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
-        self._qkv_proj = PackedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.output_proj = PackedLinear(attention.output_proj)  # type: ignore[assignment]
+        self._qkv_proj = PackedLinear(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
+        self.output_proj = PackedLinear(attention.output_proj.weight)  # type: ignore[assignment]
         self._kernel = AttentionKernel(attention)
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -69,11 +70,41 @@ class _PackedAttention(MultiHeadSelfAttention):
 class _PackedSwiGLU(SwiGLU):
     def __init__(self, ffn: SwiGLU) -> None:
         nn.Module.__init__(self)
-        self._w1_w3 = PackedLinear(ffn.w1, ffn.w3)
-        self.w2 = PackedLinear(ffn.w2)  # type: ignore[assignment]
+        self._w1_w3 = PackedLinear(ffn.w1.weight, ffn.w3.weight)
+        self.w2 = PackedLinear(ffn.w2.weight)  # type: ignore[assignment]
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         return self._w1_w3(x).chunk(2, -1)
+
+
+class _PackedExperts(Experts):
+    """Computes the experts one after the other, each for the tokens that chose it."""
+
+    def __init__(self, experts: Experts) -> None:
+        nn.Module.__init__(self)
+        self.activation = experts.activation
+        self._inputs = nn.ModuleList(
+            PackedLinear(*matrices)
+            for matrices in zip(*(stack for stack in (experts.w1, experts.w3) if stack is not None), strict=True)
+        )
+        self._outputs = nn.ModuleList(PackedLinear(matrix) for matrix in experts.w2)
+
+    def forward(self, x: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for expert in set(chosen.flatten().tolist()):
+            tokens, choices = torch.where(chosen == expert)
+            inner, *values = self._inputs[expert](x[tokens]).split(self._inputs[expert].sizes, -1)
+            inner = F.silu(inner) if self.activation == "silu" else F.relu(inner).square()
+            if values:
+                inner = inner * values[0]
+            weights = gates[tokens, choices, None].to(x.dtype)
+            out[tokens] += weights * self._outputs[expert](inner)
+        return out
+
+
+class _PackedMatrix(PackedLinear):
+    def __init__(self, layer: Linear) -> None:
+        super().__init__(layer.weight)
 
 
 class _KernelNorm(RMSNorm):
@@ -90,7 +121,8 @@ _REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
     MultiHeadSelfAttention: _PackedAttention,
     RMSNorm: _KernelNorm,
     SwiGLU: _PackedSwiGLU,
-    Linear: PackedLinear,
+    Experts: _PackedExperts,
+    Linear: _PackedMatrix,
 }
 
 
@@ -111,12 +143,14 @@ def prepare_for_inference(model: TransformerLM, dtype: torch.dtype | None = None
         compile_kernels(dtype)
         _replace_modules(model)
         if model.lm_head is None:
-            model.lm_head = PackedLinear(model.token_embeddings)  # type: ignore[assignment]
+            model.lm_head = PackedLinear(model.token_embeddings.weight)  # type: ignore[assignment]
     return model
 
 
 def _replace_modules(module: nn.Module) -> None:
     for name, child in list(module.named_children()):
+        if getattr(child, "role", None) == "router":
+            continue  # computes in float32, whatever the dtype
         if replacement := _REPLACEMENTS.get(type(child)):
             setattr(module, name, replacement(child))
         else:

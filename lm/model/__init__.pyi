@@ -10,6 +10,8 @@ from .functional import silu as silu
 from .functional import softmax as softmax
 from .linear import Embedding as Embedding
 from .linear import Linear as Linear
+from .moe import MoE as MoE
+from .moe_config import MoEConfig as MoEConfig
 from .norm import RMSNorm as RMSNorm
 from .ops.flash_attention import FlashAttentionTorch as FlashAttentionTorch
 from .ops.flash_attention_triton import FlashAttentionTriton as FlashAttentionTriton

@@ -1,11 +1,12 @@
 """Model configuration. This module does not import torch, so that the command line starts fast."""
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
 from lm.common.errors import UserError
+from lm.model.moe_config import MoEConfig
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,12 @@ class ModelConfig:
     """Initialize the last matrix of each sublayer to zero, so that every block starts as the identity."""
     logit_softcap: float = bounded_field(0.0, ge=0, lt=math.inf)
     """Limit logits to ± this value: ``cap · tanh(logits / cap)``. 0 turns the limit off."""
+    moe: MoEConfig | None = None
+    """Mixture of experts in place of the feed-forward network. Default: none, every block is dense."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.moe, dict):  # from JSON, e.g. of a checkpoint
+            object.__setattr__(self, "moe", MoEConfig(**self.moe))
         validate_fields(self, "model")
         is_rotary = self.position_encoding == "rope"
         if self.d_model % ((2 if is_rotary else 1) * self.num_heads):
@@ -57,6 +62,23 @@ class ModelConfig:
             )
         if self.num_heads % self.kv_heads:
             raise UserError(f"model.num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}.")
+        if self.moe and self.moe.num_dense_layers >= self.num_layers:
+            raise UserError(
+                f"model.moe.num_dense_layers {self.moe.num_dense_layers} must be below model.num_layers "
+                f"{self.num_layers}; leave out model.moe for a dense model."
+            )
+        if self.moe and not self.moe.expert_width(self.d_ff):
+            raise UserError(f"model.d_ff {self.d_ff} is too small to divide among experts; set model.moe.d_expert.")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The fields that decide the output of a stage. A field that is newer than the first outputs is left out at its
+        default, so that their keys stay."""
+        return {name: value for name, value in asdict(self).items() if name != "moe" or value is not None}
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Return whether the block of index ``layer`` has a mixture of experts."""
+        return self.moe is not None and layer >= self.moe.num_dense_layers
 
     @property
     def head_dim(self) -> int:

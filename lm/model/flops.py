@@ -17,6 +17,7 @@ _PART_OF_ROLE = {
     "query_key": "attention",
     "value_output": "attention",
     "feed_forward": "feed_forward",
+    "router": "router",
     "gain": "norms",
     "head": "head",
 }
@@ -42,23 +43,29 @@ _PEAK_FLOPS = {
 def parameter_count(config: ModelConfig) -> dict[str, int]:
     """Return the number of parameters by part (embedding, attention, feed_forward, norms, head) and in ``total``.
 
-    With tied embeddings the head has 0. Raises UserError if the vocabulary size is not set.
+    With tied embeddings the head has 0. A mixture of experts also has a ``router``, and in ``active`` the total without
+    the experts that do not compute a token. Raises UserError if the vocabulary size is not set.
     """
-    parts = _count_by_part(config)
-    return {**parts, "total": sum(parts.values())}
+    parts = dict(_count_by_part(config))
+    total = sum(parts.values())
+    if config.moe is None:
+        del parts["router"]
+        return {**parts, "total": total}
+    return {**parts, "total": total, "active": total - _inactive_parameters(config)}
 
 
 def flops_per_token(config: ModelConfig, training: bool = True) -> int:
     """Return the floating-point operations per token of a full context, matrix products only.
 
-    The forward pass costs 2 per matrix parameter. The embedding is a look-up and costs nothing; the head costs its
-    product, tied or not. Attention adds 2 · layers · d_model · context for the scores and their weighted sum, without
-    the masked half. Training costs three times as much: the backward pass has one product for weights and one for
-    inputs. Raises UserError if the vocabulary size is not set.
+    The forward pass costs 2 per matrix parameter, of a mixture of experts per active one. The embedding is a look-up
+    and costs nothing; the head costs its product, tied or not. Attention adds 2 · layers · d_model · context for the
+    scores and their weighted sum, without the masked half. Training costs three times as much: the backward pass has
+    one product for weights and one for inputs. Raises UserError if the vocabulary size is not set.
     Sources: Kaplan et al. 2020; CS336 assignment 1, section 3.6, which counts the masked half too.
     """
     parts = _count_by_part(config)
-    matrices = parts["attention"] + parts["feed_forward"] + parts["embedding" if config.tied_embeddings else "head"]
+    head = parts["embedding" if config.tied_embeddings else "head"]
+    matrices = parts["attention"] + parts["feed_forward"] + parts["router"] + head - _inactive_parameters(config)
     forward = 2 * matrices + 2 * config.num_layers * config.d_model * config.context_length
     return (3 if training else 1) * forward
 
@@ -70,6 +77,15 @@ def _count_by_part(config: ModelConfig) -> Mapping[str, int]:
     for name, parameter in model.named_parameters():
         counts[_PART_OF_ROLE[roles[name]]] += parameter.numel()
     return counts
+
+
+def _inactive_parameters(config: ModelConfig) -> int:
+    """Return the number of parameters of the experts that do not compute a token."""
+    if config.moe is None:
+        return 0
+    matrices = 3 if config.feed_forward == "swiglu" else 2
+    expert = matrices * config.d_model * config.moe.expert_width(config.d_ff)
+    return (config.num_layers - config.moe.num_dense_layers) * (config.moe.num_experts - config.moe.top_k) * expert
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

@@ -33,6 +33,24 @@ def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor |
     return softmax(scores, dim=-1) @ v
 
 
+def mix_experts(x: Tensor, gates: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | None, activation: str) -> Tensor:
+    """Return the sum of all experts' outputs, each times its gate: (N, D).
+
+    ``x`` (N, D), ``gates`` (N, E), 0 for experts that do not compute a token. Expert e is
+    ``w2[e] (f(w1[e] x) ⊙ w3[e] x)``: ``w1`` and ``w3`` (E, d, D), ``w2`` (E, D, d); ``w3`` may be None. ``activation``:
+    ``silu`` or ``relu2``. A loop over the experts, each for all tokens. The model runs
+    :func:`lm.model.ops.experts.mix_experts` instead.
+    """
+    out = torch.zeros_like(x)
+    for expert in range(len(w1)):
+        inner = x @ w1[expert].T
+        inner = silu(inner) if activation == "silu" else torch.relu(inner).square()
+        if w3 is not None:
+            inner = inner * (x @ w3[expert].T)
+        out = out + gates[:, expert, None].to(x.dtype) * (inner @ w2[expert].T)
+    return out
+
+
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
     """Return the mean of ``-log softmax(logits)[target]`` over the targets that are not ``ignore_index``; a scalar in
     nats.

@@ -5,6 +5,7 @@ Counts tensors, uncompiled: an allocator's fragments and libraries' workspaces c
 operations and stores less.
 """
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
@@ -57,18 +58,20 @@ def predict_training_memory(
     state = 2 * weights - (4 * hidden if optimizer == "muon" else 0)
     element = 2 if is_bfloat16 else 4
     tokens = sequences * config.context_length
-    block = tokens * _block_bytes_per_token(config, is_bfloat16)
-    stored = tokens * 4 * config.d_model if has_checkpointing else block
+    blocks = [tokens * _block_bytes_per_token(config, layer, is_bfloat16) for layer in range(config.num_layers)]
+    all_stored = config.num_layers * tokens * 4 * config.d_model if has_checkpointing else sum(blocks)
     copies = 2 * hidden if is_bfloat16 else 0
     head = 4 * (config.vocab_size or 0) * config.d_model  # a gradient of the head
     loss_input = tokens * (element + 4) * config.d_model  # and the gradient of it
-    activations = config.num_layers * stored + loss_input + copies + head
+    activations = all_stored + loss_input + copies + head
     logits = min(_LOGIT_BYTES.get(device_type, 1 << 27), 4 * tokens * (config.vocab_size or 0))
     if is_bfloat16:
         logits += logits + head // 2  # the chunk and its gradient in bfloat16, and a copy of the head
     # The gradients of a block's activations need most memory in its feed-forward network.
-    block_gradients = tokens * (element * 3 * config.d_ff + 4 * 2 * config.d_model)
-    recomputed = block if has_checkpointing else 0
+    first_gradients, last_gradients = (
+        tokens * _gradient_bytes_per_token(config, layer, element) for layer in (0, config.num_layers - 1)
+    )
+    recomputed = blocks[-1] if has_checkpointing else 0
     last_copies = copies // config.num_layers if has_checkpointing else copies
     held = _held_bytes(parallel, world_size, weights, state, 4 * hidden // config.num_layers, head)
     earlier = weights if gradient_accumulation_steps > 1 and parallel not in ("ddp", "zero1") else 0
@@ -82,8 +85,8 @@ def predict_training_memory(
     peak = max(
         held.at_update + update,
         held.at_loss + activations + head + logits + earlier,
-        held.at_last_block + config.num_layers * stored + recomputed + block_gradients + last_copies + head + earlier,
-        held.at_first_block + block + block_gradients + copies // config.num_layers + earlier,
+        held.at_last_block + all_stored + recomputed + last_gradients + last_copies + head + earlier,
+        held.at_first_block + blocks[0] + first_gradients + copies // config.num_layers + earlier,
     )
     return TrainingMemory(weights // share, weights // share, state // state_share, activations, peak)
 
@@ -130,10 +133,19 @@ def _held_bytes(parallel: ParallelKind, world_size: int, weights: int, state: in
 
 def _largest_shape(config: ModelConfig) -> int:
     """Return the elements of all hidden matrices of the shape that has the most."""
-    counts: Counter[tuple[int, int]] = Counter()
-    d, kv, ff = config.d_model, config.kv_heads * config.head_dim, config.d_ff
-    for shape in [(d, d), (d, d), (kv, d), (kv, d), (ff, d), (d, ff), *([(ff, d)] if _has_gate(config) else [])]:
-        counts[shape] += config.num_layers * shape[0] * shape[1]
+    counts: Counter[tuple[int, ...]] = Counter()
+    d, kv = config.d_model, config.kv_heads * config.head_dim
+    for layer in range(config.num_layers):
+        shapes: list[tuple[int, ...]] = [(d, d), (d, d), (kv, d), (kv, d)]
+        dense_width = config.d_ff
+        if config.moe and config.is_moe_layer(layer):
+            width = config.moe.expert_width(config.d_ff)
+            dense_width = config.moe.num_shared_experts * width
+            experts = config.moe.num_experts
+            shapes += [(experts, width, d), (experts, d, width), *([(experts, width, d)] if _has_gate(config) else [])]
+        shapes += [(dense_width, d), (d, dense_width), *([(dense_width, d)] if _has_gate(config) else [])]
+        for shape in shapes:
+            counts[shape] += math.prod(shape)
     return max(counts.values())
 
 
@@ -141,17 +153,37 @@ def _has_gate(config: ModelConfig) -> bool:
     return config.feed_forward == "swiglu"
 
 
-def _block_bytes_per_token(config: ModelConfig, is_bfloat16: bool) -> int:
-    """Return the bytes that a block saves for its backward pass, per token."""
-    d, kv, ff = config.d_model, config.kv_heads * config.head_dim, config.d_ff
+def _block_bytes_per_token(config: ModelConfig, layer: int, is_bfloat16: bool) -> int:
+    """Return the bytes that the block of index ``layer`` saves for its backward pass, per token."""
+    d, kv = config.d_model, config.kv_heads * config.head_dim
     has_gate = _has_gate(config)
     element = 2 if is_bfloat16 else 4
     heads = d + 2 * kv  # queries, keys, values
-    inner = (3 if has_gate else 2) * ff
+    dense_width, routing, routed = config.d_ff, 0, 0
+    if config.moe and config.is_moe_layer(layer):
+        width = config.moe.expert_width(config.d_ff)
+        dense_width = config.moe.num_shared_experts * width
+        routed = config.moe.top_k * width * (2 if has_gate else 1)
+        # Affinities; of each choice its expert, token, place and order, and gates before and after they are sorted.
+        routing = 4 * config.moe.num_experts + (4 * 8 + 3 * 4) * config.moe.top_k
+        if is_bfloat16:
+            routing += 4 * d  # the router's input
+    inner = (3 if has_gate else 2) * dense_width + routed
     normalized = (d + kv) if config.qk_norm else 0
     if is_bfloat16:
-        inputs = (3 + 1 + (2 if has_gate else 1)) * d  # autocast copies the input of each matrix
+        # Autocast copies the input of each matrix; experts share a copy.
+        copies = 3 + 1 + (2 if has_gate else 1) * (dense_width > 0) + (routed > 0)
         residual = 8 * d if config.norm_placement != "none" else 0
-        return residual + element * (inputs + heads + normalized + inner)
+        return residual + element * (copies * d + heads + normalized + inner) + routing
     residual_inputs = (4 if config.norm_placement != "none" else 2) * d
-    return element * (residual_inputs + heads + d + normalized + inner)
+    return element * (residual_inputs + heads + d + normalized + inner) + routing
+
+
+def _gradient_bytes_per_token(config: ModelConfig, layer: int, element: int) -> int:
+    """Return the bytes of gradients of activations in the backward pass of the feed-forward network, per token."""
+    d = config.d_model
+    if config.moe and config.is_moe_layer(layer):
+        # Of the experts' inputs, and the tensors of the expert that computes, which all tokens may have chosen.
+        expert = 3 * d + (5 if _has_gate(config) else 3) * config.moe.expert_width(config.d_ff)
+        return element * (config.moe.top_k * d + expert) + 4 * 2 * d
+    return element * 3 * config.d_ff + 4 * 2 * d

@@ -19,6 +19,8 @@ from lm.model.attention import AttentionFunction, MultiHeadSelfAttention
 from lm.model.config import ModelConfig
 from lm.model.feed_forward import FeedForward, SwiGLU
 from lm.model.linear import Embedding, Linear, truncated_normal_
+from lm.model.moe import MoE, Routing
+from lm.model.moe_config import MoEConfig
 from lm.model.norm import RMSNorm
 from lm.model.ops.causal_attention import causal_attention
 from lm.model.ops.cross_entropy import linear_cross_entropy
@@ -33,7 +35,7 @@ LossFunction = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 class TransformerBlock(nn.Module):
-    """Attention, then the feed-forward network, each added to the residual stream.
+    """Attention, then the feed-forward network or a mixture of experts, each added to the residual stream.
 
     A sublayer ``f`` is ``x + f(ln(x))`` with ``norm_placement`` ``pre``, ``ln(x + f(x))`` with ``post`` and
     ``x + f(x)`` with ``none``.
@@ -53,6 +55,7 @@ class TransformerBlock(nn.Module):
         qk_norm: bool = False,
         norm_placement: Literal["pre", "post", "none"] = "pre",
         feed_forward: Literal["swiglu", "silu", "relu2"] = "swiglu",
+        moe: MoEConfig | None = None,
     ) -> None:
         super().__init__()
         self.is_post_norm = norm_placement == "post"
@@ -62,21 +65,34 @@ class TransformerBlock(nn.Module):
         self.attn = MultiHeadSelfAttention(
             d_model, num_heads, rope, device, dtype, num_kv_heads=num_kv_heads, qk_norm=qk_norm, norm_eps=norm_eps
         )
-        self.ffn = (
-            SwiGLU(d_model, d_ff, device, dtype)
-            if feed_forward == "swiglu"
-            else FeedForward(d_model, d_ff, feed_forward, device, dtype)
-        )
+        self.ffn: nn.Module
+        if moe is not None:
+            self.ffn = MoE(moe, d_model, d_ff, feed_forward, device, dtype)
+        elif feed_forward == "swiglu":
+            self.ffn = SwiGLU(d_model, d_ff, device, dtype)
+        else:
+            self.ffn = FeedForward(d_model, d_ff, feed_forward, device, dtype)
 
     def forward(
-        self, x: Tensor, token_positions: Tensor | None = None, attention_function: AttentionFunction = causal_attention
-    ) -> Tensor:
-        """(B, T, D) → (B, T, D)."""
+        self,
+        x: Tensor,
+        token_positions: Tensor | None = None,
+        attention_function: AttentionFunction = causal_attention,
+        returns_routing: bool = False,
+    ) -> Tensor | tuple[Tensor, Routing]:
+        """(B, T, D) → (B, T, D); with ``returns_routing``, for a mixture of experts, also its :class:`Routing`."""
+        normed = x if self.is_post_norm else self.ln1(x)
+        x = x + self.attn(normed, token_positions, attention_function)
         if self.is_post_norm:
-            x = self.ln1(x + self.attn(x, token_positions, attention_function))
-            return self.ln2(x + self.ffn(x))
-        x = x + self.attn(self.ln1(x), token_positions, attention_function)
-        return x + self.ffn(self.ln2(x))
+            x = self.ln1(x)
+        routing: Routing | None = None
+        out = x if self.is_post_norm else self.ln2(x)
+        if returns_routing:
+            out, routing = self.ffn(out, returns_routing=True)
+        else:
+            out = self.ffn(out)
+        x = self.ln2(x + out) if self.is_post_norm else x + out
+        return x if routing is None else (x, routing)
 
 
 class HeadCall(nn.Module):
@@ -101,7 +117,8 @@ class TransformerLM(nn.Module):
     backward pass runs each block again, for about a third more work. Set ``scalar_head`` to make a reward model, or a
     policy with a value head, of it. Set ``attention_function`` to compute causal attention in another form of
     :mod:`lm.model.ops.attention_form`. Set ``head_function`` and ``loss_function`` to compute logits and loss from a
-    head whose weight is divided among ranks.
+    head whose weight is divided among ranks. Set ``routings`` to an empty list to balance a mixture of experts: each
+    forward pass with gradients then adds the :class:`lm.model.moe.Routing` of each such block, in order.
     """
 
     def __init__(self, config: ModelConfig, device: Device = None, dtype: torch.dtype | None = None) -> None:
@@ -113,6 +130,7 @@ class TransformerLM(nn.Module):
         self.attention_function: AttentionFunction = causal_attention
         self.head_function: HeadFunction = linear
         self.loss_function: LossFunction = linear_cross_entropy
+        self.routings: list[Routing] | None = None
         self.rope = (
             RotaryEmbedding(config.rope_theta, config.head_dim, config.context_length, device)
             if config.position_encoding == "rope"
@@ -132,8 +150,9 @@ class TransformerLM(nn.Module):
                 qk_norm=config.qk_norm,
                 norm_placement=config.norm_placement,
                 feed_forward=config.feed_forward,
+                moe=config.moe if config.is_moe_layer(layer) else None,
             )
-            for _ in range(config.num_layers)
+            for layer in range(config.num_layers)
         )
         has_final_norm = config.norm_placement == "pre"  # a post-norm block ends with a norm already
         self.ln_final = RMSNorm(config.d_model, config.norm_eps, device, dtype) if has_final_norm else nn.Identity()
@@ -146,7 +165,7 @@ class TransformerLM(nn.Module):
         self.scalar_head: ScalarHead | None = None
         if config.zero_init_residual:
             for name, weight in self.layers.named_parameters():
-                if name.endswith((".output_proj.weight", ".w2.weight")):
+                if name.endswith((".output_proj.weight", ".w2.weight", ".experts.w2")):
                     nn.init.zeros_(weight)
 
     @property
@@ -202,11 +221,18 @@ class TransformerLM(nn.Module):
     ) -> Tensor:
         """Run the blocks and the final norm on embeddings (B, T, D): :meth:`hidden_states` after the look-up."""
         attention_functions = attention_functions or [self.attention_function] * len(self.layers)
+        has_grad = torch.is_grad_enabled()
         for layer, attention in zip(self.layers, attention_functions, strict=True):
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(layer, x, token_positions, attention, use_reentrant=False)
+            is_recorded = self.routings is not None and has_grad and isinstance(layer.ffn, MoE)
+            if self.activation_checkpointing and has_grad:
+                out = checkpoint(layer, x, token_positions, attention, is_recorded, use_reentrant=False)
             else:
-                x = layer(x, token_positions, attention)
+                out = layer(x, token_positions, attention, is_recorded)
+            if self.routings is not None and is_recorded:
+                x, routing = out
+                self.routings.append(routing)
+            else:
+                x = out
         return self.ln_final(x)
 
     def logits(self, hidden_states: Tensor) -> Tensor:

@@ -13,10 +13,11 @@ class Muon(torch.optim.Optimizer):
 
     Five Newton–Schulz steps replace the momentum matrix M = U S Vᵀ by about U Vᵀ, so that all directions of the matrix
     learn at the same rate. The update is scaled by ``0.2 · sqrt(max(rows, columns))`` (Liu et al. 2025). The root mean
-    square of its entries is then about 0.2 · ``lr``, as with AdamW, so the two can share lr and weight decay. The steps
-    are computed in ``product_dtype``; bfloat16 is enough for training. Default: the dtype of the parameters.
+    square of its entries is then about 0.2 · ``lr``, as with AdamW, so the two can share lr and weight decay. Each
+    matrix of a stack (n, rows, columns), such as those of experts, is updated by itself. The steps are computed in
+    ``product_dtype``; bfloat16 is enough for training. Default: the dtype of the parameters.
 
-    Raises ValueError for a parameter that is not a matrix.
+    Raises ValueError for a parameter that is neither a matrix nor a stack of matrices.
     """
 
     def __init__(
@@ -34,8 +35,8 @@ class Muon(torch.optim.Optimizer):
         self.product_dtype = product_dtype
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         for p in (p for group in self.param_groups for p in group["params"]):
-            if p.ndim != 2:  # step would stack vectors of one shape and orthogonalize them against each other
-                raise ValueError(f"a parameter has shape {tuple(p.shape)}; Muon takes matrices only")
+            if p.ndim not in (2, 3):  # step would stack vectors and orthogonalize them against each other
+                raise ValueError(f"a parameter has shape {tuple(p.shape)}; Muon takes matrices and stacks of matrices")
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -70,19 +71,20 @@ class Muon(torch.optim.Optimizer):
                 if found_inf is not None:
                     updates *= is_applied
                 torch._foreach_mul_(params, 1 - is_applied * group["lr"] * group["weight_decay"])
-                torch._foreach_add_(params, list(updates.unbind()), alpha=-group["lr"] * 0.2 * math.sqrt(max(shape)))
+                scale = 0.2 * math.sqrt(max(shape[-2:]))
+                torch._foreach_add_(params, list(updates.unbind()), alpha=-group["lr"] * scale)
         return loss
 
 
 def orthogonalize(matrices: Tensor, product_dtype: torch.dtype | None = None) -> Tensor:
-    """Bring the singular values of each of ``matrices`` (n, rows, columns) near 1. Same shape and dtype.
+    """Bring the singular values of each of ``matrices`` (..., rows, columns) near 1. Same shape and dtype.
 
     Five steps of a quintic Newton–Schulz iteration in ``product_dtype``, or in the dtype of the matrices. Its
     coefficients are chosen for a steep start, not for convergence: singular values end in about [0.7, 1.2] (Jordan et
     al. 2024).
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrices.to(product_dtype or matrices.dtype)
+    x = matrices.flatten(0, -3).to(product_dtype or matrices.dtype)
     is_tall = x.shape[-2] > x.shape[-1]
     if is_tall:
         x = x.mT
@@ -90,4 +92,4 @@ def orthogonalize(matrices: Tensor, product_dtype: torch.dtype | None = None) ->
     for _ in range(5):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if is_tall else x).to(matrices.dtype)
+    return (x.mT if is_tall else x).to(matrices.dtype).reshape(matrices.shape)

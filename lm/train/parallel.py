@@ -113,6 +113,7 @@ def whole_model(model: TransformerLM, parallel: Parallel) -> TransformerLM:
     weights = {name: p.cpu() for name, p in parallel.iterate_full_weights() if get_rank() == 0}
     if get_rank() > 0:
         return model
+    weights = {name: x.cpu() for name, x in model.state_dict().items()} | weights  # adds the buffers
     whole = create_empty_model(model.config, len(weights), "the model")
     assign_weights(whole, weights, "the model", "cpu")
     return whole

@@ -49,7 +49,7 @@ class Tracker:
     def add(self, row: dict[str, Any]) -> None:
         """Write a row of metrics with its ``step``."""
         self._append("metrics.jsonl", row)
-        metrics = {name: value for name, value in row.items() if name != "step"}
+        metrics = {name: value for name, value in row.items() if name != "step" and not isinstance(value, list)}
         self._call_modules("log", metrics, step=row["step"])
         if self._tensorboard:
             for name, value in metrics.items():

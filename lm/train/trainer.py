@@ -34,6 +34,7 @@ from lm.model.transformer import TransformerLM
 from lm.train.checkpoints import adopt_checkpoints, prune_checkpoints, save_step
 from lm.train.compile import compile_loss
 from lm.train.config import TrainConfig
+from lm.train.expert_balance import ExpertBalance
 from lm.train.metrics_file import read_metrics, replace_non_finite
 from lm.train.objective import MicroBatch, Objective
 from lm.train.optimizers import make_optimizers, whole_parameters
@@ -74,6 +75,7 @@ class Trainer:
             model, choose_parallel(execution, config, model.config, self.device), whole_parameters(model, config)
         )
         self.optimizers = make_optimizers(model, config, self.parallel)
+        self.balance = ExpertBalance(model, model.config.moe) if model.config.moe else None
         self.loss_sum: Callable[[MicroBatch], Tensor] = self._loss_sum
         self.flops_per_step = objective.tokens_per_step * flops_per_token(model.config)
         if execution.compile and objective.is_compilable:
@@ -187,6 +189,10 @@ class Trainer:
                     row["smoothed_loss"] = self.skipping.smoothed_loss
                     row["grad_norm"] = float(grad_norm)
                     row["tokens_per_second"] = round(throughput.tokens_per_second)
+                    if self.balance:
+                        balance_metrics = self.balance.metrics()
+                        row |= balance_metrics
+                        step_metrics = step_metrics | {"expert_load_max": balance_metrics["expert_load_max"]}
                     log_step(row, config.steps, throughput, step_metrics)
                 with timer.paused():
                     if is_evaluated:
@@ -223,21 +229,25 @@ class Trainer:
     ) -> tuple[Tensor, Tensor, bool]:
         """Update the weights once from this rank's micro-batches.
 
-        Return the mean loss, the norm of the gradients before clipping, and whether any rank is stopping. If loss or
-        norm is not finite, the weights do not change. On a GPU, the host does not wait for the step.
+        Return the mean loss (without the losses that balance experts), the norm of the gradients before clipping, and
+        whether any rank is stopping. If loss or norm is not finite, the weights do not change. On a GPU, the host does
+        not wait for the step.
         """
         # All targets weigh the same, in any micro-batch and rank. Gradients and losses are averaged over the ranks, so
         # the sums are divided by the mean weight per rank.
         with phase("forward"):
             weights = torch.stack([self.objective.weight(micro_batch) for micro_batch in micro_batches])
             mean_weight = all_reduce_mean(weights.sum().float())
+        if self.balance:
+            self.balance.start_step()
         losses = []
         for number, micro_batch in enumerate(micro_batches, start=1):
             with self.parallel.no_sync() if number < len(micro_batches) else nullcontext():
                 with phase("forward"):
                     loss = self.loss_sum(micro_batch) / mean_weight
+                    penalty = self.balance.loss(len(micro_batches)) if self.balance else 0.0
                 with phase("backward"):
-                    loss.backward()
+                    (loss + penalty).backward()
             losses.append(loss.detach())
         loss = torch.stack(losses).sum()
         self.parallel.finish_gradient_synchronization()
@@ -258,6 +268,8 @@ class Trainer:
         elif not found_inf:
             for optimizer in self.optimizers:
                 optimizer.step()
+        if self.balance:
+            self.balance.update_biases(found_inf)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         return grad_norm

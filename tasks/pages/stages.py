@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tasks.pages import experts
 from tasks.pages.markdown import code, escape_markdown, table
 from tasks.pages.plots import (
     QUARTER_OCTAVES,
@@ -184,6 +185,8 @@ def train(out: "Attempt", tokenizer: "Output", model: Any, config: Any, **inputs
         ("FLOPs of the training", f"{flops * result['tokens']:.3g}"),
     ]
     yield table(("size and cost", ""), costs)
+    if model.moe is not None:
+        yield from experts.expert_loads(read_metrics(out.directory / "metrics.jsonl"))
     samples = [
         (sample["step"], code(sample["prompt"]), code(sample["text"]))
         for sample in read_metrics(out.directory / "samples.jsonl")

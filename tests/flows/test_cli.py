@@ -19,8 +19,10 @@ from flows.models import resolve_model
 from flows.prefect_support.local_stack import is_server_healthy
 from flows.prefect_support.signals import STOPPED_MESSAGE, Terminated
 from lm.checkpoint.hugging_face import load_hugging_face
+from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate
+from lm.model.moe_config import MoEConfig
 from lm.text.demo_corpus import demo_stories
 from tests.helpers.deployed import TEXTMILL, own_environment
 from tests.helpers.limits import TIMEOUT_SCALE
@@ -226,3 +228,16 @@ def test_an_unreachable_server_is_named(tiny: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert "textmill: Prefect's server at http://127.0.0.1:9/api cannot be reached" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_options_of_experts_are_read_and_no_other_class_is(tmp_path: Path) -> None:
+    file = tmp_path / "experts.yaml"
+    file.write_text("model:\n  moe:\n    num_experts: 16\n    affinity: sigmoid\n", encoding="utf-8")
+    parser = build_parser()
+    moe = parser.instantiate(
+        parser.parse_args(["plan", "--config", str(file), "--model.moe.top_k", "3"])
+    ).plan.model.moe
+    assert moe == MoEConfig(num_experts=16, top_k=3, affinity="sigmoid")
+    for value in ("os.system", "lm.model.config.ModelConfig"):
+        with pytest.raises(UserError, match=r"model\.moe"):
+            parser.parse_args(["plan", "--model.moe.class_path", value])

@@ -17,6 +17,7 @@ from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate
 from lm.model.config import ModelConfig
+from lm.model.moe_config import MoEConfig
 from lm.model.transformer import TransformerLM
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.tokenizer import Tokenizer
@@ -299,3 +300,69 @@ def test_bad_files_are_refused(tmp_path: Path, damage: Callable[[Path], Any], me
     with pytest.raises(UserError, match=message) as caught:
         load_hugging_face(tmp_path)
     assert str(tmp_path) in str(caught.value)
+
+
+_MOE_EXPORTS = {
+    "Mixtral": {"moe": MoEConfig(d_expert=24)},
+    "Mixtral tied": {"moe": MoEConfig(num_experts=4, top_k=4), "tied_embeddings": True, "d_ff": 64},
+    "Qwen3Moe": {"moe": MoEConfig(normalized_gates=False, num_dense_layers=1), "qk_norm": True},
+    "Glm4Moe": {
+        "moe": MoEConfig(
+            affinity="sigmoid",
+            num_shared_experts=2,
+            d_expert=20,
+            num_dense_layers=1,
+            aux_loss_weight=0.0,
+            bias_update_rate=1e-3,
+        )
+    },
+    "Glm4Moe with QK-norm": {
+        "moe": MoEConfig(affinity="sigmoid", num_shared_experts=1, d_expert=24, normalized_gates=False),
+        "qk_norm": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", _MOE_EXPORTS)
+def test_experts_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="the reference")
+    ours, _ = make_exported(tmp_path / "out", **_MOE_EXPORTS[name])
+    for buffer_name, buffer in ours.named_buffers():
+        if buffer_name.endswith("expert_bias"):
+            buffer += torch.linspace(-0.3, 0.3, len(buffer))
+    save_hugging_face(ours, make_tokenizer(), tmp_path / "biased")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "biased")
+    assert type(theirs).__name__ == f"{name.split()[0]}ForCausalLM"
+    assert_same_logits(ours, theirs)
+    loaded = load_hugging_face(tmp_path / "biased")
+    assert_same_logits(loaded, theirs)
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert_same_weights(load_hugging_face(tmp_path / "theirs"), loaded)
+
+
+@pytest.mark.parametrize(
+    ("options", "moe", "name"),
+    [
+        ({}, {"num_shared_experts": 1}, "num_shared_experts 1"),
+        ({"qk_norm": True}, {"num_shared_experts": 1}, "num_shared_experts 1"),
+        ({}, {"bias_update_rate": 0.1}, r"bias_update_rate 0\.1"),
+        ({}, {"normalized_gates": False}, "normalized_gates False"),
+        ({}, {"num_dense_layers": 1}, "num_dense_layers 1"),
+        ({}, {"affinity": "sigmoid"}, "num_shared_experts 0"),
+    ],
+)
+def test_experts_that_no_architecture_has_are_refused(
+    tmp_path: Path, options: dict[str, Any], moe: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(UserError, match=rf"model\.moe\.{name} cannot be exported"):
+        make_exported(tmp_path / "out", moe=MoEConfig(**moe), **options)
+
+
+def test_files_without_all_experts_are_refused(tmp_path: Path) -> None:
+    make_exported(tmp_path / "out", **_MOE_EXPORTS["Mixtral"])
+    path = tmp_path / "out" / "model.safetensors"
+    weights = load_file(path)
+    del weights["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
+    save_file(weights, path)
+    with pytest.raises(UserError, match=r"experts of model\.layers\.1\.block_sparse_moe\.experts\.w2 are not complete"):
+        load_hugging_face(tmp_path / "out")

@@ -10,12 +10,19 @@ from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate
 from lm.inference.packed import PackedLinear, count_padding_rows, prepare_for_inference
 from lm.model.linear import Linear
+from lm.model.moe_config import MoEConfig
 from tests.helpers.generating import make_model
 
 
 @pytest.mark.parametrize(
     "variant",
-    [{}, {"num_kv_heads": 1, "qk_norm": True}, {"tied_embeddings": True, "feed_forward": "relu2"}],
+    [
+        {},
+        {"num_kv_heads": 1, "qk_norm": True},
+        {"tied_embeddings": True, "feed_forward": "relu2"},
+        {"moe": MoEConfig(num_experts=4, num_shared_experts=1, num_dense_layers=1)},
+        {"moe": MoEConfig(num_experts=5, top_k=3, affinity="sigmoid", bias_update_rate=0.1), "feed_forward": "relu2"},
+    ],
     ids=str,
 )
 def test_prepared_model_generates_the_same_ids(variant: dict[str, Any]) -> None:
@@ -37,7 +44,7 @@ def test_prepared_model_generates_the_same_ids(variant: dict[str, Any]) -> None:
 def test_packed_product_with_any_number_of_rows(rows: int) -> None:
     layer = Linear(24, 40).requires_grad_(False)
     x = torch.randn(2, rows, 24)
-    torch.testing.assert_close(PackedLinear(layer)(x), layer(x), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(PackedLinear(layer.weight)(x), layer(x), atol=1e-5, rtol=1e-5)
 
 
 def test_padding_limits_the_number_of_sizes() -> None:

@@ -1,12 +1,15 @@
 """Validation of the model configuration."""
 
+import json
 import math
+from dataclasses import asdict, fields
 from typing import Any
 
 import pytest
 
 from lm.common.errors import UserError
 from lm.model.config import ModelConfig
+from lm.model.moe_config import MoEConfig
 
 
 @pytest.mark.parametrize(
@@ -36,3 +39,44 @@ from lm.model.config import ModelConfig
 def test_bad_config_is_a_user_error(options: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=next(iter(options))):
         ModelConfig(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_experts": 1},
+        {"top_k": 9},
+        {"top_k": 1},  # a gate divided by itself
+        {"d_expert": 0},
+        {"num_shared_experts": -1},
+        {"affinity": "linear"},
+        {"aux_loss_weight": -0.1},
+        {"z_loss_weight": math.nan},
+        {"bias_update_rate": math.inf},
+        {"capacity_factor": 0.0},
+        {"num_dense_layers": -1},
+    ],
+    ids=str,
+)
+def test_bad_experts_are_a_user_error(options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=rf"model\.moe\.{next(iter(options))}"):
+        MoEConfig(**options)
+
+
+def test_experts_must_fit_the_model() -> None:
+    with pytest.raises(UserError, match=r"num_dense_layers 4 must be below model\.num_layers 4"):
+        ModelConfig(moe=MoEConfig(num_dense_layers=4))
+    with pytest.raises(UserError, match=r"d_ff 5 is too small"):
+        ModelConfig(d_ff=5, moe=MoEConfig(top_k=8))
+
+
+def test_a_config_with_experts_is_read_from_json() -> None:
+    config = ModelConfig(moe=MoEConfig(num_experts=16, affinity="sigmoid"))
+    assert ModelConfig(**json.loads(json.dumps(asdict(config)))) == config
+
+
+def test_the_identity_of_a_dense_model_is_that_of_before_there_were_experts() -> None:
+    """Keys of finished outputs contain it."""
+    assert "moe" not in ModelConfig().identity
+    assert [*ModelConfig().identity] == [field.name for field in fields(ModelConfig) if field.name != "moe"]
+    assert ModelConfig(moe=MoEConfig()).identity["moe"]["num_experts"] == 8

@@ -26,6 +26,13 @@ CASES: list[dict[str, Any]] = [
     {"model": {"tied_embeddings": True}, "vocab_size": 2000, "sequences": 2},
     {"model": {"num_kv_heads": 1, "feed_forward": "relu2"}},
     {"model": {"norm_placement": "none"}, "is_bfloat16": True},
+    {"model": {"moe": {"num_experts": 8}}, "sequences": 16},
+    {"model": {"moe": {"num_experts": 8, "num_shared_experts": 1}}, "is_bfloat16": True},
+    {
+        "model": {"moe": {"num_experts": 8, "num_dense_layers": 1, "num_shared_experts": 1}},
+        "has_checkpointing": True,
+        "optimizer": "muon",
+    },
 ]
 
 

@@ -90,7 +90,7 @@ def test_muon_decays_weights() -> None:
     torch.testing.assert_close(p.detach(), before * 0.95)
 
 
-@pytest.mark.parametrize("shape", [(4,), (), (2, 3, 4)])
+@pytest.mark.parametrize("shape", [(4,), (), (2, 3, 4, 5)])
 def test_muon_takes_matrices_only(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="matri"):
         Muon(make_parameters([(2, 2), shape]))
@@ -110,3 +110,17 @@ def test_muon_learns_a_linear_map() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.01 * losses[0]
+
+
+def test_each_matrix_of_a_stack_is_updated_by_itself() -> None:
+    stack = torch.nn.Parameter(torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(0)))
+    matrices = [torch.nn.Parameter(matrix.clone()) for matrix in stack.detach()]
+    gradients = (
+        torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(1)) * torch.tensor([1.0, 9.0, 0.1])[:, None, None]
+    )
+    stack.grad = gradients.clone()
+    for matrix, gradient in zip(matrices, gradients, strict=True):
+        matrix.grad = gradient.clone()
+    Muon([stack], lr=0.1).step()
+    Muon(matrices, lr=0.1).step()
+    torch.testing.assert_close(stack.detach(), torch.stack([matrix.detach() for matrix in matrices]))

@@ -1,0 +1,106 @@
+"""Feed-forward networks of experts, each for the tokens that chose it (Gale et al. 2022, MegaBlocks: without padding
+to a capacity).
+
+The pairs of a token and one of its experts are sorted by expert. Each expert multiplies its segment of the sorted
+pairs: one product after the other, or all in one kernel of a GPU.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lm.model import functional
+from lm.model.ops.expert_segments import mix_expert_segments
+
+Activation = Literal["silu", "relu2"]
+
+_GROUP_ROWS = 8  # rows of a group, and widths, are multiples of this: CUDA's kernel needs multiples of 16 bytes
+_MIN_CAPABILITY = (9, 0)  # of a GPU; on older ones torch's grouped product waits for the host
+
+
+class ExpertWeights(NamedTuple):
+    """Stacks of the matrices of E experts of width d."""
+
+    w1: Tensor
+    """(E, d, D)"""
+    w2: Tensor
+    """(E, D, d)"""
+    w3: Tensor | None
+    """(E, d, D), of a gated network."""
+
+
+def mix_experts(x: Tensor, chosen: Tensor, gates: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
+    """Return for each token the sum of the outputs of its experts, each times its gate: (N, D).
+
+    ``x`` (N, D). ``chosen`` (N, k) int64 are different experts of a token; number E stands for none. ``gates`` (N, k)
+    are their weights. Gradients flow to ``x``, ``gates`` and ``weights``. Under autocast the products have its dtype.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        w3 = None if weights.w3 is None else weights.w3.to(dtype)
+        x, weights = x.to(dtype), ExpertWeights(weights.w1.to(dtype), weights.w2.to(dtype), w3)
+    if has_grouped_kernel(x, weights.w1):
+        return mix_experts_grouped(x, chosen, gates, weights, activation)
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():  # a CUDA graph cannot know the sizes of segments
+        by_expert = gates.new_zeros(len(x), len(weights.w1) + 1).scatter(1, chosen, gates)
+        return functional.mix_experts(x, by_expert[:, :-1], *weights, activation)
+    pairs = sort_pairs(chosen, len(weights.w1))
+    sorted_gates = gates.flatten()[pairs.order]
+    return mix_expert_segments(x, sorted_gates, *weights, pairs.tokens, pairs.places, pairs.counts, activation)
+
+
+def has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Return whether torch has a grouped product for ``x`` and ``weight`` (E, d, D) that needs no help of the host."""
+    is_aligned = all(width % _GROUP_ROWS == 0 for width in weight.shape[1:])
+    is_supported = x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
+    return is_aligned and is_supported and torch.cuda.get_device_capability(x.device) >= _MIN_CAPABILITY
+
+
+class SortedPairs(NamedTuple):
+    """Pairs of a token and an expert, sorted by expert and then by token."""
+
+    order: Tensor
+    """(N k,) int64: index of each pair in the flat ``chosen``."""
+    tokens: Tensor
+    """(N k,) int64: token of each pair."""
+    places: Tensor
+    """(N, k) int64: place of each pair of ``chosen`` in this order."""
+    counts: Tensor
+    """(E,) int64: pairs of each expert. Pairs without an expert come last and are not counted."""
+
+
+def sort_pairs(chosen: Tensor, num_experts: int) -> SortedPairs:
+    """Sort the pairs of ``chosen`` (N, k)."""
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    ranks = torch.arange(len(flat), device=flat.device)
+    places = torch.empty_like(order).scatter_(0, order, ranks).view(chosen.shape)
+    counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:-1]
+    return SortedPairs(order, order // chosen.shape[-1], places, counts)
+
+
+def mix_experts_grouped(
+    x: Tensor, chosen: Tensor, gates: Tensor, weights: ExpertWeights, activation: Activation
+) -> Tensor:
+    """Return :func:`mix_experts` by torch's grouped products. All shapes depend on those of the inputs alone."""
+    pairs = sort_pairs(chosen, len(weights.w1))
+    group_rows = (pairs.counts + _GROUP_ROWS - 1) // _GROUP_ROWS * _GROUP_ROWS
+    ends = group_rows.cumsum(0)
+    # The place of a pair moves by the rows that pad the groups before its own; pairs without an expert stay last.
+    padding = F.pad((group_rows - pairs.counts).cumsum(0), (1, 0))
+    places = pairs.places + padding[chosen]
+    has_expert = (chosen < len(weights.w1))[
+        ..., None
+    ]  # results and gradients of rows past the last group are undefined
+    rows = torch.where(has_expert, x[:, None], 0).flatten(0, 1)
+    row_count = len(rows) + len(weights.w1) * _GROUP_ROWS
+    padded = x.new_zeros(row_count, x.shape[-1]).index_copy(0, places.flatten(), rows)
+    offsets = ends.int()
+    inner = F.grouped_mm(padded, weights.w1.mT, offs=offsets)
+    inner = F.silu(inner) if activation == "silu" else F.relu(inner).square()
+    if weights.w3 is not None:
+        inner = inner * F.grouped_mm(padded, weights.w3.mT, offs=offsets)
+    out = F.grouped_mm(inner, weights.w2.mT, offs=offsets)[places]  # (N, k, D)
+    return (torch.where(has_expert, out, 0) * gates[..., None].to(out.dtype)).sum(1)

@@ -1,0 +1,104 @@
+"""Balance of the load of a mixture of experts in training, and its figures.
+
+Sources: Fedus et al. 2021 (Switch: auxiliary loss); Zoph et al. 2022 (ST-MoE: router z-loss); Wang et al. 2024 and
+DeepSeek-AI 2024 (DeepSeek-V3: loss-free balance by a bias).
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lm.distributed.process_group import all_reduce_mean
+from lm.model.moe import MoE, Routing
+from lm.model.moe_config import MoEConfig
+from lm.model.transformer import TransformerLM
+
+
+class ExpertBalance:
+    """Computes the balance losses of each micro-batch, and updates the biases once per step.
+
+    Loads are those of all ranks, so that any number of ranks trains the same. The passes of a micro-batch count as one.
+    """
+
+    def __init__(self, model: TransformerLM, config: MoEConfig) -> None:
+        self.config = config
+        self._layers = [layer.ffn for layer in model.layers if isinstance(layer.ffn, MoE)]
+        self._routings: list[Routing] = []
+        self._step = torch.zeros(())  # sums over the micro-batches of the step, see _pack
+        model.routings = self._routings  # from now on, forward passes with gradients record here
+
+    def start_step(self) -> None:
+        """Forget the step before."""
+        self._routings.clear()
+        self._step = torch.zeros(())
+
+    def loss(self, micro_batches: int) -> Tensor:
+        """Return this rank's part of the balance losses of the micro-batch that just passed the model.
+
+        The gradients of all ranks are averaged, and those of a step's ``micro_batches`` added: together they are the
+        gradient of the mean over micro-batches of the weighted losses, each summed over the blocks. All ranks call this
+        together.
+        """
+        local = _pack(self._routings, len(self._layers))
+        self._routings.clear()
+        mean = all_reduce_mean(local.detach().clone())
+        self._step = self._step.to(mean) + mean
+        shares, tokens = self._shares(mean)
+        affinities, z_sum = local[:, 1, :].float(), local[:, 2, 0].float()
+        loss = torch.zeros_like(tokens)
+        if self.config.aux_loss_weight:
+            loss = loss + self.config.aux_loss_weight * self.config.num_experts * (shares * affinities).sum() / tokens
+        if self.config.z_loss_weight:
+            loss = loss + self.config.z_loss_weight * z_sum.sum() / tokens
+        return loss / micro_batches
+
+    @torch.no_grad()
+    def update_biases(self, found_inf: Tensor) -> None:
+        """Move each expert's bias towards the mean load of the step, unless ``found_inf``, a bool scalar, is true."""
+        if not self.config.bias_update_rate:
+            return
+        loads = self._step[:, 0]
+        updates = self.config.bias_update_rate * (loads.mean(-1, keepdim=True) - loads).sign() * ~found_inf
+        for layer, update in zip(self._layers, updates, strict=True):
+            cast(Tensor, layer.expert_bias).add_(update)
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the figures of the last step; waits for the device.
+
+        ``expert_load_max``: the highest load over the mean load, of the block where that is highest.
+        ``expert_load_entropy``: of the shares of the load, 1 if all are equal; the mean over the blocks.
+        ``dead_experts``: number of experts that no token chose, in all blocks. ``aux_loss`` (1 if the load is balanced)
+        and ``z_loss``: without their weights; means over the blocks. ``dropped_choices``: the share that a capacity
+        dropped. ``expert_loads``: for each block, the load of each expert over the mean load.
+        """
+        step = self._step.double().cpu()
+        shares, tokens = self._shares(step)
+        aux_loss = self.config.num_experts * (shares * step[:, 1]).sum(-1) / tokens
+        loads = shares * self.config.num_experts
+        entropy = torch.special.entr(shares).sum(-1) / torch.tensor(self.config.num_experts).log()
+        figures = {
+            "expert_load_max": loads.max().item(),
+            "expert_load_entropy": entropy.mean().item(),
+            "dead_experts": int((loads == 0).sum()),
+            "aux_loss": aux_loss.mean().item(),
+            "z_loss": (step[:, 2, 0] / tokens).mean().item(),
+        }
+        if self.config.capacity_factor is not None:
+            figures["dropped_choices"] = (step[:, 2, 1].sum() / step[:, 0].sum()).item()
+        return figures | {"expert_loads": [[round(load, 3) for load in layer] for layer in loads.tolist()]}
+
+    def _shares(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each expert's share of the choices (blocks, E), and the number of tokens."""
+        choices = sums[0, 0].sum()
+        return sums[:, 0] / choices, choices / self.config.top_k
+
+
+def _pack(routings: list[Routing], layers: int) -> Tensor:
+    """Return the sums over all passes, (blocks, 3, E): counts; affinities; z and dropped choices, then zeros."""
+    rows = []
+    for routing in routings:
+        scalars = torch.stack([routing.z_sum, routing.dropped.to(routing.z_sum.dtype)])
+        padded = torch.cat([scalars, scalars.new_zeros(len(routing.counts) - 2)])
+        rows.append(torch.stack([routing.counts.to(padded.dtype), routing.affinity_sums, padded]))
+    return torch.stack(rows).unflatten(0, (-1, layers)).sum(0)

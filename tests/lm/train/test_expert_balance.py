@@ -1,0 +1,159 @@
+"""Training of a mixture of experts: balance, figures, resuming, and the same result in several processes."""
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lm.checkpoint.training_state import load_model
+from lm.common.runtime import ParallelKind
+from lm.distributed.launch import run_processes
+from lm.model.functional import softmax
+from lm.model.moe_config import MoEConfig
+from lm.train.expert_balance import ExpertBalance
+from lm.train.job import Job
+from lm.train.trainer import Trainer
+from tests.helpers.training import MODEL, read_rows, small_data, small_trainer, weights_equal, write_job
+
+MOE = MoEConfig(4, 2, bias_update_rate=0.01, z_loss_weight=1e-3, num_dense_layers=1)
+MIXTURE = replace(MODEL, num_layers=3, moe=MOE)
+QUIET: dict[str, Any] = {"sample_prompts": [], "eval_interval": 1000, "checkpoint_interval": 1000}
+FIGURES = {"expert_load_max", "expert_load_entropy", "dead_experts", "aux_loss", "z_loss", "expert_loads"}
+
+
+def biases(trainer: Trainer) -> Tensor:
+    return torch.stack([layer.ffn.expert_bias for layer in trainer.model.layers[1:]])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_overfits_one_repeated_sequence(tmp_path: Path, optimizer: str) -> None:
+    data = small_data()
+    data.train = np.tile(np.random.default_rng(1).permutation(257)[:16].astype(np.uint16), 6)
+    data.valid = None
+    settings: dict[str, Any] = {"steps": 120, "batch_size": 8, "weight_decay": 0.0, "log_interval": 100, **QUIET}
+    small_trainer(tmp_path, data, replace(MIXTURE, d_model=48), optimizer=optimizer, **settings).run()
+    rows = read_rows(tmp_path)
+    assert rows[0]["loss"] > 4 and rows[-1]["loss"] < 0.05
+
+
+@pytest.mark.parametrize("options", [{"activation_checkpointing": True}, {"precision": "bfloat16"}, {"compile": True}])
+def test_a_step_in_another_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    monkeypatch.setattr("lm.train.compile._MIN_FLOPS_TO_COMPILE", 0)
+    rows = []
+    for name, form in (("plain", {}), ("other", options)):
+        small_trainer(tmp_path / name, None, MIXTURE, steps=3, log_interval=1, **form, **QUIET).run()
+        rows.append(read_rows(tmp_path / name)[-1])
+    assert rows[0].keys() >= FIGURES
+    for figure in ("loss", "grad_norm", "aux_loss", "z_loss"):
+        assert rows[1][figure] == pytest.approx(rows[0][figure], rel=0.02 if "precision" in options else 1e-4)
+
+
+def test_losses_are_those_of_the_papers(tmp_path: Path) -> None:
+    trainer = small_trainer(tmp_path, None, replace(MIXTURE, num_layers=2), gradient_accumulation_steps=2)
+    layer, balance = trainer.model.layers[1], trainer.balance
+    assert balance is not None
+    balance.start_step()
+    inputs: list[Tensor] = []
+    layer.ffn.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+    expected = []
+    for micro_batch in trainer.objective.micro_batches(0):
+        trainer.loss_sum(micro_batch)
+        loss = balance.loss(2)
+        logits = inputs.pop().flatten(0, 1) @ layer.ffn.router.weight.T
+        shares = torch.zeros(4)
+        for expert in softmax(logits).argsort(-1, descending=True)[:, :2].flatten().tolist():
+            shares[expert] += 1 / (2 * len(logits))
+        aux_loss = 4 * (shares * softmax(logits).mean(0)).sum()
+        z_loss = logits.exp().sum(-1).log().square().mean()
+        torch.testing.assert_close(loss, (MOE.aux_loss_weight * aux_loss + MOE.z_loss_weight * z_loss) / 2)
+        expected.append((float(aux_loss.detach()), float(z_loss.detach()), shares))
+    metrics = balance.metrics()
+    mean_shares = (expected[0][2] + expected[1][2]) / 2
+    assert metrics["z_loss"] == pytest.approx((expected[0][1] + expected[1][1]) / 2, rel=1e-4)
+    assert metrics["expert_loads"][0] == pytest.approx((4 * mean_shares).tolist(), abs=1e-3)
+    assert metrics["expert_load_max"] == pytest.approx(float(4 * mean_shares.max()))
+    before = biases(trainer)
+    balance.update_biases(torch.tensor(True))
+    assert torch.equal(biases(trainer), before), "a skipped step"
+    balance.update_biases(torch.tensor(False))
+    torch.testing.assert_close(biases(trainer)[0], before[0] + 0.01 * (0.25 - mean_shares).sign())
+
+
+def test_the_reported_loss_is_the_cross_entropy(tmp_path: Path) -> None:
+    losses = []
+    for weight in (0.0, 100.0):
+        moe = replace(MOE, aux_loss_weight=weight)
+        small_trainer(tmp_path / str(weight), None, replace(MIXTURE, moe=moe), steps=1, **QUIET).run()
+        losses.append(read_rows(tmp_path / str(weight))[0]["loss"])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    "options", [{"aux_loss_weight": 0.1, "bias_update_rate": 0.0}, {"aux_loss_weight": 0.0, "bias_update_rate": 0.02}]
+)
+def test_both_methods_balance_a_router_that_prefers_one_expert(tmp_path: Path, options: dict[str, Any]) -> None:
+    model = replace(MIXTURE, num_layers=2, moe=replace(MOE, z_loss_weight=0.0, **options))
+    trainer = small_trainer(tmp_path, None, model, steps=60, log_interval=1, **QUIET)
+    with torch.no_grad():
+        trainer.model.layers[1].ffn.router.weight[0] += 0.3 * trainer.model.layers[1].ln2.weight  # some tokens more
+        trainer.model.layers[1].ffn.router.weight[1:] *= 0.1
+    trainer.run()
+    rows = read_rows(tmp_path)
+    late = [row["expert_load_max"] for row in rows[-10:]]
+    assert max(row["expert_load_max"] for row in rows[:3]) > 1.3 > sum(late) / len(late)
+    assert rows[-1]["dead_experts"] == 0
+
+
+def test_a_resumed_training_has_the_same_biases_and_rows(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"checkpoint_interval": 5, "keep_checkpoints": 9, "log_interval": 2}
+    whole = small_trainer(tmp_path / "whole", None, MIXTURE, **settings)
+    whole.run()
+    first = small_trainer(tmp_path / "parts", None, MIXTURE, **settings)
+    stop = threading.Event()
+    with pytest.raises(Exception, match="stopped after step 7"):
+        first.run(lambda step: stop.set() if step == 6 else None, stop)
+    second = small_trainer(tmp_path / "parts", None, MIXTURE, **settings)
+    assert second.resume(tmp_path / "parts")
+    second.run()
+    assert biases(whole).abs().sum() > 0
+    assert weights_equal(second.model, whole.model)
+    assert read_rows(tmp_path / "parts") == read_rows(tmp_path / "whole")
+    assert weights_equal(load_model(tmp_path / "parts" / "step-0000020"), whole.model)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_two_processes_train_as_one(tmp_path: Path, kind: ParallelKind) -> None:
+    """Weights, biases and figures, with several micro-batches, samples and a checkpoint in parts."""
+    options: dict[str, Any] = {
+        "steps": 6,
+        "max_lr": 1e-3,
+        "min_lr": 1e-4,
+        "gradient_accumulation_steps": 2,
+        "optimizer": "muon",
+        "eval_interval": 3,
+        "sample_prompts": ["a"],
+    }
+    one = write_job(tmp_path / "one", model=MIXTURE, **options)
+    Job.read(one).run()
+    two = write_job(tmp_path / "two", 2, MIXTURE, kind, **options)
+    run_processes("lm.train", two, 2, lambda: None, threading.Event())
+    rows, expected = read_rows(two.parent), read_rows(one.parent)
+    for name in ("loss", "grad_norm", "valid_loss", "aux_loss", "z_loss", "expert_load_max"):
+        values = [row[name] for row in rows if name in row]
+        assert values == pytest.approx([row[name] for row in expected if name in row], rel=1e-3), name
+    weights = load_model(one.parent / "step-0000006").state_dict()
+    for name, tensor in load_model(two.parent / "step-0000006").state_dict().items():
+        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=5e-4)
+
+
+def test_figures_are_json_and_lists_stay_out_of_trackers(tmp_path: Path) -> None:
+    trainer = small_trainer(tmp_path, None, MIXTURE, steps=2, log_interval=1, **QUIET)
+    trainer.run()
+    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert np.array(row["expert_loads"]).shape == (2, 4) and isinstance(trainer.balance, ExpertBalance)
