@@ -81,8 +81,7 @@ def make_result(
     """Return the result of a trial from its rows of metrics.
 
     ``training`` is the content of ``training.json`` of a finished training. ``divergence`` has the step and the reason
-    if the trainer gave up. A finished training counts as diverged too if its last loss is not finite, or above that of
-    a model that gives all ``vocab_size`` ids the same probability.
+    if the trainer gave up. A finished training whose last loss is not finite counts as diverged too.
     """
     from lm.model.flops import flops_per_token, parameter_count
 
@@ -103,10 +102,8 @@ def make_result(
     if has_validation:  # a loss that is not finite is None in a file
         last |= {name: final[name] for name in ("valid_loss", "valid_bits_per_byte") if name in final}
     loss = last.get("valid_loss" if has_validation else "smoothed_loss")
-    guess = math.log(vocab_size)
-    if state == "finished" and (loss is None or not math.isfinite(loss) or loss > guess):
-        shown = "not finite" if loss is None else f"{loss:.4g}"
-        state, reason = "diverged", f"the last loss is {shown}; that of equal probabilities is {guess:.4g}"
+    if state == "finished" and (loss is None or not math.isfinite(loss)):
+        state, reason = "diverged", "the last loss is not finite"
     tokens = steps * config.train.batch_size * model.context_length
     return TrialResult(
         state=state,
