@@ -18,6 +18,7 @@ from flows.cli.summary import (
     format_profile,
     format_sample,
     format_summary,
+    format_sweep,
     format_teaching,
 )
 from flows.config import PipelineConfig, StageName
@@ -25,6 +26,7 @@ from flows.models import resolve_model
 from flows.plan import cached_run, plan
 from flows.posttrain_config import PosttrainConfig, PosttrainStage
 from flows.run_record import absolute_root, run_name
+from flows.sweep_config import SweepStage, load_sweep, with_base
 from lm.common.errors import UserError, did_you_mean
 from lm.eval.config import EvaluationConfig, TeachConfig
 from lm.inference.config import SampleConfig
@@ -78,6 +80,26 @@ def posttrain_command(options: Namespace) -> None:
         with GracefulShutdown():
             record = _run_flow(posttrain, config, options.root, until, refresh)
     print(format_summary(record))
+
+
+def sweep_command(options: Namespace) -> None:
+    """Run a sweep and print its table, or with ``--plan`` what a run would do."""
+    from flows.sweep_chain import SWEEP
+
+    config = with_base(load_sweep(options.sweep, options.size), _pipeline_config(options))
+    refresh = _stage_names(options.refresh, SweepStage)
+    log_to_console()
+    if options.plan:
+        _print_plan(plan(SWEEP, config, options.root, None, refresh))
+        return
+    record = None if refresh or _is_server_configured() else cached_run(SWEEP, config, options.root, None)
+    if not record:
+        from flows.prefect_support.signals import GracefulShutdown
+        from flows.sweep import sweep
+
+        with GracefulShutdown():
+            record = _run_flow(sweep, config, options.root, refresh)
+    print(format_sweep(record))
 
 
 def _print_plan(rows: list[tuple[str, str]]) -> None:

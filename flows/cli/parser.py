@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
@@ -19,6 +19,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from flows.config import PRESETS, PipelineConfig, StageName, preset_names, preset_path
 from flows.posttrain_config import POSTTRAIN_PRESETS, PosttrainConfig, PosttrainStage
 from flows.prefect_support.signals import STOPPED_MESSAGE, find_interrupt, is_sigterm, raise_terminated
+from flows.sweep_config import SWEEP_PRESETS, load_sweep
 from lm.common.errors import UserError, did_you_mean
 from lm.eval.config import EvaluationConfig, TeachConfig
 from lm.inference.config import SampleConfig
@@ -73,8 +74,11 @@ class _Parser(ArgumentParser):
         raise UserError(f"{message}{hint}. See textmill --help, textmill run --help.")
 
 
-def build_parser(preset: str = "demo", posttrain_preset: str = "demo") -> ArgumentParser:
-    """Return the parser of all subcommands. Options that a command line omits come from the presets."""
+def build_parser(
+    preset: str = "demo", posttrain_preset: str = "demo", sweep_base: PipelineConfig | None = None
+) -> ArgumentParser:
+    """Return the parser of all subcommands. Options that a command line omits come from the presets, and those of a
+    sweep from its base."""
     parser = _Parser(prog="textmill", description="Turn raw text into a language model, in cached stages.")
     subcommands = parser.add_subcommands(required=True, dest="command")
 
@@ -106,6 +110,18 @@ def build_parser(preset: str = "demo", posttrain_preset: str = "demo") -> Argume
     description = "Fine-tune a trained model on dialogs, preferences or rewards. Unchanged stages are cached."
     posttrain = add_flow("posttrain", description, posttrain_preset, POSTTRAIN_PRESETS, PosttrainConfig, PosttrainStage)
     posttrain.add_argument("--plan", action="store_true", help="show what a run would do and why, without running it")
+
+    sweep = add("sweep", "Train at many points that differ in some options, and compare. Finished points are cached.")
+    sweep.add_argument("sweep", type=str, help=f"{', '.join(preset_names(SWEEP_PRESETS))}, or a YAML file")
+    sweep.add_argument(
+        "--size", type=str, default="", help="size of the sweep, such as demo or stories; default: first"
+    )
+    sweep.add_argument("--root", **_ROOT)
+    sweep.add_argument("--refresh", type=str, default="", help="stages to run again, separated by commas")
+    sweep.add_argument("--plan", action="store_true", help="show what a run would do and why, without running it")
+    sweep.add_class_arguments(PipelineConfig)
+    if sweep_base:
+        sweep.set_defaults(_flat(asdict(sweep_base)))
 
     sample = add("sample", "Sample text from a model.")
     sample.add_argument("--model", **_MODEL)
@@ -172,6 +188,13 @@ def build_parser(preset: str = "demo", posttrain_preset: str = "demo") -> Argume
     return parser
 
 
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config by their options."""
+    sections = {name: value for name, value in config.items() if isinstance(value, dict)}
+    fields = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    return {name: value for name, value in config.items() if name not in sections} | fields
+
+
 def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
     """Return the command and its options. Raise UserError if they are invalid."""
     try:
@@ -180,7 +203,11 @@ def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
         raise UserError("An option's value has a class_path, which is not allowed.") from None
     except OverflowError as error:
         raise UserError(f"An option's number is out of range: {error}.") from None
-    config = {**dict.fromkeys(_PIPELINE_COMMANDS, PipelineConfig), "posttrain": PosttrainConfig}.get(parsed.command)
+    config = {
+        **dict.fromkeys(_PIPELINE_COMMANDS, PipelineConfig),
+        "posttrain": PosttrainConfig,
+        "sweep": PipelineConfig,
+    }.get(parsed.command)
     types = get_type_hints(config) if config else {}
     for name in (name for name, kind in types.items() if is_dataclass(kind)):
         if not isinstance(section := parsed[parsed.command].get(name, Namespace()), Namespace):
@@ -208,7 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
             code = 2
         else:
             raise
-    if "flows.pipeline" in sys.modules:  # otherwise no flow can have run, and importing Prefect would take seconds
+    if "flows.run_stages" in sys.modules:  # otherwise no flow can have run, and importing Prefect would take seconds
         from flows.prefect_support.liveness import exit_if_server_is_gone
 
         exit_if_server_is_gone(code)
@@ -218,7 +245,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     preset = _preset_name(arguments)
     is_posttrain = "posttrain" in arguments[:1]
-    parser = build_parser(**{"posttrain_preset" if is_posttrain else "preset": preset})
+    sweep_base = _sweep_base(arguments) if "sweep" in arguments[:1] else None
+    parser = build_parser(**{"posttrain_preset" if is_posttrain else "preset": preset}, sweep_base=sweep_base)
     parsed = parse(parser, arguments)
     options: Namespace = parser.instantiate(parsed)[parsed.command]
     if options.get("preset", preset) != preset:  # named in a file or by an abbreviation, which _preset_name ignores
@@ -233,3 +261,12 @@ def _preset_name(arguments: list[str]) -> str:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", nargs="?", const="demo", default="demo")
     return str(parser.parse_known_args(arguments)[0].preset)
+
+
+def _sweep_base(arguments: list[str]) -> PipelineConfig | None:
+    """Return the base of the sweep that a command line names, which is needed to build the parser."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--size", nargs="?", default="")
+    size, rest = parser.parse_known_args(arguments[1:])
+    names = [word for word in rest[:1] if not word.startswith("-")]
+    return load_sweep(names[0], size.size or "").base if names else None

@@ -1,5 +1,6 @@
 """The summary that ``textmill run`` prints."""
 
+import csv
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 _MAX_FAILURES = 5
 _MAX_OPERATIONS = 5
+_MAX_POINTS = 30
+_HIDDEN_COLUMNS = ("valid_loss", "train_loss", "flops", "reason")  # of a sweep's table
 _PROFILE_FILES = (
     ("page", "profile.md"),
     ("figures", "profile.json"),
@@ -62,6 +65,40 @@ def format_summary(record: dict[str, Any]) -> str:
         "  textmill up    start Prefect's server with its UI, the deployments and a worker (in a checkout)",
     ]
     return "\n".join(lines)
+
+
+def format_sweep(record: dict[str, Any]) -> str:
+    """Return the best points of a sweep as a table, and the paths of its outputs."""
+    root, output = record["root"], outputs_of(RunContext(record["root"], record["name"]), record)["sweep"]
+    with output.path("table.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    varied = [name for name in rows[0] if len({row[name] for row in rows}) > 1 and name not in _HIDDEN_COLUMNS]
+    columns = [*dict.fromkeys(["point", *varied, "state"])]
+    lines = [[_short(row[name]) for name in columns] for row in rows[:_MAX_POINTS]]
+    widths = [max(len(line[i]) for line in [columns, *lines]) for i in range(len(columns))]
+    text = [
+        "  ".join(f"{word:<{width}}" for word, width in zip(line, widths, strict=True)) for line in [columns, *lines]
+    ]
+    if len(rows) > _MAX_POINTS:
+        text.append(f"… and {len(rows) - _MAX_POINTS:,} more")
+    text += [
+        "",
+        "Outputs:",
+        f"  table   {output.url}/table.csv",
+        f"  report  {output.store.url('runs', record['name'])}.md",
+    ]
+    if "best_point" in output.manifest["figures"]:
+        text.append(f"  best    {output.url}/best.yaml")
+        text += ["", "Try next:", f"  textmill run --root {root} --config {output.url}/best.yaml"]
+    return "\n".join(["", *text])
+
+
+def _short(text: str) -> str:
+    """Return a number with up to six digits, and other text unchanged."""
+    try:
+        return text if text.isdigit() else f"{float(text):.6g}"
+    except ValueError:
+        return text
 
 
 def format_evaluation(result: "EvaluationResult") -> str:

@@ -1,5 +1,6 @@
 """Steps whose loss or gradients are not finite: they are detected on the device, and the optimizers skip them."""
 
+import json
 import logging
 import math
 from pathlib import Path
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from lm.checkpoint.training_state import newest_checkpoint
 from lm.common.errors import UserError
+from lm.distributed.process_group import get_rank
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +57,8 @@ class SkippedSteps:
     def read(self, step: int, out: Path) -> None:
         """Read the counts after ``step``, and log newly skipped steps.
 
-        Raises UserError after too many in a row; its message names the newest checkpoint in ``out``.
+        Raises UserError after too many in a row; its message names the newest checkpoint in ``out``. A file
+        ``diverged.json`` there then has the step and the reason.
         """
         before = self.skipped
         counts = torch.stack([self._skipped, self._consecutive, self._most_consecutive])
@@ -69,6 +72,8 @@ class SkippedSteps:
             log.warning("Step %s: %s; steps skipped: %d.", f"{step:,}", reason, self.skipped - before)
             return
         newest = newest_checkpoint(out)
+        if get_rank() == 0:
+            (out / "diverged.json").write_text(json.dumps({"step": step, "reason": reason}), encoding="utf-8")
         raise UserError(
             f"At step {step:,} {reason}; {most_consecutive} steps in a row were skipped: the training has diverged. "
             f"Lower train.max_lr; {f'the last good checkpoint is {newest}' if newest else 'no checkpoint was saved'}."

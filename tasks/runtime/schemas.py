@@ -187,6 +187,67 @@ class _Sample(_Schema):
     text: str
 
 
+class _Trial(_Schema):
+    state: Literal["finished", "pruned", "diverged"]
+    reason: str
+    steps: _Size
+    tokens: _Size
+    parameters: _Size
+    flops: float
+    train_loss: float | None
+    valid_loss: float | None
+    valid_bits_per_byte: float | None
+    curve: list[dict[str, int | float | None]]
+    model: _Digest | None
+
+
+class _PowerLaw(_Schema):
+    coefficient: float
+    exponent: float
+    exponent_error: float | None
+
+
+class _Measurement(_Schema):
+    budget: float
+    parameters: float
+    tokens: float
+    loss: float
+
+
+class _Parabola(_Schema):
+    budget: float
+    curvature: float
+    best_parameters: float
+    best_tokens: float
+    best_loss: float
+    is_inside: bool
+
+
+class _ScalingLaw(_Schema):
+    parabolas: list[_Parabola]
+    parameters: _PowerLaw
+    tokens: _PowerLaw
+    loss: _PowerLaw
+    loss_noise: float
+    law_noise: float
+
+
+class _Prediction(_Schema):
+    budget: float
+    parameters: float
+    tokens: float
+    loss: float
+    low: float
+    high: float
+
+
+class _Law(_Schema):
+    measurements: list[_Measurement]
+    law: _ScalingLaw
+    prediction: _Prediction | None
+    best_of_largest_budget: _Size
+
+
 _CHUNK = TypeAdapter(list[_Range])
 _CONTENTS: dict[str, TypeAdapter[Any]] = {
     "texts.json": TypeAdapter(_GroupTexts),
@@ -198,6 +259,8 @@ _CONTENTS: dict[str, TypeAdapter[Any]] = {
     "training.json": TypeAdapter(_Training),
     "samples.json": TypeAdapter(list[_Sample]),
     "examples.json": TypeAdapter(_Examples),
+    "trial.json": TypeAdapter(_Trial),
+    "law.json": TypeAdapter(_Law),
     "answers.json": TypeAdapter(dict[str, list[_Answer]]),
 }
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,8 @@ def run_training(out: Attempt, job: "TrainingJob", unfinished_page: Callable[[Pa
             show_progress(out.stage, job.config.steps, "step", out.run.label, page) as progress,
             stop_on_signals(stopping) as signals,
         ):
-            if job.execution.processes > 1:
+            # torch's random generator and number of threads belong to a process: trainings in threads need their own.
+            if job.execution.processes > 1 or threading.current_thread() is not threading.main_thread():
                 report_step = step_reporter(out.directory / "metrics.jsonl", progress)
                 run_processes(job.module, path, job.execution.processes, report_step, stopping)
             else:

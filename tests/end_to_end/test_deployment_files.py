@@ -13,6 +13,7 @@ from flows.config import PRESETS, PipelineConfig, StageName, complete_config, lo
 from flows.pipeline import pipeline
 from flows.posttrain import posttrain
 from flows.posttrain_config import POSTTRAIN_PRESETS, PosttrainConfig, load_posttrain_preset
+from flows.sweep_config import load_sweep, sweep_parameters
 
 PROJECT = Path(__file__).parents[2]
 ENTRIES = yaml.safe_load((PROJECT / "prefect.yaml").read_text())["deployments"]
@@ -20,6 +21,7 @@ DEPLOYMENTS = {entry["name"]: entry for entry in ENTRIES if entry["entrypoint"] 
 POSTTRAIN_DEPLOYMENTS = {
     entry["name"]: entry for entry in ENTRIES if entry["entrypoint"] == "flows.posttrain.posttrain"
 }
+SWEEP_DEPLOYMENTS = {entry["name"]: entry for entry in ENTRIES if entry["entrypoint"] == "flows.sweep.sweep"}
 
 
 def test_deployments_exist_for_the_pipeline_each_stage_and_each_larger_preset() -> None:
@@ -32,7 +34,11 @@ def test_deployments_exist_for_the_pipeline_each_stage_and_each_larger_preset() 
         assert DEPLOYMENTS[name]["build"] == [{"flows.config.preset_parameters": {"id": "preset", "name": name}}]
         assert preset_parameters(name) == {"config": asdict(load_preset(name))}
     assert set(POSTTRAIN_DEPLOYMENTS) == {"full"}
-    assert len(ENTRIES) == len(DEPLOYMENTS) + len(POSTTRAIN_DEPLOYMENTS)
+    assert set(SWEEP_DEPLOYMENTS) == {"sweep"}
+    step = {"id": "sweep", "name": "learning-rate", "size": "demo"}
+    assert SWEEP_DEPLOYMENTS["sweep"]["build"] == [{"flows.sweep_config.sweep_parameters": step}]
+    assert sweep_parameters("learning-rate", "demo") == {"config": asdict(load_sweep("learning-rate", "demo"))}
+    assert len(ENTRIES) == len(DEPLOYMENTS) + len(POSTTRAIN_DEPLOYMENTS) + len(SWEEP_DEPLOYMENTS)
     for deployment in ENTRIES:
         assert deployment["description"]
         assert deployment["tags"]

@@ -1,0 +1,214 @@
+"""The configuration of a sweep, read from a YAML file, and its points."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from flows.config import PRESETS, PipelineConfig, complete, load_config, preset_names, preset_path
+from lm.common.config import PYDANTIC_CONFIG, bounded_field
+from lm.common.errors import UserError, did_you_mean
+from lm.common.runtime import Execution
+from lm.experiments.axes import Axis, Point, Settings, corners, describe_settings, expand, make_point
+from lm.experiments.config import LawConfig, SearchConfig
+
+SWEEP_PRESETS = PRESETS / "sweeps"
+SweepStage = Literal["ingest", "chunk", "count", "merge", "encode", "train", "trial", "scaling_law", "sweep"]
+
+_FILE_FIELDS = {"description", "base", "set", "axes", "derive", "search", "law", "max_epochs", "sizes"}
+_MERGED_FIELDS = ("set", "derive")  # a size adds to them; it replaces the others
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    """Configuration of the flow ``sweep``: many trainings that differ in some options."""
+
+    __pydantic_config__ = PYDANTIC_CONFIG
+
+    name: str = "sweep"
+    """Name of this sweep, part of the names of artifacts in Prefect. It has no effect on results."""
+    description: str = ""
+    """A few sentences for the page: the question that the sweep answers."""
+    base: PipelineConfig = field(default_factory=PipelineConfig)
+    """Configuration of the pipeline that all points share, except for what they vary."""
+    axes: list[Axis] = field(default_factory=list)
+    """Options that vary. The points are all combinations of their values; with a search, some of them."""
+    derive: dict[str, str | int | float] = field(default_factory=dict)
+    """Options that follow from others, in order: an expression such as 2 * train.batch_size by option."""
+    search: SearchConfig | None = None
+    """Search for the best point, by the library Optuna. Default: train all points."""
+    law: LawConfig | None = None
+    """Fit a scaling law to the points. Default: none."""
+    max_epochs: float | None = bounded_field(None, gt=0)
+    """Most times that a training may read the whole training text. A point with more is refused. Default: no limit."""
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    @property
+    def execution(self) -> Execution:
+        """How the work runs on this machine."""
+        return self.base.execution
+
+    @property
+    def data(self) -> Any:
+        """Sources of the text of the base."""
+        return self.base.data
+
+    def check(self) -> None:
+        """Raise UserError, which names the point, if a point of the sweep is not valid."""
+        if not self.axes:
+            raise UserError(f"The sweep {self.name} has no axes; name at least one option that varies.")
+        if self.execution.train_deployment:
+            raise UserError("execution.train_deployment does not work in a sweep; use execution.runner dask or ray.")
+        if self.search and self.law:
+            raise UserError(f"The sweep {self.name} has a search and a law; a law needs all points of the grid.")
+        if self.search and any(name.startswith("data.") for axis in self.axes for name in axis.names):
+            raise UserError("A search varies no option of the section data; use a grid, or a sweep for each text.")
+        if self.law:
+            names = {name for axis in self.axes for name in axis.names}
+            if missing := [name for name in (self.law.budget, self.law.size) if name not in names]:
+                raise UserError(f"The law of the sweep {self.name} reads {missing[0]}, which is on no axis.")
+        for number, settings in enumerate(corners(self.axes) if self.search else expand(self.axes), start=1):
+            self.point(settings, f"point {number}")
+        if self.law and self.law.check_budget:
+            for size in self.law.check_sizes:
+                first = expand(self.axes)[0]
+                self.point(first | {self.law.budget: self.law.check_budget, self.law.size: size}, "the check")
+
+    def points(self) -> list[Point]:
+        """Return all points, in the order of the grid."""
+        return [self.point(settings, f"point {number}") for number, settings in enumerate(expand(self.axes), start=1)]
+
+    def point(self, settings: Settings, name: str) -> Point:
+        """Return the point with these settings of the axes. Raises UserError, with its ``name``, if it is not valid."""
+        try:
+            point = make_point(self._base_fields, settings, self.derive)
+            pipeline_config(point)
+        except UserError as error:
+            raise UserError(f"{self._describe(name, settings)}: {error}") from None
+        return point
+
+    def _describe(self, name: str, settings: Settings) -> str:
+        return f"The sweep {self.name} has an invalid point, {name} ({describe_settings(settings)})"
+
+    @functools.cached_property
+    def _base_fields(self) -> dict[str, Any]:
+        return asdict(self.base)
+
+
+def pipeline_config(point: Point) -> PipelineConfig:
+    """Return the configuration of the pipeline at a point. Raises UserError if it is not valid."""
+    config: PipelineConfig = _validate(PipelineConfig, point.config)
+    return config
+
+
+def _validate(config_type: Any, fields: Mapping[str, Any]) -> Any:
+    from pydantic import ValidationError
+
+    try:
+        return _type_adapter(config_type).validate_python(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        message = first["msg"].removeprefix("Value error, ").rstrip(".") + "."
+        raise UserError(": ".join(filter(None, [".".join(map(str, first["loc"])), message]))) from None
+
+
+@functools.cache
+def _type_adapter(config_type: Any) -> Any:
+    from pydantic import TypeAdapter  # slow to import
+
+    return TypeAdapter(config_type)
+
+
+def load_sweep(name: str, size: str = "") -> SweepConfig:
+    """Return a sweep that ships with textmill, or that of a YAML file, with a size of it.
+
+    ``size`` is one of the file's ``sizes``; empty is the first. Raises UserError if there is no such sweep or size, or
+    if it is not valid.
+    """
+    path = sweep_path(name)
+    fields = _read(path)
+    sizes = fields.pop("sizes", {})
+    if size and size not in sizes:
+        known = f"Sizes: {', '.join(sizes)}." if sizes else "It has no sizes; leave --size out."
+        raise UserError(f"The sweep {name} has no size {size!r}{did_you_mean(size, sizes)}. {known}")
+    chosen = size or next(iter(sizes), "")
+    for key, value in (sizes[chosen] or {}).items() if chosen else ():
+        fields[key] = {**(fields.get(key) or {}), **value} if key in _MERGED_FIELDS else value
+    base = _base_config(str(fields.pop("base", "demo")), fields.pop("set", None) or {})
+    content = {"name": f"{path.stem}-{chosen}" if chosen else path.stem, **fields, "base": base}
+    try:
+        config: SweepConfig = _validate(SweepConfig, content)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    return config
+
+
+def sweep_path(name: str) -> Path:
+    """Return the file of a sweep: of one that ships, or a file of the user's own."""
+    if name in preset_names(SWEEP_PRESETS):
+        return SWEEP_PRESETS / f"{name}.yaml"
+    path = Path(name).expanduser()
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        return path
+    names = preset_names(SWEEP_PRESETS)
+    raise UserError(
+        f"There is no sweep {name!r}{did_you_mean(name, names)}: neither one of {', '.join(names)}, nor a .yaml file."
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    sizes = content.get("sizes", {}) if isinstance(content, dict) else {}
+    if not isinstance(content, dict) or not isinstance(sizes, dict):
+        raise UserError(f"{path} must have fields such as base, axes and sizes; see docs/experiments.md.")
+    for fields in (content, *sizes.values()):
+        if not isinstance(fields or {}, dict) or not all(
+            isinstance((fields or {}).get(name) or {}, dict) for name in _MERGED_FIELDS
+        ):
+            raise UserError(f"{path}: set and derive have a value for each option; see docs/experiments.md.")
+        if unknown := [str(name) for name in fields or {} if name not in _FILE_FIELDS]:
+            raise UserError(f"{path} has an unknown field {unknown[0]!r}{did_you_mean(unknown[0], _FILE_FIELDS)}.")
+    return content
+
+
+def _base_config(base: str, options: Mapping[str, Any]) -> PipelineConfig:
+    """Return a preset, or the configuration of a YAML file, with options such as train.steps replaced."""
+    config = load_config(PipelineConfig, Path(base) if Path(base).suffix in (".yaml", ".yml") else preset_path(base))
+    fields = asdict(config)
+    for name, value in options.items():
+        section, _, option = name.partition(".")
+        if not isinstance(fields.get(section), dict) or option not in fields[section]:
+            known = [f"{part}.{key}" for part in fields if isinstance(fields[part], dict) for key in fields[part]]
+            raise UserError(f"There is no option {name}{did_you_mean(name, known)}.")
+        fields[section][option] = value
+    validated: PipelineConfig = _validate(PipelineConfig, fields)
+    return validated
+
+
+def with_base(config: SweepConfig, base: PipelineConfig) -> SweepConfig:
+    """Return a sweep with another base. Raises UserError if it sets an option that the sweep varies or derives."""
+    names = [*(name for axis in config.axes for name in axis.names), *config.derive]
+    before, after = asdict(config.base), asdict(base)
+    for name in names:
+        section, _, option = name.partition(".")
+        if option and before[section][option] != after[section][option]:
+            raise UserError(f"The sweep {config.name} varies {name} itself; leave --{name} out, or edit its file.")
+    return replace(config, base=base)
+
+
+def sweep_parameters(name: str, size: str) -> dict[str, Any]:
+    """Return a sweep as the parameter ``config`` of a deployment. ``prefect.yaml`` calls it as a build step."""
+    return {"config": asdict(load_sweep(name, size))}
+
+
+def complete_sweep_config(config: Any) -> Any:
+    """Complete a partial ``config`` of the flow ``sweep``; see :func:`flows.config.complete`."""
+    return complete(config, load_sweep("learning-rate", "demo"))

@@ -1,0 +1,210 @@
+"""The axes of a sweep, and the points that they span."""
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lm.common.config import PYDANTIC_CONFIG
+from lm.common.errors import UserError, did_you_mean
+from lm.experiments.expression import evaluate_expression
+
+Settings = dict[str, Any]  # value by option, as train.max_lr, or by variable, which has no dot
+
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+_MAX_POINTS = 10_000
+_FIXED = ("execution.", "name")  # options that have no effect on results
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One direction of a sweep: the values of an option or variable, a range of them, or cases of several options.
+
+    A name with a dot is an option of the pipeline, such as ``train.max_lr``. A name without a dot is a variable, for
+    expressions and for the table.
+    """
+
+    __pydantic_config__ = PYDANTIC_CONFIG
+
+    option: str = ""
+    """Option or variable that varies. Empty with ``cases``."""
+    values: list[Any] = field(default_factory=list)
+    """Its values. Empty with ``low`` and ``high``."""
+    low: int | float | None = None
+    """Lowest value of a range. If both ends are whole numbers, so are the values between."""
+    high: int | float | None = None
+    """Highest value of a range."""
+    points: int | None = None
+    """Number of values of the range, with both ends. A search has none: it picks any value of the range."""
+    scale: Literal["log", "linear"] = "log"
+    """How the values of a range are spaced."""
+    cases: list[dict[str, Any]] = field(default_factory=list)
+    """Options that vary together: each case has the values of one or more options and variables."""
+
+    def __post_init__(self) -> None:
+        has_range = self.low is not None and self.high is not None
+        if bool(self.cases) == bool(self.option) or (self.cases and (self.values or has_range)):
+            raise UserError(f"An axis has either cases, or an option with values or a range; not {self._describe()}.")
+        if self.option and bool(self.values) == has_range:
+            raise UserError(f"The axis {self.option} needs either values, or low and high.")
+        if has_range and not self._low < self._high:
+            raise UserError(f"The axis {self.option} has low {self.low} and high {self.high}; low must be below high.")
+        if self.points is not None and self.points < 2:
+            raise UserError(f"The axis {self.option} has {self.points} points; a range needs at least 2.")
+        if has_range and self.scale == "log" and self._low <= 0:
+            raise UserError(f"The axis {self.option} has low {self.low}; a log scale needs a number above 0.")
+
+    def _describe(self) -> str:
+        given = {"option": self.option, "values": self.values, "low": self.low, "high": self.high, "cases": self.cases}
+        return json.dumps({name: value for name, value in given.items() if value not in ("", [], None)}, default=str)
+
+    @property
+    def _low(self) -> float:
+        return 0.0 if self.low is None else self.low
+
+    @property
+    def _high(self) -> float:
+        return 0.0 if self.high is None else self.high
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the values of the range are whole numbers."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    @property
+    def names(self) -> list[str]:
+        """Options and variables that the axis sets."""
+        return list(dict.fromkeys(name for case in self.cases for name in case)) if self.cases else [self.option]
+
+    def choices(self) -> list[Settings]:
+        """Return the settings of each position on the axis. Raises UserError for a range without ``points``."""
+        if self.cases:
+            return [{name: _number(value) for name, value in case.items()} for case in self.cases]
+        if self.values:
+            return [{self.option: _number(value)} for value in self.values]
+        if self.points is None:
+            raise UserError(f"The axis {self.option} has a range without points; say how many, or add a search.")
+        steps = [index / (self.points - 1) for index in range(self.points)]
+        return [{self.option: value} for value in dict.fromkeys(map(self.at, steps))]
+
+    def at(self, fraction: float) -> int | float:
+        """Return the value at a fraction of the range, 0 for ``low`` and 1 for ``high``; six digits."""
+        if self.scale == "log":
+            value = math.exp((1 - fraction) * math.log(self._low) + fraction * math.log(self._high))
+        else:
+            value = (1 - fraction) * self._low + fraction * self._high
+        return round(value) if self.is_whole else float(f"{value:.6g}")
+
+    def ends(self) -> list[Settings]:
+        """Return all choices, or the ends of a range without ``points``: a search stays between them."""
+        is_open = not self.cases and not self.values and self.points is None
+        return [{self.option: self.at(0)}, {self.option: self.at(1)}] if is_open else self.choices()
+
+
+def _number(value: Any) -> Any:
+    """Return a number for a string such as "1e-3": YAML 1.1 has exponents with a decimal point only."""
+    return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
+
+
+def expand(axes: Sequence[Axis]) -> list[Settings]:
+    """Return the settings of all points: each choice of each axis with each of the others, the last axis fastest.
+
+    Raises UserError if an option is on two axes, or for more than 10,000 points.
+    """
+    return _product(axes, [axis.choices() for axis in axes])
+
+
+def corners(axes: Sequence[Axis]) -> list[Settings]:
+    """Return points at the ends of each axis of a search, with the first choice of the others."""
+    ends = [axis.ends() for axis in axes]
+    first = {name: value for choices in ends for name, value in choices[0].items()}
+    _product(axes, [choices[:1] for choices in ends])
+    return [first, *(first | choice for choices in ends for choice in choices[1:])]
+
+
+def _product(axes: Sequence[Axis], choices: list[list[Settings]]) -> list[Settings]:
+    names = [name for axis in axes for name in axis.names]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"{repeated[0]} is on two axes; couple its values as cases of one axis.")
+    if (count := math.prod(map(len, choices))) > _MAX_POINTS:
+        raise UserError(f"The axes span {count:,} points; the most is {_MAX_POINTS:,}.")
+    return [{name: value for part in parts for name, value in part.items()} for parts in itertools.product(*choices)]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of a sweep."""
+
+    settings: Settings
+    """Values of the options and variables of the axes, and of the derived options."""
+    config: dict[str, Any]
+    """Configuration of the pipeline, by section and field."""
+
+    @property
+    def title(self) -> str:
+        """The settings in one line."""
+        return describe_settings(self.settings)
+
+
+def describe_settings(settings: Mapping[str, Any]) -> str:
+    """Return settings in one line, such as ``train.max_lr 0.01, train.steps 300``."""
+    return ", ".join(f"{name} {format_value(value)}" for name, value in settings.items()) or "the base"
+
+
+def format_value(value: Any) -> str:
+    """Return a value as text; floats with up to six digits."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def make_point(base: Mapping[str, Any], settings: Settings, derive: Mapping[str, Any]) -> Point:
+    """Return the point with these settings of the axes. ``base`` is the configuration without them.
+
+    ``derive`` has an expression for each derived option or variable, in the order in which they are computed; see
+    :func:`lm.experiments.expression.evaluate_expression`. An expression may also use ``parameters`` and
+    ``flops_per_token`` of the model so far. Raises UserError for an unknown option, or an expression without a value.
+    """
+    config = {name: dict(value) if isinstance(value, dict) else value for name, value in base.items()}
+    variables: Settings = {}
+    for name, value in settings.items():
+        _set(config, variables, name, value)
+    derived: Settings = {}
+    for name, expression in derive.items():
+        if name in settings:
+            raise UserError(f"{name} is derived and is on an axis too; leave one of them out.")
+        values = {**_numbers(config), **variables}
+        text = str(expression)
+        if re.search(r"\b(parameters|flops_per_token)\b", text):
+            values |= _model_costs(config)
+        derived[name] = evaluate_expression(text, values)
+        _set(config, variables, name, derived[name])
+    return Point({**settings, **derived}, config)
+
+
+def _set(config: dict[str, Any], variables: Settings, name: str, value: Any) -> None:
+    section, dot, option = name.partition(".")
+    if not dot and name not in config:
+        variables[name] = value
+        return
+    if name.startswith(_FIXED):
+        raise UserError(f"{name} has no effect on results and cannot vary; set it for the whole sweep.")
+    if not isinstance(config.get(section), dict) or option not in config[section]:
+        known = [f"{part}.{key}" for part, fields in config.items() if isinstance(fields, dict) for key in fields]
+        raise UserError(f"There is no option {name}{did_you_mean(name, known)}.")
+    config[section][option] = value
+
+
+def _numbers(config: Mapping[str, Any]) -> Settings:
+    sections = {name: value for name, value in config.items() if isinstance(value, dict)}
+    return {f"{name}.{key}": value for name, fields in sections.items() for key, value in fields.items()}
+
+
+def _model_costs(config: Mapping[str, Any]) -> Settings:
+    from lm.model.config import ModelConfig
+    from lm.model.flops import flops_per_token, parameter_count
+
+    fields = config["model"]
+    model = ModelConfig(**fields | {"vocab_size": fields["vocab_size"] or config["tokenizer"]["vocab_size"]})
+    return {"parameters": parameter_count(model)["total"], "flops_per_token": flops_per_token(model)}

@@ -1,0 +1,94 @@
+"""The results of a sweep as a table, its curves, and its best configuration."""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lm.experiments.axes import Settings
+from lm.experiments.trial import TrialResult, rank
+
+if TYPE_CHECKING:
+    from lm.experiments.scaling_law import Measurement
+
+RESULT_COLUMNS = (
+    "valid_bits_per_byte",
+    "valid_loss",
+    "train_loss",
+    "steps",
+    "tokens",
+    "parameters",
+    "flops",
+    "state",
+    "reason",
+)
+
+
+@dataclass(frozen=True)
+class SweepReport:
+    """What a sweep is, for its table and page."""
+
+    name: str
+    description: str
+    axes: list[str]
+    """Options and variables of the axes, in their order."""
+    settings: list[Settings]
+    """Of each point: the values of the axes, and the derived ones."""
+    configs: list[dict[str, Any]]
+    """Configuration of each point, without what has no effect on results."""
+    law: dict[str, Any] = field(default_factory=dict)
+    """Fields of the sweep's :class:`lm.experiments.scaling_law.LawConfig`; empty without one."""
+
+    @property
+    def columns(self) -> list[str]:
+        """Options and variables of the table: the axes, then the derived ones."""
+        return list(dict.fromkeys([*self.axes, *(name for point in self.settings for name in point)]))
+
+    def value(self, index: int, name: str) -> Any:
+        """Return the value of an option at a point, from its configuration if its case does not set it."""
+        if name in self.settings[index]:
+            return self.settings[index][name]
+        section, _, option = name.partition(".")
+        return self.configs[index].get(section, {}).get(option)
+
+
+def table_rows(report: SweepReport, results: Sequence[TrialResult]) -> list[dict[str, Any]]:
+    """Return a row for each point, the best first: its number from 1, its settings and its result."""
+    rows = []
+    for index in rank(results):
+        settings = {name: report.value(index, name) for name in report.columns}
+        rows.append(
+            {"point": index + 1, **settings, **{name: getattr(results[index], name) for name in RESULT_COLUMNS}}
+        )
+    return rows
+
+
+def format_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows as CSV with a header. Missing values are empty."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def measurements(
+    settings: Sequence[Settings], results: Sequence[TrialResult], budget: str, size: str
+) -> "list[tuple[Measurement, int]]":
+    """Return the best finished training of each budget and size, and the index of its point."""
+    from lm.experiments.scaling_law import Measurement
+
+    best: dict[tuple[Any, Any], int] = {}
+    for index, (point, result) in enumerate(zip(settings, results, strict=True)):
+        key = point[budget], point[size]
+        if result.state == "finished" and (key not in best or _loss(result) < _loss(results[best[key]])):
+            best[key] = index
+    return [
+        (Measurement(float(key[0]), results[index].parameters, results[index].tokens, _loss(results[index])), index)
+        for key, index in best.items()
+    ]
+
+
+def _loss(result: TrialResult) -> float:
+    return float("inf") if result.objective is None else result.objective

@@ -1,0 +1,216 @@
+"""Scaling laws from trainings of several sizes at equal FLOPs: approach 2 of Hoffmann et al. 2022 ("Chinchilla").
+
+At each budget, a parabola in the logarithm of the parameters is fitted to the losses. Its minimum is the best size of
+the budget. Power laws of the budget go through the minima.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lm.common.errors import UserError
+
+Array = npt.NDArray[np.float64]
+
+_DRAWS = 500  # of the bootstrap
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The loss of one training."""
+
+    budget: float
+    """FLOPs."""
+    parameters: float
+    tokens: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """``y = coefficient · x ** exponent``, and the standard error of the exponent."""
+
+    coefficient: float
+    exponent: float
+    exponent_error: float
+
+    def __call__(self, x: float) -> float:
+        """Return ``y``."""
+        return float(self.coefficient * x**self.exponent)
+
+
+@dataclass(frozen=True)
+class Parabola:
+    """``loss = curvature · (ln parameters - ln best_parameters)² + best_loss`` at a budget."""
+
+    budget: float
+    curvature: float
+    best_parameters: float
+    best_tokens: float
+    best_loss: float
+    is_inside: bool
+    """Whether the minimum lies between the smallest and the largest size that were trained."""
+
+    def __call__(self, parameters: float) -> float:
+        """Return the loss of a size."""
+        return float(self.curvature * math.log(parameters / self.best_parameters) ** 2 + self.best_loss)
+
+
+@dataclass(frozen=True)
+class ScalingLaw:
+    """The fit."""
+
+    parabolas: list[Parabola]
+    parameters: PowerLaw
+    """Best number of parameters of a budget in FLOPs. Hoffmann et al. name its exponent a."""
+    tokens: PowerLaw
+    """Best number of tokens of a budget. Hoffmann et al. name its exponent b."""
+    loss: PowerLaw
+    """Loss of the best size of a budget."""
+    loss_noise: float
+    """Standard deviation of the losses around the parabolas."""
+    law_noise: float
+    """Standard deviation of ln loss of the minima around the power law."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The loss that a law predicts for the best size of a budget, with the 95 % interval, and that size."""
+
+    budget: float
+    parameters: float
+    tokens: float
+    loss: float
+    low: float
+    high: float
+
+
+def fit_power_law(x: Sequence[float] | Array, y: Sequence[float] | Array) -> PowerLaw:
+    """Fit a power law by least squares in both logarithms. The error is nan for two points."""
+    log_x, log_y = np.log(np.asarray(x, float)), np.log(np.asarray(y, float))
+    slope, intercept = map(float, _line(log_x, log_y))
+    residuals = log_y - slope * log_x - intercept
+    free = len(log_x) - 2
+    spread = float(((log_x - log_x.mean()) ** 2).sum())
+    error = math.sqrt(float((residuals**2).sum()) / free / spread) if free > 0 else math.nan
+    return PowerLaw(math.exp(intercept), slope, error)
+
+
+def _line(x: Array, y: Array) -> tuple[Array, Array]:
+    """Return slope and intercept of the lines of least squares: x (N,), y (..., N) → (...) each."""
+    centred = x - x.mean()
+    slope = (centred * y).sum(axis=-1) / (centred**2).sum()
+    return slope, y.mean(axis=-1) - slope * x.mean()
+
+
+def fit_parabola(runs: Sequence[Measurement]) -> Parabola:
+    """Fit the parabola of a budget. Raises UserError for fewer than three sizes, or a curve without a minimum."""
+    log_size = np.log([run.parameters for run in runs])
+    budget = runs[0].budget
+    if len(set(log_size.tolist())) < 3:
+        raise UserError(f"The budget of {budget:.3g} FLOPs has {len(set(log_size.tolist()))} sizes; a fit needs 3.")
+    centre = float(log_size.mean())
+    a, b, c = (float(value) for value in np.polyfit(log_size - centre, np.array([run.loss for run in runs]), 2))
+    if a <= 0:
+        raise UserError(f"The losses at {budget:.3g} FLOPs have no minimum; add smaller and larger sizes.")
+    best = centre - b / (2 * a)
+    slope, intercept = map(float, _line(log_size, np.log([run.tokens for run in runs])))
+    is_inside = bool(log_size.min() <= best <= log_size.max())
+    return Parabola(budget, a, math.exp(best), math.exp(slope * best + intercept), c - b * b / (4 * a), is_inside)
+
+
+def fit_scaling_law(runs: Sequence[Measurement]) -> ScalingLaw:
+    """Fit parabolas and power laws. Raises UserError for fewer than two budgets, and as :func:`fit_parabola` does.
+
+    The error of an exponent is of the scatter around the power law and of a bootstrap, in which the losses are drawn
+    again with the noise around the parabolas.
+    """
+    groups = _by_budget(runs)
+    parabolas = [fit_parabola(group) for group in groups]
+    noise = _loss_noise(groups, parabolas)
+    drawn = _draw_minima(groups, parabolas, noise)
+    budgets = [parabola.budget for parabola in parabolas]
+
+    def fit(name: str, log_draws: Array) -> PowerLaw:
+        law = fit_power_law(budgets, [getattr(parabola, name) for parabola in parabolas])
+        scatter = 0.0 if math.isnan(law.exponent_error) else law.exponent_error
+        exponents = _line(np.log(budgets), log_draws)[0]
+        return PowerLaw(law.coefficient, law.exponent, math.hypot(scatter, float(np.std(exponents))))
+
+    loss = fit("best_loss", drawn.losses)
+    residuals = [math.log(parabola.best_loss / loss(parabola.budget)) for parabola in parabolas]
+    law_noise = math.sqrt(sum(residual**2 for residual in residuals) / max(1, len(budgets) - 2))
+    return ScalingLaw(
+        parabolas,
+        fit("best_parameters", drawn.parameters),
+        fit("best_tokens", drawn.tokens),
+        loss,
+        noise,
+        law_noise,
+    )
+
+
+def predict(runs: Sequence[Measurement], law: ScalingLaw, budget: float) -> Prediction:
+    """Predict the best loss of a budget with its 95 % interval.
+
+    The interval has the bootstrap of :func:`fit_scaling_law`, and the scatter of the minima around the power law. It
+    assumes that the power law goes on: an irreducible loss, which small budgets do not show, would make the true loss
+    higher.
+    """
+    log_budgets = np.log([parabola.budget for parabola in law.parabolas])
+    slopes, intercepts = _line(log_budgets, _draw_minima(_by_budget(runs), law.parabolas, law.loss_noise).losses)
+    offset = math.log(budget) - float(log_budgets.mean())
+    spread = float(((log_budgets - log_budgets.mean()) ** 2).sum())
+    scatter = law.law_noise * math.sqrt(1 + 1 / len(log_budgets) + offset**2 / spread)
+    noise = scatter * np.random.default_rng(_SEED + 1).standard_normal(len(slopes))
+    low, high = np.exp(np.percentile(slopes * math.log(budget) + intercepts + noise, (2.5, 97.5)))
+    return Prediction(budget, law.parameters(budget), law.tokens(budget), law.loss(budget), float(low), float(high))
+
+
+def _by_budget(runs: Sequence[Measurement]) -> list[list[Measurement]]:
+    groups: dict[float, list[Measurement]] = defaultdict(list)
+    for run in runs:
+        groups[run.budget].append(run)
+    if len(groups) < 2:
+        raise UserError(f"A scaling law needs at least two budgets, and the sweep has {len(groups)}.")
+    return [groups[budget] for budget in sorted(groups)]
+
+
+def _loss_noise(groups: Sequence[Sequence[Measurement]], parabolas: Sequence[Parabola]) -> float:
+    """Return the standard deviation of the losses around their parabolas, each of which has three coefficients."""
+    errors = [run.loss - fit(run.parameters) for group, fit in zip(groups, parabolas, strict=True) for run in group]
+    free = len(errors) - 3 * len(parabolas)
+    return math.sqrt(sum(error**2 for error in errors) / free) if free > 0 else 0.0
+
+
+class _Minima(NamedTuple):
+    """Logarithms of the best size, its tokens and its loss: (draws, budgets) each."""
+
+    parameters: Array
+    tokens: Array
+    losses: Array
+
+
+def _draw_minima(groups: Sequence[Sequence[Measurement]], parabolas: Sequence[Parabola], noise: float) -> _Minima:
+    """Draw losses around the parabolas, and fit parabolas to them. Draws without a minimum are left out."""
+    generator = np.random.default_rng(_SEED)
+    columns = []
+    for group, parabola in zip(groups, parabolas, strict=True):
+        log_size, log_tokens = np.log([(run.parameters, run.tokens) for run in group]).T
+        centre = log_size.mean()
+        losses = np.array([parabola(run.parameters) for run in group])
+        drawn = losses[:, None] + noise * generator.standard_normal((len(group), _DRAWS))
+        a, b, c = np.polyfit(log_size - centre, drawn, 2)
+        with np.errstate(all="ignore"):  # a <= 0 is left out below
+            best, loss = centre - b / (2 * a), c - b * b / (4 * a)
+        slope, intercept = _line(log_size, log_tokens)
+        columns.append((np.where(a > 0, best, np.nan), slope * best + intercept, np.where(loss > 0, loss, np.nan)))
+    parameters, tokens, best_losses = (np.stack(parts, axis=1) for parts in zip(*columns, strict=True))
+    is_valid = np.isfinite(parameters + best_losses).all(axis=1)
+    return _Minima(parameters[is_valid], tokens[is_valid], np.log(best_losses[is_valid]))

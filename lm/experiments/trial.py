@@ -1,0 +1,142 @@
+"""A trial: one training of a sweep, and its result."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from lm.model.config import ModelConfig
+from lm.train.config import TrainConfig
+
+State = Literal["finished", "pruned", "diverged"]
+_CURVE_FIELDS = ("step", "loss", "smoothed_loss", "valid_loss", "valid_bits_per_byte")
+
+
+@dataclass(frozen=True)
+class TrialConfig:
+    """What decides a trial, besides its tokens."""
+
+    model: ModelConfig
+    train: TrainConfig
+    limits: dict[str, float] = field(default_factory=dict)
+    """Pruning: validation loss by step, above which the training stops. JSON has no numbers as keys."""
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """How a trial ended, and its curve."""
+
+    state: State
+    """finished: all steps. pruned: stopped because others were better. diverged: see :func:`make_result`."""
+    reason: str
+    """Why it is not finished; empty if it is."""
+    steps: int
+    """Steps that it got to."""
+    tokens: int
+    """Training tokens up to there."""
+    parameters: int
+    flops: float
+    """FLOPs of these tokens, of matrix products forward and backward, the head's too."""
+    train_loss: float | None
+    """Moving average of the training loss at the end, nats per token."""
+    valid_loss: float | None
+    """Loss on the validation text, nats per token: of the whole text if finished, else the last one measured."""
+    valid_bits_per_byte: float | None
+    curve: list[dict[str, Any]]
+    """Rows of metrics by step."""
+
+    @property
+    def objective(self) -> float | None:
+        """The loss to compare trials by: bits per byte, or without validation text the training loss."""
+        loss = self.train_loss if self.valid_bits_per_byte is None else self.valid_bits_per_byte
+        return None if self.state == "diverged" else loss
+
+    @property
+    def eval_losses(self) -> dict[int, float]:
+        """Validation loss by step."""
+        return {row["step"]: row["valid_loss"] for row in self.curve if row.get("valid_loss") is not None}
+
+
+def find_prune_step(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) -> int | None:
+    """Return the first step at which the best validation loss so far is above the limit of the step; None if none is.
+
+    This is the rule of Optuna's MedianPruner if the limits are medians.
+    """
+    best = math.inf
+    for row in rows:
+        if (loss := row.get("valid_loss")) is not None:
+            best = min(best, loss)
+            if best > limits.get(str(row["step"]), math.inf):
+                return int(row["step"])
+    return None
+
+
+def make_result(
+    config: TrialConfig,
+    vocab_size: int,
+    rows: Sequence[Mapping[str, Any]],
+    training: Mapping[str, Any] | None,
+    divergence: Mapping[str, Any] | None = None,
+) -> TrialResult:
+    """Return the result of a trial from its rows of metrics.
+
+    ``training`` is the content of ``training.json`` of a finished training. ``divergence`` has the step and the reason
+    if the trainer gave up. A finished training whose last loss is not finite counts as diverged too.
+    """
+    from lm.model.flops import flops_per_token, parameter_count
+
+    model = config.model if config.model.vocab_size else replace(config.model, vocab_size=vocab_size)
+    state: State = "finished"
+    reason = ""
+    final = dict(training or {})
+    steps = int(final["steps"]) if training else int(rows[-1]["step"]) if rows else 0
+    if (pruned := find_prune_step(rows, config.limits)) is not None:
+        state, steps, final = "pruned", pruned, {}
+        reason = f"at step {pruned:,} the loss was above the median of earlier trials"
+        rows = [row for row in rows if row["step"] <= pruned]
+    elif divergence is not None:
+        state, steps, reason, final = "diverged", int(divergence["step"]), str(divergence["reason"]), {}
+    curve = [{name: row[name] for name in _CURVE_FIELDS if name in row} for row in rows]
+    last = {name: value for row in curve for name, value in row.items() if value is not None}
+    has_validation = any("valid_loss" in row for row in curve)
+    if has_validation:  # a loss that is not finite is None in a file
+        last |= {name: final[name] for name in ("valid_loss", "valid_bits_per_byte") if name in final}
+    loss = last.get("valid_loss" if has_validation else "smoothed_loss")
+    if state == "finished" and (loss is None or not math.isfinite(loss)):
+        state, reason = "diverged", "the last loss is not finite"
+    tokens = steps * config.train.batch_size * model.context_length
+    return TrialResult(
+        state=state,
+        reason=reason,
+        steps=steps,
+        tokens=tokens,
+        parameters=parameter_count(model)["total"],
+        flops=float(tokens * flops_per_token(model)),
+        train_loss=last.get("smoothed_loss"),
+        valid_loss=last.get("valid_loss"),
+        valid_bits_per_byte=last.get("valid_bits_per_byte"),
+        curve=curve,
+    )
+
+
+def rank(results: Sequence[TrialResult]) -> list[int]:
+    """Return the indices of the results, the best first: finished by loss, then pruned by loss, then diverged ones by
+    the steps that they got to. Equal ones keep their order."""
+
+    def key(index: int) -> tuple[int, float]:
+        result = results[index]
+        if result.objective is None:
+            return 2, -result.steps
+        return int(result.state == "pruned"), result.objective
+
+    return sorted(range(len(results)), key=key)
+
+
+def as_json(result: TrialResult) -> dict[str, Any]:
+    """Return a result as the content of ``trial.json``."""
+    return asdict(result)
+
+
+def from_json(content: Mapping[str, Any]) -> TrialResult:
+    """Return a result from the content of ``trial.json``."""
+    return TrialResult(**{name: content[name] for name in TrialResult.__dataclass_fields__})

@@ -1,0 +1,39 @@
+"""Stage ``scaling_law``: fit a scaling law to the trials of a sweep, and predict the loss of a larger budget.
+
+The prediction is on disk before the training that checks it starts.
+"""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from lm.experiments.config import LawConfig
+from lm.experiments.trial import from_json
+from tasks.runtime.context import Attempt
+from tasks.runtime.output import Output
+from tasks.runtime.stage import stage
+
+
+@stage("scaling_law")
+def scaling_law(out: Attempt, trials: list[Output], settings: list[dict[str, Any]], config: LawConfig) -> None:
+    """Write ``law.json``: the measurements, the fitted law, the prediction, and the point of the largest budget that
+    has the lowest loss."""
+    from lm.experiments.report import measurements
+    from lm.experiments.scaling_law import fit_scaling_law, predict
+
+    results = [from_json(output.json("trial.json")) for output in trials]
+    found = measurements(settings, results, config.budget, config.size)
+    runs = [run for run, _ in found]
+    law = fit_scaling_law(runs)
+    prediction = predict(runs, law, config.check_budget) if config.check_budget else None
+    largest = max(run.budget for run in runs)
+    _, best = min((run.loss, index) for run, index in found if run.budget == largest)
+    content = {
+        "measurements": [asdict(run) for run in runs],
+        "law": asdict(law),
+        "prediction": asdict(prediction) if prediction else None,
+        "best_of_largest_budget": best,
+    }
+    (out.directory / "law.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+    out.figures = {name: asdict(getattr(law, name)) for name in ("parameters", "tokens", "loss")}
+    out.figures |= {"prediction": content["prediction"]}

@@ -1,0 +1,100 @@
+"""Stage ``trial``: one training of a sweep. Its output is how the training ended, so that a diverged one counts too."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lm.common.cpu import available_cpus
+from lm.common.errors import Stopped, UserError
+from lm.common.periodic import run_periodically
+from lm.common.runtime import Execution
+from lm.experiments.trial import TrialConfig, as_json, find_prune_step, make_result
+from tasks.runtime.context import Attempt, RunContext
+from tasks.runtime.output import Output, Ref, open_output, read_output
+from tasks.runtime.stage import stage
+from tasks.train import train
+
+_POLL_SECONDS = 0.2
+
+
+@stage("trial")
+def trial(
+    out: Attempt,
+    config: TrialConfig,
+    index: Output,
+    train_shards: list[Output],
+    valid_shards: list[Output],
+    tokenizer: Output,
+) -> None:
+    """Train, or take the trained model from the cache. Write ``trial.json``, see
+    :class:`lm.experiments.trial.TrialResult`.
+
+    The model is an output of the stage ``train``, the same that the pipeline makes of this configuration.
+    """
+    from lm.train.metrics_file import read_metrics
+
+    shards = [[shard.ref for shard in part] for part in (train_shards, valid_shards)]
+    arguments = train.bind(index.ref, *shards, tokenizer.ref, config.model, config.train)
+    run = replace(out.run, execution=_share_of_threads(out.run.execution), stopping=threading.Event())
+    ((ref, _),) = train.look_up(run, [arguments])
+    training: dict[str, Any] | None = None
+    divergence: dict[str, Any] | None = None
+    try:
+        with _stopping(out.run, run, ref, config):
+            train.materialize(run, arguments)
+    except Stopped:
+        rows = read_metrics(_newest_attempt(run, ref) / "metrics.jsonl")
+        if out.run.stopping.is_set() or find_prune_step(rows, config.limits) is None:
+            raise
+    except UserError:
+        path = _newest_attempt(run, ref) / "diverged.json"
+        if not path.exists():
+            raise
+        divergence = json.loads(path.read_text(encoding="utf-8"))
+        rows = read_metrics(path.with_name("metrics.jsonl"))
+    else:
+        model = read_output(run.store, ref)
+        training, rows = model.manifest["figures"], read_metrics(model.path("metrics.jsonl"))
+    vocab_size = int(index.json("index.json")["vocab_size"])
+    result = make_result(config, vocab_size, rows, training, divergence)
+    out.figures = {name: value for name, value in as_json(result).items() if name != "curve"}
+    content = {**as_json(result), "model": ref.key if training else None}
+    (out.directory / "trial.json").write_text(json.dumps(content, indent=1, allow_nan=False), encoding="utf-8")
+
+
+def _share_of_threads(execution: Execution) -> Execution:
+    """Return the settings of a training that shares this machine with others: ``threads``, or else an equal share."""
+    at_once = execution.max_trainings or execution.workers
+    return replace(execution, threads=execution.threads or max(1, available_cpus() // at_once))
+
+
+def _newest_attempt(run: RunContext, ref: Ref) -> Path:
+    return next(iter(run.store.attempt_directories(*ref)), Path())
+
+
+@contextmanager
+def _stopping(outer: RunContext, run: RunContext, ref: Ref, config: TrialConfig) -> Iterator[None]:
+    """Stop the training of ``run`` with the whole run, or as soon as it is pruned."""
+    from lm.train.metrics_file import read_metrics
+
+    def check() -> bool:
+        is_pruned = bool(config.limits) and (
+            find_prune_step(read_metrics(_newest_attempt(run, ref) / "metrics.jsonl"), config.limits) is not None
+        )
+        if outer.stopping.is_set() or is_pruned:
+            run.stopping.set()
+        return run.stopping.is_set()
+
+    with run_periodically(check, _POLL_SECONDS):
+        yield
+
+
+def trained_models(store: Any, trials: list[Ref]) -> list[Ref]:
+    """Return the outputs of the stage ``train`` that trials have, and that still exist, in the order of the trials."""
+    contents = store.map(lambda ref: read_output(store, ref).json("trial.json"), trials)
+    refs = [Ref(train.name, content["model"]) for content in contents if content["model"]]
+    return [ref for ref in dict.fromkeys(refs) if open_output(store, ref)]

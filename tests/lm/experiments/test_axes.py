@@ -1,0 +1,142 @@
+"""Points of a sweep: equal to nested loops; ranges; derived options; mistakes."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lm.common.errors import UserError
+from lm.experiments.axes import Axis, Settings, corners, expand, make_point
+
+BASE: dict[str, Any] = {
+    "name": "x",
+    "model": {"vocab_size": None, "context_length": 16, "d_model": 32, "num_heads": 2, "num_layers": 1, "d_ff": 64},
+    "tokenizer": {"vocab_size": 300},
+    "train": {"steps": 10, "batch_size": 4, "max_lr": 0.1},
+    "execution": {"threads": None},
+}
+
+_CHOICES = st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True)
+
+
+def nested_loops(axes: list[list[Settings]]) -> list[Settings]:
+    """The plain reference of :func:`expand`."""
+    if not axes:
+        return [{}]
+    return [{**choice, **rest} for choice in axes[0] for rest in nested_loops(axes[1:])]
+
+
+@given(st.lists(st.tuples(_CHOICES, st.booleans()), min_size=1, max_size=4))
+def test_points_are_those_of_nested_loops(drawn: list[tuple[list[int], bool]]) -> None:
+    axes, choices = [], []
+    for number, (values, is_coupled) in enumerate(drawn):
+        if is_coupled:
+            cases = [{f"a{number}": value, f"b{number}": -value} for value in values]
+            axes.append(Axis(cases=cases))
+            choices.append(cases)
+        else:
+            axes.append(Axis(option=f"a{number}", values=values))
+            choices.append([{f"a{number}": value} for value in values])
+    points = expand(axes)
+    assert points == nested_loops(choices)
+    assert len(points) == math.prod(len(values) for values, _ in drawn)
+
+
+@given(st.floats(1e-6, 1e3), st.floats(1.1, 1e6), st.integers(2, 20), st.sampled_from(["log", "linear"]), st.booleans())
+def test_a_range_has_both_ends_and_even_spaces(low: float, ratio: float, points: int, scale: Any, whole: bool) -> None:
+    start, stop = (math.ceil(low), math.ceil(low * ratio) + 1) if whole else (low, low * ratio)
+    values = [choice["x"] for choice in Axis(option="x", low=start, high=stop, points=points, scale=scale).choices()]
+    assert values == sorted(set(values))
+    assert values[0] == pytest.approx(start, rel=1e-5)
+    assert values[-1] == pytest.approx(stop, rel=1e-5)
+    if whole:
+        assert all(isinstance(value, int) for value in values)
+    elif len(values) == points > 2:
+        gaps = [math.log(b / a) if scale == "log" else b - a for a, b in zip(values, values[1:], strict=False)]
+        assert gaps == pytest.approx([sum(gaps) / len(gaps)] * len(gaps), rel=0.02, abs=1e-5 * stop)
+
+
+def test_exponents_without_a_point_are_numbers() -> None:
+    assert Axis(option="x", values=["1e-3", "post"]).choices() == [{"x": 0.001}, {"x": "post"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"option": "x"}, "needs either values, or low and high"),
+        ({"option": "x", "values": [1], "cases": [{"y": 1}]}, "either cases, or an option"),
+        ({}, "either cases, or an option"),
+        ({"option": "x", "low": 2, "high": 1}, "low must be below high"),
+        ({"option": "x", "low": 0, "high": 1}, "needs a number above 0"),
+        ({"option": "x", "low": 1, "high": 2, "points": 1}, "at least 2"),
+    ],
+)
+def test_a_wrong_axis_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Axis(**fields)
+
+
+def test_an_option_on_two_axes_is_refused() -> None:
+    with pytest.raises(UserError, match=r"train\.steps is on two axes"):
+        expand([Axis(option="train.steps", values=[1]), Axis(cases=[{"train.steps": 2}])])
+
+
+def test_too_many_points_are_refused() -> None:
+    axes = [Axis(option=f"x{number}", values=list(range(100))) for number in range(3)]
+    with pytest.raises(UserError, match="1,000,000 points"):
+        expand(axes)
+
+
+def test_a_range_without_points_needs_a_search() -> None:
+    axis = Axis(option="train.max_lr", low=0.001, high=0.1)
+    with pytest.raises(UserError, match="add a search"):
+        expand([axis])
+    assert corners([axis, Axis(option="x", values=[1, 2])]) == [
+        {"train.max_lr": 0.001, "x": 1},
+        {"train.max_lr": 0.1, "x": 1},
+        {"train.max_lr": 0.001, "x": 2},
+    ]
+
+
+def test_derived_options_follow_in_their_order() -> None:
+    before = copy.deepcopy(BASE)
+    derive = {
+        "tokens": 6400,
+        "train.steps": "tokens // (train.batch_size * model.context_length)",
+        "half": "train.steps / 2",
+    }
+    point = make_point(BASE, {"train.batch_size": 8, "factor": 3}, derive)
+    assert point.config["train"] == {"steps": 50, "batch_size": 8, "max_lr": 0.1}
+    assert point.settings == {"train.batch_size": 8, "factor": 3, "tokens": 6400, "train.steps": 50, "half": 25}
+    assert before == BASE
+
+
+def test_costs_of_the_model_are_those_of_the_point() -> None:
+    from lm.model.config import ModelConfig
+    from lm.model.flops import flops_per_token, parameter_count
+
+    derive = {"model.d_ff": "2 * model.d_model", "n": "parameters", "cost": "flops_per_token"}
+    point = make_point(BASE, {"model.d_model": 64}, derive)
+    fields = {**BASE["model"], "d_model": 64, "d_ff": 128, "vocab_size": 300}
+    model = ModelConfig(**fields)
+    assert point.settings["n"] == parameter_count(model)["total"]
+    assert point.settings["cost"] == flops_per_token(model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "derive", "message"),
+    [
+        ({"train.step": 1}, {}, r"no option train\.step \(did you mean 'train\.steps'"),
+        ({"train": 1}, {}, "no option train"),
+        ({"execution.threads": 1}, {}, r"execution\.threads has no effect on results"),
+        ({"name": "y"}, {}, "name has no effect"),
+        ({"train.steps": 1}, {"train.steps": "2"}, r"train\.steps is derived and is on an axis"),
+        ({"x": 1}, {"train.steps": "x / 0"}, "has no value"),
+    ],
+)
+def test_a_wrong_setting_is_refused(settings: Settings, derive: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_point(BASE, settings, derive)
