@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flows.config import PipelineConfig
+from lm.common.errors import UserError
 from lm.text.held_out import valid_fraction
 from lm.text.ingest import group_sources
 from lm.text.sources import Source
+from tasks.budget import budget, machine_kind, read_choice
 from tasks.chunk import chunk, chunk_group
 from tasks.count import count, count_group, count_sum
 from tasks.encode import encode, encode_group
@@ -47,7 +49,12 @@ class Chain:
     """Yields the name and the output of each stage when it is done, from config and inputs."""
 
     def run(self, config: Any, inputs: Any, executor: Executor, until: str | None) -> Iterator[tuple[str, Ref]]:
-        """Yield the name and the output of each stage, up to and including ``until`` (None: all stages)."""
+        """Yield the name and the output of each stage, up to and including ``until`` (None: all stages).
+
+        Raises UserError if ``until`` is the choice for a budget, and the config has no budget.
+        """
+        if until == budget.name and not config.budget:
+            raise UserError("There is no budget to choose a configuration for; give one, such as --budget 30m.")
         for name, ref in self.stages(config, inputs, executor):
             yield name, ref
             if name == until:
@@ -69,12 +76,19 @@ def _stages(
     valid_ingested = executor.map(ingest_group, "ingest-valid", group_sources(valid_sources), fraction, config.data)
     texts = executor.call(ingest, train_ingested, valid_ingested, fraction, config.data)
     yield "ingest", texts
+    settings: list[Any] = [config.chunk, config.tokenizer, config.model, config.train]
+    if config.budget:
+        choice = executor.call(budget, texts, config.budget, machine_kind(config.execution))
+        yield "budget", choice
+        settings = [*executor.read(read_choice, choice, config.tokenizer)]
+    # A choice that is not made yet stands for all settings.
+    chunk_config, tokenizer_config, model_config, train_config = settings if len(settings) > 1 else settings * 4
     train_texts, valid_texts = (
         executor.read(read_text_groups, texts, [*train_ingested, *valid_ingested], split)
         for split in ("train", "valid")
     )
-    train_cuts = executor.map(chunk_group, "chunk-train", train_texts, specials, pattern, config.chunk)
-    valid_cuts = executor.map(chunk_group, "chunk-valid", valid_texts, specials, pattern, config.chunk)
+    train_cuts = executor.map(chunk_group, "chunk-train", train_texts, specials, pattern, chunk_config)
+    valid_cuts = executor.map(chunk_group, "chunk-valid", valid_texts, specials, pattern, chunk_config)
     chunks = executor.call(chunk, train_cuts, valid_cuts)
     yield "chunk", chunks
     train_groups = executor.read(read_groups, chunks, train_texts, train_cuts, "train")
@@ -84,14 +98,14 @@ def _stages(
         parts = executor.map(count_sum, "count-sum", batches)
     counts = executor.call(count, parts)
     yield "count", counts
-    tokenizer = executor.call(merge, counts, config.tokenizer)
+    tokenizer = executor.call(merge, counts, tokenizer_config)
     yield "merge", tokenizer
     valid_groups = executor.read(read_groups, chunks, valid_texts, valid_cuts, "valid")
     train_shards = executor.map(encode_group, "encode-train", train_groups, tokenizer, separator)
     valid_shards = executor.map(encode_group, "encode-valid", valid_groups, tokenizer, separator)
     index = executor.call(encode, train_shards, valid_shards, tokenizer, separator)
     yield "encode", index
-    model = executor.call(train, index, train_shards, valid_shards, tokenizer, config.model, config.train)
+    model = executor.call(train, index, train_shards, valid_shards, tokenizer, model_config, train_config)
     yield "train", model
     yield "sample", executor.call(sample, model, tokenizer, config.sample)
 

@@ -9,6 +9,7 @@ import yaml
 from lm.common.config import PYDANTIC_CONFIG
 from lm.common.errors import UserError, did_you_mean
 from lm.common.runtime import Execution
+from lm.experiments.budget import parse_budget
 from lm.inference.config import SampleConfig
 from lm.model.config import ModelConfig
 from lm.text.config import ChunkConfig, DataConfig
@@ -18,7 +19,7 @@ from lm.train.config import TrainConfig
 T = TypeVar("T")
 PRESETS = Path(__file__).parent / "presets"
 
-StageName = Literal["ingest", "chunk", "count", "merge", "encode", "train", "sample"]
+StageName = Literal["ingest", "budget", "chunk", "count", "merge", "encode", "train", "sample"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class PipelineConfig:
 
     name: str = "demo"
     """Name of this configuration, part of the names of artifacts in Prefect. It has no effect on results."""
+    budget: str = ""
+    """What the run may cost: a time such as 30m or 2h, FLOPs such as 1e16flops, or tokens such as 50Mtokens. It decides
+    chunk, tokenizer.vocab_size, model and train, from the text and the speed of this machine. Default: they are those
+    of this configuration."""
     data: DataConfig = field(default_factory=DataConfig)
     """Sources of the text."""
     chunk: ChunkConfig = field(default_factory=ChunkConfig)
@@ -50,6 +55,13 @@ class PipelineConfig:
                 f"data.separator {self.data.separator!r} is not among tokenizer.special_tokens "
                 f"{self.tokenizer.special_tokens}; add it there."
             )
+        if self.budget:
+            parse_budget(self.budget)
+            if self.execution.train_deployment:
+                raise UserError(
+                    "budget measures the speed of this machine, but execution.train_deployment trains on another one. "
+                    "Run with --until budget there, and give the config.yaml that it writes to --config here."
+                )
 
 
 def preset_path(name: str, presets: Path = PRESETS) -> Path:
@@ -75,6 +87,16 @@ def load_config(config_type: type[T], path: Path) -> T:
     from pydantic import TypeAdapter
 
     return TypeAdapter(config_type).validate_python(yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+def has_demo_model(config: PipelineConfig) -> bool:
+    """Return whether a text of the user's own gets the demo's model and training, which are made for seconds."""
+    demo = load_preset("demo")
+    return (
+        not config.budget
+        and config.data.train != demo.data.train
+        and (config.model, config.train) == (demo.model, demo.train)
+    )
 
 
 def preset_parameters(name: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from flows.cli.summary import (
     format_sweep,
     format_teaching,
 )
-from flows.config import PipelineConfig, StageName
+from flows.config import PipelineConfig, StageName, has_demo_model
 from flows.models import resolve_model
 from flows.plan import cached_run, plan
 from flows.posttrain_config import PosttrainConfig, PosttrainStage
@@ -53,6 +53,11 @@ def run_command(options: Namespace) -> None:
             if compiler:
                 compiler.terminate()
     print(format_summary(record))
+    if has_demo_model(config):
+        print(
+            f"\nThis is the demo's model: {config.model.num_layers} layers of {config.model.d_model}, trained for "
+            f"{config.train.steps} steps. For one that suits your text, run the same command with --budget 30m."
+        )
 
 
 def plan_command(options: Namespace) -> None:

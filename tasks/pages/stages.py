@@ -54,6 +54,15 @@ def ingest(out: "Attempt", train: "list[Output]", valid: "list[Output]", **input
         yield f"… and {len(sources) - _MAX_SOURCES:,} more sources."
 
 
+def budget(out: "Attempt", **inputs: Any) -> Iterator[str]:
+    """Show why the configuration was chosen, and the configuration as YAML to edit."""
+    lines = (out.directory / "config.yaml").read_text(encoding="utf-8").splitlines()
+    reasons = [line.removeprefix("# ") for line in lines if line.startswith("# ")]
+    yield "\n".join(f"- {escape_markdown(reason)}" for reason in reasons)
+    yield "\n".join(["```yaml", *lines[len(reasons) :], "```"])
+    yield "To change it, save this as a file, edit it, and run with `--config FILE` instead of a budget."
+
+
 def chunk(out: "Attempt", train: "list[Output]", valid: "list[Output]") -> Iterator[str]:
     """Show the number and the sizes of the chunks."""
     rows = []

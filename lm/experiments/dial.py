@@ -1,0 +1,209 @@
+"""The choice of a configuration from one number: what the training may cost."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from lm.common.errors import UserError
+from lm.experiments.budget import Budget
+from lm.experiments.law import best_flops_per_token, best_lr
+from lm.experiments.speed import Speed
+from lm.model.config import ModelConfig
+from lm.model.flops import flops_per_token, parameter_count
+from lm.train.config import TrainConfig
+
+MeasureSpeed = Callable[[ModelConfig, TrainConfig], Speed]
+FindLargestBatch = Callable[[ModelConfig, TrainConfig], int]
+
+_VOCAB_SIZES = [1 << power for power in range(9, 16)]
+_MAX_HEAD_SHARE = 0.35  # of the FLOPs
+_MAX_EPOCHS = 4  # text that is repeated up to here teaches almost as much as new text (Muennighoff et al. 2023)
+_MIN_STEPS = 50
+_EVALUATIONS = 6
+_FORWARD_SHARE = 0.35  # of the time of a step
+_PREPARATION_BYTES_PER_SECOND = 25e6  # of the stages from ingest to encode, for each thread
+_OTHER_SECONDS = 10.0  # Prefect, checkpoints, samples
+_MAX_PROBES = 3
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A configuration that spends a budget, and why it was chosen."""
+
+    vocab_size: int
+    model: ModelConfig
+    train: TrainConfig
+    reasons: list[str]
+
+
+def choose_configuration(
+    budget: Budget,
+    train_bytes: int,
+    valid_bytes: int,
+    threads: int,
+    measure: MeasureSpeed,
+    largest_batch: FindLargestBatch,
+) -> Choice:
+    """Choose vocabulary, shape, batch, learning rate and steps for a text of ``train_bytes``.
+
+    The size of the model follows the scaling law of :mod:`lm.experiments.law`. A budget of time is spent at the speed
+    that ``measure`` returns for the chosen configuration. ``largest_batch`` returns how many sequences fit the memory.
+    Raises UserError if the budget is too small for this text.
+    """
+    if budget.unit != "seconds":
+        if budget.unit == "flops":
+            choice = _choose_for_flops(budget.amount, train_bytes)
+        else:
+            choice = _choose_for_tokens(budget.amount, train_bytes)
+        choice = _accumulate(choice, largest_batch)
+        return _check(replace(choice, reasons=[*choice.reasons, *_describe(choice, train_bytes)]))
+    left = budget.amount - _OTHER_SECONDS - (train_bytes + valid_bytes) / (_PREPARATION_BYTES_PER_SECOND * threads)
+    speed: Speed | None = None
+    flops_per_second, probed = 2e10, None
+    for _ in range(_MAX_PROBES):
+        choice = _accumulate(_choose_for_flops(max(1e9, flops_per_second * left), train_bytes), largest_batch)
+        if probed == (choice.model, choice.train.batch_size):
+            break
+        speed = measure(choice.model, choice.train)
+        probed = choice.model, choice.train.batch_size
+        left -= speed.start_seconds + speed.timed_seconds
+        flops_per_second = speed.flops_per_step / speed.step_seconds
+    assert speed
+    sequences = valid_bytes / bytes_per_token(choice.vocab_size) / choice.model.context_length
+    evaluated = sequences + _EVALUATIONS * choice.train.eval_sequences
+    evaluation = evaluated / choice.train.batch_size * _FORWARD_SHARE * speed.step_seconds
+    seconds = left - speed.start_seconds - evaluation
+    choice = replace(choice, train=_with_steps(choice.train, int(seconds / speed.step_seconds)))
+    reason = (
+        f"A step takes {1e3 * speed.step_seconds:,.0f} ms on this machine ({flops_per_second:.2g} FLOP/s). "
+        f"Of {budget.amount:,.0f} s, {max(0, seconds):,.0f} s are left for steps, after the other stages, the "
+        f"measurement of the speed and {evaluation:,.0f} s of evaluations."
+    )
+    return _check(replace(choice, reasons=[reason, *_describe(choice, train_bytes)]))
+
+
+def bytes_per_token(vocab_size: int) -> float:
+    """Return about how many bytes of English a token has: a fit to BPE tokenizers of 512 to 32,768 tokens."""
+    return min(4.5, 0.62 * math.log(vocab_size) - 1.5)
+
+
+def _check(choice: Choice) -> Choice:
+    if choice.train.steps < _MIN_STEPS:
+        raise UserError(
+            f"The budget is too small: it pays for {max(0, choice.train.steps)} steps of the smallest useful training. "
+            "Give a larger budget, or less text."
+        )
+    return choice
+
+
+def _accumulate(choice: Choice, largest_batch: FindLargestBatch) -> Choice:
+    """Divide the batch into micro-batches that fit the memory."""
+    largest, parts = max(1, largest_batch(choice.model, choice.train)), 1
+    while choice.train.batch_size // parts > largest:
+        parts *= 2
+    return replace(choice, train=replace(choice.train, gradient_accumulation_steps=parts))
+
+
+def _choose_for_tokens(tokens: float, train_bytes: int) -> Choice:
+    """Choose the model whose best number of tokens is ``tokens``."""
+    low, high = 1e6, 1e27
+    while high / low > 1.01:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if middle / best_flops_per_token(middle) < tokens else (low, middle)
+    choice = _choose_for_flops(low, train_bytes)
+    return replace(choice, train=_with_tokens(choice, tokens))
+
+
+def _choose_for_flops(flops: float, train_bytes: int) -> Choice:
+    """Choose the model that learns most from ``flops``, with at most four epochs of the text."""
+    target = best_flops_per_token(flops)
+    best = _nearest_shape(target, train_bytes)
+    most_tokens = _MAX_EPOCHS * train_bytes / bytes_per_token(best.vocab_size or 0)
+    reason = f"The scaling law gives {target:.3g} FLOPs a token to a training of {flops:.3g} FLOPs."
+    if flops / flops_per_token(best) > most_tokens:
+        best = _nearest_shape(flops / most_tokens, train_bytes)
+        reason += f" More than {_MAX_EPOCHS} epochs of the text would be needed, so the model is larger."
+    choice = Choice(best.vocab_size or 0, best, TrainConfig(), [reason])
+    return replace(choice, train=_with_tokens(choice, flops / flops_per_token(best)))
+
+
+def _nearest_shape(target: float, train_bytes: int) -> ModelConfig:
+    """Return the model whose FLOPs per token are nearest to ``target``."""
+    return min(_shapes(train_bytes), key=lambda shape: abs(math.log(estimate_flops_per_token(shape) / target)))
+
+
+def estimate_flops_per_token(shape: ModelConfig) -> int:
+    """Return :func:`lm.model.flops.flops_per_token` of a shape of this module, without making the model."""
+    width, vocab_size = shape.d_model, shape.vocab_size or 0
+    block = 4 * width**2 + 3 * width * shape.d_ff
+    forward = 2 * (shape.num_layers * block + width * vocab_size) + 2 * shape.num_layers * width * shape.context_length
+    return 3 * forward
+
+
+def _shapes(train_bytes: int) -> Iterator[ModelConfig]:
+    """Yield models of all sizes, each with the largest vocabulary that suits it and the text."""
+    most_ids = train_bytes**0.47  # 512 for 0.6 MB, 4,096 for 50 MB, 32,768 for 4 GB
+    for width in [*range(32, 256, 32), *range(256, 1024, 64), *range(1024, 8192, 256)]:
+        shape = ModelConfig(
+            _VOCAB_SIZES[0],
+            context_length=256 if width < 512 else 1024,
+            d_model=width,
+            num_layers=max(1, round(width / 64)),
+            num_heads=width // 64 if width % 64 == 0 and width > 64 else width // 32,
+            d_ff=32 * round(width * 8 / 3 / 32),
+            qk_norm=True,
+            zero_init_residual=True,
+        )
+        for vocab_size in _VOCAB_SIZES[1:]:
+            larger = replace(shape, vocab_size=vocab_size)
+            is_light = 6 * width * vocab_size <= _MAX_HEAD_SHARE * estimate_flops_per_token(larger)
+            if vocab_size <= 1.5 * most_ids and is_light:
+                shape = larger
+        yield shape
+
+
+def _with_tokens(choice: Choice, tokens: float) -> TrainConfig:
+    """Return the training of ``tokens``. The batch grows with their square root."""
+    context = choice.model.context_length
+    batch_size = 1 << max(2, round(math.log2(1.3 * math.sqrt(tokens) / context)))
+    config = TrainConfig(
+        batch_size=batch_size,
+        optimizer="muon",
+        max_lr=best_lr(choice.model.d_model),
+        min_lr=0.0,
+        embedding_lr_scale=10.0,
+        schedule="wsd",
+        decay_fraction=0.5,
+        precision="auto",
+    )
+    return _with_steps(config, round(tokens / batch_size / context))
+
+
+def _with_steps(config: TrainConfig, steps: int) -> TrainConfig:
+    steps = max(2, steps)
+    interval = max(1, -(-steps // _EVALUATIONS))
+    return replace(
+        config,
+        steps=steps,
+        warmup_steps=max(1, min(round(steps / 20), steps // 2 - 1)),
+        eval_interval=interval,
+        checkpoint_interval=interval,
+    )
+
+
+def _describe(choice: Choice, train_bytes: int) -> Iterator[str]:
+    model, train = choice.model, choice.train
+    tokens = train.steps * train.batch_size * model.context_length
+    text_tokens = train_bytes / bytes_per_token(choice.vocab_size)
+    yield (
+        f"Vocabulary {choice.vocab_size:,}: suits {train_bytes / 1e6:,.1f} MB of text, and the head costs at most "
+        f"{100 * _MAX_HEAD_SHARE:.0f} % of the FLOPs."
+    )
+    yield (
+        f"Model: {model.num_layers} layers of {model.d_model}, {parameter_count(model)['total']:,} parameters, "
+        f"{flops_per_token(model):.3g} FLOPs a token."
+    )
+    yield (
+        f"Training: {tokens / 1e6:,.1f} million tokens, about {tokens / text_tokens:.1f} epochs, in {train.steps:,} "
+        f"steps of {train.batch_size} sequences; learning rate {train.max_lr:.2g}."
+    )

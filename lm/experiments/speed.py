@@ -1,0 +1,75 @@
+"""The speed of training steps on this machine, measured in seconds."""
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+from lm.common.device import choose_device, choose_precision
+from lm.common.runtime import Execution
+from lm.model.config import ModelConfig
+from lm.model.memory import TrainingMemory, largest_micro_batch
+from lm.tokenizer.tokenizer import Tokenizer
+from lm.train.config import TrainConfig
+from lm.train.parallel import available_memory, predict_memory
+from lm.train.pretraining import TrainData, make_trainer
+
+_WARM_UP_STEPS = 2
+_MIN_STEPS, _MAX_STEPS = 5, 50
+_MIN_SECONDS = 3.0  # of the timed steps, if they are fewer than _MAX_STEPS
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the training of a configuration costs on this machine."""
+
+    start_seconds: float
+    """Time until the first step: with torch.compile, mostly compilation. A later start takes less."""
+    step_seconds: float
+    """Median time of a step."""
+    timed_seconds: float
+    """Time that the measured steps took."""
+    flops_per_step: float
+
+
+def measure_speed(model: ModelConfig, config: TrainConfig, execution: Execution) -> Speed:
+    """Train some steps on random tokens, in one process. ``model.vocab_size`` must be set.
+
+    The steps are compiled if those of a training with this configuration would be.
+    """
+    size = model.vocab_size or 0
+    tokens = np.random.default_rng(0).integers(size, size=config.batch_size * (model.context_length + 1) + 1)
+    vocab = {token_id: bytes([token_id]) for token_id in range(256)}
+    tokenizer = Tokenizer(vocab | {token_id: b"token %d" % token_id for token_id in range(256, size)}, [])
+    data = TrainData(tokens.astype(np.uint32), None, tokenizer, 1.0)
+    device = choose_device(execution.device)
+    with TemporaryDirectory() as directory:
+        started = time.perf_counter()
+        trainer = make_trainer(config, model, data, replace(execution, processes=1), Path(directory), device)
+        times: list[float] = []
+        while len(times) < _MIN_STEPS or (sum(times) < _MIN_SECONDS and len(times) < _MAX_STEPS):
+            if trainer.step == _WARM_UP_STEPS:
+                start_seconds = time.perf_counter() - started
+                times.clear()
+            step_started = time.perf_counter()
+            trainer.train_step(trainer.objective.micro_batches(trainer.step), config.lr(trainer.step + 1))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            trainer.step += 1
+            times.append(time.perf_counter() - step_started)
+    return Speed(start_seconds, median(times), sum(times), trainer.flops_per_step)
+
+
+def find_largest_batch(model: ModelConfig, config: TrainConfig, execution: Execution) -> int:
+    """Return how many sequences of a batch the memory of the training processes holds, by formula."""
+    device = choose_device(execution.device)
+    config = replace(config, precision=choose_precision(config.precision, device))
+
+    def predict(sequences: int) -> TrainingMemory:
+        return predict_memory(sequences, execution, config, model, "none", device)
+
+    return execution.processes * largest_micro_batch(available_memory(device), predict)

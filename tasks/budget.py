@@ -1,0 +1,90 @@
+"""Stage ``budget``: choose vocabulary, model and training for a text, a budget and a machine."""
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import yaml
+
+from lm.common.runtime import Execution
+from lm.experiments.budget import parse_budget
+from lm.model.config import ModelConfig
+from lm.text.config import ChunkConfig
+from lm.tokenizer.config import TokenizerConfig
+from lm.train.config import TrainConfig
+from tasks.pages import stages as pages
+from tasks.runtime.context import Attempt
+from tasks.runtime.machine import training_slot
+from tasks.runtime.output import Output, Ref, read_output
+from tasks.runtime.stage import stage
+from tasks.runtime.store import Store
+
+log = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.yaml"
+_CHOICE_FILE = "choice.json"
+
+
+@stage("budget", page=pages.budget, slot=lambda execution: training_slot(execution.max_trainings))
+def budget(out: Attempt, texts: Output, amount: str, machine: str) -> None:
+    """Write ``choice.json`` and ``config.yaml``. ``machine`` is its kind: another one has another speed."""
+    from lm.experiments.dial import choose_configuration
+    from lm.experiments.speed import find_largest_batch, measure_speed
+
+    statistics, execution = texts.json("text_groups.json")["statistics"], out.run.execution
+    train_bytes, valid_bytes = (statistics[split]["bytes"] for split in ("train", "valid"))
+    choice = choose_configuration(
+        parse_budget(amount),
+        train_bytes,
+        valid_bytes,
+        execution.workers,
+        partial(measure_speed, execution=execution),
+        partial(find_largest_batch, execution=execution),
+    )
+    model = replace(choice.model, vocab_size=None)  # that of the tokenizer, which a small text may make smaller
+    content = {"vocab_size": choice.vocab_size, "model": asdict(model), "train": asdict(choice.train)}
+    (out.directory / _CHOICE_FILE).write_text(json.dumps(content), encoding="utf-8")
+    sections = {
+        "chunk": asdict(ChunkConfig()),
+        "tokenizer": {"vocab_size": choice.vocab_size},
+        "model": _changed(model),
+        "train": _changed(choice.train),
+    }
+    text = "".join(f"# {reason}\n" for reason in choice.reasons) + yaml.safe_dump(sections, sort_keys=False)
+    (out.directory / CONFIG_FILE).write_text(text, encoding="utf-8")
+    out.figures = {"machine": machine, "vocab_size": choice.vocab_size, "steps": choice.train.steps}
+    log.info("The budget of %s buys (in %s):\n%s", amount, out.directory / CONFIG_FILE, text.rstrip())
+
+
+def machine_kind(execution: Execution) -> str:
+    """Return what decides the speed of this machine's trainings: the number and the kind of its CPUs or GPUs."""
+    from lm.common.device import choose_device
+
+    device = choose_device(execution.device)
+    if device.type == "cuda":
+        import torch
+
+        return f"{execution.processes} x {torch.cuda.get_device_name(device)}"
+    import llvmlite.binding
+
+    return f"{device.type}: {execution.workers} x {llvmlite.binding.get_host_cpu_name()}"
+
+
+def read_choice(store: Store, choice: Ref, tokenizer: TokenizerConfig) -> Sequence[Any]:
+    """Return the configurations that the stages chunk, merge and train take, of the output of ``budget``."""
+    content = read_output(store, choice).json(_CHOICE_FILE)
+    return [
+        ChunkConfig(),
+        replace(tokenizer, vocab_size=content["vocab_size"]),
+        ModelConfig(**content["model"]),
+        TrainConfig(**content["train"]),
+    ]
+
+
+def _changed(config: Any) -> dict[str, Any]:
+    """Return the fields of a config that do not have their defaults."""
+    default = asdict(type(config)())
+    return {name: value for name, value in asdict(config).items() if value != default[name]}

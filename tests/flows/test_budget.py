@@ -1,0 +1,103 @@
+"""textmill run --budget: the choice is a stage, and the later stages follow it."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flows.chain import PIPELINE
+from flows.cli.parser import main
+from flows.config import PipelineConfig, load_config
+from flows.models import resolve_model
+from flows.plan import plan
+from lm.common.runtime import Execution
+from lm.experiments import speed
+from lm.experiments.speed import Speed
+from lm.model.config import ModelConfig
+from lm.model.flops import flops_per_token
+from lm.text.config import DataConfig
+from lm.text.demo_corpus import demo_stories
+from lm.train.config import TrainConfig
+from tasks.runtime.output import Ref, read_output
+from tasks.runtime.store import Store
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> list[str]:
+    """Return the options of a run on a text of one's own."""
+    (tmp_path / "corpus.txt").write_text("".join(demo_stories(400)), encoding="utf-8")
+    return ["--data.train", str([str(tmp_path / "corpus.txt")]), "--root", str(tmp_path / "root")]
+
+
+def choice_of(root: Path) -> tuple[str, dict[str, dict[str, object]]]:
+    """Return the one choice below a root: its comments, and the configuration."""
+    (key,) = [path.name for path in (root / "budget").iterdir() if path.is_dir()]
+    content = read_output(Store(str(root)), Ref("budget", key)).path("config.yaml").read_text()
+    return content, yaml.safe_load(content)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prefect_server")
+def test_a_run_has_the_model_of_its_budget(text: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = tmp_path / "root"
+    assert main(["run", *text, "--budget", "60ktokens"]) == 0
+    comments, config = choice_of(root)
+    model, _ = resolve_model("", str(root)).load("cpu")
+    assert model.config.d_model == config["model"]["d_model"] and model.config.qk_norm
+    steps = int(str(config["train"]["steps"]))
+    assert 50 <= steps == 60_000 // (256 * int(str(config["train"]["batch_size"])))
+    captured = capsys.readouterr()
+    assert comments in captured.err and f"{steps} steps of" in comments
+    assert "--budget 30m" not in captured.out
+    assert main(["run", *text, "--budget", "60ktokens"]) == 0
+    assert "All stages are cached" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_choice_for_a_time_is_kept(
+    text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = []
+
+    def measure(model: ModelConfig, train: TrainConfig, execution: Execution) -> Speed:
+        measured.append(model)
+        flops = flops_per_token(model) * train.batch_size * model.context_length
+        return Speed(1.0, flops / 1e10, 3.0, flops)
+
+    monkeypatch.setattr(speed, "measure_speed", measure)
+    config = PipelineConfig(data=DataConfig(train=[str(tmp_path / "corpus.txt")]), budget="2m")
+    rows = dict(plan(PIPELINE, config, str(tmp_path / "root"), None, ()))
+    assert rows["budget"].startswith("runs if") and rows["merge"].startswith("runs if")
+    assert not measured
+    for _ in range(2):
+        assert main(["run", *text, "--budget", "2m", "--until", "budget"]) == 0
+    count = len(measured)
+    assert 1 <= count <= 3
+    comments, chosen = choice_of(tmp_path / "root")
+    assert "Of 120 s, " in comments and set(chosen) == {"chunk", "tokenizer", "model", "train"}
+    (tmp_path / "mine.yaml").write_text(comments)
+    assert load_config(PipelineConfig, tmp_path / "mine.yaml").model.d_model == measured[-1].d_model
+    assert main(["run", *text, "--budget", "2m", "--until", "budget", "--refresh", "budget"]) == 0
+    assert len(measured) > count
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--budget", "30"], "budget is '30'; it must be a time such as 30m"),
+        (["--budget", "5s"], "The budget is too small: it pays for 2 steps"),
+        (["--until", "budget"], "There is no budget to choose a configuration for"),
+        (["--budget", "5m", "--execution.train_deployment", "pipeline/gpu-train"], "trains on another one"),
+    ],
+)
+@pytest.mark.usefixtures("prefect_server")
+def test_mistakes(
+    text: list[str],
+    options: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(speed, "measure_speed", lambda model, train, execution: Speed(1.0, 0.1, 3.0, 1e9))
+    assert main(["run", *text, *options]) == 2
+    assert message in capsys.readouterr().err

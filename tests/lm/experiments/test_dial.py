@@ -1,0 +1,118 @@
+"""The configuration that a budget pays for."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lm.common.errors import UserError
+from lm.experiments.budget import Budget
+from lm.experiments.dial import Choice, bytes_per_token, choose_configuration, estimate_flops_per_token
+from lm.experiments.law import best_flops_per_token, best_lr
+from lm.experiments.speed import Speed
+from lm.model.config import ModelConfig
+from lm.model.flops import flops_per_token
+from lm.train.config import TrainConfig
+from tests.helpers.tensors import FEW_EXAMPLES
+
+STORIES_BYTES = 57_000_000
+
+
+def tokens_of(choice: Choice) -> int:
+    return choice.train.steps * choice.train.batch_size * choice.model.context_length
+
+
+def flops_of(choice: Choice) -> float:
+    return tokens_of(choice) * flops_per_token(choice.model)
+
+
+def speed_of(flops_per_second: float, start_seconds: float = 1.0, timed_seconds: float = 3.0):  # type: ignore[no-untyped-def]
+    """Return a measurement on a machine of constant speed, and the configurations that it was asked for."""
+    asked = []
+
+    def measure(model: ModelConfig, train: TrainConfig) -> Speed:
+        asked.append((model, train.batch_size))
+        flops = flops_per_token(model) * train.batch_size * model.context_length
+        return Speed(start_seconds, flops / flops_per_second, timed_seconds, flops)
+
+    return measure, asked
+
+
+def many(model: ModelConfig, train: TrainConfig) -> int:
+    return 10**9
+
+
+def never(model: ModelConfig, train: TrainConfig) -> Speed:
+    raise AssertionError("the speed does not matter for this budget")
+
+
+@pytest.mark.parametrize("flops", [1e12, 1e15, 1e18])
+def test_the_estimate_equals_the_flops_of_the_model(flops: float) -> None:
+    model = choose_configuration(Budget(flops, "flops"), STORIES_BYTES * 10, 10**6, 2, never, many).model
+    assert estimate_flops_per_token(model) == flops_per_token(model)
+
+
+@pytest.mark.parametrize("flops", [3e12, 1e14, 1e17, 1e20])
+def test_flops_are_spent_at_the_best_size(flops: float) -> None:
+    choice = choose_configuration(Budget(flops, "flops"), 10**12, 10**6, 2, never, many)
+    assert flops_of(choice) == pytest.approx(flops, rel=0.05)
+    assert 1 / 1.6 < flops_per_token(choice.model) / best_flops_per_token(flops) < 1.6
+
+
+@pytest.mark.parametrize("tokens", [1e6, 1e8, 1e10])
+def test_tokens_are_spent(tokens: float) -> None:
+    choice = choose_configuration(Budget(tokens, "tokens"), 10**12, 10**6, 2, never, many)
+    assert tokens_of(choice) == pytest.approx(tokens, rel=0.05)
+
+
+@FEW_EXAMPLES
+@given(st.floats(60, 1e6), st.floats(1e9, 1e15), st.integers(10**4, 10**11), st.floats(0, 60))
+def test_time_is_spent(seconds: float, rate: float, train_bytes: int, start: float) -> None:
+    """Start, steps and evaluations fill the budget, or there is an error that says that it is too small."""
+    measure, asked = speed_of(rate, start)
+    try:
+        choice = choose_configuration(Budget(seconds, "seconds"), train_bytes, train_bytes // 50, 2, measure, many)
+    except UserError as error:
+        assert "The budget is too small" in str(error)
+        return
+    steps_seconds = flops_of(choice) / rate
+    assert 1 <= len(asked) <= 3 and asked[-1] == (choice.model, choice.train.batch_size)
+    assert steps_seconds + len(asked) * (start + 3) < seconds
+    valid_tokens = train_bytes // 50 / bytes_per_token(choice.vocab_size)
+    evaluation = (valid_tokens + 6 * 64 * choice.model.context_length) * 0.35 * flops_per_token(choice.model) / rate
+    others = (len(asked) + 1) * start + len(asked) * 3 + 10 + train_bytes * 1.02 / 50e6
+    assert steps_seconds + evaluation + others == pytest.approx(seconds, rel=0.05)
+
+
+def test_little_text_has_a_larger_model_and_a_smaller_vocabulary() -> None:
+    small, large = (
+        choose_configuration(Budget(1e14, "flops"), train_bytes, 0, 2, never, many)
+        for train_bytes in (1_000_000, STORIES_BYTES)
+    )
+    assert small.vocab_size < large.vocab_size
+    assert flops_per_token(small.model) > flops_per_token(large.model)
+    assert tokens_of(small) <= 1.5 * 4 * 1_000_000 / bytes_per_token(small.vocab_size)
+    assert any("More than 4 epochs" in reason for reason in small.reasons)
+
+
+def test_a_larger_budget_never_has_a_smaller_model() -> None:
+    sizes = [
+        flops_per_token(choose_configuration(Budget(10.0**power, "flops"), 10**13, 0, 2, never, many).model)
+        for power in range(12, 24)
+    ]
+    assert sizes == sorted(sizes)
+
+
+def test_the_learning_rate_falls_with_the_width() -> None:
+    assert best_lr(64) > best_lr(256) > best_lr(1024) > 0
+
+
+def test_a_budget_of_nothing_is_refused() -> None:
+    measure, _ = speed_of(1e9)
+    with pytest.raises(UserError, match="The budget is too small: it pays for"):
+        choose_configuration(Budget(20, "seconds"), STORIES_BYTES, 0, 2, measure, many)
+
+
+@pytest.mark.parametrize(("largest", "parts"), [(10**9, 1), (8, 4), (5, 8), (0, 32)])
+def test_a_batch_that_does_not_fit_is_accumulated(largest: int, parts: int) -> None:
+    choice = choose_configuration(Budget(5e7, "tokens"), 10**12, 0, 2, never, lambda model, train: largest)
+    assert (choice.train.batch_size, choice.train.gradient_accumulation_steps) == (32, parts)
