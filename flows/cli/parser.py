@@ -141,9 +141,7 @@ def build_parser(preset: str = "demo", posttrain_preset: str = "demo") -> Argume
     teach = add("teach", "Ask another model for answers to prompts, and keep the right ones for textmill posttrain.")
     teach.add_class_arguments(TeachConfig)
 
-    export = add(
-        "export", "Export a model for Hugging Face's transformers, as a Llama, a Qwen3 or a relative."
-    )
+    export = add("export", "Export a model for Hugging Face's transformers, as a Llama, a Qwen3 or a relative.")
     export.add_argument("directory", type=str, help="new or empty directory")
     export.add_argument("--model", **_MODEL)
     export.add_argument("--root", **_ROOT)

@@ -42,7 +42,14 @@ def test_overfits_one_repeated_sequence(tmp_path: Path, optimizer: str) -> None:
     assert rows[0]["loss"] > 4 and rows[-1]["loss"] < 0.05
 
 
-@pytest.mark.parametrize("options", [{"activation_checkpointing": True}, {"precision": "bfloat16"}, {"compile": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_checkpointing": True},
+        {"precision": "bfloat16"},
+        pytest.param({"compile": True}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_in_another_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     monkeypatch.setattr("lm.train.compile._MIN_FLOPS_TO_COMPILE", 0)
     rows = []
@@ -94,20 +101,26 @@ def test_the_reported_loss_is_the_cross_entropy(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize(
-    "options", [{"aux_loss_weight": 0.1, "bias_update_rate": 0.0}, {"aux_loss_weight": 0.0, "bias_update_rate": 0.02}]
-)
-def test_both_methods_balance_a_router_that_prefers_one_expert(tmp_path: Path, options: dict[str, Any]) -> None:
+def load_by_step(out: Path, steps: int, lr: float, **options: Any) -> list[float]:
+    """Train with a router that prefers expert 0; return the highest load of each step."""
     model = replace(MIXTURE, num_layers=2, moe=replace(MOE, z_loss_weight=0.0, **options))
-    trainer = small_trainer(tmp_path, None, model, steps=60, log_interval=1, **QUIET)
+    rates = {"max_lr": lr, "min_lr": lr}
+    trainer = small_trainer(out, None, model, steps=steps, batch_size=16, log_interval=1, **rates, **QUIET)
     with torch.no_grad():
-        trainer.model.layers[1].ffn.router.weight[0] += 0.3 * trainer.model.layers[1].ln2.weight  # some tokens more
-        trainer.model.layers[1].ffn.router.weight[1:] *= 0.1
+        trainer.model.layers[1].ffn.router.weight *= torch.tensor([3.0, 0.1, 0.1, 0.1])[:, None]
     trainer.run()
-    rows = read_rows(tmp_path)
-    late = [row["expert_load_max"] for row in rows[-10:]]
-    assert max(row["expert_load_max"] for row in rows[:3]) > 1.3 > sum(late) / len(late)
-    assert rows[-1]["dead_experts"] == 0
+    return [row["expert_load_max"] for row in read_rows(out)]
+
+
+def test_the_auxiliary_loss_balances_a_router(tmp_path: Path) -> None:
+    balanced = load_by_step(tmp_path / "with", 60, 1e-2, aux_loss_weight=0.1, bias_update_rate=0.0)
+    alone = load_by_step(tmp_path / "without", 60, 1e-2, aux_loss_weight=0.0, bias_update_rate=0.0)
+    assert np.mean(balanced[-10:]) < np.mean(alone[-10:]) - 0.4
+
+
+def test_the_bias_balances_a_router_that_does_not_learn(tmp_path: Path) -> None:
+    loads = load_by_step(tmp_path, 40, 0.0, aux_loss_weight=0.0, bias_update_rate=0.02)
+    assert np.mean(loads[-10:]) < np.mean(loads[:3]) - 0.1
 
 
 def test_a_resumed_training_has_the_same_biases_and_rows(tmp_path: Path) -> None:
@@ -146,10 +159,13 @@ def test_two_processes_train_as_one(tmp_path: Path, kind: ParallelKind) -> None:
     rows, expected = read_rows(two.parent), read_rows(one.parent)
     for name in ("loss", "grad_norm", "valid_loss", "aux_loss", "z_loss", "expert_load_max"):
         values = [row[name] for row in rows if name in row]
-        assert values == pytest.approx([row[name] for row in expected if name in row], rel=1e-3), name
+        assert values == pytest.approx([row[name] for row in expected if name in row], rel=1e-4), name
     weights = load_model(one.parent / "step-0000006").state_dict()
     for name, tensor in load_model(two.parent / "step-0000006").state_dict().items():
-        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=5e-4)
+        if name.endswith("expert_bias"):
+            assert torch.equal(tensor, weights[name]) and tensor.any()
+        # AdamW divides gradients near 0 by their size, so that their rounding counts.
+        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=1e-3)
 
 
 def test_figures_are_json_and_lists_stay_out_of_trackers(tmp_path: Path) -> None:
