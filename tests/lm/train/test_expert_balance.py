@@ -42,7 +42,14 @@ def test_overfits_one_repeated_sequence(tmp_path: Path, optimizer: str) -> None:
     assert rows[0]["loss"] > 4 and rows[-1]["loss"] < 0.05
 
 
-@pytest.mark.parametrize("options", [{"activation_checkpointing": True}, {"precision": "bfloat16"}, {"compile": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_checkpointing": True},
+        {"precision": "bfloat16"},
+        pytest.param({"compile": True}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_in_another_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     monkeypatch.setattr("lm.train.compile._MIN_FLOPS_TO_COMPILE", 0)
     rows = []
@@ -94,20 +101,34 @@ def test_the_reported_loss_is_the_cross_entropy(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize(
-    "options", [{"aux_loss_weight": 0.1, "bias_update_rate": 0.0}, {"aux_loss_weight": 0.0, "bias_update_rate": 0.02}]
-)
-def test_both_methods_balance_a_router_that_prefers_one_expert(tmp_path: Path, options: dict[str, Any]) -> None:
-    model = replace(MIXTURE, num_layers=2, moe=replace(MOE, z_loss_weight=0.0, **options))
-    trainer = small_trainer(tmp_path, None, model, steps=60, log_interval=1, **QUIET)
-    with torch.no_grad():
-        trainer.model.layers[1].ffn.router.weight[0] += 0.3 * trainer.model.layers[1].ln2.weight  # some tokens more
-        trainer.model.layers[1].ffn.router.weight[1:] *= 0.1
+def make_unbalanced(out: Path, steps: int, lr: float, **options: Any) -> Trainer:
+    """Return a trainer with a block of experts whose balance losses are off, except for ``options``."""
+    off: dict[str, Any] = {"aux_loss_weight": 0.0, "z_loss_weight": 0.0, "bias_update_rate": 0.0}
+    model = replace(MIXTURE, num_layers=2, moe=replace(MOE, **(off | options)))
+    rates = {"max_lr": lr, "min_lr": lr / 10}
+    return small_trainer(out, None, model, steps=steps, batch_size=16, log_interval=1, **rates, **QUIET)
+
+
+def highest_loads(trainer: Trainer) -> list[float]:
     trainer.run()
-    rows = read_rows(tmp_path)
-    late = [row["expert_load_max"] for row in rows[-10:]]
-    assert max(row["expert_load_max"] for row in rows[:3]) > 1.3 > sum(late) / len(late)
-    assert rows[-1]["dead_experts"] == 0
+    return [row["expert_load_max"] for row in read_rows(trainer.out)]
+
+
+def test_the_auxiliary_loss_balances_a_router(tmp_path: Path) -> None:
+    loads = []
+    for weight in (0.1, 0.0):
+        trainer = make_unbalanced(tmp_path / str(weight), 60, 1e-2, aux_loss_weight=weight)
+        with torch.no_grad():  # prefers expert 0
+            trainer.model.layers[1].ffn.router.weight *= torch.tensor([3.0, 0.1, 0.1, 0.1])[:, None]
+        loads.append(np.mean(highest_loads(trainer)[-10:]))
+    assert loads[0] < loads[1] - 0.4
+
+
+def test_the_bias_balances_a_router_that_does_not_learn(tmp_path: Path) -> None:
+    trainer = make_unbalanced(tmp_path, 60, 0.0, bias_update_rate=0.02)
+    trainer.model.layers[1].ffn.expert_bias[0] = 0.6  # every token chooses expert 0
+    loads = highest_loads(trainer)
+    assert loads[0] == 2.0 and np.mean(loads[-10:]) < 1.3
 
 
 def test_a_resumed_training_has_the_same_biases_and_rows(tmp_path: Path) -> None:
@@ -127,29 +148,46 @@ def test_a_resumed_training_has_the_same_biases_and_rows(tmp_path: Path) -> None
     assert weights_equal(load_model(tmp_path / "parts" / "step-0000020"), whole.model)
 
 
-@pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
-def test_two_processes_train_as_one(tmp_path: Path, kind: ParallelKind) -> None:
-    """Weights, biases and figures, with several micro-batches, samples and a checkpoint in parts."""
+@pytest.mark.parametrize(
+    ("kind", "aux_loss_weight", "micro_batches"),
+    [
+        ("fsdp", 0.01, 1),
+        pytest.param("ddp", 0.01, 1, marks=pytest.mark.slow),
+        pytest.param("ddp", 0.0, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_train_as_one(
+    tmp_path: Path, kind: ParallelKind, aux_loss_weight: float, micro_batches: int
+) -> None:
+    """Weights, biases and figures, with samples and a checkpoint in parts.
+
+    The auxiliary loss depends on how the sequences of a step are divided into micro-batches, which is another with
+    more processes. The bias and the z-loss do not.
+    """
     options: dict[str, Any] = {
         "steps": 6,
         "max_lr": 1e-3,
         "min_lr": 1e-4,
-        "gradient_accumulation_steps": 2,
+        "gradient_accumulation_steps": micro_batches,
         "optimizer": "muon",
         "eval_interval": 3,
         "sample_prompts": ["a"],
     }
-    one = write_job(tmp_path / "one", model=MIXTURE, **options)
+    model = replace(MIXTURE, moe=replace(MOE, aux_loss_weight=aux_loss_weight))
+    one = write_job(tmp_path / "one", model=model, **options)
     Job.read(one).run()
-    two = write_job(tmp_path / "two", 2, MIXTURE, kind, **options)
+    two = write_job(tmp_path / "two", 2, model, kind, **options)
     run_processes("lm.train", two, 2, lambda: None, threading.Event())
     rows, expected = read_rows(two.parent), read_rows(one.parent)
-    for name in ("loss", "grad_norm", "valid_loss", "aux_loss", "z_loss", "expert_load_max"):
+    for name in ("loss", "grad_norm", "valid_loss", "z_loss", "expert_load_max"):
         values = [row[name] for row in rows if name in row]
-        assert values == pytest.approx([row[name] for row in expected if name in row], rel=1e-3), name
+        assert values == pytest.approx([row[name] for row in expected if name in row], rel=1e-4), name
     weights = load_model(one.parent / "step-0000006").state_dict()
     for name, tensor in load_model(two.parent / "step-0000006").state_dict().items():
-        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=5e-4)
+        if name.endswith("expert_bias"):
+            assert torch.equal(tensor, weights[name]) and tensor.any()
+        # AdamW divides gradients near 0 by their size, so that their rounding counts.
+        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=1e-3)
 
 
 def test_figures_are_json_and_lists_stay_out_of_trackers(tmp_path: Path) -> None:
