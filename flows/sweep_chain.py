@@ -17,6 +17,7 @@ from flows.plan import DryRunExecutor
 from flows.sweep_config import SweepConfig, pipeline_config
 from lm.common.errors import UserError
 from lm.experiments.axes import Point
+from lm.experiments.config import SearchConfig
 from lm.experiments.report import SweepReport
 from lm.experiments.search import Search
 from lm.experiments.trial import TrialConfig, TrialResult, from_json
@@ -141,16 +142,15 @@ class _Sweep:
         self.points += points
         self.trials += [trials[index] for index in range(len(points))]
 
-    def search(self) -> None:
+    def search(self, config: SearchConfig) -> None:
         """Run the trials of a search, each after the results of the earlier ones."""
-        assert self.config.search is not None
-        search = Search(self.config.search, self.config.axes)
-        for number in range(1, self.config.search.trials + 1):
+        search = Search(config, self.config.axes)
+        for number in range(1, config.trials + 1):
             point = self.config.point(search.ask(), f"trial {number}")
             for _ in self.share(point):
                 pass
             self.check_epochs([point])
-            ref = self._train_one(point, f"Trial {number} of {self.config.search.trials}", search.limits())
+            ref = self._train_one(point, f"Trial {number} of {config.trials}", search.limits())
             self.points.append(point)
             self.trials.append(ref)
             (result,) = self.executor.read(_read_results, [ref])
@@ -250,7 +250,7 @@ def _stages(config: SweepConfig, inputs: dict[str, Any], executor: Executor) -> 
     state = _Sweep(config, inputs, executor)
     if config.search:
         yield from state.share(config.point(_first_settings(config), "the base"))
-        state.search()
+        state.search(config.search)
     else:
         points = config.points()
         for point in points:

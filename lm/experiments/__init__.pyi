@@ -1,0 +1,16 @@
+from .axes import Axis as Axis
+from .axes import Point as Point
+from .axes import expand as expand
+from .axes import make_point as make_point
+from .config import LawConfig as LawConfig
+from .config import SearchConfig as SearchConfig
+from .expression import evaluate_expression as evaluate_expression
+from .report import SweepReport as SweepReport
+from .scaling_law import Measurement as Measurement
+from .scaling_law import Prediction as Prediction
+from .scaling_law import ScalingLaw as ScalingLaw
+from .scaling_law import fit_scaling_law as fit_scaling_law
+from .scaling_law import predict as predict
+from .search import Search as Search
+from .trial import TrialConfig as TrialConfig
+from .trial import TrialResult as TrialResult
