@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -91,8 +91,7 @@ def choose_moe_architecture(config: ModelConfig) -> str:
 
     Raises UserError with the name of the first option that the closest architecture lacks.
     """
-    moe = config.moe
-    assert moe is not None
+    moe = cast(MoEConfig, config.moe)
     if moe.affinity == "sigmoid":
         model_type, lacks = "glm4_moe", {"num_shared_experts": (moe.num_shared_experts == 0, "at least 1")}
     else:
@@ -116,8 +115,7 @@ def choose_moe_architecture(config: ModelConfig) -> str:
 
 def moe_config_fields(model_type: str, config: ModelConfig) -> dict[str, Any]:
     """Return the fields of ``config.json`` that describe the experts of ``config``."""
-    architecture, moe = ARCHITECTURES[model_type], config.moe
-    assert moe is not None
+    architecture, moe = ARCHITECTURES[model_type], cast(MoEConfig, config.moe)
     values = replace(moe, d_expert=moe.expert_width(config.d_ff))
     content: dict[str, Any] = {name: getattr(values, ours) for name, ours in architecture.fields.items()}
     if model_type != "glm4_moe":
@@ -166,8 +164,7 @@ def split_experts(weights: dict[str, Tensor], model_type: str, config: ModelConf
 
     Contiguous copies: safetensors stores no views. Sigmoid affinities get a bias of zeros if the model has none.
     """
-    architecture, moe = ARCHITECTURES[model_type], config.moe
-    assert moe is not None
+    architecture, moe = ARCHITECTURES[model_type], cast(MoEConfig, config.moe)
     split: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         prefix, _, matrix = name.rpartition(".experts.")

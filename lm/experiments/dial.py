@@ -24,6 +24,7 @@ _FORWARD_SHARE = 0.35  # of the time of a step
 _PREPARATION_BYTES_PER_SECOND = 25e6  # of the stages from ingest to encode, for each thread
 _OTHER_SECONDS = 10.0  # Prefect, checkpoints, samples
 _MAX_PROBES = 3
+_FIRST_GUESS = 2e10  # FLOP/s
 
 
 @dataclass(frozen=True)
@@ -58,17 +59,16 @@ def choose_configuration(
         choice = _accumulate(choice, largest_batch)
         return _check(replace(choice, reasons=[*choice.reasons, *_describe(choice, train_bytes)]))
     left = budget.amount - _OTHER_SECONDS - (train_bytes + valid_bytes) / (_PREPARATION_BYTES_PER_SECOND * threads)
-    speed: Speed | None = None
-    flops_per_second, probed = 2e10, None
-    for _ in range(_MAX_PROBES):
+    flops_per_second = _FIRST_GUESS
+    probes: list[tuple[ModelConfig, int]] = []
+    while len(probes) < _MAX_PROBES:
         choice = _accumulate(_choose_for_flops(max(1e9, flops_per_second * left), train_bytes), largest_batch)
-        if probed == (choice.model, choice.train.batch_size):
+        if (probe := (choice.model, choice.train.batch_size)) in probes[-1:]:
             break
+        probes.append(probe)
         speed = measure(choice.model, choice.train)
-        probed = choice.model, choice.train.batch_size
         left -= speed.start_seconds + speed.timed_seconds
         flops_per_second = speed.flops_per_step / speed.step_seconds
-    assert speed
     sequences = valid_bytes / bytes_per_token(choice.vocab_size) / choice.model.context_length
     evaluated = sequences + _EVALUATIONS * choice.train.eval_sequences
     evaluation = evaluated / choice.train.batch_size * _FORWARD_SHARE * speed.step_seconds

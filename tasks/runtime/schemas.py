@@ -248,10 +248,17 @@ class _Law(_Schema):
     best_of_largest_budget: _Size
 
 
+class _Choice(_Schema):
+    vocab_size: int
+    model: dict[str, Any]
+    train: dict[str, Any]
+
+
 _CHUNK = TypeAdapter(list[_Range])
 _CONTENTS: dict[str, TypeAdapter[Any]] = {
     "texts.json": TypeAdapter(_GroupTexts),
     "text_groups.json": TypeAdapter(_Splits[list[_TextGroup]]),
+    "choice.json": TypeAdapter(_Choice),
     "groups.json": TypeAdapter(list[_Group]),
     "chunk_groups.json": TypeAdapter(_Splits[list[_ChunkGroup]]),
     "shard.json": TypeAdapter(_Totals),
