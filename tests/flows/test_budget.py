@@ -50,7 +50,8 @@ def test_a_run_has_the_model_of_its_budget(text: list[str], tmp_path: Path, caps
     assert comments in captured.err and f"{steps} steps of" in comments
     assert "--budget 30m" not in captured.out
     assert main(["run", *text, "--budget", "60ktokens"]) == 0
-    assert "All stages are cached" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "budget is cached" in shown and "train is cached" in shown and " runs:" not in shown
 
 
 @pytest.mark.usefixtures("prefect_server")
