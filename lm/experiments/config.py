@@ -35,7 +35,7 @@ class LawConfig:
 
     __pydantic_config__ = PYDANTIC_CONFIG
 
-    budget: str = "budget"
+    budget: str = "flops"
     """Option or variable that has the FLOPs of a training."""
     size: str = "model.d_model"
     """Option or variable that sets the size of the model."""

@@ -36,7 +36,7 @@ from tests.helpers.roots import letters
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
-STAGES = list(get_args(StageName))
+STAGES = [stage for stage in get_args(StageName) if stage != "budget"]  # of a run without a budget
 
 
 def write_corpus(path: Path, documents: int) -> None:

@@ -278,11 +278,11 @@ def test_more_than_the_allowed_epochs_are_refused_before_a_training(tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_law_without_a_minimum_says_so_after_its_trainings(tmp_path: Path) -> None:
-    axes = [Axis(option="budget", values=[1, 2]), Axis(option="model.d_ff", values=[32, 64])]
-    config = SweepConfig(name="law", base=BASE, axes=axes, law=LawConfig(budget="budget", size="model.d_ff"))
+    axes = [Axis(option="flops", values=[1, 2]), Axis(option="model.d_ff", values=[32, 64])]
+    config = SweepConfig(name="law", base=BASE, axes=axes, law=LawConfig(budget="flops", size="model.d_ff"))
     with pytest.raises(UserError, match="2 sizes; a fit needs 3"):
         sweep(config, str(tmp_path))
-    assert len(list(tmp_path.glob("trial/*/manifest.json"))) == 2, "budget is a variable: equal trainings are one"
+    assert len(list(tmp_path.glob("trial/*/manifest.json"))) == 2, "flops is a variable: equal trainings are one"
 
 
 @pytest.mark.parametrize("path", sorted(SWEEP_PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -302,11 +302,11 @@ def test_the_isoflop_sweep_spends_its_budgets() -> None:
 
     for size, vocab_size in (("demo", 512), ("stories", 2048)):
         config = load_sweep("isoflop", size)
-        assert len({point.settings["budget"] for point in config.points()}) == 3
+        assert len({point.settings["flops"] for point in config.points()}) == 3
         for point in config.points():
             model = ModelConfig(**point.config["model"] | {"vocab_size": vocab_size})
             tokens = point.config["train"]["steps"] * point.config["train"]["batch_size"] * model.context_length
-            assert tokens * flops_per_token(model) == pytest.approx(point.settings["budget"], rel=0.05)
+            assert tokens * flops_per_token(model) == pytest.approx(point.settings["flops"], rel=0.05)
 
 
 def test_silu_and_swiglu_have_equally_many_parameters() -> None:

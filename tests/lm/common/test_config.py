@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import make_dataclass
+from dataclasses import is_dataclass, make_dataclass
 from typing import Any, get_args, get_type_hints
 
 import jsonschema
@@ -18,7 +18,7 @@ from lm.common.errors import UserError
 from lm.common.runtime import Execution
 from lm.model.config import ModelConfig
 
-SECTIONS = {name: kind for name, kind in get_type_hints(PipelineConfig).items() if name != "name"}
+SECTIONS = {name: kind for name, kind in get_type_hints(PipelineConfig).items() if is_dataclass(kind)}
 SCHEMA = TypeAdapter(PipelineConfig).json_schema()
 
 # Listed explicitly, so that the loss of a bound fails a test. "(0" means above 0, "[0" at least 0.
