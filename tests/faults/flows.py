@@ -5,10 +5,9 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
-from flows.config import StageName
 from flows.posttrain_config import PosttrainStage
 from lm.text.demo_corpus import demo_stories
-from tests.helpers.deployed import TINY
+from tests.helpers.deployed import STAGES, TINY
 
 
 class TestedFlow(ABC):
@@ -29,7 +28,7 @@ class Pipeline(TestedFlow):
     """All stages of the flow ``pipeline``."""
 
     command = "run"
-    stages = get_args(StageName)
+    stages = STAGES
     source = "train.txt"
 
     def write_inputs(self, home: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from lm.text.pretokenize import GPT2_PATTERN
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
 from tests.helpers.processes import PROJECT, processes_with_variable
 
-STAGES = get_args(StageName)
+STAGES = tuple(stage for stage in get_args(StageName) if stage != "budget")  # of a run without a budget
 TEXTMILL = [sys.executable, "-c", "import sys; from flows.cli.parser import main; sys.exit(main())"]
 
 TINY: dict[str, Any] = {
