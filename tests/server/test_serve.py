@@ -19,6 +19,7 @@ from lm.inference import chat_template
 from lm.inference.completion import complete
 from lm.inference.config import SampleConfig
 from lm.inference.scheduler import Scheduler
+from lm.model.moe_config import MoEConfig
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.generating import LoadedModel, fixed_model, make_model
@@ -313,7 +314,17 @@ def test_a_body_of_100_mb_is_refused(server: RunningServer) -> None:
     assert server.post({"prompt": "a"}).status_code == 200
 
 
-def test_many_streams_at_once_have_the_same_text_as_single_ones(server: RunningServer) -> None:
+@pytest.fixture(scope="module")
+def mixture_server() -> Iterator[RunningServer]:
+    """A server of a mixture of experts: which experts compute a token must not depend on the other requests."""
+    moe = MoEConfig(num_experts=4, top_k=2, bias_update_rate=0.1, capacity_factor=1.0)
+    with run_server(make_model(257, CONTEXT, moe=moe).eval()) as running:
+        yield running
+
+
+@pytest.mark.parametrize("name", ["server", "mixture_server"])
+def test_many_streams_at_once_have_the_same_text_as_single_ones(name: str, request: pytest.FixtureRequest) -> None:
+    server: RunningServer = request.getfixturevalue(name)
     prompts = [f"Client {number}: {'x' * number}" for number in range(20)]
     expected = [server.expected_text(prompt, 30) for prompt in prompts]
     client = openai.AsyncOpenAI(

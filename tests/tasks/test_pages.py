@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from flows.pipeline import pipeline
 from flows.run_record import make_run, outputs_of
 from lm.common.errors import UserError
 from lm.tokenizer.tokenizer import Tokenizer
-from tasks.pages import markdown, plots
+from tasks.pages import experts, markdown, plots
 from tasks.runtime.context import Attempt, RunContext
 from tasks.runtime.output import PAGE, read_output
 from tasks.runtime.stage import Stage
@@ -181,3 +182,28 @@ def test_the_tokens_of_a_text_join_to_it(text: str) -> None:
         == text.encode()
     )
     assert base64.b64decode(plots.token_picture(segments).partition("base64,")[2][:-1]).startswith(b"<svg")
+
+
+def test_the_heat_map_of_experts_has_a_colour_for_each_load() -> None:
+    """Expert 1 of block 1 is overloaded from step 20 on, expert 2 has no tokens; block 2 is balanced."""
+    figures = {"expert_load_max": 2.0, "expert_load_entropy": 0.5, "dead_experts": 1, "aux_loss": 1.5, "z_loss": 0.25}
+    rows: list[dict[str, Any]] = [
+        {"step": 10, "expert_loads": [[1.0, 1.0], [1.0, 1.0]], **figures},
+        {"step": 15, "valid_loss": 3.0},
+        {"step": 20, "expert_loads": [[2.0, 0.0], [1.0, 1.0]], **figures},
+    ]
+    table, picture = experts.expert_loads(rows)
+    assert "| step 20 |" in table and "| experts without a token | 1 |" in table
+    image = Image.open(io.BytesIO(base64.b64decode(picture.partition("base64,")[2].rstrip(")")))).convert("RGB")
+    width, height = image.size
+    colours = matplotlib.colormaps["RdBu_r"]
+    for load, cells in ((2.0, 1), (0.0, 1), (1.0, 6)):
+        red, green, blue = (round(255 * part) for part in colours(load / 2)[:3])
+        pixels = sum(
+            count
+            for count, (r, g, b) in image.getcolors(width * height) or []
+            if abs(r - red) + abs(g - green) + abs(b - blue) < 6
+        )
+        # The map covers about half of the picture, and each of the 8 cells an equal part of it.
+        assert cells / 8 * 0.3 < pixels / (width * height) < cells / 8 * 0.9, load
+    assert list(experts.expert_loads(rows[1:2])) == []

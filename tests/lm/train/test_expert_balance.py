@@ -154,6 +154,8 @@ def test_a_resumed_training_has_the_same_biases_and_rows(tmp_path: Path) -> None
         ("fsdp", 0.01, 1),
         pytest.param("ddp", 0.01, 1, marks=pytest.mark.slow),
         pytest.param("ddp", 0.0, 2, marks=pytest.mark.slow),
+        pytest.param("zero1", 0.01, 1, marks=pytest.mark.slow),
+        pytest.param("zero2", 0.01, 1, marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_train_as_one(
