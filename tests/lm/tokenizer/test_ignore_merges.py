@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -42,17 +43,25 @@ def test_encode_equals_the_naive_reference(whole_tokenizers: list[Tokenizer], te
         assert tokenizer.encode(text, allowed_special=()) == naive_encode(tokenizer, text, [])
 
 
-@examples(100)
-@given(text=texts)
-def test_hugging_face_encodes_the_same(
-    whole_tokenizers: list[Tokenizer], tmp_path_factory: pytest.TempPathFactory, text: str
-) -> None:
+@pytest.fixture(scope="module")
+def tokenizer_pairs(
+    whole_tokenizers: list[Tokenizer], tmp_path_factory: pytest.TempPathFactory
+) -> list[tuple[Tokenizer, Any]]:
+    """The tokenizers, each with Hugging Face's tokenizer of its tokenizer.json."""
     tokenizers = pytest.importorskip("tokenizers", reason="the Hugging Face library is not installed")
-    for number, tokenizer in enumerate(whole_tokenizers):
-        path = tmp_path_factory.getbasetemp() / f"ignore_merges_{number}.json"
-        if not path.exists():
-            tokenizer.save_tokenizer_json(path)
-        assert tokenizers.Tokenizer.from_file(str(path)).encode(text).ids == tokenizer.encode(text)
+    path = tmp_path_factory.mktemp("ignore_merges") / "tokenizer.json"
+    pairs = []
+    for tokenizer in whole_tokenizers:
+        tokenizer.save_tokenizer_json(path)
+        pairs.append((tokenizer, tokenizers.Tokenizer.from_file(str(path))))
+    return pairs
+
+
+@examples(100)
+@given(texts)
+def test_hugging_face_encodes_the_same(tokenizer_pairs: list[tuple[Tokenizer, Any]], text: str) -> None:
+    for tokenizer, hf_tokenizer in tokenizer_pairs:
+        assert hf_tokenizer.encode(text).ids == tokenizer.encode(text)
 
 
 def test_a_whole_token_is_one_id_in_a_long_text(whole_tokenizers: list[Tokenizer]) -> None:
