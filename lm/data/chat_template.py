@@ -39,7 +39,7 @@ def add_chat_tokens(tokenizer: Tokenizer) -> Tokenizer:
         )
     new_tokens = [token for token in CHAT_TOKENS if token not in tokenizer.special_ids]
     specials = [*tokenizer.special_tokens, *new_tokens]
-    return Tokenizer(tokenizer.vocab, tokenizer.merges, specials, tokenizer.pattern)
+    return Tokenizer(tokenizer.vocab, tokenizer.merges, specials, tokenizer.pattern, tokenizer.ignore_merges)
 
 
 def has_chat_tokens(tokenizer: Tokenizer) -> bool:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from lm.kernels.bpe.classes import character_classes
 from lm.kernels.bpe.encode import encode
 from lm.kernels.bpe.merge import MAX_MERGES, EncoderState, MergeTable, make_merge_table, make_queue
-from lm.kernels.bpe.pretoken_table import grow_table, make_table, make_workspace
+from lm.kernels.bpe.pretoken_table import Table, grow_table, make_table, make_token_table, make_workspace
 from lm.kernels.bpe.pretokens import SCAN_BYTES, Specials, new_cursor
 from lm.kernels.jit import log_compilation
 from lm.kernels.status import INVALID_UTF8, TABLE_FULL, WORKSPACE_FULL
@@ -26,11 +26,14 @@ _MAX_COPIED_IDS = 1 << 20  # a larger array of ids is not copied: the caller get
 class FastEncoder:
     """Encodes UTF-8 text to token ids. Thread-safe: each running call has its own cache of pretokens."""
 
-    def __init__(self, merge_table: MergeTable, dtype: np.dtype[np.unsignedinteger], pattern: str) -> None:
+    def __init__(
+        self, merge_table: MergeTable, whole_tokens: Table, dtype: np.dtype[np.unsignedinteger], pattern: str
+    ) -> None:
         self.dtype = dtype
         self._rules = scanner_rules(pattern)
         self._subject = f"encoding {dtype.name}" + ("" if self._rules is None else " by other patterns")
         self._merge_table = merge_table
+        self._whole_tokens = whole_tokens
         self._max_slots = _MAX_CACHE_SLOTS
         self._idle: list[EncoderState] = []  # append and pop of a list are thread-safe
 
@@ -41,10 +44,11 @@ class FastEncoder:
         merges: Sequence[tuple[bytes, bytes]],
         dtype: np.dtype[np.unsignedinteger],
         pattern: str,
+        whole_tokens: Mapping[bytes, int],
     ) -> "FastEncoder | None":
         """Create an encoder of ``dtype`` ids, or return None if the kernels do not support the vocabulary.
 
-        ``pattern`` must have a compiled scanner.
+        ``pattern`` must have a compiled scanner. A pretoken in ``whole_tokens`` is one token, whatever the merges.
 
         They need an id for each byte and merged token, merges of bytes and of earlier merges only, a single merge for
         each token, and at most ``MAX_MERGES`` merges.
@@ -69,7 +73,8 @@ class FastEncoder:
         id_lengths[token_ids] = lengths
         with log_compilation("pair table"):
             merge_table = make_merge_table(token_ids.astype(np.uint32), lengths, id_lengths, parts)
-        return cls(merge_table, dtype, pattern)
+            token_table = make_token_table(whole_tokens)
+        return cls(merge_table, token_table, dtype, pattern)
 
     def encode(
         self, blocks: Iterable[bytes], specials: Specials, window: int = WINDOW
@@ -83,6 +88,7 @@ class FastEncoder:
         except IndexError:
             state = EncoderState(
                 self._merge_table,
+                self._whole_tokens,
                 make_queue(len(self._merge_table.parts)),
                 make_table(min(self._max_slots, _INITIAL_CACHE_SLOTS), _CACHE_ARENA_BYTES),
                 make_workspace(SCAN_BYTES),

@@ -18,10 +18,20 @@ Token = TypeVar("Token", int, bytes)
 
 
 class ReferenceEncoder:
-    """Encodes text with ``regex`` and :func:`apply_merges`. Caches the ids of short pretokens."""
+    """Encodes text with ``regex`` and :func:`apply_merges`. Caches the ids of short pretokens.
 
-    def __init__(self, ids: Mapping[bytes, int], merges: Sequence[tuple[bytes, bytes]], pattern: str) -> None:
+    A pretoken in ``whole_tokens`` is one token, whatever the merges.
+    """
+
+    def __init__(
+        self,
+        ids: Mapping[bytes, int],
+        merges: Sequence[tuple[bytes, bytes]],
+        pattern: str,
+        whole_tokens: Mapping[bytes, int],
+    ) -> None:
         self._ids = ids
+        self._whole_tokens = whole_tokens
         self._pattern = pattern
         self._byte_ids = [ids[bytes([byte])] for byte in range(256)]
         self._merges: dict[tuple[int, int], tuple[int, int]] = {}  # pair of ids → (rank, merged id)
@@ -42,7 +52,10 @@ class ReferenceEncoder:
 
     def _encode_pretoken(self, pretoken: str) -> list[int]:
         data = encode_utf8(pretoken)
-        ids = apply_merges([self._byte_ids[byte] for byte in data], self._merges.get)
+        if (token := self._whole_tokens.get(data)) is not None:
+            ids = [token]
+        else:
+            ids = apply_merges([self._byte_ids[byte] for byte in data], self._merges.get)
         if len(data) <= _MAX_CACHED_BYTES:
             if len(self._cache) >= _MAX_CACHE_ENTRIES:
                 self._cache.clear()

@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,8 @@ class Tokenizer:
     ``vocab`` maps ids to bytes and holds all 256 single bytes. ``merges`` are pairs of byte strings in the order in
     which they were learned. Special tokens missing from the vocabulary are appended to it. If special tokens overlap
     in a text, the leftmost is encoded, and of several at one position the longest. ``pattern`` is a regular expression
-    or a name in :data:`lm.text.patterns.PATTERNS`.
+    or a name in :data:`lm.text.patterns.PATTERNS`. ``ignore_merges``: a pretoken that is in the vocabulary, and not a
+    special token, is one token even if the merges do not make it (Llama 3).
 
     Raises UserError if the vocabulary lacks a token of the merges, an id is too large, or a special token is invalid.
     """
@@ -49,7 +50,9 @@ class Tokenizer:
         merges: Sequence[tuple[bytes, bytes]],
         special_tokens: Sequence[str] | None = None,
         pattern: str = GPT2_PATTERN,
+        ignore_merges: bool = False,
     ) -> None:
+        self.ignore_merges = ignore_merges
         self.vocab = dict(vocab)
         self.merges = list(merges)
         self.special_tokens = list(special_tokens or ())
@@ -67,7 +70,8 @@ class Tokenizer:
         self._ids = ids
         self._fast_encoder: FastEncoder | None = None
         if has_compiled_scanner(pattern):
-            self._fast_encoder = FastEncoder.from_merges(ids, self.merges, token_dtype(self.size), pattern)
+            whole = self._whole_tokens
+            self._fast_encoder = FastEncoder.from_merges(ids, self.merges, token_dtype(self.size), pattern, whole)
         if not self._fast_encoder:
             try:
                 self._reference_encoder  # noqa: B018
@@ -92,21 +96,26 @@ class Tokenizer:
         directory = Path(directory)
         path = directory / "tokenizer_config.json"
         match read_json(path):
-            case {"special_tokens": [*specials], "pattern": str(pattern)} if all(type(s) is str for s in specials):
+            case {"special_tokens": [*specials], "pattern": str(pattern), **rest} if (
+                all(type(s) is str for s in specials)
+                and type(ignore_merges := rest.get("ignore_merges", False)) is bool
+            ):
                 vocab = gpt2.read_vocab(directory / "vocab.json", specials)
-                return cls(vocab, gpt2.read_merges(directory / "merges.txt"), specials, pattern)
+                return cls(vocab, gpt2.read_merges(directory / "merges.txt"), specials, pattern, ignore_merges)
         raise UserError(f"{path} does not name special_tokens and pattern; save the tokenizer again.")
 
     def save(self, directory: str | Path) -> None:
         """Write vocab.json and merges.txt (GPT-2), tokenizer.json (Hugging Face), vocab.txt (readable) and
-        tokenizer_config.json (special tokens and pattern)."""
+        tokenizer_config.json (special tokens, pattern and ``ignore_merges``)."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         gpt2.write_vocab(directory / "vocab.json", self.vocab, self.special_tokens)
         gpt2.write_merges(directory / "merges.txt", self.merges)
         self.save_tokenizer_json(directory / "tokenizer.json")
         vocab_text.write_vocab_text(directory / "vocab.txt", self.vocab, self.merges)
-        config = {"special_tokens": self.special_tokens, "pattern": self.pattern}
+        config: dict[str, Any] = {"special_tokens": self.special_tokens, "pattern": self.pattern}
+        if self.ignore_merges:
+            config["ignore_merges"] = True
         (directory / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False, indent=1), "utf-8")
 
     @classmethod
@@ -122,7 +131,8 @@ class Tokenizer:
 
     @classmethod
     def from_tokenizer_json(cls, path: str | Path) -> "Tokenizer":
-        """Read Hugging Face's tokenizer.json of a byte-level BPE, with special tokens and pattern."""
+        """Read Hugging Face's tokenizer.json of a byte-level BPE, with special tokens, pattern and
+        ``ignore_merges``."""
         return cls(*hugging_face.read_tokenizer_json(Path(path)))
 
     def save_tiktoken(self, path: str | Path) -> None:
@@ -131,7 +141,9 @@ class Tokenizer:
 
     def save_tokenizer_json(self, path: str | Path) -> None:
         """Write Hugging Face's tokenizer.json. Raises UserError if two tokens have the same text in it."""
-        content = hugging_face.make_tokenizer_json(self.vocab, self.merges, self.special_tokens, self.pattern)
+        content = hugging_face.make_tokenizer_json(
+            self.vocab, self.merges, self.special_tokens, self.pattern, self.ignore_merges
+        )
         Path(path).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
     @property
@@ -200,4 +212,12 @@ class Tokenizer:
 
     @cached_property
     def _reference_encoder(self) -> ReferenceEncoder:
-        return ReferenceEncoder(self._ids, self.merges, self.pattern)
+        return ReferenceEncoder(self._ids, self.merges, self.pattern, self._whole_tokens)
+
+    @property
+    def _whole_tokens(self) -> dict[bytes, int]:
+        """The tokens that a pretoken becomes whatever the merges. Text never becomes a special token by this way."""
+        if not self.ignore_merges:
+            return {}
+        specials = {special.encode() for special in self.special_tokens}
+        return {token: token_id for token, token_id in self._ids.items() if token and token not in specials}

@@ -35,6 +35,7 @@ def naive_encode(tokenizer: Tokenizer, text: str, special_tokens: list[str]) -> 
     """Encode ``text``: merge the leftmost pair of the lowest rank, then look at all pairs again."""
     token_ids = {token: token_id for token_id, token in tokenizer.vocab.items()}
     ranks = {pair: rank for rank, pair in reversed(list(enumerate(tokenizer.merges)))}
+    whole = token_ids.keys() - {special.encode() for special in tokenizer.special_tokens}
     ids: list[int] = []
     for piece, is_special in split_special_tokens(text, special_tokens):
         if is_special:
@@ -42,6 +43,8 @@ def naive_encode(tokenizer: Tokenizer, text: str, special_tokens: list[str]) -> 
             continue
         for pretoken in pretokenize(piece, tokenizer.pattern):
             word = [bytes([byte]) for byte in pretoken.encode()]
+            if tokenizer.ignore_merges and pretoken.encode() in whole:
+                word = [pretoken.encode()]
             while pairs := [(ranks[pair], i) for i, pair in enumerate(itertools.pairwise(word)) if pair in ranks]:
                 _, i = min(pairs)
                 word[i : i + 2] = [word[i] + word[i + 1]]

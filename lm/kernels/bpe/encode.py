@@ -19,6 +19,7 @@ from lm.kernels.bpe.pretoken_table import (
     Table,
     arena_offset,
     find_slot,
+    find_value,
     id_count,
     is_empty,
     padded_bytes,
@@ -68,7 +69,11 @@ def encode_or_copy(
 ) -> int:
     """Encode a pretoken at which :func:`copy_cached` stops; return the number of ids."""
     if n > MAX_CACHED_BYTES:
-        return encode_long(state, buffer, start, n, out, out_at)
+        token = find_value(state.whole_tokens, key, buffer, start, n)
+        if token < 0:
+            return encode_long(state, buffer, start, n, out, out_at)
+        out[out_at] = token
+        return 1
     table, merges, work = state.table, state.merges, state.work
     slot = find_slot(table, key, home, buffer, start, n)
     if not is_empty(table.slots, slot):
@@ -80,7 +85,11 @@ def encode_or_copy(
             k += 8 // out.itemsize
         return count
     arrays = merges.byte_pairs, merges.pairs, merges.parts, merges.ids, work.nodes, work.ranks
-    if n <= 30:
+    token = find_value(state.whole_tokens, key, buffer, start, n)
+    if token >= 0:
+        count = 1
+        out[out_at] = token
+    elif n <= 30:
         count = encode_30(buffer, start, n, arrays, out, out_at)
     elif n <= 62:
         count = encode_62(buffer, start, n, arrays, out, out_at)

@@ -61,9 +61,10 @@ def make_queue(merges: int) -> BucketQueue:
 
 
 class EncoderState(NamedTuple):
-    """All that encoding uses: ``merges`` is read-only, the rest belongs to one thread."""
+    """All that encoding uses: ``merges`` and ``whole_tokens`` are read-only, the rest belongs to one thread."""
 
     merges: MergeTable
+    whole_tokens: Table  # read-only; a pretoken in it is one token, whatever the merges: the value is its id
     queue: BucketQueue
     table: Table
     work: Workspace

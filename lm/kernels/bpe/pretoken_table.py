@@ -7,13 +7,14 @@
     0  key, low     bytes 0–7, zero-padded                   hash of the bytes
     1  key, high    length << 56 | bytes 8–14                0xFF << 56 | length
     2  value        when counting: the number of occurrences
-                    when encoding: the first 8 bytes of the token ids
+                    when encoding: the first 8 bytes of the token ids; in a table of tokens: the id
     3  info         arena offset << 24 | number of token ids (0 when counting)
 
 Word 1 is 0 in an empty slot. At its offset, the arena holds the bytes of a longer pretoken, then the token ids if they
 do not fit into the value or the pretoken is longer; each part is padded to 8 bytes.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -200,6 +201,45 @@ def find_slot(table: Table, key: Key, slot: int, buffer: Bytes, start: int, n: i
         if n <= SHORT_BYTES or is_empty(slots, slot) or has_same_bytes(table.arena, offset, buffer, start, n):
             return slot
         slot = next_slot(slots, slot)
+
+
+@inlined
+def find_value(table: Table, key: Key, buffer: Bytes, start: int, n: int) -> Int:
+    """Return the value of a pretoken; -1 if the table lacks it."""
+    if table.used[0].slots == 0:
+        return np.int64(-1)
+    slot = find_slot(table, key, home_slot(key, table.slots), buffer, start, n)
+    return np.int64(-1) if is_empty(table.slots, slot) else np.int64(read(table.slots, slot + VALUE))
+
+
+def make_token_table(tokens: Mapping[bytes, int]) -> Table:
+    """Return a table of {token: id}, tokens not empty, with the ids as values."""
+    lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
+    table = make_table(1 << max(1, (2 * len(tokens) - 1).bit_length()), int(8 * len(tokens) + lengths.sum()))
+    if tokens:
+        data = np.frombuffer(b"".join(tokens) + bytes(16), np.uint8).copy()
+        ids = np.fromiter(tokens.values(), np.int64, len(tokens))
+        fill_token_table(table, data, np.cumsum([0, *lengths]), ids)
+    return table
+
+
+@kernel
+def fill_token_table(table: Table, data: Bytes, starts: Int64s, ids: Int64s) -> None:
+    """Enter token i, ``data[starts[i]:starts[i + 1]]``, with its id as value. ``data`` has 16 bytes more."""
+    used = table.used[0]
+    for i in range(len(ids)):
+        start = read(starts, i)
+        n = read(starts, i + 1) - start
+        key = pretoken_key(data, start, n)
+        slot = find_slot(table, key, home_slot(key, table.slots), data, start, n)
+        offset = 0
+        if n > SHORT_BYTES:
+            offset = used.arena_bytes
+            used.arena_bytes += padded_bytes(n)
+            for k in range(n):
+                write(table.arena, offset + k, read(data, start + k))
+        set_slot(table.slots, slot, key, np.uint64(read(ids, i)), offset, 1)
+        used.slots += 1
 
 
 @kernel

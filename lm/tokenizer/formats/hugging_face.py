@@ -18,7 +18,11 @@ _AROUND_TEXT = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")  # 
 
 
 def make_tokenizer_json(
-    vocab: dict[int, bytes], merges: Iterable[tuple[bytes, bytes]], special_tokens: Iterable[str], pattern: str
+    vocab: dict[int, bytes],
+    merges: Iterable[tuple[bytes, bytes]],
+    special_tokens: Iterable[str],
+    pattern: str,
+    ignore_merges: bool = False,
 ) -> dict[str, Any]:
     """Return the content of a tokenizer.json that encodes to the same ids.
 
@@ -44,15 +48,16 @@ def make_tokenizer_json(
         "model": {
             "type": "BPE",
             **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
-            **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
+            **dict.fromkeys(("fuse_unk", "byte_fallback"), False),
+            "ignore_merges": ignore_merges,
             "vocab": format_vocab(vocab, specials),
             "merges": [[bytes_to_unicode(left), bytes_to_unicode(right)] for left, right in merges],
         },
     }
 
 
-def read_tokenizer_json(path: Path) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]], list[str], str]:
-    """Read (vocab, merges, special_tokens, pattern) from the tokenizer.json of a byte-level BPE.
+def read_tokenizer_json(path: Path) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]], list[str], str, bool]:
+    """Read (vocab, merges, special_tokens, pattern, ignore_merges) from the tokenizer.json of a byte-level BPE.
 
     All added tokens become special tokens, even those not marked as special, because both are split off before
     pretokenization. Post-processors that add tokens, truncation and padding are ignored with a warning. Raises
@@ -72,6 +77,7 @@ def read_tokenizer_json(path: Path) -> tuple[dict[int, bytes], list[tuple[bytes,
         lines = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
         merges = parse_merges(f"{path}, merge", lines)
         pattern = _find_pattern(content)
+        ignore_merges = bool(model.get("ignore_merges"))
     except (AttributeError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a Hugging Face tokenizer.json of BPE: {error!r}.") from None
     try:
@@ -79,10 +85,16 @@ def read_tokenizer_json(path: Path) -> tuple[dict[int, bytes], list[tuple[bytes,
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     check_all_bytes(path, vocab)
+    if ignore_merges:  # a pretoken would have the bytes of such a token, but never its text in the byte alphabet
+        for text, token_id in model["vocab"].items():
+            if text not in specials and bytes_to_unicode(vocab[token_id]) != text:
+                raise UserError(
+                    f"{path}: ignore_merges with the token {text!r}, which is not of bytes, is not supported."
+                )
     ids = {token: token_id for token_id, token in vocab.items()}
     if duplicates := [token for token_id, token in vocab.items() if ids[token] != token_id]:
         raise UserError(f"{path}: {duplicates[0]!r} has two ids, which is not supported; remove the added token.")
-    return vocab, merges, specials, pattern
+    return vocab, merges, specials, pattern, ignore_merges
 
 
 def _find_unsupported_features(path: Path, content: dict[str, Any]) -> Iterator[str]:
@@ -90,7 +102,7 @@ def _find_unsupported_features(path: Path, content: dict[str, Any]) -> Iterator[
     model, added_tokens = content["model"], content.get("added_tokens") or []
     if (model_type := model.get("type", "BPE")) != "BPE":  # GPT-2's own file is older than this field
         yield f"the model type {model_type!r}"
-    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges"):
+    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         if model.get(name):
             yield f"{name} {model[name]!r}"
     for step in _list_steps(content, "normalizer"):

@@ -29,12 +29,14 @@ def write_json(content: Any, directory: Path) -> Path:
 
 def content_of(textmill: Tokenizer) -> dict[str, Any]:
     """Return the content of the tokenizer.json of ``textmill``."""
-    content = make_tokenizer_json(textmill.vocab, textmill.merges, textmill.special_tokens, textmill.pattern)
+    content = make_tokenizer_json(
+        textmill.vocab, textmill.merges, textmill.special_tokens, textmill.pattern, textmill.ignore_merges
+    )
     return json.loads(json.dumps(content))
 
 
 def parts_of(textmill: Tokenizer) -> tuple[Any, ...]:
-    return textmill.vocab, textmill.merges, textmill.special_tokens, textmill.pattern
+    return textmill.vocab, textmill.merges, textmill.special_tokens, textmill.pattern, textmill.ignore_merges
 
 
 def test_read_inverts_write(tokenizer: Tokenizer, custom_tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -83,7 +85,7 @@ def test_a_tokenizer_trained_by_hugging_face_is_read(tmp_path: Path, pattern: st
     hf_tokenizer.add_tokens(["xyzzy", "日本"])  # normalized, not special
     hf_tokenizer.save(str(tmp_path / "tokenizer.json"))
 
-    vocab, merges, specials, read_pattern = read_tokenizer_json(tmp_path / "tokenizer.json")
+    vocab, merges, specials, read_pattern, _ = read_tokenizer_json(tmp_path / "tokenizer.json")
     assert specials == ["<s>", END_OF_TEXT, "xyzzy", "日本"]
     assert read_pattern == pattern
     assert len(merges) > 300
@@ -137,7 +139,6 @@ PREFIXED = {"type": "ByteLevel", "add_prefix_space": True}
         (put("model", "continuing_subword_prefix", value="##"), "continuing_subword_prefix '##'"),
         (put("model", "end_of_word_suffix", value="</w>"), "end_of_word_suffix '</w>'"),
         (put("model", "byte_fallback", value=True), "byte_fallback True"),
-        (put("model", "ignore_merges", value=True), "ignore_merges True"),
         (put("normalizer", value={"type": "NFC"}), "the normalizer 'NFC'"),
         (
             put("normalizer", value={"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}),
