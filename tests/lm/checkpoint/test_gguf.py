@@ -1,4 +1,4 @@
-"""Export to GGUF: every tensor equals the model's, the tokenizer is complete, llama.cpp writes the same text."""
+"""Export to GGUF: every tensor equals the model's, the tokenizer is complete, unsupported options are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -140,8 +140,13 @@ def test_metadata_describe_model_and_tokenizer(tmp_path: Path, pattern: str, pre
     ("options", "weight_type", "message"),
     [
         ({"logit_softcap": 30.0}, "float32", "model.logit_softcap 30.0 cannot be exported to GGUF"),
+        ({"norm_placement": "post"}, "float32", "model.norm_placement 'post' .* supports only 'pre'"),
+        ({"norm_placement": "none"}, "bfloat16", "model.norm_placement 'none' .* supports only 'pre'"),
+        ({"position_encoding": "none"}, "q8_0", "model.position_encoding 'none' .* supports only 'rope'"),
+        ({"feed_forward": "relu2"}, "float32", "model.feed_forward 'relu2' .* supports only 'swiglu'"),
         ({"moe": MoEConfig()}, "float32", "model.moe .* cannot be exported to GGUF"),
         ({"vocab_size": 300}, "float32", "do not belong together"),
+        ({"d_model": 72}, "q8_0", "model.d_model 72 is not a multiple of 32"),
         ({"d_ff": 100}, "q8_0", "model.d_ff 100 is not a multiple of 32"),
     ],
 )

@@ -34,11 +34,12 @@ process.exit(0);
 @pytest.mark.skipif(
     not (PACKAGE and shutil.which("node")), reason="NODE_PATH has no node-llama-cpp, or node is missing"
 )
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["llama", "qwen3"])
-def test_llama_cpp_continues_as_we_do(tmp_path: Path, qk_norm: bool) -> None:
+def test_llama_cpp_continues_as_we_do(tmp_path: Path, qk_norm: bool, is_tied: bool) -> None:
     from lm.checkpoint.gguf import save_gguf
 
-    model, prompt, count = make_model(qk_norm=qk_norm), TOKENIZER.encode("The little dog"), 40
+    model, prompt, count = make_model(qk_norm=qk_norm, tied_embeddings=is_tied), TOKENIZER.encode("The little dog"), 40
     save_gguf(model, TOKENIZER, tmp_path / "model.gguf", "float32")
     ids = [*prompt]
     with torch.no_grad():
