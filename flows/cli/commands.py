@@ -218,14 +218,20 @@ def tokenizers_command(options: Namespace) -> None:
 
 
 def export_command(options: Namespace) -> None:
-    """Write a model as a Hugging Face directory."""
+    """Write a model as a Hugging Face directory, or with ``--gguf`` as a file for llama.cpp."""
+    from lm.checkpoint.gguf import save_gguf
     from lm.checkpoint.hugging_face import save_hugging_face
     from lm.tokenizer.text_tokenizer import require_byte_level
 
     resolved = resolve_model(options.model, options.root)
     model, tokenizer = resolved.load("cpu")
-    save_hugging_face(model, require_byte_level(tokenizer, resolved.name), Path(options.directory))
-    print(f"Exported to {options.directory}. transformers' from_pretrained can load it.")
+    tokenizer, path = require_byte_level(tokenizer, resolved.name), Path(options.path)
+    if options.gguf:
+        save_gguf(model, tokenizer, path, options.gguf)
+    else:
+        save_hugging_face(model, tokenizer, path)
+    reader = "llama.cpp" if options.gguf else "transformers' from_pretrained"
+    print(f"Exported to {path}. {reader} can load it.")
 
 
 def verify_command(options: Namespace) -> int:

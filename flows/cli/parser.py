@@ -171,8 +171,10 @@ def build_parser(
     tokenizers.add_argument("--root", **_ROOT)
     tokenizers.add_argument("--out", type=str, default="", help="directory of the files; default: tokenizers/")
 
-    export = add("export", "Export a model for Hugging Face's transformers, as a Llama, a Qwen3 or a relative.")
-    export.add_argument("directory", type=str, help="new or empty directory")
+    export = add("export", "Export a model for transformers, as a Llama, a Qwen3 or a relative, or for llama.cpp.")
+    export.add_argument("path", type=str, help="new or empty directory; with --gguf, a new file")
+    gguf_help = "write one GGUF file for llama.cpp, with matrices of this type"
+    export.add_argument("--gguf", choices=["float32", "bfloat16", "q8_0"], default=None, help=gguf_help)
     export.add_argument("--model", **_MODEL)
     export.add_argument("--root", **_ROOT)
 

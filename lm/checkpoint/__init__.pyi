@@ -1,4 +1,5 @@
 from .external import load_external as load_external
+from .gguf import save_gguf as save_gguf
 from .hugging_face import load_hugging_face as load_hugging_face
 from .hugging_face import save_hugging_face as save_hugging_face
 from .meta import load_meta as load_meta

@@ -1,8 +1,10 @@
 """The model that --model names: of runs of both flows, and of directories."""
 
 import json
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +24,7 @@ from tasks.runtime.stage import stage
 from tests.helpers.generating import make_model
 from tests.helpers.llamas import GROUPED, assert_same_weights, meta_weights, train_small_llama_tokenizer, write_meta
 from tests.helpers.roots import materialize, run_context, write_run_record
-from tests.helpers.tokenizers import bytes_tokenizer
+from tests.helpers.tokenizers import bytes_tokenizer, make_tokenizer
 
 PLAIN = bytes_tokenizer([END_OF_TEXT])
 CHAT = add_chat_tokens(PLAIN)
@@ -220,6 +222,38 @@ def test_sentencepiece_is_sampled_and_not_exported(
     options = ["--root", root.root, "--model", str(directory)]
     assert main(["sample", *options, "--prompt", "the cat", "--max_new_tokens", "3", "--device", "cpu"]) == 0
     assert "> the cat|" in capsys.readouterr().out
-    assert main(["export", str(tmp_path / "out"), *options]) == 2
-    assert "meta has a SentencePiece tokenizer" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    for arguments in ([], ["--gguf", "q8_0"]):
+        assert main(["export", str(tmp_path / "out"), *options, *arguments]) == 2
+        assert "meta has a SentencePiece tokenizer" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_model_is_exported_for_llama_cpp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed")
+    tokenizer = make_tokenizer(special_tokens=[END_OF_TEXT], merges=63)
+    model = make_model(tokenizer.size, 64, d_model=32, d_ff=64)
+    save_hugging_face(model, tokenizer, tmp_path / "model")
+    path = tmp_path / "model.gguf"
+    options = ["--root", str(tmp_path / "root"), "--model", str(tmp_path / "model"), "--gguf", "q8_0"]
+    assert main(["export", str(path), *options]) == 0
+    assert capsys.readouterr().out == f"Exported to {path}. llama.cpp can load it.\n"
+    [head] = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == "output.weight"]
+    assert head.tensor_type.name == "Q8_0"
+    weights = gguf.dequantize(np.array(head.data), head.tensor_type)
+    torch.testing.assert_close(torch.from_numpy(weights), model.head_weight.detach(), rtol=0, atol=0.01)
+    assert main(["export", str(path), *options]) == 2
+    assert "already exists; name a new file" in capsys.readouterr().err
+
+
+def test_a_model_is_not_exported_for_llama_cpp(
+    root: RunContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["export", str(tmp_path / "model.gguf"), "--gguf", "float32", "--root", root.root]
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert main(command) == 2
+    assert "needs the gguf library: pip install 'textmill[gguf]'" in capsys.readouterr().err
+    monkeypatch.undo()
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    assert main(command) == 2
+    assert "The tokenizer has no merges, which GGUF requires." in capsys.readouterr().err
+    assert not (tmp_path / "model.gguf").exists()

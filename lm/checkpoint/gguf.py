@@ -1,0 +1,210 @@
+"""Write models in GGUF, the file format of llama.cpp, with the library ``gguf``."""
+
+import math
+import os
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from torch import Tensor
+
+from lm.checkpoint.atomic_dir import sync_path
+from lm.common.errors import UserError
+from lm.data.chat_template import END_TOKEN, has_chat_tokens, make_jinja_template
+from lm.model.config import ModelConfig
+from lm.model.transformer import TransformerLM
+from lm.text.patterns import PATTERNS
+from lm.text.pretokenize import END_OF_TEXT
+from lm.tokenizer.formats.gpt2 import bytes_to_unicode, format_vocab
+from lm.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+GGUFType = Literal["float32", "bfloat16", "q8_0"]
+
+_QUANTIZATION_TYPES = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
+_FILE_TYPES = {"float32": "ALL_F32", "bfloat16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+_BLOCK_SIZE = 32  # numbers of a row that share a scale in Q8_0
+# llama.cpp's pretokenizer of each pattern. "llama-bpe" has Llama 3's pattern too, but takes a pretoken that is a token
+# as it is and adds a token before each text; "smaug-bpe" merges, as our tokenizers do.
+_PRETOKENIZERS = {PATTERNS["gpt2"]: "gpt-2", PATTERNS["llama3"]: "smaug-bpe", PATTERNS["qwen2"]: "qwen2"}
+_MODULE_NAMES = {  # ours → GGUF's, in a block
+    "attn.q_proj": "attn_q",
+    "attn.k_proj": "attn_k",
+    "attn.v_proj": "attn_v",
+    "attn.output_proj": "attn_output",
+    "attn.q_norm": "attn_q_norm",
+    "attn.k_norm": "attn_k_norm",
+    "ffn.w1": "ffn_gate",
+    "ffn.w2": "ffn_down",
+    "ffn.w3": "ffn_up",
+    "ln1": "attn_norm",
+    "ln2": "ffn_norm",
+}
+_TOP_NAMES = {"token_embeddings": "token_embd", "ln_final": "output_norm", "lm_head": "output"}
+_ROTARY_NAME = re.compile(r"\.attn_[qk](_norm)?\.")
+_EXPRESSIBLE_OPTIONS = {
+    "vocab_size",
+    "context_length",
+    "d_model",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "d_ff",
+    "qk_norm",
+    "rope_theta",
+    "norm_eps",
+    "tied_embeddings",
+    "zero_init_residual",  # decides the initial weights only
+}
+
+
+def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_type: GGUFType = "bfloat16") -> None:
+    """Write a model and its tokenizer as one GGUF file for llama.cpp, atomically.
+
+    A model with QK-norm becomes a ``qwen3``, others a ``llama``. ``weight_type`` is the type of matrices; norms are
+    always float32. ``q8_0`` rounds blocks of 32 numbers to int8 with a float16 scale. Tensors are converted and written
+    one at a time. If the tokenizer has the tokens of the chat template, the file holds the template. Raises UserError
+    if ``path`` exists, if llama.cpp lacks an option of the model or the pattern of the tokenizer, if the tokenizer has
+    no special token, no merge or more ids than the model, if rows do not fit ``q8_0``, or if the library is missing.
+    """
+    try:
+        from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
+        from gguf.quants import quant_shape_to_byte_shape, quantize
+    except ImportError:
+        raise UserError("Export to GGUF needs the gguf library: pip install 'textmill[gguf]'") from None
+    path = path.absolute()
+    if path.exists():
+        raise UserError(f"{path} already exists; name a new file.")
+    config = model.config
+    _check_model(config, weight_type)
+    _check_tokenizer(tokenizer, config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    writer = GGUFWriter(temporary, "qwen3" if config.qk_norm else "llama")
+    writer.add_file_type(LlamaFileType[_FILE_TYPES[weight_type]])
+    _add_model_metadata(writer, config, path.stem)
+    _add_tokenizer_metadata(writer, tokenizer, config)
+    matrix_type = GGMLQuantizationType[_QUANTIZATION_TYPES[weight_type]]
+    weights = [
+        (_translate_name(name), weight, matrix_type if weight.ndim > 1 else GGMLQuantizationType.F32)
+        for name, weight in model.state_dict().items()
+    ]
+    for name, weight, tensor_type in weights:
+        num_bytes = math.prod(quant_shape_to_byte_shape(weight.shape, tensor_type))
+        writer.add_tensor_info(name, weight.shape, np.dtype(np.float32), num_bytes, tensor_type)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name, weight, tensor_type in weights:
+            # llama.cpp's qwen3 rotates the pairs (i, i + K/2); its llama rotates adjacent pairs, as we do.
+            if config.qk_norm and _ROTARY_NAME.search(name):
+                weight = _order_as_halves(weight, config.head_dim)
+            writer.write_tensor_data(quantize(weight.cpu().float().contiguous().numpy(), tensor_type))
+        writer.close()
+        sync_path(temporary)
+        temporary.replace(path)
+        sync_path(path.parent)
+    finally:
+        writer.close()
+        temporary.unlink(missing_ok=True)
+
+
+def _check_model(config: ModelConfig, weight_type: GGUFType) -> None:
+    """Raise UserError for an option that GGUF's architectures lack. Options that are added later are refused too."""
+    defaults = type(config)()
+    for option in (field.name for field in fields(config) if field.name not in _EXPRESSIBLE_OPTIONS):
+        value, default = getattr(config, option), getattr(defaults, option)
+        if value != default:
+            raise UserError(
+                f"model.{option} {value!r} cannot be exported to GGUF, which supports only {default!r}; train a model "
+                "with that."
+            )
+    for option in ("d_model", "d_ff"):
+        if weight_type == "q8_0" and getattr(config, option) % _BLOCK_SIZE:
+            raise UserError(
+                f"model.{option} {getattr(config, option)} is not a multiple of {_BLOCK_SIZE}, the block of q8_0; "
+                "export float32 or bfloat16."
+            )
+
+
+def _check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:
+    """Raise UserError if llama.cpp cannot encode as ``tokenizer`` does, or if it does not belong to the model."""
+    if tokenizer.size > (config.vocab_size or 0):
+        raise UserError(
+            f"The tokenizer has {tokenizer.size:,} ids, the model {config.vocab_size:,}; they do not belong together."
+        )
+    if tokenizer.pattern not in _PRETOKENIZERS:
+        names = {pattern: name for name, pattern in PATTERNS.items()}
+        supported = ", ".join(names[pattern] for pattern in _PRETOKENIZERS)
+        raise UserError(
+            f"tokenizer.pattern {names.get(tokenizer.pattern, tokenizer.pattern)!r} cannot be exported to GGUF: "
+            f"llama.cpp has only {supported} of the patterns."
+        )
+    if tokenizer.ignore_merges:
+        raise UserError("A tokenizer with ignore_merges cannot be exported to GGUF; export a Hugging Face directory.")
+    # Without them llama.cpp takes id 11 for the end of a text, and refuses the file, in this order.
+    if not tokenizer.special_ids:
+        raise UserError("The tokenizer has no special token that ends a text, which GGUF requires.")
+    if not tokenizer.merges:
+        raise UserError("The tokenizer has no merges, which GGUF requires.")
+
+
+def _add_model_metadata(writer: "GGUFWriter", config: ModelConfig, name: str) -> None:
+    writer.add_name(name)
+    writer.add_context_length(config.context_length)
+    writer.add_embedding_length(config.d_model)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.d_ff)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_vocab_size(config.vocab_size or 0)
+
+
+def _add_tokenizer_metadata(writer: "GGUFWriter", tokenizer: Tokenizer, config: ModelConfig) -> None:
+    """Add tokens, merges, special tokens and chat template. Ids that no token has are marked as unused."""
+    from gguf import TokenType
+
+    texts = {i: text for text, i in format_vocab(tokenizer.vocab, tokenizer.special_tokens).items()}
+    special_ids = {*tokenizer.special_ids.values()}
+    tokens, types = [], []
+    for token_id in range(config.vocab_size or 0):
+        tokens.append(texts.get(token_id, f"[PAD{token_id}]"))
+        is_unused, is_special = token_id not in texts, token_id in special_ids
+        types.append(TokenType.UNUSED if is_unused else TokenType.CONTROL if is_special else TokenType.NORMAL)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_PRETOKENIZERS[tokenizer.pattern])
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([f"{bytes_to_unicode(left)} {bytes_to_unicode(right)}" for left, right in tokenizer.merges])
+    end_id = tokenizer.special_ids.get(END_OF_TEXT, min(special_ids))
+    writer.add_bos_token_id(end_id)
+    writer.add_add_bos_token(False)
+    writer.add_add_eos_token(False)
+    if has_chat_tokens(tokenizer):
+        end_id = tokenizer.special_ids[END_TOKEN]
+        writer.add_eot_token_id(end_id)
+        writer.add_chat_template(make_jinja_template(tokenizer))
+    writer.add_eos_token_id(end_id)
+
+
+def _translate_name(name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    if module in _TOP_NAMES:
+        return f"{_TOP_NAMES[module]}.{kind}"
+    _, layer, module = module.split(".", 2)
+    return f"blk.{layer}.{_MODULE_NAMES[module]}.{kind}"
+
+
+def _order_as_halves(weight: Tensor, head_dim: int) -> Tensor:
+    """Reorder the rows of each head from adjacent pairs (2i, 2i + 1) to pairs (i, i + head_dim/2)."""
+    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
