@@ -14,7 +14,7 @@ import regex
 
 from lm.common.errors import InvalidUtf8Error, UserError
 from lm.text.config import ChunkConfig
-from lm.text.pretokenize import GPT2_PATTERN
+from lm.text.pretokenize import GPT2_PATTERN, can_cut_before_space
 from lm.text.sources import ByteRanges, is_plain_local_file, open_decompressed, open_ranges, open_raw, read_blocks
 
 _WINDOW_BYTES = 1 << 16  # per read during the search for a cut
@@ -162,7 +162,7 @@ def _find_cut(
 def _find_space(data: bytes, begin: int, end: int, minimum: int, pattern: str) -> int:
     """Return the first index >= ``minimum`` at which ``data[begin:end]`` can be cut before white space, or 0."""
     first = max(begin + 1, minimum)
-    if pattern != GPT2_PATTERN or first >= end:
+    if not can_cut_before_space(pattern) or first >= end:
         return 0
     match = _SPACE_AFTER_TEXT.search(data, first, end)
     return match.start() if match else 0

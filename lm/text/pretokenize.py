@@ -9,6 +9,7 @@ from functools import lru_cache
 import regex
 
 from lm.common.errors import UserError
+from lm.text.chinese_words import JIEBA, split_chinese_words
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
@@ -66,7 +67,12 @@ def split_special_tokens(text: str, special_tokens: Sequence[str]) -> Iterator[t
 
 def pretokenize(text: str, pattern: str = GPT2_PATTERN) -> Iterator[str]:
     """Yield the pretokens of ``text``, which must not contain special tokens. No character is lost: text between two
-    matches of ``pattern`` becomes a pretoken too."""
+    matches of ``pattern`` becomes a pretoken too. :data:`JIEBA` instead of a pattern also divides the pretokens of
+    GPT-2's pattern into Chinese words."""
+    if pattern == JIEBA:
+        for pretoken in pretokenize(text):
+            yield from split_chinese_words(pretoken)
+        return
     end = 0
     for match in compile_pattern(pattern).finditer(text):
         if match.start() > end:
@@ -78,11 +84,16 @@ def pretokenize(text: str, pattern: str = GPT2_PATTERN) -> Iterator[str]:
         yield text[end:]
 
 
+def can_cut_before_space(pattern: str) -> bool:
+    """Return whether text can be cut before white space that follows other text without changing a pretoken."""
+    return pattern in (GPT2_PATTERN, JIEBA)
+
+
 def find_safe_cut(text: str, special_tokens: Sequence[str], pattern: str = GPT2_PATTERN) -> int:
     """Return the last index at which ``text``, the start of a longer text, can be cut without changing a pretoken.
 
-    Safe are the end of a special token and, for the GPT-2 pattern only, the position before white space that follows
-    other text. Returns 0 if there is none. Does not cut after a special token that more text could make longer.
+    Safe are the end of a special token and, if :func:`can_cut_before_space`, the position before white space that
+    follows other text. Returns 0 if there is none. Does not cut after a special token that more text could make longer.
     """
     # A special token that begins before ``limit`` cannot extend past the end of the text.
     limit = max(0, len(text) - max(map(len, special_tokens), default=1) + 1)
@@ -90,7 +101,8 @@ def find_safe_cut(text: str, special_tokens: Sequence[str], pattern: str = GPT2_
     for match in _compile_special_tokens(tuple(special_tokens)).finditer(text) if special_tokens else ():
         if match.start() < limit:
             cut = match.end()
-    if pattern == GPT2_PATTERN and cut < limit:  # search after ``cut``: white space in a special token is not safe
+    if can_cut_before_space(pattern) and cut < limit:
+        # Search after ``cut``: white space in a special token is not safe.
         space = _SPACE_FROM_END.search(text, cut, limit)
         cut = space.start() if space else cut
     return cut

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from lm.common.errors import UserError
 from lm.common.json_files import read_json
 from lm.kernels.bpe.pretokens import Specials, pack_specials
+from lm.text.chinese_words import JIEBA
 from lm.text.patterns import resolve_pattern
 from lm.text.pretokenize import GPT2_PATTERN, check_special_tokens, split_at_safe_cuts
 from lm.text.scanners import has_compiled_scanner
@@ -37,9 +38,9 @@ class Tokenizer:
 
     ``vocab`` maps ids to bytes and holds all 256 single bytes. ``merges`` are pairs of byte strings in the order in
     which they were learned. Special tokens missing from the vocabulary are appended to it. If special tokens overlap
-    in a text, the leftmost is encoded, and of several at one position the longest. ``pattern`` is a regular expression
-    or a name in :data:`lm.text.patterns.PATTERNS`. ``ignore_merges``: a pretoken that is in the vocabulary, and not a
-    special token, is one token even if the merges do not make it (Llama 3).
+    in a text, the leftmost is encoded, and of several at one position the longest. ``pattern`` is a regular expression,
+    a name in :data:`lm.text.patterns.PATTERNS`, or jieba for Chinese words. ``ignore_merges``: a pretoken that is in
+    the vocabulary, and not a special token, is one token even if the merges do not make it (Llama 3).
 
     Raises UserError if the vocabulary lacks a token of the merges, an id is too large, or a special token is invalid.
     """
@@ -105,13 +106,14 @@ class Tokenizer:
         raise UserError(f"{path} does not name special_tokens and pattern; save the tokenizer again.")
 
     def save(self, directory: str | Path) -> None:
-        """Write vocab.json and merges.txt (GPT-2), tokenizer.json (Hugging Face), vocab.txt (readable) and
-        tokenizer_config.json (special tokens, pattern and ``ignore_merges``)."""
+        """Write vocab.json and merges.txt (GPT-2), tokenizer.json (Hugging Face; not with jieba, which it cannot
+        express), vocab.txt (readable) and tokenizer_config.json (special tokens, pattern and ``ignore_merges``)."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         gpt2.write_vocab(directory / "vocab.json", self.vocab, self.special_tokens)
         gpt2.write_merges(directory / "merges.txt", self.merges)
-        self.save_tokenizer_json(directory / "tokenizer.json")
+        if self.pattern != JIEBA:
+            self.save_tokenizer_json(directory / "tokenizer.json")
         vocab_text.write_vocab_text(directory / "vocab.txt", self.vocab, self.merges)
         config: dict[str, Any] = {"special_tokens": self.special_tokens, "pattern": self.pattern}
         if self.ignore_merges:
@@ -140,7 +142,7 @@ class Tokenizer:
         tiktoken.write_tiktoken(Path(path), self.vocab, self.special_tokens, self.merges)
 
     def save_tokenizer_json(self, path: str | Path) -> None:
-        """Write Hugging Face's tokenizer.json. Raises UserError if two tokens have the same text in it."""
+        """Write Hugging Face's tokenizer.json. Raises UserError for jieba, or if two tokens have the same text in it."""
         content = hugging_face.make_tokenizer_json(
             self.vocab, self.merges, self.special_tokens, self.pattern, self.ignore_merges
         )

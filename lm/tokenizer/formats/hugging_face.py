@@ -8,6 +8,7 @@ from typing import Any
 
 from lm.common.errors import UserError
 from lm.common.json_files import read_json
+from lm.text.chinese_words import JIEBA
 from lm.text.pretokenize import GPT2_PATTERN, compile_pattern
 from lm.tokenizer.formats.gpt2 import bytes_to_unicode, format_vocab, parse_merges, parse_vocab
 from lm.tokenizer.formats.tiktoken import check_all_bytes
@@ -26,8 +27,10 @@ def make_tokenizer_json(
 ) -> dict[str, Any]:
     """Return the content of a tokenizer.json that encodes to the same ids.
 
-    Raises UserError if a special token has the same text as another token.
+    Raises UserError if a special token has the same text as another token, or if ``pattern`` is jieba.
     """
+    if pattern == JIEBA:
+        raise UserError("tokenizer.pattern jieba cannot be exported: Hugging Face's tokenizer.json cannot express it.")
     ids = {token: token_id for token_id, token in vocab.items()}
     specials = list(special_tokens)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
