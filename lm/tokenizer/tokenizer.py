@@ -142,7 +142,7 @@ class Tokenizer:
         tiktoken.write_tiktoken(Path(path), self.vocab, self.special_tokens, self.merges)
 
     def save_tokenizer_json(self, path: str | Path) -> None:
-        """Write Hugging Face's tokenizer.json. Raises UserError for jieba, or if two tokens have the same text in it."""
+        """Write Hugging Face's tokenizer.json. Raises UserError for jieba and for two tokens of the same text."""
         content = hugging_face.make_tokenizer_json(
             self.vocab, self.merges, self.special_tokens, self.pattern, self.ignore_merges
         )
