@@ -7,6 +7,9 @@ from typing import Any, Literal
 from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
 from lm.common.errors import UserError
 from lm.model.moe_config import MoEConfig
+from lm.model.rope_config import RopeScaling
+
+_NEWER_FIELDS = ("moe", "rope_scaling")  # than the first outputs, which have keys without them
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,20 @@ class ModelConfig:
     """Limit logits to ± this value: ``cap · tanh(logits / cap)``. 0 turns the limit off."""
     moe: MoEConfig | None = None
     """Mixture of experts in place of the feed-forward network. Default: none, every block is dense."""
+    rope_scaling: RopeScaling | None = None
+    """Slower rotary frequencies for a longer context, as of Llama 3.1. Default: none."""
 
     def __post_init__(self) -> None:
         if isinstance(self.moe, dict):  # from JSON, e.g. of a checkpoint
             object.__setattr__(self, "moe", MoEConfig(**self.moe))
+        if isinstance(self.rope_scaling, dict):
+            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
         validate_fields(self, "model")
         is_rotary = self.position_encoding == "rope"
+        if self.rope_scaling and not is_rotary:
+            raise UserError(
+                "model.rope_scaling scales rotary positions; leave it out with model.position_encoding none."
+            )
         if self.d_model % ((2 if is_rotary else 1) * self.num_heads):
             kind = "an even whole number, because rope rotates pairs" if is_rotary else "a whole number"
             raise UserError(
@@ -74,7 +85,7 @@ class ModelConfig:
     def identity(self) -> dict[str, Any]:
         """The fields that decide the output of a stage. A field that is newer than the first outputs is left out at its
         default, so that their keys stay."""
-        return {name: value for name, value in asdict(self).items() if name != "moe" or value is not None}
+        return {name: value for name, value in asdict(self).items() if name not in _NEWER_FIELDS or value is not None}
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether the block of index ``layer`` has a mixture of experts."""

@@ -132,7 +132,7 @@ class TransformerLM(nn.Module):
         self.loss_function: LossFunction = linear_cross_entropy
         self.routings: list[Routing] | None = None
         self.rope = (
-            RotaryEmbedding(config.rope_theta, config.head_dim, config.context_length, device)
+            RotaryEmbedding(config.rope_theta, config.head_dim, config.context_length, device, config.rope_scaling)
             if config.position_encoding == "rope"
             else None
         )
