@@ -83,8 +83,8 @@ def load_hugging_face(
 
     ``max_seq_len`` is the context length, by default ``max_position_embeddings``. ``dtype`` defaults to that of the
     files. Raises UserError if a file, a field or a tensor is missing, unknown, damaged or does not fit the others, and
-    for unsupported features: biases, scalings of rotary positions other than linear and llama3, wider heads, windows shorter
-    than the context.
+    for unsupported features: biases, scalings of rotary positions other than linear and llama3, wider heads, windows
+    shorter than the context.
     """
     path = directory / "config.json"
     content = read_json_object(path)

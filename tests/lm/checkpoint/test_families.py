@@ -14,7 +14,7 @@ from tests.helpers.llamas import assert_same_logits, assert_same_weights
 from tests.helpers.tokenizers import make_tokenizer
 
 _SHAPE: dict[str, Any] = {
-    "vocab_size": 300,
+    "vocab_size": 700,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
