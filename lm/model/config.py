@@ -9,7 +9,8 @@ from lm.common.errors import UserError
 from lm.model.moe_config import MoEConfig
 from lm.model.rope_config import RopeScaling
 
-_NEWER_FIELDS = ("moe", "rope_scaling")  # than the first outputs, which have keys without them
+# Newer than the first outputs, which have keys without them. The value is the default.
+_NEWER_FIELDS: dict[str, Any] = {"moe": None, "qkv_bias": False, "rope_scaling": None}
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class ModelConfig:
     """pre: RMSNorm before each sublayer and before the head. post: after each residual addition. none: no norms."""
     qk_norm: bool = False
     """Apply RMSNorm to the queries and keys of each head. Keeps attention scores from growing during training."""
+    qkv_bias: bool = False
+    """Add a learned bias to queries, keys and values, as Qwen2 does. It starts at zero."""
     position_encoding: Literal["rope", "none"] = "rope"
     """rope: rotary position embeddings. none: only the causal mask tells the model the order of tokens."""
     rope_theta: float = bounded_field(10000.0, gt=0, lt=math.inf)
@@ -85,7 +88,11 @@ class ModelConfig:
     def identity(self) -> dict[str, Any]:
         """The fields that decide the output of a stage. A field that is newer than the first outputs is left out at its
         default, so that their keys stay."""
-        return {name: value for name, value in asdict(self).items() if name not in _NEWER_FIELDS or value is not None}
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if name not in _NEWER_FIELDS or value != _NEWER_FIELDS[name]
+        }
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether the block of index ``layer`` has a mixture of experts."""

@@ -41,12 +41,15 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Mistral with a window": ("Mistral", {"sliding_window": 256}),
     "Mistral": ("Mistral", {"sliding_window": None}),
+    "Qwen2": ("Qwen2", {}),
+    "Qwen2, tied, one kv head": ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "Qwen2, llama3": ("Qwen2", {"rope_parameters": _LLAMA3}),
     "Qwen3": ("Qwen3", {}),
     "Qwen3, llama3": ("Qwen3", {"rope_parameters": _LLAMA3}),
 }
 
 
-_QUICK = ("Llama 3.2, tied", "Mistral with a window", "Qwen3")
+_QUICK = ("Llama 3.2, tied", "Mistral with a window", "Qwen2", "Qwen3")
 _CASES = [pytest.param(name, marks=[] if name in _QUICK else [pytest.mark.slow]) for name in _FAMILIES]
 
 

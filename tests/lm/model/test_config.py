@@ -78,9 +78,10 @@ def test_a_config_with_experts_is_read_from_json() -> None:
 
 def test_the_identity_of_a_plain_model_is_that_of_before_newer_fields() -> None:
     """Keys of finished outputs contain it."""
-    newer = ("moe", "rope_scaling")
+    newer = ("moe", "qkv_bias", "rope_scaling")
     assert [*ModelConfig().identity] == [field.name for field in fields(ModelConfig) if field.name not in newer]
     assert ModelConfig(moe=MoEConfig()).identity["moe"]["num_experts"] == 8
+    assert ModelConfig(qkv_bias=True).identity["qkv_bias"]
     assert ModelConfig(rope_scaling=RopeScaling()).identity["rope_scaling"]["factor"] == 8.0
 
 
