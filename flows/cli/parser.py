@@ -55,11 +55,14 @@ _PIPELINE_COMMANDS = {
 _WHOLE_COMMANDS = ("train-job", "profile")  # of _PIPELINE_COMMANDS: without --until and --refresh
 
 # Security: no value of an option may import code, as jsonargparse's "class_path" does. It names the class of an
-# optional section in the same way; that one class is allowed.
+# optional section in the same way; those classes alone are allowed.
 set_parsing_settings(
     docstring_parse_attribute_docstrings=True,
     import_path_denylist=["*"],
-    import_path_allowlist=["lm.model.MoEConfig", "lm.model.moe_config.MoEConfig"],
+    import_path_allowlist=[
+        *("lm.model.MoEConfig", "lm.model.moe_config.MoEConfig"),
+        *("lm.model.RopeScaling", "lm.model.rope_config.RopeScaling"),
+    ],
 )
 
 

@@ -1,5 +1,6 @@
-"""Load and save weights in the files of Hugging Face's Llama, of Qwen3, a Llama with QK-norm, and of their relatives
-with experts (:mod:`lm.checkpoint.hugging_face_moe`)."""
+"""Load and save weights in the files of Hugging Face's Llama, of Qwen2, a Llama with biases, of Qwen3, a Llama with
+QK-norm, and of their relatives with experts (:mod:`lm.checkpoint.hugging_face_moe`). Load those of Mistral, a Llama
+with a sliding window."""
 
 import json
 from dataclasses import fields
@@ -15,6 +16,7 @@ from lm.checkpoint.external_weights import (
     FieldTable,
     assemble_model,
     check_fixed_fields,
+    read_field,
     read_json_object,
     read_model_config,
     translate_name,
@@ -27,8 +29,10 @@ from lm.checkpoint.hugging_face_moe import (
     read_moe_config,
     split_experts,
 )
+from lm.checkpoint.hugging_face_rope import flatten_rope_fields, read_rope_scaling, rope_fields
 from lm.checkpoint.safe_load import read_safetensors
 from lm.common.errors import UserError
+from lm.common.json_files import read_json
 from lm.data.chat_template import END_TOKEN, has_chat_tokens, make_jinja_template
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
@@ -60,13 +64,21 @@ _FIELDS: FieldTable = {
     "tie_word_embeddings": ("tied_embeddings", False),
 }
 _FIXED_FIELDS = {"hidden_act": "silu", "attention_bias": False}
-# By model_type. Qwen3's heads are 128 wide unless its config says otherwise.
-_FIXED_FIELDS_OF = {"llama": {"mlp_bias": False}, "qwen3": {"use_sliding_window": False}}
-_DEFAULTS_OF: dict[str, dict[str, int]] = {"qwen3": {"head_dim": 128}}
-_CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"} | {
-    model_type: architecture.class_name for model_type, architecture in ARCHITECTURES.items()
+# By model_type. Qwen2 has no such field for its biases. Qwen3's heads are 128 wide unless its config says otherwise.
+_FIXED_FIELDS_OF = {
+    "llama": {"mlp_bias": False},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"use_sliding_window": False},
 }
-_FIXED_ROPE_FIELDS = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1}
+_DEFAULTS_OF: dict[str, dict[str, int]] = {"qwen3": {"head_dim": 128}}
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    **{model_type: architecture.class_name for model_type, architecture in ARCHITECTURES.items()},
+}
+_MISTRAL_WINDOW = 4096  # tokens, if the config states none; null means no window
 _INITIAL_OPTIONS = {"zero_init_residual"}  # they decide the initial weights only
 
 
@@ -76,29 +88,33 @@ def load_hugging_face(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> TransformerLM:
-    """Load a Llama, a Qwen3 or a relative with experts from ``config.json`` and safetensors, in evaluation mode.
+    """Load a Llama, a Mistral, a Qwen2 or 3 or a relative with experts from ``config.json`` and safetensors.
+
+    The model is in evaluation mode.
 
     ``max_seq_len`` is the context length, by default ``max_position_embeddings``. ``dtype`` defaults to that of the
     files. Raises UserError if a file, a field or a tensor is missing, unknown, damaged or does not fit the others, and
-    for unsupported features: biases, scaled rotary positions, wider heads, sliding windows.
+    for unsupported features: biases other than Qwen2's, scalings of rotary positions other than linear and llama3,
+    wider heads, windows shorter than the context.
     """
     path = directory / "config.json"
     content = read_json_object(path)
     if (model_type := content.get("model_type")) not in _CLASSES:
         raise UserError(f"{path}: model_type {model_type!r} is not supported; use a {' or a '.join(_CLASSES)}.")
-    for name in ("rope_parameters", "rope_scaling"):  # transformers 5 and 4
-        rope = content.get(name, {})
-        if not isinstance(rope, dict):
-            raise UserError(f"{path}: {name} is {rope!r}; it must be an object or null.")
-        content |= rope
-    check_fixed_fields(path, content, _FIXED_FIELDS | _FIXED_FIELDS_OF.get(model_type, {}) | _FIXED_ROPE_FIELDS)
+    content = flatten_rope_fields(path, content)
+    fixed_fields = _FIXED_FIELDS | _FIXED_FIELDS_OF.get(model_type, {}) | {"partial_rotary_factor": 1}
+    check_fixed_fields(path, content, fixed_fields)
     options: dict[str, Any] = {} if max_seq_len is None else {"context_length": max_seq_len}
+    options["rope_scaling"] = read_rope_scaling(path, content)
+    options["qkv_bias"] = model_type == "qwen2"
     options["qk_norm"] = model_type in ("qwen3", "qwen3_moe") or content.get("use_qk_norm", False)
     if model_type in ARCHITECTURES:
         options["moe"] = read_moe_config(path, content, model_type)
     content = {"num_key_value_heads": content.get("num_attention_heads")} | _DEFAULTS_OF.get(model_type, {}) | content
     config = read_model_config(path, content, _FIELDS, **options)
     check_fixed_fields(path, content, {"head_dim": config.head_dim})
+    if model_type == "mistral":
+        _check_window(path, config.context_length)
     tensors = _read_all_safetensors(directory)
     if config.tied_embeddings and "lm_head.weight" in tensors:  # some files store the tied matrix under both names
         head = tensors.pop("lm_head.weight")
@@ -120,20 +136,18 @@ def load_hugging_face(
 def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Path) -> None:
     """Write a directory for transformers' ``AutoModelForCausalLM`` and ``AutoTokenizer``, atomically.
 
-    A model with QK-norm becomes a Qwen3, others a Llama; with experts, a Qwen3-MoE, a Mixtral or, with sigmoid
-    affinities, a GLM-4-MoE. The weights keep the model's dtype. Generation stops at any
-    special token. If the tokenizer has the tokens of the chat template, ``apply_chat_template`` works. Raises
-    UserError if ``directory`` is not new or empty, if that architecture lacks an option of the model, or if the
-    tokenizer has more ids than the model.
+    A model with QK-norm becomes a Qwen3, one with biases a Qwen2, others a Llama; with experts, a Qwen3-MoE, a Mixtral
+    or, with sigmoid affinities, a GLM-4-MoE. The weights keep the model's dtype. Generation stops at any special token.
+    If the tokenizer has the tokens of the chat template, ``apply_chat_template`` works. Raises UserError if
+    ``directory`` is not new or empty, if that architecture lacks an option of the model, or if the tokenizer has more
+    ids than the model.
     """
     directory = directory.resolve()
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise UserError(f"{directory} already exists; name a new or an empty directory.")
     config = model.config
     _check_is_expressible(config)
-    model_type = "qwen3" if config.qk_norm else "llama"
-    if config.moe is not None:
-        model_type = choose_moe_architecture(config)
+    model_type = _choose_architecture(config)
     if tokenizer.size > (config.vocab_size or 0):
         raise UserError(
             f"The tokenizer has {tokenizer.size:,} ids, the model {config.vocab_size:,}; they do not belong together."
@@ -146,9 +160,9 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
     moe_fields: dict[str, Any] = {}
     if config.moe is not None:
         weights, moe_fields = split_experts(weights, model_type, config), moe_config_fields(model_type, config)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    rope = rope_fields(config.rope_theta, config.rope_scaling)
     if "partial_rotary_factor" in moe_fields:
-        rope["partial_rotary_factor"] = 1.0
+        rope["rope_parameters"]["partial_rotary_factor"] = 1.0
     end_of_text = END_OF_TEXT if END_OF_TEXT in tokenizer.special_ids else None
     end_token, template = end_of_text, {}
     if has_chat_tokens(tokenizer):
@@ -169,7 +183,7 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
             "num_key_value_heads": config.kv_heads,
             "head_dim": config.head_dim,
             # For transformers 5; transformers 4 reads the field rope_theta.
-            "rope_parameters": rope,
+            **rope,
             "torch_dtype": str(model.head_weight.dtype).removeprefix("torch."),
             **special_ids,
         },
@@ -190,6 +204,16 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
             (temporary / name).write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
 
 
+def _check_window(path: Path, context_length: int) -> None:
+    """Raise UserError if a Mistral attends to fewer tokens than its context has: the model attends to all."""
+    content = {"sliding_window": _MISTRAL_WINDOW} | read_json(path)
+    if content["sliding_window"] is not None and read_field(path, content, "sliding_window", None) < context_length:
+        raise UserError(
+            f"{path}: sliding_window {content['sliding_window']:,} is below the context of {context_length:,} tokens, "
+            "and such attention is not supported; lower max_position_embeddings to the window."
+        )
+
+
 def _module_names(model_type: str) -> dict[str, str]:
     experts = ARCHITECTURES[model_type].module_names if model_type in ARCHITECTURES else {}
     return experts | _MODULE_NAMES
@@ -198,9 +222,21 @@ def _module_names(model_type: str) -> dict[str, str]:
 def _find_rotary(model: TransformerLM) -> dict[str, bool]:
     """Return for each parameter whether its rows are in the order of the rotary pairs."""
     roles = model.parameter_roles()
-    return {
-        name: role == "query_key" or name.endswith(("q_norm.weight", "k_norm.weight")) for name, role in roles.items()
-    }
+    others = ("q_norm.weight", "k_norm.weight", "q_proj.bias", "k_proj.bias")
+    return {name: role == "query_key" or name.endswith(others) for name, role in roles.items()}
+
+
+def _choose_architecture(config: ModelConfig) -> str:
+    """Return the model type that has the options of ``config``. Raises UserError if none has them together."""
+    if config.qkv_bias and (config.qk_norm or config.moe is not None):
+        other = "qk_norm" if config.qk_norm else "moe"
+        raise UserError(
+            f"model.qkv_bias cannot be exported with model.{other}: no architecture of Hugging Face has both and no "
+            "bias of the output; train a model without one of them."
+        )
+    if config.moe is not None:
+        return choose_moe_architecture(config)
+    return "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
 
 
 def _check_is_expressible(config: ModelConfig) -> None:
@@ -208,7 +244,9 @@ def _check_is_expressible(config: ModelConfig) -> None:
 
     The defaults describe a Llama, so options that are added later are refused without being listed here.
     """
-    expressible = {ours for ours, _ in _FIELDS.values()} | {"qk_norm", "moe"} | _INITIAL_OPTIONS
+    expressible = (
+        {ours for ours, _ in _FIELDS.values()} | {"qk_norm", "qkv_bias", "moe", "rope_scaling"} | _INITIAL_OPTIONS
+    )
     defaults = type(config)()
     for option in (field.name for field in fields(config) if field.name not in expressible):
         value, default = getattr(config, option), getattr(defaults, option)

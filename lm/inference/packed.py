@@ -5,6 +5,8 @@ few rows reaches half of the bandwidth; oneDNN's, with weights in its own memory
 Larger matrices are faster, so matrices with the same input are concatenated.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,12 +26,16 @@ _EXPECTED_ROWS = 8  # oneDNN's hint for the layout; with 1 it keeps the slower p
 
 
 class PackedLinear(nn.Module):
-    """The product with several concatenated matrices, or with one, in oneDNN's layout."""
+    """The product with several concatenated matrices, or with one, in oneDNN's layout.
 
-    def __init__(self, *weights: Tensor) -> None:
+    ``biases``, one for each matrix, are added.
+    """
+
+    def __init__(self, *weights: Tensor, biases: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self.sizes = [len(weight) for weight in weights]
         weight = torch.cat([weight.detach() for weight in weights])
+        self._bias = torch.cat([bias.detach() for bias in biases]) if biases else None
         # In a list and so not a parameter: other operators cannot read this layout.
         self._packed = [torch.ops.mkldnn._reorder_linear_weight(weight, _EXPECTED_ROWS)]
 
@@ -38,7 +44,7 @@ class PackedLinear(nn.Module):
         rows = x.flatten(0, -2)
         padding = count_padding_rows(len(rows))
         padded = F.pad(rows, (0, 0, 0, padding)) if padding else rows
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(padded, self._packed[0], None, "none", [], "")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(padded, self._packed[0], self._bias, "none", [], "")
         return out[: len(rows)].unflatten(0, x.shape[:-1])
 
 
@@ -52,7 +58,9 @@ class _PackedAttention(MultiHeadSelfAttention):
         nn.Module.__init__(self)  # skips the creation of weights
         self.d_k, self.rope = attention.d_k, attention.rope
         self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
-        self._qkv_proj = PackedLinear(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
+        layers = (attention.q_proj, attention.k_proj, attention.v_proj)
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        self._qkv_proj = PackedLinear(*(layer.weight for layer in layers), biases=biases)
         self.output_proj = PackedLinear(attention.output_proj.weight)  # type: ignore[assignment]
         self._kernel = AttentionKernel(attention)
 
@@ -104,7 +112,7 @@ class _PackedExperts(Experts):
 
 class _PackedMatrix(PackedLinear):
     def __init__(self, layer: Linear) -> None:
-        super().__init__(layer.weight)
+        super().__init__(layer.weight, biases=[] if layer.bias is None else [layer.bias])
 
 
 class _KernelNorm(RMSNorm):

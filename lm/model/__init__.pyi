@@ -16,6 +16,7 @@ from .norm import RMSNorm as RMSNorm
 from .ops.flash_attention import FlashAttentionTorch as FlashAttentionTorch
 from .ops.flash_attention_triton import FlashAttentionTriton as FlashAttentionTriton
 from .rope import RotaryEmbedding as RotaryEmbedding
+from .rope_config import RopeScaling as RopeScaling
 from .transformer import TransformerBlock as TransformerBlock
 from .transformer import TransformerLM as TransformerLM
 from .vocabulary import grow_vocabulary as grow_vocabulary

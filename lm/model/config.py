@@ -7,6 +7,10 @@ from typing import Any, Literal
 from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
 from lm.common.errors import UserError
 from lm.model.moe_config import MoEConfig
+from lm.model.rope_config import RopeScaling
+
+# Newer than the first outputs, which have keys without them. The value is the default.
+_NEWER_FIELDS: dict[str, Any] = {"moe": None, "qkv_bias": False, "rope_scaling": None}
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class ModelConfig:
     """pre: RMSNorm before each sublayer and before the head. post: after each residual addition. none: no norms."""
     qk_norm: bool = False
     """Apply RMSNorm to the queries and keys of each head. Keeps attention scores from growing during training."""
+    qkv_bias: bool = False
+    """Add a learned bias to queries, keys and values, as Qwen2 does. It starts at zero."""
     position_encoding: Literal["rope", "none"] = "rope"
     """rope: rotary position embeddings. none: only the causal mask tells the model the order of tokens."""
     rope_theta: float = bounded_field(10000.0, gt=0, lt=math.inf)
@@ -49,12 +55,20 @@ class ModelConfig:
     """Limit logits to ± this value: ``cap · tanh(logits / cap)``. 0 turns the limit off."""
     moe: MoEConfig | None = None
     """Mixture of experts in place of the feed-forward network. Default: none, every block is dense."""
+    rope_scaling: RopeScaling | None = None
+    """Slower rotary frequencies for a longer context, as of Llama 3.1. Default: none."""
 
     def __post_init__(self) -> None:
         if isinstance(self.moe, dict):  # from JSON, e.g. of a checkpoint
             object.__setattr__(self, "moe", MoEConfig(**self.moe))
+        if isinstance(self.rope_scaling, dict):
+            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
         validate_fields(self, "model")
         is_rotary = self.position_encoding == "rope"
+        if self.rope_scaling and not is_rotary:
+            raise UserError(
+                "model.rope_scaling scales rotary positions; leave it out with model.position_encoding none."
+            )
         if self.d_model % ((2 if is_rotary else 1) * self.num_heads):
             kind = "an even whole number, because rope rotates pairs" if is_rotary else "a whole number"
             raise UserError(
@@ -74,7 +88,11 @@ class ModelConfig:
     def identity(self) -> dict[str, Any]:
         """The fields that decide the output of a stage. A field that is newer than the first outputs is left out at its
         default, so that their keys stay."""
-        return {name: value for name, value in asdict(self).items() if name != "moe" or value is not None}
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if name not in _NEWER_FIELDS or value != _NEWER_FIELDS[name]
+        }
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether the block of index ``layer`` has a mixture of experts."""

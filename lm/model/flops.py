@@ -19,6 +19,7 @@ _PART_OF_ROLE = {
     "feed_forward": "feed_forward",
     "router": "router",
     "gain": "norms",
+    "bias": "biases",
     "head": "head",
 }
 
@@ -43,11 +44,14 @@ _PEAK_FLOPS = {
 def parameter_count(config: ModelConfig) -> dict[str, int]:
     """Return the number of parameters by part (embedding, attention, feed_forward, norms, head) and in ``total``.
 
-    With tied embeddings the head has 0. A mixture of experts also has a ``router``, and in ``active`` the total without
-    the experts that do not compute a token. Raises UserError if the vocabulary size is not set.
+    With tied embeddings the head has 0. A model with ``qkv_bias`` also has ``biases``. A mixture of experts also has a
+    ``router``, and in ``active`` the total without the experts that do not compute a token. Raises UserError if the
+    vocabulary size is not set.
     """
     parts = dict(_count_by_part(config))
     total = sum(parts.values())
+    if not config.qkv_bias:
+        del parts["biases"]
     if config.moe is None:
         del parts["router"]
         return {**parts, "total": total}

@@ -12,11 +12,13 @@ from lm.model.roles import Role
 
 
 class Linear(nn.Module):
-    """``y = x Wᵀ`` without a bias. ``weight`` is (out_features, in_features), initialized from N(0, 2 / (in + out))
-    truncated at ±3 standard deviations.
+    """``y = x Wᵀ``, with ``has_bias`` plus a bias. ``weight`` is (out_features, in_features), initialized from
+    N(0, 2 / (in + out)) truncated at ±3 standard deviations, ``bias`` (out_features,) with zeros.
 
     ``role`` is the weight's role in a model. None: the layer is not part of one.
     """
+
+    bias_role: Role = "bias"
 
     def __init__(
         self,
@@ -26,15 +28,18 @@ class Linear(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         role: Role | None = None,
+        has_bias: bool = False,
     ) -> None:
         super().__init__()
         self.role = role
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
         truncated_normal_(self.weight, math.sqrt(2 / (in_features + out_features)))
+        self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) → (..., out_features)."""
-        return linear(x, self.weight)
+        out = linear(x, self.weight)
+        return out if self.bias is None else out + self.bias.to(out.dtype)  # autocast keeps the bias in float32
 
 
 class Embedding(nn.Module):

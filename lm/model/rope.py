@@ -1,22 +1,30 @@
 """Rotary position embeddings (Su et al. 2021)."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.types import Device
+
+from lm.model.rope_config import RopeScaling
 
 
 class RotaryEmbedding(nn.Module):
     """Rotates the pairs (2i, 2i+1) of a head by the angle ``position · theta^(-2i/d_k)``: Meta's interleaved RoPE.
 
-    ``d_k`` must be even.
+    ``d_k`` must be even. ``scaling`` slows the rotation, see :class:`lm.model.rope_config.RopeScaling`.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, theta: float, d_k: int, max_seq_len: int, device: Device = None) -> None:
+    def __init__(
+        self, theta: float, d_k: int, max_seq_len: int, device: Device = None, scaling: RopeScaling | None = None
+    ) -> None:
         super().__init__()
         frequencies = theta ** (-torch.arange(0, d_k, 2, device=device, dtype=torch.float32) / d_k)
+        if scaling is not None:
+            frequencies = _scale_frequencies(frequencies, scaling)
         angles = torch.outer(torch.arange(max_seq_len, device=device, dtype=torch.float32), frequencies)
         # Not in the state dict, because they follow from the config.
         self.register_buffer("cos", angles.cos(), persistent=False)
@@ -35,3 +43,13 @@ class RotaryEmbedding(nn.Module):
         else:
             rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
         return rotated.flatten(-2).to(x.dtype)
+
+
+def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Divide ``frequencies`` (K/2), radians a token, by the factor, except for the share of each that is kept."""
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    turns = frequencies * (scaling.original_context_length / (2 * math.pi))
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return frequencies * ((1 - kept) / scaling.factor + kept)

@@ -53,6 +53,7 @@ class TransformerBlock(nn.Module):
         *,
         num_kv_heads: int | None = None,
         qk_norm: bool = False,
+        qkv_bias: bool = False,
         norm_placement: Literal["pre", "post", "none"] = "pre",
         feed_forward: Literal["swiglu", "silu", "relu2"] = "swiglu",
         moe: MoEConfig | None = None,
@@ -63,7 +64,15 @@ class TransformerBlock(nn.Module):
             nn.Identity() if norm_placement == "none" else RMSNorm(d_model, norm_eps, device, dtype) for _ in range(2)
         )
         self.attn = MultiHeadSelfAttention(
-            d_model, num_heads, rope, device, dtype, num_kv_heads=num_kv_heads, qk_norm=qk_norm, norm_eps=norm_eps
+            d_model,
+            num_heads,
+            rope,
+            device,
+            dtype,
+            num_kv_heads=num_kv_heads,
+            qk_norm=qk_norm,
+            qkv_bias=qkv_bias,
+            norm_eps=norm_eps,
         )
         self.ffn: nn.Module
         if moe is not None:
@@ -132,7 +141,7 @@ class TransformerLM(nn.Module):
         self.loss_function: LossFunction = linear_cross_entropy
         self.routings: list[Routing] | None = None
         self.rope = (
-            RotaryEmbedding(config.rope_theta, config.head_dim, config.context_length, device)
+            RotaryEmbedding(config.rope_theta, config.head_dim, config.context_length, device, config.rope_scaling)
             if config.position_encoding == "rope"
             else None
         )
@@ -148,6 +157,7 @@ class TransformerLM(nn.Module):
                 dtype,
                 num_kv_heads=config.num_kv_heads,
                 qk_norm=config.qk_norm,
+                qkv_bias=config.qkv_bias,
                 norm_placement=config.norm_placement,
                 feed_forward=config.feed_forward,
                 moe=config.moe if config.is_moe_layer(layer) else None,
@@ -181,7 +191,7 @@ class TransformerLM(nn.Module):
         roles: dict[str, Role] = {}
         for prefix, module in self.named_modules():
             for name, _ in module.named_parameters(prefix, recurse=False):
-                role: Role | None = getattr(module, "role", None)
+                role: Role | None = getattr(module, "bias_role" if name.endswith(".bias") else "role", None)
                 if role is None:
                     raise TypeError(f"{name} has no role; set the attribute role of {type(module).__name__}.")
                 roles[name] = role

@@ -20,15 +20,15 @@ def whole_parameters(model: TransformerLM, config: TrainConfig) -> set[nn.Parame
 
 
 def make_optimizers(model: TransformerLM, config: TrainConfig, parallel: Parallel) -> list[torch.optim.Optimizer]:
-    """Make the optimizers of the parameters of ``model``: matrices have weight decay, norm gains do not.
+    """Make the optimizers of the parameters of ``model``: matrices have weight decay, norm gains and biases do not.
 
     The learning rate of a group is that of the schedule times ``lr_scale``, 1 if the group has none.
     """
-    hidden, matrices, gains, embedding = [], [], [], []
+    hidden, matrices, vectors, embedding = [], [], [], []
     roles = model.parameter_roles()
     for name, parameter in model.named_parameters():
-        if roles[name] == "gain":
-            gains.append(parameter)
+        if roles[name] in ("gain", "bias"):
+            vectors.append(parameter)
         elif config.optimizer == "muon" and roles[name] in HIDDEN_MATRICES:
             hidden.append(parameter)
         elif roles[name] == "embedding" and config.embedding_lr_scale != 1:
@@ -37,7 +37,7 @@ def make_optimizers(model: TransformerLM, config: TrainConfig, parallel: Paralle
             matrices.append(parameter)
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": gains, "weight_decay": 0.0},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     if embedding:
         groups.append({"params": embedding, "weight_decay": config.weight_decay, "lr_scale": config.embedding_lr_scale})

@@ -23,7 +23,12 @@ def make_model(vocab_size: int = 11, context_length: int = 4, **options: object)
     """Return a model with random weights, large enough that its next token depends on the text so far."""
     torch.manual_seed(0)
     shape = {"d_model": 16, "num_layers": 2, "num_heads": 2, **options}
-    return TransformerLM(ModelConfig(vocab_size, context_length, **shape))  # type: ignore[arg-type]
+    model = TransformerLM(ModelConfig(vocab_size, context_length, **shape))  # type: ignore[arg-type]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.normal_()
+    return model
 
 
 def fixed_model(logits: list[float], context_length: int = 2) -> TransformerLM:

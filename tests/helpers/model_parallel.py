@@ -41,6 +41,7 @@ class Case:
     is_double: bool = True
     optimizer: Literal["adamw", "muon", "torch.AdamW"] = "adamw"
     steps: int = 4
+    has_biases: bool = False
 
     @property
     def name(self) -> str:
@@ -56,6 +57,7 @@ class Case:
             num_kv_heads=self.num_kv_heads,
             d_ff=48,
             qk_norm=self.has_qk_norm,
+            qkv_bias=self.has_biases,
             feed_forward=self.feed_forward,
             norm_placement=self.norm_placement,
             tied_embeddings=self.is_tied,

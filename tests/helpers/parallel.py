@@ -43,7 +43,15 @@ def train(case: Case) -> dict[str, Tensor]:
     """Train a new model on random tokens; return its weights, and the losses and norms of all steps."""
     torch.manual_seed(0 if get_rank() == 0 else 1)  # the weights start as those of rank 0
     model_config = ModelConfig(
-        _VOCAB, _CONTEXT, d_model=16, num_layers=3, num_heads=2, d_ff=24, qk_norm=True, tied_embeddings=case.is_tied
+        _VOCAB,
+        _CONTEXT,
+        d_model=16,
+        num_layers=3,
+        num_heads=2,
+        d_ff=24,
+        qk_norm=True,
+        qkv_bias=True,
+        tied_embeddings=case.is_tied,
     )
     config = TrainConfig(optimizer=case.optimizer, max_lr=0.001, max_grad_norm=0.5)  # type: ignore[arg-type]
     dtype = torch.float64 if case.is_double else torch.float32

@@ -16,6 +16,7 @@ MODEL_VARIANTS: list[dict[str, Any]] = [
     {"num_heads": 6, "num_kv_heads": 1},
     {"tied_embeddings": True},
     {"qk_norm": True},
+    {"qkv_bias": True, "num_heads": 6, "num_kv_heads": 2},
     {"logit_softcap": 12.0},
     {"zero_init_residual": True},
     {"norm_placement": "post"},
@@ -54,7 +55,7 @@ def reference_attention(
 ) -> Tensor:
     """Compute causal attention for one sequence (T, D), head by head and query by query.
 
-    Consecutive heads share keys and values. Queries and keys are normalized if ``weights`` has weights for that.
+    Consecutive heads share keys and values. ``weights`` may have biases, and weights that normalize queries and keys.
     """
     length, d_model = x.shape
     width = d_model // heads
@@ -63,6 +64,12 @@ def reference_attention(
         kv_head = head * (kv_heads or heads) // heads
         rows, kv_rows = (slice(i * width, (i + 1) * width) for i in (head, kv_head))
         q, k, v = (x @ weights[f"{name}_proj.weight"][rows if name == "q" else kv_rows].T for name in "qkv")
+        if "q_proj.bias" in weights:
+            q, k, v = (
+                q + weights["q_proj.bias"][rows],
+                k + weights["k_proj.bias"][kv_rows],
+                v + weights["v_proj.bias"][kv_rows],
+            )
         if "q_norm.weight" in weights:
             q, k = (
                 reference_rms_norm(part, weights[f"{name}_norm.weight"], eps) for part, name in ((q, "q"), (k, "k"))

@@ -74,6 +74,7 @@ def make_exported(directory: Path, **options: Any) -> tuple[TransformerLM, Token
         {"norm_eps": 0.0, "num_kv_heads": 1},
         {"vocab_size": 999},
         {"qk_norm": True},
+        {"qkv_bias": True},
     ],
 )
 def test_round_trip_is_exact(tmp_path: Path, options: dict[str, Any]) -> None:
@@ -257,16 +258,32 @@ Q = "model.layers.1.self_attn.q_proj.weight"
     [
         (removed_file("config.json"), r"config\.json cannot be read"),
         (
-            changed_config(model_type="mistral"),
-            "model_type 'mistral' is not supported; use a llama or a qwen3",
+            changed_config(model_type="gemma"),
+            "model_type 'gemma' is not supported; use a llama or a mistral or a qwen2 or a qwen3",
         ),
         (changed_config(model_type="absent"), "model_type None is not supported"),
         (changed_config(hidden_act="gelu"), "hidden_act 'gelu'"),
         (changed_config(attention_bias=True), "attention_bias True"),
         (changed_config(mlp_bias=True), "mlp_bias True"),
         (changed_config(head_dim=16), "head_dim 16 is not supported; use a model whose head_dim is 10"),
-        (changed_config(rope_parameters={"rope_type": "llama3", "factor": 8.0}), "rope_type 'llama3'"),
-        (changed_config(rope_scaling={"type": "linear", "factor": 2.0}), "type 'linear'"),
+        (changed_config(rope_parameters={"rope_type": "yarn", "factor": 8.0}), "rope_type 'yarn'"),
+        (changed_config(rope_parameters="absent", rope_scaling={"type": "dynamic"}), "type 'dynamic'"),
+        (changed_config(rope_parameters={"rope_type": "linear"}), "factor is missing; rope_type 'linear' needs it"),
+        (
+            changed_config(rope_parameters={"rope_type": "llama3", "factor": 8.0}),
+            "low_freq_factor is missing; rope_type 'llama3' needs it",
+        ),
+        (changed_config(rope_parameters={"rope_type": "linear", "factor": "2"}), "factor is '2'"),
+        (
+            changed_config(model_type="mistral", sliding_window=63),
+            "sliding_window 63 is below the context of 64 tokens",
+        ),
+        (
+            changed_config(model_type="mistral", max_position_embeddings=4097),
+            "sliding_window 4,096 is below the context of 4,097 tokens",
+        ),
+        (changed_config(model_type="qwen2", use_sliding_window=True), "use_sliding_window True is not supported"),
+        (changed_config(model_type="qwen2"), r"self_attn\.q_proj\.bias in 0 of 1 files"),
         (changed_config(rope_scaling="linear"), "rope_scaling is 'linear'"),
         (changed_config(partial_rotary_factor=0.5), r"partial_rotary_factor 0\.5"),
         (changed_config(hidden_size="absent"), r"config\.json: hidden_size is missing"),
@@ -338,6 +355,12 @@ def test_experts_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     assert_same_logits(loaded, theirs)
     theirs.save_pretrained(tmp_path / "theirs")
     assert_same_weights(load_hugging_face(tmp_path / "theirs"), loaded)
+
+
+@pytest.mark.parametrize("other", [{"qk_norm": True}, {"moe": MoEConfig(num_experts=2)}], ids=["QK-norm", "experts"])
+def test_biases_that_no_architecture_has_are_refused(tmp_path: Path, other: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=rf"model\.qkv_bias cannot be exported with model\.{next(iter(other))}"):
+        make_exported(tmp_path / "out", qkv_bias=True, **other)
 
 
 @pytest.mark.parametrize(

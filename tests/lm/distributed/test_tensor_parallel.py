@@ -29,7 +29,7 @@ def model_with(**fields: int) -> TransformerLM:
 
 def test_two_processes_have_the_weights_of_one(tmp_path: Path) -> None:
     cases = [
-        Case("tensor", has_qk_norm=True),
+        Case("tensor", has_qk_norm=True, has_biases=True),
         Case("tensor", is_tied=True, num_kv_heads=4, logit_softcap=3.0, has_checkpointing=True),
         Case("tensor", is_double=False, optimizer="torch.AdamW"),
     ]

@@ -27,6 +27,7 @@ from tests.helpers.examples import examples
     length=st.integers(1, 40),
     rope=st.booleans(),
     qk_norm=st.booleans(),
+    qkv_bias=st.booleans(),
     is_threaded=st.booleans(),
     seed=st.integers(0, 99),
 )
@@ -40,6 +41,7 @@ def test_attention_kernel_equals_the_layer(
     length: int,
     rope: bool,
     qk_norm: bool,
+    qkv_bias: bool,
     is_threaded: bool,
     seed: int,
 ) -> None:
@@ -50,11 +52,14 @@ def test_attention_kernel_equals_the_layer(
     )  # rope needs an even width
     rotary = RotaryEmbedding(100.0, width, length) if rope else None
     layer = MultiHeadSelfAttention(
-        heads * width, heads, rotary, dtype=dtype, num_kv_heads=kv_heads, qk_norm=qk_norm
+        heads * width, heads, rotary, dtype=dtype, num_kv_heads=kv_heads, qk_norm=qk_norm, qkv_bias=qkv_bias
     ).requires_grad_(False)
     for norm in (layer.q_norm, layer.k_norm):
         for gain in norm.parameters():
             gain.copy_(torch.rand(width) + 0.5)
+    for projection in (layer.q_proj, layer.k_proj, layer.v_proj):
+        if projection.bias is not None:
+            projection.bias.normal_()
     layer.output_proj.weight.copy_(torch.eye(heads * width))  # leaves the attention's output unchanged
     x = torch.randn(rows, 1, heads * width).to(dtype)
     keys, values = torch.randn(2, rows + 1, kv_heads, length, width).to(dtype)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate
@@ -19,6 +20,7 @@ from tests.helpers.generating import make_model
     [
         {},
         {"num_kv_heads": 1, "qk_norm": True},
+        {"num_kv_heads": 1, "qkv_bias": True},
         {"tied_embeddings": True, "feed_forward": "relu2"},
         {"moe": MoEConfig(num_experts=4, num_shared_experts=1, num_dense_layers=1)},
         {"moe": MoEConfig(num_experts=5, top_k=3, affinity="sigmoid", bias_update_rate=0.1), "feed_forward": "relu2"},
@@ -45,6 +47,17 @@ def test_packed_product_with_any_number_of_rows(rows: int) -> None:
     layer = Linear(24, 40).requires_grad_(False)
     x = torch.randn(2, rows, 24)
     torch.testing.assert_close(PackedLinear(layer.weight)(x), layer(x), atol=1e-5, rtol=1e-5)
+
+
+def test_packed_product_adds_biases() -> None:
+    layers = [Linear(24, rows, has_bias=True).requires_grad_(False) for rows in (40, 8)]
+    for layer in layers:
+        layer.bias.normal_()
+    x = torch.randn(2, 3, 24)
+    packed = PackedLinear(*(layer.weight for layer in layers), biases=[layer.bias for layer in layers])
+    expected = torch.cat([F.linear(x, layer.weight, layer.bias) for layer in layers], -1)
+    torch.testing.assert_close(packed(x), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.cat([layer(x) for layer in layers], -1), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_padding_limits_the_number_of_sizes() -> None:

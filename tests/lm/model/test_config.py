@@ -10,6 +10,7 @@ import pytest
 from lm.common.errors import UserError
 from lm.model.config import ModelConfig
 from lm.model.moe_config import MoEConfig
+from lm.model.rope_config import RopeScaling
 
 
 @pytest.mark.parametrize(
@@ -75,8 +76,21 @@ def test_a_config_with_experts_is_read_from_json() -> None:
     assert ModelConfig(**json.loads(json.dumps(asdict(config)))) == config
 
 
-def test_the_identity_of_a_dense_model_is_that_of_before_there_were_experts() -> None:
+def test_the_identity_of_a_plain_model_is_that_of_before_newer_fields() -> None:
     """Keys of finished outputs contain it."""
-    assert "moe" not in ModelConfig().identity
-    assert [*ModelConfig().identity] == [field.name for field in fields(ModelConfig) if field.name != "moe"]
+    newer = ("moe", "qkv_bias", "rope_scaling")
+    assert [*ModelConfig().identity] == [field.name for field in fields(ModelConfig) if field.name not in newer]
     assert ModelConfig(moe=MoEConfig()).identity["moe"]["num_experts"] == 8
+    assert ModelConfig(qkv_bias=True).identity["qkv_bias"]
+    assert ModelConfig(rope_scaling=RopeScaling()).identity["rope_scaling"]["factor"] == 8.0
+
+
+def test_rope_scaling_is_read_from_json_and_checked() -> None:
+    config = ModelConfig(rope_scaling=RopeScaling("linear", factor=4.0))
+    assert ModelConfig(**json.loads(json.dumps(asdict(config)))) == config
+    with pytest.raises(UserError, match=r"rope_scaling\.high_freq_factor 1\.0 must be above low_freq_factor 1\.0"):
+        RopeScaling(high_freq_factor=1.0)
+    with pytest.raises(UserError, match=r"rope_scaling\.factor is 0\.5"):
+        RopeScaling(factor=0.5)
+    with pytest.raises(UserError, match="leave it out with"):
+        ModelConfig(rope_scaling=RopeScaling(), position_encoding="none")

@@ -36,6 +36,7 @@ XL = ModelConfig(vocab_size=50257, context_length=1024, d_model=1600, num_layers
             "feed_forward": st.sampled_from(["swiglu", "silu", "relu2"]),
             "norm_placement": st.sampled_from(["pre", "post", "none"]),
             "qk_norm": st.booleans(),
+            "qkv_bias": st.booleans(),
             "tied_embeddings": st.booleans(),
         }
     ),
@@ -56,9 +57,16 @@ def test_parameter_count_equals_the_real_model(
     model = TransformerLM(config, device="meta")
     counts = parameter_count(config)
     assert counts["total"] == sum(p.numel() for p in model.parameters())
-    patterns = {"embedding": "token_embeddings", "attention": "_proj", "feed_forward": ".ffn.", "head": "lm_head"}
-    for part, pattern in {**patterns, "norms": r"ln|_norm"}.items():
-        assert counts[part] == sum(p.numel() for name, p in model.named_parameters() if re.search(pattern, name)), part
+    patterns = {
+        "embedding": "token_embeddings",
+        "attention": r"_proj\.weight",
+        "feed_forward": ".ffn.",
+        "head": "lm_head",
+    }
+    for part, pattern in {**patterns, "norms": r"ln|_norm", "biases": r"\.bias$"}.items():
+        assert counts.get(part, 0) == sum(
+            p.numel() for name, p in model.named_parameters() if re.search(pattern, name)
+        ), part
 
 
 def test_counts_need_a_vocabulary_size() -> None:

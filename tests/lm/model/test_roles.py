@@ -14,6 +14,7 @@ from tests.helpers.reference_model import MODEL_VARIANTS, SMALL_CONFIG
 ROLES = {
     "token_embeddings": "embedding",
     r"(ln1|ln2|ln_final|q_norm|k_norm)\.weight$": "gain",
+    r"\.bias$": "bias",
     "(q|k)_proj": "query_key",
     "(v|output)_proj": "value_output",
     r"ffn\.w[123]": "feed_forward",

@@ -1,6 +1,7 @@
 """Rotary position embeddings against complex numbers."""
 
 import math
+from typing import Literal
 
 import torch
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lm.model.rope import RotaryEmbedding
+from lm.model.rope_config import RopeScaling
 from tests.helpers.reference_model import reference_rope
 from tests.helpers.tensors import FEW_EXAMPLES, random_normal, seeds
 
@@ -50,3 +52,35 @@ def test_rope_preserves_dtype_and_length() -> None:
     rotated = RotaryEmbedding(10000.0, 8, max_seq_len=5)(x)
     assert rotated.dtype == torch.bfloat16
     torch.testing.assert_close(rotated.float().norm(dim=-1), x.float().norm(dim=-1), rtol=1e-2, atol=1e-2)
+
+
+def reference_frequency(frequency: float, scaling: RopeScaling) -> float:
+    """Scale one frequency as Llama 3.1's code does: by its wavelength, in three cases."""
+    if scaling.kind == "linear":
+        return frequency / scaling.factor
+    wavelength, length = 2 * math.pi / frequency, scaling.original_context_length
+    if wavelength > length / scaling.low_freq_factor:
+        return frequency / scaling.factor
+    if wavelength < length / scaling.high_freq_factor:
+        return frequency
+    smooth = (length / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+
+
+@FEW_EXAMPLES
+@given(
+    st.sampled_from(["linear", "llama3"]),
+    st.floats(1, 64),
+    st.floats(0.1, 4),
+    st.floats(0.1, 8),
+    st.integers(8, 9000),
+    st.sampled_from([10.0, 10000.0, 500000.0]),
+)
+def test_scaled_frequencies_equal_the_reference(
+    kind: Literal["linear", "llama3"], factor: float, low: float, band: float, length: int, theta: float
+) -> None:
+    scaling = RopeScaling(kind, factor, low, low + band, length)
+    rope = RotaryEmbedding(theta, 16, max_seq_len=2, scaling=scaling)
+    expected = [reference_frequency(theta ** (-2 * i / 16), scaling) for i in range(8)]
+    angles = torch.atan2(rope.sin[1], rope.cos[1])  # at position 1; frequencies are at most 1
+    torch.testing.assert_close(angles, torch.tensor(expected), atol=1e-6, rtol=1e-4)

@@ -27,13 +27,15 @@ def tokens_for(config: ModelConfig, batch: int, length: int, seed: int = 0) -> T
 
 
 def seeded_model(config: ModelConfig = SMALL_CONFIG, seed: int = 0) -> TransformerLM:
-    """Make a model with random norm weights. Weights of 1 would hide a missing norm."""
+    """Make a model with random norm weights and biases. Their initial values would hide that one is missing."""
     torch.manual_seed(seed)
     model = TransformerLM(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "ln" in name or "_norm" in name:
                 parameter.uniform_(0.5, 1.5)
+            elif name.endswith(".bias"):
+                parameter.uniform_(-1, 1)
     return model.eval()
 
 

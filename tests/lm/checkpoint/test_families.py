@@ -1,0 +1,129 @@
+"""Random small models that transformers wrote: same logits, same greedy tokens, exact round trips."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
+from lm.inference.config import SampleConfig
+from lm.inference.engine import Generation, generate
+from tests.helpers.llamas import assert_same_logits, assert_same_weights
+from tests.helpers.tokenizers import bytes_tokenizer
+
+_TOKENIZER = bytes_tokenizer()
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,  # so that logits and greedy tokens vary
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3 |= {"original_max_position_embeddings": 32, "rope_theta": 5000.0}
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama 2": ("Llama", {"num_key_value_heads": 4}),
+    "Llama 3.1": ("Llama", {"rope_parameters": _LLAMA3}),
+    "Llama 3.2, tied": ("Llama", {"rope_parameters": _LLAMA3 | {"factor": 32.0}, "tie_word_embeddings": True}),
+    "Llama, linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
+    "SmolLM": (
+        "Llama",
+        {"num_attention_heads": 2, "head_dim": 16, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "Mistral with a window": ("Mistral", {"sliding_window": 256}),
+    "Mistral": ("Mistral", {"sliding_window": None}),
+    "Qwen2": ("Qwen2", {}),
+    "Qwen2, tied, one kv head": ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "Qwen2, llama3": ("Qwen2", {"rope_parameters": _LLAMA3}),
+    "Qwen3": ("Qwen3", {}),
+    "Qwen3, llama3": ("Qwen3", {"rope_parameters": _LLAMA3}),
+}
+
+
+_QUICK = ("Llama 3.2, tied", "Mistral with a window", "Qwen2", "Qwen3")
+_CASES = [pytest.param(name, marks=[] if name in _QUICK else [pytest.mark.slow]) for name in _FAMILIES]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: models this small lose time to others."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_model(name: str, **options: Any) -> Any:
+    """Return a random model of transformers, whose vectors are not the initial ones."""
+    transformers = pytest.importorskip("transformers", reason="the reference")
+    family, own = _FAMILIES[name]
+    torch.manual_seed(5)
+    config = getattr(transformers, f"{family}Config")(**_SHAPE | own | options)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_a_family_computes_the_same(tmp_path: Path, name: str) -> None:
+    """Same logits. If transformers, given our greedy text, finds each next token the likeliest, it writes the same."""
+    theirs = make_model(name)
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    ours = load_hugging_face(tmp_path)
+    assert_same_logits(ours, theirs)
+    prompt = [7, 250, 31]
+    generation = Generation(prompt, 200, SampleConfig(temperature=0))
+    generate(ours, [generation])
+    with torch.no_grad():
+        logits = theirs(torch.tensor([prompt + generation.ids])).logits[0]
+    assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == generation.ids
+    assert len({*generation.ids}) > 10, "a constant text would show little"
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_import_and_export_are_exact(tmp_path: Path, name: str) -> None:
+    """Also in bfloat16, and for transformers as for us."""
+    transformers = pytest.importorskip("transformers", reason="the reference")
+    theirs = make_model(name)
+    for dtype in (torch.float32, torch.bfloat16):
+        theirs, directory = theirs.to(dtype), tmp_path / str(dtype)
+        theirs.save_pretrained(directory / "theirs")
+        ours = load_hugging_face(directory / "theirs")
+        assert ours.head_weight.dtype == dtype
+        save_hugging_face(ours, _TOKENIZER, directory / "ours")
+        again = load_hugging_face(directory / "ours")
+        assert again.config == ours.config
+        assert_same_weights(again, ours)
+        back = transformers.AutoModelForCausalLM.from_pretrained(directory / "ours", dtype="auto")
+        weights = back.state_dict()
+        assert theirs.state_dict().keys() == weights.keys()
+        for key, weight in theirs.state_dict().items():
+            assert weight.dtype == weights[key].dtype == dtype
+            assert torch.equal(weight, weights[key]), key
+        if dtype == torch.float32:
+            assert_same_logits(again, back)
+
+
+def test_the_fields_of_transformers_4_are_read(tmp_path: Path) -> None:
+    """It wrote rope_scaling and rope_theta, not rope_parameters."""
+    theirs = make_model("Llama 3.1")
+    theirs.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text())
+    rope = content.pop("rope_parameters")
+    content["rope_theta"] = rope.pop("rope_theta")
+    path.write_text(json.dumps(content | {"rope_scaling": rope}))
+    assert_same_logits(load_hugging_face(tmp_path), theirs)
