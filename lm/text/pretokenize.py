@@ -14,6 +14,9 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+
 
 END_OF_TEXT = "<|endoftext|>"
 
+# A regular expression; or several, of which each splits the pretokens of the one before. None at all: no split.
+Pattern = str | tuple[str, ...]
+
 _QUANTIFIER = regex.compile(r"\{(\d*)(?:,(\d*))?\}")
 _MAX_REPETITIONS = 100_000  # product over a pattern: the regex module unrolls them and may exhaust memory
 _SPACE_FROM_END = regex.compile(r"(?r)(?<=\S)\s")
@@ -64,9 +67,16 @@ def split_special_tokens(text: str, special_tokens: Sequence[str]) -> Iterator[t
         yield text[start:], False
 
 
-def pretokenize(text: str, pattern: str = GPT2_PATTERN) -> Iterator[str]:
+def pretokenize(text: str, pattern: Pattern = GPT2_PATTERN) -> Iterator[str]:
     """Yield the pretokens of ``text``, which must not contain special tokens. No character is lost: text between two
     matches of ``pattern`` becomes a pretoken too."""
+    if isinstance(pattern, tuple):
+        if pattern:
+            for pretoken in pretokenize(text, pattern[0]):
+                yield from pretokenize(pretoken, pattern[1:])
+        elif text:
+            yield text
+        return
     end = 0
     for match in compile_pattern(pattern).finditer(text):
         if match.start() > end:
@@ -78,7 +88,7 @@ def pretokenize(text: str, pattern: str = GPT2_PATTERN) -> Iterator[str]:
         yield text[end:]
 
 
-def find_safe_cut(text: str, special_tokens: Sequence[str], pattern: str = GPT2_PATTERN) -> int:
+def find_safe_cut(text: str, special_tokens: Sequence[str], pattern: Pattern = GPT2_PATTERN) -> int:
     """Return the last index at which ``text``, the start of a longer text, can be cut without changing a pretoken.
 
     Safe are the end of a special token and, for the GPT-2 pattern only, the position before white space that follows
@@ -97,7 +107,7 @@ def find_safe_cut(text: str, special_tokens: Sequence[str], pattern: str = GPT2_
 
 
 def split_at_safe_cuts(
-    blocks: Iterable[str], special_tokens: Sequence[str], pattern: str = GPT2_PATTERN, size: int = 4096
+    blocks: Iterable[str], special_tokens: Sequence[str], pattern: Pattern = GPT2_PATTERN, size: int = 4096
 ) -> Iterator[str]:
     """Regroup ``blocks`` to pieces of about ``size`` characters that can be pretokenized independently.
 
