@@ -16,7 +16,7 @@ from lm.data.chat_template import END_TOKEN, has_chat_tokens, make_jinja_templat
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.text.patterns import PATTERNS
-from lm.text.pretokenize import END_OF_TEXT
+from lm.text.pretokenize import END_OF_TEXT, Pattern
 from lm.tokenizer.formats.gpt2 import bytes_to_unicode, format_vocab
 from lm.tokenizer.tokenizer import Tokenizer
 
@@ -30,7 +30,7 @@ _FILE_TYPES = {"float32": "ALL_F32", "bfloat16": "MOSTLY_BF16", "q8_0": "MOSTLY_
 _BLOCK_SIZE = 32  # numbers of a row that share a scale in Q8_0
 # llama.cpp's pretokenizer of each pattern. "llama-bpe" has Llama 3's pattern too, but takes a pretoken that is a token
 # as it is and adds a token before each text; "smaug-bpe" merges, as our tokenizers do.
-_PRETOKENIZERS = {PATTERNS["gpt2"]: "gpt-2", PATTERNS["llama3"]: "smaug-bpe", PATTERNS["qwen2"]: "qwen2"}
+_PRETOKENIZERS: dict[Pattern, str] = {PATTERNS["gpt2"]: "gpt-2", PATTERNS["llama3"]: "smaug-bpe", PATTERNS["qwen2"]: "qwen2"}
 _MODULE_NAMES = {  # ours → GGUF's, in a block
     "attn.q_proj": "attn_q",
     "attn.k_proj": "attn_k",
@@ -139,14 +139,18 @@ def _check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:
             f"The tokenizer has {tokenizer.size:,} ids, the model {config.vocab_size:,}; they do not belong together."
         )
     if tokenizer.pattern not in _PRETOKENIZERS:
-        names = {pattern: name for name, pattern in PATTERNS.items()}
+        names: dict[Pattern, str] = {pattern: name for name, pattern in PATTERNS.items()}
         supported = ", ".join(names[pattern] for pattern in _PRETOKENIZERS)
         raise UserError(
             f"tokenizer.pattern {names.get(tokenizer.pattern, tokenizer.pattern)!r} cannot be exported to GGUF: "
             f"llama.cpp has only {supported} of the patterns."
         )
-    if tokenizer.ignore_merges:
-        raise UserError("A tokenizer with ignore_merges cannot be exported to GGUF; export a Hugging Face directory.")
+    parts = tokenizer.parts
+    options = {"ignore_merges": parts.ignore_merges, "normalizer": parts.normalizer, "added_tokens": parts.added_tokens}
+    if lacking := [name for name, value in options.items() if value]:
+        raise UserError(
+            f"A tokenizer with {lacking[0]} cannot be exported to GGUF; export a directory for transformers."
+        )
     # Without them llama.cpp takes id 11 for the end of a text, and refuses the file, in this order.
     if not tokenizer.special_ids:
         raise UserError("The tokenizer has no special token that ends a text, which GGUF requires.")
@@ -174,7 +178,7 @@ def _add_tokenizer_metadata(writer: "GGUFWriter", tokenizer: Tokenizer, config: 
     """Add tokens, merges, special tokens and chat template. Ids that no token has are marked as unused."""
     from gguf import TokenType
 
-    texts = {i: text for text, i in format_vocab(tokenizer.vocab, tokenizer.special_tokens).items()}
+    texts = {i: text for text, i in format_vocab(tokenizer.vocab, tokenizer.special_ids).items()}
     special_ids = {*tokenizer.special_ids.values()}
     tokens, types = [], []
     for token_id in range(config.vocab_size or 0):

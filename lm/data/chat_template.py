@@ -38,8 +38,8 @@ def add_chat_tokens(tokenizer: Tokenizer) -> Tokenizer:
             "use a tokenizer without it."
         )
     new_tokens = [token for token in CHAT_TOKENS if token not in tokenizer.special_ids]
-    specials = [*tokenizer.special_tokens, *new_tokens]
-    return Tokenizer(tokenizer.vocab, tokenizer.merges, specials, tokenizer.pattern, tokenizer.ignore_merges)
+    parts = tokenizer.parts
+    return Tokenizer(*parts._replace(special_tokens=[*parts.special_tokens, *new_tokens]))
 
 
 def has_chat_tokens(tokenizer: Tokenizer) -> bool:

@@ -14,7 +14,7 @@ import regex
 
 from lm.common.errors import InvalidUtf8Error, UserError
 from lm.text.config import ChunkConfig
-from lm.text.pretokenize import GPT2_PATTERN, can_cut_before_space
+from lm.text.pretokenize import GPT2_PATTERN, Pattern, can_cut_before_space
 from lm.text.sources import ByteRanges, is_plain_local_file, open_decompressed, open_ranges, open_raw, read_blocks
 
 _WINDOW_BYTES = 1 << 16  # per read during the search for a cut
@@ -44,7 +44,7 @@ def cut_chunks(
     paths: Sequence[str],
     special_tokens: Sequence[str],
     target_bytes: int,
-    pattern: str = GPT2_PATTERN,
+    pattern: Pattern = GPT2_PATTERN,
     ranges: Sequence[ByteRanges] | None = None,
     has_checksums: bool = True,
 ) -> Iterator[list[Range]]:
@@ -115,7 +115,7 @@ class FilePart:
 
 
 def split_files(
-    paths: Sequence[str | Path], special_tokens: Sequence[str], pattern: str = GPT2_PATTERN
+    paths: Sequence[str | Path], special_tokens: Sequence[str], pattern: Pattern = GPT2_PATTERN
 ) -> Iterator[FilePart]:
     """Split files into parts for threads. Files that are compressed or not local are one part each."""
     for path in map(str, paths):
@@ -127,7 +127,7 @@ def split_files(
 
 
 def _find_cut(
-    file: IO[bytes], start: int, stop: int, min_end: int, min_space: int, specials: Sequence[bytes], pattern: str
+    file: IO[bytes], start: int, stop: int, min_end: int, min_space: int, specials: Sequence[bytes], pattern: Pattern
 ) -> int:
     """Return the end of a chunk that continues at byte ``start``: the end of the first special token at ``min_end`` or
     later, or the first white space at ``min_space`` or later, or ``stop``."""
@@ -159,7 +159,7 @@ def _find_cut(
     return stop
 
 
-def _find_space(data: bytes, begin: int, end: int, minimum: int, pattern: str) -> int:
+def _find_space(data: bytes, begin: int, end: int, minimum: int, pattern: Pattern) -> int:
     """Return the first index >= ``minimum`` at which ``data[begin:end]`` can be cut before white space, or 0."""
     first = max(begin + 1, minimum)
     if not can_cut_before_space(pattern) or first >= end:

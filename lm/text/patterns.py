@@ -1,6 +1,8 @@
 """The pretoken patterns of well-known tokenizers, by name."""
 
-from lm.text.pretokenize import GPT2_PATTERN
+from collections.abc import Sequence
+
+from lm.text.pretokenize import GPT2_PATTERN, Pattern
 
 _LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -22,3 +24,11 @@ PATTERNS = {
 def resolve_pattern(pattern: str) -> str:
     """Return the regular expression of a pattern that is given by name or as a regular expression."""
     return PATTERNS.get(pattern, pattern)
+
+
+def resolve_patterns(patterns: str | Sequence[str]) -> Pattern:
+    """Return the pattern of a name or regular expression, or of several of them; see :data:`Pattern`."""
+    if isinstance(patterns, str):
+        return resolve_pattern(patterns)
+    resolved = tuple(map(resolve_pattern, patterns))
+    return resolved if len(resolved) != 1 else resolved[0]

@@ -15,6 +15,9 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+
 
 END_OF_TEXT = "<|endoftext|>"
 
+# A regular expression; or several, of which each splits the pretokens of the one before. None at all: no split.
+Pattern = str | tuple[str, ...]
+
 _QUANTIFIER = regex.compile(r"\{(\d*)(?:,(\d*))?\}")
 _MAX_REPETITIONS = 100_000  # product over a pattern: the regex module unrolls them and may exhaust memory
 _SPACE_FROM_END = regex.compile(r"(?r)(?<=\S)\s")
@@ -65,10 +68,17 @@ def split_special_tokens(text: str, special_tokens: Sequence[str]) -> Iterator[t
         yield text[start:], False
 
 
-def pretokenize(text: str, pattern: str = GPT2_PATTERN) -> Iterator[str]:
+def pretokenize(text: str, pattern: Pattern = GPT2_PATTERN) -> Iterator[str]:
     """Yield the pretokens of ``text``, which must not contain special tokens. No character is lost: text between two
     matches of ``pattern`` becomes a pretoken too. :data:`JIEBA` instead of a pattern also divides the pretokens of
     GPT-2's pattern into Chinese words."""
+    if isinstance(pattern, tuple):
+        if pattern:
+            for pretoken in pretokenize(text, pattern[0]):
+                yield from pretokenize(pretoken, pattern[1:])
+        elif text:
+            yield text
+        return
     if pattern == JIEBA:
         for pretoken in pretokenize(text):
             yield from split_chinese_words(pretoken)
@@ -84,12 +94,12 @@ def pretokenize(text: str, pattern: str = GPT2_PATTERN) -> Iterator[str]:
         yield text[end:]
 
 
-def can_cut_before_space(pattern: str) -> bool:
+def can_cut_before_space(pattern: Pattern) -> bool:
     """Return whether text can be cut before white space that follows other text without changing a pretoken."""
     return pattern in (GPT2_PATTERN, JIEBA)
 
 
-def find_safe_cut(text: str, special_tokens: Sequence[str], pattern: str = GPT2_PATTERN) -> int:
+def find_safe_cut(text: str, special_tokens: Sequence[str], pattern: Pattern = GPT2_PATTERN) -> int:
     """Return the last index at which ``text``, the start of a longer text, can be cut without changing a pretoken.
 
     Safe are the end of a special token and, if :func:`can_cut_before_space`, the position before white space that
@@ -109,7 +119,7 @@ def find_safe_cut(text: str, special_tokens: Sequence[str], pattern: str = GPT2_
 
 
 def split_at_safe_cuts(
-    blocks: Iterable[str], special_tokens: Sequence[str], pattern: str = GPT2_PATTERN, size: int = 4096
+    blocks: Iterable[str], special_tokens: Sequence[str], pattern: Pattern = GPT2_PATTERN, size: int = 4096
 ) -> Iterator[str]:
     """Regroup ``blocks`` to pieces of about ``size`` characters that can be pretokenized independently.
 

@@ -1,3 +1,4 @@
+from .added_tokens import AddedToken as AddedToken
 from .bpe import Merges as Merges
 from .bpe import Vocab as Vocab
 from .bpe import train_bpe as train_bpe

@@ -13,6 +13,7 @@ from lm.kernels.bpe.pretoken_table import Table, grow_table, make_table, make_to
 from lm.kernels.bpe.pretokens import SCAN_BYTES, Specials, new_cursor
 from lm.kernels.jit import log_compilation
 from lm.kernels.status import INVALID_UTF8, TABLE_FULL, WORKSPACE_FULL
+from lm.text.pretokenize import Pattern
 from lm.text.scanners import scanner_rules
 from lm.text.windows import WINDOW, not_utf8, windows
 
@@ -27,7 +28,7 @@ class FastEncoder:
     """Encodes UTF-8 text to token ids. Thread-safe: each running call has its own cache of pretokens."""
 
     def __init__(
-        self, merge_table: MergeTable, whole_tokens: Table, dtype: np.dtype[np.unsignedinteger], pattern: str
+        self, merge_table: MergeTable, whole_tokens: Table, dtype: np.dtype[np.unsignedinteger], pattern: Pattern
     ) -> None:
         self.dtype = dtype
         self._rules = scanner_rules(pattern)
@@ -43,7 +44,7 @@ class FastEncoder:
         ids: Mapping[bytes, int],
         merges: Sequence[tuple[bytes, bytes]],
         dtype: np.dtype[np.unsignedinteger],
-        pattern: str,
+        pattern: Pattern,
         whole_tokens: Mapping[bytes, int],
     ) -> "FastEncoder | None":
         """Create an encoder of ``dtype`` ids, or return None if the kernels do not support the vocabulary.

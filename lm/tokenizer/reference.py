@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from lm.text.pretokenize import pretokenize, split_special_tokens
+from lm.text.pretokenize import Pattern, pretokenize
 from lm.text.utf8 import encode_utf8
 
 _MAX_CACHE_ENTRIES = 1 << 18  # about 50 MB
@@ -27,10 +27,9 @@ class ReferenceEncoder:
         self,
         ids: Mapping[bytes, int],
         merges: Sequence[tuple[bytes, bytes]],
-        pattern: str,
+        pattern: Pattern,
         whole_tokens: Mapping[bytes, int],
     ) -> None:
-        self._ids = ids
         self._whole_tokens = whole_tokens
         self._pattern = pattern
         self._byte_ids = [ids[bytes([byte])] for byte in range(256)]
@@ -39,15 +38,11 @@ class ReferenceEncoder:
             self._merges.setdefault((ids[left], ids[right]), (rank, ids[left + right]))
         self._cache: dict[str, list[int]] = {}
 
-    def encode(self, text: str, special_tokens: Sequence[str]) -> list[int]:
-        """Return the token ids of ``text``; each of ``special_tokens`` in it is one id."""
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of ``text``, which is normalized and without added tokens."""
         ids: list[int] = []
-        for piece, is_special in split_special_tokens(text, special_tokens):
-            if is_special:
-                ids.append(self._ids[piece.encode()])
-            else:
-                for pretoken in pretokenize(piece, self._pattern):
-                    ids += self._cache.get(pretoken) or self._encode_pretoken(pretoken)
+        for pretoken in pretokenize(text, self._pattern):
+            ids += self._cache.get(pretoken) or self._encode_pretoken(pretoken)
         return ids
 
     def _encode_pretoken(self, pretoken: str) -> list[int]:

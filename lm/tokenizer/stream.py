@@ -8,6 +8,7 @@ from pathlib import Path
 from lm.common.cpu import available_cpus
 from lm.common.errors import InvalidUtf8Error
 from lm.text.chunks import FilePart, split_files
+from lm.tokenizer.added_tokens import is_found_anywhere
 from lm.tokenizer.tokenizer import Tokenizer
 
 
@@ -31,6 +32,10 @@ def encode_files(
             raise part.locate(error) from None
         return target
 
-    parts = split_files(paths, tokenizer.special_tokens, tokenizer.pattern)
+    if is_found_anywhere(tokenizer.added_tokens, tokenizer.normalizer):
+        contents = [token.content for token in tokenizer.added_tokens]
+        parts = split_files(paths, contents, tokenizer.pattern)
+    else:  # the text around a token may matter
+        parts = (FilePart(str(path)) for path in paths)
     with ThreadPoolExecutor(threads or available_cpus()) as pool:
         return list(pool.map(encode, count(), parts))

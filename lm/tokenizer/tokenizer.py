@@ -3,26 +3,28 @@
 Sources: Sennrich et al. 2016 (BPE); Radford et al. 2019 (bytes, pretokens); CS336 assignment 1 (section 2.6).
 """
 
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from lm.common.errors import UserError
-from lm.common.json_files import read_json
 from lm.kernels.bpe.pretokens import Specials, pack_specials
 from lm.text.chinese_words import JIEBA
-from lm.text.patterns import resolve_pattern
+from lm.text.normalize import check_normalizer, is_normalized
+from lm.text.patterns import resolve_patterns
 from lm.text.pretokenize import GPT2_PATTERN, check_special_tokens, split_at_safe_cuts
 from lm.text.scanners import has_compiled_scanner
 from lm.text.utf8 import decode_utf8_blocks, encode_utf8, encode_utf8_blocks
 from lm.text.windows import WINDOW
+from lm.tokenizer.added_tokens import AddedToken, is_found_anywhere, split_and_normalize
 from lm.tokenizer.fast_encoder import FastEncoder
-from lm.tokenizer.formats import gpt2, hugging_face, tiktoken, vocab_text
+from lm.tokenizer.formats import gpt2, hugging_face, tiktoken, tokenizer_config, vocab_text
+from lm.tokenizer.parts import TokenizerParts
 from lm.tokenizer.reference import ReferenceEncoder
 
 _MAX_SIZE = 1 << 24  # bounds the memory of tables indexed by token id
@@ -39,10 +41,13 @@ class Tokenizer:
     ``vocab`` maps ids to bytes and holds all 256 single bytes. ``merges`` are pairs of byte strings in the order in
     which they were learned. Special tokens missing from the vocabulary are appended to it. If special tokens overlap
     in a text, the leftmost is encoded, and of several at one position the longest. ``pattern`` is a regular expression,
-    a name in :data:`lm.text.patterns.PATTERNS`, or jieba for Chinese words. ``ignore_merges``: a pretoken that is in
-    the vocabulary, and not a special token, is one token even if the merges do not make it (Llama 3).
+    a name in :data:`lm.text.patterns.PATTERNS`, or jieba for Chinese words; or a sequence of them, each of which splits
+    the pretokens of the one before. ``ignore_merges``: a pretoken that is in the vocabulary, and not a special token,
+    is one token even if the merges do not make it (Llama 3). ``normalizer``: the normalization form of the text between
+    special tokens, such as "NFC" (Qwen); decoding does not undo it. ``added_tokens``: tokens that are found like
+    special tokens, but are not special or have flags.
 
-    Raises UserError if the vocabulary lacks a token of the merges, an id is too large, or a special token is invalid.
+    Raises UserError if the vocabulary lacks a token of the merges, an id is too large, or a token is invalid.
     """
 
     def __init__(
@@ -50,29 +55,32 @@ class Tokenizer:
         vocab: dict[int, bytes],
         merges: Sequence[tuple[bytes, bytes]],
         special_tokens: Sequence[str] | None = None,
-        pattern: str = GPT2_PATTERN,
+        pattern: str | Sequence[str] = GPT2_PATTERN,
         ignore_merges: bool = False,
+        normalizer: str | None = None,
+        added_tokens: Sequence[AddedToken] = (),
     ) -> None:
         self.ignore_merges = ignore_merges
+        self.normalizer = check_normalizer(normalizer)
         self.vocab = dict(vocab)
         self.merges = list(merges)
-        self.special_tokens = list(special_tokens or ())
-        self.pattern = pattern = resolve_pattern(pattern)
-        check_special_tokens(self.special_tokens)
-        ids = {token: token_id for token_id, token in self.vocab.items()}
-        for special in self.special_tokens:
-            if special.encode() not in ids:
-                token_id = max(self.vocab, default=-1) + 1
-                self.vocab[token_id] = special.encode()
-                ids[special.encode()] = token_id
+        self.pattern = pattern = resolve_patterns(pattern)
+        given = {token.content: token for token in added_tokens}
+        others = [token.content for token in added_tokens if token.content not in (special_tokens or ())]
+        contents = [*(special_tokens or ()), *others]
+        check_special_tokens(contents)
+        tokens = [given.get(content, AddedToken(content)) for content in contents]
+        self.added_tokens = sorted(tokens, key=lambda token: not token.special)
+        self.special_tokens = [token.content for token in self.added_tokens if token.special]
+        self._ids, self._added_ids = self._number_tokens()
         if self.size > _MAX_SIZE:
             raise UserError(f"The token id {self.size - 1} exceeds the limit of {_MAX_SIZE - 1}; number tokens from 0.")
-        self.special_ids = {special: ids[special.encode()] for special in self.special_tokens}
-        self._ids = ids
+        self.special_ids = {special: self._added_ids[special] for special in self.special_tokens}
+        self._has_plain_tokens = is_found_anywhere(self.added_tokens, self.normalizer)
         self._fast_encoder: FastEncoder | None = None
         if has_compiled_scanner(pattern):
             whole = self._whole_tokens
-            self._fast_encoder = FastEncoder.from_merges(ids, self.merges, token_dtype(self.size), pattern, whole)
+            self._fast_encoder = FastEncoder.from_merges(self._ids, self.merges, token_dtype(self.size), pattern, whole)
         if not self._fast_encoder:
             try:
                 self._reference_encoder  # noqa: B018
@@ -81,7 +89,7 @@ class Tokenizer:
                     f"The vocabulary lacks the token {error.args[0]!r}, which the bytes or the merges need; "
                     "use the vocabulary and the merges of the same tokenizer."
                 ) from None
-        self._packed_special_tokens: dict[tuple[str, ...], Specials] = {}
+        self._packed_tokens: dict[tuple[str, ...], Specials] = {}
 
     @classmethod
     def from_files(
@@ -93,32 +101,24 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: str | Path) -> "Tokenizer":
-        """Read a directory written by :meth:`save`, with special tokens and pattern."""
+        """Read a directory written by :meth:`save`, with all options."""
         directory = Path(directory)
-        path = directory / "tokenizer_config.json"
-        match read_json(path):
-            case {"special_tokens": [*specials], "pattern": str(pattern), **rest} if (
-                all(type(s) is str for s in specials)
-                and type(ignore_merges := rest.get("ignore_merges", False)) is bool
-            ):
-                vocab = gpt2.read_vocab(directory / "vocab.json", specials)
-                return cls(vocab, gpt2.read_merges(directory / "merges.txt"), specials, pattern, ignore_merges)
-        raise UserError(f"{path} does not name special_tokens and pattern; save the tokenizer again.")
+        config = tokenizer_config.read_config(directory / "tokenizer_config.json")
+        contents = [*config.special_tokens, *(token.content for token in config.added_tokens)]
+        vocab = gpt2.read_vocab(directory / "vocab.json", contents)
+        return cls(*config._replace(vocab=vocab, merges=gpt2.read_merges(directory / "merges.txt")))
 
     def save(self, directory: str | Path) -> None:
         """Write vocab.json and merges.txt (GPT-2), tokenizer.json (Hugging Face; not with jieba, which it cannot
-        express), vocab.txt (readable) and tokenizer_config.json (special tokens, pattern and ``ignore_merges``)."""
+        express), vocab.txt (readable) and tokenizer_config.json (the other options)."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        gpt2.write_vocab(directory / "vocab.json", self.vocab, self.special_tokens)
+        gpt2.write_vocab(directory / "vocab.json", self.vocab, self._added_ids)
         gpt2.write_merges(directory / "merges.txt", self.merges)
         if self.pattern != JIEBA:
             self.save_tokenizer_json(directory / "tokenizer.json")
         vocab_text.write_vocab_text(directory / "vocab.txt", self.vocab, self.merges)
-        config: dict[str, Any] = {"special_tokens": self.special_tokens, "pattern": self.pattern}
-        if self.ignore_merges:
-            config["ignore_merges"] = True
-        (directory / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False, indent=1), "utf-8")
+        tokenizer_config.write_config(directory / "tokenizer_config.json", self.parts)
 
     @classmethod
     def from_tiktoken(
@@ -133,20 +133,30 @@ class Tokenizer:
 
     @classmethod
     def from_tokenizer_json(cls, path: str | Path) -> "Tokenizer":
-        """Read Hugging Face's tokenizer.json of a byte-level BPE, with special tokens, pattern and
-        ``ignore_merges``."""
+        """Read Hugging Face's tokenizer.json of a byte-level BPE. Raises UserError, by name, for what is not
+        supported."""
         return cls(*hugging_face.read_tokenizer_json(Path(path)))
 
     def save_tiktoken(self, path: str | Path) -> None:
-        """Write tiktoken's rank file. Raises UserError if the ids are not in the order of the merges."""
-        tiktoken.write_tiktoken(Path(path), self.vocab, self.special_tokens, self.merges)
+        """Write tiktoken's rank file. Raises UserError if the ids are not in the order of the merges, or tiktoken has
+        nothing like the tokenizer's normalizer or flags of tokens."""
+        if self.normalizer or not self._has_plain_tokens:
+            raise UserError(
+                f"{path} was not written: tiktoken has no normalizer and no flags of added tokens, as this tokenizer "
+                "has; use tokenizer.json."
+            )
+        tiktoken.write_tiktoken(Path(path), self.vocab, self._added_ids, self.merges)
 
     def save_tokenizer_json(self, path: str | Path) -> None:
         """Write Hugging Face's tokenizer.json. Raises UserError for jieba and for two tokens of the same text."""
-        content = hugging_face.make_tokenizer_json(
-            self.vocab, self.merges, self.special_tokens, self.pattern, self.ignore_merges
-        )
-        Path(path).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+        hugging_face.write_tokenizer_json(Path(path), self.parts)
+
+    @property
+    def parts(self) -> TokenizerParts:
+        """The arguments that make this tokenizer."""
+        options = self.special_tokens, self.pattern, self.ignore_merges, self.normalizer
+        flagged = [token for token in self.added_tokens if token != AddedToken(token.content)]
+        return TokenizerParts(self.vocab, self.merges, *options, flagged)
 
     @property
     def size(self) -> int:
@@ -158,7 +168,11 @@ class Tokenizer:
 
         Lone surrogates, which have no UTF-8 bytes, are encoded as U+FFFD.
         """
-        arrays = list(self.encode_blocks([encode_utf8(text)], allowed_special))
+        blocks, tokens = [encode_utf8(text)], self._select_added_tokens(allowed_special)
+        if self._has_plain_tokens and is_normalized(text, self.normalizer):
+            arrays = list(self._encode_raw(blocks, tokens, WINDOW))
+        else:
+            arrays = list(self._encode_parts(blocks, tokens, WINDOW))
         return np.concatenate(arrays).tolist() if arrays else []
 
     def encode_iterable(self, iterable: Iterable[str]) -> Iterator[int]:
@@ -174,19 +188,50 @@ class Tokenizer:
         Each array holds the ids of about ``window`` bytes; its dtype is :func:`token_dtype`. Raises UserError if the
         text is not UTF-8.
         """
-        allowed = self._select_special_tokens(allowed_special)
-        if self._fast_encoder:
-            if (key := tuple(allowed)) not in self._packed_special_tokens:
-                packed = pack_specials([(token.encode(), self.special_ids[token]) for token in allowed])
-                self._packed_special_tokens[key] = packed
-            yield from self._fast_encoder.encode(blocks, self._packed_special_tokens[key], window)
+        tokens = self._select_added_tokens(allowed_special)
+        if self._has_plain_tokens and self.normalizer is None:
+            yield from self._encode_raw(blocks, tokens, window)
+        else:
+            yield from self._encode_parts(blocks, tokens, window)
+
+    def _encode_raw(
+        self, blocks: Iterable[bytes], tokens: Sequence[AddedToken], window: int
+    ) -> Iterator[npt.NDArray[np.unsignedinteger]]:
+        """Encode normalized text whose added tokens have no flags."""
+        if self._fast_encoder is None:
+            yield from self._encode_parts(blocks, tokens, window)
             return
-        for piece in split_at_safe_cuts(decode_utf8_blocks(blocks, "the text"), allowed, self.pattern, window):
-            yield np.array(self.encode_reference(piece, allowed), token_dtype(self.size))
+        if (key := tuple(token.content for token in tokens)) not in self._packed_tokens:
+            self._packed_tokens[key] = pack_specials([(text.encode(), self._added_ids[text]) for text in key])
+        yield from self._fast_encoder.encode(blocks, self._packed_tokens[key], window)
+
+    def _encode_parts(
+        self, blocks: Iterable[bytes], tokens: Sequence[AddedToken], window: int
+    ) -> Iterator[npt.NDArray[np.unsignedinteger]]:
+        """Encode any text, each run between two added tokens alone."""
+        parts = split_and_normalize(decode_utf8_blocks(blocks, "the text"), tokens, self.normalizer)
+        dtype = token_dtype(self.size)
+        for is_text, run in groupby(parts, key=lambda part: isinstance(part, str)):
+            if not is_text:
+                yield np.array([self._added_ids[part.content] for part in run if isinstance(part, AddedToken)], dtype)
+                continue
+            texts = (part for part in run if isinstance(part, str))
+            if self._fast_encoder:
+                yield from self._fast_encoder.encode(map(encode_utf8, texts), pack_specials([]), window)
+                continue
+            for piece in split_at_safe_cuts(texts, [], self.pattern, window):
+                yield np.array(self._reference_encoder.encode(piece), dtype)
 
     def encode_reference(self, text: str, special_tokens: Sequence[str]) -> list[int]:
         """Return the token ids of ``text`` by plain Python; see :mod:`lm.tokenizer.reference`."""
-        return self._reference_encoder.encode(text, special_tokens)
+        ids: list[int] = []
+        parts = split_and_normalize([text], self._select_added_tokens(special_tokens), self.normalizer)
+        for is_text, run in groupby(parts, key=lambda part: isinstance(part, str)):
+            if is_text:
+                ids += self._reference_encoder.encode("".join(part for part in run if isinstance(part, str)))
+            else:
+                ids += [self._added_ids[part.content] for part in run if isinstance(part, AddedToken)]
+        return ids
 
     def decode(self, ids: Iterable[int], errors: str = "replace") -> str:
         """Return the text of ``ids``. ``errors`` is the error handler of :meth:`bytes.decode` for invalid UTF-8.
@@ -205,12 +250,33 @@ class Tokenizer:
                 "decode with the tokenizer that encoded the text."
             ) from None
 
-    def _select_special_tokens(self, allowed_special: Literal["all"] | Collection[str]) -> list[str]:
+    def _select_added_tokens(self, allowed_special: Literal["all"] | Collection[str]) -> list[AddedToken]:
+        """Return the added tokens without the special tokens that are not allowed."""
         if allowed_special == "all":
-            return self.special_tokens
+            return self.added_tokens
         if unknown := [token for token in allowed_special if token not in self.special_ids]:
             raise UserError(f"{unknown[0]!r} is not a special token; this tokenizer has {self.special_tokens}.")
-        return [token for token in self.special_tokens if token in allowed_special]
+        return [token for token in self.added_tokens if not token.special or token.content in allowed_special]
+
+    def _number_tokens(self) -> tuple[dict[bytes, int], dict[str, int]]:
+        """Return the ids by bytes and those of the added tokens by text; append added tokens that have none to the
+        vocabulary."""
+        own_ids = {token.id for token in self.added_tokens if token.id is not None}
+        ids = {token: token_id for token_id, token in self.vocab.items() if token_id not in own_ids}
+        added_ids: dict[str, int] = {}
+        for token in self.added_tokens:
+            data = token.content.encode()
+            token_id = ids.get(data) if token.id is None else token.id
+            if token_id is None:
+                token_id = max(self.vocab, default=-1) + 1
+            if self.vocab.setdefault(token_id, data) != data:
+                raise UserError(
+                    f"The id {token_id} of the added token {token.content!r} is that of {self.vocab[token_id]!r}; "
+                    "choose another id."
+                )
+            added_ids[token.content] = token_id
+            ids.setdefault(data, token_id)
+        return ids, added_ids
 
     @cached_property
     def _reference_encoder(self) -> ReferenceEncoder:
@@ -221,5 +287,5 @@ class Tokenizer:
         """The tokens that a pretoken becomes whatever the merges. Text never becomes a special token by this way."""
         if not self.ignore_merges:
             return {}
-        specials = {special.encode() for special in self.special_tokens}
-        return {token: token_id for token, token_id in self._ids.items() if token and token not in specials}
+        specials = set(self.special_ids.values())
+        return {token: token_id for token, token_id in self._ids.items() if token and token_id not in specials}

@@ -112,10 +112,10 @@ def merge(out: "Attempt", counts: "Output", config: "TokenizerConfig") -> Iterat
     from lm.tokenizer.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(out.directory / "tokenizer")
-    special_tokens = ", ".join(map(code, tokenizer.special_tokens))
+    special_tokens, pattern = ", ".join(map(code, tokenizer.special_tokens)), tokenizer.pattern
     yield (
         f"**{tokenizer.size:,}** token ids: 256 bytes, {len(tokenizer.merges):,} merges, special tokens "
-        f"{special_tokens}. Pattern: {code(tokenizer.pattern)}"
+        f"{special_tokens}. Pattern: {code(pattern if isinstance(pattern, str) else ' '.join(pattern))}"
     )
     if rare := out.figures.get("left_out"):
         yield (

@@ -2,7 +2,7 @@
 
 import codecs
 import json
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,15 +60,15 @@ def parse_vocab(path: Path, token_ids: dict[str, Any], special_tokens: Container
     return vocab
 
 
-def format_vocab(vocab: dict[int, bytes], special_tokens: Iterable[str]) -> dict[str, int]:
-    """Return {token text: id} in the order of the ids, special tokens as plain text.
+def format_vocab(vocab: dict[int, bytes], added_ids: Mapping[str, int]) -> dict[str, int]:
+    """Return {token text: id} in the order of the ids, the added tokens {text: id} as plain text.
 
-    Raises UserError if a special token has the same text as another token.
+    Raises UserError if an added token has the same text as another token.
     """
-    specials = {token.encode(): token for token in special_tokens}
+    texts = {token_id: text for text, token_id in added_ids.items()}
     token_ids: dict[str, int] = {}
     for token_id, token in sorted(vocab.items()):
-        text = specials.get(token) or bytes_to_unicode(token)
+        text = texts.get(token_id) or bytes_to_unicode(token)
         if text in token_ids:  # e.g. the special token "Ġ" and the byte b" "
             raise UserError(
                 f"Tokens {token_ids[text]} and {token_id} are both written as {text!r} in GPT-2's format; "
@@ -78,9 +78,9 @@ def format_vocab(vocab: dict[int, bytes], special_tokens: Iterable[str]) -> dict
     return token_ids
 
 
-def write_vocab(path: Path, vocab: dict[int, bytes], special_tokens: Iterable[str]) -> None:
+def write_vocab(path: Path, vocab: dict[int, bytes], added_ids: Mapping[str, int]) -> None:
     """Write GPT-2's vocab.json; see :func:`format_vocab`."""
-    path.write_text(json.dumps(format_vocab(vocab, special_tokens), ensure_ascii=False, indent=0), encoding="utf-8")
+    path.write_text(json.dumps(format_vocab(vocab, added_ids), ensure_ascii=False, indent=0), encoding="utf-8")
 
 
 def read_merges(path: Path) -> list[tuple[bytes, bytes]]:

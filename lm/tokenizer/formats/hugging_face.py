@@ -1,128 +1,139 @@
 """Hugging Face's tokenizer.json."""
 
+import json
 import logging
-from collections.abc import Iterable, Iterator
-from itertools import product
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lm.common.errors import UserError
 from lm.common.json_files import read_json
-from lm.text.chinese_words import JIEBA
-from lm.text.pretokenize import GPT2_PATTERN, compile_pattern
+from lm.text.normalize import NORMALIZERS
+from lm.tokenizer.added_tokens import AddedToken
 from lm.tokenizer.formats.gpt2 import bytes_to_unicode, format_vocab, parse_merges, parse_vocab
+from lm.tokenizer.formats.pre_tokenizer import BYTE_LEVEL, format_pre_tokenizer, parse_pre_tokenizer
 from lm.tokenizer.formats.tiktoken import check_all_bytes
+from lm.tokenizer.formats.tokenizer_config import FLAGS, parse_added_token
+from lm.tokenizer.parts import TokenizerParts
 
 log = logging.getLogger(__name__)
 
 _AROUND_TEXT = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")  # post-processors that add tokens
 
 
-def make_tokenizer_json(
-    vocab: dict[int, bytes],
-    merges: Iterable[tuple[bytes, bytes]],
-    special_tokens: Iterable[str],
-    pattern: str,
-    ignore_merges: bool = False,
-) -> dict[str, Any]:
-    """Return the content of a tokenizer.json that encodes to the same ids.
+def write_tokenizer_json(path: Path, parts: TokenizerParts) -> None:
+    """Write a tokenizer.json that encodes to the same ids.
 
-    Raises UserError if a special token has the same text as another token, or if ``pattern`` is jieba.
+    Raises UserError if an added token has the same text as another token, or if the pattern is jieba.
     """
-    if pattern == JIEBA:
-        raise UserError("tokenizer.pattern jieba cannot be exported: Hugging Face's tokenizer.json cannot express it.")
-    ids = {token: token_id for token_id, token in vocab.items()}
-    specials = list(special_tokens)
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    pre_tokenizer: dict[str, Any] = {**byte_level, "use_regex": True}
-    if pattern != GPT2_PATTERN:
-        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, {**byte_level, "use_regex": False}]}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    path.write_text(json.dumps(make_tokenizer_json(parts), ensure_ascii=False), encoding="utf-8")
+
+
+def make_tokenizer_json(parts: TokenizerParts) -> dict[str, Any]:
+    """Return the content of a tokenizer.json; see :func:`write_tokenizer_json`."""
+    added_ids = parts.added_ids()
+    tokens = {text: AddedToken(text) for text in parts.special_tokens} | {t.content: t for t in parts.added_tokens}
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": ids[token.encode()], "content": token, **flags, "special": True} for token in specials],
-        "normalizer": None,
-        "pre_tokenizer": pre_tokenizer,
+        "added_tokens": [
+            {"id": added_ids[text], "content": text, **{flag: getattr(token, flag) for flag in FLAGS}}
+            for text, token in tokens.items()
+        ],
+        "normalizer": {"type": parts.normalizer} if parts.normalizer else None,
+        "pre_tokenizer": format_pre_tokenizer(parts.pattern),
         "post_processor": None,
-        "decoder": {**byte_level, "use_regex": True},
+        "decoder": {**BYTE_LEVEL, "use_regex": True},
         "model": {
             "type": "BPE",
             **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
             **dict.fromkeys(("fuse_unk", "byte_fallback"), False),
-            "ignore_merges": ignore_merges,
-            "vocab": format_vocab(vocab, specials),
-            "merges": [[bytes_to_unicode(left), bytes_to_unicode(right)] for left, right in merges],
+            "ignore_merges": parts.ignore_merges,
+            "vocab": format_vocab(parts.vocab, added_ids),
+            "merges": [[bytes_to_unicode(left), bytes_to_unicode(right)] for left, right in parts.merges],
         },
     }
 
 
-def read_tokenizer_json(path: Path) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]], list[str], str, bool]:
-    """Read (vocab, merges, special_tokens, pattern, ignore_merges) from the tokenizer.json of a byte-level BPE.
+def read_tokenizer_json(path: Path) -> TokenizerParts:
+    """Read the tokenizer.json of a byte-level BPE.
 
-    All added tokens become special tokens, even those not marked as special, because both are split off before
-    pretokenization. Post-processors that add tokens, truncation and padding are ignored with a warning. Raises
-    UserError for a malformed file and for features that would change the ids of a text.
+    Post-processors that add tokens, truncation and padding are ignored with a warning. Raises UserError for a malformed
+    file and, by name, for features that would change the ids of a text.
     """
     content = read_json(path)
     try:
         if feature := next(_find_unsupported_features(path, content), None):
             raise UserError(f"{path}: {feature} is not supported; use a tokenizer of byte-level BPE without it.")
-        model, added_tokens = content["model"], content.get("added_tokens") or []
+        model = content["model"]
+        added = [parse_added_token(token) for token in content.get("added_tokens") or []]
         token_ids = {**model["vocab"]}
-        for token in added_tokens:
-            if token_ids.setdefault(token["content"], token["id"]) != token["id"]:
-                raise UserError(f"{path}: the added token {token['content']!r} has another id in the vocabulary.")
-        specials = [token["content"] for token in added_tokens]
-        vocab = parse_vocab(path, token_ids, set(specials))
+        for token in added:
+            if token_ids.setdefault(token.content, token.id) != token.id:
+                raise UserError(f"{path}: the added token {token.content!r} has another id in the vocabulary.")
+        vocab = parse_vocab(path, token_ids, {token.content for token in added})
         lines = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-        merges = parse_merges(f"{path}, merge", lines)
-        pattern = _find_pattern(content)
-        ignore_merges = bool(model.get("ignore_merges"))
+        merges = _drop_repeated(parse_merges(f"{path}, merge", lines))
+        steps = _list_steps(content, "pre_tokenizer")
+        normalizers = [step["type"] for step in _list_steps(content, "normalizer")]
     except (AttributeError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a Hugging Face tokenizer.json of BPE: {error!r}.") from None
     try:
-        compile_pattern(pattern)
+        pattern = parse_pre_tokenizer(steps)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     check_all_bytes(path, vocab)
+    ignore_merges = bool(model.get("ignore_merges"))
     if ignore_merges:  # a pretoken would have the bytes of such a token, but never its text in the byte alphabet
+        contents = {token.content for token in added}
         for text, token_id in model["vocab"].items():
-            if text not in specials and bytes_to_unicode(vocab[token_id]) != text:
+            if text not in contents and bytes_to_unicode(vocab[token_id]) != text:
                 raise UserError(
                     f"{path}: ignore_merges with the token {text!r}, which is not of bytes, is not supported."
                 )
-    ids = {token: token_id for token_id, token in vocab.items()}
-    if duplicates := [token for token_id, token in vocab.items() if ids[token] != token_id]:
-        raise UserError(f"{path}: {duplicates[0]!r} has two ids, which is not supported; remove the added token.")
-    return vocab, merges, specials, pattern, ignore_merges
+    normalizer = normalizers[0] if normalizers else None
+    specials = [token.content for token in added if token.special]
+    flagged = _drop_default_ids(path, vocab, added)
+    return TokenizerParts(vocab, merges, specials, pattern, ignore_merges, normalizer, flagged)
+
+
+def _drop_repeated(merges: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return the merges without those that come again later: Hugging Face uses the last."""
+    if len(set(merges)) == len(merges):
+        return merges
+    return list(dict.fromkeys(reversed(merges)))[::-1]
+
+
+def _drop_default_ids(path: Path, vocab: dict[int, bytes], added: list[AddedToken]) -> list[AddedToken]:
+    """Return the added tokens that are more than a special token's text, with an id only if another token has the same
+    bytes. Raises UserError if two tokens that are not added have the same bytes."""
+    added_ids = {token.id for token in added}
+    ids = {token: token_id for token_id, token in vocab.items() if token_id not in added_ids}
+    if len(ids) + len(added_ids) < len(vocab):
+        [duplicate, *_] = [t for i, t in vocab.items() if i not in added_ids and ids[t] != i]
+        raise UserError(f"{path}: {duplicate!r} has two ids, which is not supported.")
+    tokens = [token if token.content.encode() in ids else replace(token, id=None) for token in added]
+    return [token for token in tokens if token != AddedToken(token.content)]
 
 
 def _find_unsupported_features(path: Path, content: dict[str, Any]) -> Iterator[str]:
     """Yield the features of a tokenizer.json that would change the ids; warn of the features that are ignored."""
-    model, added_tokens = content["model"], content.get("added_tokens") or []
+    model = content["model"]
     if (model_type := model.get("type", "BPE")) != "BPE":  # GPT-2's own file is older than this field
         yield f"the model type {model_type!r}"
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         if model.get(name):
             yield f"{name} {model[name]!r}"
-    for step in _list_steps(content, "normalizer"):
-        yield f"the normalizer {step['type']!r}"
-    if any(step.get("add_prefix_space") for step in _list_steps(content, "pre_tokenizer")):
-        yield "add_prefix_space in the pre_tokenizer"
-    if not _find_pattern(content):
-        yield f"the pre_tokenizer {content.get('pre_tokenizer')}"
-    for token, name in product(added_tokens, ("lstrip", "rstrip", "single_word")):
-        if token.get(name):
-            yield f"{name} of the added token {token['content']!r}"
-    # Hugging Face searches for normalized tokens after all others, our tokenizer for all at once: an overlap matters.
-    normalized = [token["content"] for token in added_tokens if token.get("normalized")]
-    others = [token["content"] for token in added_tokens if not token.get("normalized")]
-    for token, other in product(normalized, others):
-        if other in token or any(other.startswith(token[i:]) for i in range(1, len(token))):
-            yield f"the added token {token!r}, normalized and overlapping {other!r},"
+    normalizers = [step["type"] for step in _list_steps(content, "normalizer")]
+    if unknown := [name for name in normalizers if name not in NORMALIZERS]:
+        yield f"the normalizer {unknown[0]!r}"
+    if len(normalizers) > 1:
+        yield f"the sequence of the normalizers {', '.join(normalizers)}"
+    for token in content.get("added_tokens") or []:
+        if model.get("ignore_merges") and token.get("single_word"):  # a rejected word may be a whole pretoken
+            yield f"ignore_merges with the single_word token {token['content']!r}"
     for step in _list_steps(content, "post_processor"):
         if step["type"] in _AROUND_TEXT:
             log.warning("%s: the tokens that %s adds around a text are ignored.", path, step["type"])
@@ -138,16 +149,3 @@ def _list_steps(content: dict[str, Any], component: str) -> list[dict[str, Any]]
     step = content.get(component) or {"type": "Sequence"}
     parts = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors"}[component]
     return step.get(parts, []) if step["type"] == "Sequence" else [step]
-
-
-def _find_pattern(content: dict[str, Any]) -> str:
-    """Return the pretoken pattern of a tokenizer.json, or an empty string if its pre_tokenizer is not supported."""
-    match _list_steps(content, "pre_tokenizer"):
-        case [{"type": "ByteLevel", **options}] if options.get("use_regex", True):
-            return GPT2_PATTERN
-        case [
-            {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False},
-            {"type": "ByteLevel", "use_regex": False},
-        ]:
-            return pattern
-    return ""

@@ -16,6 +16,7 @@ from lm.model.moe_config import MoEConfig
 from lm.model.transformer import TransformerLM
 from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import END_OF_TEXT
+from lm.tokenizer.added_tokens import AddedToken
 from lm.tokenizer.formats.gpt2 import unicode_to_bytes
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.tokenizers import CUSTOM_PATTERN, bytes_tokenizer, make_tokenizer
@@ -36,6 +37,10 @@ HF_NAMES = {  # of a block: GGUF's → Hugging Face's
     "ffn_norm": "post_attention_layernorm",
 }
 HF_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+def with_added_token(token: AddedToken) -> Tokenizer:
+    return Tokenizer(TOKENIZER.vocab, TOKENIZER.merges, [END_OF_TEXT], added_tokens=[token])
 
 
 def make_model(seed: int = 0, **options: Any) -> TransformerLM:
@@ -164,6 +169,8 @@ def test_unsupported_models_are_refused(
         (make_tokenizer(CUSTOM_PATTERN, [END_OF_TEXT], 9), "tokenizer.pattern .* cannot be exported"),
         (make_tokenizer(PATTERNS["cl100k"], [END_OF_TEXT], 9), "tokenizer.pattern 'cl100k' cannot be exported"),
         (Tokenizer(TOKENIZER.vocab, TOKENIZER.merges, [END_OF_TEXT], ignore_merges=True), "ignore_merges cannot be"),
+        (Tokenizer(TOKENIZER.vocab, TOKENIZER.merges, [END_OF_TEXT], normalizer="NFC"), "normalizer cannot be"),
+        (with_added_token(AddedToken("<mask>", lstrip=True)), "added_tokens cannot be"),
         (make_tokenizer(special_tokens=[], merges=9), "no special token"),
         (bytes_tokenizer([END_OF_TEXT]), "no merges"),
     ],

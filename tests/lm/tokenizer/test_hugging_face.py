@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from lm.common.errors import UserError
 from lm.text.demo_corpus import demo_stories
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN
+from lm.tokenizer.added_tokens import AddedToken
 from lm.tokenizer.formats.hugging_face import make_tokenizer_json, read_tokenizer_json
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.examples import examples
@@ -29,27 +31,20 @@ def write_json(content: Any, directory: Path) -> Path:
 
 def content_of(textmill: Tokenizer) -> dict[str, Any]:
     """Return the content of the tokenizer.json of ``textmill``."""
-    content = make_tokenizer_json(
-        textmill.vocab, textmill.merges, textmill.special_tokens, textmill.pattern, textmill.ignore_merges
-    )
-    return json.loads(json.dumps(content))
-
-
-def parts_of(textmill: Tokenizer) -> tuple[Any, ...]:
-    return textmill.vocab, textmill.merges, textmill.special_tokens, textmill.pattern, textmill.ignore_merges
+    return json.loads(json.dumps(make_tokenizer_json(textmill.parts)))
 
 
 def test_read_inverts_write(tokenizer: Tokenizer, custom_tokenizer: Tokenizer, tmp_path: Path) -> None:
     odd = bytes_tokenizer(["�", "a", " ", "\n\n", "日本", '"<|é|>"', "Ġa"])
     for textmill in (tokenizer, custom_tokenizer, odd, bytes_tokenizer()):
-        assert read_tokenizer_json(write_json(content_of(textmill), tmp_path)) == parts_of(textmill)
+        assert read_tokenizer_json(write_json(content_of(textmill), tmp_path)) == textmill.parts
 
 
 def test_special_tokens_may_be_missing_from_the_vocabulary(tokenizer: Tokenizer, tmp_path: Path) -> None:
     content = content_of(tokenizer)
     for special in tokenizer.special_tokens:
         del content["model"]["vocab"][special]
-    assert read_tokenizer_json(write_json(content, tmp_path)) == parts_of(tokenizer)
+    assert read_tokenizer_json(write_json(content, tmp_path)) == tokenizer.parts
 
 
 def test_the_published_gpt2_file_is_read(gpt2: Tokenizer, tmp_path: Path) -> None:
@@ -62,7 +57,10 @@ def test_the_published_gpt2_file_is_read(gpt2: Tokenizer, tmp_path: Path) -> Non
     content["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     content["post_processor"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False}
     content["added_tokens"][0]["normalized"] = True
-    assert read_tokenizer_json(write_json(content, tmp_path)) == parts_of(gpt2)
+    token = AddedToken(END_OF_TEXT, normalized=True)
+    parts = read_tokenizer_json(write_json(content, tmp_path))
+    assert parts == gpt2.parts._replace(added_tokens=[token])
+    assert Tokenizer(*parts).encode("a" + END_OF_TEXT) == gpt2.encode("a" + END_OF_TEXT)
 
 
 @pytest.mark.parametrize("pattern", [GPT2_PATTERN, CUSTOM_PATTERN])
@@ -85,14 +83,14 @@ def test_a_tokenizer_trained_by_hugging_face_is_read(tmp_path: Path, pattern: st
     hf_tokenizer.add_tokens(["xyzzy", "日本"])  # normalized, not special
     hf_tokenizer.save(str(tmp_path / "tokenizer.json"))
 
-    vocab, merges, specials, read_pattern, _ = read_tokenizer_json(tmp_path / "tokenizer.json")
-    assert specials == ["<s>", END_OF_TEXT, "xyzzy", "日本"]
-    assert read_pattern == pattern
-    assert len(merges) > 300
-    textmill = Tokenizer(vocab, merges, specials, read_pattern)
+    textmill = Tokenizer.from_tokenizer_json(tmp_path / "tokenizer.json")
+    assert textmill.special_tokens == ["<s>", END_OF_TEXT]
+    assert textmill.added_tokens[2:] == [AddedToken(text, special=False, normalized=True) for text in ("xyzzy", "日本")]
+    assert textmill.pattern == pattern
+    assert len(textmill.merges) > 300
 
     @examples(200)
-    @given(st.lists(stable_text | st.sampled_from(specials), max_size=5).map("".join))
+    @given(st.lists(stable_text | st.sampled_from(["<s>", END_OF_TEXT, "xyzzy", "日本"]), max_size=5).map("".join))
     def encodes_the_same(text: str) -> None:
         assert textmill.encode(text) == hf_tokenizer.encode(text).ids
 
@@ -139,35 +137,35 @@ PREFIXED = {"type": "ByteLevel", "add_prefix_space": True}
         (put("model", "continuing_subword_prefix", value="##"), "continuing_subword_prefix '##'"),
         (put("model", "end_of_word_suffix", value="</w>"), "end_of_word_suffix '</w>'"),
         (put("model", "byte_fallback", value=True), "byte_fallback True"),
-        (put("normalizer", value={"type": "NFC"}), "the normalizer 'NFC'"),
+        (put("normalizer", value={"type": "Lowercase"}), "the normalizer 'Lowercase'"),
+        (
+            put("normalizer", value={"type": "Sequence", "normalizers": [{"type": "NFD"}, {"type": "NFKC"}]}),
+            "the sequence of the normalizers NFD, NFKC",
+        ),
         (
             put("normalizer", value={"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}),
             "the normalizer 'Lowercase'",
         ),
         (put("pre_tokenizer", value=PREFIXED), "add_prefix_space in the pre_tokenizer"),
         (
-            put("pre_tokenizer", value={"type": "Sequence", "pretokenizers": [BYTE_LEVEL, PREFIXED]}),
+            put("pre_tokenizer", value={"type": "Sequence", "pretokenizers": [{"type": "Digits"}, PREFIXED]}),
             "add_prefix_space in the pre_tokenizer",
         ),
-        (put("pre_tokenizer", value=None), "the pre_tokenizer None"),
+        (
+            put("pre_tokenizer", value={"type": "Sequence", "pretokenizers": [BYTE_LEVEL, {"type": "Digits"}]}),
+            "the pre_tokenizer 'Digits' after ByteLevel",
+        ),
+        (put("pre_tokenizer", value=None), "a pre_tokenizer without ByteLevel"),
+        (put("pre_tokenizer", value={"type": "Digits"}), "a pre_tokenizer without ByteLevel"),
         (put("pre_tokenizer", value={"type": "Whitespace"}), "the pre_tokenizer {'type': 'Whitespace'}"),
-        (put("pre_tokenizer", value={**BYTE_LEVEL, "use_regex": False}), "the pre_tokenizer {'type': 'ByteLevel'"),
-        (put("pre_tokenizer", value=split_and_byte_level(behavior="Removed")), "the pre_tokenizer {'type': 'Sequence'"),
-        (put("pre_tokenizer", value=split_and_byte_level(invert=True)), "the pre_tokenizer {'type': 'Sequence'"),
+        (put("pre_tokenizer", value=split_and_byte_level(behavior="Removed")), "the pre_tokenizer {'type': 'Split'"),
         (
-            put("pre_tokenizer", value=split_and_byte_level(pattern={"String": "a"})),
-            "the pre_tokenizer {'type': 'Sequence'",
+            put("pre_tokenizer", value=split_and_byte_level(behavior="Removed", invert=True)),
+            "the pre_tokenizer {'type': 'Split', 'pattern': {'Regex': 'a+'}, 'behavior': 'Removed', 'invert': True}",
         ),
         (
-            put("pre_tokenizer", value={"type": "Sequence", "pretokenizers": [{"type": "Digits"}, BYTE_LEVEL]}),
-            "the pre_tokenizer {'type': 'Sequence'",
-        ),
-        (put("added_tokens", 1, "lstrip", value=True), "lstrip of the added token '<s><s>'"),
-        (put("added_tokens", 0, "rstrip", value=True), "rstrip of the added token '<s>'"),
-        (put("added_tokens", 0, "single_word", value=True), "single_word of the added token '<s>'"),
-        (
-            put("added_tokens", 1, "normalized", value=True),
-            "the added token '<s><s>', normalized and overlapping '<s>',",
+            put("pre_tokenizer", value=split_and_byte_level(behavior="MergedWithNext")),
+            "the pre_tokenizer {'type': 'Split'",
         ),
         (put("post_processor", value={"type": "Other"}), "the post_processor 'Other'"),
         (
@@ -189,7 +187,7 @@ def test_an_unsupported_feature_is_rejected(
 
 
 @pytest.mark.parametrize(
-    ("specials", "text", "is_rejected"),
+    ("specials", "text", "is_different"),
     [
         (["<s>", "a<s"], "a<s>", True),
         (["<s>", "a<s>b"], "a<s>b", True),
@@ -197,23 +195,18 @@ def test_an_unsupported_feature_is_rejected(
         (["<s>", ">a", "s", "b"], "<s>a<s>b>a", False),
     ],
 )
-def test_overlaps_of_normalized_tokens_are_rejected_if_ids_differ(
-    tmp_path: Path, specials: list[str], text: str, is_rejected: bool
+def test_normalized_tokens_are_found_after_all_others(
+    tmp_path: Path, specials: list[str], text: str, is_different: bool
 ) -> None:
-    """Hugging Face finds normalized tokens after all others."""
     hf = pytest.importorskip("tokenizers", reason="the Hugging Face library is not installed")
     textmill = bytes_tokenizer(specials)
     content = content_of(textmill)
     for token in content["added_tokens"][1:]:
         token["normalized"] = True
     path = write_json(content, tmp_path)
-    has_same_ids = hf.Tokenizer.from_file(str(path)).encode(text).ids == textmill.encode(text)
-    assert has_same_ids is not is_rejected
-    if is_rejected:
-        with pytest.raises(UserError, match=f"{specials[1]!r}, normalized and overlapping '<s>'"):
-            read_tokenizer_json(path)
-    else:
-        assert read_tokenizer_json(path) == parts_of(textmill)
+    ids = Tokenizer.from_tokenizer_json(path).encode(text)
+    assert ids == hf.Tokenizer.from_file(str(path)).encode(text).ids
+    assert (ids != textmill.encode(text)) is is_different
 
 
 def test_ignored_features_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -223,12 +216,12 @@ def test_ignored_features_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFi
     content["normalizer"] = {"type": "Sequence", "normalizers": []}
     for post_processor in (None, BYTE_LEVEL, {"type": "Sequence", "processors": [BYTE_LEVEL]}):
         content["post_processor"] = post_processor
-        assert read_tokenizer_json(write_json(content, tmp_path)) == parts_of(textmill)
+        assert read_tokenizer_json(write_json(content, tmp_path)) == textmill.parts
     assert caplog.messages == []
     content["post_processor"] = {"type": "Sequence", "processors": [BYTE_LEVEL, template]}
     content["truncation"] = {"max_length": 512}
     path = write_json(content, tmp_path)
-    assert read_tokenizer_json(path) == parts_of(textmill)
+    assert read_tokenizer_json(path) == textmill.parts
     assert caplog.messages == [
         f"{path}: the tokens that TemplateProcessing adds around a text are ignored.",
         f"{path}: truncation is ignored.",
@@ -278,15 +271,36 @@ def test_a_missing_tokenizer_json_is_rejected(tmp_path: Path) -> None:
         read_tokenizer_json(tmp_path / "tokenizer.json")
 
 
-def test_a_token_with_two_ids_is_rejected(tmp_path: Path) -> None:
-    """Two spaces are both an added and a merged token."""
+def test_a_token_may_have_a_second_id_as_added_token(tmp_path: Path) -> None:
+    """Two spaces are both an added and a merged token, as in GPT-NeoX's file."""
+    hf = pytest.importorskip("tokenizers", reason="the Hugging Face library is not installed")
     vocab, merges = {**BYTES, 256: b"  "}, [(b" ", b" ")]
     content = content_of(Tokenizer(vocab, merges))
     path = write_json(content, tmp_path)
     assert read_tokenizer_json(path)[:2] == (vocab, merges)
-    content["added_tokens"] = [{"id": 257, "content": "  ", "normalized": True}]
+    token = AddedToken("a  ", special=False, normalized=True)
+    for added in (token, AddedToken("  ", special=False, normalized=True, id=257)):
+        content["added_tokens"] = [{**asdict(added), "id": 257}]
+        tokenizer = Tokenizer.from_tokenizer_json(write_json(content, tmp_path))
+        assert tokenizer.added_tokens == [added]
+        for text in ("a   b", "    ", "x  "):
+            assert tokenizer.encode(text) == hf.Tokenizer.from_file(str(path)).encode(text).ids
+
+
+def test_two_tokens_of_the_same_bytes_are_rejected(tmp_path: Path) -> None:
+    content = content_of(Tokenizer({**BYTES, 256: b"  "}, []))
+    content["model"]["vocab"]["  "] = 257
     with pytest.raises(UserError, match=r"tokenizer\.json: b'  ' has two ids, which is not supported"):
         read_tokenizer_json(write_json(content, tmp_path))
+
+
+def test_the_last_of_equal_merges_counts(tmp_path: Path) -> None:
+    hf = pytest.importorskip("tokenizers", reason="the Hugging Face library is not installed")
+    content = content_of(Tokenizer({**BYTES, 256: b"ab", 257: b"bc"}, [(b"a", b"b"), (b"b", b"c")]))
+    content["model"]["merges"].append(["a", "b"])
+    path = write_json(content, tmp_path)
+    ids = hf.Tokenizer.from_file(str(path)).encode("abc").ids
+    assert Tokenizer.from_tokenizer_json(path).encode("abc") == ids == [ord("a"), 257]
 
 
 def test_a_tokenizer_is_restored_from_tokenizer_json(tmp_path: Path) -> None:

@@ -1,0 +1,55 @@
+"""Unicode normalization of text in blocks (UAX 15)."""
+
+import unicodedata
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Literal, cast
+
+import regex
+
+from lm.common.errors import UserError
+
+Normalizer = Literal["NFC", "NFD", "NFKC", "NFKD"]
+
+NORMALIZERS: tuple[Normalizer, ...] = ("NFC", "NFD", "NFKC", "NFKD")
+
+# Characters that no form joins to the text before them: ASCII and CJK ideographs. There are more; these are frequent.
+_SAFE_CUT = regex.compile(r"(?r)[\x00-\x7f\u4e00-\u9fff]")
+
+
+def check_normalizer(normalizer: str | None) -> str | None:
+    """Return ``normalizer``. Raises UserError if it is no normalization form."""
+    if normalizer is not None and normalizer not in NORMALIZERS:
+        raise UserError(f"The normalizer {normalizer!r} is unknown; use {', '.join(NORMALIZERS)} or none.")
+    return normalizer
+
+
+def is_normalized(text: str, normalizer: str | None) -> bool:
+    """Return whether ``text`` is in a normalization form; None: any text is."""
+    return normalizer is None or unicodedata.is_normalized(cast(Normalizer, normalizer), text)
+
+
+def normalize_text(text: str, normalizer: str | None) -> str:
+    """Return ``text`` in a normalization form; None: as it is."""
+    return unicodedata.normalize(cast(Normalizer, normalizer), text) if normalizer else text
+
+
+def normalize_blocks(blocks: Iterable[str], normalizer: str | None) -> Iterator[str]:
+    """Yield the normalized concatenation of ``blocks``; a character and its marks may span two blocks.
+
+    Holds text back until a character follows that normalization cannot join to it.
+    """
+    if normalizer is None:
+        yield from blocks
+        return
+    pending, min_length = "", 0
+    for block in chain(blocks, [None]):
+        pending += block or ""
+        if block is not None and len(pending) < min_length:
+            continue
+        match = _SAFE_CUT.search(pending, 1) if block is not None else None
+        cut = len(pending) if block is None else match.start() if match else 0
+        if cut:
+            yield normalize_text(pending[:cut], normalizer)
+        pending = pending[cut:]
+        min_length = 2 * len(pending)  # doubling bounds repeated searches of a text without a cut

@@ -1,0 +1,121 @@
+"""Added tokens: tokens that are searched for in a text before it is pretokenized, with Hugging Face's flags.
+
+The behaviour is that of the library ``tokenizers``, so that a tokenizer.json gives the same ids here and there.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby, product
+
+import regex
+
+from lm.text.normalize import normalize_blocks, normalize_text
+
+_WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
+_WORD_CHARACTER = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\u200c\u200d]")  # Unicode's UTS 18
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token that is searched for in the text before pretokenization, with the flags of ``tokenizers.AddedToken``."""
+
+    content: str
+    """Text of the token."""
+    special: bool = True
+    """The token is control, not text: it can be encoded as plain text, and ends a generation."""
+    lstrip: bool = False
+    """The token takes the white space before it."""
+    rstrip: bool = False
+    """The token takes the white space after it."""
+    single_word: bool = False
+    """The token is not found next to a letter, mark, digit or underscore."""
+    normalized: bool = False
+    """The token is searched for in the normalized text between the tokens that are not ``normalized``."""
+    id: int | None = None
+    """Token id; None: the id of the token's bytes in the vocabulary, or a new one."""
+
+    @property
+    def has_context(self) -> bool:
+        """Whether the text around the token matters."""
+        return self.lstrip or self.rstrip or self.single_word
+
+
+def is_found_anywhere(tokens: Sequence[AddedToken], normalizer: str | None) -> bool:
+    """Return whether one search for all tokens in the raw text, leftmost and longest first, finds the same."""
+    normalized = [token.content for token in tokens if token.normalized]
+    others = [token.content for token in tokens if not token.normalized]
+    overlaps = any(
+        other in token or any(other.startswith(token[i:]) for i in range(1, len(token)))
+        for token, other in product(normalized, others)
+    )
+    return not (overlaps or (normalized and normalizer) or any(token.has_context for token in tokens))
+
+
+def split_and_normalize(
+    blocks: Iterable[str], tokens: Sequence[AddedToken], normalizer: str | None
+) -> Iterator[str | AddedToken]:
+    """Split the concatenated ``blocks`` at their added tokens and normalize the text between them.
+
+    Text without a token between may be yielded in several strings.
+    """
+    raw_tokens = [token for token in tokens if not token.normalized]
+    normalized_tokens = [token for token in tokens if token.normalized]
+    for is_text, parts in groupby(split_added_tokens(blocks, raw_tokens), key=lambda part: isinstance(part, str)):
+        if is_text:
+            texts = normalize_blocks((part for part in parts if isinstance(part, str)), normalizer)
+            yield from split_added_tokens(texts, normalized_tokens, normalizer)
+        else:
+            yield from parts
+
+
+def split_added_tokens(
+    blocks: Iterable[str], tokens: Sequence[AddedToken], normalizer: str | None = None
+) -> Iterator[str | AddedToken]:
+    """Split the concatenated ``blocks`` at added tokens, the leftmost first and of several the longest.
+
+    ``normalizer`` is applied to the content of the tokens. The text in memory is bounded, except for white space that
+    a token may take. The text of a rejected single word, and white space that a token takes, is not searched again.
+    """
+    by_text = {normalize_text(token.content, normalizer): token for token in reversed(tokens)}
+    if not by_text:
+        yield from filter(None, blocks)
+        return
+    search = regex.compile("|".join(map(regex.escape, sorted(by_text, key=len, reverse=True))))
+    longest, has_lstrip = max(map(len, by_text)), any(token.lstrip for token in tokens)
+    text, start, position, min_length = "", 0, 0, 0  # of ``text``: first index not yielded, first index not searched
+    for block in chain(blocks, [None]):
+        text += block or ""
+        if block is not None and len(text) < min_length:
+            continue
+        # A token that begins before ``limit`` is certain: ``text`` has all of it, and the character after it.
+        limit = len(text) if block is None else max(position, len(text) - longest)
+        for match in search.finditer(text, position):
+            begin, end = match.span()
+            if begin >= limit:
+                break
+            token = by_text[match.group()]
+            if token.single_word and (_is_word(text[begin - 1 : begin]) or _is_word(text[end : end + 1])):
+                position = end
+                continue
+            stop = len(text) - len(text[end:].lstrip(_WHITE_SPACE)) if token.rstrip else end
+            if stop == len(text) and token.rstrip and block is not None:
+                limit = begin  # more white space may follow
+                break
+            if token.lstrip:
+                begin = max(start, len(text[:begin].rstrip(_WHITE_SPACE)))
+            if begin > start:
+                yield text[start:begin]
+            yield token
+            start, position = stop, end
+        position = max(position, limit)
+        sure = text[start:limit].rstrip(_WHITE_SPACE) if has_lstrip and block is not None else text[start:limit]
+        if sure:
+            yield sure
+            start += len(sure)
+        kept = max(0, min(start, position) - 1)  # one character before, for ``single_word``
+        text, start, position = text[kept:], start - kept, position - kept
+        min_length = 2 * len(text)  # doubling bounds repeated searches of white space
+
+
+def _is_word(character: str) -> bool:
+    return _WORD_CHARACTER.match(character) is not None

@@ -1,0 +1,57 @@
+"""tokenizer_config.json: the options of a saved tokenizer."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lm.common.errors import UserError
+from lm.common.json_files import read_json
+from lm.tokenizer.added_tokens import AddedToken
+from lm.tokenizer.parts import TokenizerParts
+
+FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
+
+
+def write_config(path: Path, parts: TokenizerParts) -> None:
+    """Write the options of a tokenizer: all but vocabulary and merges. Options with their defaults are left out."""
+    config: dict[str, Any] = {"special_tokens": parts.special_tokens, "pattern": parts.pattern}
+    if parts.ignore_merges:
+        config["ignore_merges"] = True
+    if parts.normalizer:
+        config["normalizer"] = parts.normalizer
+    if parts.added_tokens:
+        config["added_tokens"] = [asdict(token) for token in parts.added_tokens]
+    path.write_text(json.dumps(config, ensure_ascii=False, indent=1), "utf-8")
+
+
+def read_config(path: Path) -> TokenizerParts:
+    """Read the options of a tokenizer, without vocabulary and merges. Raises UserError for a malformed file."""
+    config = read_json(path)
+    try:
+        specials, pattern = config["special_tokens"], config["pattern"]
+        pattern = pattern if isinstance(pattern, str) else tuple(pattern)
+        ignore_merges, normalizer = config.get("ignore_merges", False), config.get("normalizer")
+        tokens = [parse_added_token(token) for token in config.get("added_tokens", [])]
+        is_valid = (
+            isinstance(specials, list)
+            and all(type(text) is str for text in (*specials, *pattern))
+            and type(ignore_merges) is bool
+            and isinstance(normalizer, str | None)
+        )
+    except (AttributeError, KeyError, TypeError):
+        is_valid = False
+    if not is_valid:
+        raise UserError(f"{path} does not name special_tokens, pattern and other options; save the tokenizer again.")
+    return TokenizerParts({}, [], specials, pattern, ignore_merges, normalizer, tokens)
+
+
+def parse_added_token(fields: Mapping[str, Any]) -> AddedToken:
+    """Return the added token of its JSON object; a missing flag is false. Raises KeyError or TypeError for another
+    object."""
+    token = AddedToken(fields["content"], id=fields.get("id"), **{flag: fields.get(flag, False) for flag in FLAGS})
+    is_valid = type(token.content) is str and all(type(getattr(token, flag)) is bool for flag in FLAGS)
+    if not is_valid or (token.id is not None and (type(token.id) is not int or token.id < 0)):
+        raise TypeError(f"the added token {fields!r}")
+    return token

@@ -1,0 +1,106 @@
+"""The pre_tokenizers of a tokenizer.json split like Hugging Face's, in our pattern and in its export."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lm.common.errors import UserError
+from lm.text.patterns import PATTERNS
+from lm.text.pretokenize import Pattern, pretokenize
+from lm.tokenizer.formats.gpt2 import unicode_to_bytes
+from lm.tokenizer.formats.oniguruma import from_oniguruma, to_oniguruma
+from lm.tokenizer.formats.pre_tokenizer import format_pre_tokenizer, parse_pre_tokenizer
+from tests.helpers.examples import examples
+from tests.helpers.families import DEEPSEEK3, GPT4O
+from tests.helpers.tokenizers import CUSTOM_PATTERN, stable_text
+
+ODD = [*"aZ09²½Ⅷ,$+!<|' \n\r\t\x85\xa0é", "'s", "'LL", "\r\n", "日本", "かな", "e\u0301", "123456"]
+texts = st.lists(st.sampled_from(ODD) | stable_text, max_size=12).map("".join)
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+ENDING = [BYTE_LEVEL, {**BYTE_LEVEL, "use_regex": False}]
+
+
+def split(pattern: str, kind: str = "Regex", **changed: Any) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {kind: pattern}, "behavior": "Isolated", "invert": False, **changed}
+
+
+STEPS = [
+    {"type": "Digits", "individual_digits": True},
+    {"type": "Digits", "individual_digits": False},
+    {"type": "Punctuation", "behavior": "Isolated"},
+    {"type": "Punctuation", "behavior": "Contiguous"},
+    split("a.", "String"),
+    split(r"\p{N}{1,3}", invert=True),
+    split(r"\d{1,2}+"),
+    split(r"(?:a|\d){1,2}+ ?"),
+    split(r"^\s|\s$"),
+    split(r"\A.|.\z|a\Z"),
+    split(r"(?m:a.)|(?i:Z)[\x61\p{Lu}]?"),
+    split(PATTERNS["llama3"], behavior="Removed", invert=True),
+    *(split(pattern) for pattern in (*PATTERNS.values(), *DEEPSEEK3, GPT4O)),
+]
+
+
+def hf_pretokenize(pre_tokenizer: dict[str, Any], text: str) -> list[bytes]:
+    hf = pytest.importorskip("tokenizers", reason="the Hugging Face library is not installed")
+    content = {"pre_tokenizer": pre_tokenizer, "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    splitter = hf.Tokenizer.from_str(json.dumps(content)).pre_tokenizer
+    return [unicode_to_bytes(piece) for piece, _ in splitter.pre_tokenize_str(text)]
+
+
+def our_pretokens(text: str, pattern: Pattern) -> list[bytes]:
+    return [pretoken.encode() for pretoken in pretokenize(text, pattern)]
+
+
+@examples(500)
+@given(st.lists(st.sampled_from(STEPS), max_size=3), st.sampled_from(ENDING), texts)
+def test_sequences_split_like_hugging_face(steps: list[dict[str, Any]], ending: dict[str, Any], text: str) -> None:
+    pattern = parse_pre_tokenizer([*steps, ending])
+    expected = hf_pretokenize({"type": "Sequence", "pretokenizers": [*steps, ending]}, text)
+    assert our_pretokens(text, pattern) == expected
+    assert hf_pretokenize(format_pre_tokenizer(pattern), text) == expected
+
+
+@examples(500)
+@given(st.sampled_from([*PATTERNS.values(), CUSTOM_PATTERN, GPT4O, DEEPSEEK3, ()]), texts)
+def test_hugging_face_splits_an_exported_pattern_alike(pattern: Pattern, text: str) -> None:
+    exported = format_pre_tokenizer(pattern)
+    assert hf_pretokenize(exported, text) == our_pretokens(text, pattern)
+    assert parse_pre_tokenizer(exported.get("pretokenizers", [exported])) == pattern
+
+
+@pytest.mark.parametrize(
+    ("oniguruma", "ours"),
+    [
+        ("a{2}+", "(?:a{2})+"),
+        (r"[+{}]{1,3}+b", r"(?:[+{}]{1,3})+b"),
+        (r"(?:(a|\)){,2}){3,}+", r"(?:(?:(a|\)){,2}){3,})+"),
+        (r"\{1}+", r"\{1}+"),
+        (r"^[^$^]\$$", r"(?m:^)[^$^]\$(?m:$)"),
+        (r"(?mi:.)(?<!\Ax)\z|\Z", r"(?si:.)(?<!^x)\Z|$"),
+    ],
+)
+def test_the_syntax_of_oniguruma_is_translated(oniguruma: str, ours: str) -> None:
+    assert from_oniguruma(oniguruma) == ours
+
+
+@pytest.mark.parametrize("pattern", [r"a{2}+|[\]{]{1,3}+", r"(?s:.)$", r"^a++|\Z|\A"])
+def test_a_pattern_of_ours_survives_the_translation(pattern: str) -> None:
+    @examples(50)
+    @given(st.text(st.sampled_from("a]{b\n ")))
+    def splits_alike(text: str) -> None:
+        assert our_pretokens(text, from_oniguruma(to_oniguruma(pattern))) == our_pretokens(text, pattern)
+        assert hf_pretokenize(format_pre_tokenizer(pattern), text) == our_pretokens(text, pattern)
+
+    splits_alike()
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"\h+", r"a\Gb", r"[\h]", "[a[bc]]", "[a&&b]", "a(?i)b", r"(?x-a:b)", r"(a)\1", r"\x{61}"]
+)
+def test_syntax_of_another_meaning_is_rejected_by_name(pattern: str) -> None:
+    with pytest.raises(UserError, match=r"of the pretoken pattern .* is not supported"):
+        parse_pre_tokenizer([split(pattern), BYTE_LEVEL])
