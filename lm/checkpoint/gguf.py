@@ -30,7 +30,11 @@ _FILE_TYPES = {"float32": "ALL_F32", "bfloat16": "MOSTLY_BF16", "q8_0": "MOSTLY_
 _BLOCK_SIZE = 32  # numbers of a row that share a scale in Q8_0
 # llama.cpp's pretokenizer of each pattern. "llama-bpe" has Llama 3's pattern too, but takes a pretoken that is a token
 # as it is and adds a token before each text; "smaug-bpe" merges, as our tokenizers do.
-_PRETOKENIZERS: dict[Pattern, str] = {PATTERNS["gpt2"]: "gpt-2", PATTERNS["llama3"]: "smaug-bpe", PATTERNS["qwen2"]: "qwen2"}
+_PRETOKENIZERS: dict[Pattern, str] = {
+    PATTERNS["gpt2"]: "gpt-2",
+    PATTERNS["llama3"]: "smaug-bpe",
+    PATTERNS["qwen2"]: "qwen2",
+}
 _MODULE_NAMES = {  # ours → GGUF's, in a block
     "attn.q_proj": "attn_q",
     "attn.k_proj": "attn_k",

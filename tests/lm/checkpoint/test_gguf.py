@@ -170,7 +170,7 @@ def test_unsupported_models_are_refused(
         (make_tokenizer(PATTERNS["cl100k"], [END_OF_TEXT], 9), "tokenizer.pattern 'cl100k' cannot be exported"),
         (Tokenizer(TOKENIZER.vocab, TOKENIZER.merges, [END_OF_TEXT], ignore_merges=True), "ignore_merges cannot be"),
         (Tokenizer(TOKENIZER.vocab, TOKENIZER.merges, [END_OF_TEXT], normalizer="NFC"), "normalizer cannot be"),
-        (with_added_token(AddedToken("<mask>", lstrip=True)), "added_tokens cannot be"),
+        (with_added_token(AddedToken("<|a b|>", lstrip=True)), "added_tokens cannot be"),
         (make_tokenizer(special_tokens=[], merges=9), "no special token"),
         (bytes_tokenizer([END_OF_TEXT]), "no merges"),
     ],
