@@ -1,7 +1,9 @@
-"""Build a model from the weights of another project: its config fields, tensor names and shards."""
+"""Build a model from the weights of another project: its config fields, tensor names and shards. Name the options that
+another project lacks."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -125,3 +127,18 @@ def _join_parts(parts: list[Tensor], shape: torch.Size) -> Tensor | None:
         if size % len(parts) == 0 and all(part.shape == piece_shape for part in parts):
             return torch.cat(parts, dim)
     return None
+
+
+def check_is_expressible(config: ModelConfig, expressible: Collection[str], reader: str) -> None:
+    """Raise UserError if an option that ``reader`` does not know, one not in ``expressible``, differs from its default.
+
+    The defaults describe a Llama, so options that are added later are refused without being listed.
+    """
+    defaults = type(config)()
+    for option in (field.name for field in fields(config) if field.name not in expressible):
+        value, default = getattr(config, option), getattr(defaults, option)
+        if value != default:
+            raise UserError(
+                f"model.{option} {value!r} cannot be exported: {reader} supports only {default!r}; train a model with "
+                "that."
+            )

@@ -3,7 +3,6 @@
 import math
 import os
 import re
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -11,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from lm.checkpoint.atomic_dir import sync_path
+from lm.checkpoint.external_weights import check_is_expressible
 from lm.common.errors import UserError
 from lm.data.chat_template import END_TOKEN, has_chat_tokens, make_jinja_template
 from lm.model.config import ModelConfig
@@ -119,15 +119,8 @@ def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_typ
 
 
 def _check_model(config: ModelConfig, weight_type: GGUFType) -> None:
-    """Raise UserError for an option that GGUF's architectures lack. Options that are added later are refused too."""
-    defaults = type(config)()
-    for option in (field.name for field in fields(config) if field.name not in _EXPRESSIBLE_OPTIONS):
-        value, default = getattr(config, option), getattr(defaults, option)
-        if value != default:
-            raise UserError(
-                f"model.{option} {value!r} cannot be exported to GGUF, which supports only {default!r}; train a model "
-                "with that."
-            )
+    """Raise UserError for an option that GGUF's architectures lack, and for rows that do not fit q8_0."""
+    check_is_expressible(config, _EXPRESSIBLE_OPTIONS, "llama.cpp")
     for option in ("d_model", "d_ff"):
         if weight_type == "q8_0" and getattr(config, option) % _BLOCK_SIZE:
             raise UserError(

@@ -3,7 +3,6 @@ QK-norm, and of their relatives with experts (:mod:`lm.checkpoint.hugging_face_m
 with a sliding window."""
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from lm.checkpoint.external_weights import (
     FieldTable,
     assemble_model,
     check_fixed_fields,
+    check_is_expressible,
     read_field,
     read_json_object,
     read_model_config,
@@ -79,7 +79,11 @@ _CLASSES = {
     **{model_type: architecture.class_name for model_type, architecture in ARCHITECTURES.items()},
 }
 _MISTRAL_WINDOW = 4096  # tokens, if the config states none; null means no window
-_INITIAL_OPTIONS = {"zero_init_residual"}  # they decide the initial weights only
+_EXPRESSIBLE_OPTIONS = {
+    *(ours for ours, _ in _FIELDS.values()),
+    *("qk_norm", "qkv_bias", "moe", "rope_scaling"),
+    "zero_init_residual",  # decides the initial weights only
+}
 
 
 def load_hugging_face(
@@ -146,7 +150,7 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise UserError(f"{directory} already exists; name a new or an empty directory.")
     config = model.config
-    _check_is_expressible(config)
+    check_is_expressible(config, _EXPRESSIBLE_OPTIONS, "Hugging Face's Llama")
     model_type = _choose_architecture(config)
     if tokenizer.size > (config.vocab_size or 0):
         raise UserError(
@@ -237,24 +241,6 @@ def _choose_architecture(config: ModelConfig) -> str:
     if config.moe is not None:
         return choose_moe_architecture(config)
     return "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
-
-
-def _check_is_expressible(config: ModelConfig) -> None:
-    """Raise UserError if an option that ``config.json`` cannot express differs from its default.
-
-    The defaults describe a Llama, so options that are added later are refused without being listed here.
-    """
-    expressible = (
-        {ours for ours, _ in _FIELDS.values()} | {"qk_norm", "qkv_bias", "moe", "rope_scaling"} | _INITIAL_OPTIONS
-    )
-    defaults = type(config)()
-    for option in (field.name for field in fields(config) if field.name not in expressible):
-        value, default = getattr(config, option), getattr(defaults, option)
-        if value != default:
-            raise UserError(
-                f"model.{option} {value!r} cannot be exported: Hugging Face's Llama supports only {default!r}; train a "
-                "model with that."
-            )
 
 
 def _read_all_safetensors(directory: Path) -> dict[str, Tensor]:

@@ -144,12 +144,12 @@ def test_metadata_describe_model_and_tokenizer(tmp_path: Path, pattern: str, pre
 @pytest.mark.parametrize(
     ("options", "weight_type", "message"),
     [
-        ({"logit_softcap": 30.0}, "float32", "model.logit_softcap 30.0 cannot be exported to GGUF"),
+        ({"logit_softcap": 30.0}, "float32", "model.logit_softcap 30.0 cannot be exported: llama.cpp"),
         ({"norm_placement": "post"}, "float32", "model.norm_placement 'post' .* supports only 'pre'"),
         ({"norm_placement": "none"}, "bfloat16", "model.norm_placement 'none' .* supports only 'pre'"),
         ({"position_encoding": "none"}, "q8_0", "model.position_encoding 'none' .* supports only 'rope'"),
         ({"feed_forward": "relu2"}, "float32", "model.feed_forward 'relu2' .* supports only 'swiglu'"),
-        ({"moe": MoEConfig()}, "float32", "model.moe .* cannot be exported to GGUF"),
+        ({"moe": MoEConfig()}, "float32", "model.moe .* cannot be exported: llama.cpp"),
         ({"vocab_size": 300}, "float32", "do not belong together"),
         ({"d_model": 72}, "q8_0", "model.d_model 72 is not a multiple of 32"),
         ({"d_ff": 100}, "q8_0", "model.d_ff 100 is not a multiple of 32"),
