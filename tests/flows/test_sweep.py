@@ -318,7 +318,7 @@ def test_silu_and_swiglu_have_equally_many_parameters() -> None:
         assert swiglu == silu
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_trainings_at_once_give_the_table_of_one_at_a_time(
     finished: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
