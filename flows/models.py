@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # (stage of the model, stage of its tokenizer); of a run with several, the first is its result.
-RESULT_STAGES = (("ppo", "base"), ("reinforce", "base"), ("preference", "base"), ("sft", "base"), ("train", "merge"))
-PRETRAINED_STAGES = RESULT_STAGES[-1:]
+# A pretraining that continued from another model has the tokenizer of that.
+PRETRAINED_STAGES = (("train", "merge"), ("train", "import"), ("train", "base"))
+RESULT_STAGES = (("ppo", "base"), ("reinforce", "base"), ("preference", "base"), ("sft", "base"), *PRETRAINED_STAGES)
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def resolve_tokenizer(name: str, root: str) -> "TextTokenizer":
     runs = _run_names(store)
     for run in [name] if name in runs else reversed(runs) if not name else []:
         stages = (_read_run(store, run) or {"stages": {}})["stages"]
-        for stage in ("base", "merge"):
+        for stage in ("base", "merge", "import"):
             if stage in stages:
                 return Tokenizer.load(read_output(store, Ref(stage, stages[stage]["key"])).directory("tokenizer"))
     if not name or name in runs:
