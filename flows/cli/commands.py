@@ -22,7 +22,7 @@ from flows.cli.summary import (
     format_teaching,
 )
 from flows.config import PipelineConfig, StageName, has_demo_model
-from flows.models import resolve_model
+from flows.models import RunModel, resolve_model
 from flows.plan import cached_run, plan
 from flows.posttrain_config import PosttrainConfig, PosttrainStage
 from flows.run_record import absolute_root, run_name
@@ -219,12 +219,14 @@ def tokenizers_command(options: Namespace) -> None:
 
 def export_command(options: Namespace) -> None:
     """Write a model as a Hugging Face directory."""
+    from flows.model_card import training_details
     from lm.checkpoint.hugging_face import save_hugging_face
     from lm.tokenizer.text_tokenizer import require_byte_level
 
     resolved = resolve_model(options.model, options.root)
     model, tokenizer = resolved.load("cpu")
-    save_hugging_face(model, require_byte_level(tokenizer, resolved.name), Path(options.directory))
+    details = training_details(resolved) if isinstance(resolved, RunModel) else ""
+    save_hugging_face(model, require_byte_level(tokenizer, resolved.name), Path(options.directory), details)
     print(f"Exported to {options.directory}. transformers' from_pretrained can load it.")
 
 
