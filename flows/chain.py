@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from flows.config import PipelineConfig
+from flows.config import PipelineConfig, load_preset
+from flows.start_model import StartModel, check_continued, find_start, open_start, stated_fields
 from lm.common.errors import UserError
+from lm.model.config import ModelConfig
 from lm.text.held_out import valid_fraction
 from lm.text.ingest import group_sources
 from lm.text.sources import Source
@@ -21,6 +23,7 @@ from tasks.runtime.stage import Stage
 from tasks.runtime.store import Store
 from tasks.runtime.text_groups import read_text_groups
 from tasks.sample import sample
+from tasks.start_model import read_start
 from tasks.train import train
 
 _COUNTS_PER_SUM = 32  # files of counts that are open at the same time
@@ -51,32 +54,56 @@ class Chain:
     def run(self, config: Any, inputs: Any, executor: Executor, until: str | None) -> Iterator[tuple[str, Ref]]:
         """Yield the name and the output of each stage, up to and including ``until`` (None: all stages).
 
-        Raises UserError if ``until`` is the choice for a budget, and the config has no budget.
+        Raises UserError if ``until`` is the choice for a budget, and the config has no budget, or if it makes a
+        tokenizer, and the config has that of another model.
         """
         if until == budget.name and not config.budget:
             raise UserError("There is no budget to choose a configuration for; give one, such as --budget 30m.")
+        if until in (count.name, merge.name) and config.train.init_from:
+            raise UserError(f"There is no stage {until}: the tokenizer is that of the model of train.init_from.")
         for name, ref in self.stages(config, inputs, executor):
             yield name, ref
             if name == until:
                 return
 
 
-def _find_sources(config: PipelineConfig, store: Store) -> tuple[list[Source], list[Source]]:
-    return find_sources(config.data, store)
+class PipelineInputs(NamedTuple):
+    """What the first stages need."""
+
+    train: list[Source]
+    valid: list[Source]
+    start: StartModel | None
+    """The model of ``train.init_from``."""
 
 
-def _stages(
-    config: PipelineConfig, sources: tuple[list[Source], list[Source]], executor: Executor
-) -> Iterator[tuple[str, Ref]]:
-    specials, pattern, separator = config.tokenizer.special_tokens, config.tokenizer.pattern, config.data.separator
+def _find_inputs(config: PipelineConfig, store: Store) -> PipelineInputs:
+    start = None
+    if config.train.init_from:
+        check_continued(config)
+        start = find_start(config.train.init_from, store)
+    return PipelineInputs(*find_sources(config.data, store), start)
 
-    train_sources, valid_sources = sources
+
+def _stages(config: PipelineConfig, inputs: PipelineInputs, executor: Executor) -> Iterator[tuple[str, Ref]]:
+    specials: Any = config.tokenizer.special_tokens
+    pattern: Any = config.tokenizer.pattern
+    separator = config.data.separator
+
+    train_sources, valid_sources, start = inputs
+    settings: list[Any] = [config.chunk, config.tokenizer, config.model, config.train]
+    start_model: list[Ref] = []
+    if start is not None:
+        model, tokenizer = open_start(start, executor.call)
+        yield tokenizer.stage, tokenizer
+        stated = stated_fields(config.model, load_preset("demo").model, ModelConfig())
+        read = [*executor.read(read_start, model, tokenizer, stated, separator)]
+        specials, pattern, settings[2] = read if len(read) > 1 else read * 3  # not imported yet
+        start_model = [model]
     fraction = 0.0 if valid_sources else valid_fraction(config.data, sum(source.bytes for source in train_sources))
     train_ingested = executor.map(ingest_group, "ingest-train", group_sources(train_sources), fraction, config.data)
     valid_ingested = executor.map(ingest_group, "ingest-valid", group_sources(valid_sources), fraction, config.data)
     texts = executor.call(ingest, train_ingested, valid_ingested, fraction, config.data)
     yield "ingest", texts
-    settings: list[Any] = [config.chunk, config.tokenizer, config.model, config.train]
     if config.budget:
         choice = executor.call(budget, texts, config.budget, machine_kind(config.execution))
         yield "budget", choice
@@ -92,22 +119,25 @@ def _stages(
     chunks = executor.call(chunk, train_cuts, valid_cuts)
     yield "chunk", chunks
     train_groups = executor.read(read_groups, chunks, train_texts, train_cuts, "train")
-    parts = executor.map(count_group, "count", train_groups, specials, pattern)
-    while len(parts) > _COUNTS_PER_SUM:
-        batches = [parts[start : start + _COUNTS_PER_SUM] for start in range(0, len(parts), _COUNTS_PER_SUM)]
-        parts = executor.map(count_sum, "count-sum", batches)
-    counts = executor.call(count, parts)
-    yield "count", counts
-    tokenizer = executor.call(merge, counts, tokenizer_config)
-    yield "merge", tokenizer
+    if start is None:
+        parts = executor.map(count_group, "count", train_groups, specials, pattern)
+        while len(parts) > _COUNTS_PER_SUM:
+            batches = [parts[first : first + _COUNTS_PER_SUM] for first in range(0, len(parts), _COUNTS_PER_SUM)]
+            parts = executor.map(count_sum, "count-sum", batches)
+        counts = executor.call(count, parts)
+        yield "count", counts
+        tokenizer = executor.call(merge, counts, tokenizer_config)
+        yield "merge", tokenizer
     valid_groups = executor.read(read_groups, chunks, valid_texts, valid_cuts, "valid")
     train_shards = executor.map(encode_group, "encode-train", train_groups, tokenizer, separator)
     valid_shards = executor.map(encode_group, "encode-valid", valid_groups, tokenizer, separator)
     index = executor.call(encode, train_shards, valid_shards, tokenizer, separator)
     yield "encode", index
-    model = executor.call(train, index, train_shards, valid_shards, tokenizer, model_config, train_config)
-    yield "train", model
-    yield "sample", executor.call(sample, model, tokenizer, config.sample)
+    trained = executor.call(
+        train, index, train_shards, valid_shards, tokenizer, model_config, train_config, *start_model
+    )
+    yield "train", trained
+    yield "sample", executor.call(sample, trained, tokenizer, config.sample)
 
 
-PIPELINE = Chain(_find_sources, _stages)
+PIPELINE = Chain(_find_inputs, _stages)

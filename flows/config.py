@@ -50,7 +50,8 @@ class PipelineConfig:
     """How the work runs on this machine. It never causes a stage to run again."""
 
     def __post_init__(self) -> None:
-        if self.data.separator not in self.tokenizer.special_tokens:
+        has_own_tokenizer = not self.train.init_from
+        if has_own_tokenizer and self.data.separator not in self.tokenizer.special_tokens:
             raise UserError(
                 f"data.separator {self.data.separator!r} is not among tokenizer.special_tokens "
                 f"{self.tokenizer.special_tokens}; add it there."

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # (stage of the model, stage of its tokenizer); of a run with several, the first is its result.
-RESULT_STAGES = (("ppo", "base"), ("reinforce", "base"), ("preference", "base"), ("sft", "base"), ("train", "merge"))
-PRETRAINED_STAGES = RESULT_STAGES[-1:]
+# A pretraining that continued from another model has the tokenizer of that.
+PRETRAINED_STAGES = (("train", "merge"), ("train", "import"), ("train", "base"))
+RESULT_STAGES = (("ppo", "base"), ("reinforce", "base"), ("preference", "base"), ("sft", "base"), *PRETRAINED_STAGES)
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def resolve_model(name: str, root: str) -> RunModel | DirectoryModel:
         return latest_model(store, root)
     runs = _run_names(store)
     if name in runs:
-        record = _read_run(store, name)
+        record = read_run(store, name)
         if not record:
             raise UserError(f"The run record {store.url('runs', name)}.json is damaged; run the pipeline again.")
         if model := _find_result(store, name, record):
@@ -112,8 +113,8 @@ def resolve_tokenizer(name: str, root: str) -> "TextTokenizer":
     store = Store(absolute_root(root))
     runs = _run_names(store)
     for run in [name] if name in runs else reversed(runs) if not name else []:
-        stages = (_read_run(store, run) or {"stages": {}})["stages"]
-        for stage in ("base", "merge"):
+        stages = (read_run(store, run) or {"stages": {}})["stages"]
+        for stage in ("base", "merge", "import"):
             if stage in stages:
                 return Tokenizer.load(read_output(store, Ref(stage, stages[stage]["key"])).directory("tokenizer"))
     if not name or name in runs:
@@ -130,7 +131,7 @@ def resolve_tokenizer(name: str, root: str) -> "TextTokenizer":
 def latest_model(store: Store, root: str, stages: Sequence[tuple[str, str]] = RESULT_STAGES) -> RunModel:
     """Return the model of the latest run that has one of ``stages``. Raises UserError if there is no such run."""
     for name in reversed(_run_names(store)):
-        record = _read_run(store, name)
+        record = read_run(store, name)
         if record is None:
             log.warning("The run record %s.json is damaged and is skipped.", store.url("runs", name))
         elif model := _find_result(store, name, record, stages):
@@ -155,5 +156,6 @@ def _run_names(store: Store) -> list[str]:
     return [file.stem for file in files if file.suffix == ".json" and file.stem != "latest"]
 
 
-def _read_run(store: Store, name: str) -> dict[str, Any] | None:
+def read_run(store: Store, name: str) -> dict[str, Any] | None:
+    """Return the record of a run; None if it is damaged or missing."""
     return read_record(RunRecord, store, "runs", f"{name}.json")

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from flows.chain import Chain, Executor
-from flows.models import PRETRAINED_STAGES, DirectoryModel, RunModel, latest_model, resolve_model
+from flows.models import PRETRAINED_STAGES, latest_model
 from flows.posttrain_config import PosttrainConfig
+from flows.start_model import StartModel, find_start, open_start
 from lm.text.sources import Source
 from tasks.base import base
 from tasks.dialogs import dialogs, find_dialog_sources
 from tasks.evaluate import evaluate
-from tasks.import_model import find_model_files, import_model
 from tasks.ppo import ppo
 from tasks.preference import preference
 from tasks.reinforce import reinforce
@@ -25,27 +25,19 @@ METHODS = {"sft": sft, "preference": preference, "reward_model": reward_model, "
 class PosttrainInputs(NamedTuple):
     """What the first stages need."""
 
-    model: RunModel | list[Source]
-    """The model to start from: that of a run, or its files."""
+    model: StartModel
+    """The model to start from."""
     sources: list[list[Source]]
     """Sources of the dialogs and the problems, see :func:`tasks.dialogs.find_dialog_sources`."""
 
 
 def _find_inputs(config: PosttrainConfig, store: Store) -> PosttrainInputs:
-    if config.base:
-        found: RunModel | DirectoryModel = resolve_model(config.base, store.base)
-    else:
-        found = latest_model(store, store.base, PRETRAINED_STAGES)
-    model = found if isinstance(found, RunModel) else find_model_files(found.directory, store)
+    model = find_start(config.base, store) if config.base else latest_model(store, store.base, PRETRAINED_STAGES)
     return PosttrainInputs(model, find_dialog_sources(config.dialogs, store))
 
 
 def _stages(config: PosttrainConfig, inputs: PosttrainInputs, executor: Executor) -> Iterator[tuple[str, Ref]]:
-    if isinstance(inputs.model, RunModel):
-        model, tokenizer = inputs.model.model.ref, inputs.model.tokenizer.ref
-    else:
-        model = tokenizer = executor.call(import_model, inputs.model)
-    start = executor.call(base, model, tokenizer)
+    start = executor.call(base, *open_start(inputs.model, executor.call))
     yield "base", start
     data = executor.call(dialogs, *inputs.sources, config.dialogs)
     yield "dialogs", data

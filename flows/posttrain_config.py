@@ -56,6 +56,12 @@ class PosttrainConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self, "posttrain")
+        for name in get_args(Method):
+            section = getattr(self, name)
+            if (section if isinstance(section, TrainConfig) else section.train).init_from:
+                raise UserError(
+                    f"{name} starts from the model before it; name the first one in base, not in init_from."
+                )
         if not self.methods:
             raise UserError(f"methods is empty; name at least one of {', '.join(get_args(Method))}.")
         if "ppo" in self.methods and "reward_model" not in self.methods:

@@ -87,7 +87,8 @@ class SweepConfig:
         """Return the point with these settings of the axes. Raises UserError, with its ``name``, if it is not valid."""
         try:
             point = make_point(self._base_fields, settings, self.derive)
-            pipeline_config(point)
+            if pipeline_config(point).train.init_from:
+                raise UserError("the points of a sweep train new models; leave train.init_from out")
         except UserError as error:
             raise UserError(f"{self._describe(name, settings)}: {error}") from None
         return point

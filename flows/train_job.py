@@ -52,6 +52,7 @@ def write_train_job(config: PipelineConfig, root: str) -> str:
         valid_files=valid_urls,
         tokenizer_path=inputs["tokenizer"].file_url("tokenizer"),
         execution=config.execution,
+        start_path=start.file_url(start.json("training.json")["best"]) if (start := inputs.get("start")) else "",
     )
     for url, shard in zip([*train_urls, *valid_urls], [*train_shards, *valid_shards], strict=True):
         (tokens,) = (file for file in shard.manifest["files"] if file["path"] == "tokens.bin")

@@ -5,9 +5,9 @@ from tasks.pages import posttrain as pages
 from tasks.runtime.context import Attempt
 from tasks.runtime.machine import training_slot
 from tasks.runtime.output import Output
-from tasks.runtime.posttraining import best_checkpoint, make_posttrain_job, reward_weights
+from tasks.runtime.posttraining import make_posttrain_job, reward_weights
 from tasks.runtime.stage import stage
-from tasks.runtime.training import run_training
+from tasks.runtime.training import best_checkpoint, run_training
 
 
 @stage("ppo", page=pages.training, slot=lambda execution: training_slot(execution.max_trainings), is_resumable=True)

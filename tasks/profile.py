@@ -25,6 +25,7 @@ def profile(
     tokenizer: Output,
     model: ModelConfig,
     config: TrainConfig,
+    start: Output | None = None,
 ) -> dict[str, Any]:
     """Measure ``steps`` steps of the training with these inputs, in the processes of ``run.execution``.
 
@@ -40,9 +41,11 @@ def profile(
         for shards in (train_shards, valid_shards)
     )
     tokenizer_path = str(tokenizer.directory("tokenizer").resolve())
-    job = ProfileJob.of(
-        make_job(index, tokenizer, model, config, train_files, valid_files, tokenizer_path, run.execution), steps
+    start_path = str(start.directory(start.json("training.json")["best"]).resolve()) if start else ""
+    job = make_job(
+        index, tokenizer, model, config, train_files, valid_files, tokenizer_path, run.execution, start, start_path
     )
+    job = ProfileJob.of(job, steps)
     path = out / "job.json"
     job.write(path)
     with training_slot(run.execution.max_trainings):

@@ -12,7 +12,7 @@ from tasks.runtime.context import Attempt
 from tasks.runtime.machine import training_slot
 from tasks.runtime.output import Output
 from tasks.runtime.stage import stage
-from tasks.runtime.training import relative_path, run_training
+from tasks.runtime.training import best_checkpoint, relative_path, run_training
 
 if TYPE_CHECKING:
     from lm.train.job import Job
@@ -27,14 +27,21 @@ def train(
     tokenizer: Output,
     model: ModelConfig,
     config: TrainConfig,
+    start: Output | None = None,
 ) -> None:
-    """Train the model. Resume from the last checkpoint of an unfinished attempt, if there is one."""
+    """Train the model, from the best checkpoint of ``start`` if it is given, else from new weights.
+
+    Resume from the last checkpoint of an unfinished attempt, if there is one.
+    """
     train_files, valid_files = (
         out.run.store.map(lambda shard: relative_path(out, shard.path("tokens.bin")), shards)
         for shards in (train_shards, valid_shards)
     )
     tokenizer_path = relative_path(out, tokenizer.directory("tokenizer"))
-    job = make_job(index, tokenizer, model, config, train_files, valid_files, tokenizer_path, out.run.execution)
+    start_path = best_checkpoint(out, start) if start else ""
+    job = make_job(
+        index, tokenizer, model, config, train_files, valid_files, tokenizer_path, out.run.execution, start, start_path
+    )
     run_training(out, job, pages.unfinished_training)
 
 
@@ -47,8 +54,11 @@ def make_job(
     valid_files: list[str],
     tokenizer_path: str,
     execution: Execution,
+    start: Output | None = None,
+    start_path: str = "",
 ) -> "Job":
-    """Return the job of a training. The paths, or URLs, are those where the training reads its inputs.
+    """Return the job of a training. The paths, or URLs, are those where the training reads its inputs; ``start_path``
+    is that of a checkpoint of ``start``.
 
     Raises UserError if the shards were made with another tokenizer.
     """
@@ -64,7 +74,12 @@ def make_job(
         valid=valid_files,
         tokenizer=tokenizer_path,
         bytes_per_token=_bytes_per_token(content["valid" if valid_files else "train"], content["separator"]),
-        digests={"tokenizer": tokenizer.digest, "shards": index.digest},
+        digests={
+            "tokenizer": tokenizer.digest,
+            "shards": index.digest,
+            **({"start": start.digest} if start else {}),
+        },
+        start=start_path,
         out=".",
         execution=execution,
     )

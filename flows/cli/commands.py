@@ -22,7 +22,7 @@ from flows.cli.summary import (
     format_teaching,
 )
 from flows.config import PipelineConfig, StageName, has_demo_model
-from flows.models import resolve_model
+from flows.models import RunModel, resolve_model
 from flows.plan import cached_run, plan
 from flows.posttrain_config import PosttrainConfig, PosttrainStage
 from flows.run_record import absolute_root, run_name
@@ -219,6 +219,7 @@ def tokenizers_command(options: Namespace) -> None:
 
 def export_command(options: Namespace) -> None:
     """Write a model as a Hugging Face directory, or with ``--gguf`` as a file for llama.cpp."""
+    from flows.model_card import training_details
     from lm.checkpoint.gguf import save_gguf
     from lm.checkpoint.hugging_face import save_hugging_face
     from lm.tokenizer.text_tokenizer import require_byte_level
@@ -229,7 +230,8 @@ def export_command(options: Namespace) -> None:
     if options.gguf:
         save_gguf(model, tokenizer, path, options.gguf)
     else:
-        save_hugging_face(model, tokenizer, path)
+        details = training_details(resolved) if isinstance(resolved, RunModel) else ""
+        save_hugging_face(model, tokenizer, path, details)
     reader = "llama.cpp" if options.gguf else "transformers' from_pretrained"
     print(f"Exported to {path}. {reader} can load it.")
 

@@ -30,6 +30,7 @@ from lm.checkpoint.hugging_face_moe import (
     split_experts,
 )
 from lm.checkpoint.hugging_face_rope import flatten_rope_fields, read_rope_scaling, rope_fields
+from lm.checkpoint.model_card import make_model_card
 from lm.checkpoint.safe_load import read_safetensors
 from lm.common.errors import UserError
 from lm.common.json_files import read_json
@@ -137,14 +138,14 @@ def load_hugging_face(
     return model
 
 
-def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Path) -> None:
+def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Path, details: str = "") -> None:
     """Write a directory for transformers' ``AutoModelForCausalLM`` and ``AutoTokenizer``, atomically.
 
     A model with QK-norm becomes a Qwen3, one with biases a Qwen2, others a Llama; with experts, a Qwen3-MoE, a Mixtral
     or, with sigmoid affinities, a GLM-4-MoE. The weights keep the model's dtype. Generation stops at any special token.
-    If the tokenizer has the tokens of the chat template, ``apply_chat_template`` works. Raises UserError if
-    ``directory`` is not new or empty, if that architecture lacks an option of the model, or if the tokenizer has more
-    ids than the model.
+    If the tokenizer has the tokens of the chat template, ``apply_chat_template`` works. The model card, ``README.md``,
+    ends with ``details``, sections of Markdown. Raises UserError if ``directory`` is not new or empty, if that
+    architecture lacks an option of the model, or if the tokenizer has more ids than the model.
     """
     directory = directory.resolve()
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
@@ -204,6 +205,8 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
     with atomic_directory(directory) as temporary:
         save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})  # transformers 4 requires it
         tokenizer.save_tokenizer_json(temporary / "tokenizer.json")
+        card = make_model_card(directory.name, _CLASSES[model_type], model, tokenizer, details)
+        (temporary / "README.md").write_text(card, encoding="utf-8")
         for name, content in contents.items():
             (temporary / name).write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
 

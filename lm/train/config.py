@@ -4,8 +4,8 @@ Importing this module does not import torch, so that the command line starts fas
 """
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
 from lm.common.errors import UserError
@@ -17,6 +17,9 @@ class TrainConfig:
 
     __pydantic_config__ = PYDANTIC_CONFIG
 
+    init_from: str = ""
+    """Model to continue from, with its tokenizer and its architecture: a run below the root, or a directory of Hugging
+    Face or Meta. Default: a new model."""
     steps: int = bounded_field(5_000, ge=1)
     """Optimizer steps."""
     batch_size: int = bounded_field(32, ge=1)
@@ -87,6 +90,11 @@ class TrainConfig:
                 f"train.warmup_steps {self.warmup_steps} and the {self.decay_steps} steps of train.decay_fraction "
                 f"{self.decay_fraction} are more than train.steps {self.steps}; lower one of them."
             )
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The fields that decide the output of a stage. Of the model to continue from, its content does."""
+        return {name: value for name, value in asdict(self).items() if name != "init_from"}
 
     @property
     def decay_steps(self) -> int:

@@ -29,6 +29,8 @@ class Job(TrainingJob):
     """Directory of the tokenizer."""
     bytes_per_token: float
     """Bytes of validation text, without separators, per token."""
+    start: str = ""
+    """Directory of the checkpoint whose weights are the first ones. Default: a new model."""
     checksums: dict[str, str] = field(default_factory=dict)
     """SHA-256 of the token files that are URLs."""
 
@@ -36,21 +38,26 @@ class Job(TrainingJob):
     sections: ClassVar[dict[str, type]] = {"model": ModelConfig}
 
     def input_files(self) -> list[str]:
-        """Return the paths of the token files and the tokenizer."""
-        return [*self.train, *self.valid, self.tokenizer]
+        """Return the paths of the token files, the tokenizer and the checkpoint to start from."""
+        return [*self.train, *self.valid, self.tokenizer, *([self.start] if self.start else [])]
 
     def map_paths(self, function: Callable[[str], str]) -> None:
         """Replace each path of an input by ``function`` of it."""
         self.train, self.valid = ([function(path) for path in paths] for paths in (self.train, self.valid))
         self.checksums = {function(path): checksum for path, checksum in self.checksums.items()}
         self.tokenizer = function(self.tokenizer)
+        self.start = self.start and function(self.start)
 
     def make_trainer(self, out: Path, device: torch.device) -> Trainer:
-        """Make the trainer of a new model. Files at URLs are copied if the disk may hold them."""
+        """Make the trainer of a new model, or of that in ``start``.
+
+        Files at URLs are copied if the disk may hold them.
+        """
         tokenizer = Tokenizer.load(fetch_directory(self.tokenizer))
         paths = fetch_files([*self.valid, *self.train], self.checksums, self.execution.download_cache << 30)
         valid, train = (
             TokenShards(part, tokenizer.size) for part in (paths[: len(self.valid)], paths[len(self.valid) :])
         )
         data = TrainData(train, valid if len(valid) else None, tokenizer, self.bytes_per_token, self.digests)
-        return make_trainer(self.config, self.model, data, self.execution, out, device)
+        start = Path(fetch_directory(self.start)) if self.start else None
+        return make_trainer(self.config, self.model, data, self.execution, out, device, start)

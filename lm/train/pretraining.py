@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lm.checkpoint.safe_load import load_weights
+from lm.checkpoint.training_state import load_model
 from lm.common.device import choose_device
 from lm.common.errors import UserError
 from lm.common.runtime import Execution
@@ -134,9 +136,17 @@ def make_trainer(
     execution: Execution,
     out: Path,
     device: torch.device | None = None,
+    start: Path | None = None,
 ) -> Trainer:
-    """Make the trainer of a new model, whose initial weights depend on ``config.seed`` alone."""
+    """Make the trainer of a model with the weights of the checkpoint ``start``, or of a new one.
+
+    The initial weights of a new model depend on ``config.seed`` alone. Raises UserError if the weights of ``start`` are
+    damaged or do not fit ``model_config``.
+    """
     device = device or choose_device(execution.device)
     objective = Pretraining(config, model_config, data, device)
     torch.manual_seed(config.seed)
-    return Trainer(config, TransformerLM(model_config, device=device), objective, execution, out)
+    model = TransformerLM(model_config, device=device)
+    if start is not None:
+        load_weights(model, load_model(start, device).state_dict(), str(start))
+    return Trainer(config, model, objective, execution, out)

@@ -8,7 +8,7 @@ from lm.posttrain.config import PPOConfig, PreferenceConfig, ReinforceConfig, Re
 from lm.train.config import TrainConfig
 from tasks.runtime.context import Attempt
 from tasks.runtime.output import Output
-from tasks.runtime.training import relative_path
+from tasks.runtime.training import best_checkpoint, relative_path
 
 if TYPE_CHECKING:
     from lm.posttrain.job import PosttrainJob
@@ -59,11 +59,6 @@ def make_posttrain_job(
         out=".",
         execution=out.run.execution,
     )
-
-
-def best_checkpoint(out: Attempt, model: Output) -> str:
-    """Return the path of the best checkpoint of a training, relative to the job."""
-    return relative_path(out, model.directory(model.json("training.json")["best"]))
 
 
 def reward_weights(data: Output, weights: dict[str, float]) -> dict[str, float]:

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -251,13 +251,22 @@ def _identity(value: Any, run: RunContext) -> Any:
         if value not in run.digests:
             run.digests[value] = intact_digest(run.store, value) or read_output(run.store, value).digest
         return {value.stage: run.digests[value]}
-    if hasattr(value, "identity"):
-        return value.identity
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
+    if hasattr(value, "identity") or (is_dataclass(value) and not isinstance(value, type)):
+        return _config_identity(value)
     if isinstance(value, (list, tuple)):
         return run.store.map(lambda item: _identity(item, run), value)
     return value
+
+
+def _config_identity(value: Any) -> Any:
+    """Return the ``identity`` of an object, or the fields of a config, each by the same rule."""
+    if hasattr(value, "identity"):
+        return value.identity
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _config_identity(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, dict):
+        return {name: _config_identity(item) for name, item in value.items()}
+    return [_config_identity(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def open_input(value: Any, store: Store) -> Any:

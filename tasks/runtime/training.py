@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from lm.common.errors import Stopped, UserError
 from tasks.runtime.context import Attempt
+from tasks.runtime.output import Output
 from tasks.runtime.progress import show_progress
 from tasks.runtime.root_lock import is_locked
 from tasks.runtime.schemas import ATTEMPT_NAME
@@ -67,6 +68,11 @@ def run_training(out: Attempt, job: "TrainingJob", unfinished_page: Callable[[Pa
 def relative_path(out: Attempt, path: Path) -> str:
     """Return a path relative to the job, so that a moved root keeps working."""
     return os.path.relpath(path.resolve(), out.directory.resolve())
+
+
+def best_checkpoint(out: Attempt, model: Output) -> str:
+    """Return the path of the best checkpoint of a training, relative to the job."""
+    return relative_path(out, model.directory(model.json("training.json")["best"]))
 
 
 def has_same_inputs(previous: Path, job: "TrainingJob") -> bool:

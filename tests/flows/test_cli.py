@@ -15,7 +15,7 @@ import torch
 from flows.cli import commands
 from flows.cli.parser import build_parser, main
 from flows.config import PRESETS, PipelineConfig, preset_path
-from flows.models import resolve_model
+from flows.models import RunModel, resolve_model
 from flows.prefect_support.local_stack import is_server_healthy
 from flows.prefect_support.signals import STOPPED_MESSAGE, Terminated
 from lm.checkpoint.hugging_face import load_hugging_face
@@ -178,6 +178,20 @@ def check_export(exported: Path, root: Path) -> None:
     assert transformers.AutoTokenizer.from_pretrained(exported)("Once upon")["input_ids"] == prompt
 
 
+def check_card(card: str, root: Path) -> None:
+    """Check that the model card tells results, data with digests and configuration, and no place on this machine."""
+    model = resolve_model("", str(root))
+    assert isinstance(model, RunModel)
+    figures = model.model.manifest["figures"]
+    assert f"- valid loss {figures['valid_loss']:.3f}" in card
+    for output in (model.model, model.tokenizer):
+        assert f"| {output.ref.stage} | `{output.digest}` |" in card
+    assert re.search(r"^\| ingest \| `[0-9a-f]{64}` \|$", card, re.MULTILINE)
+    assert '| train | `["corpus.txt"]` |' in card
+    assert "| model.d_model | `16` |" in card and "| config.steps | `2` |" in card
+    assert str(root.parent) not in card
+
+
 @pytest.mark.usefixtures("prefect_server")
 def test_run_plan_sample(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     root = tiny.parent / "root"
@@ -197,6 +211,7 @@ def test_run_plan_sample(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     exported = tiny.parent / "exported"
     assert main(["export", str(exported), "--root", str(root)]) == 0
     check_export(exported, root)
+    check_card((exported / "README.md").read_text(encoding="utf-8"), root)
     assert main(["export", str(exported), "--root", str(root)]) == 2
     assert "already exists" in capfd.readouterr().err
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -145,13 +146,38 @@ def test_export_refuses_an_existing_directory(tmp_path: Path, monkeypatch: pytes
     model, tokenizer = make_exported(Path())
     files = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert files == [
-        *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+        *(
+            "README.md",
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        )
     ]
     (tmp_path / "file").touch()
     for name in ("out", "file"):
         with pytest.raises(UserError, match=f"{name} already exists"):
             save_hugging_face(model, tokenizer, tmp_path / name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "out"], "no temporary file is left"
+
+
+def test_the_model_card_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its header is YAML, and its Python writes text with the exported model."""
+    pytest.importorskip("transformers", reason="the card's Python needs it")
+    model, tokenizer = make_exported(tmp_path / "first", qkv_bias=True)
+    save_hugging_face(model, tokenizer, tmp_path / "my model", "## Results\n\n- loss 1.5\n")
+    card = (tmp_path / "my model" / "README.md").read_text(encoding="utf-8")
+    _, header, body = card.split("---\n", 2)
+    assert yaml.safe_load(header)["library_name"] == "transformers"
+    parameters = sum(p.numel() for p in model.parameters())
+    assert f"# my model\n\nA language model of {parameters:,} parameters, a `Qwen2ForCausalLM`" in body
+    assert body.endswith("```\n\n## Results\n\n- loss 1.5\n")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(body.partition("```python\n")[2].partition("```")[0], "README.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("Once upon a time")
 
 
 def test_failed_export_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from lm.checkpoint.training_state import load_model
 from lm.common.errors import UserError
+from lm.common.runtime import Execution
 from lm.data.batches import Batch
 from lm.model.functional import cross_entropy
 from lm.model.transformer import TransformerLM
+from lm.train.job import Job
+from lm.train.pretraining import make_trainer
 from lm.train.trainer import Trainer
-from tests.helpers.training import MODEL, read_rows, small_data, small_trainer, validation_loss
+from tests.helpers.llamas import assert_same_weights
+from tests.helpers.training import (
+    MODEL,
+    read_rows,
+    small_data,
+    small_trainer,
+    train_config,
+    validation_loss,
+    write_job,
+)
 
 
 def test_micro_batches_add_up_to_the_batch(tmp_path: Path, finished: Trainer) -> None:
@@ -93,3 +106,32 @@ def test_shortest_text_that_trains(tmp_path: Path) -> None:
 def test_another_vocab_size_than_the_tokenizer_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model\.vocab_size is 300.*257"):
         small_trainer(tmp_path, model=replace(MODEL, vocab_size=300))
+
+
+def test_a_job_continues_from_a_checkpoint(tmp_path: Path) -> None:
+    """The first loss is that of the model before; without its checkpoint it is that of a new model."""
+    jobs = [write_job(tmp_path / name, steps=6) for name in ("first", "new", "second")]
+    Job.read(jobs[0]).run()
+    start = jobs[0].parent / "step-0000006"
+    job = Job.read(jobs[2])
+    job.start, job.digests = "../../first/out/step-0000006", {**job.digests, "start": "s"}
+    job.write(jobs[2])
+    Job.read(jobs[2]).run()
+    Job.read(jobs[1]).run()
+    trainer = Job.read(jobs[2]).make_trainer(tmp_path / "other", torch.device("cpu"))
+    assert_same_weights(trainer.model, load_model(start))
+    [(x, y)] = trainer.objective.micro_batches(0)
+    with torch.no_grad():
+        expected = cross_entropy(load_model(start)(x), y).item()
+    losses = [read_rows(path.parent)[0]["loss"] for path in jobs]
+    assert losses[2] == pytest.approx(expected, abs=1e-5)
+    assert losses[1] == losses[0] > expected + 0.5
+
+
+def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
+    trainer = small_trainer(tmp_path / "first", steps=1)
+    trainer.run()
+    wider = replace(MODEL, d_ff=96)
+    start = tmp_path / "first" / "step-0000001"
+    with pytest.raises(UserError, match=r"does not fit the model: layers\.0\.ffn\.w1\.weight is \(64, 32\)"):
+        make_trainer(train_config(), wider, small_data(), Execution(device="cpu"), tmp_path, start=start)

@@ -1,0 +1,62 @@
+"""How a run made its model, for the model card of an export."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flows.models import RunModel, read_run
+from flows.report import format_figures
+from tasks.pages.markdown import code, table
+from tasks.runtime.output import Ref, open_output
+
+_DATA_SECTIONS = ("data", "dialogs")  # of the configuration of a run
+
+
+def training_details(model: RunModel) -> str:
+    """Return sections in Markdown: the results of the training, its configuration, and the digests of its data.
+
+    Of paths on this machine, only the file names are given.
+    """
+    record = read_run(model.model.store, model.name) or {}
+    parameters = model.model.manifest["ingredients"]["parameters"]
+    return "\n\n".join(
+        [
+            "## Results",
+            "\n".join(f"- {figure}" for figure in format_figures(model.model.manifest["figures"])),
+            "## Data",
+            *_data_tables(record.get("config", {})),
+            "Each stage's output is named by the SHA-256 of its content.",
+            table(("stage", "digest"), _digests(model, record)),
+            "## Configuration",
+            table(("option", "value"), [(name, code(json.dumps(value))) for name, value in _options(parameters)]),
+        ]
+    )
+
+
+def _data_tables(config: dict[str, Any]) -> Iterator[str]:
+    sections = [config[name] for name in _DATA_SECTIONS if name in config]
+    for section in sections:
+        yield table(("option", "value"), [(name, code(json.dumps(_public(value)))) for name, value in section.items()])
+
+
+def _digests(model: RunModel, record: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for stage, entry in record.get("stages", {}).items():
+        if output := open_output(model.model.store, Ref(stage, entry["key"])):
+            yield stage, code(output.digest)
+
+
+def _options(parameters: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of each field of the configs among the parameters of a stage."""
+    for name, value in parameters.items():
+        if isinstance(value, dict) and len(value) > 1:  # an input has one entry: its stage and its digest
+            yield from _options(value, f"{prefix}{name}.")
+        elif prefix:
+            yield f"{prefix}{name}", value
+
+
+def _public(value: Any) -> Any:
+    """Return a value of the configuration without the directories of local paths."""
+    if isinstance(value, list):
+        return [_public(item) for item in value]
+    return Path(value).name if isinstance(value, str) and "/" in value and "://" not in value else value

@@ -1,0 +1,35 @@
+"""What the stages read of the model that a training continues from."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lm.common.checksum import loads_with_checksum
+from lm.common.errors import UserError
+from lm.model.config import ModelConfig
+from lm.train.start_model import continued_config
+from tasks.runtime.output import Ref, read_output
+from tasks.runtime.store import Store
+
+
+def read_start(store: Store, model: Ref, tokenizer: Ref, stated: Mapping[str, Any], separator: str) -> Sequence[Any]:
+    """Return the special tokens and the pattern of the tokenizer, and the config of the model to train.
+
+    ``stated`` are the fields of the model that the user set. Raises UserError if one conflicts with the model, and if
+    ``separator`` is no special token.
+    """
+    from lm.tokenizer.tokenizer import Tokenizer
+
+    output = read_output(store, model)
+    path = output.path(f"{output.json('training.json')['best']}/checkpoint.json")
+    content = loads_with_checksum(path.read_bytes())
+    if content is None:
+        raise UserError(f"{path} is damaged. Run the pipeline again.")
+    config = continued_config(ModelConfig(**content["model"]), stated)
+    loaded = Tokenizer.load(read_output(store, tokenizer).directory("tokenizer"))
+    if separator not in loaded.special_tokens:
+        known = ", ".join(map(repr, loaded.special_tokens)) or "none"
+        raise UserError(
+            f"data.separator {separator!r} is not among the special tokens of the model of train.init_from: {known}. "
+            "Set data.separator to the one that ends a document."
+        )
+    return [loaded.special_tokens, loaded.pattern, config]
