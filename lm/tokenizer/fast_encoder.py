@@ -6,14 +6,13 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from lm.kernels.bpe.classes import character_classes
 from lm.kernels.bpe.encode import encode
 from lm.kernels.bpe.merge import MAX_MERGES, EncoderState, MergeTable, make_merge_table, make_queue
 from lm.kernels.bpe.pretoken_table import grow_table, make_table, make_workspace
 from lm.kernels.bpe.pretokens import SCAN_BYTES, Specials, new_cursor
 from lm.kernels.jit import log_compilation
 from lm.kernels.status import INVALID_UTF8, TABLE_FULL, WORKSPACE_FULL
-from lm.text.scanners import scanner_rules
+from lm.text.scanners import scanner_classes, scanner_rules, scanner_subject
 from lm.text.windows import WINDOW, not_utf8, windows
 
 # The cache of encoded pretokens; each thread has its own.
@@ -29,7 +28,8 @@ class FastEncoder:
     def __init__(self, merge_table: MergeTable, dtype: np.dtype[np.unsignedinteger], pattern: str) -> None:
         self.dtype = dtype
         self._rules = scanner_rules(pattern)
-        self._subject = f"encoding {dtype.name}" + ("" if self._rules is None else " by other patterns")
+        self._classes = scanner_classes(self._rules)
+        self._subject = f"encoding {dtype.name}{scanner_subject(self._rules)}"
         self._merge_table = merge_table
         self._max_slots = _MAX_CACHE_SLOTS
         self._idle: list[EncoderState] = []  # append and pop of a list are thread-safe
@@ -95,7 +95,7 @@ class FastEncoder:
                     if len(out) < end + 8:
                         out = np.empty(max(2 * end, window) + 8, self.dtype)
                     with log_compilation(self._subject):
-                        text = buffer, end, final, cursor, character_classes(), self._rules, specials
+                        text = buffer, end, final, cursor, self._classes, self._rules, specials
                         count, status = encode(state, *text, self._max_slots, out)
                     if count > _MAX_COPIED_IDS:
                         yield out[:count]
