@@ -105,6 +105,20 @@ def find_other_marks(
     return found
 
 
+@inlined
+def end_of_slashes(slashes: Word, firsts: Word, size: int) -> int:
+    """Return ``size``, or the end of the first run of ``slashes`` that starts at one of ``firsts`` if that is less.
+
+    Whether the characters before a run take it decides whether a mark after it is a letter: the next block knows.
+    """
+    if firsts:
+        after = (slashes + (firsts & (~firsts + _ONE))) & ~slashes
+        if after:
+            k = first_bit(after)
+            return k if k < size else size
+    return size
+
+
 @helper
 def find_taken(line_breaks: Word, slashes: Word, follows_other: Word, others: Word, tail_carry: Word) -> Word:
     """Return a mask of the line breaks, and slashes after them, that other characters before them take."""
@@ -188,11 +202,10 @@ def find_o200k_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, rules
             upper, lower, digits = upper | more_upper, lower | more_lower, digits | more_digits
             whitespace |= more_whitespace
             if marks:
-                after_slash = marks & (slashes << _ONE)
-                if after_slash:  # the slash may be taken; the next block knows
-                    k = first_bit(after_slash)
-                    size = k if k < size else size
-                    marks &= low_bits(size)
+                line_breaks = in_range(buffer, block, 0, _LINE_FEED, _LINE_FEED)
+                line_breaks |= in_range(buffer, block, 0, _CARRIAGE_RETURN, _CARRIAGE_RETURN)
+                size = end_of_slashes(slashes, slashes & (line_breaks << _ONE | tail_carry), size)
+                marks &= low_bits(size)
                 known = upper | lower | uncased | digits | whitespace | marks
                 marks &= ~find_other_marks(
                     marks, low_bits(size) & ~known, raw_spaces, continuation, other_carry, space_carry, prefix_carry
