@@ -1,7 +1,7 @@
 """Pretoken starts by the pattern of GPT-4o (o200k): 64 bytes at a time, as masks.
 
-The reference is the ``regex`` pattern in :mod:`lm.text.patterns`. In contrast to GPT-4's pattern, a word is capitals and
-then small letters; letters without case and marks count as both. A word takes a contraction after it, and the line
+The reference is the ``regex`` pattern in :mod:`lm.text.patterns`. In contrast to GPT-4's pattern, a word is capitals
+and then small letters; letters without case and marks count as both. A word takes a contraction after it, and the line
 breaks after other characters go on with slashes. The class of a character is one of
 :func:`lm.kernels.bpe.classes.cased_character_classes`.
 """
@@ -86,7 +86,13 @@ def whole_characters(first: Word, mask: Word, continuation: Word) -> Word:
 
 @helper
 def find_other_marks(
-    marks: Word, others: Word, spaces: Word, continuation: Word, other_carry: Word, space_carry: Word, prefix_carry: Word
+    marks: Word,
+    others: Word,
+    spaces: Word,
+    continuation: Word,
+    other_carry: Word,
+    space_carry: Word,
+    prefix_carry: Word,
 ) -> Word:
     """Return a mask of the marks that belong to the other characters before them.
 
@@ -152,7 +158,7 @@ def find_capitals_that_start(buffer: Bytes, block: int, end: int, capitals: Word
             if length == 0:
                 return starting | bit  # the block with this character reports it
             if character_class != UPPER:
-                if character_class != LOWER and character_class != UNCASED and character_class != MARK:  # noqa: PLR1714
+                if character_class != LOWER and character_class != UNCASED and character_class != MARK:
                     starting |= bit
                 break
             position += length
