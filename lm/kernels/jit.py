@@ -39,7 +39,7 @@ _OPTIONS: dict[str, Any] = {
     "no_cfunc_wrapper": True,
 }
 
-HELPER_OPTIONS = {**_OPTIONS, "no_cpython_wrapper": True}
+HELPER_OPTIONS = {**_OPTIONS, "no_cpython_wrapper": True, "pipeline_class": HelperCompiler}
 
 KERNELS: list[Any] = []  # numba dispatchers of all kernels defined so far
 
@@ -58,8 +58,7 @@ def kernel(function: Callable[..., Any], fastmath: bool | set[str] = False) -> A
 
 def helper(function: Callable[..., Any], forceinline: bool = False, fastmath: bool | set[str] = False) -> Any:
     """Compile a function that only kernels call; a call from Python raises ValueError."""
-    options = {**HELPER_OPTIONS, "pipeline_class": HelperCompiler}
-    return numba.njit(forceinline=forceinline, fastmath=fastmath, **options)(function)
+    return numba.njit(forceinline=forceinline, fastmath=fastmath, **HELPER_OPTIONS)(function)
 
 
 inlined = partial(helper, forceinline=True)

@@ -1,9 +1,21 @@
 """Pretoken starts by the pattern of GPT-4o (o200k): 64 bytes at a time, as masks.
 
-The reference is the ``regex`` pattern in :mod:`lm.text.patterns`. In contrast to GPT-4's pattern, a word is capitals
-and then small letters; letters without case and marks count as both. A word takes a contraction after it, and the line
-breaks after other characters go on with slashes. The class of a character is one of
-:func:`lm.kernels.bpe.classes.cased_character_classes`.
+The reference is the ``regex`` pattern in :mod:`lm.text.patterns`. Bit k of a mask stands for byte k of the block; all
+bytes of a character have the same bit. The carries hold the last bits of the masks of the block before.
+
+- **Words** (alternatives 1 and 2: ``[upper or uncased]*[lower or uncased]+``, then the same with ``+`` and ``*``). The
+  letters are ``upper`` (Lu, Lt), ``lower`` (Ll) and ``uncased``, which match both classes: Lm, Lo and marks (M). A run
+  of letters starts a word. In the run, a capital starts another word if the word before it already has a small letter
+  (``small``). After an uncased letter it starts another word only if no other letter follows the capitals; else the
+  first class matches the uncased letter too, and all are one word: 日AB is two words, 日ABc one.
+- **Contractions** after letters end their word: their letters are in none of the masks of letters, so that a letter
+  after them starts a word.
+- **Prefixes**: the character before a word that the word takes, a blank or an other character that starts a pretoken.
+- **Digits** in groups of three (alternative 3).
+- **Others** (alternative 4: the characters of no other mask). A run starts a pretoken, unless the space before it does.
+  It takes the line breaks after it, and line breaks and slashes after those (``taken``). A mark after others belongs
+  to them, except after a single other character that may be a prefix: then the mark is the first letter of a word.
+- **Whitespace** (alternatives 5 to 7) is divided as in GPT-4's pattern; see :mod:`lm.kernels.bpe.cl100k_starts`.
 """
 
 from typing import NamedTuple
@@ -14,27 +26,29 @@ from lm.kernels.bpe.cl100k_starts import (
     before_line_break,
     caseless_contraction_length,
     find_groups,
+    find_line_breaks,
     find_starts_of_whitespace,
+    is_line_break,
 )
 from lm.kernels.bpe.classes import DIGIT, LOWER, MARK, UNCASED, UPPER, WHITESPACE
-from lm.kernels.bpe.pretoken_starts import character_at, low_bits
+from lm.kernels.bpe.pretoken_starts import character_at, class_at, low_bits, move_to_first_bytes, write_starts
 from lm.kernels.jit import Bytes, Int, Int32s, Word, helper, inlined
-from lm.kernels.simd import bit_count, first_bit, in_range, last_bit, read, write
+from lm.kernels.simd import first_bit, in_range, last_bit, read
 from lm.kernels.status import INVALID_UTF8
 
 _ONE = np.uint64(1)
-_APOSTROPHE, _SPACE, _SLASH, _LINE_FEED, _CARRIAGE_RETURN = 0x27, 0x20, 0x2F, 0x0A, 0x0D
+_APOSTROPHE, _SPACE, _SLASH = 0x27, 0x20, 0x2F
 
 
 class O200kRules(NamedTuple):
-    """Choose this scanner by its type."""
+    """The parameters of o200k. :mod:`lm.kernels.bpe.scan` chooses the scanner by their type."""
 
     max_digits: int
     """Most digits of a pretoken."""
 
 
 @inlined
-def class_at(buffer: Bytes, position: Int, end: int, classes: Bytes) -> tuple[Int, Int]:
+def class_and_length_at(buffer: Bytes, position: Int, end: int, classes: Bytes) -> tuple[Int, Int]:
     """Return (class, length in bytes) of the character at ``position``; length 0 if it is not valid."""
     point, length = character_at(buffer, position, end)
     return np.int64(read(classes, point)), length
@@ -52,7 +66,7 @@ def classify_non_ascii(
     upper = lower = uncased = marks = digits = whitespace = np.uint64(0)
     while non_ascii:
         k = first_bit(non_ascii)
-        character_class, length = class_at(buffer, block + k, end, classes)
+        character_class, length = class_and_length_at(buffer, block + k, end, classes)
         if length == 0:
             return INVALID_UTF8 - (block + k), upper, lower, uncased, marks, digits, whitespace
         if k + length > 64:
@@ -154,7 +168,7 @@ def find_capitals_that_start(buffer: Bytes, block: int, end: int, capitals: Word
             if position >= end:
                 starting |= bit
                 break
-            character_class, length = class_at(buffer, position, end, classes)
+            character_class, length = class_and_length_at(buffer, position, end, classes)
             if length == 0:
                 return starting | bit  # the block with this character reports it
             if character_class != UPPER:
@@ -168,7 +182,7 @@ def find_capitals_that_start(buffer: Bytes, block: int, end: int, capitals: Word
 @helper
 def find_taken_end(buffer: Bytes, position: int, end: int) -> int:
     """Return the end of the line breaks and slashes at ``position``."""
-    while position < end and read(buffer, position) in (_LINE_FEED, _CARRIAGE_RETURN, _SLASH):
+    while position < end and (is_line_break(read(buffer, position)) or read(buffer, position) == _SLASH):
         position += 1
     return position
 
@@ -208,8 +222,7 @@ def find_o200k_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, rules
             upper, lower, digits = upper | more_upper, lower | more_lower, digits | more_digits
             whitespace |= more_whitespace
             if marks:
-                line_breaks = in_range(buffer, block, 0, _LINE_FEED, _LINE_FEED)
-                line_breaks |= in_range(buffer, block, 0, _CARRIAGE_RETURN, _CARRIAGE_RETURN)
+                line_breaks = find_line_breaks(buffer, block)
                 size = end_of_slashes(slashes, slashes & (line_breaks << _ONE | tail_carry), size)
                 marks &= low_bits(size)
                 known = upper | lower | uncased | digits | whitespace | marks
@@ -260,8 +273,7 @@ def find_o200k_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, rules
 
         # Other characters: a run starts a pretoken, unless a space before it does. It takes the line breaks after it,
         # and the line breaks and slashes after those.
-        line_breaks = in_range(buffer, block, 0, _LINE_FEED, _LINE_FEED)
-        line_breaks = (line_breaks | in_range(buffer, block, 0, _CARRIAGE_RETURN, _CARRIAGE_RETURN)) & valid
+        line_breaks = find_line_breaks(buffer, block) & valid
         taken = find_taken(line_breaks, slashes & valid, others << _ONE | other_carry, others, tail_carry) & valid
         others &= ~taken
         line_breaks &= ~taken
@@ -275,11 +287,7 @@ def find_o200k_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, rules
         rests = blanks & (line_breaks << _ONE)
         if rests:
             rests &= ~before_line_break(line_breaks, whitespace)
-        last = blanks & ((valid & ~whitespace) >> _ONE)
-        tails = whitespace & continuation
-        if last & tails:  # move from the last byte of a character to its first
-            moved = (last & tails) >> _ONE
-            last = (last & ~tails) | (moved & ~tails) | ((moved & tails) >> _ONE)
+        last = move_to_first_bytes(blanks & ((valid & ~whitespace) >> _ONE), whitespace & continuation)
         begins |= rests | last | other_starts
 
         # A letter takes the blank before it, or the other character before it if that starts a pretoken.
@@ -300,14 +308,7 @@ def find_o200k_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, rules
             groups, group_digits = find_groups(digits & ~continuation, runs, group_digits, rules.max_digits)
             begins |= groups
 
-        block_count = bit_count(begins)
-        k = 0
-        while k < block_count:  # 8 at a time for the branch predictor; the next block overwrites the excess
-            for _ in range(8):
-                write(starts, count + k, np.int32(block + first_bit(begins)))
-                begins &= begins - _ONE
-                k += 1
-        count += block_count
+        count = write_starts(begins, block, starts, count)
         top = np.uint64(size - 1)
         letter_carry, small_carry, uncased_carry = letters >> top, small >> top, (uncased & ~small) >> top
         digit_carry, other_carry, tail_carry = digits >> top, others >> top, taken >> top
@@ -320,9 +321,9 @@ def find_o200k_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, rules
 def is_capital_after_uncased(buffer: Bytes, begin: int, position: int, end: int, classes: Bytes) -> bool:
     """Return whether a capital is at ``position`` after a letter without case or a mark, which begins at ``begin`` or
     later. A small letter after the capitals would join them."""
-    if class_at(buffer, position, end, classes)[0] != UPPER:
+    if class_at(buffer, position, end, classes) != UPPER:
         return False
     start = position - 1
     while start > begin and read(buffer, start) & 0xC0 == 0x80:
         start -= 1
-    return class_at(buffer, start, end, classes)[0] > UPPER
+    return class_at(buffer, start, end, classes) > UPPER
