@@ -39,7 +39,7 @@ _OPTIONS: dict[str, Any] = {
     "no_cfunc_wrapper": True,
 }
 
-HELPER_OPTIONS = {**_OPTIONS, "no_cpython_wrapper": True, "pipeline_class": HelperCompiler}
+HELPER_OPTIONS: Any = {**_OPTIONS, "no_cpython_wrapper": True, "pipeline_class": HelperCompiler}
 
 KERNELS: list[Any] = []  # numba dispatchers of all kernels defined so far
 
