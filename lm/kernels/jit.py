@@ -39,6 +39,8 @@ _OPTIONS: dict[str, Any] = {
     "no_cfunc_wrapper": True,
 }
 
+HELPER_OPTIONS: Any = {**_OPTIONS, "no_cpython_wrapper": True, "pipeline_class": HelperCompiler}
+
 KERNELS: list[Any] = []  # numba dispatchers of all kernels defined so far
 
 
@@ -56,14 +58,7 @@ def kernel(function: Callable[..., Any], fastmath: bool | set[str] = False) -> A
 
 def helper(function: Callable[..., Any], forceinline: bool = False, fastmath: bool | set[str] = False) -> Any:
     """Compile a function that only kernels call; a call from Python raises ValueError."""
-    options = {**_OPTIONS, "no_cpython_wrapper": True, "pipeline_class": HelperCompiler}
-    return numba.njit(forceinline=forceinline, fastmath=fastmath, **options)(function)
-
-
-def pruned_helper(function: Callable[..., Any]) -> Any:
-    """Compile as :func:`helper` does, without the branches that a test of an argument for None excludes."""
-    options = {**_OPTIONS, "no_cpython_wrapper": True, "pipeline_class": HelperCompiler, "no_rewrites": False}
-    return numba.njit(**options)(function)
+    return numba.njit(forceinline=forceinline, fastmath=fastmath, **HELPER_OPTIONS)(function)
 
 
 inlined = partial(helper, forceinline=True)

@@ -1,14 +1,19 @@
 """Which pretoken patterns the kernels can find, and how."""
 
 from lm.kernels.bpe.cl100k_starts import Cl100kRules
+from lm.kernels.bpe.classes import cased_character_classes, character_classes
+from lm.kernels.bpe.o200k_starts import O200kRules
+from lm.kernels.bpe.scan import Rules
+from lm.kernels.jit import Bytes
 from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import Pattern
 
-_RULES: dict[Pattern, Cl100kRules | None] = {
+_RULES: dict[Pattern, Rules] = {
     PATTERNS["gpt2"]: None,
     PATTERNS["cl100k"]: Cl100kRules(max_digits=3, joins_last_whitespace=True),
     PATTERNS["llama3"]: Cl100kRules(max_digits=3, joins_last_whitespace=False),
     PATTERNS["qwen2"]: Cl100kRules(max_digits=1, joins_last_whitespace=False),
+    PATTERNS["o200k"]: O200kRules(max_digits=3),
 }
 
 
@@ -17,6 +22,16 @@ def has_compiled_scanner(pattern: Pattern) -> bool:
     return pattern in _RULES
 
 
-def scanner_rules(pattern: Pattern) -> Cl100kRules | None:
+def scanner_rules(pattern: Pattern) -> Rules:
     """Return how the kernels find the pretokens of a pattern that has a compiled scanner; None: by GPT-2's scanner."""
     return _RULES[pattern]
+
+
+def scanner_classes(rules: Rules) -> Bytes:
+    """Return the class of each code point, uint8 (0x110000,), for the scanner of ``rules``."""
+    return cased_character_classes() if isinstance(rules, O200kRules) else character_classes()
+
+
+def scanner_subject(rules: Rules) -> str:
+    """Return what to add to the name of the kernels that are compiled for ``rules``."""
+    return "" if rules is None else " by o200k" if isinstance(rules, O200kRules) else " by other patterns"

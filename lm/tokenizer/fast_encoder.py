@@ -6,7 +6,6 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from lm.kernels.bpe.classes import character_classes
 from lm.kernels.bpe.encode import encode
 from lm.kernels.bpe.merge import MAX_MERGES, EncoderState, MergeTable, make_merge_table, make_queue
 from lm.kernels.bpe.pretoken_table import Table, grow_table, make_table, make_token_table, make_workspace
@@ -14,7 +13,7 @@ from lm.kernels.bpe.pretokens import SCAN_BYTES, Specials, new_cursor
 from lm.kernels.jit import log_compilation
 from lm.kernels.status import INVALID_UTF8, TABLE_FULL, WORKSPACE_FULL
 from lm.text.pretokenize import Pattern
-from lm.text.scanners import scanner_rules
+from lm.text.scanners import scanner_classes, scanner_rules, scanner_subject
 from lm.text.windows import WINDOW, not_utf8, windows
 
 # The cache of encoded pretokens; each thread has its own.
@@ -32,7 +31,8 @@ class FastEncoder:
     ) -> None:
         self.dtype = dtype
         self._rules = scanner_rules(pattern)
-        self._subject = f"encoding {dtype.name}" + ("" if self._rules is None else " by other patterns")
+        self._classes = scanner_classes(self._rules)
+        self._subject = f"encoding {dtype.name}{scanner_subject(self._rules)}"
         self._merge_table = merge_table
         self._whole_tokens = whole_tokens
         self._max_slots = _MAX_CACHE_SLOTS
@@ -102,7 +102,7 @@ class FastEncoder:
                     if len(out) < end + 8:
                         out = np.empty(max(2 * end, window) + 8, self.dtype)
                     with log_compilation(self._subject):
-                        text = buffer, end, final, cursor, character_classes(), self._rules, specials
+                        text = buffer, end, final, cursor, self._classes, self._rules, specials
                         count, status = encode(state, *text, self._max_slots, out)
                     if count > _MAX_COPIED_IDS:
                         yield out[:count]

@@ -20,14 +20,13 @@ import pyarrow.parquet as pq
 from lm.common.cpu import available_cpus
 from lm.common.errors import InvalidUtf8Error, UserError
 from lm.kernels.bpe import count as kernel
-from lm.kernels.bpe.classes import character_classes
 from lm.kernels.bpe.pretoken_table import SLOT_WORDS, Table, grow_arena, grow_table, make_table, make_workspace
 from lm.kernels.bpe.pretokens import SCAN_BYTES, new_cursor, pack_specials
 from lm.kernels.jit import log_compilation
 from lm.kernels.status import ARENA_FULL, INVALID_UTF8, WORKSPACE_FULL
 from lm.text.chunks import FilePart, split_files
 from lm.text.pretokenize import GPT2_PATTERN, pretokenize, split_at_safe_cuts, split_special_tokens
-from lm.text.scanners import has_compiled_scanner, scanner_rules
+from lm.text.scanners import has_compiled_scanner, scanner_classes, scanner_rules, scanner_subject
 from lm.text.utf8 import decode_utf8_blocks
 from lm.text.windows import not_utf8, windows
 
@@ -57,8 +56,8 @@ def count_pretokens(
     for blocks in texts:
         for buffer, end, final in windows(blocks, cursor):
             while True:
-                with log_compilation("counting" if rules is None else "counting by other patterns"):
-                    text = buffer, end, final, cursor, character_classes(), rules, specials
+                with log_compilation(f"counting{scanner_subject(rules)}"):
+                    text = buffer, end, final, cursor, scanner_classes(rules), rules, specials
                     status = kernel.count_pretokens(*text, table, work)
                 if not status:
                     break

@@ -5,17 +5,16 @@ from itertools import accumulate
 import numpy as np
 from hypothesis import strategies as st
 
-from lm.kernels.bpe import cl100k_starts, pretoken_starts, pretoken_table
-from lm.kernels.bpe.cl100k_starts import Cl100kRules
-from lm.kernels.bpe.classes import character_classes
+from lm.kernels.bpe import pretoken_table, scan
+from lm.kernels.bpe.scan import Rules
 from lm.kernels.jit import Bytes, Int32s, Word, kernel
 from lm.kernels.status import INVALID_UTF8
 from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN, pretokenize
-from lm.text.scanners import scanner_rules
+from lm.text.scanners import scanner_classes, scanner_rules
 
 patterns = st.sampled_from(list(PATTERNS.values()))
-LETTERS = ["a", "s", "ll", "é", "日", "𝒳", "ª", "ſ"]
+LETTERS = ["a", "s", "ll", "é", "日", "𝒳", "ª", "ſ", "A", "É", "ǅ"]
 DIGITS = ["1", "٣", "Ⅷ", "𝟗", "½"]
 WHITESPACE = [" ", "  ", "\n", "\t ", "\r\n", "\n\n", "\x85", "\xa0", "\u1680", "\u2003", "\u2028", "\u3000", " \u3000"]
 OTHERS = [
@@ -32,6 +31,10 @@ OTHERS = [
     "''",
     "“",
     "!",
+    "/",
+    "!\n/",
+    "!!\u0301",
+    "❤\ufe0f",
     "\x1c",
     "\x1f",
     "\u0301",
@@ -60,13 +63,8 @@ damaged_texts = _damage() | st.binary(max_size=200)  # UTF-8 with bytes changed,
 
 
 @kernel
-def _find_pretoken_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, starts: Int32s) -> int:
-    return pretoken_starts.find_pretoken_starts(buffer, begin, end, classes, starts)
-
-
-@kernel
-def _find_cl100k_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, rules: Cl100kRules, starts: Int32s) -> int:
-    return cl100k_starts.find_cl100k_starts(buffer, begin, end, classes, rules, starts)
+def _find_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, rules: Rules, starts: Int32s) -> int:
+    return scan.find_starts(buffer, begin, end, classes, rules, starts)
 
 
 @kernel
@@ -81,8 +79,8 @@ def find_starts(data: bytes, before: bytes = b"", after: bytes = b"\0", pattern:
     """
     buffer = np.frombuffer(before + data + (after * 128)[:128], np.uint8).copy()
     starts = np.empty(len(data) + 64, np.int32)
-    text, rules = (buffer, len(before), len(before) + len(data), character_classes()), scanner_rules(pattern)
-    n = int(_find_cl100k_starts(*text, rules, starts) if rules else _find_pretoken_starts(*text, starts))
+    rules = scanner_rules(pattern)
+    n = int(_find_starts(buffer, len(before), len(before) + len(data), scanner_classes(rules), rules, starts))
     return (starts[:n] - len(before)).tolist() if n >= 0 else INVALID_UTF8 - n - len(before)
 
 

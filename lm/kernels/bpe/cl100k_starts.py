@@ -13,14 +13,14 @@ from typing import NamedTuple
 import numpy as np
 
 from lm.kernels.bpe.classes import WHITESPACE
-from lm.kernels.bpe.pretoken_starts import character_at, classify_non_ascii, low_bits
-from lm.kernels.jit import Bytes, Int32s, Word, helper, inlined
-from lm.kernels.simd import bit_count, first_bit, in_range, last_bit, read, write
+from lm.kernels.bpe.pretoken_starts import character_at, classify_non_ascii, low_bits, move_to_first_bytes, write_starts
+from lm.kernels.jit import Bytes, Int, Int32s, Word, helper, inlined
+from lm.kernels.simd import first_bit, in_range, last_bit, read, write
 from lm.kernels.status import INVALID_UTF8
 
 _ONE = np.uint64(1)
 _APOSTROPHE, _SPACE, _LINE_FEED, _CARRIAGE_RETURN = 0x27, 0x20, 0x0A, 0x0D
-_LONG_S = (0xC5, 0xBF)  # the bytes of U+017F, which equals s if case does not matter
+_LONG_S, _LONG_S_TAIL = 0xC5, 0xBF  # the bytes of U+017F, which equals s if case does not matter
 
 
 class Cl100kRules(NamedTuple):
@@ -41,7 +41,7 @@ def caseless_contraction_length(buffer: Bytes, position: int, end: int) -> int:
             return 2
         if position + 2 < end:
             b = read(buffer, position + 2)
-            if read(buffer, position + 1) == _LONG_S[0] and b == _LONG_S[1]:
+            if read(buffer, position + 1) == _LONG_S and b == _LONG_S_TAIL:
                 return 3
             b |= 0x20
             if (a == 0x6C and b == 0x6C) or ((a == 0x76 or a == 0x72) and b == 0x65):  # ll ve re
@@ -71,10 +71,25 @@ def find_groups(leads: Word, runs: Word, count: int, max_digits: int) -> tuple[W
 @inlined
 def before_line_break(line_breaks: Word, whitespace: Word) -> Word:
     """Return a mask of the whitespace with a line break at or after it in the same run."""
-    for shift in (1, 2, 4, 8, 16, 32):
-        line_breaks |= whitespace & (line_breaks >> np.uint64(shift))
-        whitespace &= whitespace >> np.uint64(shift)
+    shift = _ONE
+    while shift < np.uint64(64):
+        line_breaks |= whitespace & (line_breaks >> shift)
+        whitespace &= whitespace >> shift
+        shift += shift
     return line_breaks
+
+
+@inlined
+def is_line_break(byte: Int) -> bool:
+    """Return whether a byte is a line feed or a carriage return."""
+    return byte == _LINE_FEED or byte == _CARRIAGE_RETURN  # numba compiles ``in`` as more functions
+
+
+@inlined
+def find_line_breaks(buffer: Bytes, block: int) -> Word:
+    """Return a mask of the line feeds and carriage returns of the 64 bytes at ``block``."""
+    line_feeds = in_range(buffer, block, 0, _LINE_FEED, _LINE_FEED)
+    return line_feeds | in_range(buffer, block, 0, _CARRIAGE_RETURN, _CARRIAGE_RETURN)
 
 
 @helper
@@ -94,7 +109,7 @@ def find_starts_of_whitespace(
     0, end of the run, 1 if its last character is no line break, 1 if it is a space).
     """
     if follows_other:
-        while position < end and (read(buffer, position) == _LINE_FEED or read(buffer, position) == _CARRIAGE_RETURN):
+        while position < end and is_line_break(read(buffer, position)):
             position += 1
     first = rest = last = position
     while position < end:
@@ -105,7 +120,7 @@ def find_starts_of_whitespace(
             break
         last = position
         position += length
-        if point in (_LINE_FEED, _CARRIAGE_RETURN):
+        if is_line_break(point):
             rest = position
     is_joined = joins_last_whitespace and position == end
     if first < position:
@@ -168,8 +183,7 @@ def find_cl100k_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, rule
 
         # Other characters: a run starts a pretoken, unless a space before it does. It takes the line breaks after it.
         other_starts = others & ~(others << _ONE | other_carry) & ~(spaces << _ONE | space_carry)
-        line_breaks = in_range(buffer, block, 0, _LINE_FEED, _LINE_FEED)
-        line_breaks = (line_breaks | in_range(buffer, block, 0, _CARRIAGE_RETURN, _CARRIAGE_RETURN)) & valid
+        line_breaks = find_line_breaks(buffer, block) & valid
         taken = line_breaks & ~(line_breaks + (line_breaks & (others << _ONE | other_carry)))
         line_breaks &= ~taken
         whitespace &= ~taken
@@ -185,9 +199,7 @@ def find_cl100k_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, rule
                 text = valid & ~whitespace
                 rests &= low_bits(last_bit(text) + 1 if text else 0)
         last = blanks & ((valid & ~whitespace) >> _ONE)
-        if last & tails:  # move from the last byte of a character to its first
-            moved = (last & tails) >> _ONE
-            last = (last & ~tails) | (moved & ~tails) | ((moved & tails) >> _ONE)
+        last = move_to_first_bytes(last, tails)
         begins |= rests | last | other_starts
 
         # A letter takes the blank before it, or the other character before it if that starts a pretoken.
@@ -216,14 +228,7 @@ def find_cl100k_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, rule
                 else:
                     added_next |= _ONE << np.uint64(k + length - size)
 
-        block_count = bit_count(begins)
-        k = 0
-        while k < block_count:  # 8 at a time for the branch predictor; the next block overwrites the excess
-            for _ in range(8):
-                write(starts, count + k, np.int32(block + first_bit(begins)))
-                begins &= begins - _ONE
-                k += 1
-        count += block_count
+        count = write_starts(begins, block, starts, count)
         top = np.uint64(size - 1)
         letter_carry, digit_carry, other_carry = letters >> top, digits >> top, others >> top
         space_carry, prefix_carry = spaces >> top, prefixes >> top

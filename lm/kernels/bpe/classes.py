@@ -1,4 +1,4 @@
-"""The four character classes of GPT-2's pattern."""
+"""The classes of characters that the pretoken patterns distinguish."""
 
 from functools import lru_cache
 
@@ -7,14 +7,27 @@ import numpy.typing as npt
 import regex
 
 LETTER, DIGIT, WHITESPACE, OTHER = 0, 1, 2, 3
+LOWER, UPPER, UNCASED, MARK = LETTER, 4, 5, 6  # with case: small letters, capitals, letters without case, marks
 
 
 @lru_cache(maxsize=1)
 def character_classes() -> npt.NDArray[np.uint8]:
     """Return the class of each code point, uint8 (0x110000,), by the Unicode tables of ``regex``."""
+    return _classify((LETTER, r"\p{L}+"), (DIGIT, r"\p{N}+"), (WHITESPACE, r"\s+"))
+
+
+@lru_cache(maxsize=1)
+def cased_character_classes() -> npt.NDArray[np.uint8]:
+    """Return the same as :func:`character_classes`, but with the classes UPPER, UNCASED and MARK."""
+    letters = (LOWER, r"\p{Ll}+"), (UPPER, r"[\p{Lu}\p{Lt}]+"), (UNCASED, r"[\p{Lm}\p{Lo}]+")
+    return _classify(*letters, (MARK, r"\p{M}+"), (DIGIT, r"\p{N}+"), (WHITESPACE, r"\s+"))
+
+
+def _classify(*patterns: tuple[int, str]) -> npt.NDArray[np.uint8]:
+    """Return the class of each code point: that of the pattern that matches it, or OTHER."""
     characters = np.arange(0x110000, dtype="<u4").tobytes().decode("utf-32-le", "surrogatepass")
     classes = np.full(0x110000, OTHER, np.uint8)
-    for character_class, pattern in ((LETTER, r"\p{L}+"), (DIGIT, r"\p{N}+"), (WHITESPACE, r"\s+")):
+    for character_class, pattern in patterns:
         for run in regex.finditer(pattern, characters):
             classes[run.start() : run.end()] = character_class
     return classes

@@ -5,7 +5,6 @@ The reference is a ``Counter`` of the pretokens from :func:`lm.text.pretokenize.
 
 import numpy as np
 
-from lm.kernels.bpe.cl100k_starts import Cl100kRules
 from lm.kernels.bpe.pretoken_table import (
     BATCH_SIZE,
     KEY_HIGH,
@@ -26,6 +25,7 @@ from lm.kernels.bpe.pretoken_table import (
     set_slot,
 )
 from lm.kernels.bpe.pretokens import NEEDS_MORE_TEXT, NO_SPECIAL, Specials, next_pretokens
+from lm.kernels.bpe.scan import Rules
 from lm.kernels.jit import Bytes, Int32s, Int64s, Records, helper, kernel
 from lm.kernels.simd import read, store64, write
 from lm.kernels.status import ARENA_FULL, OK, TABLE_FULL
@@ -38,7 +38,7 @@ def count_pretokens(
     is_final: bool,
     cursor_array: Records,
     classes: Bytes,
-    rules: Cl100kRules | None,
+    rules: Rules,
     specials: Specials,
     table: Table,
     work: Workspace,

@@ -5,7 +5,6 @@ The reference is :mod:`lm.tokenizer.reference`.
 
 import numpy as np
 
-from lm.kernels.bpe.cl100k_starts import Cl100kRules
 from lm.kernels.bpe.merge import EncoderState, encode_30, encode_62, encode_long
 from lm.kernels.bpe.pretoken_table import (
     ARENA_START,
@@ -28,6 +27,7 @@ from lm.kernels.bpe.pretoken_table import (
     set_slot,
 )
 from lm.kernels.bpe.pretokens import NEEDS_MORE_TEXT, Specials, next_pretokens
+from lm.kernels.bpe.scan import Rules
 from lm.kernels.jit import Bytes, Ids, Int, Int64s, Records, UInt64s, helper, inlined, kernel
 from lm.kernels.simd import load64, noinline, read, store64, write
 from lm.kernels.status import OK, TABLE_FULL
@@ -129,7 +129,7 @@ def encode(
     is_final: bool,
     cursor_array: Records,
     classes: Bytes,
-    rules: Cl100kRules | None,
+    rules: Rules,
     specials: Specials,
     max_slots: int,
     out: Ids,

@@ -113,6 +113,34 @@ def classify_non_ascii(
     return size, letters & valid, digits & valid, whitespace & valid, tails & valid
 
 
+@inlined
+def move_to_first_bytes(last: Word, tails: Word) -> Word:
+    """Move the bits ``last`` of the last bytes of whitespace characters to their first bytes.
+
+    ``tails`` marks the bytes of whitespace characters except each first byte.
+    """
+    if last & tails:
+        moved = (last & tails) >> _ONE
+        last = (last & ~tails) | (moved & ~tails) | ((moved & tails) >> _ONE)
+    return last
+
+
+@inlined
+def write_starts(begins: Word, block: int, starts: Int32s, count: int) -> int:
+    """Write the positions of the bits of ``begins``, a mask of the block at ``block``, to ``starts`` from ``count``.
+
+    Writes 8 at a time, which the branch predictor likes, so up to 7 entries more; the next block overwrites them.
+    Returns the new count.
+    """
+    total = count + bit_count(begins)
+    while count < total:
+        for _ in range(8):
+            write(starts, count, np.int32(block + first_bit(begins)))
+            begins &= begins - _ONE
+            count += 1
+    return total
+
+
 @helper
 def find_pretoken_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, starts: Int32s) -> int:
     """Write the start of each pretoken of the text ``buffer[begin:end]`` to ``starts`` (end − begin + 64,).
@@ -148,10 +176,7 @@ def find_pretoken_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, st
             byte = np.int64(read(buffer, block + size))
             next_class = np.int64(read(classes, byte)) if byte < 0x80 else class_at(buffer, block + size, end, classes)
             following |= np.uint64(next_class != WHITESPACE) << np.uint64(size - 1)
-        last = whitespace & following
-        if last & tails:  # move from the last byte of a character to its first
-            moved = (last & tails) >> _ONE
-            last = (last & ~tails) | (moved & ~tails) | ((moved & tails) >> _ONE)
+        last = move_to_first_bytes(whitespace & following, tails)
         begins = (whitespace & ~(whitespace << _ONE | whitespace_carry)) | last
 
         # Other classes: a run starts a pretoken, unless a space before it already does.
@@ -177,14 +202,7 @@ def find_pretoken_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, st
                     else:
                         added_next |= _ONE << np.uint64(k + length - size)
 
-        block_count = bit_count(begins)
-        k = 0
-        while k < block_count:  # 8 at a time for the branch predictor; the next block overwrites the excess
-            for _ in range(8):
-                write(starts, count + k, np.int32(block + first_bit(begins)))
-                begins &= begins - _ONE
-                k += 1
-        count += block_count
+        count = write_starts(begins, block, starts, count)
         top = np.uint64(size - 1)
         letter_carry, digit_carry, other_carry = letters >> top, digits >> top, others >> top
         space_carry, whitespace_carry = spaces >> top, whitespace >> top

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lm.kernels.bpe.cl100k_starts import Cl100kRules, find_cl100k_starts
-from lm.kernels.bpe.classes import WHITESPACE
-from lm.kernels.bpe.pretoken_starts import STARTS_PADDING, class_at, find_pretoken_starts
-from lm.kernels.jit import Bytes, Int32s, Int64s, Record, Records, helper, inlined, pruned_helper
+from lm.kernels.bpe.pretoken_starts import STARTS_PADDING
+from lm.kernels.bpe.scan import Rules, find_starts, may_join
+from lm.kernels.jit import Bytes, Int32s, Int64s, Record, Records, helper, inlined
 from lm.kernels.simd import first_bit, in_range, read
 from lm.kernels.status import WORKSPACE_FULL
 
@@ -136,29 +135,20 @@ def last_character_end(buffer: Bytes, begin: int, end: int) -> int:
     return end
 
 
-@inlined
-def is_whitespace_before(buffer: Bytes, begin: int, position: int, classes: Bytes) -> bool:
-    """Return whether the character that ends at ``position`` is whitespace. It begins at ``begin`` or later."""
-    start = position - 1
-    while start > begin and read(buffer, start) & 0xC0 == 0x80:
-        start -= 1
-    return class_at(buffer, start, position, classes) == WHITESPACE
-
-
-@pruned_helper
+@helper
 def next_pretokens(
     buffer: Bytes,
     cursor: Record,
     end: int,
     is_final: bool,
     classes: Bytes,
-    rules: Cl100kRules | None,
+    rules: Rules,
     specials: Specials,
     starts: Int32s,
 ) -> tuple[int, int]:
     """Find the next pretokens and move the cursor after them, and after a special token that follows them.
 
-    ``rules`` are None for GPT-2's pattern; the code of the other family is then not compiled.
+    ``rules`` choose the scanner by their type; the code of the others is not compiled.
 
     Returns (n, index). Pretoken i of n is ``buffer[starts[i]:starts[i + 1]]``; n below 0 is a status. ``index`` is the
     special token after the pretokens, NO_SPECIAL, or NEEDS_MORE_TEXT if the buffer has nothing more that is certain.
@@ -182,10 +172,7 @@ def next_pretokens(
         return WORKSPACE_FULL, NO_SPECIAL
     if is_shortened:
         stop = last_character_end(buffer, position, position + scan_bytes)
-    if rules is None:
-        n = find_pretoken_starts(buffer, position, stop, classes, starts)
-    else:
-        n = find_cl100k_starts(buffer, position, stop, classes, rules, starts)
+    n = find_starts(buffer, position, stop, classes, rules, starts)
     if n < 0:
         return n, NO_SPECIAL
     starts[n] = stop
@@ -195,13 +182,8 @@ def next_pretokens(
         return n, special if special != NO_SPECIAL else NEEDS_MORE_TEXT
     while n > 0 and read(starts, n) > stop - _UNCERTAIN_BYTES:
         n -= 1
-    if rules is not None:  # a line break in later text would join the pretokens of a run of whitespace
-        while (
-            n > 0
-            and class_at(buffer, read(starts, n), stop, classes) == WHITESPACE
-            and is_whitespace_before(buffer, position, read(starts, n), classes)
-        ):
-            n -= 1
+    while n > 0 and may_join(buffer, position, np.int64(read(starts, n)), stop, classes, rules):
+        n -= 1
     if n > 0:
         cursor.scan_bytes = SCAN_BYTES
     elif is_shortened:  # one pretoken is longer than the scan

@@ -62,7 +62,27 @@ def test_starts_equal_the_pattern_for_any_text(pattern: str, text: str, after: b
 
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize(
-    "piece", ["a", "1", " ", "\n", "!", "'s", " \n", "\r\n ", "a ", "a!", "\u3000", "é", "日 ", "“a"]
+    "piece",
+    [
+        "a",
+        "1",
+        " ",
+        "\n",
+        "!",
+        "'s",
+        " \n",
+        "\r\n ",
+        "a ",
+        "a!",
+        "\u3000",
+        "é",
+        "日 ",
+        "“a",
+        "A",
+        "日A",
+        "\u0301A",
+        "/\n",
+    ],
 )
 def test_starts_equal_the_pattern_for_long_repetitions(pattern: str, piece: str) -> None:
     for end in ("", "a", " a", "\n", "\n ", "1", "!"):
