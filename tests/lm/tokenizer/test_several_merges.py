@@ -66,7 +66,7 @@ def test_the_kernels_encode_them(tokenizers: list[Tokenizer]) -> None:
         assert tokenizer._fast_encoder is not None and not tokenizer._fast_encoder._merge_table.has_growing_ranks
 
 
-@examples(200)
+@examples(80)
 @given(texts)
 def test_encode_equals_the_naive_reference(tokenizers: list[Tokenizer], text: str) -> None:
     for tokenizer in tokenizers:
