@@ -7,7 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lm.kernels.bpe.encode import encode
-from lm.kernels.bpe.merge import MAX_MERGES, EncoderState, MergeTable, make_merge_table, make_queue
+from lm.kernels.bpe.merge import EncoderState, make_queue
+from lm.kernels.bpe.merge_table import MAX_MERGES, MergeTable, make_merge_table
 from lm.kernels.bpe.pretoken_table import Table, grow_table, make_table, make_token_table, make_workspace
 from lm.kernels.bpe.pretokens import SCAN_BYTES, Specials, new_cursor
 from lm.kernels.jit import log_compilation
@@ -51,8 +52,7 @@ class FastEncoder:
 
         ``pattern`` must have a compiled scanner. A pretoken in ``whole_tokens`` is one token, whatever the merges.
 
-        They need an id for each byte and merged token, merges of bytes and of earlier merges only, a single merge for
-        each token, and at most ``MAX_MERGES`` merges.
+        They need an id for each byte and merged token, and at most ``MAX_MERGES`` merges.
         """
         tokens = [bytes([byte]) for byte in range(256)]
         tokens += [left + right for left, right in merges]
@@ -61,19 +61,19 @@ class FastEncoder:
             part_ids = np.fromiter(map(ids.__getitem__, chain.from_iterable(merges)), np.int64, 2 * len(merges))
         except KeyError:
             return None
+        lengths = np.fromiter(map(len, tokens), np.int32, len(tokens))
         order = np.arange(len(tokens), dtype=np.int32)
         nodes = np.zeros(max(token_ids.max(), part_ids.max(initial=0)) + 1, np.int32)  # token id → node + 1
-        nodes[token_ids] = order + 1
+        nodes[token_ids[::-1]] = order[::-1] + 1  # of several merges of one token, the first
         parts = nodes[part_ids].reshape(-1, 2) - 1
-        is_ordered = (parts >= 0).all() and (parts.max(axis=1) < order[256:]).all()
-        has_duplicates = (nodes[token_ids] != order + 1).any()
-        if not is_ordered or has_duplicates or len(merges) > MAX_MERGES:
+        parts[parts < 0] = len(tokens)  # no merge makes the part; so this node never is in a text
+        if len(merges) > MAX_MERGES:
             return None
-        lengths = np.fromiter(map(len, tokens), np.int32, len(tokens))
         id_lengths = np.zeros(len(nodes), np.int32)
         id_lengths[token_ids] = lengths
         with log_compilation("pair table"):
-            merge_table = make_merge_table(token_ids.astype(np.uint32), lengths, id_lengths, parts)
+            made = nodes[token_ids[256:]] - 1
+            merge_table = make_merge_table(token_ids.astype(np.uint32), lengths, id_lengths, parts, made)
             token_table = make_token_table(whole_tokens)
         return cls(merge_table, token_table, dtype, pattern)
 

@@ -1,47 +1,24 @@
 """Encoding of one pretoken: BPE merges in order of their ranks.
 
-The reference is :mod:`lm.tokenizer.reference`. A node is a byte (0–255) or 256 + the rank of a merge.
+The reference is :mod:`lm.tokenizer.reference`.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
+from lm.kernels.bpe.merge_table import NO_RANK, MergeTable, byte_pair_rank, made_node, pair_rank
 from lm.kernels.bpe.pretoken_table import Table, Workspace
-from lm.kernels.jit import Bytes, Ids, Int, Int32s, UInt64s, Word, helper, inlined, kernel
+from lm.kernels.jit import Bytes, Ids, Int, Int32s, UInt64s, helper, inlined
 from lm.kernels.simd import first_bit, last_bit, noinline, read, write
 
-MAX_MERGES = (1 << 20) - 256
 _BLOCK_BYTES = 2048  # of a long pretoken, merged at once
 _OVERLAP_BYTES = 32  # before a block, merged again with it: at least
-_NO_RANK = np.int32((1 << 25) - 1)  # greater than any rank
 _NO_NODE = np.int32((1 << 22) - 1)  # part of no merge
 _ALL_BITS = np.uint64(0xFFFFFFFFFFFFFFFF)
-_EMPTY = np.uint64(0xFFFFFFFF)
 _ONE = np.uint64(1)
 _32, _64, _5, _6 = map(np.int64, (32, 64, 5, 6))  # not literals: numba would compile a helper for each value
 _ShortArrays = tuple[Int32s, Ids, UInt64s, Ids, Int32s, Int32s]
-
-
-class MergeTable(NamedTuple):
-    """The merges of a vocabulary and its token ids, by node."""
-
-    ids: Ids  # (nodes,): token ids
-    lengths: Int32s  # (nodes,): in bytes
-    id_lengths: Int32s  # (token ids,): in bytes
-    byte_pairs: Int32s  # (65536,): rank of the merge of two bytes
-    pairs: Ids  # hash table: tag << 20 | rank
-    parts: UInt64s  # (merges,): left node << 22 | right node
-
-
-def make_merge_table(ids: Ids, lengths: Int32s, id_lengths: Int32s, parts: Int32s) -> MergeTable:
-    """Return the table for ``parts`` (merges, 2), the nodes that each merge joins."""
-    count = len(parts)
-    byte_pairs = np.full(1 << 16, _NO_RANK, np.int32)
-    pairs = np.full(1 << (2 * count).bit_length(), _EMPTY, np.uint32)
-    merges = MergeTable(ids, lengths, id_lengths, byte_pairs, pairs, np.empty(count, np.uint64))
-    fill_pairs(parts, merges)
-    return merges
 
 
 class BucketQueue(NamedTuple):
@@ -71,56 +48,6 @@ class EncoderState(NamedTuple):
 
 
 @inlined
-def joined_nodes(left: int, right: int) -> Word:
-    """Return two nodes as one word."""
-    return np.uint64(left) << np.uint64(22) | np.uint64(right)
-
-
-@inlined
-def pair_home(pair: Word, size: int) -> tuple[Int, Word]:
-    """Return (index, tag): where the search for a pair starts in a hash table of ``size`` entries, and its tag."""
-    mixed = pair * np.uint64(0x9E3779B97F4A7C15)
-    return np.int64((mixed >> np.uint64(32)) & np.uint64(size - 1)), mixed >> np.uint64(52) << np.uint64(20)
-
-
-@kernel
-def fill_pairs(parts: Int32s, merges: MergeTable) -> None:
-    """Enter the merges into the empty ``byte_pairs``, ``pairs`` and ``parts``."""
-    pairs = merges.pairs
-    for rank in range(len(parts)):
-        left, right = np.int64(read(parts, 2 * rank)), np.int64(read(parts, 2 * rank + 1))
-        if left < 256 and right < 256:
-            write(merges.byte_pairs, left << 8 | right, np.int32(rank))
-        pair = joined_nodes(left, right)
-        write(merges.parts, rank, pair)
-        i, tag = pair_home(pair, len(pairs))
-        while read(pairs, i) != _EMPTY:
-            i = (i + 1) & (len(pairs) - 1)
-        write(pairs, i, np.uint32(tag | np.uint64(rank)))
-
-
-@inlined
-def byte_pair_rank(byte_pairs: Int32s, buffer: Bytes, position: int) -> Int:
-    """Return the rank of the merge of the two bytes at ``position``; _NO_RANK if there is none."""
-    return read(byte_pairs, np.int64(read(buffer, position)) << 8 | np.int64(read(buffer, position + 1)))
-
-
-@inlined
-def pair_rank(pairs: Ids, parts: UInt64s, left: int, right: int) -> Int:
-    """Return the rank of the merge of two nodes; _NO_RANK if there is none."""
-    pair = joined_nodes(left, right)
-    i, tag = pair_home(pair, len(pairs))
-    while True:
-        entry = np.uint64(read(pairs, i))
-        if entry == _EMPTY:
-            return _NO_RANK
-        rank = np.int64(entry ^ tag)
-        if rank < 1 << 20 and read(parts, rank) == pair:
-            return np.int32(rank)
-        i = (i + 1) & (len(pairs) - 1)
-
-
-@inlined
 def encode_short(
     size: int, bits: int, buffer: Bytes, start: int, n: int, arrays: _ShortArrays, out: Ids, out_at: int
 ) -> int:
@@ -132,7 +59,7 @@ def encode_short(
     time, with vector instructions; updating fewer needs branches that the CPU mispredicts, and is slower.
     """
     byte_pairs, pairs, parts, ids, nodes, keys = arrays
-    no_key = np.int32(_NO_RANK << bits)  # above the keys of merges, at most the keys of no merge
+    no_key = np.int32(NO_RANK << bits)  # above the keys of merges, at most the keys of no merge
     for i in range(size):
         write(keys, i, no_key)
     write(nodes, 0, _NO_NODE)
@@ -147,7 +74,7 @@ def encode_short(
     occupied = _ALL_BITS >> np.uint64(62 - n)
     while best < no_key:
         place = np.int64(best & (size - 1))
-        node = 256 + np.int64(best >> bits)
+        node = made_node(parts, np.int64(best >> bits))
         write(nodes, place, np.int32(node))
         above = occupied & (_ALL_BITS << np.uint64(place + 1))
         removed = first_bit(above)
@@ -192,7 +119,7 @@ def enqueue(state: EncoderState, place: int, rank: int) -> None:
     """Set the rank of the merge at a place; if there is a merge, append the place to the list of its rank."""
     queue, following, previous = state.queue, state.work.following, state.work.previous
     write(state.work.ranks, place, rank)
-    if rank == _NO_RANK:
+    if rank == NO_RANK:
         return
     tail = read(queue.tails, rank)
     write(previous, place, tail)
@@ -212,7 +139,7 @@ def dequeue(state: EncoderState, place: int) -> None:
     """Remove a place from the list of its rank, if there is a merge at it."""
     queue, following, previous = state.queue, state.work.following, state.work.previous
     rank = read(state.work.ranks, place)
-    if rank == _NO_RANK:
+    if rank == NO_RANK:
         return
     before, after = read(previous, place), read(following, place)
     if before >= 0:
@@ -231,20 +158,84 @@ def dequeue(state: EncoderState, place: int) -> None:
             write(queue.summary, word >> 6, read(queue.summary, word >> 6) & ~(_ONE << np.uint64(word & 63)))
 
 
+@inlined
+def earlier(ranks: Int32s, i: int, j: int) -> Int:
+    """Return the place of the earlier of the merges at two places: of lower rank, then leftmost."""
+    left, right = read(ranks, i), read(ranks, j)
+    return np.int64(i) if left < right or (left == right and i < j) else np.int64(j)
+
+
+@inlined
+def winner(state: EncoderState, i: int, n: int) -> Int:
+    """Return the place of the earliest merge below node ``i`` of the tournament of ``n`` places; its leaves are nodes
+    ``n`` to ``2 n - 1``."""
+    return np.int64(i - n) if i >= n else np.int64(read(state.work.following, i))
+
+
+@inlined
+def set_rank(state: EncoderState, place: int, rank: int, n: int) -> None:
+    """Set the rank of the merge at a place, and play its matches of the tournament again."""
+    write(state.work.ranks, place, rank)
+    i = (place + n) >> 1
+    while i > 0:
+        best = earlier(state.work.ranks, winner(state, 2 * i, n), winner(state, 2 * i + 1, n))
+        if best != place and best == read(state.work.following, i):
+            break  # the place is no winner, and was none
+        write(state.work.following, i, np.int32(best))
+        i >>= 1
+
+
+@helper
+def merge_in_any_order(state: EncoderState, buffer: Bytes, start: int, n: int) -> None:
+    """Merge ``n`` bytes that are in ``work.nodes``; see :func:`merge_block`. Takes O(n log n) time.
+
+    A merge may make a merge of an earlier rank possible: if several merges make one token, as in Llama 3's vocabulary.
+    So the next merge is the winner of a tournament of all places.
+    """
+    merges, nodes, ranks = state.merges, state.work.nodes, state.work.ranks
+    lengths = merges.lengths
+    for i in range(n - 1):
+        write(ranks, i, byte_pair_rank(merges.byte_pairs, buffer, start + i))
+    write(ranks, n - 1, NO_RANK)
+    for i in range(n - 1, 0, -1):
+        best = earlier(ranks, winner(state, 2 * i, n), winner(state, 2 * i + 1, n))
+        write(state.work.following, i, np.int32(best))
+    while n > 1:
+        place = winner(state, 1, n)
+        rank = np.int64(read(ranks, place))
+        if rank == NO_RANK:
+            break
+        merged = made_node(merges.parts, rank)
+        length = np.int64(read(lengths, merged))
+        set_rank(state, place + read(lengths, np.int64(read(nodes, place))), NO_RANK, n)
+        write(nodes, place, np.int32(merged))
+        write(nodes, place + length - 1, np.int32(merged))
+        if place > 0:
+            left = np.int64(read(nodes, place - 1))
+            set_rank(state, place - read(lengths, left), pair_rank(merges.pairs, merges.parts, left, merged), n)
+        after, here = place + length, NO_RANK
+        if after < n:
+            here = pair_rank(merges.pairs, merges.parts, merged, np.int64(read(nodes, after)))
+        set_rank(state, place, here, n)
+
+
 @helper
 def merge_block(state: EncoderState, buffer: Bytes, start: int, n: int) -> None:
-    """Merge ``n`` bytes in time linear in ``n``; each node is then in ``work.nodes`` at its first and last byte.
+    """Merge ``n`` bytes; each node is then in ``work.nodes`` at its first and last byte.
 
-    A merge only makes merges of later ranks possible (the tokenizer has checked that its parts are made earlier). So
+    Takes time linear in ``n`` if a merge only makes merges of later ranks possible, as each part is made earlier. Then
     the lists are emptied in order of rank, and each list is in the order of the text.
     """
     merges, queue, work = state.merges, state.queue, state.work
     nodes, lengths = work.nodes, merges.lengths
     for i in range(n):
         write(nodes, i, np.int32(read(buffer, start + i)))
+    if not merges.has_growing_ranks:
+        merge_in_any_order(state, buffer, start, n)
+        return
     for i in range(n - 1):
         enqueue(state, i, byte_pair_rank(merges.byte_pairs, buffer, start + i))
-    write(work.ranks, n - 1, _NO_RANK)
+    write(work.ranks, n - 1, NO_RANK)
     group = 0
     while group < len(queue.summary):
         summary = read(queue.summary, group)
@@ -267,7 +258,7 @@ def merge_block(state: EncoderState, buffer: Bytes, start: int, n: int) -> None:
                 dequeue(state, before)
                 enqueue(state, before, pair_rank(merges.pairs, merges.parts, left, merged))
             after = place + length
-            write(work.ranks, place, _NO_RANK)
+            write(work.ranks, place, NO_RANK)
             if after < n:
                 right = np.int64(read(nodes, after))
                 enqueue(state, place, pair_rank(merges.pairs, merges.parts, merged, right))

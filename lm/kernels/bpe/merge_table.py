@@ -1,0 +1,98 @@
+"""The merges of a vocabulary, as a table of pairs of nodes.
+
+A node is a byte (0–255) or 256 + the rank of the first merge that makes the token.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from lm.kernels.jit import Bytes, Ids, Int, Int32s, UInt64s, Word, inlined, kernel
+from lm.kernels.simd import read, write
+
+MAX_MERGES = (1 << 20) - 256
+NO_RANK = np.int32((1 << 25) - 1)  # greater than any rank
+_EMPTY = np.uint64(0xFFFFFFFF)
+_PAIR_BITS = np.uint64(44)
+_PAIR_MASK = np.uint64((1 << 44) - 1)
+
+
+class MergeTable(NamedTuple):
+    """The merges of a vocabulary and its token ids, by node."""
+
+    ids: Ids  # (nodes,): token ids
+    lengths: Int32s  # (nodes,): in bytes
+    id_lengths: Int32s  # (token ids,): in bytes
+    byte_pairs: Int32s  # (65536,): rank of the merge of two bytes
+    pairs: Ids  # hash table: tag << 20 | rank
+    parts: UInt64s  # (merges,): first merge of the same token << 44 | left node << 22 | right node
+    has_growing_ranks: bool  # a merge makes only merges of later ranks possible
+
+
+def make_merge_table(ids: Ids, lengths: Int32s, id_lengths: Int32s, parts: Int32s, made: Int32s) -> MergeTable:
+    """Return the table for ``parts`` (merges, 2), the nodes that each merge joins, and ``made`` (merges,), the node
+    that it makes."""
+    count = len(parts)
+    byte_pairs = np.full(1 << 16, NO_RANK, np.int32)
+    pairs = np.full(1 << (2 * count).bit_length(), _EMPTY, np.uint32)
+    nodes = np.arange(256, 256 + count)
+    has_growing_ranks = bool((made == nodes).all() and (parts.max(axis=1, initial=0) < nodes).all())
+    merges = MergeTable(ids, lengths, id_lengths, byte_pairs, pairs, np.empty(count, np.uint64), has_growing_ranks)
+    fill_pairs(parts, made, merges)
+    return merges
+
+
+@inlined
+def joined_nodes(left: int, right: int) -> Word:
+    """Return two nodes as one word."""
+    return np.uint64(left) << np.uint64(22) | np.uint64(right)
+
+
+@inlined
+def pair_home(pair: Word, size: int) -> tuple[Int, Word]:
+    """Return (index, tag): where the search for a pair starts in a hash table of ``size`` entries, and its tag."""
+    mixed = pair * np.uint64(0x9E3779B97F4A7C15)
+    return np.int64((mixed >> np.uint64(32)) & np.uint64(size - 1)), mixed >> np.uint64(52) << np.uint64(20)
+
+
+@kernel
+def fill_pairs(parts: Int32s, made: Int32s, merges: MergeTable) -> None:
+    """Enter the merges into the empty ``byte_pairs``, ``pairs`` and ``parts``. Of equal merges, the first counts."""
+    pairs = merges.pairs
+    for rank in range(len(parts)):
+        left, right = np.int64(read(parts, 2 * rank)), np.int64(read(parts, 2 * rank + 1))
+        if left < 256 and right < 256 and read(merges.byte_pairs, left << 8 | right) == NO_RANK:
+            write(merges.byte_pairs, left << 8 | right, np.int32(rank))
+        pair = joined_nodes(left, right)
+        write(merges.parts, rank, np.uint64(read(made, rank) - 256) << _PAIR_BITS | pair)
+        i, tag = pair_home(pair, len(pairs))
+        while read(pairs, i) != _EMPTY:
+            i = (i + 1) & (len(pairs) - 1)
+        write(pairs, i, np.uint32(tag | np.uint64(rank)))
+
+
+@inlined
+def byte_pair_rank(byte_pairs: Int32s, buffer: Bytes, position: int) -> Int:
+    """Return the rank of the merge of the two bytes at ``position``; NO_RANK if there is none."""
+    return read(byte_pairs, np.int64(read(buffer, position)) << 8 | np.int64(read(buffer, position + 1)))
+
+
+@inlined
+def pair_rank(pairs: Ids, parts: UInt64s, left: int, right: int) -> Int:
+    """Return the rank of the merge of two nodes; NO_RANK if there is none."""
+    pair = joined_nodes(left, right)
+    i, tag = pair_home(pair, len(pairs))
+    while True:
+        entry = np.uint64(read(pairs, i))
+        if entry == _EMPTY:
+            return NO_RANK
+        rank = np.int64(entry ^ tag)
+        if rank < 1 << 20 and read(parts, rank) & _PAIR_MASK == pair:
+            return np.int32(rank)
+        i = (i + 1) & (len(pairs) - 1)
+
+
+@inlined
+def made_node(parts: UInt64s, rank: int) -> Int:
+    """Return the node that a merge makes."""
+    return 256 + np.int64(read(parts, rank) >> _PAIR_BITS)
