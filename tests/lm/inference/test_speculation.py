@@ -3,7 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lm.inference.completion import complete
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Engine, Generation, generate, stream
 from lm.inference.logit_edits import LogitEdits
@@ -19,6 +20,7 @@ from lm.inference.speculation import PromptLookup
 from lm.model.transformer import TransformerLM
 from tests.helpers.examples import examples
 from tests.helpers.generating import fixed_model, make_model
+from tests.helpers.tokenizers import bytes_tokenizer
 
 CONTEXT, VOCAB_SIZE = 40, 7
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -162,6 +164,18 @@ def test_a_text_that_repeats_takes_fewer_steps(is_packed: bool) -> None:
         engine.step()
     assert longer.ids == plain.ids[28:]
     assert list(stream(model, Generation(plain.prompt, 34, guessed.sampling))) == plain.ids
+
+
+def test_the_switch_is_no_part_of_the_cache_key_and_completions_count_guesses() -> None:
+    config = SampleConfig(temperature=0, prompts=["aaaaaaaa"], max_new_tokens=30)
+    guessing = replace(config, speculative_tokens=4)
+    assert (
+        guessing.identity == config.identity == {k: v for k, v in asdict(config).items() if k != "speculative_tokens"}
+    )
+    tokenizer, model = bytes_tokenizer(), make_model(256, 48).eval()
+    [plain], [guessed] = (complete(model, tokenizer, each) for each in (config, guessing))
+    assert guessed.text == plain.text
+    assert plain.num_guessed_tokens == 0 < guessed.num_accepted_tokens <= guessed.num_guessed_tokens
 
 
 def test_sampled_texts_have_the_exact_distribution() -> None:
