@@ -37,5 +37,8 @@ def sample(out: Attempt, model: Output, tokenizer: Output, config: SampleConfig)
     completions = complete(loaded_model, loaded_tokenizer, config)
     tokens_per_second = sum(completion.num_tokens for completion in completions) / (time.perf_counter() - started)
     out.figures = {"samples": len(completions), "tokens_per_second": round(tokens_per_second)}
+    if config.speculative_tokens:
+        out.figures["guessed_tokens"] = sum(completion.num_guessed_tokens for completion in completions)
+        out.figures["accepted_tokens"] = sum(completion.num_accepted_tokens for completion in completions)
     samples = [{"prompt": completion.prompt, "text": completion.text} for completion in completions]
     (out.directory / "samples.json").write_text(json.dumps(samples, ensure_ascii=False, indent=1), encoding="utf-8")

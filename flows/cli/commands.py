@@ -180,6 +180,7 @@ def serve_command(options: Namespace) -> None:
         prefix_cache_bytes=options.prefix_cache_mb * 10**6,
         api_key=key,
         max_requests_per_client=options.max_requests_per_client,
+        speculative_tokens=options.speculative_tokens,
     )
 
 

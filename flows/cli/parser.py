@@ -149,6 +149,8 @@ def build_parser(
     serve.add_argument("--max-batch-size", type=PositiveInt, default=16, help="completions computed at the same time")
     cache_help = "memory for the beginnings of recent prompts, which are not computed again, in MB; 0: none"
     serve.add_argument("--prefix-cache-mb", type=NonNegativeInt, default=256, help=cache_help)
+    guess_help = "tokens to guess in a step from repetitions in a text, at most; 0: none"
+    serve.add_argument("--speculative-tokens", type=NonNegativeInt, default=0, help=guess_help)
     key_help = "key that clients must send; the variable TEXTMILL_API_KEY holds it out of sight of other users"
     serve.add_argument("--api-key", type=str, default=None, help=key_help)
     limit_help = "requests of one IP address at a time; 0: no limit"

@@ -52,10 +52,12 @@ def build_app(
     prefix_cache_bytes: int = 0,
     api_key: str | None = None,
     max_requests_per_client: int = 0,
+    speculative_tokens: int = 0,
 ) -> FastAPI:
     """Return the web application for ``model``, which clients call ``name``. ``app.state.scheduler`` is its scheduler.
 
-    ``api_key`` and ``max_requests_per_client`` are those of :class:`flows.server.access.AccessControl`.
+    ``api_key`` and ``max_requests_per_client`` are those of :class:`flows.server.access.AccessControl`,
+    ``speculative_tokens`` is that of :class:`lm.inference.config.SampleConfig`.
     Raises UserError if the model and the tokenizer do not match.
     """
     check_vocabulary(model, tokenizer.size)
@@ -87,7 +89,9 @@ def build_app(
         if not 0 < count <= scheduler.capacity:
             raise ApiError(400, f"{count} completions are requested; 1 to {scheduler.capacity} are possible.", "n")
         prompts = await asyncio.to_thread(request.encode_prompts, chat_format)
-        response = GenerationResponse(request, prompts, chat_format, token_names, model.config.context_length)
+        response = GenerationResponse(
+            request, prompts, chat_format, token_names, model.config.context_length, speculative_tokens
+        )
         choices = {choice.generation: choice for choice in response.choices}
 
         def on_finish(generation: Generation, error: Exception | None) -> None:
@@ -213,6 +217,7 @@ def serve(
     prefix_cache_bytes: int = 0,
     api_key: str | None = None,
     max_requests_per_client: int = 0,
+    speculative_tokens: int = 0,
 ) -> None:
     """Serve a model until Ctrl-C."""
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
@@ -233,6 +238,7 @@ def serve(
                 prefix_cache_bytes=prefix_cache_bytes,
                 api_key=api_key,
                 max_requests_per_client=max_requests_per_client,
+                speculative_tokens=speculative_tokens,
             )
         url_host = f"[{host}]" if ":" in host else host
         url = f"http://{url_host}:{listener.getsockname()[1]}"

@@ -44,6 +44,12 @@ class ServerMetrics:
         cached_help = "Tokens of prompts that were in the prefix cache."
         self._cached_tokens = Counter("textmill_cached_prompt_tokens", cached_help, registry=registry)
         self._completion_tokens = Counter("textmill_completion_tokens", "Generated tokens.", registry=registry)
+        self._guessed_tokens = Counter(
+            "textmill_guessed_tokens", "Tokens that speculative decoding guessed.", registry=registry
+        )
+        self._accepted_tokens = Counter(
+            "textmill_accepted_tokens", "Guessed tokens that the model sampled.", registry=registry
+        )
         for name, help_text, get in (
             ("textmill_running_completions", "Completions in the batch.", lambda: scheduler.running_count),
             ("textmill_waiting_completions", "Completions in the queue.", lambda: scheduler.waiting_count),
@@ -56,6 +62,8 @@ class ServerMetrics:
         self._prompt_tokens.inc(len(generation.prompt))
         self._cached_tokens.inc(generation.num_cached_tokens)
         self._completion_tokens.inc(len(generation.ids))
+        self._guessed_tokens.inc(generation.num_guessed_tokens)
+        self._accepted_tokens.inc(generation.num_accepted_tokens)
         if choice.first_token_at is not None:
             self._first_token_seconds.observe(choice.first_token_at - choice.created_at)
             if (others := len(generation.ids) - 1) > 0:

@@ -6,6 +6,7 @@ import random
 import time
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from flows.server.logprobs import ChatLogprobs, CompletionLogprobs, ScoredToken, TokenNames
@@ -51,7 +52,10 @@ class Choice:
         self.generation, self._text = create_text_generation(
             tokenizer,
             prompt,
-            request.sample_config(max_tokens, *(response.chat_format.stop if response.is_chat else [])),
+            replace(
+                request.sample_config(max_tokens, *(response.chat_format.stop if response.is_chat else [])),
+                speculative_tokens=response.speculative_tokens,
+            ),
             seed,
             self._send,
             response.edits,
@@ -133,7 +137,9 @@ class GenerationResponse:
         chat_format: ChatFormat,
         token_names: TokenNames,
         context_length: int,
+        speculative_tokens: int = 0,
     ) -> None:
+        self.speculative_tokens = speculative_tokens
         self.request, self.chat_format, self.token_names = request, chat_format, token_names
         self.edits = request.logit_edits(chat_format.tokenizer.size)
         self._count, self._generated_count = request.n or 1, request.completions_per_prompt  # for each prompt
@@ -171,11 +177,19 @@ class GenerationResponse:
         completion_tokens = sum(len(choice.generation.ids) for choice in self.choices)
         first_choices = self.choices[:: self._generated_count]  # a prompt counts once
         cached_tokens = sum(choice.generation.num_cached_tokens for choice in first_choices)
+        guessed, accepted = (
+            sum(getattr(choice.generation, name) for choice in self.choices)
+            for name in ("num_guessed_tokens", "num_accepted_tokens")
+        )
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": self._prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": guessed - accepted,
+            },
         }
 
     async def body(self) -> dict[str, Any]:

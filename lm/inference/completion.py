@@ -20,6 +20,10 @@ class Completion(NamedTuple):
     text: str
     num_tokens: int
     """Tokens sampled, including those of a stop text."""
+    num_guessed_tokens: int = 0
+    """Tokens that speculative decoding guessed."""
+    num_accepted_tokens: int = 0
+    """Guesses that were sampled."""
 
 
 class TextStream:
@@ -121,7 +125,13 @@ def complete(
     ]
     generate(model, [generation for generation, _ in runs], max_batch_size)
     return [
-        Completion(prompt, "".join(parts) + text.finish(), len(generation.ids))
+        Completion(
+            prompt,
+            "".join(parts) + text.finish(),
+            len(generation.ids),
+            generation.num_guessed_tokens,
+            generation.num_accepted_tokens,
+        )
         for prompt, parts, (generation, text) in zip(prompts, pieces, runs, strict=True)
     ]
 

@@ -21,6 +21,7 @@ from lm.inference.logit_edits import LogitEditor, LogitEdits
 from lm.inference.prefill import Prefill, PrefillJob
 from lm.inference.prefix_cache import PrefixCache
 from lm.inference.sampler import Sampler, TokenScore, score_tokens
+from lm.inference.speculation import PromptLookup
 from lm.model.transformer import TransformerLM
 
 _MAX_LOGITS = 1 << 24  # numbers at a time for the log-probabilities of a prompt
@@ -60,6 +61,10 @@ class Generation:
     """``alternatives`` for the prompt's ids, except the first."""
     num_cached_tokens: int = 0
     """Number of the prompt's tokens that were in the prefix cache."""
+    num_guessed_tokens: int = 0
+    """Number of tokens that speculative decoding guessed."""
+    num_accepted_tokens: int = 0
+    """Number of guesses that the model sampled."""
     finish_reason: Literal["stop", "length"] | None = None
     """``stop``: a stop id, ``on_token`` or a cancellation. ``length``: ``max_new_tokens``. None: unfinished."""
 
@@ -112,6 +117,7 @@ class Engine:
             self._decode_step = DecodeGraphs(model, self._cache)
         self._sampler: Sampler | None = None  # of the active generations
         self._editors: dict[Generation, LogitEditor] = {}  # of the active generations that need one
+        self._lookups: dict[Generation, PromptLookup] = {}  # of the active generations with speculative decoding
 
     def check_prompt(self, generation: Generation) -> None:
         """Raise UserError if the prompt is empty or holds ids outside the model's vocabulary."""
@@ -143,31 +149,69 @@ class Engine:
             if LogitEditor.is_needed(edits, penalty):
                 size = self.model.config.vocab_size or 0
                 self._editors[generation] = LogitEditor(edits, penalty, generation.prompt, size, self.device)
-        logits = self._prefill(list(range(first, len(self.active))), uses_prefix_cache=True)
-        self._sample(logits, first, Sampler([generation.sampling for generation in generations], self.device))
+            if generation.sampling.speculative_tokens:
+                self._lookups[generation] = PromptLookup(generation.prompt, generation.sampling.speculative_tokens)
         self._sampler = None
+        logits = self._prefill(list(range(first, len(self.active))), uses_prefix_cache=True)
+        self._sample(logits, generations)
         self._remove_finished()
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Sample the next token of every active generation, and remove those that finish."""
+        """Sample the next token of every active generation, and more where guesses are right. Remove those that finish.
+
+        See :mod:`lm.inference.speculation` for guesses.
+        """
         self._remove_finished()
         if not self.active:
             return
         lengths = [len(generation.prompt) + len(generation.ids) for generation in self.active]
+        guesses = [self._guess(generation) for generation in self.active]
+        if any(guesses) and max(lengths) <= self.max_seq_len:
+            self._verify(guesses)
+        else:
+            self._sample(self._next_logits(lengths), self.active)
+        self._remove_finished()
+
+    def _next_logits(self, lengths: list[int]) -> Tensor:
+        """Return the logits (B, V) of the tokens after the active sequences, which have ``lengths``."""
         overlong_rows = [row for row, length in enumerate(lengths) if length > self.max_seq_len]
         if len(overlong_rows) == len(self.active):
-            logits = self._prefill(overlong_rows, uses_prefix_cache=False)
-        else:
-            last_ids = [generation.ids[-1] for generation in self.active]
-            positions = [min(length, self.max_seq_len) - 1 for length in lengths]
-            logits = self._decode_step(torch.tensor([last_ids, positions], device=self.device), max(positions))
-            if overlong_rows:
-                logits[overlong_rows] = self._prefill(overlong_rows, uses_prefix_cache=False)
-        if self._sampler is None:
-            self._sampler = Sampler([generation.sampling for generation in self.active], self.device)
-        self._sample(logits, 0, self._sampler)
-        self._remove_finished()
+            return self._prefill(overlong_rows, uses_prefix_cache=False)
+        last_ids = [generation.ids[-1] for generation in self.active]
+        positions = [min(length, self.max_seq_len) - 1 for length in lengths]
+        logits = self._decode_step(torch.tensor([last_ids, positions], device=self.device), max(positions))
+        if overlong_rows:
+            logits[overlong_rows] = self._prefill(overlong_rows, uses_prefix_cache=False)
+        return logits
+
+    def _guess(self, generation: Generation) -> list[int]:
+        """Return guesses of the next tokens that leave room for one more token in the text and in the context."""
+        lookup, count = self._lookups.get(generation), len(generation.ids)
+        if lookup is None:
+            return []
+        room = min(generation.max_new_tokens - count - 1, self.max_seq_len - len(generation.prompt) - count)
+        return lookup.guess(generation.ids, room)
+
+    def _verify(self, guesses: list[list[int]]) -> None:
+        """Sample the next token of every active generation, and one more after each guess that equals its sample."""
+        starts = [len(generation.prompt) + len(generation.ids) - 1 for generation in self.active]
+        suffixes = [(generation.ids[-1], *guess) for generation, guess in zip(self.active, guesses, strict=True)]
+        hidden = self.prefill.compute(range(len(starts)), suffixes, starts)
+        logits = self.model.logits(torch.cat(hidden)).split([len(suffix) for suffix in suffixes])
+        num_accepted = [0] * len(starts)
+        rows, place = list(range(len(starts))), 0
+        while rows:
+            ids = self._sample(torch.stack([logits[row][place] for row in rows]), [self.active[row] for row in rows])
+            right = [row for row, new_id in zip(rows, ids, strict=True) if guesses[row][place : place + 1] == [new_id]]
+            for row in right:
+                num_accepted[row] += 1
+            rows, place = [row for row in right if not self.active[row].finish_reason], place + 1
+        for generation, guess, count in zip(self.active, guesses, num_accepted, strict=True):
+            if guess:
+                generation.num_guessed_tokens += len(guess)
+                generation.num_accepted_tokens += count
+                self._lookups[generation].record(len(guess), count)
 
     def _remove_finished(self) -> None:
         """Remove finished generations. The last row moves into the place of each."""
@@ -176,6 +220,7 @@ class Engine:
                 self._sampler = None
                 self._store(row)
                 self._editors.pop(self.active[row], None)
+                self._lookups.pop(self.active[row], None)
                 last = self.active.pop()
                 if row < len(self.active):
                     self.active[row] = last
@@ -210,18 +255,29 @@ class Engine:
                 generation.prompt_logprobs.append(score.logprob)
                 generation.prompt_alternatives.append(score.alternatives)
 
-    def _sample(self, logits: Tensor, first: int, sampler: Sampler) -> None:
-        """Sample from ``logits`` (rows, V) for the active generations from index ``first`` on."""
+    def _sample(self, logits: Tensor, generations: Sequence[Generation]) -> list[int]:
+        """Sample from ``logits`` (rows, V) for these of the active generations, in their order. Return the ids."""
         logits = logits.float()  # argmax and max are slow in bfloat16
-        generations = self.active[first : first + len(logits)]
         uniform = torch.tensor([generation.next_uniform() for generation in generations], device=self.device)
+        sampler = self._choose_sampler(generations)
         ids = sampler.sample(self._edit(logits, generations) if self._editors else logits, uniform)
         scores = self._score(logits, ids, generations)
-        for row, (generation, token_id) in enumerate(zip(generations, ids.tolist(), strict=True)):
+        id_list: list[int] = ids.tolist()
+        for row, (generation, token_id) in enumerate(zip(generations, id_list, strict=True)):
             if not generation.finish_reason:
                 if editor := self._editors.get(generation):
                     editor.record(token_id)
                 generation.append(token_id, scores.get(row))
+        return id_list
+
+    def _choose_sampler(self, generations: Sequence[Generation]) -> Sampler:
+        """Return the sampler of these of the active generations. That of all of them is kept."""
+        if len(generations) == len(self.active) and self._sampler is not None:
+            return self._sampler
+        sampler = Sampler([generation.sampling for generation in generations], self.device)
+        if len(generations) == len(self.active):
+            self._sampler = sampler
+        return sampler
 
     def _edit(self, logits: Tensor, generations: Sequence[Generation]) -> Tensor:
         """Return a copy of the logits (rows, V) with the edits of each generation."""

@@ -67,7 +67,10 @@ class Prefill:
         # Sequences that are computed from their start have a faster attention.
         for group in ([job for job in jobs if job.tokens not in stored], [job for job in jobs if job.tokens in stored]):
             starts = [len(stored.get(job.tokens, ())) for job in group]
-            for job, start, hidden in zip(group, starts, self._compute(group, starts), strict=True):
+            suffixes = [job.tokens[start:] for job, start in zip(group, starts, strict=True)]
+            self.num_computed += sum(map(len, suffixes))
+            computed = self.compute([job.row for job in group], suffixes, starts)
+            for job, start, hidden in zip(group, starts, computed, strict=True):
                 if prefix_cache is not None:
                     prefix_cache.store(job.tokens, self._cache, job.row, hidden, start)
                 if job.needs_all_hidden and start:
@@ -75,16 +78,17 @@ class Prefill:
                 results[job.tokens] = Prefilled(hidden, start)
         return results
 
-    def _compute(self, jobs: list[PrefillJob], starts: list[int]) -> list[Tensor]:
-        """Compute the tokens of each sequence from its start on, and return their hidden states (T, D)."""
-        if not jobs:
+    def compute(self, row_list: Sequence[int], suffixes: Sequence[Tokens], starts: Sequence[int]) -> list[Tensor]:
+        """Compute tokens that continue sequences of the cache, and return their hidden states (T, D).
+
+        Each of ``suffixes`` begins at a position of ``starts``, in a row of ``row_list``.
+        """
+        if not suffixes:
             return []
-        suffixes = [job.tokens[start:] for job, start in zip(jobs, starts, strict=True)]
         lengths = [len(suffix) for suffix in suffixes]
-        self.num_computed += sum(lengths)
         longest = max(lengths)
         ids = torch.tensor([[*suffix, *[0] * (longest - len(suffix))] for suffix in suffixes], device=self._device)
-        rows = torch.tensor([job.row for job in jobs], device=self._device)
+        rows = torch.tensor(row_list, device=self._device)
         if any(starts):
             positions = torch.tensor(starts, device=self._device)[:, None] + torch.arange(longest, device=self._device)
             attention = self._cache.suffix_attention(rows, positions, torch.tensor(lengths, device=self._device))

@@ -88,6 +88,15 @@ def test_the_prefix_cache_benchmark_computes_less() -> None:
     assert result["token_ratio"] <= 0.3 and result["time_ratio"] > 0
 
 
+@pytest.mark.slow
+def test_the_speculation_benchmark_accepts_guesses_where_text_repeats() -> None:
+    from benchmarks import speculation
+
+    result = speculation.measure("tiny", tokens=96, guesses=8, rounds=1)
+    assert result["copy"]["accepted"] > 48 > result["prose"]["accepted"]
+    assert result["copy"]["ratio"] > 0 < result["prose"]["ratio"]
+
+
 @pytest.mark.long
 def test_training_recipes_are_compared_by_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = small_data()

@@ -209,8 +209,9 @@ def test_the_commands_take_any_model(root: RunContext, tmp_path: Path, capsys: p
     expected = complete(make_trained(261, 4), CHAT, config)[0].text
     for name in (POSTTRAINED, str(exported)):
         arguments = ["--prompt", "Once", "--max_new_tokens", "9", "--temperature", "0", "--device", "cpu"]
-        assert main(["sample", *options, name, *arguments]) == 0
-        assert f"> Once|{expected}\n" in capsys.readouterr().out
+        for more in ([], ["--speculative_tokens", "3"]):
+            assert main(["sample", *options, name, *arguments, *more]) == 0
+            assert f"> Once|{expected}\n" in capsys.readouterr().out
 
 
 def test_sentencepiece_is_sampled_and_not_exported(

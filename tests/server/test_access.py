@@ -181,6 +181,24 @@ def test_metrics_count_requests_tokens_and_latencies(client: TestClient) -> None
     assert after["process_resident_memory_bytes",] > 1e6
 
 
+def test_speculative_tokens_are_reported() -> None:
+    """The text is that of a server without guesses; usage and metrics tell how many there were."""
+    model = make_model(257, 64).eval()
+    body = {"prompt": "aaaaaaaaaaaa", "max_tokens": 40, "temperature": 0}
+    with TestClient(build_app(model, TOKENIZER, "tiny", 2)) as client:
+        plain = client.post("/v1/completions", json=body).json()
+    assert set(plain["usage"]["completion_tokens_details"].values()) == {0}
+    with TestClient(build_app(model, TOKENIZER, "tiny", 2, speculative_tokens=4)) as client:
+        response = client.post("/v1/completions", json=body).json()
+        metrics = client.get("/metrics").text
+    assert response["choices"] == plain["choices"]
+    details = response["usage"]["completion_tokens_details"]
+    accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+    assert 0 < accepted < 40
+    assert f"textmill_guessed_tokens_total {accepted + rejected}.0" in metrics
+    assert f"textmill_accepted_tokens_total {accepted}.0" in metrics
+
+
 def test_health_reports_an_ended_scheduler(client: TestClient) -> None:
     assert client.get("/health").status_code == 200
     client.app.state.scheduler.close()  # type: ignore[attr-defined]
