@@ -38,7 +38,7 @@ class Tokenizer:
     ``vocab`` maps ids to bytes and holds all 256 single bytes. ``merges`` are pairs of byte strings in the order in
     which they were learned. Special tokens missing from the vocabulary are appended to it. If special tokens overlap
     in a text, the leftmost is encoded, and of several at one position the longest. ``pattern`` is a regular expression
-    or a name in :data:`lm.text.patterns.PATTERNS`.
+    or a name in :data:`lm.text.patterns.PATTERNS` or :data:`lm.text.patterns.REGEX_PATTERNS`.
 
     Raises UserError if the vocabulary lacks a token of the merges, an id is too large, or a special token is invalid.
     """

@@ -8,6 +8,7 @@ from typing import Any
 
 from lm.common.errors import UserError
 from lm.common.json_files import read_json
+from lm.text.patterns import DEEPSEEK_SPLITS, REGEX_PATTERNS
 from lm.text.pretokenize import GPT2_PATTERN, compile_pattern
 from lm.tokenizer.formats.gpt2 import bytes_to_unicode, format_vocab, parse_merges, parse_vocab
 from lm.tokenizer.formats.tiktoken import check_all_bytes
@@ -15,6 +16,11 @@ from lm.tokenizer.formats.tiktoken import check_all_bytes
 log = logging.getLogger(__name__)
 
 _AROUND_TEXT = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")  # post-processors that add tokens
+
+_DEEPSEEK_STEPS = [
+    {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    for pattern in DEEPSEEK_SPLITS
+]
 
 
 def make_tokenizer_json(
@@ -135,4 +141,6 @@ def _find_pattern(content: dict[str, Any]) -> str:
             {"type": "ByteLevel", "use_regex": False},
         ]:
             return pattern
+        case [*splits, {"type": "ByteLevel", "use_regex": False}] if splits == _DEEPSEEK_STEPS:
+            return REGEX_PATTERNS["deepseek"]
     return ""
