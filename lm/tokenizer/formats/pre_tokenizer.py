@@ -7,18 +7,20 @@ import regex
 
 from lm.common.errors import UserError
 from lm.text.chinese_words import JIEBA
-from lm.text.patterns import PATTERNS
+from lm.text.patterns import DEEPSEEK_SPLITS, PATTERNS, REGEX_PATTERNS
 from lm.text.pretokenize import GPT2_PATTERN, Pattern, compile_pattern
 from lm.tokenizer.formats.oniguruma import from_oniguruma, to_oniguruma
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 _PUNCTUATION = r"[\p{P}$+<=>^`|~]"  # of Unicode and of ASCII
+# A pattern that is several in Hugging Face's library. Read again, they are a sequence, which gives the same pretokens.
+_SPLITS: dict[Pattern, tuple[str, ...]] = {REGEX_PATTERNS["deepseek"]: DEEPSEEK_SPLITS}
 _KNOWN = {to_oniguruma(pattern): pattern for pattern in PATTERNS.values()}
 
 
 def format_pre_tokenizer(pattern: Pattern) -> dict[str, Any]:
     """Return the pre_tokenizer that splits like ``pattern``. Raises UserError if it is jieba."""
-    texts = (pattern,) if isinstance(pattern, str) else pattern
+    texts = _SPLITS.get(pattern) or ((pattern,) if isinstance(pattern, str) else pattern)
     if JIEBA in texts:
         raise UserError("tokenizer.pattern jieba cannot be exported: Hugging Face's tokenizer.json cannot express it.")
     if pattern == GPT2_PATTERN:

@@ -128,7 +128,7 @@ def tiktoken_pairs() -> dict[str, tuple[Tokenizer, Any]]:
     tiktoken = pytest.importorskip("tiktoken", reason="tiktoken is not installed")
     pairs = {}
     for name, pattern in PATTERNS.items():
-        textmill = make_tokenizer(name, [END_OF_TEXT])
+        textmill = make_tokenizer(pattern, [END_OF_TEXT])
         ranks = {token: token_id for token_id, token in textmill.vocab.items() if token_id != 256}
         pairs[name] = (
             textmill,
