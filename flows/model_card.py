@@ -26,7 +26,7 @@ def training_details(model: RunModel) -> str:
             "\n".join(f"- {figure}" for figure in format_figures(model.model.manifest["figures"])),
             "## Data",
             *_data_tables(record.get("config", {})),
-            "Each stage's output is named by the SHA-256 of its content.",
+            "The SHA-256 of the content of each stage's output:",
             table(("stage", "digest"), _digests(model, record)),
             "## Configuration",
             table(("option", "value"), [(name, code(json.dumps(value))) for name, value in _options(parameters)]),

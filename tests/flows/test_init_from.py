@@ -16,6 +16,7 @@ from flows.pipeline import pipeline
 from flows.plan import plan
 from flows.posttrain_config import PosttrainConfig
 from flows.sweep_config import SweepConfig
+from flows.train_job import write_train_job
 from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
 from lm.checkpoint.training_state import load_model
 from lm.common.errors import UserError
@@ -30,6 +31,7 @@ from lm.text.config import ChunkConfig, DataConfig
 from lm.text.demo_corpus import demo_stories
 from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig
+from lm.train.job import Job
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Output, Ref, read_output
 from tests.helpers.llamas import assert_same_weights
@@ -139,6 +141,18 @@ def test_context_and_positions_may_change(root: Path, text: Path) -> None:
     out = output(root, pipeline(config, str(root), until="train"), "train")
     model = load_model(out.directory(out.json("training.json")["best"]))
     assert (model.config.context_length, model.config.rope_scaling, model.config.d_model) == (32, scaling, 16)
+
+
+def test_a_job_for_other_machines_continues_too(root: Path, text: Path, tmp_path: Path) -> None:
+    first = first_record(root)
+    config = make_config(text, init_from=first["name"], steps=3, warmup_steps=1)
+    pipeline(config, str(root), until="encode")
+    job = Job.read(write_train_job(config, str(root)))
+    out = output(root, first, "train")
+    best = out.directory(out.json("training.json")["best"])
+    assert Path(job.start).resolve() == best.resolve()
+    assert job.digests["start"] == out.digest
+    assert_same_weights(job.make_trainer(tmp_path, torch.device("cpu")).model, load_model(best))
 
 
 @pytest.mark.parametrize(
