@@ -132,6 +132,7 @@ def test_a_directory_is_imported_and_its_content_is_in_the_key(root: Path, text:
     assert pipeline(config, str(root), until="train")["stages"]["train"]["state"] == "made"
 
 
+@pytest.mark.slow
 def test_context_and_positions_may_change(root: Path, text: Path) -> None:
     name = first_record(root)["name"]
     scaling = RopeScaling("linear", factor=2.0)
@@ -143,6 +144,7 @@ def test_context_and_positions_may_change(root: Path, text: Path) -> None:
     assert (model.config.context_length, model.config.rope_scaling, model.config.d_model) == (32, scaling, 16)
 
 
+@pytest.mark.slow
 def test_a_job_for_other_machines_continues_too(root: Path, text: Path, tmp_path: Path) -> None:
     first = first_record(root)
     config = make_config(text, init_from=first["name"], steps=3, warmup_steps=1)
