@@ -70,8 +70,9 @@ def test_each_sample_has_its_own_seed(tokenizer: Tokenizer) -> None:
     assert [completion.prompt for completion in completions] == ["a", "a", "b", "b"]
     lengths = [completion.num_tokens for completion in completions]
     assert max(lengths) == 9  # a sample that ends with the special token is shorter
-    for index, (prompt, text, _) in enumerate(completions):
-        assert text == complete_one(model, tokenizer, prompt, max_new_tokens=9, temperature=1.0, seed=3 + index)
+    for index, completion in enumerate(completions):
+        alone = complete_one(model, tokenizer, completion.prompt, max_new_tokens=9, temperature=1.0, seed=3 + index)
+        assert completion.text == alone
     assert complete(model, tokenizer, SampleConfig(prompts=[])) == []
 
 
