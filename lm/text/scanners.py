@@ -1,5 +1,8 @@
 """Which pretoken patterns the kernels can find, and how."""
 
+import logging
+from functools import cache
+
 from lm.kernels.bpe.cl100k_starts import Cl100kRules
 from lm.kernels.bpe.classes import cased_character_classes, character_classes
 from lm.kernels.bpe.o200k_starts import O200kRules
@@ -7,6 +10,8 @@ from lm.kernels.bpe.scan import Rules
 from lm.kernels.jit import Bytes
 from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import Pattern
+
+log = logging.getLogger(__name__)
 
 _RULES: dict[Pattern, Rules] = {
     PATTERNS["gpt2"]: None,
@@ -20,6 +25,17 @@ _RULES: dict[Pattern, Rules] = {
 def has_compiled_scanner(pattern: Pattern) -> bool:
     """Return whether the kernels find the pretokens of a pattern."""
     return pattern in _RULES
+
+
+@cache
+def warn_of_slow_pattern(pattern: Pattern) -> None:
+    """Log, once in a process, that a pattern has no compiled scanner."""
+    log.warning(
+        "The pretoken pattern %r has no compiled scanner; the regex module finds the pretokens, fifty times slower. "
+        "Patterns with a compiled scanner: %s.",
+        pattern,
+        ", ".join(PATTERNS),
+    )
 
 
 def scanner_rules(pattern: Pattern) -> Rules:

@@ -26,7 +26,7 @@ from lm.kernels.jit import log_compilation
 from lm.kernels.status import ARENA_FULL, INVALID_UTF8, WORKSPACE_FULL
 from lm.text.chunks import FilePart, split_files
 from lm.text.pretokenize import GPT2_PATTERN, pretokenize, split_at_safe_cuts, split_special_tokens
-from lm.text.scanners import has_compiled_scanner, scanner_classes, scanner_rules, scanner_subject
+from lm.text.scanners import has_compiled_scanner, scanner_classes, scanner_rules, scanner_subject, warn_of_slow_pattern
 from lm.text.utf8 import decode_utf8_blocks
 from lm.text.windows import not_utf8, windows
 
@@ -49,6 +49,7 @@ def count_pretokens(
     the count. Raises UserError if a text is not UTF-8.
     """
     if not has_compiled_scanner(pattern):
+        warn_of_slow_pattern(pattern)
         yield from _count_custom_pattern(texts, special_tokens, pattern, memory_bytes)
         return
     specials, rules = pack_specials([(token.encode(), 0) for token in special_tokens]), scanner_rules(pattern)

@@ -18,7 +18,7 @@ from lm.text.chinese_words import JIEBA
 from lm.text.normalize import check_normalizer, is_normalized
 from lm.text.patterns import resolve_patterns
 from lm.text.pretokenize import GPT2_PATTERN, check_special_tokens, split_at_safe_cuts
-from lm.text.scanners import has_compiled_scanner
+from lm.text.scanners import has_compiled_scanner, warn_of_slow_pattern
 from lm.text.utf8 import decode_utf8_blocks, encode_utf8, encode_utf8_blocks
 from lm.text.windows import WINDOW
 from lm.tokenizer.added_tokens import AddedToken, is_found_anywhere, split_and_normalize
@@ -219,6 +219,8 @@ class Tokenizer:
             if self._fast_encoder:
                 yield from self._fast_encoder.encode(map(encode_utf8, texts), pack_specials([]), window)
                 continue
+            if not has_compiled_scanner(self.pattern):
+                warn_of_slow_pattern(self.pattern)
             for piece in split_at_safe_cuts(texts, [], self.pattern, window):
                 yield np.array(self._reference_encoder.encode(piece), dtype)
 

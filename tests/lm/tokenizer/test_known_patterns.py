@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from lm.kernels.bpe.o200k_starts import O200kRules
 from lm.text.patterns import DEEPSEEK_SPLITS, PATTERNS, REGEX_PATTERNS
 from lm.text.pretokenize import pretokenize
-from lm.text.scanners import has_compiled_scanner, scanner_rules
+from lm.text.scanners import has_compiled_scanner, scanner_rules, warn_of_slow_pattern
+from lm.tokenizer.pretoken_counts import count_pretokens
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.examples import examples
 from tests.helpers.kernels import hard_texts
-from tests.helpers.tokenizers import make_tokenizer, stable_text
+from tests.helpers.tokenizers import bytes_tokenizer, make_tokenizer, stable_text
 
 _GPT_OSS_SPECIALS = ["<|startoftext|>", "<|endoftext|>", "<|start|>", "<|message|>", "<|end|>"]
 _TEXT = "IT'S iPhone HTTPServer's 12345 \r\n\n x!\n/“He'LL” 日本ABc naïve\u0301 \t"
@@ -87,3 +88,12 @@ def test_a_tokenizer_json_of_deepseek_is_read_and_written(tmp_path: Path) -> Non
     trained.save(tmp_path / "trained")
     for name in ("saved", "trained"):
         assert tokenizers.Tokenizer.from_file(str(tmp_path / name / "tokenizer.json")).encode(text).ids == ids
+
+
+def test_the_log_says_once_that_a_pattern_is_slow(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_slow_pattern.cache_clear()
+    slow, fast = (Tokenizer(bytes_tokenizer().vocab, [], pattern=pattern) for pattern in (r"\w+|\W+", "gpt2"))
+    assert fast.encode("a b") == slow.encode("a b") == slow.encode("a b")
+    assert list(count_pretokens([[b"a b"]], [], slow.pattern))
+    [message] = [record.getMessage() for record in caplog.records if record.name == warn_of_slow_pattern.__module__]
+    assert slow.pattern.replace("\\", "\\\\") in message and "gpt2, cl100k, llama3, qwen2, o200k" in message
