@@ -73,7 +73,7 @@ def test_deeply_nested_json_is_skipped(tmp_path: Path) -> None:
 def test_tokenizer_config_with_wrong_types_is_refused(tmp_path: Path, about: dict[str, Any]) -> None:
     bytes_tokenizer().save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"special_tokens": [], "pattern": "a", **about}))
-    with pytest.raises(UserError, match="does not name special_tokens and pattern"):
+    with pytest.raises(UserError, match="does not name special_tokens, pattern"):
         Tokenizer.load(tmp_path)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from lm.common.errors import UserError
 from lm.common.json_files import read_json
 from lm.text.normalize import NORMALIZERS
+from lm.text.pretokenize import Pattern
 from lm.tokenizer.added_tokens import AddedToken
 from lm.tokenizer.formats.gpt2 import bytes_to_unicode, format_vocab, parse_merges, parse_vocab
 from lm.tokenizer.formats.pre_tokenizer import BYTE_LEVEL, format_pre_tokenizer, parse_pre_tokenizer
@@ -76,14 +77,10 @@ def read_tokenizer_json(path: Path) -> TokenizerParts:
         vocab = parse_vocab(path, token_ids, {token.content for token in added})
         lines = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
         merges = _drop_repeated(parse_merges(f"{path}, merge", lines))
-        steps = _list_steps(content, "pre_tokenizer")
         normalizers = [step["type"] for step in _list_steps(content, "normalizer")]
+        pattern = _parse_pattern(path, content)
     except (AttributeError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a Hugging Face tokenizer.json of BPE: {error!r}.") from None
-    try:
-        pattern = parse_pre_tokenizer(steps)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
     check_all_bytes(path, vocab)
     ignore_merges = bool(model.get("ignore_merges"))
     if ignore_merges:  # a pretoken would have the bytes of such a token, but never its text in the byte alphabet
@@ -97,6 +94,13 @@ def read_tokenizer_json(path: Path) -> TokenizerParts:
     specials = [token.content for token in added if token.special]
     flagged = _drop_default_ids(path, vocab, added)
     return TokenizerParts(vocab, merges, specials, pattern, ignore_merges, normalizer, flagged)
+
+
+def _parse_pattern(path: Path, content: dict[str, Any]) -> Pattern:
+    try:
+        return parse_pre_tokenizer(_list_steps(content, "pre_tokenizer"))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def _drop_repeated(merges: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

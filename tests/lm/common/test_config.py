@@ -68,6 +68,7 @@ EXPECTED = {
         "max_new_tokens": "[0",
         "samples": "[1",
         "seed": "",
+        "speculative_tokens": "[0",
     },
     "execution": {
         "threads": "[1",
