@@ -1,5 +1,6 @@
 """The README and the guides are true: their Python runs, their commands parse, their links lead somewhere."""
 
+import functools
 import os
 import re
 import shlex
@@ -67,11 +68,12 @@ def test_the_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("mine.yaml", "big.yaml"):
         Path(name).write_text(yaml, encoding="utf-8")
     assert len(commands()) >= 20
+    parser_of = functools.cache(build_parser)  # it takes a second to build one
     for command in commands():
         words = shlex.split(command)
         if "--help" not in words and "--print_config" not in words:
             preset = words[words.index("--preset") + 1] if "--preset" in words else "demo"
-            build_parser(preset).parse_args(words[1:])
+            parser_of(preset).parse_args(words[1:])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -32,7 +32,10 @@ def test_prefect_records_every_stage_and_group_of_a_run(prefect_deployed: Deploy
     assert (Path(root) / "runs" / f"{run.name}.json").exists()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage",
+    [stage if stage in ("count", "train") else pytest.param(stage, marks=pytest.mark.long) for stage in STAGES],
+)
 def test_the_deployment_of_a_stage_takes_earlier_stages_from_the_cache(
     prefect_deployed: Deployed, root: str, stage: str
 ) -> None:

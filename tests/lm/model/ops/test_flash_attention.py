@@ -119,8 +119,15 @@ def test_flash_attention_equals_reference(
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [80, 256])
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [
+        (torch.float32, 80),
+        (torch.bfloat16, 256),
+        pytest.param(torch.bfloat16, 80, marks=pytest.mark.long),
+        pytest.param(torch.float32, 256, marks=pytest.mark.long),
+    ],
+)
 def test_two_heads_of_512_tokens_equal_reference(form: Form, is_causal: bool, dtype: torch.dtype, width: int) -> None:
     """With the tile sizes that are used, or that the autotuner chooses."""
     assert_equals_reference(form, *random_inputs(2, 1, 512, width, dtype), is_causal=is_causal)
