@@ -15,7 +15,7 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+
 
 END_OF_TEXT = "<|endoftext|>"
 
-# A regular expression; or several, of which each splits the pretokens of the one before. None at all: no split.
+# A regular expression, or several: each splits the pretokens of the one before. An empty tuple splits nothing.
 Pattern = str | tuple[str, ...]
 
 _QUANTIFIER = regex.compile(r"\{(\d*)(?:,(\d*))?\}")

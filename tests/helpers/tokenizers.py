@@ -1,7 +1,11 @@
 """Small tokenizers, and text strategies to try them on."""
 
 import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
 from lm.text.demo_corpus import demo_stories
@@ -27,6 +31,16 @@ def make_tokenizer(
 def bytes_tokenizer(special_tokens: list[str] | None = None) -> Tokenizer:
     """Make a tokenizer without merges."""
     return Tokenizer({i: bytes([i]) for i in range(256)}, [], special_tokens)
+
+
+def with_hugging_face(tokenizers: Sequence[Tokenizer], path: Path) -> list[tuple[Tokenizer, Any]]:
+    """Return the tokenizers, each with Hugging Face's tokenizer of its tokenizer.json, which is written to ``path``."""
+    library = pytest.importorskip("tokenizers", reason="the Hugging Face library is not installed")
+    pairs = []
+    for tokenizer in tokenizers:
+        tokenizer.save_tokenizer_json(path)
+        pairs.append((tokenizer, library.Tokenizer.from_file(str(path))))
+    return pairs
 
 
 def has_stable_categories(text: str) -> bool:

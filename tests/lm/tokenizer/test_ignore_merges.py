@@ -14,7 +14,14 @@ from lm.text.patterns import PATTERNS
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.examples import examples
 from tests.helpers.naive_bpe import naive_encode
-from tests.helpers.tokenizers import CUSTOM_PATTERN, SPECIALS, bytes_tokenizer, make_tokenizer, stable_text
+from tests.helpers.tokenizers import (
+    CUSTOM_PATTERN,
+    SPECIALS,
+    bytes_tokenizer,
+    make_tokenizer,
+    stable_text,
+    with_hugging_face,
+)
 
 # Tokens that no merge makes: of 2, 8, 15, 16, 62 and 1,100 bytes, and with more than a byte a character.
 WHOLE = ["qz", " kwyjibo", "kwyjibokwyjibok", " kwyjibokwyjibok", "日本日", " café", "!" * 62, "=" * 1100]
@@ -47,14 +54,7 @@ def test_encode_equals_the_naive_reference(whole_tokenizers: list[Tokenizer], te
 def tokenizer_pairs(
     whole_tokenizers: list[Tokenizer], tmp_path_factory: pytest.TempPathFactory
 ) -> list[tuple[Tokenizer, Any]]:
-    """The tokenizers, each with Hugging Face's tokenizer of its tokenizer.json."""
-    tokenizers = pytest.importorskip("tokenizers", reason="the Hugging Face library is not installed")
-    path = tmp_path_factory.mktemp("ignore_merges") / "tokenizer.json"
-    pairs = []
-    for tokenizer in whole_tokenizers:
-        tokenizer.save_tokenizer_json(path)
-        pairs.append((tokenizer, tokenizers.Tokenizer.from_file(str(path))))
-    return pairs
+    return with_hugging_face(whole_tokenizers, tmp_path_factory.mktemp("pairs") / "tokenizer.json")
 
 
 @examples(100)

@@ -17,7 +17,7 @@ from lm.text.patterns import PATTERNS
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.examples import examples
 from tests.helpers.naive_bpe import naive_encode
-from tests.helpers.tokenizers import make_tokenizer, stable_text
+from tests.helpers.tokenizers import make_tokenizer, stable_text, with_hugging_face
 
 WORDS = "".join(demo_stories(40)).split()
 
@@ -46,14 +46,7 @@ def tokenizers() -> list[Tokenizer]:
 def tokenizer_pairs(
     tokenizers: list[Tokenizer], tmp_path_factory: pytest.TempPathFactory
 ) -> list[tuple[Tokenizer, Any]]:
-    """The tokenizers, each with Hugging Face's tokenizer of its tokenizer.json."""
-    hf = pytest.importorskip("tokenizers", reason="the Hugging Face library is not installed")
-    path = tmp_path_factory.mktemp("several_merges") / "tokenizer.json"
-    pairs = []
-    for tokenizer in tokenizers:
-        tokenizer.save_tokenizer_json(path)
-        pairs.append((tokenizer, hf.Tokenizer.from_file(str(path))))
-    return pairs
+    return with_hugging_face(tokenizers, tmp_path_factory.mktemp("pairs") / "tokenizer.json")
 
 
 long_pretokens = st.lists(st.sampled_from([*WORDS, "a", "aa", "日本", "🙂"]), min_size=1, max_size=30).map("".join)
