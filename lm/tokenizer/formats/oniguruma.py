@@ -24,7 +24,7 @@ from lm.common.errors import UserError
 
 # One item of a pattern. A class is one item: it has no quantifiers inside.
 _ITEM = regex.compile(
-    r"(?P<class>\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*\])|(?P<flags>\(\?[a-zA-Z-]+\))"
+    r"(?P<line>\(\?m:[$^]\))|(?P<class>\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*\])|(?P<flags>\(\?[a-zA-Z-]+\))"
     r"|(?P<open>\((?:\?(?:[:>=!|]|<[=!]|[a-zA-Z-]*:))?)|(?P<close>\))|(?P<repeat>\{\d*,?\d*\}|[*+?])"
     r"|(?P<escape>\\[pP]\{[^}]*\}|\\x[0-9A-Fa-f]{2}|\\u[0-9A-Fa-f]{4}|\\.)|(?P<other>.)",
     regex.DOTALL,
@@ -32,7 +32,7 @@ _ITEM = regex.compile(
 _OTHER_ESCAPE = regex.compile(r"\\(?!x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|[pPdDwWsSbBrntfva])[0-9A-Za-z]")
 _OTHER_SET = regex.compile(r"(?<!\\)(?:\\\\)*\[(?!:)|&&|\\[bB]")  # a nested class, an intersection, a backspace
 _ESCAPES_FROM = {r"\A": "^", r"\Z": "$", r"\z": r"\Z", "^": "(?m:^)", "$": "(?m:$)"}
-_ESCAPES_TO = {r"\A": r"\A", r"\Z": r"\z", "^": r"\A", "$": r"\Z"}
+_ESCAPES_TO = {r"\Z": r"\z", "^": r"\A", "$": r"\Z", "(?m:^)": "^", "(?m:$)": "$"}
 
 
 def from_oniguruma(pattern: str) -> str:
@@ -57,10 +57,15 @@ def from_oniguruma(pattern: str) -> str:
 
 def to_oniguruma(pattern: str) -> str:
     """Return a pattern of ``regex`` in the syntax of Oniguruma. What the two write differently beyond the table of this
-    module stays as it is."""
+    module stays as it is. Raises UserError for the flag ``m``, except around a single ``^`` or ``$``."""
 
     def translate(kind: str, item: str) -> str:
         if kind in ("flags", "open") and (flags := regex.fullmatch(r"\(\?([a-z-]+)([:)])", item)):
+            if "m" in flags[1]:
+                raise UserError(
+                    f"{item!r} of the pretoken pattern {pattern!r} cannot be exported: write (?m:^) and (?m:$) for the "
+                    "start and end of a line."
+                )
             return f"(?{flags[1].replace('s', 'm')}{flags[2]}"
         return _ESCAPES_TO.get(item, item)
 

@@ -87,7 +87,7 @@ def test_the_syntax_of_oniguruma_is_translated(oniguruma: str, ours: str) -> Non
     assert from_oniguruma(oniguruma) == ours
 
 
-@pytest.mark.parametrize("pattern", [r"a{2}+|[\]{]{1,3}+", r"(?s:.)$", r"^a++|\Z|\A"])
+@pytest.mark.parametrize("pattern", [r"a{2}+|[\]{]{1,3}+", r"(?s:.)$", r"^a++|\Z|\A", r"(?m:^)[a ]|b(?m:$)|]"])
 def test_a_pattern_of_ours_survives_the_translation(pattern: str) -> None:
     @examples(50)
     @given(st.text(st.sampled_from("a]{b\n ")))
@@ -96,6 +96,12 @@ def test_a_pattern_of_ours_survives_the_translation(pattern: str) -> None:
         assert hf_pretokenize(format_pre_tokenizer(pattern), text) == our_pretokens(text, pattern)
 
     splits_alike()
+
+
+@pytest.mark.parametrize("pattern", ["(?m)^a", "(?m:a$)", "(?im:^)"])
+def test_a_flag_of_another_meaning_is_not_exported(pattern: str) -> None:
+    with pytest.raises(UserError, match=r"of the pretoken pattern .* cannot be exported"):
+        format_pre_tokenizer(pattern)
 
 
 @pytest.mark.parametrize(
