@@ -69,7 +69,7 @@ def either(request: pytest.FixtureRequest) -> Deployed:
     return stack
 
 
-@pytest.mark.parametrize("roots", [1, 3], ids=["shared-root", "separate-roots"])
+@pytest.mark.parametrize("roots", [1, pytest.param(3, marks=pytest.mark.long)], ids=["shared-root", "separate-roots"])
 def test_three_runs_at_once(either: Deployed, tmp_path: Path, roots: int) -> None:
     log = either.home / "up.log"
     deployment = either.client.read_deployment_by_name("pipeline/full")

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lm.common.cpu import available_cpus
-from tests.helpers.deployed import TEXTMILL, TINY, Server
+from tests.helpers.deployed import TEXTMILL, TINY, Server, cache_with_kernels
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
 from tests.helpers.processes import PROJECT
 
@@ -44,7 +44,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(server: Server, file: Path, root: Path, *options: str) -> "subprocess.Popen[bytes]":
     command = [*TEXTMILL, "sweep", str(file), "--root", str(root), *(options or ONE_THREAD)]
     log = (root.parent / f"{root.name}.log").open("ab")
-    environment = server.environment | {"XDG_CACHE_HOME": str(root.parent / "cache")}  # slots of its own
+    environment = server.environment | {"XDG_CACHE_HOME": cache_with_kernels(root.parent / "cache")}  # slots of its own
     return subprocess.Popen(command, cwd=PROJECT, env=environment, stderr=log, stdout=log, start_new_session=True)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.cluster import s3_files, s3_server
-from tests.helpers.deployed import TEXTMILL
+from tests.helpers.deployed import TEXTMILL, cache_with_kernels
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
 from tests.helpers.processes import PROJECT
 
@@ -106,7 +106,7 @@ def test_two_machines_train_as_one_process_does_and_resume_from_the_mirror(netwo
         environment = {
             **os.environ,
             **s3,
-            "XDG_CACHE_HOME": str(tmp_path / "cache"),
+            "XDG_CACHE_HOME": cache_with_kernels(tmp_path / "cache"),
             "PREFECT_HOME": str(tmp_path / "p"),
         }
         files = s3_files(s3)
@@ -117,7 +117,7 @@ def test_two_machines_train_as_one_process_does_and_resume_from_the_mirror(netwo
 
         def start(node: int) -> "subprocess.Popen[bytes]":
             own = {
-                "XDG_CACHE_HOME": str(tmp_path / f"node-{node}"),
+                "XDG_CACHE_HOME": cache_with_kernels(tmp_path / f"node-{node}"),
                 "GLOO_SOCKET_IFNAME": "eth0",
                 "OMP_NUM_THREADS": "1",
             }

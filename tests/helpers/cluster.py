@@ -72,9 +72,9 @@ class Installation:
             shutil.copytree(PROJECT / package, self.code / package, ignore=shutil.ignore_patterns("__pycache__"))
 
     def compile_kernels(self) -> None:
-        """Compile the kernels once for all workers."""
+        """Compile the kernels of a pipeline run once for all workers."""
         environment = {**os.environ, "PYTHONPATH": str(self.code), "XDG_CACHE_HOME": str(self.cache)}
-        subprocess.run([sys.executable, "-m", "lm.kernels"], cwd=self.code, env=environment, check=True)
+        subprocess.run([sys.executable, "-m", "lm.kernels", "--pipeline"], cwd=self.code, env=environment, check=True)
 
 
 class Workers:

@@ -29,7 +29,12 @@ def test_two_processes_have_the_weights_of_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "is_double", "tolerance"),
-    [(2, True, 1e-10), (2, False, 1e-4), (4, True, 1e-10), pytest.param(4, False, 1e-4, marks=pytest.mark.long)],
+    [
+        (2, True, 1e-10),
+        (2, False, 1e-4),
+        pytest.param(4, True, 1e-10, marks=pytest.mark.long),
+        pytest.param(4, False, 1e-4, marks=pytest.mark.long),
+    ],
 )
 def test_fifty_steps_equal_those_of_one_process(
     tmp_path: Path, world_size: int, is_double: bool, tolerance: float
