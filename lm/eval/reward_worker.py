@@ -18,6 +18,7 @@ from importlib import import_module
 from types import TracebackType
 from typing import IO, Any, cast
 
+from lm.common.child_process import start_child
 from lm.common.errors import UserError
 from lm.eval.rewards import REWARD_KEYS, combine_rewards
 
@@ -45,7 +46,6 @@ class RewardWorker:
         combine_rewards(weights)  # checks the names
         self.weights = dict(weights)
         self.seconds = seconds
-        self._command = [sys.executable, "-m", __spec__.name, json.dumps(self.weights), str(seconds)]
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
@@ -73,7 +73,7 @@ class RewardWorker:
         with self._lock:
             if self._process and self._process.poll() is not None:  # it died after its last answer
                 self._stop()
-            process = self._process = self._process or _start(self._command)
+            process = self._process = self._process or self._start()
             stdin, stdout = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
             line = b""
             try:
@@ -98,25 +98,15 @@ class RewardWorker:
         with self._lock:
             self._stop()
 
+    def _start(self) -> "subprocess.Popen[bytes]":
+        return start_child(__spec__.name, json.dumps(self.weights), str(self.seconds))
+
     def _stop(self) -> None:
         if self._process:
             self._process.kill()
             with contextlib.suppress(BrokenPipeError), self._process:  # closes the pipes and waits for the process
                 pass
             self._process = None
-
-
-def _start(command: list[str]) -> subprocess.Popen[bytes]:
-    """Start a process with SIGINT and SIGTERM blocked.
-
-    Terminals and job schedulers send these signals to all processes of a run, but the response in progress must keep
-    its reward, or the resumed run would differ. The new process inherits the mask, so there is no moment without it.
-    """
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    try:
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _failure(error: str) -> Verdict:

@@ -29,10 +29,12 @@ def has_compiled_scanner(pattern: Pattern) -> bool:
 
 @cache
 def warn_of_slow_pattern(pattern: Pattern) -> None:
-    """Log, once in a process, that a pattern has no compiled scanner."""
+    """Log, once in a process, that a pattern has no compiled scanner, if it has none."""
+    if has_compiled_scanner(pattern):
+        return
     log.warning(
-        "The pretoken pattern %r has no compiled scanner; the regex module finds the pretokens, fifty times slower. "
-        "Patterns with a compiled scanner: %s.",
+        "The pretoken pattern %r has no compiled scanner; the regex module finds the pretokens, fifty times slower, in "
+        "a process for each thread. Patterns with a compiled scanner: %s.",
         pattern,
         ", ".join(PATTERNS),
     )

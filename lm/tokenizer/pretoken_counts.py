@@ -5,6 +5,7 @@ partition at a time. In a partition the counts descend; pretokens with equal cou
 Source: CS336 assignment 1 (section 2.4).
 """
 
+import json
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,10 +26,11 @@ from lm.kernels.bpe.pretokens import SCAN_BYTES, new_cursor, pack_specials
 from lm.kernels.jit import log_compilation
 from lm.kernels.status import ARENA_FULL, INVALID_UTF8, WORKSPACE_FULL
 from lm.text.chunks import FilePart, split_files
-from lm.text.pretokenize import GPT2_PATTERN, pretokenize, split_at_safe_cuts, split_special_tokens
+from lm.text.pretokenize import GPT2_PATTERN, Pattern, split_at_safe_cuts
 from lm.text.scanners import has_compiled_scanner, scanner_classes, scanner_rules, scanner_subject, warn_of_slow_pattern
 from lm.text.utf8 import decode_utf8_blocks
-from lm.text.windows import not_utf8, windows
+from lm.text.windows import WINDOW, not_utf8, windows
+from lm.tokenizer.pattern_process import PatternProcesses, count_job, count_pieces, map_pieces
 
 SCHEMA = pa.schema([("pretoken", pa.binary()), ("count", pa.int64())])
 NUM_PARTITIONS = 16
@@ -86,17 +88,20 @@ def _table_from_slots(table: Table) -> pa.Table:
 
 
 def _count_custom_pattern(
-    texts: Iterable[Iterable[bytes]], special_tokens: Sequence[str], pattern: str, memory_bytes: int
+    texts: Iterable[Iterable[bytes]], special_tokens: Sequence[str], pattern: Pattern, memory_bytes: int
 ) -> Iterator[pa.Table]:
+    pieces = (
+        piece
+        for blocks in texts
+        for piece in split_at_safe_cuts(decode_utf8_blocks(blocks, "the text"), special_tokens, pattern, WINDOW)
+    )
     counts: Counter[str] = Counter()
-    for blocks in texts:
-        for piece in split_at_safe_cuts(decode_utf8_blocks(blocks, "the text"), special_tokens, pattern, size=1 << 16):
-            for part, is_special in split_special_tokens(piece, special_tokens):
-                if not is_special:
-                    counts.update(pretokenize(part, pattern))
-            if len(counts) * _COUNTER_ENTRY_BYTES > memory_bytes:
-                yield _table_from_counter(counts)
-                counts.clear()
+    processes = PatternProcesses(lambda: count_job(special_tokens, pattern))
+    for piece in map_pieces(pieces, lambda text: count_pieces(text, special_tokens, pattern), processes, json.loads):
+        counts.update(piece)
+        if len(counts) * _COUNTER_ENTRY_BYTES > memory_bytes:
+            yield _table_from_counter(counts)
+            counts.clear()
     yield _table_from_counter(counts)
 
 

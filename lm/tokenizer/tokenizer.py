@@ -25,6 +25,7 @@ from lm.tokenizer.added_tokens import AddedToken, is_found_anywhere, split_and_n
 from lm.tokenizer.fast_encoder import FastEncoder
 from lm.tokenizer.formats import gpt2, hugging_face, tiktoken, tokenizer_config, vocab_text
 from lm.tokenizer.parts import TokenizerParts
+from lm.tokenizer.pattern_process import PatternProcesses, encode_job, map_pieces
 from lm.tokenizer.reference import ReferenceEncoder
 
 _MAX_SIZE = 1 << 24  # bounds the memory of tables indexed by token id
@@ -199,16 +200,34 @@ class Tokenizer:
     ) -> Iterator[npt.NDArray[np.unsignedinteger]]:
         """Encode normalized text whose added tokens have no flags."""
         if self._fast_encoder is None:
-            yield from self._encode_parts(blocks, tokens, window)
+            yield from self._encode_pieces(blocks, tokens, window)
             return
         if (key := tuple(token.content for token in tokens)) not in self._packed_tokens:
             self._packed_tokens[key] = pack_specials([(text.encode(), self._added_ids[text]) for text in key])
         yield from self._fast_encoder.encode(blocks, self._packed_tokens[key], window)
 
+    def _encode_pieces(
+        self, blocks: Iterable[bytes], tokens: Sequence[AddedToken], window: int
+    ) -> Iterator[npt.NDArray[np.unsignedinteger]]:
+        """Encode by plain Python normalized text whose added tokens have no flags; a long text in another process."""
+        warn_of_slow_pattern(self.pattern)
+        dtype, contents = token_dtype(self.size), [token.content for token in tokens]
+        pieces = split_at_safe_cuts(decode_utf8_blocks(blocks, "the text"), contents, self.pattern, window)
+        if tokens != self.added_tokens:  # the processes know no other choice
+            for piece in pieces:
+                yield np.array(self._encode_plainly(piece, tokens), dtype)
+            return
+        yield from map_pieces(
+            pieces,
+            lambda piece: np.array(self._encode_plainly(piece, tokens), dtype),
+            self._pattern_processes,
+            lambda answer: np.frombuffer(answer, np.uint32).astype(dtype),
+        )
+
     def _encode_parts(
         self, blocks: Iterable[bytes], tokens: Sequence[AddedToken], window: int
     ) -> Iterator[npt.NDArray[np.unsignedinteger]]:
-        """Encode any text, each run between two added tokens alone."""
+        """Encode any text, each run between two added tokens by itself."""
         parts = split_and_normalize(decode_utf8_blocks(blocks, "the text"), tokens, self.normalizer)
         dtype = token_dtype(self.size)
         for is_text, run in groupby(parts, key=lambda part: isinstance(part, str)):
@@ -219,15 +238,17 @@ class Tokenizer:
             if self._fast_encoder:
                 yield from self._fast_encoder.encode(map(encode_utf8, texts), pack_specials([]), window)
                 continue
-            if not has_compiled_scanner(self.pattern):
-                warn_of_slow_pattern(self.pattern)
+            warn_of_slow_pattern(self.pattern)
             for piece in split_at_safe_cuts(texts, [], self.pattern, window):
                 yield np.array(self._reference_encoder.encode(piece), dtype)
 
-    def encode_reference(self, text: str, special_tokens: Sequence[str]) -> list[int]:
-        """Return the token ids of ``text`` by plain Python; see :mod:`lm.tokenizer.reference`."""
+    def encode_reference(self, text: str, allowed_special: Literal["all"] | Collection[str] = "all") -> list[int]:
+        """Return the same as :meth:`encode` by plain Python; see :mod:`lm.tokenizer.reference`."""
+        return self._encode_plainly(text, self._select_added_tokens(allowed_special))
+
+    def _encode_plainly(self, text: str, tokens: Sequence[AddedToken]) -> list[int]:
         ids: list[int] = []
-        parts = split_and_normalize([text], self._select_added_tokens(special_tokens), self.normalizer)
+        parts = split_and_normalize([text], tokens, self.normalizer)
         for is_text, run in groupby(parts, key=lambda part: isinstance(part, str)):
             if is_text:
                 ids += self._reference_encoder.encode("".join(part for part in run if isinstance(part, str)))
@@ -283,6 +304,11 @@ class Tokenizer:
     @cached_property
     def _reference_encoder(self) -> ReferenceEncoder:
         return ReferenceEncoder(self._ids, self.merges, self.pattern, self._whole_tokens)
+
+    @cached_property
+    def _pattern_processes(self) -> PatternProcesses:
+        parts = self.parts  # not a reference to self, which ends the processes when it is not used any more
+        return PatternProcesses(lambda: encode_job(parts))
 
     @property
     def _whole_tokens(self) -> dict[bytes, int]:

@@ -15,7 +15,12 @@ FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 
 
 def write_config(path: Path, parts: TokenizerParts) -> None:
-    """Write the options of a tokenizer: all but vocabulary and merges. Options with their defaults are left out."""
+    """Write the options of a tokenizer; see :func:`format_config`."""
+    path.write_text(json.dumps(format_config(parts), ensure_ascii=False, indent=1), "utf-8")
+
+
+def format_config(parts: TokenizerParts) -> dict[str, Any]:
+    """Return the options of a tokenizer: all but vocabulary and merges. Options with their defaults are left out."""
     config: dict[str, Any] = {"special_tokens": parts.special_tokens, "pattern": parts.pattern}
     if parts.ignore_merges:
         config["ignore_merges"] = True
@@ -23,12 +28,20 @@ def write_config(path: Path, parts: TokenizerParts) -> None:
         config["normalizer"] = parts.normalizer
     if parts.added_tokens:
         config["added_tokens"] = [asdict(token) for token in parts.added_tokens]
-    path.write_text(json.dumps(config, ensure_ascii=False, indent=1), "utf-8")
+    return config
 
 
 def read_config(path: Path) -> TokenizerParts:
     """Read the options of a tokenizer, without vocabulary and merges. Raises UserError for a malformed file."""
-    config = read_json(path)
+    try:
+        return parse_config(read_json(path))
+    except ValueError as error:
+        raise UserError(f"{path} {error}; save the tokenizer again.") from None
+
+
+def parse_config(config: Any) -> TokenizerParts:
+    """Return the options of a tokenizer, without vocabulary and merges. Raises ValueError for another object than
+    :func:`format_config` returns."""
     try:
         specials, pattern = config["special_tokens"], config["pattern"]
         pattern = pattern if isinstance(pattern, str) else tuple(pattern)
@@ -43,7 +56,7 @@ def read_config(path: Path) -> TokenizerParts:
     except (AttributeError, KeyError, TypeError):
         is_valid = False
     if not is_valid:
-        raise UserError(f"{path} does not name special_tokens, pattern and other options; save the tokenizer again.")
+        raise ValueError("does not name special_tokens, pattern and other options")
     return TokenizerParts({}, [], specials, pattern, ignore_merges, normalizer, tokens)
 
 

@@ -128,8 +128,7 @@ def test_signals_to_the_whole_process_group_cost_no_reward(monkeypatch: pytest.M
 
 def test_a_missing_library_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "math_verify.py").write_text("raise ImportError")
-    paths = [str(tmp_path), str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.syspath_prepend(tmp_path)
     with RewardWorker({"boxed_math": 1.0}) as worker, pytest.raises(UserError, match=r"install textmill\[math\]"):
         worker(r"\boxed{x}", "y")
 
