@@ -7,6 +7,8 @@ are measured with the same weights, precision, threads and prompts, and greedy d
 - ``transformers``: ``generate`` of ``LlamaForCausalLM`` with its defaults
 - ``compiled``: the same with a static cache and torch.compile
 
+Ours is also measured with weights of 8 bits (``int8``), beside itself in the other precisions.
+
 Each measurement is a process. It prefills the prompts, then generates tokens step by step. The implementations take
 turns; the results are medians over steps and rounds. In float32 all must generate the same tokens.
 
@@ -32,7 +34,7 @@ from torch import Tensor
 
 from lm.checkpoint.hugging_face import save_hugging_face
 from lm.common.device import choose_device
-from lm.inference.config import SampleConfig
+from lm.inference.config import Quantization, SampleConfig
 from lm.inference.engine import Engine, Generation
 from lm.inference.packed import prepare_for_inference
 from lm.model.config import ModelConfig
@@ -62,6 +64,7 @@ JOBS = [
     for batch in (1, 8, 64)
     for implementation in IMPLEMENTATIONS
 ]
+INT8_JOBS = [Job("ours", "int8", batch) for batch in (1, 8, 64)]  # on CPUs
 
 
 class Timing(NamedTuple):
@@ -78,8 +81,10 @@ def make_prompts(config: ModelConfig, batch: int) -> Tensor:
     return torch.randint(config.vocab_size or 1, (batch, length), generator=generator)
 
 
-def ours(model: TransformerLM, prompts: Tensor, steps: int, dtype: torch.dtype) -> Timing:
-    prepare_for_inference(model, dtype)
+def ours(
+    model: TransformerLM, prompts: Tensor, steps: int, dtype: torch.dtype, quantization: Quantization = "none"
+) -> Timing:
+    prepare_for_inference(model, dtype, quantization)
     sync = torch.cuda.synchronize if next(model.parameters()).device.type == "cuda" else lambda: None
 
     def run() -> Timing:
@@ -152,7 +157,8 @@ def make_timing(times: list[float], ids: list[list[int]]) -> Timing:
 
 def measure(job: Job, shape: str, device: torch.device) -> dict[str, Any]:
     """Return the seconds of the prefill, the median seconds of a step, the bytes that a step reads, and the ids."""
-    config, dtype = SHAPES[shape], getattr(torch, job.precision)
+    config, is_int8 = SHAPES[shape], job.precision == "int8"
+    dtype = torch.float32 if is_int8 else getattr(torch, job.precision)
     torch.manual_seed(0)
     model = TransformerLM(config, device=device)
     weights = sum(p.numel() for name, p in model.named_parameters() if name != "token_embeddings.weight")
@@ -160,11 +166,12 @@ def measure(job: Job, shape: str, device: torch.device) -> dict[str, Any]:
     steps = min(NEW_TOKENS, config.context_length - prompts.shape[1])
     cached = job.batch * (prompts.shape[1] + steps // 2) * 2 * config.num_layers * config.d_model
     if job.implementation == "ours":
-        timing = ours(model, prompts, steps, dtype)
+        timing = ours(model, prompts, steps, dtype, "int8" if is_int8 else "none")
     else:
         timing = hugging_face(model, prompts, steps, dtype, job.implementation == "compiled")
     step = statistics.median(timing.steps)
-    return {"prefill": timing.prefill, "step": step, "bytes": (weights + cached) * dtype.itemsize, "ids": timing.ids}
+    read = weights * (1 if is_int8 else dtype.itemsize) + cached * dtype.itemsize
+    return {"prefill": timing.prefill, "step": step, "bytes": read, "ids": timing.ids}
 
 
 def measure_read_rate(device: torch.device) -> float:
@@ -193,9 +200,11 @@ def compare(medians: dict[Job, dict[str, float]], rate: float) -> dict[str, floa
     """Return the speed of ours over each other implementation, and its share of ``rate``, in bytes per second."""
     ratios: dict[str, float] = {}
     for job, row in medians.items():
-        precision = {"float32": "fp32", "bfloat16": "bf16"}[job.precision]
+        precision = {"float32": "fp32", "bfloat16": "bf16", "int8": "int8"}[job.precision]
         if job.implementation == "ours":
             ratios[f"bandwidth_share_{precision}_b{job.batch}"] = row["bytes"] / row["step"] / rate
+            if int8 := medians.get(job._replace(precision="int8")) if precision != "int8" else None:
+                ratios[f"decode_int8_b{job.batch}_vs_own_{precision}"] = row["step"] / int8["step"]
         elif our_row := medians.get(job._replace(implementation="ours")):
             other = {"transformers": "transformers", "compiled": "transformers_compiled"}[job.implementation]
             ratios[f"decode_{precision}_b{job.batch}_vs_{other}"] = row["step"] / our_row["step"]
@@ -218,10 +227,11 @@ def main() -> None:
         job = json.loads(options.worker)
         print(json.dumps(measure_read_rate(device) if job == "read" else measure(Job(*job), options.shape, device)))
         return
-    rows: dict[Job, list[dict[str, Any]]] = {job: [] for job in JOBS}
+    jobs = JOBS + (INT8_JOBS if device.type == "cpu" else [])
+    rows: dict[Job, list[dict[str, Any]]] = {job: [] for job in jobs}
     rates = []
     for number in range(1, options.rounds + 1):
-        for job in JOBS:
+        for job in jobs:
             if row := run(options, job):
                 rows[job].append(row)
                 name = " ".join(map(str, job))

@@ -10,7 +10,7 @@ from lm.common.errors import UserError
 from lm.eval.chat_client import ChatClient, ChatFailure, ChatRequest
 from lm.eval.evaluate import Response
 from lm.eval.few_shot import Prompt
-from lm.inference.config import SampleConfig
+from lm.inference.config import Quantization, SampleConfig
 
 if TYPE_CHECKING:
     from lm.model.transformer import TransformerLM
@@ -24,13 +24,13 @@ _MAX_FAILURES_LOGGED = 5
 class LocalModel:
     """A model of a run or of a local directory, on a device of this machine."""
 
-    def __init__(self, resolved: RunModel | DirectoryModel, device: str) -> None:
+    def __init__(self, resolved: RunModel | DirectoryModel, device: str, quantization: Quantization = "none") -> None:
         from lm.inference.chat_format import ChatFormat
 
         self.name = resolved.name
-        self.identity = _identify(resolved)
+        self.identity = _identify(resolved) + (f" {quantization}" if quantization != "none" else "")
         """A text that changes with the model."""
-        self._loaded: tuple[TransformerLM, TextTokenizer] = resolved.load_for_inference(device)
+        self._loaded: tuple[TransformerLM, TextTokenizer] = resolved.load_for_inference(device, quantization)
         self.has_chat_template = ChatFormat(self._loaded[1]).has_template
 
     def respond(self, prompts: Sequence[tuple[int, Prompt]], config: SampleConfig) -> Iterator[tuple[int, Response]]:
@@ -84,11 +84,18 @@ class EndpointModel:
                 yield index, Response(answer.text, answer.completion_tokens or None, answer.finish_reason)
 
 
-def open_model(name: str, model_name: str, root: str, device: str) -> LocalModel | EndpointModel:
-    """Return the model of a name for :func:`flows.models.resolve_model`, or ``model_name`` of a server's URL."""
+def open_model(
+    name: str, model_name: str, root: str, device: str, quantization: Quantization = "none"
+) -> LocalModel | EndpointModel:
+    """Return the model of a name for :func:`flows.models.resolve_model`, or ``model_name`` of a server's URL.
+
+    Raises UserError if a server's model is to be quantized.
+    """
     if name.startswith(("http://", "https://")):
+        if quantization != "none":
+            raise UserError(f"The model of {name} cannot be quantized here: leave --quantize out.")
         return EndpointModel(name, model_name)
-    return LocalModel(resolve_model(name, root), device)
+    return LocalModel(resolve_model(name, root), device, quantization)
 
 
 def _identify(resolved: RunModel | DirectoryModel) -> str:

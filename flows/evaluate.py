@@ -18,7 +18,7 @@ from lm.eval.few_shot import PROMPT_TEMPLATES, Prompt, PromptFormat
 from lm.eval.response_file import ResponseFile
 from lm.eval.reward_worker import RewardWorker
 from lm.eval.tasks import is_generated, load_task
-from lm.inference.config import SampleConfig
+from lm.inference.config import Quantization, SampleConfig
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +35,17 @@ class EvaluationResult:
 
 
 def evaluate_model(
-    model: str, config: EvaluationConfig, root: str, device: str = "auto", model_name: str = "", out: str = ""
+    model: str,
+    config: EvaluationConfig,
+    root: str,
+    device: str = "auto",
+    model_name: str = "",
+    out: str = "",
+    quantization: Quantization = "none",
 ) -> EvaluationResult:
     """Ask a model the problems of a task, and write ``responses.jsonl`` and ``summary.json`` to the directory ``out``.
 
-    Responses that the directory has are not asked again. ``model`` and ``model_name`` are those of
+    Responses that the directory has are not asked again. ``model``, ``model_name`` and ``quantization`` are those of
     :func:`flows.answering.open_model`. By default, ``out`` is a directory below ``evaluations``.
     """
     damaged = DamagedRows()
@@ -50,7 +56,7 @@ def evaluate_model(
     )
     if damaged.count:
         log.warning("%s", damaged)
-    answering = open_model(model, model_name, root, device)
+    answering = open_model(model, model_name, root, device, quantization)
     is_plain = config.is_plain or not answering.has_chat_template
     prompt_format = PromptFormat(PROMPT_TEMPLATES.get(config.prompt, config.prompt), config.shots, examples, is_plain)
     prompts = [prompt_format.format(problem) for problem in task.problems]

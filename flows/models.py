@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.run_record import absolute_root
 from lm.common.errors import UserError, did_you_mean
+from lm.inference.config import Quantization
 from tasks.runtime.output import Output, Ref, read_output
 from tasks.runtime.schemas import RunRecord, read_record
 from tasks.runtime.store import Store
@@ -37,12 +38,15 @@ class ResolvedModel(ABC):
     def load(self, device: str) -> "tuple[TransformerLM, TextTokenizer]":
         """Load the model to ``device`` in evaluation mode, and its tokenizer. Raises UserError if a file is damaged."""
 
-    def load_for_inference(self, device: str) -> "tuple[TransformerLM, TextTokenizer]":
-        """Load the model with its weights packed for inference, and its tokenizer. Raises as :meth:`load` does."""
+    def load_for_inference(
+        self, device: str, quantization: Quantization = "none"
+    ) -> "tuple[TransformerLM, TextTokenizer]":
+        """Load the model with its weights packed for inference, and its tokenizer. Raises as :meth:`load` does, and
+        UserError for quantization on another device than the CPU."""
         from lm.inference.packed import prepare_for_inference
 
         model, tokenizer = self.load(device)
-        return prepare_for_inference(model), tokenizer
+        return prepare_for_inference(model, quantization=quantization), tokenizer
 
 
 @dataclass(frozen=True)

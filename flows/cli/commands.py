@@ -153,7 +153,7 @@ def sample_command(options: Namespace) -> None:
     config = _sample_config(options)
     config = replace(config, prompts=options.prompt or config.prompts)
     model = resolve_model(options.model, options.root)
-    for sample in complete(*model.load_for_inference(options.device), config):
+    for sample in complete(*model.load_for_inference(options.device, options.quantize), config):
         print(format_sample(sample.prompt, sample.text))
 
 
@@ -162,7 +162,7 @@ def chat_command(options: Namespace) -> None:
     from flows.cli.chat import chat
 
     model = resolve_model(options.model, options.root)
-    chat(*model.load_for_inference(options.device), _sample_config(options), options.system)
+    chat(*model.load_for_inference(options.device, options.quantize), _sample_config(options), options.system)
 
 
 def serve_command(options: Namespace) -> None:
@@ -181,6 +181,7 @@ def serve_command(options: Namespace) -> None:
         api_key=key,
         max_requests_per_client=options.max_requests_per_client,
         speculative_tokens=options.speculative_tokens,
+        quantization=options.quantize,
     )
 
 
@@ -190,7 +191,8 @@ def evaluate_command(options: Namespace) -> None:
 
     log_to_console()
     config = EvaluationConfig(**{name: options[name] for name in EvaluationConfig.__dataclass_fields__})
-    result = evaluate_model(options.model, config, options.root, options.device, options.model_name, options.out)
+    place = options.root, options.device, options.model_name, options.out
+    result = evaluate_model(options.model, config, *place, quantization=options.quantize)
     print(format_evaluation(result))
 
 

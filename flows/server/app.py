@@ -26,6 +26,7 @@ from lm.common.device import explain_out_of_memory
 from lm.common.errors import UserError
 from lm.inference.chat_format import PLAIN_NOTICE, ChatFormat
 from lm.inference.completion import check_vocabulary
+from lm.inference.config import Quantization
 from lm.inference.engine import Generation
 from lm.inference.scheduler import QueueFull, Scheduler
 from lm.model.transformer import TransformerLM
@@ -218,6 +219,7 @@ def serve(
     api_key: str | None = None,
     max_requests_per_client: int = 0,
     speculative_tokens: int = 0,
+    quantization: Quantization = "none",
 ) -> None:
     """Serve a model until Ctrl-C."""
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
@@ -228,7 +230,7 @@ def serve(
     except OSError as error:
         raise UserError(f"Cannot listen on {host}, port {port}: {error}. Change --host or --port.") from None
     with listener, suppress(KeyboardInterrupt):
-        model, tokenizer = resolved.load_for_inference(device)
+        model, tokenizer = resolved.load_for_inference(device, quantization)
         with explain_out_of_memory(_OUT_OF_MEMORY):
             app = build_app(
                 model,

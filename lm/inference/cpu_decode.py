@@ -1,7 +1,9 @@
 """Torch interface of the CPU kernels for a decoding step (:mod:`lm.kernels.decode_step`)."""
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,11 +70,16 @@ class AttentionKernel:
         scratch = np.empty((threads, 2 * width + cached.max_position + 4), np.float32)
         parts = zip(bounds, bounds[1:], scratch, strict=False)
         jobs = [(self._layer, kv_cache, _flat_array(qkv), *part, _flat_array(out)) for part in parts]
-        futures = [_thread_pool().submit(kernels.attend, *job) for job in jobs[1:]]  # type: ignore[arg-type]
-        kernels.attend(*jobs[0])
-        for future in futures:
-            future.result()
+        run_in_threads(kernels.attend, jobs)
         return out
+
+
+def run_in_threads(kernel: Callable[..., None], jobs: Sequence[tuple[Any, ...]]) -> None:
+    """Call ``kernel(*job)`` for each job: the first in this thread, the others beside it."""
+    futures = [_thread_pool().submit(kernel, *job) for job in jobs[1:]]
+    kernel(*jobs[0])
+    for future in futures:
+        future.result()
 
 
 @cache

@@ -2,17 +2,21 @@
 
 A decoding step reads every weight once, so memory bandwidth limits its speed. On CPUs torch's product of a matrix and
 few rows reaches half of the bandwidth; oneDNN's, with weights in its own memory layout, reaches nearly all of it.
-Larger matrices are faster, so matrices with the same input are concatenated.
+Larger matrices are faster, so matrices with the same input are concatenated. Weights of 8 bits are a quarter as large
+as float32's; they are :mod:`lm.inference.quantized`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lm.common.errors import UserError
+from lm.inference.config import Quantization
 from lm.inference.cpu_decode import AttentionKernel, NormKernel, compile_kernels
 from lm.inference.kv_cache import CachedAttention
+from lm.inference.quantized import QuantizedLinear, compile_product
 from lm.model.attention import AttentionFunction, MultiHeadSelfAttention
 from lm.model.feed_forward import SwiGLU
 from lm.model.linear import Linear
@@ -22,6 +26,7 @@ from lm.model.ops.causal_attention import causal_attention
 from lm.model.transformer import TransformerLM
 
 _MAX_KERNEL_NUMEL = 1 << 16  # larger tensors are faster with torch's operators
+MakeLinear = Callable[..., nn.Module]  # PackedLinear or QuantizedLinear
 _EXPECTED_ROWS = 8  # oneDNN's hint for the layout; with 1 it keeps the slower plain layout for float32
 
 
@@ -33,8 +38,8 @@ class PackedLinear(nn.Module):
 
     def __init__(self, *weights: Tensor, biases: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self.sizes = [len(weight) for weight in weights]
         weight = torch.cat([weight.detach() for weight in weights])
+        self.in_features = weight.shape[1]
         self._bias = torch.cat([bias.detach() for bias in biases]) if biases else None
         # In a list and so not a parameter: other operators cannot read this layout.
         self._packed = [torch.ops.mkldnn._reorder_linear_weight(weight, _EXPECTED_ROWS)]
@@ -54,18 +59,19 @@ def count_padding_rows(rows: int) -> int:
 
 
 class _PackedAttention(MultiHeadSelfAttention):
-    def __init__(self, attention: MultiHeadSelfAttention) -> None:
+    def __init__(self, attention: MultiHeadSelfAttention, make_linear: MakeLinear) -> None:
         nn.Module.__init__(self)  # skips the creation of weights
         self.d_k, self.rope = attention.d_k, attention.rope
         self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
         layers = (attention.q_proj, attention.k_proj, attention.v_proj)
         biases = [layer.bias for layer in layers if layer.bias is not None]
-        self._qkv_proj = PackedLinear(*(layer.weight for layer in layers), biases=biases)
-        self.output_proj = PackedLinear(attention.output_proj.weight)  # type: ignore[assignment]
+        self._sizes = [len(layer.weight) for layer in layers]
+        self._qkv_proj = make_linear(*(layer.weight for layer in layers), biases=biases)
+        self.output_proj = make_linear(attention.output_proj.weight)  # type: ignore[assignment]
         self._kernel = AttentionKernel(attention)
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self._qkv_proj(x).split(self._qkv_proj.sizes, -1)
+        return self._qkv_proj(x).split(self._sizes, -1)
 
     def forward(
         self, x: Tensor, token_positions: Tensor | None = None, attend: AttentionFunction = causal_attention
@@ -76,10 +82,10 @@ class _PackedAttention(MultiHeadSelfAttention):
 
 
 class _PackedSwiGLU(SwiGLU):
-    def __init__(self, ffn: SwiGLU) -> None:
+    def __init__(self, ffn: SwiGLU, make_linear: MakeLinear) -> None:
         nn.Module.__init__(self)
-        self._w1_w3 = PackedLinear(ffn.w1.weight, ffn.w3.weight)
-        self.w2 = PackedLinear(ffn.w2.weight)  # type: ignore[assignment]
+        self._w1_w3 = make_linear(ffn.w1.weight, ffn.w3.weight)
+        self.w2 = make_linear(ffn.w2.weight)  # type: ignore[assignment]
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         return self._w1_w3(x).chunk(2, -1)
@@ -88,20 +94,20 @@ class _PackedSwiGLU(SwiGLU):
 class _PackedExperts(Experts):
     """Computes the experts one after the other, each for the tokens that chose it."""
 
-    def __init__(self, experts: Experts) -> None:
+    def __init__(self, experts: Experts, make_linear: MakeLinear) -> None:
         nn.Module.__init__(self)
         self.activation = experts.activation
         self._inputs = nn.ModuleList(
-            PackedLinear(*matrices)
+            make_linear(*matrices)
             for matrices in zip(*(stack for stack in (experts.w1, experts.w3) if stack is not None), strict=True)
         )
-        self._outputs = nn.ModuleList(PackedLinear(matrix) for matrix in experts.w2)
+        self._outputs = nn.ModuleList(make_linear(matrix) for matrix in experts.w2)
 
     def forward(self, x: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
         out = torch.zeros_like(x)
         for expert in set(chosen.flatten().tolist()):
             tokens, choices = torch.where(chosen == expert)
-            inner, *values = self._inputs[expert](x[tokens]).split(self._inputs[expert].sizes, -1)
+            inner, *values = self._inputs[expert](x[tokens]).split(self._outputs[expert].in_features, -1)
             inner = F.silu(inner) if self.activation == "silu" else F.relu(inner).square()
             if values:
                 inner = inner * values[0]
@@ -110,13 +116,12 @@ class _PackedExperts(Experts):
         return out
 
 
-class _PackedMatrix(PackedLinear):
-    def __init__(self, layer: Linear) -> None:
-        super().__init__(layer.weight, biases=[] if layer.bias is None else [layer.bias])
+def _pack_matrix(layer: Linear, make_linear: MakeLinear) -> nn.Module:
+    return make_linear(layer.weight, biases=[] if layer.bias is None else [layer.bias])
 
 
 class _KernelNorm(RMSNorm):
-    def __init__(self, norm: RMSNorm) -> None:
+    def __init__(self, norm: RMSNorm, make_linear: MakeLinear) -> None:
         nn.Module.__init__(self)
         self.eps, self.weight = norm.eps, norm.weight
         self._kernel = NormKernel(norm)
@@ -125,41 +130,53 @@ class _KernelNorm(RMSNorm):
         return self._kernel(x) if x.numel() < _MAX_KERNEL_NUMEL else super().forward(x)
 
 
-_REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
+_REPLACEMENTS: dict[type[nn.Module], Callable[..., nn.Module]] = {
     MultiHeadSelfAttention: _PackedAttention,
     RMSNorm: _KernelNorm,
     SwiGLU: _PackedSwiGLU,
     Experts: _PackedExperts,
-    Linear: _PackedMatrix,
+    Linear: _pack_matrix,
 }
 
 
-def prepare_for_inference(model: TransformerLM, dtype: torch.dtype | None = None) -> TransformerLM:
+def prepare_for_inference(
+    model: TransformerLM, dtype: torch.dtype | None = None, quantization: Quantization = "none"
+) -> TransformerLM:
     """Convert ``model`` in place to ``dtype`` (default: the embedding's) and packed weights, and return it.
 
-    It can no longer be trained or saved.
+    With the quantization int8 its matrices are int8, all else is float32. It can no longer be trained or saved. Raises
+    UserError for quantization on another device than the CPU.
     """
     model.requires_grad_(False)
     first = next(model.parameters())
-    dtype = dtype or first.dtype
+    if quantization != "none" and first.device.type != "cpu":
+        raise UserError(
+            f"The quantization {quantization} is for CPUs, and the model is on {first.device}: choose the device cpu, "
+            "or no quantization."
+        )
+    dtype = torch.float32 if quantization == "int8" else dtype or first.dtype
     for parameter in model.parameters():  # the rotary buffers stay float32
         parameter.data = parameter.data.to(dtype)
     has_onednn = torch.backends.mkldnn.is_available()
     has_bfloat16 = has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     is_supported = {torch.float32: has_onednn, torch.bfloat16: has_bfloat16}.get(dtype, False)
-    if first.device.type == "cpu" and is_supported:
+    if first.device.type == "cpu" and (is_supported or quantization == "int8"):
         compile_kernels(dtype)
-        _replace_modules(model)
+        make_linear: MakeLinear = PackedLinear
+        if quantization == "int8":
+            compile_product()
+            make_linear = QuantizedLinear
+        _replace_modules(model, make_linear)
         if model.lm_head is None:
-            model.lm_head = PackedLinear(model.token_embeddings.weight)  # type: ignore[assignment]
+            model.lm_head = make_linear(model.token_embeddings.weight)  # type: ignore[assignment]
     return model
 
 
-def _replace_modules(module: nn.Module) -> None:
+def _replace_modules(module: nn.Module, make_linear: MakeLinear) -> None:
     for name, child in list(module.named_children()):
         if getattr(child, "role", None) == "router":
             continue  # computes in float32, whatever the dtype
         if replacement := _REPLACEMENTS.get(type(child)):
-            setattr(module, name, replacement(child))
+            setattr(module, name, replacement(child, make_linear))
         else:
-            _replace_modules(child)
+            _replace_modules(child, make_linear)

@@ -17,6 +17,7 @@ import pyarrow as pa
 import torch
 
 from lm.inference.cpu_decode import compile_kernels
+from lm.inference.quantized import compile_product
 from lm.kernels.disk_cache import CACHE_DIR, IS_CACHE_WRITABLE, PIPELINE_MARKER
 from lm.kernels.jit import KERNELS
 from lm.text.pretokenize import GPT2_PATTERN
@@ -68,6 +69,8 @@ def run_groups(is_pipeline_only: bool = False) -> Iterator[str]:
         yield "BPE training, 32-bit ids"
         compile_kernels(torch.bfloat16)
         yield "decode step, bfloat16"
+        compile_product()
+        yield "product with int8"
 
 
 def _num_compiled() -> int:
@@ -77,7 +80,7 @@ def _num_compiled() -> int:
 def main() -> None:
     """Compile; print the seconds of each group and the folder of the machine code."""
     parser = argparse.ArgumentParser(prog="python -m lm.kernels", description=__doc__)
-    parser.add_argument("--pipeline", action="store_true", help="leave out 32-bit ids and bfloat16")
+    parser.add_argument("--pipeline", action="store_true", help="leave out 32-bit ids, bfloat16 and int8")
     options = parser.parse_args()
     if not IS_CACHE_WRITABLE:
         sys.exit(f"Kernels cannot be cached: {CACHE_DIR} is not writable. Set XDG_CACHE_HOME to a writable folder.")

@@ -18,6 +18,7 @@ BOUNDSCHECK = os.environ.get("TEXTMILL_KERNEL_BOUNDSCHECK") == "1"
 
 _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _BLOCK = ir.VectorType(_I8, 64)
+_FAST = ("reassoc", "contract", "nsz")  # floats may be added in any order
 
 
 def _operation(get_signature: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
@@ -135,6 +136,69 @@ def write_float(context: Any, builder: Any, args: Any, array: Any, index: Any, v
         rounded = builder.lshr(builder.add(builder.add(bits, _I32(0x7FFF)), last), _I32(16))
         value = builder.trunc(builder.select(is_nan, _I32(0x7FC0), rounded), _I16)
     builder.store(value, _address(context, builder, args[0], array, index))
+
+
+def _dot_products(
+    builder: Any, x_rows: int, load_weights: Callable[[Any], Any], load_x: Callable[[Any, int], Any], count: Any
+) -> list[Any]:
+    """Emit the float32 products of a row of int8 weights with ``x_rows`` rows, and return them.
+
+    ``load_weights(i)`` and ``load_x(i, row)`` emit the load of 16 elements from ``i``. 64 numbers are added at a time:
+    fewer would wait for each other.
+    """
+    lanes, parts = ir.VectorType(_F32, 16), 4 // x_rows
+    totals = [cgutils.alloca_once_value(builder, ir.Constant(lanes, None)) for _ in range(4)]
+    with cgutils.for_range(builder, builder.sdiv(count, _I64(16 * parts))) as loop:
+        for part in range(parts):
+            at = builder.add(builder.mul(loop.index, _I64(16 * parts)), _I64(16 * part))
+            factors = builder.sitofp(load_weights(at), lanes)
+            for row in range(x_rows):
+                total = totals[part * x_rows + row]
+                product = builder.fmul(factors, load_x(at, row), flags=_FAST)
+                builder.store(builder.fadd(builder.load(total), product, flags=_FAST), total)
+    function_type = ir.FunctionType(_F32, [_F32, lanes])
+    add_lanes = cgutils.get_or_insert_function(builder.module, function_type, "llvm.vector.reduce.fadd.v16f32")
+    vectors = [builder.load(total) for total in totals]
+    if x_rows == 1:
+        vectors = [builder.fadd(builder.fadd(*vectors[:2]), builder.fadd(*vectors[2:]))]
+    return [builder.call(add_lanes, [_F32(0), vector], fastmath=_FAST) for vector in vectors]
+
+
+def _load_16(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    element = _F32 if array_type.dtype == types.float32 else _I8
+    address = _address(context, builder, array_type, array, index, 16 * array_type.dtype.bitwidth // 8)
+    return builder.load(builder.bitcast(address, ir.VectorType(element, 16).as_pointer()), align=1)
+
+
+@_operation(lambda weights, at, x, xt, count: types.float32(weights, types.int64, x, types.int64, types.int64))
+def dot_int8(context: Any, builder: Any, args: Any, weights: Any, at: Any, x: Any, xt: Any, count: Any) -> Any:
+    """Return the product of ``weights[at : at + count]``, int8, with ``x[xt:]``, float32; 64 divides ``count``."""
+    return _dot_products(
+        builder,
+        1,
+        lambda i: _load_16(context, builder, args[0], weights, builder.add(at, i)),
+        lambda i, row: _load_16(context, builder, args[2], x, builder.add(xt, i)),
+        count,
+    )[0]
+
+
+@_operation(
+    lambda weights, at, x, xt, count: types.UniTuple(types.float32, 4)(
+        weights, types.int64, x, types.int64, types.int64
+    )
+)
+def dot_int8_of_four(context: Any, builder: Any, args: Any, weights: Any, at: Any, x: Any, xt: Any, count: Any) -> Any:
+    """Return the products of ``weights[at : at + count]`` with four rows of ``x``, ``count`` apart; see dot_int8."""
+    products = _dot_products(
+        builder,
+        4,
+        lambda i: _load_16(context, builder, args[0], weights, builder.add(at, i)),
+        lambda i, row: _load_16(
+            context, builder, args[2], x, builder.add(builder.add(xt, i), builder.mul(count, _I64(row)))
+        ),
+        count,
+    )
+    return cgutils.pack_array(builder, products)
 
 
 @_operation(lambda word: types.float32(types.int32))

@@ -186,6 +186,8 @@ def test_a_refused_prompt_is_asked_again_by_the_next_command(tmp_path: Path, cap
             evaluate_model(url, **arguments | {"config": r1_zero(tmp_path / "test.jsonl", temperature=0.5)})
         with pytest.raises(UserError, match=r"model was 'known of http://.*' and is now 'other of"):
             evaluate_model(url, **arguments, model_name="other")
+        with pytest.raises(UserError, match="cannot be quantized here"):
+            evaluate_model(url, **arguments, quantization="int8")
     check_known_outputs(read_rows(result.responses), problems)
 
 

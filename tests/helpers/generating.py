@@ -15,7 +15,7 @@ class LoadedModel:
     def __init__(self, model: TransformerLM, tokenizer: TextTokenizer) -> None:
         self._loaded = model, tokenizer
 
-    def load_for_inference(self, device: str) -> tuple[TransformerLM, TextTokenizer]:
+    def load_for_inference(self, device: str, quantization: str = "none") -> tuple[TransformerLM, TextTokenizer]:
         return self._loaded
 
 

@@ -10,34 +10,56 @@ import torch.nn.functional as F
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate
 from lm.inference.packed import PackedLinear, count_padding_rows, prepare_for_inference
+from lm.inference.quantized import dequantize, quantize
 from lm.model.linear import Linear
+from lm.model.moe import Experts
 from lm.model.moe_config import MoEConfig
+from lm.model.transformer import TransformerLM
 from tests.helpers.generating import make_model
 
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"num_kv_heads": 1, "qk_norm": True},
+    {"num_kv_heads": 1, "qkv_bias": True},
+    {"tied_embeddings": True, "feed_forward": "relu2"},
+    {"moe": MoEConfig(num_experts=4, num_shared_experts=1, num_dense_layers=1)},
+    {"moe": MoEConfig(num_experts=5, top_k=3, affinity="sigmoid", bias_update_rate=0.1), "feed_forward": "relu2"},
+]
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        {},
-        {"num_kv_heads": 1, "qk_norm": True},
-        {"num_kv_heads": 1, "qkv_bias": True},
-        {"tied_embeddings": True, "feed_forward": "relu2"},
-        {"moe": MoEConfig(num_experts=4, num_shared_experts=1, num_dense_layers=1)},
-        {"moe": MoEConfig(num_experts=5, top_k=3, affinity="sigmoid", bias_update_rate=0.1), "feed_forward": "relu2"},
-    ],
-    ids=str,
-)
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_prepared_model_generates_the_same_ids(variant: dict[str, Any]) -> None:
     model = make_model(300, 40, **variant)
-    results = []
-    for variant_model in (model, prepare_for_inference(copy.deepcopy(model))):
-        for batch in (1, 3):  # one row, and a few
-            prompts = [[1, 2, 3], [4], [5, 6, 7, 8]][:batch]
+    check_same_ids(model, prepare_for_inference(copy.deepcopy(model)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_quantized_model_generates_the_ids_of_its_rounded_weights(variant: dict[str, Any]) -> None:
+    model = make_model(300, 40, **variant)
+    quantized = prepare_for_inference(copy.deepcopy(model), quantization="int8")
+    assert not torch.equal(model(torch.tensor([[1, 2]])), quantized(torch.tensor([[1, 2]])))
+    for module in model.modules():
+        if isinstance(module, Linear) and getattr(module, "role", None) != "router":
+            module.weight.data = dequantize(*quantize(module.weight))
+        elif isinstance(module, Experts):
+            for stack in (module.w1, module.w2, module.w3):
+                for matrix in () if stack is None else stack.data:
+                    matrix[:] = dequantize(*quantize(matrix))
+    if model.lm_head is None:  # the embedding is rounded only as the head
+        model.lm_head = Linear(16, 300)  # type: ignore[assignment]
+        model.lm_head.weight.data = dequantize(*quantize(model.token_embeddings.weight))
+    check_same_ids(model, quantized)
+
+
+def check_same_ids(model: TransformerLM, prepared: TransformerLM) -> None:
+    for batch in (1, 3, 20):  # one row, a few, and many
+        prompts = [[1, 2, 3], [4], [5, 6, 7, 8], *([number] for number in range(17))][:batch]
+        results = []
+        for each in (model, prepared):
             generations = [Generation(p, 20, SampleConfig(temperature=0), wants_logprobs=True) for p in prompts]
-            generate(variant_model, generations)
+            generate(each, generations)
             results.append(generations)
-    for before, after in zip(results[:2], results[2:], strict=True):
-        for expected, actual in zip(before, after, strict=True):
+        for expected, actual in zip(*results, strict=True):
             assert actual.ids == expected.ids
             assert actual.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
