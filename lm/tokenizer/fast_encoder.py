@@ -1,6 +1,6 @@
 """Compiled encoder for the patterns that have a compiled scanner; the reference is :mod:`lm.tokenizer.reference`."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -11,11 +11,12 @@ from lm.kernels.bpe.merge import EncoderState, make_queue
 from lm.kernels.bpe.merge_table import MAX_MERGES, MergeTable, make_merge_table
 from lm.kernels.bpe.pretoken_table import Table, grow_table, make_table, make_token_table, make_workspace
 from lm.kernels.bpe.pretokens import SCAN_BYTES, Specials, new_cursor
-from lm.kernels.jit import log_compilation
+from lm.kernels.jit import Bytes, Int32s, Int64s, log_compilation
 from lm.kernels.status import INVALID_UTF8, TABLE_FULL, WORKSPACE_FULL
 from lm.text.pretokenize import Pattern
 from lm.text.scanners import scanner_classes, scanner_rules, scanner_subject
 from lm.text.windows import WINDOW, not_utf8, windows
+from lm.tokenizer.array_cache import TokenizerArrays
 
 # The cache of encoded pretokens; each thread has its own.
 _INITIAL_CACHE_SLOTS = 1 << 16
@@ -61,20 +62,55 @@ class FastEncoder:
             part_ids = np.fromiter(map(ids.__getitem__, chain.from_iterable(merges)), np.int64, 2 * len(merges))
         except KeyError:
             return None
-        lengths = np.fromiter(map(len, tokens), np.int32, len(tokens))
-        order = np.arange(len(tokens), dtype=np.int32)
-        nodes = np.zeros(max(token_ids.max(), part_ids.max(initial=0)) + 1, np.int32)  # token id → node + 1
-        nodes[token_ids[::-1]] = order[::-1] + 1  # of several merges of one token, the first
-        parts = nodes[part_ids].reshape(-1, 2) - 1
-        parts[parts < 0] = len(tokens)  # no merge makes the part; so this node never is in a text
         if len(merges) > MAX_MERGES:
             return None
+        lengths = np.fromiter(map(len, tokens), np.int32, len(tokens))
+        whole_lengths = np.fromiter(map(len, whole_tokens), np.int64, len(whole_tokens))
+        whole_ids = np.fromiter(whole_tokens.values(), np.int64, len(whole_tokens))
+        whole = np.frombuffer(b"".join(whole_tokens), np.uint8), whole_lengths, whole_ids
+        return cls._from_ids(token_ids, part_ids.reshape(-1, 2), lengths, whole, dtype, pattern)
+
+    @classmethod
+    def from_arrays(
+        cls, arrays: TokenizerArrays, dtype: np.dtype[np.unsignedinteger], pattern: Pattern, specials: Collection[int]
+    ) -> "FastEncoder":
+        """Create an encoder as :meth:`from_merges` did from the same tokenizer. The whole tokens are all but
+        ``specials`` if the arrays say ``ignore_merges``, else none."""
+        lengths, is_text = np.diff(arrays.ends), arrays.is_text.astype(bool)
+        length_by_id = np.zeros(arrays.ids.max() + 1, np.int32)
+        length_by_id[arrays.ids] = lengths
+        token_ids = np.empty(256 + len(arrays.merges), np.int64)
+        is_byte = is_text & (lengths == 1)
+        token_ids[arrays.data[arrays.ends[:-1][is_byte]]] = arrays.ids[is_byte]
+        token_ids[256:] = arrays.merges[:, 2]
+        is_whole = is_text & (lengths > 0) & ~np.isin(arrays.ids, list(specials)) & arrays.ignore_merges
+        whole = arrays.data[np.repeat(is_whole, lengths)], lengths[is_whole], arrays.ids[is_whole].astype(np.int64)
+        return cls._from_ids(token_ids, arrays.merges[:, :2], length_by_id[token_ids], whole, dtype, pattern)
+
+    @classmethod
+    def _from_ids(
+        cls,
+        token_ids: Int64s,
+        part_ids: npt.NDArray[np.signedinteger],
+        lengths: Int32s,
+        whole: tuple[Bytes, Int64s, Int64s],
+        dtype: np.dtype[np.unsignedinteger],
+        pattern: Pattern,
+    ) -> "FastEncoder":
+        """``token_ids`` and ``lengths``: of the 256 bytes and the merged tokens. ``part_ids`` (merges, 2). ``whole``:
+        concatenated bytes, lengths and ids of the whole tokens."""
+        order = np.arange(len(token_ids), dtype=np.int32)
+        nodes = np.zeros(max(token_ids.max(), part_ids.max(initial=0)) + 1, np.int32)  # token id → node + 1
+        nodes[token_ids[::-1]] = order[::-1] + 1  # of several merges of one token, the first
+        parts = nodes[part_ids] - 1
+        parts[parts < 0] = len(token_ids)  # no merge makes the part; so this node never is in a text
         id_lengths = np.zeros(len(nodes), np.int32)
         id_lengths[token_ids] = lengths
         with log_compilation("pair table"):
             made = nodes[token_ids[256:]] - 1
-            merge_table = make_merge_table(token_ids.astype(np.uint32), lengths, id_lengths, parts, made)
-            token_table = make_token_table(whole_tokens)
+            arrays = lengths, id_lengths, np.ascontiguousarray(parts), made
+            merge_table = make_merge_table(token_ids.astype(np.uint32), *arrays)
+            token_table = make_token_table(*whole)
         return cls(merge_table, token_table, dtype, pattern)
 
     def encode(

@@ -3,11 +3,11 @@
 Sources: Sennrich et al. 2016 (BPE); Radford et al. 2019 (bytes, pretokens); CS336 assignment 1 (section 2.6).
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,9 @@ from lm.text.pretokenize import GPT2_PATTERN, check_special_tokens, split_at_saf
 from lm.text.scanners import has_compiled_scanner, warn_of_slow_pattern
 from lm.text.utf8 import decode_utf8_blocks, encode_utf8, encode_utf8_blocks
 from lm.text.windows import WINDOW
+from lm.tokenizer import array_cache
 from lm.tokenizer.added_tokens import AddedToken, is_found_anywhere, split_and_normalize
+from lm.tokenizer.array_cache import TokenizerArrays
 from lm.tokenizer.fast_encoder import FastEncoder
 from lm.tokenizer.formats import gpt2, hugging_face, tiktoken, tokenizer_config, vocab_text
 from lm.tokenizer.parts import TokenizerParts
@@ -29,6 +31,7 @@ from lm.tokenizer.pattern_process import PatternProcesses, encode_job, map_piece
 from lm.tokenizer.reference import ReferenceEncoder
 
 _MAX_SIZE = 1 << 24  # bounds the memory of tables indexed by token id
+_MIN_CACHED_SIZE = 1 << 13  # tokens; fewer are read in some 30 ms
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
@@ -51,6 +54,9 @@ class Tokenizer:
     Raises UserError if the vocabulary lacks a token of the merges, an id is too large, or a token is invalid.
     """
 
+    _fast_encoder: FastEncoder | None = None
+    _arrays: TokenizerArrays  # of a tokenizer from the cache
+
     def __init__(
         self,
         vocab: dict[int, bytes],
@@ -61,27 +67,16 @@ class Tokenizer:
         normalizer: str | None = None,
         added_tokens: Sequence[AddedToken] = (),
     ) -> None:
-        self.ignore_merges = ignore_merges
-        self.normalizer = check_normalizer(normalizer)
         self.vocab = dict(vocab)
         self.merges = list(merges)
-        self.pattern = pattern = resolve_patterns(pattern)
-        given = {token.content: token for token in added_tokens}
-        others = [token.content for token in added_tokens if token.content not in (special_tokens or ())]
-        contents = [*(special_tokens or ()), *others]
-        check_special_tokens(contents)
-        tokens = [given.get(content, AddedToken(content)) for content in contents]
-        self.added_tokens = sorted(tokens, key=lambda token: not token.special)
-        self.special_tokens = [token.content for token in self.added_tokens if token.special]
-        self._ids, self._added_ids = self._number_tokens()
+        self._set_options(special_tokens or (), pattern, ignore_merges, normalizer, added_tokens)
+        self._text_ids, self._added_ids = self._number_tokens()
+        self.size = max(self.vocab) + 1
         if self.size > _MAX_SIZE:
             raise UserError(f"The token id {self.size - 1} exceeds the limit of {_MAX_SIZE - 1}; number tokens from 0.")
-        self.special_ids = {special: self._added_ids[special] for special in self.special_tokens}
-        self._has_plain_tokens = is_found_anywhere(self.added_tokens, self.normalizer)
-        self._fast_encoder: FastEncoder | None = None
-        if has_compiled_scanner(pattern):
-            whole = self._whole_tokens
-            self._fast_encoder = FastEncoder.from_merges(self._ids, self.merges, token_dtype(self.size), pattern, whole)
+        if has_compiled_scanner(self.pattern):
+            options = token_dtype(self.size), self.pattern, self._whole_tokens
+            self._fast_encoder = FastEncoder.from_merges(self._text_ids, self.merges, *options)
         if not self._fast_encoder:
             try:
                 self._reference_encoder  # noqa: B018
@@ -90,6 +85,26 @@ class Tokenizer:
                     f"The vocabulary lacks the token {error.args[0]!r}, which the bytes or the merges need; "
                     "use the vocabulary and the merges of the same tokenizer."
                 ) from None
+
+    def _set_options(
+        self,
+        special_tokens: Sequence[str],
+        pattern: str | Sequence[str],
+        ignore_merges: bool,
+        normalizer: str | None,
+        added_tokens: Sequence[AddedToken],
+    ) -> None:
+        self.ignore_merges = ignore_merges
+        self.normalizer = check_normalizer(normalizer)
+        self.pattern = resolve_patterns(pattern)
+        given = {token.content: token for token in added_tokens}
+        others = [token.content for token in added_tokens if token.content not in special_tokens]
+        contents = [*special_tokens, *others]
+        check_special_tokens(contents)
+        tokens = [given.get(content, AddedToken(content)) for content in contents]
+        self.added_tokens = sorted(tokens, key=lambda token: not token.special)
+        self.special_tokens = [token.content for token in self.added_tokens if token.special]
+        self._has_plain_tokens = is_found_anywhere(self.added_tokens, self.normalizer)
         self._packed_tokens: dict[tuple[str, ...], Specials] = {}
 
     @classmethod
@@ -97,17 +112,26 @@ class Tokenizer:
         cls, vocab_path: str | Path, merges_path: str | Path, special_tokens: Sequence[str] | None = None
     ) -> "Tokenizer":
         """Read GPT-2's vocab.json and merges.txt."""
-        vocab = gpt2.read_vocab(Path(vocab_path), special_tokens or ())
-        return cls(vocab, gpt2.read_merges(Path(merges_path)), special_tokens)
+        vocab_path, merges_path, specials = Path(vocab_path), Path(merges_path), list(special_tokens or ())
+
+        def read() -> TokenizerParts:
+            vocab = gpt2.read_vocab(vocab_path, specials)
+            return TokenizerParts(vocab, gpt2.read_merges(merges_path), specials, GPT2_PATTERN)
+
+        return cls._read(read, [vocab_path, merges_path], "gpt2", specials)
 
     @classmethod
     def load(cls, directory: str | Path) -> "Tokenizer":
         """Read a directory written by :meth:`save`, with all options."""
-        directory = Path(directory)
-        config = tokenizer_config.read_config(directory / "tokenizer_config.json")
-        contents = [*config.special_tokens, *(token.content for token in config.added_tokens)]
-        vocab = gpt2.read_vocab(directory / "vocab.json", contents)
-        return cls(*config._replace(vocab=vocab, merges=gpt2.read_merges(directory / "merges.txt")))
+        config, vocab = Path(directory, "tokenizer_config.json"), Path(directory, "vocab.json")
+        merges = Path(directory, "merges.txt")
+
+        def read() -> TokenizerParts:
+            parts = tokenizer_config.read_config(config)
+            contents = [*parts.special_tokens, *(token.content for token in parts.added_tokens)]
+            return parts._replace(vocab=gpt2.read_vocab(vocab, contents), merges=gpt2.read_merges(merges))
+
+        return cls._read(read, [config, vocab, merges], "textmill")
 
     def save(self, directory: str | Path) -> None:
         """Write vocab.json and merges.txt (GPT-2), tokenizer.json (Hugging Face; not with jieba, which it cannot
@@ -126,17 +150,26 @@ class Tokenizer:
         cls, path: str | Path, special_tokens: Mapping[str, int] | None = None, pattern: str = GPT2_PATTERN
     ) -> "Tokenizer":
         """Read tiktoken's rank file. The file holds neither the special tokens (text to id) nor the pattern."""
-        vocab, merges = tiktoken.read_tiktoken(Path(path))
-        for token, token_id in (special_tokens or {}).items():
-            if vocab.setdefault(token_id, token.encode()) != token.encode():
-                raise UserError(f"{path} has another token with the id {token_id} of the special token {token!r}.")
-        return cls(vocab, merges, list(special_tokens or ()), pattern)
+        path, specials = Path(path), dict(special_tokens or {})
+
+        def read() -> TokenizerParts:
+            vocab, merges = tiktoken.read_tiktoken(path)
+            for token, token_id in specials.items():
+                if vocab.setdefault(token_id, token.encode()) != token.encode():
+                    raise UserError(f"{path} has another token with the id {token_id} of the special token {token!r}.")
+            return TokenizerParts(vocab, merges, list(specials), pattern)
+
+        return cls._read(read, [path], "tiktoken", list(specials.items()), pattern)
 
     @classmethod
     def from_tokenizer_json(cls, path: str | Path) -> "Tokenizer":
         """Read Hugging Face's tokenizer.json of a byte-level BPE. Raises UserError, by name, for what is not
         supported."""
-        return cls(*hugging_face.read_tokenizer_json(Path(path)))
+        path, ignored = Path(path), list[str]()
+        read = partial(hugging_face.read_tokenizer_json, path, ignored)
+        tokenizer = cls._read(read, [path], "hugging_face", ignored=ignored)
+        hugging_face.warn_of_ignored(path, ignored)
+        return tokenizer
 
     def save_tiktoken(self, path: str | Path) -> None:
         """Write tiktoken's rank file. Raises UserError if the ids are not in the order of the merges, or tiktoken has
@@ -158,11 +191,6 @@ class Tokenizer:
         options = self.special_tokens, self.pattern, self.ignore_merges, self.normalizer
         flagged = [token for token in self.added_tokens if token != AddedToken(token.content)]
         return TokenizerParts(self.vocab, self.merges, *options, flagged)
-
-    @property
-    def size(self) -> int:
-        """The largest token id plus one: the number of rows of an embedding table."""
-        return max(self.vocab) + 1
 
     def encode(self, text: str, allowed_special: Literal["all"] | Collection[str] = "all") -> list[int]:
         """Return the token ids of ``text``. Special tokens outside ``allowed_special`` are encoded as plain text.
@@ -281,6 +309,59 @@ class Tokenizer:
             raise UserError(f"{unknown[0]!r} is not a special token; this tokenizer has {self.special_tokens}.")
         return [token for token in self.added_tokens if not token.special or token.content in allowed_special]
 
+    @classmethod
+    def _read(
+        cls, read: Callable[[], TokenizerParts], paths: Sequence[Path], *settings: Any, ignored: list[str] | None = None
+    ) -> "Tokenizer":
+        """Return the tokenizer of ``read()``, which depends on the files ``paths`` and on ``settings``, JSON only.
+
+        A large one is kept in the user's cache, in a form that is fast to read; see :mod:`lm.tokenizer.array_cache`.
+        ``read`` may extend ``ignored``; a tokenizer from the cache extends it likewise.
+        """
+        key = array_cache.find_key(paths, *settings)
+        if key and (arrays := array_cache.read_arrays(key)):
+            if ignored is not None:
+                ignored += arrays.options["ignored"]
+            return cls._from_arrays(arrays)
+        tokenizer = cls(*read())
+        if key and tokenizer._fast_encoder and len(tokenizer.vocab) >= _MIN_CACHED_SIZE:
+            options = tokenizer_config.format_config(tokenizer.parts)
+            options |= {"added_ids": tokenizer._added_ids, "ignored": ignored}
+            tables = tokenizer.vocab, tokenizer._text_ids, tokenizer.merges
+            array_cache.write_arrays(key, array_cache.make_arrays(*tables, options))
+        return tokenizer
+
+    @classmethod
+    def _from_arrays(cls, arrays: TokenizerArrays) -> "Tokenizer":
+        self = cls.__new__(cls)
+        self._arrays = arrays
+        self._set_options(*tokenizer_config.parse_config(arrays.options)[2:])
+        self._added_ids = arrays.options["added_ids"]
+        self.size = int(arrays.ids.max()) + 1
+        options = token_dtype(self.size), self.pattern, list(self.special_ids.values())
+        self._fast_encoder = FastEncoder.from_arrays(arrays, *options)
+        return self
+
+    @cached_property
+    def vocab(self) -> dict[int, bytes]:
+        """The bytes of each token id."""
+        return self._arrays.vocab()
+
+    @cached_property
+    def merges(self) -> list[tuple[bytes, bytes]]:
+        """The merges, in the order in which they were learned."""
+        return self._arrays.merge_pairs()
+
+    @cached_property
+    def _text_ids(self) -> dict[bytes, int]:
+        """The ids of the tokens that text can become."""
+        return self._arrays.text_ids()
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """The ids of the special tokens."""
+        return {special: self._added_ids[special] for special in self.special_tokens}
+
     def _number_tokens(self) -> tuple[dict[bytes, int], dict[str, int]]:
         """Return the ids by bytes and those of the added tokens by text; append added tokens that have none to the
         vocabulary."""
@@ -303,7 +384,7 @@ class Tokenizer:
 
     @cached_property
     def _reference_encoder(self) -> ReferenceEncoder:
-        return ReferenceEncoder(self._ids, self.merges, self.pattern, self._whole_tokens)
+        return ReferenceEncoder(self._text_ids, self.merges, self.pattern, self._whole_tokens)
 
     @cached_property
     def _pattern_processes(self) -> PatternProcesses:
@@ -316,4 +397,4 @@ class Tokenizer:
         if not self.ignore_merges:
             return {}
         specials = set(self.special_ids.values())
-        return {token: token_id for token, token_id in self._ids.items() if token and token_id not in specials}
+        return {token: token_id for token, token_id in self._text_ids.items() if token and token_id not in specials}

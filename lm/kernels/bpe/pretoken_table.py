@@ -14,7 +14,6 @@ Word 1 is 0 in an empty slot. At its offset, the arena holds the bytes of a long
 do not fit into the value or the pretoken is longer; each part is padded to 8 bytes.
 """
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -212,14 +211,12 @@ def find_value(table: Table, key: Key, buffer: Bytes, start: int, n: int) -> Int
     return np.int64(-1) if is_empty(table.slots, slot) else np.int64(read(table.slots, slot + VALUE))
 
 
-def make_token_table(tokens: Mapping[bytes, int]) -> Table:
-    """Return a table of {token: id}, tokens not empty, with the ids as values."""
-    lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
-    table = make_table(1 << max(1, (2 * len(tokens) - 1).bit_length()), int(8 * len(tokens) + lengths.sum()))
-    if tokens:
-        data = np.frombuffer(b"".join(tokens) + bytes(16), np.uint8).copy()
-        ids = np.fromiter(tokens.values(), np.int64, len(tokens))
-        fill_token_table(table, data, np.cumsum([0, *lengths]), ids)
+def make_token_table(data: Bytes, lengths: Int64s, ids: Int64s) -> Table:
+    """Return a table of n tokens: their concatenated bytes, their lengths (n,), not 0, and their ids (n,), which become
+    the values."""
+    table = make_table(1 << max(1, (2 * len(ids) - 1).bit_length()), int(8 * len(ids) + lengths.sum()))
+    if len(ids):
+        fill_token_table(table, np.append(data, np.zeros(16, np.uint8)), np.append(0, np.cumsum(lengths)), ids)
     return table
 
 

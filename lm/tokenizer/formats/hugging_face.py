@@ -58,15 +58,15 @@ def make_tokenizer_json(parts: TokenizerParts) -> dict[str, Any]:
     }
 
 
-def read_tokenizer_json(path: Path) -> TokenizerParts:
+def read_tokenizer_json(path: Path, ignored: list[str]) -> TokenizerParts:
     """Read the tokenizer.json of a byte-level BPE.
 
-    Post-processors that add tokens, truncation and padding are ignored with a warning. Raises UserError for a malformed
-    file and, by name, for features that would change the ids of a text.
+    Post-processors that add tokens, truncation and padding are ignored, and named in ``ignored``. Raises UserError for
+    a malformed file and, by name, for features that would change the ids of a text.
     """
     content = read_json(path)
     try:
-        if feature := next(_find_unsupported_features(path, content), None):
+        if feature := next(_find_unsupported_features(content, ignored), None):
             raise UserError(f"{path}: {feature} is not supported; use a tokenizer of byte-level BPE without it.")
         model = content["model"]
         added = [parse_added_token(token) for token in content.get("added_tokens") or []]
@@ -122,8 +122,14 @@ def _drop_default_ids(path: Path, vocab: dict[int, bytes], added: list[AddedToke
     return [token for token in tokens if token != AddedToken(token.content)]
 
 
-def _find_unsupported_features(path: Path, content: dict[str, Any]) -> Iterator[str]:
-    """Yield the features of a tokenizer.json that would change the ids; warn of the features that are ignored."""
+def warn_of_ignored(path: Path, ignored: list[str]) -> None:
+    """Log what :func:`read_tokenizer_json` ignored."""
+    for feature in ignored:
+        log.warning("%s: %s ignored.", path, feature)
+
+
+def _find_unsupported_features(content: dict[str, Any], ignored: list[str]) -> Iterator[str]:
+    """Yield the features of a tokenizer.json that would change the ids; add those that are ignored to ``ignored``."""
     model = content["model"]
     if (model_type := model.get("type", "BPE")) != "BPE":  # GPT-2's own file is older than this field
         yield f"the model type {model_type!r}"
@@ -140,12 +146,12 @@ def _find_unsupported_features(path: Path, content: dict[str, Any]) -> Iterator[
             yield f"ignore_merges with the single_word token {token['content']!r}"
     for step in _list_steps(content, "post_processor"):
         if step["type"] in _AROUND_TEXT:
-            log.warning("%s: the tokens that %s adds around a text are ignored.", path, step["type"])
+            ignored.append(f"the tokens that {step['type']} adds around a text are")
         elif step["type"] != "ByteLevel":  # ByteLevel changes only offsets
             yield f"the post_processor {step['type']!r}"
     for name in ("truncation", "padding"):
         if content.get(name):
-            log.warning("%s: %s is ignored.", path, name)
+            ignored.append(f"{name} is")
 
 
 def _list_steps(content: dict[str, Any], component: str) -> list[dict[str, Any]]:
