@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.texts import END
 from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN, pretokenize
-from lm.tokenizer.formats.gpt2 import read_merges, read_vocab
+from lm.tokenizer.formats.gpt2 import read_vocab
 from lm.tokenizer.tokenizer import Tokenizer
 
 GIGATOKEN_FORMS = ("gigatoken", "gigatoken/split")
@@ -50,8 +50,7 @@ class Task:
 @cache
 def make_tokenizer(library: str, folder: str, pattern: str, cache_key: int) -> Any:
     if library == "ours":
-        vocab = read_vocab(Path(folder, "vocab.json"), [END_OF_TEXT])
-        return Tokenizer(vocab, read_merges(Path(folder, "merges.txt")), [END_OF_TEXT], pattern)
+        return Tokenizer.from_files(f"{folder}/vocab.json", f"{folder}/merges.txt", [END_OF_TEXT], pattern)
     return load("gigatoken").Tokenizer(f"{folder}/tokenizer.json")
 
 
@@ -59,6 +58,10 @@ def make_tokenizer(library: str, folder: str, pattern: str, cache_key: int) -> A
 def read_ranks(folder: str) -> dict[bytes, int]:
     """Read the vocabulary in tiktoken's form. tiktoken has another file format, so this is not timed."""
     return {token: token_id for token_id, token in read_vocab(Path(folder) / "vocab.json", [END_OF_TEXT]).items()}
+
+
+def construct(task: Task) -> Any:
+    return make_tokenizer(task.library, task.tokenizer, task.pattern, time.perf_counter_ns())
 
 
 def encode(task: Task) -> list[Path]:
@@ -124,7 +127,8 @@ def resident_mb(name: str) -> float:
 
 def run_task(task: Task) -> dict[str, Any]:
     """Run a task in this process; return its seconds and memory, and digests of its output if ``check`` is set."""
-    run: Callable[[Task], Any] = {"encode": encode, "count": count, "train": train}[task.job]
+    jobs: dict[str, Callable[[Task], Any]] = {"construct": construct, "encode": encode, "count": count, "train": train}
+    run = jobs[task.job]
     with tempfile.TemporaryDirectory(dir=task.output) as folder:
         (tiny := Path(folder) / "tiny.txt").write_text(f"Hello world, hello there{END_OF_TEXT}And hello{END_OF_TEXT}")
         run(replace(task, text=str(tiny), output=folder, vocab_size=260))

@@ -109,16 +109,20 @@ class Tokenizer:
 
     @classmethod
     def from_files(
-        cls, vocab_path: str | Path, merges_path: str | Path, special_tokens: Sequence[str] | None = None
+        cls,
+        vocab_path: str | Path,
+        merges_path: str | Path,
+        special_tokens: Sequence[str] | None = None,
+        pattern: str | Sequence[str] = GPT2_PATTERN,
     ) -> "Tokenizer":
-        """Read GPT-2's vocab.json and merges.txt."""
+        """Read a vocab.json and a merges.txt in GPT-2's format."""
         vocab_path, merges_path, specials = Path(vocab_path), Path(merges_path), list(special_tokens or ())
 
         def read() -> TokenizerParts:
             vocab = gpt2.read_vocab(vocab_path, specials)
-            return TokenizerParts(vocab, gpt2.read_merges(merges_path), specials, GPT2_PATTERN)
+            return TokenizerParts(vocab, gpt2.read_merges(merges_path), specials, resolve_patterns(pattern))
 
-        return cls._read(read, [vocab_path, merges_path], "gpt2", specials)
+        return cls._read(read, [vocab_path, merges_path], "gpt2", specials, pattern)
 
     @classmethod
     def load(cls, directory: str | Path) -> "Tokenizer":
