@@ -57,6 +57,7 @@ _EXPRESSIBLE_OPTIONS = {
     "num_layers",
     "num_heads",
     "num_kv_heads",
+    "head_dim",
     "d_ff",
     "qk_norm",
     "rope_theta",
@@ -107,7 +108,7 @@ def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_typ
         for name, weight, tensor_type in weights:
             # llama.cpp's qwen3 rotates the pairs (i, i + K/2); its llama rotates adjacent pairs, as we do.
             if config.qk_norm and _ROTARY_NAME.search(name):
-                weight = _order_as_halves(weight, config.head_dim)
+                weight = _order_as_halves(weight, config.head_width)
             writer.write_tensor_data(quantize(weight.cpu().float().contiguous().numpy(), tensor_type))
         writer.close()
         sync_path(temporary)
@@ -163,9 +164,9 @@ def _add_model_metadata(writer: "GGUFWriter", config: ModelConfig, name: str) ->
     writer.add_feed_forward_length(config.d_ff)
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(config.kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_key_length(config.head_width)
+    writer.add_value_length(config.head_width)
+    writer.add_rope_dimension_count(config.head_width)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_vocab_size(config.vocab_size or 0)

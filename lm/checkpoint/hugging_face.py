@@ -3,6 +3,7 @@ QK-norm, and of their relatives with experts (:mod:`lm.checkpoint.hugging_face_m
 with a sliding window."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ _CLASSES = {
 _MISTRAL_WINDOW = 4096  # tokens, if the config states none; null means no window
 _EXPRESSIBLE_OPTIONS = {
     *(ours for ours, _ in _FIELDS.values()),
-    *("qk_norm", "qkv_bias", "moe", "rope_scaling"),
+    *("head_dim", "qk_norm", "qkv_bias", "moe", "rope_scaling"),
     "zero_init_residual",  # decides the initial weights only
 }
 
@@ -100,7 +101,7 @@ def load_hugging_face(
     ``max_seq_len`` is the context length, by default ``max_position_embeddings``. ``dtype`` defaults to that of the
     files. Raises UserError if a file, a field or a tensor is missing, unknown, damaged or does not fit the others, and
     for unsupported features: biases other than Qwen2's, scalings of rotary positions other than linear and llama3,
-    wider heads, windows shorter than the context.
+    windows shorter than the context.
     """
     path = directory / "config.json"
     content = read_json_object(path)
@@ -116,8 +117,11 @@ def load_hugging_face(
     if model_type in ARCHITECTURES:
         options["moe"] = read_moe_config(path, content, model_type)
     content = {"num_key_value_heads": content.get("num_attention_heads")} | _DEFAULTS_OF.get(model_type, {}) | content
+    if content.get("head_dim") is not None:
+        options["head_dim"] = read_field(path, content, "head_dim", 1)
     config = read_model_config(path, content, _FIELDS, **options)
-    check_fixed_fields(path, content, {"head_dim": config.head_dim})
+    if config.head_dim == config.d_model / config.num_heads:
+        config = replace(config, head_dim=None)
     if model_type == "mistral":
         _check_window(path, config.context_length)
     tensors = _read_all_safetensors(directory)
@@ -134,7 +138,7 @@ def load_hugging_face(
     is_rotary = _find_rotary(model)
     for name, parameter in model.named_parameters():
         if is_rotary[name]:
-            parameter.data = _reorder_rotary_rows(parameter.data, 2, config.head_dim // 2)
+            parameter.data = _reorder_rotary_rows(parameter.data, 2, config.head_width // 2)
     return model
 
 
@@ -160,7 +164,7 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
     is_rotary, weights = _find_rotary(model), {}
     for name, weight in model.state_dict().items():
         if is_rotary.get(name):
-            weight = _reorder_rotary_rows(weight, config.head_dim // 2, 2)
+            weight = _reorder_rotary_rows(weight, config.head_width // 2, 2)
         weights[translate_name(name, _module_names(model_type))] = weight.cpu().contiguous()
     moe_fields: dict[str, Any] = {}
     if config.moe is not None:
@@ -186,7 +190,7 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
             **{name: getattr(config, ours) for name, (ours, _) in _FIELDS.items()},
             **moe_fields,
             "num_key_value_heads": config.kv_heads,
-            "head_dim": config.head_dim,
+            "head_dim": config.head_width,
             # For transformers 5; transformers 4 reads the field rope_theta.
             **rope,
             "torch_dtype": str(model.head_weight.dtype).removeprefix("torch."),

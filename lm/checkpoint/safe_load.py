@@ -106,7 +106,7 @@ def assign_weights(model: TransformerLM, weights: dict[str, Tensor], name: str, 
     load_weights(model, weights, name, assign=True)
     if model.rope is not None:  # all blocks share this module
         config = model.config
-        rope = RotaryEmbedding(config.rope_theta, config.head_dim, config.context_length, device, config.rope_scaling)
+        rope = RotaryEmbedding(config.rope_theta, config.head_width, config.context_length, device, config.rope_scaling)
         model.rope.cos, model.rope.sin = rope.cos, rope.sin
 
 

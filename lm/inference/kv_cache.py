@@ -22,7 +22,7 @@ class KVCache:
     def __init__(
         self, config: ModelConfig, rows: int, length: int, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> None:
-        shape = (config.num_layers, rows, config.kv_heads, length, config.head_dim)
+        shape = (config.num_layers, rows, config.kv_heads, length, config.head_width)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros_like(self.keys)
 

@@ -37,8 +37,8 @@ class PrefixCache:
     """
 
     def __init__(self, config: ModelConfig, max_bytes: int, device: torch.device, dtype: torch.dtype) -> None:
-        kv_shape = (config.num_layers, config.kv_heads, BLOCK_TOKENS, config.head_dim)
-        numbers = 2 * config.num_layers * config.kv_heads * config.head_dim + config.d_model
+        kv_shape = (config.num_layers, config.kv_heads, BLOCK_TOKENS, config.head_width)
+        numbers = 2 * config.num_layers * config.kv_heads * config.head_width + config.d_model
         block_bytes = BLOCK_TOKENS * numbers * dtype.itemsize
         self.max_blocks = max_bytes // block_bytes
         if not self.max_blocks:

@@ -19,7 +19,8 @@ class MultiHeadSelfAttention(nn.Module):
     """Causal self-attention over ``num_heads`` heads, with rotary position embeddings if ``rope`` is given.
 
     ``num_heads / num_kv_heads`` consecutive query heads share a head of keys and values. ``qk_norm`` applies RMSNorm to
-    the queries and keys of each head before rotation. ``qkv_bias`` adds a bias to queries, keys and values.
+    the queries and keys of each head before rotation. ``qkv_bias`` adds a bias to queries, keys and values. A head is
+    ``head_dim`` wide, by default ``d_model / num_heads``.
     """
 
     def __init__(
@@ -31,18 +32,19 @@ class MultiHeadSelfAttention(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         qk_norm: bool = False,
         qkv_bias: bool = False,
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
-        self.d_k = d_model // num_heads
+        self.d_k = head_dim or d_model // num_heads
         self.rope = rope
-        kv_width = self.d_k * (num_kv_heads or num_heads)
-        self.q_proj = Linear(d_model, d_model, device, dtype, role="query_key", has_bias=qkv_bias)
+        q_width, kv_width = self.d_k * num_heads, self.d_k * (num_kv_heads or num_heads)
+        self.q_proj = Linear(d_model, q_width, device, dtype, role="query_key", has_bias=qkv_bias)
         self.k_proj = Linear(d_model, kv_width, device, dtype, role="query_key", has_bias=qkv_bias)
         self.v_proj = Linear(d_model, kv_width, device, dtype, role="value_output", has_bias=qkv_bias)
-        self.output_proj = Linear(d_model, d_model, device, dtype, role="value_output")
+        self.output_proj = Linear(q_width, d_model, device, dtype, role="value_output")
         self.q_norm, self.k_norm = (
             RMSNorm(self.d_k, norm_eps, device, dtype) if qk_norm else nn.Identity() for _ in "qk"
         )

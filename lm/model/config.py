@@ -10,7 +10,7 @@ from lm.model.moe_config import MoEConfig
 from lm.model.rope_config import RopeScaling
 
 # Newer than the first outputs, which have keys without them. The value is the default.
-_NEWER_FIELDS: dict[str, Any] = {"moe": None, "qkv_bias": False, "rope_scaling": None}
+_NEWER_FIELDS: dict[str, Any] = {"head_dim": None, "moe": None, "qkv_bias": False, "rope_scaling": None}
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,15 @@ class ModelConfig:
     context_length: int = bounded_field(256, ge=1, le=1 << 24)
     """Maximum sequence length, in tokens."""
     d_model: int = bounded_field(512, ge=2)
-    """Width of the residual stream. Must be a multiple of num_heads."""
+    """Width of the residual stream. Must be a multiple of num_heads unless head_dim is set."""
     num_layers: int = bounded_field(4, ge=1)
     """Number of Transformer blocks."""
     num_heads: int = bounded_field(16, ge=1)
-    """Query heads in each block. A head is d_model / num_heads wide; with rope the width must be even."""
+    """Query heads in each block."""
     num_kv_heads: int | None = bounded_field(None, ge=1)
     """Key and value heads in each block. Must divide num_heads; fewer heads need less KV cache. Default: num_heads."""
+    head_dim: int | None = bounded_field(None, ge=1)
+    """Width of a head; with rope it must be even. Default: d_model / num_heads."""
     d_ff: int = bounded_field(1344, ge=1)
     """Inner width of the feed-forward network. Usually 8/3 · d_model for swiglu; multiples of 64 run fastest."""
     feed_forward: Literal["swiglu", "silu", "relu2"] = "swiglu"
@@ -69,8 +71,10 @@ class ModelConfig:
             raise UserError(
                 "model.rope_scaling scales rotary positions; leave it out with model.position_encoding none."
             )
-        if self.d_model % ((2 if is_rotary else 1) * self.num_heads):
-            kind = "an even whole number, because rope rotates pairs" if is_rotary else "a whole number"
+        kind = "an even whole number, because rope rotates pairs" if is_rotary else "a whole number"
+        if self.head_dim and is_rotary and self.head_dim % 2:
+            raise UserError(f"The head width, model.head_dim {self.head_dim}, must be {kind}.")
+        if not self.head_dim and self.d_model % ((2 if is_rotary else 1) * self.num_heads):
             raise UserError(
                 f"The head width, model.d_model {self.d_model} / model.num_heads {self.num_heads}, must be {kind}."
             )
@@ -99,9 +103,9 @@ class ModelConfig:
         return self.moe is not None and layer >= self.moe.num_dense_layers
 
     @property
-    def head_dim(self) -> int:
-        """Width of one query, key or value head."""
-        return self.d_model // self.num_heads
+    def head_width(self) -> int:
+        """Width of one query, key or value head: ``head_dim`` with its default filled in."""
+        return self.head_dim or self.d_model // self.num_heads
 
     @property
     def kv_heads(self) -> int:

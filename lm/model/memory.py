@@ -134,9 +134,9 @@ def _held_bytes(parallel: ParallelKind, world_size: int, weights: int, state: in
 def _largest_shape(config: ModelConfig) -> int:
     """Return the elements of all hidden matrices of the shape that has the most."""
     counts: Counter[tuple[int, ...]] = Counter()
-    d, kv = config.d_model, config.kv_heads * config.head_dim
+    d, q, kv = config.d_model, config.num_heads * config.head_width, config.kv_heads * config.head_width
     for layer in range(config.num_layers):
-        shapes: list[tuple[int, ...]] = [(d, d), (d, d), (kv, d), (kv, d)]
+        shapes: list[tuple[int, ...]] = [(q, d), (d, q), (kv, d), (kv, d)]
         dense_width = config.d_ff
         if config.moe and config.is_moe_layer(layer):
             width = config.moe.expert_width(config.d_ff)
@@ -155,10 +155,10 @@ def _has_gate(config: ModelConfig) -> bool:
 
 def _block_bytes_per_token(config: ModelConfig, layer: int, is_bfloat16: bool) -> int:
     """Return the bytes that the block of index ``layer`` saves for its backward pass, per token."""
-    d, kv = config.d_model, config.kv_heads * config.head_dim
+    d, q, kv = config.d_model, config.num_heads * config.head_width, config.kv_heads * config.head_width
     has_gate = _has_gate(config)
     element = 2 if is_bfloat16 else 4
-    heads = d + 2 * kv  # queries, keys, values
+    heads = q + 2 * kv  # queries, keys, values
     dense_width, routing, routed = config.d_ff, 0, 0
     if config.moe and config.is_moe_layer(layer):
         width = config.moe.expert_width(config.d_ff)
@@ -169,14 +169,14 @@ def _block_bytes_per_token(config: ModelConfig, layer: int, is_bfloat16: bool) -
         if is_bfloat16:
             routing += 4 * d  # the router's input
     inner = (3 if has_gate else 2) * dense_width + routed
-    normalized = (d + kv) if config.qk_norm else 0
+    normalized = (q + kv) if config.qk_norm else 0
     if is_bfloat16:
         # Autocast copies the input of each matrix; experts share a copy.
-        copies = 3 + 1 + (2 if has_gate else 1) * (dense_width > 0) + (routed > 0)
+        copies = 3 + (2 if has_gate else 1) * (dense_width > 0) + (routed > 0)
         residual = 8 * d if config.norm_placement != "none" else 0
-        return residual + element * (copies * d + heads + normalized + inner) + routing
+        return residual + element * (copies * d + q + heads + normalized + inner) + routing
     residual_inputs = (4 if config.norm_placement != "none" else 2) * d
-    return element * (residual_inputs + heads + d + normalized + inner) + routing
+    return element * (residual_inputs + heads + q + normalized + inner) + routing
 
 
 def _gradient_bytes_per_token(config: ModelConfig, layer: int, element: int) -> int:

@@ -52,6 +52,7 @@ class TransformerBlock(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         qk_norm: bool = False,
         qkv_bias: bool = False,
         norm_placement: Literal["pre", "post", "none"] = "pre",
@@ -70,6 +71,7 @@ class TransformerBlock(nn.Module):
             device,
             dtype,
             num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             qk_norm=qk_norm,
             qkv_bias=qkv_bias,
             norm_eps=norm_eps,
@@ -141,7 +143,7 @@ class TransformerLM(nn.Module):
         self.loss_function: LossFunction = linear_cross_entropy
         self.routings: list[Routing] | None = None
         self.rope = (
-            RotaryEmbedding(config.rope_theta, config.head_dim, config.context_length, device, config.rope_scaling)
+            RotaryEmbedding(config.rope_theta, config.head_width, config.context_length, device, config.rope_scaling)
             if config.position_encoding == "rope"
             else None
         )
@@ -156,6 +158,7 @@ class TransformerLM(nn.Module):
                 device,
                 dtype,
                 num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
                 qk_norm=config.qk_norm,
                 qkv_bias=config.qkv_bias,
                 norm_placement=config.norm_placement,

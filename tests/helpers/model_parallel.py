@@ -55,6 +55,7 @@ class Case:
             num_layers=5,
             num_heads=8,
             num_kv_heads=self.num_kv_heads,
+            head_dim=8 if self.has_qk_norm else None,
             d_ff=48,
             qk_norm=self.has_qk_norm,
             qkv_bias=self.has_biases,

@@ -14,6 +14,8 @@ MODEL_VARIANTS: list[dict[str, Any]] = [
     {},
     {"num_heads": 6, "num_kv_heads": 2},
     {"num_heads": 6, "num_kv_heads": 1},
+    {"num_heads": 3, "num_kv_heads": 1, "head_dim": 10, "qk_norm": True},  # wider heads than d_model / heads
+    {"d_model": 26, "num_heads": 4, "head_dim": 4, "position_encoding": "none"},  # narrower; 4 does not divide 26
     {"tied_embeddings": True},
     {"qk_norm": True},
     {"qkv_bias": True, "num_heads": 6, "num_kv_heads": 2},
@@ -57,9 +59,8 @@ def reference_attention(
 
     Consecutive heads share keys and values. ``weights`` may have biases, and weights that normalize queries and keys.
     """
-    length, d_model = x.shape
-    width = d_model // heads
-    outputs = torch.zeros_like(x)
+    length, width = len(x), len(weights["q_proj.weight"]) // heads
+    outputs = x.new_zeros(length, heads * width)
     for head in range(heads):
         kv_head = head * (kv_heads or heads) // heads
         rows, kv_rows = (slice(i * width, (i + 1) * width) for i in (head, kv_head))

@@ -44,7 +44,9 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2": ("Qwen2", {}),
     "Qwen2, tied, one kv head": ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "Qwen2, llama3": ("Qwen2", {"rope_parameters": _LLAMA3}),
-    "Qwen3": ("Qwen3", {}),
+    "Qwen3": ("Qwen3", {"head_dim": 20, "tie_word_embeddings": True}),  # wider heads, as of the small models
+    "Qwen3, narrow": ("Qwen3", {}),
+    "Mistral, wide": ("Mistral", {"sliding_window": None, "head_dim": 10}),
     "Qwen3, llama3": ("Qwen3", {"rope_parameters": _LLAMA3}),
 }
 

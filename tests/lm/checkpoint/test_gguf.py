@@ -87,7 +87,8 @@ def expected_tensors(model: TransformerLM, directory: Path) -> dict[str, torch.T
 
 @pytest.mark.parametrize("weight_type", ["float32", "bfloat16", "q8_0"])
 @pytest.mark.parametrize(
-    "options", [{}, {"qk_norm": True}, {"tied_embeddings": True}, {"num_kv_heads": None, "vocab_size": 999}]
+    "options",
+    [{}, {"qk_norm": True, "head_dim": 24}, {"tied_embeddings": True}, {"num_kv_heads": None, "vocab_size": 999}],
 )
 def test_every_tensor_is_read_back(tmp_path: Path, options: dict[str, Any], weight_type: GGUFType) -> None:
     model = make_model(**options)

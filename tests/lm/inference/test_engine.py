@@ -20,7 +20,7 @@ UNTRUNCATED = SampleConfig(temperature=1, top_p=1)
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "grouped": {"num_heads": 4, "num_kv_heads": 2},
-    "one key": {"num_heads": 4, "num_kv_heads": 1},
+    "one key": {"num_heads": 4, "num_kv_heads": 1, "head_dim": 6},
     "variants": {"qk_norm": True, "feed_forward": "relu2", "logit_softcap": 5.0, "tied_embeddings": True},
     "post": {"norm_placement": "post", "position_encoding": "none"},
 }

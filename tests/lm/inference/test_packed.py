@@ -19,7 +19,7 @@ from tests.helpers.generating import make_model
 
 VARIANTS: list[dict[str, Any]] = [
     {},
-    {"num_kv_heads": 1, "qk_norm": True},
+    {"num_kv_heads": 1, "qk_norm": True, "head_dim": 12},
     {"num_kv_heads": 1, "qkv_bias": True},
     {"tied_embeddings": True, "feed_forward": "relu2"},
     {"moe": MoEConfig(num_experts=4, num_shared_experts=1, num_dense_layers=1)},

@@ -20,7 +20,7 @@ GREEDY = SampleConfig(temperature=0)
 CONTEXT = 96
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "grouped": {"num_heads": 4, "num_kv_heads": 2},
+    "grouped": {"num_heads": 4, "num_kv_heads": 2, "head_dim": 6},
     "variants": {"qk_norm": True, "feed_forward": "relu2", "logit_softcap": 5.0, "tied_embeddings": True},
     "post": {"norm_placement": "post", "position_encoding": "none"},
 }

@@ -31,6 +31,8 @@ from lm.model.rope_config import RopeScaling
         {"rope_theta": math.nan},
         {"norm_eps": -1e-5},
         {"num_kv_heads": 3},  # does not divide 16
+        {"head_dim": 0},
+        {"head_dim": 7},  # rope rotates pairs
         {"logit_softcap": -1.0},
         {"norm_placement": "both"},
         {"feed_forward": "gelu"},
@@ -78,7 +80,7 @@ def test_a_config_with_experts_is_read_from_json() -> None:
 
 def test_the_identity_of_a_plain_model_is_that_of_before_newer_fields() -> None:
     """Keys of finished outputs contain it."""
-    newer = ("moe", "qkv_bias", "rope_scaling")
+    newer = ("head_dim", "moe", "qkv_bias", "rope_scaling")
     assert [*ModelConfig().identity] == [field.name for field in fields(ModelConfig) if field.name not in newer]
     assert ModelConfig(moe=MoEConfig()).identity["moe"]["num_experts"] == 8
     assert ModelConfig(qkv_bias=True).identity["qkv_bias"]

@@ -24,7 +24,7 @@ CASES: list[dict[str, Any]] = [
     {"model": {"num_layers": 12}, "vocab_size": 300, "sequences": 2},
     {"model": {"num_layers": 8}, "sequences": 1, "optimizer": "muon"},
     {"model": {"tied_embeddings": True}, "vocab_size": 2000, "sequences": 2},
-    {"model": {"num_kv_heads": 1, "feed_forward": "relu2"}},
+    {"model": {"num_kv_heads": 1, "feed_forward": "relu2", "head_dim": 96, "qk_norm": True}},
     {"model": {"norm_placement": "none"}, "is_bfloat16": True},
     {"model": {"moe": {"num_experts": 8}}, "sequences": 16},
     {"model": {"moe": {"num_experts": 8, "num_shared_experts": 1}}, "is_bfloat16": True},
