@@ -105,7 +105,7 @@ class PrefectExecutor:
                 size = -(-len(missing) // self._runner.max_task_runs())
                 pending = deque(missing[start : start + size] for start in range(0, len(missing), size))
                 while pending or running:
-                    slots = self._runner.count_slots()
+                    slots = self._count_slots(stage)
                     while pending and len(running) < slots:
                         indices = pending.popleft()
                         name = f"{title} {indices[0] + 1}/{len(calls)}"
@@ -124,6 +124,13 @@ class PrefectExecutor:
                 if explained := self._explain(error, list(running)):
                     raise explained from error
                 raise
+
+    def _count_slots(self, stage: Stage) -> int:
+        """Return how many task runs of a stage may be in flight."""
+        execution = self.run.execution
+        if stage.at_once and execution.runner == "threads" and not execution.tasks_in_flight:
+            return stage.at_once(execution)
+        return self._runner.count_slots()
 
     def _parameters(self, stage: Stage, calls: Sequence[dict[str, Any]], title: str) -> dict[str, Any]:
         return {"stage": stage, "calls": calls, "run": self.run, "title": title, "code": stage.code_ingredients()}

@@ -21,7 +21,11 @@ from tasks.train import train
 _POLL_SECONDS = 0.2
 
 
-@stage("trial")
+def _trainings_at_once(execution: Execution) -> int:
+    return execution.max_trainings or execution.workers
+
+
+@stage("trial", at_once=_trainings_at_once)
 def trial(
     out: Attempt,
     config: TrialConfig,
@@ -68,8 +72,8 @@ def trial(
 
 def _share_of_threads(execution: Execution) -> Execution:
     """Return the settings of a training that shares this machine with others: ``threads``, or else an equal share."""
-    at_once = execution.max_trainings or execution.workers
-    return replace(execution, threads=execution.threads or max(1, available_cpus() // at_once))
+    share = max(1, available_cpus() // _trainings_at_once(execution))
+    return replace(execution, threads=execution.threads or share)
 
 
 def _newest_attempt(run: RunContext, ref: Ref) -> Path:

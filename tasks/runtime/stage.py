@@ -61,6 +61,8 @@ class Stage:
     """Whether the stage is called for each group of chunks."""
     slot: Callable[[Execution], AbstractContextManager[Any]] = nullcontext
     """Context manager that is held while an output is made."""
+    at_once: Callable[[Execution], int] | None = None
+    """How many calls of a mapped stage run in threads at the same time. Default: ``execution.workers``."""
     is_resumable: bool = False
     """Whether the body can resume an unfinished attempt. Failed attempts of other stages are deleted."""
 

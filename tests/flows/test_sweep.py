@@ -12,6 +12,7 @@ import yaml
 from flows.chain import PIPELINE
 from flows.cli.parser import main
 from flows.config import PipelineConfig, load_config
+from flows.executor import PrefectExecutor
 from flows.models import RunModel, resolve_model
 from flows.plan import cached_run, plan
 from flows.sweep import sweep
@@ -26,9 +27,11 @@ from lm.model.flops import parameter_count
 from lm.text.config import DataConfig
 from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig
+from tasks.count import count_group
 from tasks.maintenance.gc import find_garbage
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Output, Ref, read_output
+from tasks.trial import trial
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -316,6 +319,22 @@ def test_silu_and_swiglu_have_equally_many_parameters() -> None:
             parameter_count(ModelConfig(**points[name] | {"vocab_size": 512}))["total"] for name in ("base", "SiLU")
         )
         assert swiglu == silu
+
+
+@pytest.mark.parametrize(
+    ("execution", "trials", "groups"),
+    [
+        (Execution(threads=1, max_trainings=2), 2, 1),  # each training has one thread
+        (Execution(threads=4, max_trainings=0), 4, 4),
+        (Execution(threads=4, max_trainings=2, tasks_in_flight=3), 3, 3),
+    ],
+)
+def test_the_threads_of_a_training_do_not_limit_how_many_run_at_once(
+    tmp_path: Path, execution: Execution, trials: int, groups: int
+) -> None:
+    run = RunContext(str(tmp_path), "", execution=execution)
+    with PrefectExecutor(run, BASE) as executor:
+        assert (executor._count_slots(trial), executor._count_slots(count_group)) == (trials, groups)
 
 
 @pytest.mark.long
