@@ -14,8 +14,9 @@ from lm.checkpoint.external_weights import check_is_expressible
 from lm.common.errors import UserError
 from lm.data.chat_template import END_TOKEN, has_chat_tokens, make_jinja_template
 from lm.model.config import ModelConfig
+from lm.model.rope import rotary_frequencies
 from lm.model.transformer import TransformerLM
-from lm.text.patterns import PATTERNS
+from lm.text.patterns import DEEPSEEK_SPLITS, PATTERNS, REGEX_PATTERNS
 from lm.text.pretokenize import END_OF_TEXT, Pattern
 from lm.tokenizer.formats.gpt2 import bytes_to_unicode, format_vocab
 from lm.tokenizer.tokenizer import Tokenizer
@@ -28,12 +29,14 @@ GGUFType = Literal["float32", "bfloat16", "q8_0"]
 _QUANTIZATION_TYPES = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
 _FILE_TYPES = {"float32": "ALL_F32", "bfloat16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 _BLOCK_SIZE = 32  # numbers of a row that share a scale in Q8_0
-# llama.cpp's pretokenizer of each pattern. "llama-bpe" has Llama 3's pattern too, but takes a pretoken that is a token
-# as it is and adds a token before each text; "smaug-bpe" merges, as our tokenizers do.
-_PRETOKENIZERS: dict[Pattern, str] = {
-    PATTERNS["gpt2"]: "gpt-2",
-    PATTERNS["llama3"]: "smaug-bpe",
-    PATTERNS["qwen2"]: "qwen2",
+# llama.cpp's pretokenizer of each pattern, without and with ignore_merges.
+_PRETOKENIZERS: dict[tuple[Pattern, bool], str] = {
+    (PATTERNS["gpt2"], False): "gpt-2",
+    (PATTERNS["llama3"], False): "smaug-bpe",
+    (PATTERNS["llama3"], True): "llama-bpe",
+    (PATTERNS["qwen2"], False): "qwen2",
+    (REGEX_PATTERNS["deepseek"], False): "deepseek-v3",
+    (DEEPSEEK_SPLITS, False): "deepseek-v3",
 }
 _MODULE_NAMES = {  # ours → GGUF's, in a block
     "attn.q_proj": "attn_q",
@@ -60,7 +63,9 @@ _EXPRESSIBLE_OPTIONS = {
     "head_dim",
     "d_ff",
     "qk_norm",
+    "qkv_bias",
     "rope_theta",
+    "rope_scaling",
     "norm_eps",
     "tied_embeddings",
     "zero_init_residual",  # decides the initial weights only
@@ -70,11 +75,11 @@ _EXPRESSIBLE_OPTIONS = {
 def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_type: GGUFType = "bfloat16") -> None:
     """Write a model and its tokenizer as one GGUF file for llama.cpp, atomically.
 
-    A model with QK-norm becomes a ``qwen3``, others a ``llama``. ``weight_type`` is the type of matrices; norms are
-    always float32. ``q8_0`` rounds blocks of 32 numbers to int8 with a float16 scale. Tensors are converted and written
-    one at a time. If the tokenizer has the tokens of the chat template, the file holds the template. Raises UserError
-    if ``path`` exists, if llama.cpp lacks an option of the model or the pattern of the tokenizer, if the tokenizer has
-    no special token, no merge or more ids than the model, if rows do not fit ``q8_0``, or if the library is missing.
+    A model with QK-norm becomes a ``qwen3``, others a ``llama``. ``weight_type`` is the type of matrices; norms and
+    biases are always float32. ``q8_0`` rounds blocks of 32 numbers to int8 with a float16 scale. Tensors are converted
+    and written one at a time. If the tokenizer has the tokens of the chat template, the file holds it. Raises UserError
+    if ``path`` exists, if llama.cpp lacks options of the model or the pattern of the tokenizer, if the tokenizer has no
+    special token, no merge or more ids than the model, if rows do not fit ``q8_0``, or if the library is missing.
     """
     try:
         from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
@@ -98,6 +103,8 @@ def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_typ
         (_translate_name(name), weight, matrix_type if weight.ndim > 1 else GGMLQuantizationType.F32)
         for name, weight in model.state_dict().items()
     ]
+    if config.rope_scaling and config.rope_scaling.kind == "llama3":
+        weights.append(("rope_freqs.weight", _frequency_divisors(config), GGMLQuantizationType.F32))
     for name, weight, tensor_type in weights:
         num_bytes = math.prod(quant_shape_to_byte_shape(weight.shape, tensor_type))
         writer.add_tensor_info(name, weight.shape, np.dtype(np.float32), num_bytes, tensor_type)
@@ -122,10 +129,22 @@ def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_typ
 def _check_model(config: ModelConfig, weight_type: GGUFType) -> None:
     """Raise UserError for an option that GGUF's architectures lack, and for rows that do not fit q8_0."""
     check_is_expressible(config, _EXPRESSIBLE_OPTIONS, "llama.cpp")
-    for option in ("d_model", "d_ff"):
-        if weight_type == "q8_0" and getattr(config, option) % _BLOCK_SIZE:
+    width = config.head_width * config.num_heads
+    has_divisors = config.rope_scaling is not None and config.rope_scaling.kind == "llama3"
+    lacking = {
+        "model.qk_norm and model.qkv_bias": config.qk_norm and config.qkv_bias,
+        "model.qk_norm and model.rope_scaling llama3": config.qk_norm and has_divisors,
+        "model.qkv_bias and model.head_dim": config.qkv_bias and width != config.d_model,
+    }
+    for options, is_set in lacking.items():
+        if is_set:
+            raise UserError(f"A model with {options} cannot be exported to GGUF: llama.cpp has no such model.")
+    widths = {name: getattr(config, name) for name in ("d_model", "d_ff")}
+    widths["head_dim · num_heads"] = width
+    for name, width in widths.items():
+        if weight_type == "q8_0" and width % _BLOCK_SIZE:
             raise UserError(
-                f"model.{option} {getattr(config, option)} is not a multiple of {_BLOCK_SIZE}, the block of q8_0; "
+                f"model.{name} {width} is not a multiple of {_BLOCK_SIZE}, the block of q8_0; "
                 "export float32 or bfloat16."
             )
 
@@ -136,15 +155,20 @@ def _check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:
         raise UserError(
             f"The tokenizer has {tokenizer.size:,} ids, the model {config.vocab_size:,}; they do not belong together."
         )
-    if tokenizer.pattern not in _PRETOKENIZERS:
-        names: dict[Pattern, str] = {pattern: name for name, pattern in PATTERNS.items()}
-        supported = ", ".join(names[pattern] for pattern in _PRETOKENIZERS)
+    names: dict[Pattern, str] = {pattern: name for name, pattern in (PATTERNS | REGEX_PATTERNS).items()}
+    supported = {names[pattern]: None for pattern, _ in _PRETOKENIZERS if pattern in names}
+    if (tokenizer.pattern, False) not in _PRETOKENIZERS:
         raise UserError(
             f"tokenizer.pattern {names.get(tokenizer.pattern, tokenizer.pattern)!r} cannot be exported to GGUF: "
-            f"llama.cpp has only {supported} of the patterns."
+            f"llama.cpp has only {', '.join(supported)} of the patterns."
         )
     parts = tokenizer.parts
-    options = {"ignore_merges": parts.ignore_merges, "normalizer": parts.normalizer, "added_tokens": parts.added_tokens}
+    has_whole_tokens = (parts.pattern, parts.ignore_merges) in _PRETOKENIZERS
+    options = {
+        "ignore_merges": not has_whole_tokens,
+        "normalizer": parts.normalizer,
+        "added_tokens": parts.added_tokens,
+    }
     if lacking := [name for name, value in options.items() if value]:
         raise UserError(
             f"A tokenizer with {lacking[0]} cannot be exported to GGUF; export a directory for transformers."
@@ -157,6 +181,8 @@ def _check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:
 
 
 def _add_model_metadata(writer: "GGUFWriter", config: ModelConfig, name: str) -> None:
+    from gguf import RopeScalingType
+
     writer.add_name(name)
     writer.add_context_length(config.context_length)
     writer.add_embedding_length(config.d_model)
@@ -168,6 +194,9 @@ def _add_model_metadata(writer: "GGUFWriter", config: ModelConfig, name: str) ->
     writer.add_value_length(config.head_width)
     writer.add_rope_dimension_count(config.head_width)
     writer.add_rope_freq_base(config.rope_theta)
+    if config.rope_scaling and config.rope_scaling.kind == "linear":  # llama3's is a tensor
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope_scaling.factor)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_vocab_size(config.vocab_size or 0)
 
@@ -184,7 +213,7 @@ def _add_tokenizer_metadata(writer: "GGUFWriter", tokenizer: Tokenizer, config: 
         is_unused, is_special = token_id not in texts, token_id in special_ids
         types.append(TokenType.UNUSED if is_unused else TokenType.CONTROL if is_special else TokenType.NORMAL)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(_PRETOKENIZERS[tokenizer.pattern])
+    writer.add_tokenizer_pre(_PRETOKENIZERS[tokenizer.pattern, tokenizer.ignore_merges])
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges([f"{bytes_to_unicode(left)} {bytes_to_unicode(right)}" for left, right in tokenizer.merges])
@@ -205,6 +234,12 @@ def _translate_name(name: str) -> str:
         return f"{_TOP_NAMES[module]}.{kind}"
     _, layer, module = module.split(".", 2)
     return f"blk.{layer}.{_MODULE_NAMES[module]}.{kind}"
+
+
+def _frequency_divisors(config: ModelConfig) -> Tensor:
+    """Return by what llama3's scaling divides each rotary frequency (K/2)."""
+    theta, width = config.rope_theta, config.head_width
+    return rotary_frequencies(theta, width) / rotary_frequencies(theta, width, config.rope_scaling)
 
 
 def _order_as_halves(weight: Tensor, head_dim: int) -> Tensor:

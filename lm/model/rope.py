@@ -22,9 +22,7 @@ class RotaryEmbedding(nn.Module):
         self, theta: float, d_k: int, max_seq_len: int, device: Device = None, scaling: RopeScaling | None = None
     ) -> None:
         super().__init__()
-        frequencies = theta ** (-torch.arange(0, d_k, 2, device=device, dtype=torch.float32) / d_k)
-        if scaling is not None:
-            frequencies = _scale_frequencies(frequencies, scaling)
+        frequencies = rotary_frequencies(theta, d_k, scaling, device)
         angles = torch.outer(torch.arange(max_seq_len, device=device, dtype=torch.float32), frequencies)
         # Not in the state dict, because they follow from the config.
         self.register_buffer("cos", angles.cos(), persistent=False)
@@ -45,8 +43,14 @@ class RotaryEmbedding(nn.Module):
         return rotated.flatten(-2).to(x.dtype)
 
 
-def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide ``frequencies`` (K/2), radians a token, by the factor, except for the share of each that is kept."""
+def rotary_frequencies(theta: float, d_k: int, scaling: RopeScaling | None = None, device: Device = None) -> Tensor:
+    """Return the frequencies of the pairs of a head (K/2), float32, in radians a token.
+
+    ``scaling`` divides them by its factor, except for the share of each that is kept.
+    """
+    frequencies = theta ** (-torch.arange(0, d_k, 2, device=device, dtype=torch.float32) / d_k)
+    if scaling is None:
+        return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     turns = frequencies * (scaling.original_context_length / (2 * math.pi))

@@ -13,6 +13,7 @@ from lm.common.errors import UserError
 from lm.data.chat_template import END_TOKEN, add_chat_tokens, make_jinja_template
 from lm.model.config import ModelConfig
 from lm.model.moe_config import MoEConfig
+from lm.model.rope_config import RopeScaling
 from lm.model.transformer import TransformerLM
 from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import END_OF_TEXT
@@ -76,19 +77,26 @@ def expected_tensors(model: TransformerLM, directory: Path) -> dict[str, torch.T
     names = {f"{theirs_name}.weight": f"{name}.weight" for name, theirs_name in HF_TOP_NAMES.items()}
     for layer in range(model.config.num_layers):
         for name, theirs_name in HF_NAMES.items():
-            names[f"model.layers.{layer}.{theirs_name}.weight"] = f"blk.{layer}.{name}.weight"
+            for kind in ("weight", "bias"):
+                names[f"model.layers.{layer}.{theirs_name}.{kind}"] = f"blk.{layer}.{name}.{kind}"
     tensors = {names[name]: tensor.float() for name, tensor in theirs.items()}
     if not model.config.qk_norm:
         for layer, block in enumerate(model.layers):
-            tensors[f"blk.{layer}.attn_q.weight"] = block.attn.q_proj.weight.detach().float()
-            tensors[f"blk.{layer}.attn_k.weight"] = block.attn.k_proj.weight.detach().float()
+            for name, values in block.attn.named_parameters():
+                if name[0] in "qk":
+                    tensors[f"blk.{layer}.attn_{name[0]}.{name.rpartition('.')[2]}"] = values.detach().float()
     return tensors
 
 
 @pytest.mark.parametrize("weight_type", ["float32", "bfloat16", "q8_0"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"qk_norm": True, "head_dim": 24}, {"tied_embeddings": True}, {"num_kv_heads": None, "vocab_size": 999}],
+    [
+        {},
+        {"qk_norm": True, "head_dim": 24},
+        {"tied_embeddings": True, "qkv_bias": True},
+        {"num_kv_heads": None, "vocab_size": 999},
+    ],
 )
 def test_every_tensor_is_read_back(tmp_path: Path, options: dict[str, Any], weight_type: GGUFType) -> None:
     model = make_model(**options)
@@ -117,9 +125,25 @@ def test_bfloat16_weights_are_kept(tmp_path: Path) -> None:
         assert tensors[name].equal(tensor)
 
 
-@pytest.mark.parametrize(("pattern", "pre"), [("gpt2", "gpt-2"), ("llama3", "smaug-bpe"), ("qwen2", "qwen2")])
+def test_scaled_rotary_positions(tmp_path: Path) -> None:
+    linear = make_model(rope_scaling=RopeScaling(kind="linear", factor=4.0))
+    save_gguf(linear, TOKENIZER, tmp_path / "linear.gguf")
+    content = read_fields(tmp_path / "linear.gguf")
+    assert (content["llama.rope.scaling.type"], content["llama.rope.scaling.factor"]) == ("linear", 4.0)
+    scaling = RopeScaling(factor=8.0, original_context_length=128)
+    save_gguf(make_model(rope_scaling=scaling, head_dim=32), TOKENIZER, tmp_path / "llama3.gguf")
+    divisors = read_tensors(tmp_path / "llama3.gguf")["rope_freqs.weight"]
+    assert divisors.shape == (16,)
+    assert (divisors[0], divisors[-1]) == (1, 8), "high frequencies are kept, low ones divided"
+    assert len(set(divisors.tolist())) > 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "pre"),
+    [("gpt2", "gpt-2"), ("llama3", "smaug-bpe"), ("qwen2", "qwen2"), ("deepseek", "deepseek-v3")],
+)
 def test_metadata_describe_model_and_tokenizer(tmp_path: Path, pattern: str, pre: str) -> None:
-    tokenizer = add_chat_tokens(make_tokenizer(PATTERNS[pattern], [END_OF_TEXT]))
+    tokenizer = add_chat_tokens(make_tokenizer(pattern, [END_OF_TEXT]))
     model = make_model(vocab_size=tokenizer.size + 3)
     save_gguf(model, tokenizer, tmp_path / "model.gguf")
     content = read_fields(tmp_path / "model.gguf")
@@ -154,6 +178,14 @@ def test_metadata_describe_model_and_tokenizer(tmp_path: Path, pattern: str, pre
         ({"vocab_size": 300}, "float32", "do not belong together"),
         ({"d_model": 72}, "q8_0", "model.d_model 72 is not a multiple of 32"),
         ({"d_ff": 100}, "q8_0", "model.d_ff 100 is not a multiple of 32"),
+        ({"head_dim": 10}, "q8_0", "model.head_dim · num_heads 40 is not a multiple of 32"),
+        ({"head_dim": 10, "qkv_bias": True}, "float32", "model.qkv_bias and model.head_dim cannot be exported"),
+        ({"qk_norm": True, "qkv_bias": True}, "float32", "model.qk_norm and model.qkv_bias cannot be exported"),
+        (
+            {"qk_norm": True, "rope_scaling": RopeScaling()},
+            "float32",
+            "model.qk_norm and model.rope_scaling cannot be exported",
+        ),
     ],
 )
 def test_unsupported_models_are_refused(

@@ -5,11 +5,16 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.lm.checkpoint.test_gguf import TOKENIZER, make_model
+from lm.model.rope_config import RopeScaling
+from lm.text.pretokenize import END_OF_TEXT
+from lm.tokenizer.tokenizer import Tokenizer
+from tests.helpers.tokenizers import make_tokenizer
+from tests.lm.checkpoint.test_gguf import TOKENIZER, make_model, save_gguf
 
 PACKAGES = [Path(folder) / "node-llama-cpp" for folder in os.environ.get("NODE_PATH", "").split(os.pathsep) if folder]
 PACKAGE = next((path for path in PACKAGES if path.is_dir()), None)
@@ -30,27 +35,65 @@ process.exit(0);
 """
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
+needs_llama_cpp = pytest.mark.skipif(
     not (PACKAGE and shutil.which("node")), reason="NODE_PATH has no node-llama-cpp, or node is missing"
 )
-@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("qk_norm", [False, True], ids=["llama", "qwen3"])
-def test_llama_cpp_continues_as_we_do(tmp_path: Path, qk_norm: bool, is_tied: bool) -> None:
-    from lm.checkpoint.gguf import save_gguf
+pytestmark = [pytest.mark.slow, needs_llama_cpp]
 
-    model, prompt, count = make_model(qk_norm=qk_norm, tied_embeddings=is_tied), TOKENIZER.encode("The little dog"), 40
+
+def run_llama_cpp(directory: Path, text: str, prompt: list[int], count: int) -> tuple[list[int], list[int]]:
+    """Return the ids of ``text``, and the ``count`` greedy tokens after ``prompt``, of the file ``model.gguf``."""
+    library, model = str(PACKAGE) + "/dist/index.js", str(directory / "model.gguf")
+    script = directory / "generate.mjs"  # a file: the library forks node, whose children cannot inherit an --eval
+    script.write_text(SCRIPT, encoding="utf-8")
+    command = ["node", str(script), library, model, text, json.dumps(prompt), str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    [result] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    encoded, generated = json.loads(result.removeprefix("RESULT "))
+    return encoded, generated
+
+
+LLAMA3 = RopeScaling(factor=8.0, original_context_length=16)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tied_embeddings": True},
+        {"qk_norm": True},
+        {"qk_norm": True, "tied_embeddings": True, "head_dim": 24},
+        {"head_dim": 24},
+        {"qkv_bias": True},
+        {"rope_scaling": LLAMA3},
+        {"rope_scaling": LLAMA3, "head_dim": 24},
+        {"rope_scaling": RopeScaling(kind="linear", factor=4.0)},
+        {"rope_scaling": RopeScaling(kind="linear", factor=4.0), "qk_norm": True},
+    ],
+    ids=str,
+)
+def test_llama_cpp_continues_as_we_do(tmp_path: Path, options: dict[str, Any]) -> None:
+    model, prompt, count = make_model(**options), TOKENIZER.encode("The little dog"), 40
     save_gguf(model, TOKENIZER, tmp_path / "model.gguf", "float32")
     ids = [*prompt]
     with torch.no_grad():
         for _ in range(count):
             ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-    arguments = [str(PACKAGE / "dist" / "index.js"), str(tmp_path / "model.gguf"), TEXT, json.dumps(prompt), str(count)]
-    script = tmp_path / "generate.mjs"  # a file: the library forks node, whose children cannot inherit an --eval
-    script.write_text(SCRIPT, encoding="utf-8")
-    done = subprocess.run(["node", script, *arguments], capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    [result] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    encoded, generated = json.loads(result.removeprefix("RESULT "))
+    encoded, generated = run_llama_cpp(tmp_path, TEXT, prompt, count)
     assert encoded == TOKENIZER.encode(TEXT)
     assert generated == ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("pattern", ["gpt2", "llama3", "llama3, whole tokens", "qwen2", "deepseek"])
+def test_llama_cpp_encodes_as_we_do(tmp_path: Path, pattern: str) -> None:
+    trained = make_tokenizer(pattern.partition(",")[0], special_tokens=[END_OF_TEXT])
+    parts = trained.parts._replace(ignore_merges="whole" in pattern)
+    if parts.ignore_merges:  # no merge makes it
+        parts = parts._replace(vocab=parts.vocab | {trained.size: b" zebra"})
+    tokenizer = Tokenizer(*parts)
+    save_gguf(make_model(vocab_size=tokenizer.size), tokenizer, tmp_path / "model.gguf", "float32")
+    text = f"{TEXT} a zebra é日1234567\r\n\r\n x!!!\n"
+    encoded, _ = run_llama_cpp(tmp_path, text, [1], 1)
+    assert encoded == tokenizer.encode(text)
+    assert (trained.size in encoded) == parts.ignore_merges
