@@ -11,16 +11,20 @@ from torch import Tensor
 
 from lm.inference.kv_cache import CachedAttention
 from lm.kernels import decode_step as kernels
+from lm.kernels import few_rows
 from lm.kernels.decode_step import AttentionLayer, KVCache, Stored
 from lm.kernels.jit import log_compilation
 from lm.model.attention import MultiHeadSelfAttention
 from lm.model.norm import RMSNorm
 
-_MIN_BYTES_FOR_THREADS = 1 << 24  # of a layer's keys and values; below, waking threads takes longer than it saves
+# Of a layer's keys and values, and of a matrix; below, waking threads takes longer than it saves.
+_MIN_BYTES_FOR_THREADS = 1 << 24
+_MIN_BYTES_OF_PRODUCT = 1 << 20
+_NO_SCALES = np.empty(0, np.float32)
 
 
 def _flat_array(x: Tensor) -> Stored:
-    """Return a view of a tensor as a flat array: float32, or uint16 for bfloat16."""
+    """Return a view of a tensor as a flat array of its dtype; uint16 for bfloat16."""
     array: Stored = (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).reshape(-1).numpy()
     return array
 
@@ -74,6 +78,23 @@ class AttentionKernel:
         return out
 
 
+def multiply_few_rows(weight: Tensor, rows: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Return the product of ``rows`` (B, in), in their dtype, with ``weight`` (out, in), float32, bfloat16 or int8.
+
+    ``scale`` (out), float32, multiplies the rows of the weight. Fast if B is small.
+    """
+    outputs = len(weight)
+    out = torch.empty((len(rows), outputs))
+    x = _flat_array(rows.float().contiguous())
+    scales = _NO_SCALES if scale is None else _flat_array(scale)
+    threads = torch.get_num_threads() if weight.nbytes > _MIN_BYTES_OF_PRODUCT else 1
+    bounds = [outputs * part // threads for part in range(threads + 1)]
+    arrays, flat_out = (_flat_array(weight), scales, x), _flat_array(out)
+    jobs = [(*arrays, first, last, flat_out, outputs) for first, last in zip(bounds, bounds[1:], strict=False)]
+    run_in_threads(few_rows.multiply, jobs)
+    return out.to(rows.dtype)
+
+
 def run_in_threads(kernel: Callable[..., None], jobs: Sequence[tuple[Any, ...]]) -> None:
     """Call ``kernel(*job)`` for each job: the first in this thread, the others beside it."""
     futures = [_thread_pool().submit(kernel, *job) for job in jobs[1:]]
@@ -94,3 +115,4 @@ def compile_kernels(dtype: torch.dtype) -> None:
         NormKernel(RMSNorm(2, dtype=dtype))(zeros)
         attention = AttentionKernel(MultiHeadSelfAttention(2, 1, dtype=dtype))
         attention(torch.zeros(1, 1, 6, dtype=dtype), CachedAttention(zeros, zeros, torch.tensor([0]), 0))
+        multiply_few_rows(torch.zeros(1, 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype))

@@ -1,12 +1,15 @@
 """Prepare a model for generation: pack its weights so that products with few rows are fast on CPUs.
 
-A decoding step reads every weight once, so memory bandwidth limits its speed. On CPUs torch's product of a matrix and
-few rows reaches half of the bandwidth; oneDNN's, with weights in its own memory layout, reaches nearly all of it.
-Larger matrices are faster, so matrices with the same input are concatenated. Weights of 8 bits are a quarter as large
-as float32's; they are :mod:`lm.inference.quantized`.
+A decoding step reads every weight once, so memory bandwidth limits its speed. For up to four rows a kernel of ours
+reads the weights at nearly that bandwidth. For more, oneDNN's product, with weights in a memory layout of its own, is
+the fastest. A model has both layouts, unless they would take a quarter of the machine's memory. Larger matrices are
+faster, so matrices with the same input are concatenated. Weights of 8 bits are a quarter as large as float32's; they
+are :mod:`lm.inference.quantized`.
 """
 
+import os
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 
 from lm.common.errors import UserError
 from lm.inference.config import Quantization
-from lm.inference.cpu_decode import AttentionKernel, NormKernel, compile_kernels
+from lm.inference.cpu_decode import AttentionKernel, NormKernel, compile_kernels, multiply_few_rows
 from lm.inference.kv_cache import CachedAttention
 from lm.inference.quantized import QuantizedLinear, compile_product
 from lm.model.attention import AttentionFunction, MultiHeadSelfAttention
@@ -27,19 +30,22 @@ from lm.model.transformer import TransformerLM
 
 _MAX_KERNEL_NUMEL = 1 << 16  # larger tensors are faster with torch's operators
 MakeLinear = Callable[..., nn.Module]  # PackedLinear or QuantizedLinear
+_MAX_KERNEL_ROWS = 4
 _EXPECTED_ROWS = 8  # oneDNN's hint for the layout; with 1 it keeps the slower plain layout for float32
 
 
 class PackedLinear(nn.Module):
     """The product with several concatenated matrices, or with one, in oneDNN's layout.
 
-    ``biases``, one for each matrix, are added.
+    ``biases``, one for each matrix, are added. With ``has_both``, the matrices are kept in the plain layout too, for
+    products with few rows.
     """
 
-    def __init__(self, *weights: Tensor, biases: Sequence[Tensor] = ()) -> None:
+    def __init__(self, *weights: Tensor, biases: Sequence[Tensor] = (), has_both: bool = True) -> None:
         super().__init__()
         weight = torch.cat([weight.detach() for weight in weights])
         self.in_features = weight.shape[1]
+        self._weight = weight if has_both else None
         self._bias = torch.cat([bias.detach() for bias in biases]) if biases else None
         # In a list and so not a parameter: other operators cannot read this layout.
         self._packed = [torch.ops.mkldnn._reorder_linear_weight(weight, _EXPECTED_ROWS)]
@@ -47,9 +53,12 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) → (..., out_features)."""
         rows = x.flatten(0, -2)
+        if self._weight is not None and len(rows) <= _MAX_KERNEL_ROWS:
+            out = multiply_few_rows(self._weight, rows)
+            return (out if self._bias is None else out + self._bias).unflatten(0, x.shape[:-1])
         padding = count_padding_rows(len(rows))
         padded = F.pad(rows, (0, 0, 0, padding)) if padding else rows
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(padded, self._packed[0], self._bias, "none", [], "")
+        out = torch.ops.mkldnn._linear_pointwise(padded, self._packed[0], self._bias, "none", [], "")
         return out[: len(rows)].unflatten(0, x.shape[:-1])
 
 
@@ -162,7 +171,9 @@ def prepare_for_inference(
     is_supported = {torch.float32: has_onednn, torch.bfloat16: has_bfloat16}.get(dtype, False)
     if first.device.type == "cpu" and (is_supported or quantization == "int8"):
         compile_kernels(dtype)
-        make_linear: MakeLinear = PackedLinear
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        has_both = 2 * sum(parameter.nbytes for parameter in model.parameters()) < memory / 4
+        make_linear: MakeLinear = partial(PackedLinear, has_both=has_both)
         if quantization == "int8":
             compile_product()
             make_linear = QuantizedLinear

@@ -119,8 +119,11 @@ def write(context: Any, builder: Any, args: Any, array: Any, index: Any, value: 
 
 @_operation(lambda array, at: types.float32(array, types.int64))
 def read_float(context: Any, builder: Any, args: Any, array: Any, index: Any) -> Any:
-    """Return ``array[index]`` as float32. A uint16 array holds bfloat16, the upper 16 bits of float32."""
+    """Return ``array[index]``, float32 or int8, as float32. A uint16 array holds bfloat16, the upper 16 bits of
+    float32."""
     value = builder.load(_address(context, builder, args[0], array, index))
+    if args[0].dtype == types.int8:
+        return builder.sitofp(value, _F32)
     if args[0].dtype == types.uint16:
         value = builder.bitcast(builder.shl(builder.zext(value, _I32), _I32(16)), _F32)
     return value
@@ -141,9 +144,9 @@ def write_float(context: Any, builder: Any, args: Any, array: Any, index: Any, v
 def _dot_products(
     builder: Any, x_rows: int, load_weights: Callable[[Any], Any], load_x: Callable[[Any, int], Any], count: Any
 ) -> list[Any]:
-    """Emit the float32 products of a row of int8 weights with ``x_rows`` rows, and return them.
+    """Emit the products of a row of weights with ``x_rows`` rows, and return them, float32.
 
-    ``load_weights(i)`` and ``load_x(i, row)`` emit the load of 16 elements from ``i``. 64 numbers are added at a time:
+    ``load_weights(i)`` and ``load_x(i, row)`` emit the load of 16 numbers from ``i``. 64 products are added at a time:
     fewer would wait for each other.
     """
     lanes, parts = ir.VectorType(_F32, 16), 4 // x_rows
@@ -151,7 +154,7 @@ def _dot_products(
     with cgutils.for_range(builder, builder.sdiv(count, _I64(16 * parts))) as loop:
         for part in range(parts):
             at = builder.add(builder.mul(loop.index, _I64(16 * parts)), _I64(16 * part))
-            factors = builder.sitofp(load_weights(at), lanes)
+            factors = load_weights(at)
             for row in range(x_rows):
                 total = totals[part * x_rows + row]
                 product = builder.fmul(factors, load_x(at, row), flags=_FAST)
@@ -165,14 +168,22 @@ def _dot_products(
 
 
 def _load_16(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    element = _F32 if array_type.dtype == types.float32 else _I8
+    """Emit the load of 16 numbers as float32; see :func:`read_float`."""
     address = _address(context, builder, array_type, array, index, 16 * array_type.dtype.bitwidth // 8)
-    return builder.load(builder.bitcast(address, ir.VectorType(element, 16).as_pointer()), align=1)
+    element = _F32 if array_type.dtype == types.float32 else ir.IntType(array_type.dtype.bitwidth)
+    values = builder.load(builder.bitcast(address, ir.VectorType(element, 16).as_pointer()), align=1)
+    floats, words = ir.VectorType(_F32, 16), ir.VectorType(_I32, 16)
+    if array_type.dtype == types.int8:
+        return builder.sitofp(values, floats)
+    if array_type.dtype == types.uint16:
+        values = builder.bitcast(builder.shl(builder.zext(values, words), ir.Constant(words, [16] * 16)), floats)
+    return values
 
 
 @_operation(lambda weights, at, x, xt, count: types.float32(weights, types.int64, x, types.int64, types.int64))
-def dot_int8(context: Any, builder: Any, args: Any, weights: Any, at: Any, x: Any, xt: Any, count: Any) -> Any:
-    """Return the product of ``weights[at : at + count]``, int8, with ``x[xt:]``, float32; 64 divides ``count``."""
+def dot(context: Any, builder: Any, args: Any, weights: Any, at: Any, x: Any, xt: Any, count: Any) -> Any:
+    """Return the product of ``weights[at : at + count]`` with ``x[xt:]``; 64 divides ``count``. The numbers are those
+    of :func:`read_float`."""
     return _dot_products(
         builder,
         1,
@@ -183,19 +194,20 @@ def dot_int8(context: Any, builder: Any, args: Any, weights: Any, at: Any, x: An
 
 
 @_operation(
-    lambda weights, at, x, xt, count: types.UniTuple(types.float32, 4)(
-        weights, types.int64, x, types.int64, types.int64
+    lambda weights, at, x, xt, count, stride: types.UniTuple(types.float32, 4)(
+        weights, types.int64, x, *[types.int64] * 3
     )
 )
-def dot_int8_of_four(context: Any, builder: Any, args: Any, weights: Any, at: Any, x: Any, xt: Any, count: Any) -> Any:
-    """Return the products of ``weights[at : at + count]`` with four rows of ``x``, ``count`` apart; see dot_int8."""
+def dot_of_four(
+    context: Any, builder: Any, args: Any, weights: Any, at: Any, x: Any, xt: Any, count: Any, stride: Any
+) -> Any:
+    """Return the products of ``weights[at : at + count]`` with four rows of ``x``, ``stride`` apart, like ``dot``."""
+    starts = [builder.add(xt, builder.mul(stride, _I64(row))) for row in range(4)]
     products = _dot_products(
         builder,
         4,
         lambda i: _load_16(context, builder, args[0], weights, builder.add(at, i)),
-        lambda i, row: _load_16(
-            context, builder, args[2], x, builder.add(builder.add(xt, i), builder.mul(count, _I64(row)))
-        ),
+        lambda i, row: _load_16(context, builder, args[2], x, builder.add(starts[row], i)),
         count,
     )
     return cgutils.pack_array(builder, products)
