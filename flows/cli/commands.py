@@ -295,7 +295,8 @@ def run_pipeline(
 
 
 def _run_flow(flow: Callable[..., R], *arguments: Any) -> R:
-    """Run a flow in this process and return its result. Raise UserError if Prefect's server is unreachable."""
+    """Run a flow in this process and return its result. Raise UserError if Prefect's server is unreachable, or its
+    temporary server does not start."""
     from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
 
     from flows.prefect_support.liveness import is_server_unreachable
@@ -305,6 +306,12 @@ def _run_flow(flow: Callable[..., R], *arguments: Any) -> R:
         try:
             return flow(*arguments)
         except Exception as error:
+            if "ephemeral Prefect API server" in str(error):
+                raise UserError(
+                    "Prefect's temporary server did not start in "
+                    f"{get_current_settings().server.ephemeral.startup_timeout_seconds} s. Run the same command again "
+                    "when the machine is less busy, or set PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS to more."
+                ) from error
             if not is_server_unreachable(error):
                 raise
             raise UserError(

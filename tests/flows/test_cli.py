@@ -245,6 +245,14 @@ def test_an_unreachable_server_is_named(tiny: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
+def test_a_temporary_server_that_does_not_start_is_named(tiny: Path) -> None:
+    done = run_in_process(tiny, PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS="0")
+    assert done.returncode == 2, done.stderr
+    assert "textmill: Prefect's temporary server did not start in 0 s. Run the same command again" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_options_of_experts_are_read_and_no_other_class_is(tmp_path: Path) -> None:
     file = tmp_path / "experts.yaml"
     file.write_text("model:\n  moe:\n    num_experts: 16\n    affinity: sigmoid\n", encoding="utf-8")
