@@ -7,7 +7,8 @@ are measured with the same weights, precision, threads and prompts, and greedy d
 - ``transformers``: ``generate`` of ``LlamaForCausalLM`` with its defaults
 - ``compiled``: the same with a static cache and torch.compile
 
-Ours is also measured with weights of 8 bits (``int8``), beside itself in the other precisions.
+Ours is also measured with weights of 8 bits (``int8``), beside itself in the other precisions. On CPUs, one sequence at
+a time, ``llama.cpp`` is a peer too, its ``q8_0`` that of ``int8``; see :mod:`benchmarks.llama_cpp`.
 
 Each measurement is a process. It prefills the prompts, then generates tokens step by step. The implementations take
 turns; the results are medians over steps and rounds. In float32 all must generate the same tokens.
@@ -32,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks import llama_cpp
 from lm.checkpoint.hugging_face import save_hugging_face
 from lm.common.device import choose_device
 from lm.inference.config import Quantization, SampleConfig
@@ -64,7 +66,8 @@ JOBS = [
     for batch in (1, 8, 64)
     for implementation in IMPLEMENTATIONS
 ]
-INT8_JOBS = [Job("ours", "int8", batch) for batch in (1, 8, 64)]  # on CPUs
+CPU_JOBS = [Job("ours", "int8", batch) for batch in (1, 8, 64)]
+LLAMA_CPP_JOBS = [Job("llama.cpp", precision, 1) for precision in ("float32", "bfloat16", "int8")]
 
 
 class Timing(NamedTuple):
@@ -165,7 +168,11 @@ def measure(job: Job, shape: str, device: torch.device) -> dict[str, Any]:
     prompts = make_prompts(config, job.batch)
     steps = min(NEW_TOKENS, config.context_length - prompts.shape[1])
     cached = job.batch * (prompts.shape[1] + steps // 2) * 2 * config.num_layers * config.d_model
-    if job.implementation == "ours":
+    if job.implementation == "llama.cpp":
+        weight_type: Any = "q8_0" if is_int8 else job.precision
+        measured = llama_cpp.generate(model, prompts[0].tolist(), steps, weight_type, torch.get_num_threads())
+        timing = make_timing([time / 1000 for time in measured.times], [measured.ids])
+    elif job.implementation == "ours":
         timing = ours(model, prompts, steps, dtype, "int8" if is_int8 else "none")
     else:
         timing = hugging_face(model, prompts, steps, dtype, job.implementation == "compiled")
@@ -206,7 +213,7 @@ def compare(medians: dict[Job, dict[str, float]], rate: float) -> dict[str, floa
             if int8 := medians.get(job._replace(precision="int8")) if precision != "int8" else None:
                 ratios[f"decode_int8_b{job.batch}_vs_own_{precision}"] = row["step"] / int8["step"]
         elif our_row := medians.get(job._replace(implementation="ours")):
-            other = {"transformers": "transformers", "compiled": "transformers_compiled"}[job.implementation]
+            other = {"compiled": "transformers_compiled"}.get(job.implementation, job.implementation)
             ratios[f"decode_{precision}_b{job.batch}_vs_{other}"] = row["step"] / our_row["step"]
             prefill = f"prefill_{precision}_vs_{other}"
             ratios[prefill] = min(ratios.get(prefill, float("inf")), row["prefill"] / our_row["prefill"])
@@ -227,7 +234,9 @@ def main() -> None:
         job = json.loads(options.worker)
         print(json.dumps(measure_read_rate(device) if job == "read" else measure(Job(*job), options.shape, device)))
         return
-    jobs = JOBS + (INT8_JOBS if device.type == "cpu" else [])
+    jobs = JOBS + (CPU_JOBS if device.type == "cpu" else [])
+    if device.type == "cpu" and llama_cpp.find_package():
+        jobs += LLAMA_CPP_JOBS
     rows: dict[Job, list[dict[str, Any]]] = {job: [] for job in jobs}
     rates = []
     for number in range(1, options.rounds + 1):

@@ -1,0 +1,64 @@
+"""llama.cpp, by way of the npm package ``node-llama-cpp``, which has it compiled: time its greedy tokens.
+
+``npm install node-llama-cpp``, and set ``NODE_PATH`` to its ``node_modules``. The times have JavaScript's calls in
+them, some tenths of a millisecond a token.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lm.checkpoint.gguf import GGUFType, save_gguf
+from lm.model.transformer import TransformerLM
+from lm.text.pretokenize import END_OF_TEXT
+from lm.tokenizer.tokenizer import Tokenizer
+
+SCRIPT = """
+const [library, path, prompt, count, threads] = process.argv.slice(2);
+const {getLlama} = await import(library);
+const llama = await getLlama({gpu: false, build: "never", skipDownload: true, maxThreads: Number(threads)});
+const model = await llama.loadModel({modelPath: path});
+const context = await model.createContext({contextSize: 1024, threads: Number(threads)});
+const sequence = context.getSequence();
+for (let run = 0; run < 2; run++) {
+    await sequence.clearHistory();
+    const times = [performance.now()], ids = [];
+    for await (const id of sequence.evaluate(JSON.parse(prompt), {temperature: 0, yieldEogToken: true})) {
+        times.push(performance.now());
+        if (ids.push(id) >= Number(count)) break;
+    }
+    console.log("RESULT " + JSON.stringify({times, ids}));
+}
+process.exit(0);
+"""
+
+
+class Measured(NamedTuple):
+    """Milliseconds of the clock at the start and after each id, and the ids."""
+
+    times: list[float]
+    ids: list[int]
+
+
+def find_package() -> Path | None:
+    """Return the folder of the npm package, or None if it or node is missing."""
+    folders = [Path(folder, "node-llama-cpp") for folder in os.environ.get("NODE_PATH", "").split(os.pathsep) if folder]
+    return next((folder for folder in folders if folder.is_dir() and shutil.which("node")), None)
+
+
+def generate(model: TransformerLM, prompt: list[int], count: int, weights: GGUFType, threads: int) -> Measured:
+    """Return the times of the second of two runs."""
+    tokenizer = Tokenizer({**{i: bytes([i]) for i in range(256)}, 256: b"ab"}, [(b"a", b"b")], [END_OF_TEXT])
+    with tempfile.TemporaryDirectory() as folder:
+        path, script = Path(folder, "model.gguf"), Path(folder, "generate.mjs")
+        save_gguf(model, tokenizer, path, weights)
+        script.write_text(SCRIPT, encoding="utf-8")
+        library = f"{find_package()}/dist/index.js"
+        command: list[Any] = ["node", script, library, path, json.dumps(prompt), count, threads]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
+    lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return Measured(**json.loads(lines[-1]))
