@@ -31,7 +31,7 @@ class ModelConfig:
     """Query heads in each block."""
     num_kv_heads: int | None = bounded_field(None, ge=1)
     """Key and value heads in each block. Must divide num_heads; fewer heads need less KV cache. Default: num_heads."""
-    head_dim: int | None = bounded_field(None, ge=1)
+    head_dim: int | None = bounded_field(None, ge=2)
     """Width of a head; with rope it must be even. Default: d_model / num_heads."""
     d_ff: int = bounded_field(1344, ge=1)
     """Inner width of the feed-forward network. Usually 8/3 · d_model for swiglu; multiples of 64 run fastest."""

@@ -184,7 +184,7 @@ def test_metadata_describe_model_and_tokenizer(tmp_path: Path, pattern: str, pre
         (
             {"qk_norm": True, "rope_scaling": RopeScaling()},
             "float32",
-            "model.qk_norm and model.rope_scaling cannot be exported",
+            "model.qk_norm and model.rope_scaling llama3 cannot be exported",
         ),
     ],
 )

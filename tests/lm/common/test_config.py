@@ -33,6 +33,7 @@ EXPECTED = {
         "num_layers": "[1",
         "num_heads": "[1",
         "num_kv_heads": "[1",
+        "head_dim": "[2",
         "d_ff": "[1",
         "rope_theta": "(0, inf)",
         "norm_eps": "[0, inf)",
