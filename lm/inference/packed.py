@@ -1,10 +1,10 @@
 """Prepare a model for generation: pack its weights so that products with few rows are fast on CPUs.
 
-A decoding step reads every weight once, so memory bandwidth limits its speed. For up to four rows a kernel of ours
-reads the weights at nearly that bandwidth. For more, oneDNN's product, with weights in a memory layout of its own, is
-the fastest. A model has both layouts, unless they would take a quarter of the machine's memory. Larger matrices are
-faster, so matrices with the same input are concatenated. Weights of 8 bits are a quarter as large as float32's; they
-are :mod:`lm.inference.quantized`.
+A decoding step reads every weight once, so memory bandwidth limits its speed. On CPUs torch's product of a matrix and
+few rows reaches half of the bandwidth; oneDNN's, with weights in its own memory layout, reaches nearly all of it where
+the CPU has AVX-512. With AVX2 it does not, and a kernel of ours computes up to four rows; the model then has both
+layouts, unless they would take a quarter of the machine's memory. Larger matrices are faster, so matrices with the same
+input are concatenated. Weights of 8 bits are a quarter as large as float32's; see :mod:`lm.inference.quantized`.
 """
 
 import os
@@ -171,9 +171,7 @@ def prepare_for_inference(
     is_supported = {torch.float32: has_onednn, torch.bfloat16: has_bfloat16}.get(dtype, False)
     if first.device.type == "cpu" and (is_supported or quantization == "int8"):
         compile_kernels(dtype)
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        has_both = 2 * sum(parameter.nbytes for parameter in model.parameters()) < memory / 4
-        make_linear: MakeLinear = partial(PackedLinear, has_both=has_both)
+        make_linear: MakeLinear = partial(PackedLinear, has_both=_has_both_layouts(model))
         if quantization == "int8":
             compile_product()
             make_linear = QuantizedLinear
@@ -181,6 +179,12 @@ def prepare_for_inference(
         if model.lm_head is None:
             model.lm_head = make_linear(model.token_embeddings.weight)  # type: ignore[assignment]
     return model
+
+
+def _has_both_layouts(model: TransformerLM) -> bool:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    num_bytes = 2 * sum(parameter.nbytes for parameter in model.parameters())
+    return torch.backends.cpu.get_cpu_capability() == "AVX2" and num_bytes < memory / 4
 
 
 def _replace_modules(module: nn.Module, make_linear: MakeLinear) -> None:

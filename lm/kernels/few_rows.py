@@ -1,7 +1,7 @@
 """Products of a few rows with a matrix of float32, bfloat16 (as uint16) or int8. The reference is torch's product.
 
-Such a product is as fast as the weights are read. torch's and oneDNN's read them at half of that speed, and torch's
-product with int8 (``_weight_int8pack_mm``) is ten times slower on CPUs without AVX-512.
+Such a product can be as fast as the weights are read. On CPUs without AVX-512, torch's and oneDNN's take twice as long,
+and torch's product with int8 (``_weight_int8pack_mm``) ten times as long.
 """
 
 from typing import Any
