@@ -70,10 +70,9 @@ class AttentionKernel:
         kv_cache = KVCache(_flat_array(cached.keys), _flat_array(cached.values), length, positions)
         bytes_read = 2 * rows * kv_heads * cached.max_position * width * qkv.itemsize
         threads = torch.get_num_threads() if bytes_read > _MIN_BYTES_FOR_THREADS else 1
-        bounds = [rows * kv_heads * part // threads for part in range(threads + 1)]
         scratch = np.empty((threads, 2 * width + cached.max_position + 4), np.float32)
-        parts = zip(bounds, bounds[1:], scratch, strict=False)
-        jobs = [(self._layer, kv_cache, _flat_array(qkv), *part, _flat_array(out)) for part in parts]
+        parts = zip(split_evenly(rows * kv_heads, threads), scratch, strict=True)
+        jobs = [(self._layer, kv_cache, _flat_array(qkv), *part, own, _flat_array(out)) for part, own in parts]
         run_in_threads(kernels.attend, jobs)
         return out
 
@@ -88,11 +87,16 @@ def multiply_few_rows(weight: Tensor, rows: Tensor, scale: Tensor | None = None)
     x = _flat_array(rows.float().contiguous())
     scales = _NO_SCALES if scale is None else _flat_array(scale)
     threads = torch.get_num_threads() if weight.nbytes > _MIN_BYTES_OF_PRODUCT else 1
-    bounds = [outputs * part // threads for part in range(threads + 1)]
     arrays, flat_out = (_flat_array(weight), scales, x), _flat_array(out)
-    jobs = [(*arrays, first, last, flat_out, outputs) for first, last in zip(bounds, bounds[1:], strict=False)]
+    jobs = [(*arrays, first, last, flat_out, outputs) for first, last in split_evenly(outputs, threads)]
     run_in_threads(few_rows.multiply, jobs)
     return out.to(rows.dtype)
+
+
+def split_evenly(count: int, parts: int) -> list[tuple[int, int]]:
+    """Return the (start, end) of parts of ``range(count)``."""
+    bounds = [count * part // parts for part in range(parts + 1)]
+    return list(zip(bounds, bounds[1:], strict=False))
 
 
 def run_in_threads(kernel: Callable[..., None], jobs: Sequence[tuple[Any, ...]]) -> None:

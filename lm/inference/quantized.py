@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lm.inference.cpu_decode import multiply_few_rows
+from lm.inference.cpu_decode import multiply_few_rows, run_in_threads, split_evenly
 from lm.kernels import few_rows
 from lm.kernels.jit import log_compilation
 
 _MAX_INT8 = 127
 _MAX_KERNEL_ROWS = 16  # more rows take longer than to make the weights float32 and multiply with those
-_BLOCK_OUTPUTS = 512
+_BLOCK_OUTPUTS = 4096
 
 
 class QuantizedLinear(nn.Module):
@@ -43,14 +43,18 @@ class QuantizedLinear(nn.Module):
         return multiply_few_rows(self._weight, rows, self._scale)
 
     def _multiply_blocks(self, rows: Tensor) -> Tensor:
-        """Make a part of the weights float32, small enough for the CPU's cache, and multiply with it; then the next."""
+        """Make a part of the weights float32 and multiply with it, then the next: less memory than all at once."""
         out = torch.empty((len(rows), len(self._weight)))
-        block = torch.empty((_BLOCK_OUTPUTS, self.in_features))
+        block = torch.empty((min(_BLOCK_OUTPUTS, len(self._weight)), self.in_features))
         weight, scale, wide = (tensor.flatten().numpy() for tensor in (self._weight, self._scale, block))
         for first in range(0, len(self._weight), _BLOCK_OUTPUTS):
-            last = min(first + _BLOCK_OUTPUTS, len(self._weight))
-            few_rows.widen(weight, scale, first, last, wide)
-            torch.mm(rows, block[: last - first].T, out=out[:, first:last])
+            size = min(_BLOCK_OUTPUTS, len(self._weight) - first)
+            bounds = split_evenly(size, torch.get_num_threads())
+            jobs = [
+                (weight, scale, first + start, first + end, wide[start * self.in_features :]) for start, end in bounds
+            ]
+            run_in_threads(few_rows.widen, jobs)
+            torch.mm(rows, block[:size].T, out=out[:, first : first + size])
         return out
 
 
