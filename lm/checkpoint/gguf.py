@@ -129,18 +129,18 @@ def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_typ
 def _check_model(config: ModelConfig, weight_type: GGUFType) -> None:
     """Raise UserError for an option that GGUF's architectures lack, and for rows that do not fit q8_0."""
     check_is_expressible(config, _EXPRESSIBLE_OPTIONS, "llama.cpp")
-    width = config.head_width * config.num_heads
+    all_heads = config.head_width * config.num_heads
     has_divisors = config.rope_scaling is not None and config.rope_scaling.kind == "llama3"
     lacking = {
         "model.qk_norm and model.qkv_bias": config.qk_norm and config.qkv_bias,
         "model.qk_norm and model.rope_scaling llama3": config.qk_norm and has_divisors,
-        "model.qkv_bias and model.head_dim": config.qkv_bias and width != config.d_model,
+        "model.qkv_bias and model.head_dim": config.qkv_bias and all_heads != config.d_model,
     }
     for options, is_set in lacking.items():
         if is_set:
             raise UserError(f"A model with {options} cannot be exported to GGUF: llama.cpp has no such model.")
     widths = {name: getattr(config, name) for name in ("d_model", "d_ff")}
-    widths["head_dim · num_heads"] = width
+    widths["head_dim · num_heads"] = all_heads
     for name, width in widths.items():
         if weight_type == "q8_0" and width % _BLOCK_SIZE:
             raise UserError(
@@ -163,9 +163,8 @@ def _check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:
             f"llama.cpp has only {', '.join(supported)} of the patterns."
         )
     parts = tokenizer.parts
-    has_whole_tokens = (parts.pattern, parts.ignore_merges) in _PRETOKENIZERS
     options = {
-        "ignore_merges": not has_whole_tokens,
+        "ignore_merges": (parts.pattern, parts.ignore_merges) not in _PRETOKENIZERS,
         "normalizer": parts.normalizer,
         "added_tokens": parts.added_tokens,
     }

@@ -34,13 +34,13 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features), float32 → (..., out_features)."""
         rows = x.flatten(0, -2)
-        out = self._multiply_blocks(rows) if len(rows) > _MAX_KERNEL_ROWS else self._multiply(rows)
+        if len(rows) > _MAX_KERNEL_ROWS:
+            out = self._multiply_blocks(rows)
+        else:
+            out = multiply_few_rows(self._weight, rows, self._scale)
         if self._bias is not None:
             out += self._bias
         return out.unflatten(0, x.shape[:-1])
-
-    def _multiply(self, rows: Tensor) -> Tensor:
-        return multiply_few_rows(self._weight, rows, self._scale)
 
     def _multiply_blocks(self, rows: Tensor) -> Tensor:
         """Make a part of the weights float32 and multiply with it, then the next: less memory than all at once."""
