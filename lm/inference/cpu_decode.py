@@ -13,7 +13,7 @@ from lm.inference.kv_cache import CachedAttention
 from lm.kernels import decode_step as kernels
 from lm.kernels import few_rows
 from lm.kernels.decode_step import AttentionLayer, KVCache, Stored
-from lm.kernels.jit import log_compilation
+from lm.kernels.few_rows import Matrix
 from lm.model.attention import MultiHeadSelfAttention
 from lm.model.norm import RMSNorm
 
@@ -23,7 +23,7 @@ _MIN_BYTES_OF_PRODUCT = 1 << 20
 _NO_SCALES = np.empty(0, np.float32)
 
 
-def _flat_array(x: Tensor) -> Stored:
+def flat_array(x: Tensor) -> Stored:
     """Return a view of a tensor as a flat array of its dtype; uint16 for bfloat16."""
     array: Stored = (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).reshape(-1).numpy()
     return array
@@ -33,12 +33,12 @@ class NormKernel:
     """:class:`lm.model.norm.RMSNorm` for few rows."""
 
     def __init__(self, norm: RMSNorm) -> None:
-        self._weight, self._eps = _flat_array(norm.weight.detach()), norm.eps
+        self._weight, self._eps = flat_array(norm.weight.detach()), norm.eps
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., D) → the same shape and dtype."""
         out = torch.empty(x.shape, dtype=x.dtype)
-        kernels.normalize(_flat_array(x), self._weight, self._eps, _flat_array(out))
+        kernels.normalize(flat_array(x), self._weight, self._eps, flat_array(out))
         return out
 
 
@@ -52,27 +52,27 @@ class AttentionKernel:
         weight, width = attention.q_proj.weight.detach(), attention.d_k
         norms = [norm for norm in (attention.q_norm, attention.k_norm) if isinstance(norm, RMSNorm)]
         rope, empty = attention.rope, torch.empty(0)
-        self._layer = AttentionLayer(
+        self.layer = AttentionLayer(
             heads=len(weight) // width,
             kv_heads=len(attention.k_proj.weight) // width,
             width=width,
-            norm_weights=_flat_array(torch.cat([norm.weight.detach() for norm in norms]) if norms else weight[:0]),
+            norm_weights=flat_array(torch.cat([norm.weight.detach() for norm in norms]) if norms else weight[:0]),
             eps=norms[0].eps if norms else 0.0,
-            cos=_flat_array(rope.cos if rope else empty),
-            sin=_flat_array(rope.sin if rope else empty),
+            cos=flat_array(rope.cos if rope else empty),
+            sin=flat_array(rope.sin if rope else empty),
         )
 
     def __call__(self, qkv: Tensor, cached: CachedAttention) -> Tensor:
         """Queries, keys and values (B, 1, (H + 2 kv heads) K) → (B, 1, H K). The keys and values enter the cache."""
-        rows, kv_heads, width = len(qkv), self._layer.kv_heads, self._layer.width
-        out = torch.empty((rows, 1, self._layer.heads * width), dtype=qkv.dtype)
+        rows, kv_heads, width = len(qkv), self.layer.kv_heads, self.layer.width
+        out = torch.empty((rows, 1, self.layer.heads * width), dtype=qkv.dtype)
         positions, length = cached.positions.numpy(), cached.keys.shape[2]
-        kv_cache = KVCache(_flat_array(cached.keys), _flat_array(cached.values), length, positions)
+        kv_cache = KVCache(flat_array(cached.keys), flat_array(cached.values), rows * kv_heads, length, positions)
         bytes_read = 2 * rows * kv_heads * cached.max_position * width * qkv.itemsize
         threads = torch.get_num_threads() if bytes_read > _MIN_BYTES_FOR_THREADS else 1
         scratch = np.empty((threads, 2 * width + cached.max_position + 4), np.float32)
         parts = zip(split_evenly(rows * kv_heads, threads), scratch, strict=True)
-        jobs = [(self._layer, kv_cache, _flat_array(qkv), *part, own, _flat_array(out)) for part, own in parts]
+        jobs = [(self.layer, kv_cache, flat_array(qkv), *part, own, flat_array(out)) for part, own in parts]
         run_in_threads(kernels.attend, jobs)
         return out
 
@@ -84,13 +84,17 @@ def multiply_few_rows(weight: Tensor, rows: Tensor, scale: Tensor | None = None)
     """
     outputs = len(weight)
     out = torch.empty((len(rows), outputs))
-    x = _flat_array(rows.float().contiguous())
-    scales = _NO_SCALES if scale is None else _flat_array(scale)
+    x, flat_out = flat_array(rows.float().contiguous()), flat_array(out)
     threads = torch.get_num_threads() if weight.nbytes > _MIN_BYTES_OF_PRODUCT else 1
-    arrays, flat_out = (_flat_array(weight), scales, x), _flat_array(out)
-    jobs = [(*arrays, first, last, flat_out, outputs) for first, last in split_evenly(outputs, threads)]
+    matrix = flat_matrix(weight, scale)
+    jobs = [(matrix, x, len(rows), first, last, flat_out) for first, last in split_evenly(outputs, threads)]
     run_in_threads(few_rows.multiply, jobs)
     return out.to(rows.dtype)
+
+
+def flat_matrix(weight: Tensor, scale: Tensor | None) -> Matrix:
+    """Return a weight (out, in) and the scales of its rows, if it has them, for kernels."""
+    return Matrix(flat_array(weight), _NO_SCALES if scale is None else flat_array(scale), 0, 0, *weight.shape)
 
 
 def split_evenly(count: int, parts: int) -> list[tuple[int, int]]:
@@ -101,22 +105,13 @@ def split_evenly(count: int, parts: int) -> list[tuple[int, int]]:
 
 def run_in_threads(kernel: Callable[..., None], jobs: Sequence[tuple[Any, ...]]) -> None:
     """Call ``kernel(*job)`` for each job: the first in this thread, the others beside it."""
-    futures = [_thread_pool().submit(kernel, *job) for job in jobs[1:]]
+    futures = [thread_pool().submit(kernel, *job) for job in jobs[1:]]
     kernel(*jobs[0])
     for future in futures:
         future.result()
 
 
 @cache
-def _thread_pool() -> ThreadPoolExecutor:
+def thread_pool() -> ThreadPoolExecutor:
+    """Return the threads that compute beside the calling one."""
     return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1))
-
-
-def compile_kernels(dtype: torch.dtype) -> None:
-    """Compile the kernels for tensors of ``dtype``, and log it."""
-    with log_compilation(f"{str(dtype).removeprefix('torch.')} decoding"):
-        zeros = torch.zeros(1, 1, 2, 2, dtype=dtype)
-        NormKernel(RMSNorm(2, dtype=dtype))(zeros)
-        attention = AttentionKernel(MultiHeadSelfAttention(2, 1, dtype=dtype))
-        attention(torch.zeros(1, 1, 6, dtype=dtype), CachedAttention(zeros, zeros, torch.tensor([0]), 0))
-        multiply_few_rows(torch.zeros(1, 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lm.common.errors import UserError
+from lm.inference.compiled_step import CompiledStep, FlatWeights
 from lm.inference.config import SampleConfig
 from lm.inference.cuda_graphs import DecodeGraphs
 from lm.inference.kv_cache import KVCache, decode_step
@@ -115,6 +116,8 @@ class Engine:
         self._decode_step: Callable[[Tensor, int], Tensor] = partial(decode_step, model, self._cache)
         if self.device.type == "cuda":
             self._decode_step = DecodeGraphs(model, self._cache)
+        elif isinstance(weights := getattr(model, "flat_weights", None), FlatWeights):
+            self._decode_step = CompiledStep(model, weights.network, self._cache)
         self._sampler: Sampler | None = None  # of the active generations
         self._editors: dict[Generation, LogitEditor] = {}  # of the active generations that need one
         self._lookups: dict[Generation, PromptLookup] = {}  # of the active generations with speculative decoding

@@ -1,10 +1,10 @@
-"""Prepare a model for generation: pack its weights so that products with few rows are fast on CPUs.
+"""Prepare a model for generation: its weights, in a form in which products with few rows are fast on CPUs.
 
-A decoding step reads every weight once, so memory bandwidth limits its speed. On CPUs torch's product of a matrix and
-few rows reaches half of the bandwidth; oneDNN's, with weights in its own memory layout, reaches nearly all of it where
-the CPU has AVX-512. With AVX2 it does not, and a kernel of ours computes up to four rows; the model then has both
-layouts, unless they would take a quarter of the machine's memory. Larger matrices are faster, so matrices with the same
-input are concatenated. Weights of 8 bits are a quarter as large as float32's; see :mod:`lm.inference.quantized`.
+A decoding step reads every weight once, so memory bandwidth limits its speed. :mod:`lm.inference.compiled_step` reads
+them as fast as memory gives them, in the plain layout. Products with many rows are faster with oneDNN, in a memory
+layout of its own; the model then has both, unless they would take a quarter of the machine's memory. Larger matrices
+are faster, so matrices with the same input are concatenated. Weights of 8 bits, and of 16 where the CPU cannot multiply
+them, are those of :mod:`lm.inference.narrow`.
 """
 
 import os
@@ -16,11 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.common.errors import UserError
+from lm.inference.compiled_step import FlatWeights
 from lm.inference.config import Quantization
-from lm.inference.cpu_decode import AttentionKernel, NormKernel, compile_kernels, multiply_few_rows
+from lm.inference.cpu_decode import AttentionKernel, NormKernel, multiply_few_rows
+from lm.inference.engine import Generation, generate
 from lm.inference.kv_cache import CachedAttention
-from lm.inference.quantized import QuantizedLinear, compile_product
+from lm.inference.narrow import NarrowLinear
+from lm.kernels.jit import log_compilation
 from lm.model.attention import AttentionFunction, MultiHeadSelfAttention
+from lm.model.config import ModelConfig
 from lm.model.feed_forward import SwiGLU
 from lm.model.linear import Linear
 from lm.model.moe import Experts
@@ -29,8 +33,9 @@ from lm.model.ops.causal_attention import causal_attention
 from lm.model.transformer import TransformerLM
 
 _MAX_KERNEL_NUMEL = 1 << 16  # larger tensors are faster with torch's operators
-MakeLinear = Callable[..., nn.Module]  # PackedLinear or QuantizedLinear
+MakeLinear = Callable[..., nn.Module]  # PackedLinear or NarrowLinear
 _MAX_KERNEL_ROWS = 4
+_NUM_PROMPT_TOKENS = 20  # more than few rows
 _EXPECTED_ROWS = 8  # oneDNN's hint for the layout; with 1 it keeps the slower plain layout for float32
 
 
@@ -41,24 +46,26 @@ class PackedLinear(nn.Module):
     products with few rows.
     """
 
+    scale = None
+
     def __init__(self, *weights: Tensor, biases: Sequence[Tensor] = (), has_both: bool = True) -> None:
         super().__init__()
         weight = torch.cat([weight.detach() for weight in weights])
         self.in_features = weight.shape[1]
-        self._weight = weight if has_both else None
-        self._bias = torch.cat([bias.detach() for bias in biases]) if biases else None
+        self.weight = weight if has_both else None
+        self.bias = torch.cat([bias.detach() for bias in biases]) if biases else None
         # In a list and so not a parameter: other operators cannot read this layout.
         self._packed = [torch.ops.mkldnn._reorder_linear_weight(weight, _EXPECTED_ROWS)]
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) → (..., out_features)."""
         rows = x.flatten(0, -2)
-        if self._weight is not None and len(rows) <= _MAX_KERNEL_ROWS:
-            out = multiply_few_rows(self._weight, rows)
-            return (out if self._bias is None else out + self._bias).unflatten(0, x.shape[:-1])
+        if self.weight is not None and len(rows) <= _MAX_KERNEL_ROWS:
+            out = multiply_few_rows(self.weight, rows)
+            return (out if self.bias is None else out + self.bias).unflatten(0, x.shape[:-1])
         padding = count_padding_rows(len(rows))
         padded = F.pad(rows, (0, 0, 0, padding)) if padding else rows
-        out = torch.ops.mkldnn._linear_pointwise(padded, self._packed[0], self._bias, "none", [], "")
+        out = torch.ops.mkldnn._linear_pointwise(padded, self._packed[0], self.bias, "none", [], "")
         return out[: len(rows)].unflatten(0, x.shape[:-1])
 
 
@@ -75,29 +82,29 @@ class _PackedAttention(MultiHeadSelfAttention):
         layers = (attention.q_proj, attention.k_proj, attention.v_proj)
         biases = [layer.bias for layer in layers if layer.bias is not None]
         self._sizes = [len(layer.weight) for layer in layers]
-        self._qkv_proj = make_linear(*(layer.weight for layer in layers), biases=biases)
+        self.qkv_proj = make_linear(*(layer.weight for layer in layers), biases=biases)
         self.output_proj = make_linear(attention.output_proj.weight)  # type: ignore[assignment]
-        self._kernel = AttentionKernel(attention)
+        self.kernel = AttentionKernel(attention)
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self._qkv_proj(x).split(self._sizes, -1)
+        return self.qkv_proj(x).split(self._sizes, -1)
 
     def forward(
         self, x: Tensor, token_positions: Tensor | None = None, attend: AttentionFunction = causal_attention
     ) -> Tensor:
         if not isinstance(attend, CachedAttention):
             return super().forward(x, token_positions, attend)
-        return self.output_proj(self._kernel(self._qkv_proj(x), attend))
+        return self.output_proj(self.kernel(self.qkv_proj(x), attend))
 
 
 class _PackedSwiGLU(SwiGLU):
     def __init__(self, ffn: SwiGLU, make_linear: MakeLinear) -> None:
         nn.Module.__init__(self)
-        self._w1_w3 = make_linear(ffn.w1.weight, ffn.w3.weight)
+        self.w1_w3 = make_linear(ffn.w1.weight, ffn.w3.weight)
         self.w2 = make_linear(ffn.w2.weight)  # type: ignore[assignment]
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self._w1_w3(x).chunk(2, -1)
+        return self.w1_w3(x).chunk(2, -1)
 
 
 class _PackedExperts(Experts):
@@ -166,25 +173,41 @@ def prepare_for_inference(
     dtype = torch.float32 if quantization == "int8" else dtype or first.dtype
     for parameter in model.parameters():  # the rotary buffers stay float32
         parameter.data = parameter.data.to(dtype)
-    has_onednn = torch.backends.mkldnn.is_available()
-    has_bfloat16 = has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    is_supported = {torch.float32: has_onednn, torch.bfloat16: has_bfloat16}.get(dtype, False)
-    if first.device.type == "cpu" and (is_supported or quantization == "int8"):
-        compile_kernels(dtype)
-        make_linear: MakeLinear = partial(PackedLinear, has_both=_has_both_layouts(model))
-        if quantization == "int8":
-            compile_product()
-            make_linear = QuantizedLinear
-        _replace_modules(model, make_linear)
-        if model.lm_head is None:
-            model.lm_head = make_linear(model.token_embeddings.weight)  # type: ignore[assignment]
+    if first.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
+        make_linear = _choose_linear(model, dtype, quantization)
+        compile_kernels(dtype, quantization)
+        _pack(model, make_linear)
     return model
 
 
-def _has_both_layouts(model: TransformerLM) -> bool:
+def _choose_linear(model: TransformerLM, dtype: torch.dtype, quantization: Quantization) -> MakeLinear:
+    has_onednn = torch.backends.mkldnn.is_available()
+    if dtype == torch.bfloat16:
+        has_onednn = has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if quantization == "int8" or not has_onednn:
+        return partial(NarrowLinear, quantization=quantization)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    num_bytes = 2 * sum(parameter.nbytes for parameter in model.parameters())
-    return torch.backends.cpu.get_cpu_capability() == "AVX2" and num_bytes < memory / 4
+    bytes_of_both = 2 * sum(parameter.nbytes for parameter in model.parameters())
+    return partial(PackedLinear, has_both=bytes_of_both < memory / 4)
+
+
+def compile_kernels(dtype: torch.dtype, quantization: Quantization = "none") -> None:
+    """Compile the kernels for models of ``dtype``, and log it."""
+    name = "int8" if quantization == "int8" else str(dtype).removeprefix("torch.")
+    with log_compilation(f"{name} decoding"):
+        for norm_placement in ("pre", "post"):  # with the kernel of a whole step, and without it
+            config = ModelConfig(2, _NUM_PROMPT_TOKENS + 1, 2, 1, 1, d_ff=2, norm_placement=norm_placement)
+            model = TransformerLM(config, dtype=dtype).requires_grad_(False)
+            _pack(model, _choose_linear(model, dtype, quantization))
+            generate(model, [Generation([0] * _NUM_PROMPT_TOKENS, 2)])
+
+
+def _pack(model: TransformerLM, make_linear: MakeLinear) -> None:
+    _replace_modules(model, make_linear)
+    if model.lm_head is None:
+        model.lm_head = make_linear(model.token_embeddings.weight)  # type: ignore[assignment]
+    if FlatWeights.is_possible(model):
+        model.flat_weights = FlatWeights(model)
 
 
 def _replace_modules(module: nn.Module, make_linear: MakeLinear) -> None:

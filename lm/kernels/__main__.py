@@ -16,8 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 
-from lm.inference.cpu_decode import compile_kernels
-from lm.inference.quantized import compile_product
+from lm.inference.packed import compile_kernels
 from lm.kernels.disk_cache import CACHE_DIR, IS_CACHE_WRITABLE, PIPELINE_MARKER
 from lm.kernels.jit import KERNELS
 from lm.text.pretokenize import GPT2_PATTERN
@@ -69,8 +68,8 @@ def run_groups(is_pipeline_only: bool = False) -> Iterator[str]:
         yield "BPE training, 32-bit ids"
         compile_kernels(torch.bfloat16)
         yield "decode step, bfloat16"
-        compile_product()
-        yield "product with int8"
+        compile_kernels(torch.float32, "int8")
+        yield "decode step, int8"
 
 
 def _num_compiled() -> int:

@@ -22,22 +22,23 @@ _ZERO, _ONE = np.int64(0), np.int64(1)  # not literals: numba would compile a he
 
 
 class AttentionLayer(NamedTuple):
-    """What attention needs of its layer: H heads of width K."""
+    """What attention needs of its layer, or of several of one shape: H heads of width K."""
 
     heads: int
     kv_heads: int
     width: int
-    norm_weights: Stored  # (2, K): QK-norm of queries and of keys; empty without it
+    norm_weights: Stored  # (layers, 2, K): QK-norm of queries and of keys; empty without it
     eps: float
     cos: Floats  # (length, K / 2): rotary positions; empty without them
     sin: Floats
 
 
 class KVCache(NamedTuple):
-    """Keys and values of one layer."""
+    """Keys and values of one layer, or of several."""
 
-    keys: Stored  # (rows, kv_heads, length, K)
+    keys: Stored  # (layers, rows, kv_heads, length, K)
     values: Stored
+    pairs: int  # rows · kv_heads
     length: int
     positions: Int64s  # (B,): of the new token, in each of the first B rows
 
@@ -45,11 +46,19 @@ class KVCache(NamedTuple):
 @fastmath_kernel
 def normalize(x: Stored, weight: Stored, eps: float, out: Stored) -> None:
     """Write the RMSNorm of each row of ``x``, as wide as ``weight``, to ``out``."""
-    width = len(weight)
-    for start in range(0, len(x), width):
+    normalize_rows(x, len(x) // len(weight), weight, _ZERO, len(weight), eps, out)
+
+
+@fastmath_helper
+def normalize_rows(
+    x: Stored, rows: int, weight: Stored, weight_start: int, width: int, eps: float, out: Stored
+) -> None:
+    """Write the RMSNorm of ``rows`` rows of ``x``, with the gains from ``weight_start``, to ``out``."""
+    for row in range(rows):
+        start = row * width
         scale = _rms_scale(x, start, width, eps)
         for i in range(width):
-            write_float(out, start + i, read_float(x, start + i) * scale * read_float(weight, i))
+            write_float(out, start + i, read_float(x, start + i) * scale * read_float(weight, weight_start + i))
 
 
 @fastmath_helper
@@ -88,7 +97,7 @@ def _rotate_head(
 
 
 @fastmath_helper
-def _exp(x: np.float32) -> np.float32:
+def exp(x: np.float32) -> np.float32:
     """Return eˣ for x ≤ 0, within 2 units in the last place; unlike the C library's, it vectorizes.
 
     2ⁿ · eʳ with |r| ≤ ln 2 / 2: the minimax polynomial of Cephes for eʳ, and n written to the exponent's bits.
@@ -151,7 +160,7 @@ def _average_values(
     weights = 2 * width
     total = np.float32(0)
     for key in range(position + 1):
-        weight = _exp(read(scratch, weights + key) - largest)
+        weight = exp(read(scratch, weights + key) - largest)
         write(scratch, weights + key, weight)
         total += weight
     for key in range(position + 1, position + 4):
@@ -172,6 +181,28 @@ def _average_values(
     return total
 
 
+@fastmath_helper
+def attend_pair(
+    layer: AttentionLayer, number: int, cache: KVCache, qkv: Stored, pair: int, scratch: Floats, out: Stored
+) -> None:
+    """Compute one pair of a row and a kv head of :func:`attend`, in the layer ``number`` of the arrays."""
+    heads, kv_heads, width = layer.heads, layer.kv_heads, layer.width
+    group = heads // kv_heads
+    row, kv_head = pair // kv_heads, pair % kv_heads
+    position = cache.positions[row]
+    base, start = (number * cache.pairs + pair) * cache.length * width, row * (heads + 2 * kv_heads) * width
+    key, value = start + (heads + kv_head) * width, start + (heads + kv_heads + kv_head) * width
+    _rotate_head(layer, qkv, key, 2 * number + _ONE, position, cache.keys, base + position * width)
+    for i in range(width):
+        write_float(cache.values, base + position * width + i, read_float(qkv, value + i))
+    for head in range(kv_head * group, (kv_head + 1) * group):
+        _rotate_head(layer, qkv, start + head * width, 2 * number, position, scratch, _ZERO)
+        largest = _score_keys(cache, base, position, width, scratch)
+        total = _average_values(cache.values, base, position, width, largest, scratch)
+        for i in range(width):
+            write_float(out, (row * heads + head) * width + i, read(scratch, width + i) / total)
+
+
 @fastmath_kernel
 def attend(
     layer: AttentionLayer, cache: KVCache, qkv: Stored, first: int, last: int, scratch: Floats, out: Stored
@@ -181,19 +212,5 @@ def attend(
     ``qkv`` (B, H + 2 kv_heads, K) holds queries, keys and values. Only pairs of a row and a kv head from ``first`` to
     ``last`` are computed. ``scratch`` has 2 K + 3 entries and one per key.
     """
-    heads, kv_heads, width = layer.heads, layer.kv_heads, layer.width
-    group = heads // kv_heads
     for pair in range(first, last):
-        row, kv_head = pair // kv_heads, pair % kv_heads
-        position = cache.positions[row]
-        base, start = pair * cache.length * width, row * (heads + 2 * kv_heads) * width
-        key, value = start + (heads + kv_head) * width, start + (heads + kv_heads + kv_head) * width
-        _rotate_head(layer, qkv, key, _ONE, position, cache.keys, base + position * width)
-        for i in range(width):
-            write(cache.values, base + position * width + i, read(qkv, value + i))
-        for head in range(kv_head * group, (kv_head + 1) * group):
-            _rotate_head(layer, qkv, start + head * width, _ZERO, position, scratch, _ZERO)
-            largest = _score_keys(cache, base, position, width, scratch)
-            total = _average_values(cache.values, base, position, width, largest, scratch)
-            for i in range(width):
-                write_float(out, (row * heads + head) * width + i, read(scratch, width + i) / total)
+        attend_pair(layer, _ZERO, cache, qkv, pair, scratch, out)

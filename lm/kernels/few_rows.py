@@ -4,67 +4,86 @@ Such a product can be as fast as the weights are read. On CPUs without AVX-512, 
 and torch's product with int8 (``_weight_int8pack_mm``) ten times as long.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from lm.kernels.jit import fastmath_helper, fastmath_kernel
-from lm.kernels.simd import dot, dot_of_four, read, read_float, write
+from lm.kernels.jit import Int, fastmath_helper, fastmath_kernel
+from lm.kernels.simd import dot, dot_two_by_four, noinline, read, read_float, write
 
 Weights = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
+
+
+class Matrix(NamedTuple):
+    """A matrix (outputs, columns) in flat arrays, which may hold others too."""
+
+    weights: Weights
+    scales: Floats  # of the rows; empty without them
+    weights_start: Int
+    scales_start: Int
+    outputs: Int
+    columns: Int
+
 
 _BLOCK = np.int64(64)  # columns that the vector instructions compute; the rest is added one by one
 
 
 @fastmath_helper
-def _rest(weights: Weights, at: int, x: Floats, xt: int, first: int, columns: int) -> np.float32:
-    total = np.float32(0)
+def _add_rest(total: np.float32, weights: Weights, at: int, x: Floats, xt: int, first: int, columns: int) -> np.float32:
     for i in range(first, columns):
         total += read_float(weights, at + i) * read(x, xt + i)
     return total
 
 
 @fastmath_kernel
-def multiply(weights: Weights, scales: Floats, x: Floats, first: int, last: int, out: Floats, outputs: int) -> None:
+def multiply(matrix: Matrix, x: Floats, rows: int, first: int, last: int, out: Floats) -> None:
     """Write ``x @ (scales[:, None] * weights).T`` to ``out``, for the outputs ``first`` to ``last``.
 
-    All arrays are flat: ``weights`` (outputs, columns), ``scales`` (outputs) or empty, ``x`` (rows, columns), ``out``
-    (rows, outputs).
+    ``x`` (rows, columns) and ``out`` (rows, outputs) are flat.
     """
-    columns = len(weights) // outputs
-    rows = len(x) // columns
+    multiply_part(matrix, x, rows, first, last, out)
+
+
+@fastmath_helper
+def multiply_part(matrix: Matrix, x: Floats, rows: int, first: int, last: int, out: Floats) -> None:
+    """Compute :func:`multiply`.
+
+    A single row is multiplied with one row of weights after the other: memory is read fastest in order.
+    """
+    noinline()
+    weights, scales, weights_start, scales_start, outputs, columns = matrix
     main = columns // _BLOCK * _BLOCK
-    for output in range(first, last):
-        scale = read(scales, output) if len(scales) else np.float32(1)
-        at = output * columns
-        row = 0
-        while row + 4 <= rows:
-            xt = row * columns
-            a, b, c, d = dot_of_four(weights, at, x, xt, main, columns)
-            if main < columns:
-                a += _rest(weights, at, x, xt, main, columns)
-                b += _rest(weights, at, x, xt + columns, main, columns)
-                c += _rest(weights, at, x, xt + 2 * columns, main, columns)
-                d += _rest(weights, at, x, xt + 3 * columns, main, columns)
-            write(out, row * outputs + output, a * scale)
-            write(out, (row + 1) * outputs + output, b * scale)
-            write(out, (row + 2) * outputs + output, c * scale)
-            write(out, (row + 3) * outputs + output, d * scale)
+    for output in range(first, last, 2):
+        num_outputs, at, row = min(2, last - output), weights_start + output * columns, 0
+        while num_outputs == 2 and row + 4 <= rows:
+            products = dot_two_by_four(weights, at, x, row * columns, main, columns)
+            for i in range(8):
+                write(out, (row + i % 4) * outputs + output + i // 4, products[i])
             row += 4
         while row < rows:
-            xt = row * columns
-            total = dot(weights, at, x, xt, main) + _rest(weights, at, x, xt, main, columns)
-            write(out, row * outputs + output, total * scale)
+            for i in range(num_outputs):
+                (product,) = dot(weights, at + i * columns, x, row * columns, main, columns)
+                write(out, row * outputs + output + i, product)
             row += 1
+    if main < columns:
+        for row in range(rows):
+            for output in range(first, last):
+                at, xt, place = weights_start + output * columns, row * columns, row * outputs + output
+                write(out, place, _add_rest(read(out, place), weights, at, x, xt, main, columns))
+    if len(scales):
+        for row in range(rows):
+            for output in range(first, last):
+                place = row * outputs + output
+                write(out, place, read(out, place) * read(scales, scales_start + output))
 
 
 @fastmath_kernel
-def widen(weights: Weights, scales: Floats, first: int, last: int, out: Floats) -> None:
-    """Write the rows ``first`` to ``last`` of ``scales[:, None] * weights`` to ``out``; see :func:`multiply`."""
-    columns = len(weights) // len(scales)
+def widen(matrix: Matrix, first: int, last: int, out: Floats) -> None:
+    """Write the rows ``first`` to ``last`` of ``scales[:, None] * weights`` to ``out``."""
     for row in range(first, last):
-        scale, at, to = read(scales, row), row * columns, (row - first) * columns
-        for i in range(columns):
-            write(out, to + i, read_float(weights, at + i) * scale)
+        scale = read(matrix.scales, matrix.scales_start + row) if len(matrix.scales) else np.float32(1)
+        at, to = matrix.weights_start + row * matrix.columns, (row - first) * matrix.columns
+        for i in range(matrix.columns):
+            write(out, to + i, read_float(matrix.weights, at + i) * scale)

@@ -1,4 +1,4 @@
-"""Machine operations that numba does not name: 64-byte blocks, unaligned words, bit counts.
+"""Machine operations that numba does not name: 64-byte blocks, unaligned words, bit counts, atomic counters.
 
 Indices are not checked: callers keep 64 readable bytes after the end of every buffer. With the environment variable
 ``TEXTMILL_KERNEL_BOUNDSCHECK=1`` every access is checked and raises IndexError instead.
@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import llvmlite.binding
 import numba.extending
 from llvmlite import ir
 from numba import types
@@ -18,6 +19,7 @@ BOUNDSCHECK = os.environ.get("TEXTMILL_KERNEL_BOUNDSCHECK") == "1"
 
 _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _BLOCK = ir.VectorType(_I8, 64)
+_COLUMNS = 64  # of a matrix, that are computed at a time
 _FAST = ("reassoc", "contract", "nsz")  # floats may be added in any order
 
 
@@ -141,76 +143,86 @@ def write_float(context: Any, builder: Any, args: Any, array: Any, index: Any, v
     builder.store(value, _address(context, builder, args[0], array, index))
 
 
-def _dot_products(
-    builder: Any, x_rows: int, load_weights: Callable[[Any], Any], load_x: Callable[[Any, int], Any], count: Any
-) -> list[Any]:
-    """Emit the products of a row of weights with ``x_rows`` rows, and return them, float32.
-
-    ``load_weights(i)`` and ``load_x(i, row)`` emit the load of 16 numbers from ``i``. 64 products are added at a time:
-    fewer would wait for each other.
-    """
-    lanes, parts = ir.VectorType(_F32, 16), 4 // x_rows
-    totals = [cgutils.alloca_once_value(builder, ir.Constant(lanes, None)) for _ in range(4)]
-    with cgutils.for_range(builder, builder.sdiv(count, _I64(16 * parts))) as loop:
-        for part in range(parts):
-            at = builder.add(builder.mul(loop.index, _I64(16 * parts)), _I64(16 * part))
-            factors = load_weights(at)
-            for row in range(x_rows):
-                total = totals[part * x_rows + row]
-                product = builder.fmul(factors, load_x(at, row), flags=_FAST)
-                builder.store(builder.fadd(builder.load(total), product, flags=_FAST), total)
-    function_type = ir.FunctionType(_F32, [_F32, lanes])
-    add_lanes = cgutils.get_or_insert_function(builder.module, function_type, "llvm.vector.reduce.fadd.v16f32")
-    vectors = [builder.load(total) for total in totals]
-    if x_rows == 1:
-        vectors = [builder.fadd(builder.fadd(*vectors[:2]), builder.fadd(*vectors[2:]))]
-    return [builder.call(add_lanes, [_F32(0), vector], fastmath=_FAST) for vector in vectors]
-
-
-def _load_16(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    """Emit the load of 16 numbers as float32; see :func:`read_float`."""
-    address = _address(context, builder, array_type, array, index, 16 * array_type.dtype.bitwidth // 8)
+def _load_floats(context: Any, builder: Any, array_type: Any, array: Any, index: Any, count: int) -> Any:
+    """Emit the load of a vector of numbers as float32; see :func:`read_float`."""
+    address = _address(context, builder, array_type, array, index, count * array_type.dtype.bitwidth // 8)
     element = _F32 if array_type.dtype == types.float32 else ir.IntType(array_type.dtype.bitwidth)
-    values = builder.load(builder.bitcast(address, ir.VectorType(element, 16).as_pointer()), align=1)
-    floats, words = ir.VectorType(_F32, 16), ir.VectorType(_I32, 16)
+    values = builder.load(builder.bitcast(address, ir.VectorType(element, count).as_pointer()), align=1)
+    floats, words = ir.VectorType(_F32, count), ir.VectorType(_I32, count)
     if array_type.dtype == types.int8:
         return builder.sitofp(values, floats)
     if array_type.dtype == types.uint16:
-        values = builder.bitcast(builder.shl(builder.zext(values, words), ir.Constant(words, [16] * 16)), floats)
+        values = builder.bitcast(builder.shl(builder.zext(values, words), ir.Constant(words, [16] * count)), floats)
     return values
 
 
-@_operation(lambda weights, at, x, xt, count: types.float32(weights, types.int64, x, types.int64, types.int64))
-def dot(context: Any, builder: Any, args: Any, weights: Any, at: Any, x: Any, xt: Any, count: Any) -> Any:
-    """Return the product of ``weights[at : at + count]`` with ``x[xt:]``; 64 divides ``count``. The numbers are those
-    of :func:`read_float`."""
-    return _dot_products(
-        builder,
-        1,
-        lambda i: _load_16(context, builder, args[0], weights, builder.add(at, i)),
-        lambda i, row: _load_16(context, builder, args[2], x, builder.add(xt, i)),
-        count,
-    )[0]
+def _prefetch(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> None:
+    data = context.make_array(array_type)(context, builder, array).data
+    pointer = builder.bitcast(builder.gep(data, [index]), _I8.as_pointer())
+    function_type = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+    builder.call(function, [pointer, _I32(0), _I32(2), _I32(1)])
 
 
-@_operation(
-    lambda weights, at, x, xt, count, stride: types.UniTuple(types.float32, 4)(
-        weights, types.int64, x, *[types.int64] * 3
+def _dot_products(outputs: int, rows: int, lanes: int, parts: int) -> Any:
+    """Make an operation: the products of ``outputs`` rows of a matrix with ``rows`` rows of float32.
+
+    ``parts`` vectors of ``lanes`` numbers are added at a time. Fewer than eight in all would wait for each other, and
+    more would not fit into the registers.
+    """
+    num_products = outputs * rows
+
+    @_operation(
+        lambda weights, at, x, xt, count, stride: types.UniTuple(types.float32, num_products)(
+            weights, types.int64, x, *[types.int64] * 3
+        )
     )
-)
-def dot_of_four(
-    context: Any, builder: Any, args: Any, weights: Any, at: Any, x: Any, xt: Any, count: Any, stride: Any
-) -> Any:
-    """Return the products of ``weights[at : at + count]`` with four rows of ``x``, ``stride`` apart, like ``dot``."""
-    starts = [builder.add(xt, builder.mul(stride, _I64(row))) for row in range(4)]
-    products = _dot_products(
-        builder,
-        4,
-        lambda i: _load_16(context, builder, args[0], weights, builder.add(at, i)),
-        lambda i, row: _load_16(context, builder, args[2], x, builder.add(starts[row], i)),
-        count,
-    )
-    return cgutils.pack_array(builder, products)
+    def products(
+        context: Any, builder: Any, args: Any, weights: Any, at: Any, x: Any, xt: Any, count: Any, stride: Any
+    ) -> Any:
+        """Return the products of ``weights[at : at + count]`` with ``x[xt : xt + count]``, of all pairs of rows.
+
+        Rows are ``stride`` apart. 64 divides ``count``. The numbers of the weights are those of :func:`read_float`. The
+        next rows are prefetched: the processor does so by itself only where one row is read after the other.
+        """
+        vector, item_bytes = ir.VectorType(_F32, lanes), args[0].dtype.bitwidth // 8
+        totals = [cgutils.alloca_once_value(builder, ir.Constant(vector, None)) for _ in range(num_products * parts)]
+        with cgutils.for_range(builder, builder.sdiv(count, _I64(_COLUMNS))) as loop:
+            first = builder.mul(loop.index, _I64(_COLUMNS))
+            starts = [builder.add(builder.add(at, first), builder.mul(stride, _I64(i))) for i in range(2 * outputs)]
+            x_starts = [builder.add(builder.add(xt, first), builder.mul(stride, _I64(i))) for i in range(rows)]
+            for start in starts[outputs:] if outputs > 1 else []:
+                for line in range(item_bytes * _COLUMNS // 64):
+                    _prefetch(context, builder, args[0], weights, builder.add(start, _I64(line * 64 // item_bytes)))
+            for offset in range(0, _COLUMNS, lanes):
+
+                def load(kind: Any, array: Any, start: Any, offset: int = offset) -> Any:
+                    return _load_floats(context, builder, kind, array, builder.add(start, _I64(offset)), lanes)
+
+                factors = [load(args[2], x, start) for start in x_starts]
+                for output in range(outputs):
+                    weight = load(args[0], weights, starts[output])
+                    for row in range(rows):
+                        total = totals[(output * rows + row) * parts + offset // lanes % parts]
+                        product = builder.fmul(weight, factors[row], flags=_FAST)
+                        builder.store(builder.fadd(builder.load(total), product, flags=_FAST), total)
+        function_type = ir.FunctionType(_F32, [_F32, vector])
+        add_lanes = cgutils.get_or_insert_function(
+            builder.module, function_type, f"llvm.vector.reduce.fadd.v{lanes}f32"
+        )
+        results = []
+        for start in range(0, len(totals), parts):
+            first, *others = (builder.load(total) for total in totals[start : start + parts])
+            for other in others:
+                first = builder.fadd(first, other, flags=_FAST)
+            results.append(builder.call(add_lanes, [_F32(0), first], fastmath=_FAST))
+        return cgutils.pack_array(builder, results)
+
+    return products
+
+
+dot = _dot_products(1, 1, 16, 4)
+dot_two_by_four = _dot_products(2, 4, 8, 1)
 
 
 @_operation(lambda word: types.float32(types.int32))
@@ -240,11 +252,34 @@ def bit_count(context: Any, builder: Any, args: Any, word: Any) -> Any:
 @_operation(lambda buffer, at: types.void(buffer, types.int64))
 def prefetch(context: Any, builder: Any, args: Any, array: Any, index: Any) -> None:
     """Start to load the cache line of ``array[index]``. An index out of bounds is ignored."""
-    data = context.make_array(args[0])(context, builder, array).data
-    pointer = builder.bitcast(builder.gep(data, [index]), _I8.as_pointer())
-    function_type = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
-    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-    builder.call(function, [pointer, _I32(0), _I32(3), _I32(1)])
+    _prefetch(context, builder, args[0], array, index)
+
+
+@_operation(lambda array, at: types.int64(array, types.int64))
+def take_number(context: Any, builder: Any, args: Any, array: Any, index: Any) -> Any:
+    """Return ``array[at]`` and add one to it: each thread that does so gets another number."""
+    return builder.atomic_rmw("add", _address(context, builder, args[0], array, index), _I64(1), "acq_rel")
+
+
+@_operation(lambda array, at: types.int64(array, types.int64))
+def read_shared(context: Any, builder: Any, args: Any, array: Any, index: Any) -> Any:
+    """Return ``array[at]``. What another thread wrote before it took that number is then visible."""
+    return builder.load_atomic(_address(context, builder, args[0], array, index), "acquire", 8)
+
+
+@_operation(lambda: types.void())
+def pause(context: Any, builder: Any, args: Any) -> None:
+    """Tell the processor that this thread waits in a loop."""
+    if llvmlite.binding.get_process_triple().startswith("x86_64"):
+        function_type = ir.FunctionType(ir.VoidType(), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.sse2.pause"), [])
+
+
+@_operation(lambda: types.void())
+def yield_processor(context: Any, builder: Any, args: Any) -> None:
+    """Let another thread run on this processor."""
+    function_type = ir.FunctionType(_I32, [])
+    builder.call(cgutils.get_or_insert_function(builder.module, function_type, "sched_yield"), [])
 
 
 @_operation(lambda: types.void())

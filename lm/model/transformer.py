@@ -254,6 +254,10 @@ class TransformerLM(nn.Module):
             logits: Tensor = self._head_call(lambda: self.head_function(hidden_states, self.head_weight))
         else:
             logits = self.lm_head(hidden_states)
+        return self.cap_logits(logits)
+
+    def cap_logits(self, logits: Tensor) -> Tensor:
+        """Apply the soft-cap to the products of hidden states with the head."""
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 

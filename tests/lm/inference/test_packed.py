@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate
+from lm.inference.narrow import dequantize, quantize
 from lm.inference.packed import PackedLinear, count_padding_rows, prepare_for_inference
-from lm.inference.quantized import dequantize, quantize
 from lm.model.linear import Linear
 from lm.model.moe import Experts
 from lm.model.moe_config import MoEConfig

@@ -161,7 +161,7 @@ def test_the_pipeline_compiles_nothing_after_compilation_ahead_of_time(copy: Pat
     (copy / "text.txt").write_text("One day.<|endoftext|>Two days, \u20ac 3.\n" * 40)
     output, _ = start(copy, COMPILE_ALL, cache)
     assert re.search(r"counting +4 compiled, \d+\.\d s\n", output)
-    assert re.search(r"\n30 kernels compiled in \d+\.\d s$", output)
+    assert re.search(r"\n34 kernels compiled in \d+\.\d s$", output)
     [folder] = (cache / "textmill" / "kernels").iterdir()
     assert str(folder) in output
     files = {path: path.stat().st_mtime_ns for path in folder.glob("*.nb*")}

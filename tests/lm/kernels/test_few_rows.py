@@ -57,5 +57,5 @@ def test_rows_that_are_not_contiguous() -> None:
 def test_a_packed_matrix_without_its_plain_layout(rows: int) -> None:
     weight, x = torch.randn(40, 24), torch.randn(rows, 24)
     both, one = PackedLinear(weight), PackedLinear(weight, has_both=False)
-    assert both._weight is not None and one._weight is None
+    assert both.weight is not None and one.weight is None
     torch.testing.assert_close(one(x), both(x), atol=1e-5, rtol=1e-5)

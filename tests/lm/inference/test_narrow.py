@@ -1,4 +1,4 @@
-"""Matrices of 8-bit integers."""
+"""Matrices of 8-bit integers, and of bfloat16."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lm.common.errors import UserError
+from lm.inference.narrow import NarrowLinear, dequantize, quantize
 from lm.inference.packed import prepare_for_inference
-from lm.inference.quantized import QuantizedLinear, dequantize, quantize
 from tests.helpers.examples import examples
 from tests.helpers.generating import make_model
 
@@ -43,16 +43,24 @@ def test_the_product_equals_that_of_the_rounded_weights(rows: int, inputs: int, 
     x = random_matrix(rows, inputs, seed + 1)
     expected = x.double() @ dequantize(*quantize(weight)).double().T
     bound = 1e-5 * x.double().abs() @ weight.double().abs().T
-    assert ((QuantizedLinear(weight)(x).double() - expected).abs() <= bound + 1e-30).all()
+    assert ((NarrowLinear(weight, quantization="int8")(x).double() - expected).abs() <= bound + 1e-30).all()
 
 
 def test_matrices_are_concatenated_and_biases_added() -> None:
     weights, biases = [torch.randn(8, 24), torch.randn(3, 24)], [torch.randn(8), torch.randn(3)]
     x = torch.randn(2, 5, 24)
     expected = [F.linear(x, dequantize(*quantize(w)), bias) for w, bias in zip(weights, biases, strict=True)]
-    layer = QuantizedLinear(*weights, biases=biases)
+    layer = NarrowLinear(*weights, biases=biases, quantization="int8")
     torch.testing.assert_close(layer(x), torch.cat(expected, -1), atol=1e-5, rtol=1e-5)
     assert layer.in_features == 24
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 40])
+def test_the_product_with_bfloat16(rows: int) -> None:
+    weight, bias, x = (torch.randn(shape).bfloat16() for shape in ((50, 70), (50,), (rows, 70)))
+    out = NarrowLinear(weight, biases=[bias])(x)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), F.linear(x.double(), weight.double(), bias.double()), atol=0.1, rtol=0.01)
 
 
 def test_weights_in_bfloat16_are_computed_in_float32() -> None:

@@ -1,0 +1,166 @@
+"""A compiled decode step equals the plain one."""
+
+import copy
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lm.inference import compiled_step
+from lm.inference.compiled_step import CompiledStep, FlatWeights
+from lm.inference.engine import Engine
+from lm.inference.kv_cache import KVCache, decode_step
+from lm.inference.packed import prepare_for_inference
+from lm.kernels import whole_step
+from lm.model.config import ModelConfig
+from lm.model.moe_config import MoEConfig
+from lm.model.transformer import TransformerLM
+from tests.helpers.examples import examples
+from tests.helpers.generating import make_model
+
+LENGTH = 30
+
+
+def random_model(dtype: torch.dtype = torch.float32, **options: Any) -> TransformerLM:
+    model = TransformerLM(ModelConfig(**{"vocab_size": 50, "context_length": LENGTH, **options}), dtype=dtype)
+    for name, parameter in model.requires_grad_(False).named_parameters():
+        if name.endswith((".bias", "norm.weight", "ln1.weight", "ln2.weight", "final.weight")):
+            parameter.uniform_(-2, 2)
+    return model
+
+
+def random_cache(config: ModelConfig, rows: int, dtype: torch.dtype = torch.float32) -> KVCache:
+    cache = KVCache(config, rows, LENGTH, torch.device("cpu"), dtype)
+    cache.keys.normal_()
+    cache.values.normal_()
+    return cache
+
+
+def random_inputs(config: ModelConfig, rows: int) -> Tensor:
+    """Ids and positions."""
+    return torch.stack([torch.randint(config.vocab_size or 1, (rows,)), torch.randint(LENGTH, (rows,))])
+
+
+def check(model: TransformerLM, prepared: TransformerLM, rows: int, tolerance: float) -> None:
+    """Compare logits and cache of two steps."""
+    config = model.config
+    expected_cache = random_cache(config, rows + 1)
+    cache = copy.deepcopy(expected_cache)
+    assert isinstance(prepared.flat_weights, FlatWeights)
+    step = CompiledStep(prepared, prepared.flat_weights.network, cache)
+    for _ in range(2):
+        inputs = random_inputs(config, rows)
+        expected = decode_step(model, expected_cache, inputs, int(inputs[1].max()))
+        actual = step(inputs, int(inputs[1].max()))
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(cache.keys, expected_cache.keys, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(cache.values, expected_cache.values, rtol=tolerance, atol=tolerance)
+
+
+@examples(60)
+@given(
+    rows=st.integers(1, 9),
+    num_layers=st.integers(1, 3),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    head_dim=st.sampled_from([2, 6, 34, 64]),
+    d_model=st.sampled_from([2, 7, 64, 130]),
+    d_ff=st.sampled_from([1, 5, 64, 150]),
+    vocab_size=st.integers(1, 60),
+    qk_norm=st.booleans(),
+    qkv_bias=st.booleans(),
+    position_encoding=st.sampled_from(["rope", "none"]),
+    tied_embeddings=st.booleans(),
+    logit_softcap=st.sampled_from([0.0, 3.0]),
+    threads=st.sampled_from([1, 2, 5]),
+    seed=st.integers(0, 99),
+)
+def test_it_equals_the_plain_step(
+    rows: int, kv_heads: int, group: int, threads: int, seed: int, **options: Any
+) -> None:
+    torch.manual_seed(seed)
+    model = random_model(num_kv_heads=kv_heads, num_heads=kv_heads * group, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled_step, "_MIN_BYTES_FOR_THREADS", 0)
+        patch.setattr(torch, "get_num_threads", lambda: threads)
+        check(model, prepare_for_inference(copy.deepcopy(model)), rows, 1e-4)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_bfloat16_is_as_close_as_the_plain_step(qk_norm: bool) -> None:
+    """To the step in float32 with the same weights."""
+    torch.manual_seed(0)
+    narrow = random_model(torch.bfloat16, d_model=128, num_layers=3, num_heads=2, d_ff=256, qk_norm=qk_norm)
+    wide = copy.deepcopy(narrow).float()
+    caches = [random_cache(narrow.config, 4, torch.bfloat16)]
+    caches.append(copy.deepcopy(caches[0]))
+    exact_cache = copy.deepcopy(caches[0])
+    exact_cache.keys, exact_cache.values = exact_cache.keys.float(), exact_cache.values.float()
+    inputs = random_inputs(narrow.config, 4)
+    exact = decode_step(wide, exact_cache, inputs, LENGTH - 1)
+    plain = decode_step(narrow, caches[0], inputs, LENGTH - 1)
+    prepared = prepare_for_inference(narrow)
+    assert isinstance(prepared.flat_weights, FlatWeights)
+    actual = CompiledStep(prepared, prepared.flat_weights.network, caches[1])(inputs, LENGTH - 1)
+    assert (actual - exact).norm() < (plain - exact).norm()
+    for cache, expected in ((caches[1].keys, exact_cache.keys), (caches[1].values, exact_cache.values)):
+        torch.testing.assert_close(cache.float(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_each_thread_alone_completes_the_step(begins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other thread begins when all is done, or not at all."""
+
+    class LatePool:
+        def submit(self, function: Any, *arguments: Any) -> "Future[None]":
+            late: Future[None] = Future()
+            if begins:
+                late.set_running_or_notify_cancel()
+                late.result = lambda timeout=None: function(*arguments)  # type: ignore[method-assign]
+            return late
+
+    monkeypatch.setattr(compiled_step, "_MIN_BYTES_FOR_THREADS", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(compiled_step, "thread_pool", LatePool)
+    model = random_model(d_model=32, num_layers=2, num_heads=2, d_ff=48)
+    check(model, prepare_for_inference(copy.deepcopy(model)), 2, 1e-5)
+
+
+def test_the_number_of_sections() -> None:
+    """All of them are used: the last one is the head."""
+    model = prepare_for_inference(random_model(d_model=32, num_layers=2, num_heads=2, d_ff=48))
+    assert isinstance(model.flat_weights, FlatWeights)
+    step = CompiledStep(model, model.flat_weights.network, random_cache(model.config, 1))
+    step(random_inputs(model.config, 1), LENGTH - 1)
+    progress = step._step.progress.reshape(-1, 2)
+    assert len(progress) == 2 * whole_step.SECTIONS_OF_LAYER + 1
+    assert (progress[:, 1] == 1).all()
+
+
+OTHER_MODELS: list[dict[str, Any]] = [
+    {"norm_placement": "post"},
+    {"feed_forward": "silu"},
+    {"moe": MoEConfig(num_experts=4)},
+]
+
+
+@pytest.mark.parametrize("options", OTHER_MODELS, ids=str)
+def test_other_models_take_the_plain_step(options: dict[str, Any]) -> None:
+    model = prepare_for_inference(make_model(**options))
+    assert not isinstance(Engine(model, 1)._decode_step, CompiledStep)
+    assert isinstance(Engine(prepare_for_inference(make_model()), 1)._decode_step, CompiledStep)
+
+
+def test_matrices_share_the_flat_array() -> None:
+    """The model does not keep the weights of the plain layout twice."""
+    for quantization in ("none", "int8"):
+        model = prepare_for_inference(make_model(), quantization=quantization)
+        assert isinstance(model.flat_weights, FlatWeights)
+        array = model.flat_weights.network.weights
+        matrices: list[Any] = [model.lm_head, *(layer.ffn.w2 for layer in model.layers)]  # type: ignore[union-attr]
+        start, end = array.ctypes.data, array.ctypes.data + array.nbytes
+        assert all(start <= matrix.weight.data_ptr() < end for matrix in matrices)
