@@ -158,7 +158,7 @@ def test_metrics_count_requests_tokens_and_latencies(client: TestClient) -> None
 
     before = read()
     assert before["textmill_running_completions",] == before["textmill_waiting_completions",] == 0
-    body = {"prompt": ["ab", "cde"], "max_tokens": 4, "n": 1}
+    body = {"prompt": ["ab", "cde"], "max_tokens": 4, "n": 1, "logit_bias": {"256": -100}}  # without an end of text
     assert client.post("/v1/completions", json=body, headers=bearer(KEY)).status_code == 200
     assert client.post("/v1/completions", json=body | {"stream": True}, headers=bearer(KEY)).status_code == 200
     client.post("/v1/completions", json={}, headers=bearer(KEY))
