@@ -7,8 +7,8 @@ are measured with the same weights, precision, threads and prompts, and greedy d
 - ``transformers``: ``generate`` of ``LlamaForCausalLM`` with its defaults
 - ``compiled``: the same with a static cache and torch.compile
 
-Ours is also measured with weights of 8 bits (``int8``), beside itself in the other precisions. On CPUs, one sequence at
-a time, ``llama.cpp`` is a peer too, its ``q8_0`` that of ``int8``; see :mod:`benchmarks.llama_cpp`.
+Ours is also measured with weights of 8 bits (``int8``), beside itself in the other precisions. On CPUs ``llama.cpp`` is
+a peer too, its ``q8_0`` that of ``int8``; see :mod:`benchmarks.llama_cpp`.
 
 Each measurement is a process. It prefills the prompts, then generates tokens step by step. The implementations take
 turns; the results are medians over steps and rounds. In float32 all must generate the same tokens.
@@ -67,7 +67,9 @@ JOBS = [
     for implementation in IMPLEMENTATIONS
 ]
 CPU_JOBS = [Job("ours", "int8", batch) for batch in (1, 8, 64)]
-LLAMA_CPP_JOBS = [Job("llama.cpp", precision, 1) for precision in ("float32", "bfloat16", "int8")]
+LLAMA_CPP_JOBS = [
+    Job("llama.cpp", precision, batch) for precision in ("float32", "bfloat16", "int8") for batch in (1, 8)
+]
 
 
 class Timing(NamedTuple):
@@ -170,8 +172,8 @@ def measure(job: Job, shape: str, device: torch.device) -> dict[str, Any]:
     cached = job.batch * (prompts.shape[1] + steps // 2) * 2 * config.num_layers * config.d_model
     if job.implementation == "llama.cpp":
         weight_type: Any = "q8_0" if is_int8 else job.precision
-        measured = llama_cpp.generate(model, prompts[0].tolist(), steps, weight_type, torch.get_num_threads())
-        timing = make_timing([time / 1000 for time in measured.times], [measured.ids])
+        measured = llama_cpp.generate(model, prompts.tolist(), steps, weight_type, torch.get_num_threads())
+        timing = make_timing([time / 1000 for time in measured.times], measured.ids)
     elif job.implementation == "ours":
         timing = ours(model, prompts, steps, dtype, "int8" if is_int8 else "none")
     else:

@@ -18,19 +18,24 @@ from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.tokenizer import Tokenizer
 
 SCRIPT = """
-const [library, path, prompt, count, threads] = process.argv.slice(2);
+const [library, path, prompts, count, threads] = process.argv.slice(2);
+const all = JSON.parse(prompts);
 const {getLlama} = await import(library);
 const llama = await getLlama({gpu: false, build: "never", skipDownload: true, maxThreads: Number(threads)});
 const model = await llama.loadModel({modelPath: path});
-const context = await model.createContext({contextSize: 1024, threads: Number(threads)});
-const sequence = context.getSequence();
+const context = await model.createContext({contextSize: 1024, threads: Number(threads), sequences: all.length});
+const sequences = all.map(() => context.getSequence());
 for (let run = 0; run < 2; run++) {
-    await sequence.clearHistory();
-    const times = [performance.now()], ids = [];
-    for await (const id of sequence.evaluate(JSON.parse(prompt), {temperature: 0, yieldEogToken: true})) {
+    for (const sequence of sequences) await sequence.clearHistory();
+    const times = [performance.now()], ids = all.map(() => []);
+    const options = {temperature: 0, yieldEogToken: true};
+    const texts = sequences.map((sequence, i) => sequence.evaluate(all[i], options));
+    for (let step = 0; step < Number(count); step++) {
+        const results = await Promise.all(texts.map(text => text.next()));
         times.push(performance.now());
-        if (ids.push(id) >= Number(count)) break;
+        results.forEach((result, i) => ids[i].push(result.value));
     }
+    for (const text of texts) await text.return();
     console.log("RESULT " + JSON.stringify({times, ids}));
 }
 process.exit(0);
@@ -38,10 +43,10 @@ process.exit(0);
 
 
 class Measured(NamedTuple):
-    """Milliseconds of the clock at the start and after each id, and the ids."""
+    """Milliseconds of the clock at the start and after each id of all sequences, and the ids."""
 
     times: list[float]
-    ids: list[int]
+    ids: list[list[int]]
 
 
 def find_package() -> Path | None:
@@ -50,7 +55,7 @@ def find_package() -> Path | None:
     return next((folder for folder in folders if folder.is_dir() and shutil.which("node")), None)
 
 
-def generate(model: TransformerLM, prompt: list[int], count: int, weights: GGUFType, threads: int) -> Measured:
+def generate(model: TransformerLM, prompts: list[list[int]], count: int, weights: GGUFType, threads: int) -> Measured:
     """Return the times of the second of two runs."""
     tokenizer = Tokenizer({**{i: bytes([i]) for i in range(256)}, 256: b"ab"}, [(b"a", b"b")], [END_OF_TEXT])
     with tempfile.TemporaryDirectory() as folder:
@@ -58,7 +63,7 @@ def generate(model: TransformerLM, prompt: list[int], count: int, weights: GGUFT
         save_gguf(model, tokenizer, path, weights)
         script.write_text(SCRIPT, encoding="utf-8")
         library = f"{find_package()}/dist/index.js"
-        command: list[Any] = ["node", script, library, path, json.dumps(prompt), count, threads]
+        command: list[Any] = ["node", script, library, path, json.dumps(prompts), count, threads]
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
     lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     return Measured(**json.loads(lines[-1]))

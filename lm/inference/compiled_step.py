@@ -1,6 +1,7 @@
-"""A decode step of few rows on a CPU as one call of a compiled kernel for each thread: :mod:`lm.kernels.whole_step`."""
+"""A step of few tokens on a CPU as one call of a compiled kernel for each thread: :mod:`lm.kernels.whole_step`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from lm.kernels.whole_step import Network, Step
 from lm.model.norm import RMSNorm
 from lm.model.transformer import TransformerLM
 
-_MAX_ROWS = 8
+MAX_TOKENS = 64
 _MIN_BYTES_FOR_THREADS = 1 << 22  # of the weights; below, waking a thread takes longer than it saves
 _PORTIONS_OF_THREAD = 8
 
@@ -75,11 +76,10 @@ def _join(tensors: Sequence[Tensor]) -> np.ndarray[Any, Any]:
 
 
 class CompiledStep:
-    """:func:`lm.inference.kv_cache.decode_step`, for few rows with the kernel."""
+    """Computes a few new tokens with the kernel. It has the memory for ``MAX_TOKENS``."""
 
     def __init__(self, model: TransformerLM, network: Network, cache: KVCache) -> None:
         self._model, self._network, self._cache = model, network, cache
-        self._max_rows = rows = min(_MAX_ROWS, cache.keys.shape[1])
         attention, length = network.attention, cache.keys.shape[3]
         sizes = {
             "x": network.d_model,
@@ -92,33 +92,66 @@ class CompiledStep:
         }
         num_threads = torch.get_num_threads() if network.weights.nbytes > _MIN_BYTES_FOR_THREADS else 1
         self._step = Step(
-            rows,
+            0,
             portions=1 if num_threads == 1 else num_threads * _PORTIONS_OF_THREAD,
+            has_logits=False,
             progress=np.zeros(2 * (kernels.SECTIONS_OF_LAYER * network.num_layers + 1), np.int64),
-            **{name: np.empty(rows * size, np.float32) for name, size in sizes.items()},
+            **{name: np.empty(MAX_TOKENS * size, np.float32) for name, size in sizes.items()},
         )
-        normed = np.empty((num_threads, rows * network.d_model), np.float32)
+        normed = np.empty((num_threads, MAX_TOKENS * network.d_model), np.float32)
         scratch = np.empty((num_threads, 2 * attention.width + length + 4), np.float32)
         self._threads = list(zip(normed, scratch, strict=True))
 
-    def __call__(self, inputs: Tensor, max_position: int) -> Tensor:
-        """Return logits (B, V) as ``decode_step`` does. The next call overwrites them."""
+    def decode(self, inputs: Tensor, max_position: int) -> Tensor:
+        """Return logits (B, V) as :func:`lm.inference.kv_cache.decode_step` does. The next call overwrites them."""
         ids, positions = inputs
-        if len(ids) > self._max_rows:
+        if len(ids) > MAX_TOKENS:
             return decode_step(self._model, self._cache, inputs, max_position)
-        step, keys, values = self._step._replace(rows=len(ids)), self._cache.keys, self._cache.values
+        step = self._run(ids, torch.arange(len(ids)), positions, has_logits=True)
+        return self._model.cap_logits(_rows(step.logits, len(ids)))
+
+    def hidden_states(self, ids: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """Compute tokens (N,) at ``positions`` (N,) of ``rows`` (N,) of the cache; return hidden states (N, D)."""
+        step = self._run(ids, rows, positions, has_logits=False)
+        out: Tensor = self._model.ln_final(_rows(step.x, len(ids)).to(self._cache.keys.dtype))
+        return out
+
+    def _run(self, ids: Tensor, rows: Tensor, positions: Tensor, has_logits: bool) -> Step:
+        step = self._step._replace(tokens=len(ids), has_logits=has_logits)
         step.progress.fill(0)
-        self._rows(step.x, len(ids))[:] = self._model.token_embeddings(ids)
-        pairs, length = keys.shape[1] * keys.shape[2], keys.shape[3]
-        cache = CacheArrays(flat_array(keys), flat_array(values), pairs, length, positions.numpy())
+        _rows(step.x, len(ids))[:] = self._model.token_embeddings(ids)
+        _, num_rows, _, length, _ = self._cache.keys.shape
+        cache = CacheArrays(
+            flat_array(self._cache.keys),
+            flat_array(self._cache.values),
+            num_rows,
+            length,
+            rows.numpy(),
+            positions.numpy(),
+        )
         jobs: list[tuple[Any, ...]] = [(self._network, cache, step, *own) for own in self._threads]
         futures = [thread_pool().submit(kernels.run_step, *job) for job in jobs[1:]]
         kernels.run_step(*jobs[0])
         for future in futures:
             if not future.cancel():  # the step is complete even if a thread did not begin
                 future.result()
-        return self._model.cap_logits(self._rows(step.logits, len(ids)))
+        return step
 
-    def _rows(self, array: np.ndarray[Any, Any], count: int) -> Tensor:
-        """Return the first rows of a buffer."""
-        return torch.from_numpy(array).view(self._max_rows, -1)[:count]
+
+@contextmanager
+def resting_torch_threads() -> Iterator[None]:
+    """Run torch's operators in one thread.
+
+    Its other threads spin for milliseconds after each operator, on the processors that the kernel needs next.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _rows(array: np.ndarray[Any, Any], count: int) -> Tensor:
+    """Return the first rows of a buffer."""
+    return torch.from_numpy(array).view(MAX_TOKENS, -1)[:count]

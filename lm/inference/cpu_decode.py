@@ -67,7 +67,7 @@ class AttentionKernel:
         rows, kv_heads, width = len(qkv), self.layer.kv_heads, self.layer.width
         out = torch.empty((rows, 1, self.layer.heads * width), dtype=qkv.dtype)
         positions, length = cached.positions.numpy(), cached.keys.shape[2]
-        kv_cache = KVCache(flat_array(cached.keys), flat_array(cached.values), rows * kv_heads, length, positions)
+        kv_cache = KVCache(flat_array(cached.keys), flat_array(cached.values), rows, length, np.arange(rows), positions)
         bytes_read = 2 * rows * kv_heads * cached.max_position * width * qkv.itemsize
         threads = torch.get_num_threads() if bytes_read > _MIN_BYTES_FOR_THREADS else 1
         scratch = np.empty((threads, 2 * width + cached.max_position + 4), np.float32)

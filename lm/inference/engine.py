@@ -6,6 +6,7 @@ batching).
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lm.common.errors import UserError
-from lm.inference.compiled_step import CompiledStep, FlatWeights
+from lm.inference.compiled_step import MAX_TOKENS, CompiledStep, FlatWeights, resting_torch_threads
 from lm.inference.config import SampleConfig
 from lm.inference.cuda_graphs import DecodeGraphs
 from lm.inference.kv_cache import KVCache, decode_step
@@ -112,12 +113,15 @@ class Engine:
         self._prefix_cache: PrefixCache | None = None
         if prefix_cache_bytes:
             self._prefix_cache = PrefixCache(model.config, prefix_cache_bytes, self.device, parameter.dtype)
-        self.prefill = Prefill(model, self._cache, self._prefix_cache)
+        weights = getattr(model, "flat_weights", None)
+        self._compiled_step: CompiledStep | None = None
         self._decode_step: Callable[[Tensor, int], Tensor] = partial(decode_step, model, self._cache)
-        if self.device.type == "cuda":
+        if isinstance(weights, FlatWeights):
+            self._compiled_step = CompiledStep(model, weights.network, self._cache)
+            self._decode_step = self._compiled_step.decode
+        elif self.device.type == "cuda":
             self._decode_step = DecodeGraphs(model, self._cache)
-        elif isinstance(weights := getattr(model, "flat_weights", None), FlatWeights):
-            self._decode_step = CompiledStep(model, weights.network, self._cache)
+        self.prefill = Prefill(model, self._cache, self._prefix_cache, self._compiled_step)
         self._sampler: Sampler | None = None  # of the active generations
         self._editors: dict[Generation, LogitEditor] = {}  # of the active generations that need one
         self._lookups: dict[Generation, PromptLookup] = {}  # of the active generations with speculative decoding
@@ -263,8 +267,10 @@ class Engine:
         logits = logits.float()  # argmax and max are slow in bfloat16
         uniform = torch.tensor([generation.next_uniform() for generation in generations], device=self.device)
         sampler = self._choose_sampler(generations)
-        ids = sampler.sample(self._edit(logits, generations) if self._editors else logits, uniform)
-        scores = self._score(logits, ids, generations)
+        has_few_rows = self._compiled_step is not None and len(logits) <= MAX_TOKENS
+        with resting_torch_threads() if has_few_rows else nullcontext():
+            ids = sampler.sample(self._edit(logits, generations) if self._editors else logits, uniform)
+            scores = self._score(logits, ids, generations)
         id_list: list[int] = ids.tolist()
         for row, (generation, token_id) in enumerate(zip(generations, id_list, strict=True)):
             if not generation.finish_reason:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lm.inference.compiled_step import MAX_TOKENS, CompiledStep
 from lm.inference.kv_cache import KVCache
 from lm.inference.prefix_cache import BLOCK_TOKENS, PrefixCache
 from lm.model.transformer import TransformerLM
@@ -32,10 +33,15 @@ class Prefilled(NamedTuple):
 
 
 class Prefill:
-    """Computes sequences with ``model`` into rows of ``cache``. ``num_computed`` counts the tokens computed so far."""
+    """Computes sequences with ``model``, few tokens with ``step``, into rows of ``cache``.
 
-    def __init__(self, model: TransformerLM, cache: KVCache, prefix_cache: PrefixCache | None) -> None:
-        self._model, self._cache, self._prefix_cache = model, cache, prefix_cache
+    ``num_computed`` counts the tokens computed so far.
+    """
+
+    def __init__(
+        self, model: TransformerLM, cache: KVCache, prefix_cache: PrefixCache | None, step: CompiledStep | None
+    ) -> None:
+        self._model, self._cache, self._prefix_cache, self._step = model, cache, prefix_cache, step
         self._device = cache.keys.device
         self.num_computed = 0
 
@@ -86,6 +92,11 @@ class Prefill:
         if not suffixes:
             return []
         lengths = [len(suffix) for suffix in suffixes]
+        if self._step is not None and sum(lengths) <= MAX_TOKENS:
+            positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
+            token_rows = torch.tensor(row_list).repeat_interleave(torch.tensor(lengths))
+            ids = torch.tensor([token for suffix in suffixes for token in suffix])
+            return list(self._step.hidden_states(ids, token_rows, positions).split(lengths))
         longest = max(lengths)
         ids = torch.tensor([[*suffix, *[0] * (longest - len(suffix))] for suffix in suffixes], device=self._device)
         rows = torch.tensor(row_list, device=self._device)

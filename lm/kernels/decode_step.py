@@ -1,4 +1,4 @@
-"""CPU kernels of a decode step without its matrix products: RMSNorm, and attention of one new token per row.
+"""CPU kernels of a decode step without its matrix products: RMSNorm, and attention of few new tokens.
 
 The work is small; torch needs many operators for it, whose calls take longer. Arrays are flat. Those of ``Stored``
 are float32, or bfloat16 as uint16, the upper half of a float32. References: :mod:`lm.model.attention` and
@@ -36,11 +36,12 @@ class AttentionLayer(NamedTuple):
 class KVCache(NamedTuple):
     """Keys and values of one layer, or of several."""
 
-    keys: Stored  # (layers, rows, kv_heads, length, K)
+    keys: Stored  # (layers, num_rows, kv_heads, length, K)
     values: Stored
-    pairs: int  # rows · kv_heads
+    num_rows: int
     length: int
-    positions: Int64s  # (B,): of the new token, in each of the first B rows
+    rows: Int64s  # (N,): of the new tokens
+    positions: Int64s  # (N,): of the new tokens in their rows
 
 
 @fastmath_kernel
@@ -182,35 +183,52 @@ def _average_values(
 
 
 @fastmath_helper
+def store_pair(layer: AttentionLayer, number: int, cache: KVCache, qkv: Stored, pair: int) -> None:
+    """Store the key and the value of a token and a kv head in the cache; ``number`` is the layer in the arrays."""
+    heads, kv_heads, width = layer.heads, layer.kv_heads, layer.width
+    token, kv_head = pair // kv_heads, pair % kv_heads
+    position, start = cache.positions[token], token * (heads + 2 * kv_heads) * width
+    key, value = start + (heads + kv_head) * width, start + (heads + kv_heads + kv_head) * width
+    place = _find_keys(layer, number, cache, token, kv_head) + position * width
+    _rotate_head(layer, qkv, key, 2 * number + _ONE, position, cache.keys, place)
+    for i in range(width):
+        write_float(cache.values, place + i, read_float(qkv, value + i))
+
+
+@fastmath_helper
+def _find_keys(layer: AttentionLayer, number: int, cache: KVCache, token: int, kv_head: int) -> int:
+    """Return the index of the first key of a token's sequence."""
+    row = number * cache.num_rows + cache.rows[token]
+    return (row * layer.kv_heads + kv_head) * cache.length * layer.width
+
+
+@fastmath_helper
 def attend_pair(
     layer: AttentionLayer, number: int, cache: KVCache, qkv: Stored, pair: int, scratch: Floats, out: Stored
 ) -> None:
-    """Compute one pair of a row and a kv head of :func:`attend`, in the layer ``number`` of the arrays."""
+    """Compute the attention of a token and the heads that share a kv head, as :func:`attend` does."""
     heads, kv_heads, width = layer.heads, layer.kv_heads, layer.width
     group = heads // kv_heads
-    row, kv_head = pair // kv_heads, pair % kv_heads
-    position = cache.positions[row]
-    base, start = (number * cache.pairs + pair) * cache.length * width, row * (heads + 2 * kv_heads) * width
-    key, value = start + (heads + kv_head) * width, start + (heads + kv_heads + kv_head) * width
-    _rotate_head(layer, qkv, key, 2 * number + _ONE, position, cache.keys, base + position * width)
-    for i in range(width):
-        write_float(cache.values, base + position * width + i, read_float(qkv, value + i))
+    token, kv_head = pair // kv_heads, pair % kv_heads
+    position, start = cache.positions[token], token * (heads + 2 * kv_heads) * width
+    base = _find_keys(layer, number, cache, token, kv_head)
     for head in range(kv_head * group, (kv_head + 1) * group):
         _rotate_head(layer, qkv, start + head * width, 2 * number, position, scratch, _ZERO)
         largest = _score_keys(cache, base, position, width, scratch)
         total = _average_values(cache.values, base, position, width, largest, scratch)
         for i in range(width):
-            write_float(out, (row * heads + head) * width + i, read(scratch, width + i) / total)
+            write_float(out, (token * heads + head) * width + i, read(scratch, width + i) / total)
 
 
 @fastmath_kernel
 def attend(
     layer: AttentionLayer, cache: KVCache, qkv: Stored, first: int, last: int, scratch: Floats, out: Stored
 ) -> None:
-    """Store the new keys and values in the cache, and write the attention of the new queries to ``out`` (B, H, K).
+    """Store the new keys and values in the cache, and write the attention of the new queries to ``out`` (N, H, K).
 
-    ``qkv`` (B, H + 2 kv_heads, K) holds queries, keys and values. Only pairs of a row and a kv head from ``first`` to
-    ``last`` are computed. ``scratch`` has 2 K + 3 entries and one per key.
+    ``qkv`` (N, H + 2 kv_heads, K) holds queries, keys and values of tokens of different rows. Only pairs of a token and
+    a kv head from ``first`` to ``last`` are computed. ``scratch`` has 2 K + 3 entries and one per key.
     """
     for pair in range(first, last):
+        store_pair(layer, _ZERO, cache, qkv, pair)
         attend_pair(layer, _ZERO, cache, qkv, pair, scratch, out)

@@ -27,6 +27,7 @@ class Matrix(NamedTuple):
     columns: Int
 
 
+_TILE: int = 16  # outputs whose weights stay in the processor's cache for all rows
 _BLOCK = np.int64(64)  # columns that the vector instructions compute; the rest is added one by one
 
 
@@ -55,18 +56,24 @@ def multiply_part(matrix: Matrix, x: Floats, rows: int, first: int, last: int, o
     noinline()
     weights, scales, weights_start, scales_start, outputs, columns = matrix
     main = columns // _BLOCK * _BLOCK
-    for output in range(first, last, 2):
-        num_outputs, at, row = min(2, last - output), weights_start + output * columns, 0
-        while num_outputs == 2 and row + 4 <= rows:
-            products = dot_two_by_four(weights, at, x, row * columns, main, columns)
-            for i in range(8):
-                write(out, (row + i % 4) * outputs + output + i // 4, products[i])
-            row += 4
+    for tile in range(first, last, _TILE):
+        tile_end, row = min(tile + _TILE, last), 0
         while row < rows:
-            for i in range(num_outputs):
-                (product,) = dot(weights, at + i * columns, x, row * columns, main, columns)
-                write(out, row * outputs + output + i, product)
-            row += 1
+            num_rows = 4 if row + 4 <= rows else 1
+            xt, output = row * columns, tile
+            while output < tile_end:
+                at, place = weights_start + output * columns, row * outputs + output
+                if num_rows == 4 and output + 2 <= tile_end:
+                    products = dot_two_by_four(weights, at, x, xt, main, columns)
+                    for i in range(8):
+                        write(out, place + i % 4 * outputs + i // 4, products[i])
+                    output += 2
+                else:
+                    for i in range(num_rows):
+                        (product,) = dot(weights, at, x, xt + i * columns, main, columns)
+                        write(out, place + i * outputs, product)
+                    output += 1
+            row += num_rows
     if main < columns:
         for row in range(rows):
             for output in range(first, last):

@@ -1,4 +1,4 @@
-"""A whole decode step, all layers and the head, by several threads: :func:`lm.inference.kv_cache.decode_step`.
+"""A step of a few tokens through all layers and the head, by several threads.
 
 Between operators, torch waits for all its threads and runs Python; a step of a small model has a hundred operators.
 Here the step is one call for each thread. It is a sequence of sections, such as a product, each divided into portions.
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lm.kernels.decode_step import AttentionLayer, KVCache, attend_pair, exp, normalize_rows
+from lm.kernels.decode_step import AttentionLayer, KVCache, attend_pair, exp, normalize_rows, store_pair
 from lm.kernels.few_rows import Floats, Matrix, Weights, multiply_part
 from lm.kernels.jit import Int64s, fastmath_helper, fastmath_kernel
 from lm.kernels.simd import pause, read, read_shared, take_number, write, yield_processor
@@ -18,7 +18,7 @@ from lm.kernels.simd import pause, read, read_shared, take_number, write, yield_
 _ZERO, _ONE = np.int64(0), np.int64(1)  # not literals: numba would compile a helper for each value
 _NO_BIAS = np.int64(-1)
 _PAUSES_BEFORE_YIELD = 2000
-SECTIONS_OF_LAYER = 5
+SECTIONS_OF_LAYER = 6
 
 
 class Network(NamedTuple):
@@ -37,18 +37,19 @@ class Network(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What the threads of a step share."""
+    """What the threads of a step with N tokens share."""
 
-    rows: int
+    tokens: int
     portions: int  # of each section that is large enough
-    progress: Int64s  # (5 L + 1, 2): of each section the taken portions and the finished ones; zero before the step
-    x: Floats  # (rows, D): embeddings, then the residual stream
-    change: Floats  # (rows, D): of the residual stream
-    qkv: Floats  # (rows, (H + 2 kv_heads) K)
-    attended: Floats  # (rows, H K)
-    gate: Floats  # (rows, F)
-    value: Floats  # (rows, F)
-    logits: Floats  # (rows, V)
+    has_logits: bool  # whether they are computed
+    progress: Int64s  # (6 L + 1, 2): of each section the taken portions and the finished ones; zero before the step
+    x: Floats  # (N, D): embeddings, then the residual stream
+    change: Floats  # (N, D): of the residual stream
+    qkv: Floats  # (N, (H + 2 kv_heads) K)
+    attended: Floats  # (N, H K)
+    gate: Floats  # (N, F)
+    value: Floats  # (N, F)
+    logits: Floats  # (N, V)
 
 
 @fastmath_helper
@@ -93,7 +94,7 @@ def _normalize(network: Network, number: int, step: Step, section: int, out: Flo
     """Write the norm ``number`` of the residual stream to ``out``, of this thread, unless the section is all taken."""
     if read_shared(step.progress, 2 * section) < step.portions:
         width = network.d_model
-        normalize_rows(step.x, step.rows, network.gains, number * width, width, network.eps, out)
+        normalize_rows(step.x, step.tokens, network.gains, number * width, width, network.eps, out)
 
 
 @fastmath_helper
@@ -104,11 +105,23 @@ def _project(
     size = matrix.outputs
     first, last = _take(step, section, size)
     while first < last:
-        multiply_part(matrix, normed, step.rows, first, last, out)
+        multiply_part(matrix, normed, step.tokens, first, last, out)
         if bias_start != _NO_BIAS:
-            for row in range(step.rows):
+            for token in range(step.tokens):
                 for i in range(first, last):
-                    write(out, row * size + i, read(out, row * size + i) + read(biases, bias_start + i))
+                    write(out, token * size + i, read(out, token * size + i) + read(biases, bias_start + i))
+        first, last = _finish(step, section, size)
+    return _wait(step, section, size)
+
+
+@fastmath_helper
+def _store(network: Network, layer: int, cache: KVCache, step: Step, section: int) -> int:
+    """Compute a section: the keys and values enter the cache, also for later tokens of this step."""
+    size = step.tokens * network.attention.kv_heads
+    first, last = _take(step, section, size)
+    while first < last:
+        for pair in range(first, last):
+            store_pair(network.attention, layer, cache, step.qkv, pair)
         first, last = _finish(step, section, size)
     return _wait(step, section, size)
 
@@ -116,7 +129,7 @@ def _project(
 @fastmath_helper
 def _attend(network: Network, layer: int, cache: KVCache, step: Step, section: int, scratch: Floats) -> int:
     """Compute a section: attention."""
-    size = step.rows * network.attention.kv_heads
+    size = step.tokens * network.attention.kv_heads
     first, last = _take(step, section, size)
     while first < last:
         for pair in range(first, last):
@@ -131,10 +144,10 @@ def _gate(w1: Matrix, w3: Matrix, normed: Floats, step: Step, section: int) -> i
     gate, value, size = step.gate, step.value, w1.outputs
     first, last = _take(step, section, size)
     while first < last:
-        multiply_part(w1, normed, step.rows, first, last, gate)
-        multiply_part(w3, normed, step.rows, first, last, value)
-        for row in range(step.rows):
-            for at in range(row * size + first, row * size + last):
+        multiply_part(w1, normed, step.tokens, first, last, gate)
+        multiply_part(w3, normed, step.tokens, first, last, value)
+        for token in range(step.tokens):
+            for at in range(token * size + first, token * size + last):
                 z = read(gate, at)
                 small = exp(-abs(z))  # not of z, which may be positive
                 sigmoid = (np.float32(1) if z >= 0 else small) / (np.float32(1) + small)
@@ -149,9 +162,9 @@ def _add_product(matrix: Matrix, inputs: Floats, step: Step, section: int) -> in
     x, change, size = step.x, step.change, matrix.outputs
     first, last = _take(step, section, size)
     while first < last:
-        multiply_part(matrix, inputs, step.rows, first, last, change)
-        for row in range(step.rows):
-            for at in range(row * size + first, row * size + last):
+        multiply_part(matrix, inputs, step.tokens, first, last, change)
+        for token in range(step.tokens):
+            for at in range(token * size + first, token * size + last):
                 write(x, at, read(x, at) + read(change, at))
         first, last = _finish(step, section, size)
     return _wait(step, section, size)
@@ -159,10 +172,10 @@ def _add_product(matrix: Matrix, inputs: Floats, step: Step, section: int) -> in
 
 @fastmath_kernel
 def run_step(network: Network, cache: KVCache, step: Step, normed: Floats, scratch: Floats) -> None:
-    """Compute the logits of new tokens, whose embeddings are in ``step.x``.
+    """Run the layers and perhaps the head on new tokens, whose embeddings are in ``step.x``.
 
-    This thread alone uses ``normed`` (rows, D) and ``scratch``, which is as that of
-    :func:`lm.kernels.decode_step.attend`.
+    The tokens may be of one row of the cache or of several. This thread alone uses ``normed`` (N, D) and ``scratch``,
+    which is as that of :func:`lm.kernels.decode_step.attend`.
     """
     attention, d_model, d_ff = network.attention, network.d_model, network.d_ff
     head_width = attention.heads * attention.width
@@ -173,6 +186,7 @@ def run_step(network: Network, cache: KVCache, step: Step, normed: Floats, scrat
         matrix = _after(matrix, qkv_width, d_model)
         bias_start = layer * qkv_width if len(network.biases) else _NO_BIAS
         section = _project(matrix, network.biases, bias_start, normed, step, section, step.qkv)
+        section = _store(network, layer, cache, step, section)
         section = _attend(network, layer, cache, step, section, scratch)
         matrix = _after(matrix, d_model, head_width)
         section = _add_product(matrix, step.attended, step, section)
@@ -182,5 +196,7 @@ def run_step(network: Network, cache: KVCache, step: Step, normed: Floats, scrat
         section = _gate(w1, w3, normed, step, section)
         matrix = _after(w3, d_model, d_ff)
         section = _add_product(matrix, step.gate, step, section)
-    _normalize(network, 2 * network.num_layers, step, section, normed)
-    _project(_after(matrix, network.vocab_size, d_model), network.biases, _NO_BIAS, normed, step, section, step.logits)
+    if step.has_logits:
+        _normalize(network, 2 * network.num_layers, step, section, normed)
+        matrix = _after(matrix, network.vocab_size, d_model)
+        _project(matrix, network.biases, _NO_BIAS, normed, step, section, step.logits)

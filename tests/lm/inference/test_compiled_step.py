@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lm.inference import compiled_step
-from lm.inference.compiled_step import CompiledStep, FlatWeights
+from lm.inference.compiled_step import MAX_TOKENS, CompiledStep, FlatWeights
 from lm.inference.engine import Engine
 from lm.inference.kv_cache import KVCache, decode_step
 from lm.inference.packed import prepare_for_inference
+from lm.inference.prefill import Prefill
 from lm.kernels import whole_step
 from lm.model.config import ModelConfig
 from lm.model.moe_config import MoEConfig
@@ -55,7 +56,7 @@ def check(model: TransformerLM, prepared: TransformerLM, rows: int, tolerance: f
     for _ in range(2):
         inputs = random_inputs(config, rows)
         expected = decode_step(model, expected_cache, inputs, int(inputs[1].max()))
-        actual = step(inputs, int(inputs[1].max()))
+        actual = step.decode(inputs, int(inputs[1].max()))
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(cache.keys, expected_cache.keys, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(cache.values, expected_cache.values, rtol=tolerance, atol=tolerance)
@@ -90,6 +91,43 @@ def test_it_equals_the_plain_step(
         check(model, prepare_for_inference(copy.deepcopy(model)), rows, 1e-4)
 
 
+@examples(40)
+@given(
+    suffixes=st.dictionaries(st.integers(0, 4), st.tuples(st.integers(0, 20), st.integers(1, 10)), min_size=1),
+    threads=st.sampled_from([1, 3]),
+    quantization=st.sampled_from(["none", "int8"]),
+)
+def test_several_tokens_of_a_row(suffixes: dict[int, tuple[int, int]], threads: int, quantization: Any) -> None:
+    """The first number of each row is where the tokens begin, the second is how many there are."""
+    model = random_model(d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=48)
+    cache = random_cache(model.config, 5)
+    other_cache = copy.deepcopy(cache)
+    rows, starts = list(suffixes), [start for start, _ in suffixes.values()]
+    tokens = [tuple(torch.randint(50, (length,)).tolist()) for _, length in suffixes.values()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled_step, "_MIN_BYTES_FOR_THREADS", 0)
+        patch.setattr(torch, "get_num_threads", lambda: threads)
+        model = prepare_for_inference(model, quantization=quantization)
+        assert isinstance(model.flat_weights, FlatWeights)
+        step = CompiledStep(model, model.flat_weights.network, cache)
+    actual = Prefill(model, cache, None, step).compute(rows, tokens, starts)
+    expected = Prefill(model, other_cache, None, None).compute(rows, tokens, starts)
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(cache.keys, other_cache.keys, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(cache.values, other_cache.values, rtol=1e-4, atol=1e-4)
+
+
+def test_more_tokens_take_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepare_for_inference(make_model(context_length=100))
+    engine = Engine(model, MAX_TOKENS + 1)
+    monkeypatch.setattr(CompiledStep, "_run", None)
+    engine.prefill.compute([0], [tuple([1] * (MAX_TOKENS + 1))], [0])
+    engine._decode_step(torch.zeros(2, MAX_TOKENS + 1, dtype=torch.int64), 0)
+    with pytest.raises(TypeError):
+        engine.prefill.compute([0], [tuple([1] * MAX_TOKENS)], [0])
+
+
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_bfloat16_is_as_close_as_the_plain_step(qk_norm: bool) -> None:
     """To the step in float32 with the same weights."""
@@ -105,7 +143,7 @@ def test_bfloat16_is_as_close_as_the_plain_step(qk_norm: bool) -> None:
     plain = decode_step(narrow, caches[0], inputs, LENGTH - 1)
     prepared = prepare_for_inference(narrow)
     assert isinstance(prepared.flat_weights, FlatWeights)
-    actual = CompiledStep(prepared, prepared.flat_weights.network, caches[1])(inputs, LENGTH - 1)
+    actual = CompiledStep(prepared, prepared.flat_weights.network, caches[1]).decode(inputs, LENGTH - 1)
     assert (actual - exact).norm() < (plain - exact).norm()
     for cache, expected in ((caches[1].keys, exact_cache.keys), (caches[1].values, exact_cache.values)):
         torch.testing.assert_close(cache.float(), expected, rtol=0.02, atol=0.02)
@@ -135,7 +173,7 @@ def test_the_number_of_sections() -> None:
     model = prepare_for_inference(random_model(d_model=32, num_layers=2, num_heads=2, d_ff=48))
     assert isinstance(model.flat_weights, FlatWeights)
     step = CompiledStep(model, model.flat_weights.network, random_cache(model.config, 1))
-    step(random_inputs(model.config, 1), LENGTH - 1)
+    step.decode(random_inputs(model.config, 1), LENGTH - 1)
     progress = step._step.progress.reshape(-1, 2)
     assert len(progress) == 2 * whole_step.SECTIONS_OF_LAYER + 1
     assert (progress[:, 1] == 1).all()
@@ -151,8 +189,8 @@ OTHER_MODELS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OTHER_MODELS, ids=str)
 def test_other_models_take_the_plain_step(options: dict[str, Any]) -> None:
     model = prepare_for_inference(make_model(**options))
-    assert not isinstance(Engine(model, 1)._decode_step, CompiledStep)
-    assert isinstance(Engine(prepare_for_inference(make_model()), 1)._decode_step, CompiledStep)
+    assert Engine(model, 1)._compiled_step is None
+    assert Engine(prepare_for_inference(make_model()), 1)._compiled_step is not None
 
 
 def test_matrices_share_the_flat_array() -> None:
