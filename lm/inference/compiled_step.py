@@ -18,7 +18,7 @@ from lm.model.transformer import TransformerLM
 
 MAX_TOKENS = 64
 _MIN_BYTES_FOR_THREADS = 1 << 22  # of the weights; below, waking a thread takes longer than it saves
-_PORTIONS_OF_THREAD = 8
+_PORTIONS_OF_THREAD = 4
 
 
 class FlatWeights(nn.Module):
