@@ -16,7 +16,6 @@ from lm.kernels.whole_step import Network, Step
 from lm.model.norm import RMSNorm
 from lm.model.transformer import TransformerLM
 
-MAX_TOKENS = 64
 _MIN_BYTES_FOR_THREADS = 1 << 22  # of the weights; below, waking a thread takes longer than it saves
 _PORTIONS_OF_THREAD = 4
 
@@ -24,11 +23,13 @@ _PORTIONS_OF_THREAD = 4
 class FlatWeights(nn.Module):
     """The weights of a model after :mod:`lm.inference.packed` replaced its matrices, as the kernel needs them.
 
-    The matrices become views of one array. There is no forward pass.
+    The matrices become views of one array. The kernel is to compute up to ``max_tokens`` at a time. There is no forward
+    pass.
     """
 
-    def __init__(self, model: TransformerLM) -> None:
+    def __init__(self, model: TransformerLM, max_tokens: int) -> None:
         super().__init__()
+        self.max_tokens = max_tokens
         layers: Any = model.layers
         head: Any = model.lm_head
         matrices = [m for layer in layers for m in _matrices(layer)] + [head]
@@ -76,10 +77,11 @@ def _join(tensors: Sequence[Tensor]) -> np.ndarray[Any, Any]:
 
 
 class CompiledStep:
-    """Computes a few new tokens with the kernel. It has the memory for ``MAX_TOKENS``."""
+    """Computes up to ``max_tokens`` new tokens with the kernel."""
 
-    def __init__(self, model: TransformerLM, network: Network, cache: KVCache) -> None:
-        self._model, self._network, self._cache = model, network, cache
+    def __init__(self, model: TransformerLM, weights: FlatWeights, cache: KVCache) -> None:
+        self._model, self._network, self._cache = model, weights.network, cache
+        self.max_tokens, network = weights.max_tokens, weights.network
         attention, length = network.attention, cache.keys.shape[3]
         sizes = {
             "x": network.d_model,
@@ -96,30 +98,30 @@ class CompiledStep:
             portions=1 if num_threads == 1 else num_threads * _PORTIONS_OF_THREAD,
             has_logits=False,
             progress=np.zeros(2 * (kernels.SECTIONS_OF_LAYER * network.num_layers + 1), np.int64),
-            **{name: np.empty(MAX_TOKENS * size, np.float32) for name, size in sizes.items()},
+            **{name: np.empty(self.max_tokens * size, np.float32) for name, size in sizes.items()},
         )
-        normed = np.empty((num_threads, MAX_TOKENS * network.d_model), np.float32)
+        normed = np.empty((num_threads, self.max_tokens * network.d_model), np.float32)
         scratch = np.empty((num_threads, 2 * attention.width + length + 4), np.float32)
         self._threads = list(zip(normed, scratch, strict=True))
 
     def decode(self, inputs: Tensor, max_position: int) -> Tensor:
         """Return logits (B, V) as :func:`lm.inference.kv_cache.decode_step` does. The next call overwrites them."""
         ids, positions = inputs
-        if len(ids) > MAX_TOKENS:
+        if len(ids) > self.max_tokens:
             return decode_step(self._model, self._cache, inputs, max_position)
         step = self._run(ids, torch.arange(len(ids)), positions, has_logits=True)
-        return self._model.cap_logits(_rows(step.logits, len(ids)))
+        return self._model.cap_logits(self._rows(step.logits, len(ids)))
 
     def hidden_states(self, ids: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """Compute tokens (N,) at ``positions`` (N,) of ``rows`` (N,) of the cache; return hidden states (N, D)."""
         step = self._run(ids, rows, positions, has_logits=False)
-        out: Tensor = self._model.ln_final(_rows(step.x, len(ids)).to(self._cache.keys.dtype))
+        out: Tensor = self._model.ln_final(self._rows(step.x, len(ids)).to(self._cache.keys.dtype))
         return out
 
     def _run(self, ids: Tensor, rows: Tensor, positions: Tensor, has_logits: bool) -> Step:
         step = self._step._replace(tokens=len(ids), has_logits=has_logits)
         step.progress.fill(0)
-        _rows(step.x, len(ids))[:] = self._model.token_embeddings(ids)
+        self._rows(step.x, len(ids))[:] = self._model.token_embeddings(ids)
         _, num_rows, _, length, _ = self._cache.keys.shape
         cache = CacheArrays(
             flat_array(self._cache.keys),
@@ -137,6 +139,10 @@ class CompiledStep:
                 future.result()
         return step
 
+    def _rows(self, array: np.ndarray[Any, Any], count: int) -> Tensor:
+        """Return the first rows of a buffer."""
+        return torch.from_numpy(array).view(self.max_tokens, -1)[:count]
+
 
 @contextmanager
 def resting_torch_threads() -> Iterator[None]:
@@ -150,8 +156,3 @@ def resting_torch_threads() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(num_threads)
-
-
-def _rows(array: np.ndarray[Any, Any], count: int) -> Tensor:
-    """Return the first rows of a buffer."""
-    return torch.from_numpy(array).view(MAX_TOKENS, -1)[:count]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lm.common.errors import UserError
-from lm.inference.compiled_step import MAX_TOKENS, CompiledStep, FlatWeights, resting_torch_threads
+from lm.inference.compiled_step import CompiledStep, FlatWeights, resting_torch_threads
 from lm.inference.config import SampleConfig
 from lm.inference.cuda_graphs import DecodeGraphs
 from lm.inference.kv_cache import KVCache, decode_step
@@ -117,7 +117,7 @@ class Engine:
         self._compiled_step: CompiledStep | None = None
         self._decode_step: Callable[[Tensor, int], Tensor] = partial(decode_step, model, self._cache)
         if isinstance(weights, FlatWeights):
-            self._compiled_step = CompiledStep(model, weights.network, self._cache)
+            self._compiled_step = CompiledStep(model, weights, self._cache)
             self._decode_step = self._compiled_step.decode
         elif self.device.type == "cuda":
             self._decode_step = DecodeGraphs(model, self._cache)
@@ -267,7 +267,7 @@ class Engine:
         logits = logits.float()  # argmax and max are slow in bfloat16
         uniform = torch.tensor([generation.next_uniform() for generation in generations], device=self.device)
         sampler = self._choose_sampler(generations)
-        has_few_rows = self._compiled_step is not None and len(logits) <= MAX_TOKENS
+        has_few_rows = self._compiled_step is not None and len(logits) <= self._compiled_step.max_tokens
         with resting_torch_threads() if has_few_rows else nullcontext():
             ids = sampler.sample(self._edit(logits, generations) if self._editors else logits, uniform)
             scores = self._score(logits, ids, generations)

@@ -35,6 +35,7 @@ from lm.model.transformer import TransformerLM
 _MAX_KERNEL_NUMEL = 1 << 16  # larger tensors are faster with torch's operators
 MakeLinear = Callable[..., nn.Module]  # PackedLinear or NarrowLinear
 _MAX_KERNEL_ROWS = 4
+_MAX_STEP_TOKENS = 64  # with more, oneDNN is faster; with AVX-512 it computes more at a time, so fewer are left
 _NUM_PROMPT_TOKENS = 20  # more than few rows
 _EXPECTED_ROWS = 8  # oneDNN's hint for the layout; with 1 it keeps the slower plain layout for float32
 
@@ -207,7 +208,8 @@ def _pack(model: TransformerLM, make_linear: MakeLinear) -> None:
     if model.lm_head is None:
         model.lm_head = make_linear(model.token_embeddings.weight)  # type: ignore[assignment]
     if FlatWeights.is_possible(model):
-        model.flat_weights = FlatWeights(model)
+        is_faster = isinstance(model.lm_head, NarrowLinear) or torch.backends.cpu.get_cpu_capability() == "AVX2"
+        model.flat_weights = FlatWeights(model, _MAX_STEP_TOKENS if is_faster else _MAX_KERNEL_ROWS)
 
 
 def _replace_modules(module: nn.Module, make_linear: MakeLinear) -> None:

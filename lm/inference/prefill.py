@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lm.inference.compiled_step import MAX_TOKENS, CompiledStep
+from lm.inference.compiled_step import CompiledStep
 from lm.inference.kv_cache import KVCache
 from lm.inference.prefix_cache import BLOCK_TOKENS, PrefixCache
 from lm.model.transformer import TransformerLM
@@ -92,7 +92,7 @@ class Prefill:
         if not suffixes:
             return []
         lengths = [len(suffix) for suffix in suffixes]
-        if self._step is not None and sum(lengths) <= MAX_TOKENS:
+        if self._step is not None and sum(lengths) <= self._step.max_tokens:
             positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
             token_rows = torch.tensor(row_list).repeat_interleave(torch.tensor(lengths))
             ids = torch.tensor([token for suffix in suffixes for token in suffix])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lm.inference import compiled_step
-from lm.inference.compiled_step import MAX_TOKENS, CompiledStep, FlatWeights
+from lm.inference.compiled_step import CompiledStep, FlatWeights
 from lm.inference.engine import Engine
 from lm.inference.kv_cache import KVCache, decode_step
 from lm.inference.packed import prepare_for_inference
@@ -52,7 +52,7 @@ def check(model: TransformerLM, prepared: TransformerLM, rows: int, tolerance: f
     expected_cache = random_cache(config, rows + 1)
     cache = copy.deepcopy(expected_cache)
     assert isinstance(prepared.flat_weights, FlatWeights)
-    step = CompiledStep(prepared, prepared.flat_weights.network, cache)
+    step = CompiledStep(prepared, prepared.flat_weights, cache)
     for _ in range(2):
         inputs = random_inputs(config, rows)
         expected = decode_step(model, expected_cache, inputs, int(inputs[1].max()))
@@ -109,7 +109,7 @@ def test_several_tokens_of_a_row(suffixes: dict[int, tuple[int, int]], threads: 
         patch.setattr(torch, "get_num_threads", lambda: threads)
         model = prepare_for_inference(model, quantization=quantization)
         assert isinstance(model.flat_weights, FlatWeights)
-        step = CompiledStep(model, model.flat_weights.network, cache)
+        step = CompiledStep(model, model.flat_weights, cache)
     actual = Prefill(model, cache, None, step).compute(rows, tokens, starts)
     expected = Prefill(model, other_cache, None, None).compute(rows, tokens, starts)
     for one, other in zip(actual, expected, strict=True):
@@ -119,13 +119,14 @@ def test_several_tokens_of_a_row(suffixes: dict[int, tuple[int, int]], threads: 
 
 
 def test_more_tokens_take_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = prepare_for_inference(make_model(context_length=100))
-    engine = Engine(model, MAX_TOKENS + 1)
+    model = prepare_for_inference(make_model(context_length=100), quantization="int8")
+    limit = 64
+    engine = Engine(model, limit + 1)
     monkeypatch.setattr(CompiledStep, "_run", None)
-    engine.prefill.compute([0], [tuple([1] * (MAX_TOKENS + 1))], [0])
-    engine._decode_step(torch.zeros(2, MAX_TOKENS + 1, dtype=torch.int64), 0)
+    engine.prefill.compute([0], [tuple([1] * (limit + 1))], [0])
+    engine._decode_step(torch.zeros(2, limit + 1, dtype=torch.int64), 0)
     with pytest.raises(TypeError):
-        engine.prefill.compute([0], [tuple([1] * MAX_TOKENS)], [0])
+        engine.prefill.compute([0], [tuple([1] * limit)], [0])
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
@@ -143,7 +144,7 @@ def test_bfloat16_is_as_close_as_the_plain_step(qk_norm: bool) -> None:
     plain = decode_step(narrow, caches[0], inputs, LENGTH - 1)
     prepared = prepare_for_inference(narrow)
     assert isinstance(prepared.flat_weights, FlatWeights)
-    actual = CompiledStep(prepared, prepared.flat_weights.network, caches[1]).decode(inputs, LENGTH - 1)
+    actual = CompiledStep(prepared, prepared.flat_weights, caches[1]).decode(inputs, LENGTH - 1)
     assert (actual - exact).norm() < (plain - exact).norm()
     for cache, expected in ((caches[1].keys, exact_cache.keys), (caches[1].values, exact_cache.values)):
         torch.testing.assert_close(cache.float(), expected, rtol=0.02, atol=0.02)
@@ -172,7 +173,7 @@ def test_the_number_of_sections() -> None:
     """All of them are used: the last one is the head."""
     model = prepare_for_inference(random_model(d_model=32, num_layers=2, num_heads=2, d_ff=48))
     assert isinstance(model.flat_weights, FlatWeights)
-    step = CompiledStep(model, model.flat_weights.network, random_cache(model.config, 1))
+    step = CompiledStep(model, model.flat_weights, random_cache(model.config, 1))
     step.decode(random_inputs(model.config, 1), LENGTH - 1)
     progress = step._step.progress.reshape(-1, 2)
     assert len(progress) == 2 * whole_step.SECTIONS_OF_LAYER + 1
