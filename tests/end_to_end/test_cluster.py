@@ -159,7 +159,7 @@ def test_ray_makes_the_same_bytes(site: Site, text: str, tmp_path: Path) -> None
     assert set(site.server.states(run.id).values()) <= {"Completed", "Cached"}
 
 
-@pytest.mark.parametrize("stage", ["count", "encode"])
+@pytest.mark.parametrize("stage", [pytest.param("count", marks=pytest.mark.long), "encode"])
 @pytest.mark.parametrize("number", range(ROUNDS))
 def test_a_killed_worker_costs_only_the_part_that_it_worked_on(site: Site, text: str, stage: str, number: int) -> None:
     root, group = f"s3://corpus/killed-{stage}-{number}", f"{stage}-group"

@@ -149,7 +149,9 @@ def test_a_user_error_is_raised_here(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", "zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize(
+    "parallel", [*(pytest.param(name, marks=pytest.mark.long) for name in ("ddp", "zero1", "zero2")), "fsdp"]
+)
 def test_a_process_out_of_memory_is_named_and_the_training_resumes(
     tmp_path: Path, expected_rows: list[dict[str, Any]], parallel: ParallelKind
 ) -> None:
@@ -247,7 +249,9 @@ def test_a_killed_process_ends_the_others(running: Running, hangs: bool) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("running", ["zero1", "zero2", "fsdp"], indirect=True)
+@pytest.mark.parametrize(
+    "running", [*(pytest.param(name, marks=pytest.mark.long) for name in ("zero1", "zero2")), "fsdp"], indirect=True
+)
 def test_a_divided_training_goes_on_after_a_stop_and_a_kill(running: Running) -> None:
     """The stopped process is named, the killed one too, and a resumed training has the losses of one process."""
     parent, job, ranks = running

@@ -53,7 +53,10 @@ def test_a_method_trains_and_records_its_metrics(tmp_path: Path, method: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", SETTINGS)
+@pytest.mark.parametrize(
+    "method",
+    [name if name in ("sft", "reinforce") else pytest.param(name, marks=pytest.mark.long) for name in SETTINGS],
+)
 def test_killed_again_and_again(tmp_path: Path, method: str) -> None:
     # So many that the training is not over before the last kill. Steps with rollouts take longer.
     config = {"steps": (30 if method in ("reinforce", "ppo") else 200) * KILLS, "checkpoint_interval": 3}

@@ -65,8 +65,8 @@ def check_training(out: Path, expected: Path) -> None:
     "divisions",
     [
         [("fsdp", 4), ("zero1", 2), ("none", 1)],
-        [("zero2", 2), ("fsdp", 2), ("ddp", 2)],
-        [("none", 1), ("fsdp", 2), ("zero1", 4)],
+        pytest.param([("zero2", 2), ("fsdp", 2), ("ddp", 2)], marks=pytest.mark.long),
+        pytest.param([("none", 1), ("fsdp", 2), ("zero1", 4)], marks=pytest.mark.long),
     ],
 )
 def test_a_training_goes_on_with_another_division(
