@@ -17,14 +17,14 @@ from lm.model.norm import RMSNorm
 from lm.model.transformer import TransformerLM
 
 _MIN_BYTES_FOR_THREADS = 1 << 22  # of the weights; below, waking a thread takes longer than it saves
-_PORTIONS_OF_THREAD = 4
+_PORTIONS_OF_THREAD = 4  # with more, taking them costs more than the waits for the last one
 
 
 class FlatWeights(nn.Module):
     """The weights of a model after :mod:`lm.inference.packed` replaced its matrices, as the kernel needs them.
 
-    The matrices become views of one array. The kernel is to compute up to ``max_tokens`` at a time. There is no forward
-    pass.
+    The matrices become views of one array. The kernel is to compute up to ``max_tokens`` at a time. It is a module only
+    because the model holds it: it has no forward pass.
     """
 
     def __init__(self, model: TransformerLM, max_tokens: int) -> None:
@@ -94,7 +94,7 @@ class CompiledStep:
         }
         num_threads = torch.get_num_threads() if network.weights.nbytes > _MIN_BYTES_FOR_THREADS else 1
         self._step = Step(
-            0,
+            tokens=0,
             portions=1 if num_threads == 1 else num_threads * _PORTIONS_OF_THREAD,
             has_logits=False,
             progress=np.zeros(2 * (kernels.SECTIONS_OF_LAYER * network.num_layers + 1), np.int64),

@@ -96,9 +96,13 @@ def test_it_equals_the_plain_step(
     suffixes=st.dictionaries(st.integers(0, 4), st.tuples(st.integers(0, 20), st.integers(1, 10)), min_size=1),
     threads=st.sampled_from([1, 3]),
     quantization=st.sampled_from(["none", "int8"]),
+    seed=st.integers(0, 99),
 )
-def test_several_tokens_of_a_row(suffixes: dict[int, tuple[int, int]], threads: int, quantization: Any) -> None:
+def test_several_tokens_of_a_row(
+    suffixes: dict[int, tuple[int, int]], threads: int, quantization: Any, seed: int
+) -> None:
     """The first number of each row is where the tokens begin, the second is how many there are."""
+    torch.manual_seed(seed)
     model = random_model(d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=48)
     cache = random_cache(model.config, 5)
     other_cache = copy.deepcopy(cache)
@@ -120,7 +124,8 @@ def test_several_tokens_of_a_row(suffixes: dict[int, tuple[int, int]], threads: 
 
 def test_more_tokens_take_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model = prepare_for_inference(make_model(context_length=100), quantization="int8")
-    limit = 64
+    assert isinstance(model.flat_weights, FlatWeights)
+    limit = model.flat_weights.max_tokens
     engine = Engine(model, limit + 1)
     monkeypatch.setattr(CompiledStep, "_run", None)
     engine.prefill.compute([0], [tuple([1] * (limit + 1))], [0])
