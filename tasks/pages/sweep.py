@@ -131,14 +131,16 @@ def _label(report: "SweepReport", row: dict[str, Any]) -> str:
 
 
 def _loss_over_axis(report: "SweepReport", results: "list[TrialResult]", name: str) -> Iterator[str]:
-    """Draw the loss of each point over an axis with numbers, and a line through the best point of each value."""
+    """Draw the loss of each point over an axis with numbers, and a line through the best point of each value.
+
+    An option that only some cases set belongs to those cases, so the loss is not drawn over it.
+    """
     values = _values(report, name)
-    if len(values) < 2 or not all(_is_number(value) for value in values):
+    is_set_everywhere = all(name in settings for settings in report.settings)
+    if len(values) < 2 or not is_set_everywhere or not all(_is_number(value) for value in values):
         return
     points = [
-        (report.value(index, name), loss)
-        for index, result in enumerate(results)
-        if (loss := _loss(result)) is not None and report.value(index, name) is not None
+        (report.value(index, name), loss) for index, result in enumerate(results) if (loss := _loss(result)) is not None
     ]
     figure, axes = new_figure(f"Loss over {name}", name, _loss_axis(results[0].valid_bits_per_byte is not None))
     if points:

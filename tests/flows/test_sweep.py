@@ -49,7 +49,7 @@ GRID = SweepConfig(
     name="grid",
     base=BASE,
     axes=[
-        Axis(cases=[{"variant": "base"}, {"variant": "post-norm", "model.norm_placement": "post"}]),
+        Axis(cases=[{"variant": "base"}, {"variant": "post-norm", "model.norm_placement": "post", "model.d_ff": 48}]),
         Axis(option="train.max_lr", values=[0.003, DIVERGING]),
     ],
     derive={"train.warmup_steps": "train.steps // 6"},
@@ -93,6 +93,7 @@ def test_the_page_has_table_curves_axis_heat_map_and_best_configuration(finished
     for text in ("**4** points: 2 finished, 2 diverged", "Loss over steps", "Loss over tokens", "```yaml"):
         assert text in page
     assert "Loss over train.max_lr" in page
+    assert "Loss over model.d_ff" not in page, "it belongs to one variant"
     assert page.count("data:image/png") >= 3
 
 
