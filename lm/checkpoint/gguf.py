@@ -16,7 +16,7 @@ from lm.data.chat_template import END_TOKEN, has_chat_tokens, make_jinja_templat
 from lm.model.config import ModelConfig
 from lm.model.rope import rotary_frequencies
 from lm.model.transformer import TransformerLM
-from lm.text.patterns import DEEPSEEK_SPLITS, PATTERNS, REGEX_PATTERNS
+from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import END_OF_TEXT, Pattern
 from lm.tokenizer.formats.gpt2 import bytes_to_unicode, format_vocab
 from lm.tokenizer.tokenizer import Tokenizer
@@ -35,8 +35,7 @@ _PRETOKENIZERS: dict[tuple[Pattern, bool], str] = {
     (PATTERNS["llama3"], False): "smaug-bpe",
     (PATTERNS["llama3"], True): "llama-bpe",
     (PATTERNS["qwen2"], False): "qwen2",
-    (REGEX_PATTERNS["deepseek"], False): "deepseek-v3",
-    (DEEPSEEK_SPLITS, False): "deepseek-v3",
+    (PATTERNS["deepseek"], False): "deepseek-v3",
 }
 _MODULE_NAMES = {  # ours → GGUF's, in a block
     "attn.q_proj": "attn_q",
@@ -155,7 +154,7 @@ def _check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:
         raise UserError(
             f"The tokenizer has {tokenizer.size:,} ids, the model {config.vocab_size:,}; they do not belong together."
         )
-    names: dict[Pattern, str] = {pattern: name for name, pattern in (PATTERNS | REGEX_PATTERNS).items()}
+    names: dict[Pattern, str] = {pattern: name for name, pattern in PATTERNS.items()}
     supported = {names[pattern]: None for pattern, _ in _PRETOKENIZERS if pattern in names}
     if (tokenizer.pattern, False) not in _PRETOKENIZERS:
         raise UserError(

@@ -20,21 +20,21 @@ _O200K_PATTERN = (
 )
 
 # DeepSeek V3 splits a text by three patterns in turn: each splits the pieces of the one before, matched or not.
-_CJK = "\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff"
+CJK = "\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff"
 _ASCII_WORD = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
 _DEEPSEEK_WORDS = (r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+").replace(
     r"\r\n", "\r\n"
 )  # the file has the characters
-DEEPSEEK_SPLITS = r"\p{N}{1,3}", f"[{_CJK}]+", _ASCII_WORD + _DEEPSEEK_WORDS
+DEEPSEEK_SPLITS = r"\p{N}{1,3}", f"[{CJK}]+", _ASCII_WORD + _DEEPSEEK_WORDS
 # The same as one pattern: matches end where a piece ends, and the last line matches what the third pattern leaves.
-_IS_CJK, _IS_OTHER, _LETTER, _SYMBOL = f"(?=[{_CJK}])", f"(?![{_CJK}])", r"[\p{L}\p{M}]", r"[\p{P}\p{S}]"
+_IS_CJK, _IS_OTHER, _LETTER, _SYMBOL = f"(?=[{CJK}])", f"(?![{CJK}])", r"[\p{L}\p{M}]", r"[\p{P}\p{S}]"
 _DEEPSEEK_PATTERN = (
     rf"\p{{N}}{{1,3}}|{_ASCII_WORD}"
     rf"|(?:{_IS_CJK}[^\p{{L}}\p{{P}}\p{{S}}])?(?:{_IS_CJK}{_LETTER})+"
-    rf"|[^\r\n\p{{L}}\p{{P}}\p{{S}}\p{{N}}{_CJK}]?(?:{_IS_OTHER}{_LETTER})+"
+    rf"|[^\r\n\p{{L}}\p{{P}}\p{{S}}\p{{N}}{CJK}]?(?:{_IS_OTHER}{_LETTER})+"
     rf"|(?:{_IS_CJK}{_SYMBOL})+| ?(?:{_IS_OTHER}{_SYMBOL})+[\r\n]*"
-    rf"|\s*[\r\n]+|\s+(?![^\s\p{{N}}{_CJK}])|\s+"
-    rf"|(?:{_IS_CJK}\p{{C}}(?!{_IS_CJK}{_LETTER}))+|(?:(?![\s{_CJK}])\p{{C}}(?!{_IS_OTHER}{_LETTER}))+"
+    rf"|\s*[\r\n]+|\s+(?![^\s\p{{N}}{CJK}])|\s+"
+    rf"|(?:{_IS_CJK}\p{{C}}(?!{_IS_CJK}{_LETTER}))+|(?:(?![\s{CJK}])\p{{C}}(?!{_IS_OTHER}{_LETTER}))+"
 )
 
 # With compiled scanners; see :mod:`lm.text.scanners`.
@@ -44,13 +44,13 @@ PATTERNS = {
     "llama3": _LLAMA3_PATTERN,
     "qwen2": _LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"),
     "o200k": _O200K_PATTERN,  # also that of gpt-oss
+    "deepseek": _DEEPSEEK_PATTERN,
 }
-REGEX_PATTERNS = {"deepseek": _DEEPSEEK_PATTERN}  # without compiled scanners
 
 
 def resolve_pattern(pattern: str) -> str:
     """Return the regular expression of a pattern that is given by name or as a regular expression."""
-    return (PATTERNS | REGEX_PATTERNS).get(pattern, pattern)
+    return PATTERNS.get(pattern, pattern)
 
 
 def resolve_patterns(patterns: str | Sequence[str]) -> Pattern:

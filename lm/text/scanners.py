@@ -4,11 +4,12 @@ import logging
 from functools import cache
 
 from lm.kernels.bpe.cl100k_starts import Cl100kRules
-from lm.kernels.bpe.classes import cased_character_classes, character_classes
+from lm.kernels.bpe.classes import cased_character_classes, character_classes, cjk_character_classes
+from lm.kernels.bpe.deepseek_starts import DeepseekRules
 from lm.kernels.bpe.o200k_starts import O200kRules
 from lm.kernels.bpe.scan import Rules
 from lm.kernels.jit import Bytes
-from lm.text.patterns import PATTERNS
+from lm.text.patterns import CJK, PATTERNS
 from lm.text.pretokenize import Pattern
 
 log = logging.getLogger(__name__)
@@ -19,6 +20,7 @@ _RULES: dict[Pattern, Rules] = {
     PATTERNS["llama3"]: Cl100kRules(max_digits=3, joins_last_whitespace=False),
     PATTERNS["qwen2"]: Cl100kRules(max_digits=1, joins_last_whitespace=False),
     PATTERNS["o200k"]: O200kRules(max_digits=3),
+    PATTERNS["deepseek"]: DeepseekRules(max_digits=3),
 }
 
 
@@ -47,9 +49,12 @@ def scanner_rules(pattern: Pattern) -> Rules:
 
 def scanner_classes(rules: Rules) -> Bytes:
     """Return the class of each code point, uint8 (0x110000,), for the scanner of ``rules``."""
-    return cased_character_classes() if isinstance(rules, O200kRules) else character_classes()
+    if isinstance(rules, O200kRules):
+        return cased_character_classes()
+    return cjk_character_classes(CJK) if isinstance(rules, DeepseekRules) else character_classes()
 
 
 def scanner_subject(rules: Rules) -> str:
     """Return what to add to the name of the kernels that are compiled for ``rules``."""
-    return "" if rules is None else " by o200k" if isinstance(rules, O200kRules) else " by other patterns"
+    names = {O200kRules: " by o200k", DeepseekRules: " by deepseek", Cl100kRules: " by other patterns"}
+    return "" if rules is None else names[type(rules)]

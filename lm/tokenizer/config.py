@@ -21,8 +21,8 @@ class TokenizerConfig:
     """Texts encoded as one token each and never part of a pretoken. Must include the separator of the documents."""
     pattern: str = GPT2_PATTERN
     """Regular expression (``regex`` module) whose matches are the pretokens, or the name of a well-known one: gpt2,
-    cl100k (GPT-4), o200k (GPT-4o, gpt-oss), llama3, qwen2. These have compiled scanners; others, also deepseek, are
-    some fifty times slower. jieba: GPT-2's, and Chinese is divided into words by the library jieba. Default: GPT-2's.
+    cl100k (GPT-4), o200k (GPT-4o, gpt-oss), llama3, qwen2, deepseek. These have compiled scanners; others are some
+    fifty times slower. jieba: GPT-2's, and Chinese is divided into words by the library jieba. Default: GPT-2's.
     """
     min_frequency: int = bounded_field(1, ge=1)
     """Minimum number of occurrences of a merged pair. May end training before ``vocab_size`` on a small text."""

@@ -41,6 +41,9 @@ OTHERS = [
     "🙂",
     "\u200b",
     "\x00",
+    "・",
+    "\u3040",
+    "(a",
 ]
 PIECES = [*LETTERS, *DIGITS, *WHITESPACE, *OTHERS]
 OVERLAPPING_SPECIALS = [

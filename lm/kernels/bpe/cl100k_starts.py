@@ -100,23 +100,28 @@ def find_starts_of_whitespace(
     classes: Bytes,
     joins_last_whitespace: bool,
     follows_other: bool,
+    undivided: int,
     starts: Int32s,
     count: int,
 ) -> tuple[int, int, Word, Word]:
     """Write the starts of the pretokens of a run of whitespace at ``position``, character by character.
 
-    ``follows_other``: a character before it takes its first line breaks. Returns (number of starts or a status below
-    0, end of the run, 1 if its last character is no line break, 1 if it is a space).
+    ``follows_other``: a character before it takes its first line breaks. ``undivided``: bit c is set if whitespace
+    before a character of class c stays whole. Returns (number of starts or a status below 0, end of the run, 1 if its
+    last character is no line break, 1 if it is a space).
     """
     if follows_other:
         while position < end and is_line_break(read(buffer, position)):
             position += 1
     first = rest = last = position
+    is_whole = False
     while position < end:
         point, length = character_at(buffer, position, end)
         if length == 0:
             return INVALID_UTF8 - position, position, np.uint64(0), np.uint64(0)
-        if read(classes, point) != WHITESPACE:
+        character_class = np.int64(read(classes, point))
+        if character_class != WHITESPACE:
+            is_whole = undivided >> character_class & 1 != 0
             break
         last = position
         position += length
@@ -129,7 +134,7 @@ def find_starts_of_whitespace(
         if first < rest < position and not is_joined:
             write(starts, count, np.int32(rest))
             count += 1
-        if last > rest and position < end:
+        if last > rest and position < end and not is_whole:
             write(starts, count, np.int32(last))
             count += 1
     has_prefix = rest < position
@@ -168,7 +173,7 @@ def find_cl100k_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, rule
             text = valid & ~whitespace
             if text == 0:
                 count, block, prefix_carry, space_carry = find_starts_of_whitespace(
-                    buffer, block, end, classes, rules.joins_last_whitespace, other_carry != 0, starts, count
+                    buffer, block, end, classes, rules.joins_last_whitespace, other_carry != 0, 0, starts, count
                 )
                 if count < 0:
                     return count

@@ -253,7 +253,7 @@ def find_o200k_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, rules
                 tail_carry = np.uint64(position > block)
                 block = position
                 count, position, prefix_carry, space_carry = find_starts_of_whitespace(
-                    buffer, block, end, classes, False, False, starts, count
+                    buffer, block, end, classes, False, False, 0, starts, count
                 )
                 if count < 0:
                     return count

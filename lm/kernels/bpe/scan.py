@@ -6,12 +6,13 @@ from numba.extending import overload
 
 from lm.kernels.bpe.cl100k_starts import Cl100kRules, find_cl100k_starts
 from lm.kernels.bpe.classes import WHITESPACE
+from lm.kernels.bpe.deepseek_starts import DeepseekRules, find_deepseek_starts
 from lm.kernels.bpe.o200k_starts import O200kRules, find_o200k_starts, is_capital_after_uncased
 from lm.kernels.bpe.pretoken_starts import class_at, find_pretoken_starts
 from lm.kernels.jit import HELPER_OPTIONS, Bytes, Int, Int32s, inlined
 from lm.kernels.simd import read
 
-Rules = Cl100kRules | O200kRules | None  # None: GPT-2's pattern
+Rules = Cl100kRules | O200kRules | DeepseekRules | None  # None: GPT-2's pattern
 
 
 @inlined
@@ -49,6 +50,10 @@ def _choose_scanner(buffer: Any, begin: Any, end: Any, classes: Any, rules: Any,
         return lambda buffer, begin, end, classes, rules, starts: find_o200k_starts(
             buffer, begin, end, classes, rules, starts
         )
+    if scanner is DeepseekRules:
+        return lambda buffer, begin, end, classes, rules, starts: find_deepseek_starts(
+            buffer, begin, end, classes, rules, starts
+        )
     if scanner is Cl100kRules:
         return lambda buffer, begin, end, classes, rules, starts: find_cl100k_starts(
             buffer, begin, end, classes, rules, starts
@@ -64,7 +69,7 @@ def _choose_join(buffer: Any, begin: Any, position: Any, end: Any, classes: Any,
             is_inner_whitespace(buffer, begin, position, end, classes)
             or is_capital_after_uncased(buffer, begin, position, end, classes)
         )
-    if scanner is Cl100kRules:
+    if scanner is Cl100kRules or scanner is DeepseekRules:
         return lambda buffer, begin, position, end, classes, rules: is_inner_whitespace(
             buffer, begin, position, end, classes
         )

@@ -7,14 +7,15 @@ import regex
 
 from lm.common.errors import UserError
 from lm.text.chinese_words import JIEBA
-from lm.text.patterns import DEEPSEEK_SPLITS, PATTERNS, REGEX_PATTERNS
+from lm.text.patterns import DEEPSEEK_SPLITS, PATTERNS
 from lm.text.pretokenize import GPT2_PATTERN, Pattern, compile_pattern
 from lm.tokenizer.formats.oniguruma import from_oniguruma, to_oniguruma
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 _PUNCTUATION = r"[\p{P}$+<=>^`|~]"  # of Unicode and of ASCII
-# A pattern that is several in Hugging Face's library. Read again, they are a sequence, which gives the same pretokens.
-_SPLITS: dict[Pattern, tuple[str, ...]] = {REGEX_PATTERNS["deepseek"]: DEEPSEEK_SPLITS}
+# A pattern that is several in Hugging Face's library.
+_SPLITS: dict[Pattern, tuple[str, ...]] = {PATTERNS["deepseek"]: DEEPSEEK_SPLITS}
+_JOINED = {splits: pattern for pattern, splits in _SPLITS.items()}
 _KNOWN = {to_oniguruma(pattern): pattern for pattern in PATTERNS.values()}
 
 
@@ -50,7 +51,8 @@ def parse_pre_tokenizer(steps: Iterable[dict[str, Any]]) -> Pattern:
         raise _not_supported("a pre_tokenizer without ByteLevel")
     for pattern in patterns:
         compile_pattern(pattern)
-    return tuple(patterns) if len(patterns) != 1 else patterns[0]
+    sequence = tuple(patterns)
+    return patterns[0] if len(patterns) == 1 else _JOINED.get(sequence, sequence)
 
 
 def _find_patterns(step: dict[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm.kernels.bpe.o200k_starts import O200kRules
-from lm.text.patterns import DEEPSEEK_SPLITS, PATTERNS, REGEX_PATTERNS
+from lm.text.patterns import DEEPSEEK_SPLITS, PATTERNS
 from lm.text.pretokenize import pretokenize
 from lm.text.scanners import has_compiled_scanner, scanner_rules, warn_of_slow_pattern
 from lm.tokenizer.pretoken_counts import count_pretokens
@@ -71,15 +71,15 @@ def test_deepseek_equals_its_three_splits(text: str) -> None:
     expected = [
         text[start:end] for _, (start, end) in tokenizers.pre_tokenizers.Sequence(splits).pre_tokenize_str(text)
     ]
-    assert list(pretokenize(text, REGEX_PATTERNS["deepseek"])) == expected
+    assert list(pretokenize(text, PATTERNS["deepseek"])) == expected
 
 
 def test_a_tokenizer_json_of_deepseek_is_read_and_written(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="the Hugging Face library is not installed")
-    trained = make_tokenizer(REGEX_PATTERNS["deepseek"], ["<｜end▁of▁sentence｜>"])
+    trained = make_tokenizer(PATTERNS["deepseek"], ["<｜end▁of▁sentence｜>"])
     path = _write_tokenizer_json(tmp_path / "tokenizer.json", trained, DEEPSEEK_SPLITS)
     tokenizer = Tokenizer.from_tokenizer_json(path)
-    assert isinstance(tokenizer.pattern, tuple) and not has_compiled_scanner(tokenizer.pattern)
+    assert tokenizer.pattern == PATTERNS["deepseek"] and has_compiled_scanner(tokenizer.pattern)
     tokenizer.save(tmp_path / "saved")
     text = f"{_TEXT}<｜end▁of▁sentence｜>カタカナ・漢字とかな。 1234年\x00\n"
     ids = tokenizers.Tokenizer.from_file(str(path)).encode(text).ids
@@ -96,4 +96,4 @@ def test_the_log_says_once_that_a_pattern_is_slow(caplog: pytest.LogCaptureFixtu
     assert fast.encode("a b") == slow.encode("a b") == slow.encode("a b")
     assert list(count_pretokens([[b"a b"]], [], slow.pattern))
     [message] = [record.getMessage() for record in caplog.records if record.name == warn_of_slow_pattern.__module__]
-    assert slow.pattern.replace("\\", "\\\\") in message and "gpt2, cl100k, llama3, qwen2, o200k" in message
+    assert slow.pattern.replace("\\", "\\\\") in message and "gpt2, cl100k, llama3, qwen2, o200k, deepseek" in message
