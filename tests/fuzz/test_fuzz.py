@@ -104,6 +104,7 @@ def test_an_endless_loop_raises_hang() -> None:
             pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_guided", [True, False])
 def test_the_command_runs_a_target_and_prints_a_table(tmp_path: Path, is_guided: bool) -> None:
     """Run with and without Atheris."""

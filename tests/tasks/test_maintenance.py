@@ -300,6 +300,7 @@ def test_gc_names_a_resumable_checkpoint_and_keeps_a_running_training(tmp_path: 
     assert not (tmp_path / finding.path).exists()
 
 
+@pytest.mark.slow
 def test_lm_train_locks_its_job_file(tmp_path: Path) -> None:
     job = write_job(tmp_path, steps=1_000_000)
     assert not is_locked(job)

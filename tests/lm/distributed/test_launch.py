@@ -142,6 +142,7 @@ def test_stop_saves_and_the_training_resumes(tmp_path: Path, expected_rows: list
     assert losses(read_rows(job.parent)) == pytest.approx(losses(expected_rows), rel=5e-6)
 
 
+@pytest.mark.slow
 def test_a_user_error_is_raised_here(tmp_path: Path) -> None:
     job = write_job(tmp_path, batch_size=5)
     with pytest.raises(UserError, match=r"batch_size 5 must be a multiple of .* the 2 processes"):

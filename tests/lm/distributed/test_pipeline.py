@@ -17,6 +17,7 @@ from tests.helpers.model_parallel import Case, check_cases
 _SMALL = {"d_model": 32, "num_heads": 4, "d_ff": 96}
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_weights_of_one(tmp_path: Path) -> None:
     cases = [
         Case("1f1b", has_qk_norm=True),

@@ -27,6 +27,7 @@ def model_with(**fields: int) -> TransformerLM:
     return TransformerLM(ModelConfig(**{"vocab_size": 33, "d_model": 48, "num_heads": 4, "d_ff": 64} | fields))
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_weights_of_one(tmp_path: Path) -> None:
     cases = [
         Case("tensor", has_qk_norm=True, has_biases=True),

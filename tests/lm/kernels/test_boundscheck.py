@@ -52,6 +52,7 @@ def _debug_environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "TEXTMILL_KERNEL_BOUNDSCHECK": "1", **variables}
 
 
+@pytest.mark.slow
 def test_indices_out_of_bounds_raise(tmp_path: Path) -> None:
     code = tmp_path / "access.py"
     code.write_text(_ACCESS)

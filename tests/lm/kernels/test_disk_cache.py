@@ -73,6 +73,7 @@ def change_helper(folder: Path) -> None:
         file.write(CHANGED_HELPER)
 
 
+@pytest.mark.slow
 def test_only_the_first_start_logs_that_it_compiles(copy: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     output, log = start(copy, ENCODE, cache)

@@ -120,7 +120,7 @@ def random_texts(count: int) -> list[str]:
 
 @pytest.mark.parametrize(
     "name",
-    ["demo", "gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in PATTERNS if name != "gpt2")],
+    ["demo", *(pytest.param(name, marks=pytest.mark.slow) for name in PATTERNS)],
 )
 def test_ids_equal_the_reference_on_100_000_texts(request: pytest.FixtureRequest, name: str) -> None:
     if name == "gpt2":

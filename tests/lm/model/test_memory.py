@@ -19,8 +19,6 @@ CASES: list[dict[str, Any]] = [
     {"gradient_accumulation_steps": 2},
     {"vocab_size": 4096, "sequences": 1},
     {"vocab_size": 4096, "sequences": 4, "optimizer": "muon"},
-    {"model": {"qk_norm": True}, "optimizer": "muon", "is_bfloat16": True, "has_checkpointing": True},
-    {"model": {"d_model": 256, "d_ff": 704}, "vocab_size": 4096, "sequences": 4, "is_bfloat16": True},
     {"model": {"num_layers": 12}, "vocab_size": 300, "sequences": 2},
     {"model": {"num_layers": 8}, "sequences": 1, "optimizer": "muon"},
     {"model": {"tied_embeddings": True}, "vocab_size": 2000, "sequences": 2},
@@ -34,9 +32,15 @@ CASES: list[dict[str, Any]] = [
         "optimizer": "muon",
     },
 ]
+SLOW_CASES: list[dict[str, Any]] = [
+    {"model": {"qk_norm": True}, "optimizer": "muon", "is_bfloat16": True, "has_checkpointing": True},
+    {"model": {"d_model": 256, "d_ff": 704}, "vocab_size": 4096, "sequences": 4, "is_bfloat16": True},
+]
 
 
-@pytest.mark.parametrize("fields", CASES, ids=str)
+@pytest.mark.parametrize(
+    "fields", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)], ids=str
+)
 def test_the_peak_of_one_process(fields: dict[str, Any]) -> None:
     case = Case(**fields)
     assert case.predict(1).peak == pytest.approx(measure_peak(case), rel=0.1)

@@ -151,7 +151,7 @@ def test_a_resumed_training_has_the_same_biases_and_rows(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("kind", "aux_loss_weight", "micro_batches"),
     [
-        ("fsdp", 0.01, 1),
+        pytest.param("fsdp", 0.01, 1, marks=pytest.mark.slow),
         pytest.param("ddp", 0.01, 1, marks=pytest.mark.slow),
         pytest.param("ddp", 0.0, 2, marks=pytest.mark.slow),
         pytest.param("zero1", 0.01, 1, marks=pytest.mark.slow),

@@ -64,6 +64,7 @@ def test_five_thousand_shards_within_256_open_files(tmp_path: Path) -> None:
     assert weights_of(cut, 20) == weights_of(whole, 20)
 
 
+@pytest.mark.slow
 def test_a_job_alone_in_a_process(tmp_path: Path) -> None:
     """python -m lm.train: SIGTERM ends it with its own exit code, and the same command resumes."""
     job = write_job(tmp_path, steps=50)

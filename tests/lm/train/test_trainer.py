@@ -337,6 +337,7 @@ small_trainer(Path(sys.argv[1]), steps=2).run()
 """
 
 
+@pytest.mark.slow
 def test_lm_trains_without_prefect(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", WITHOUT_PREFECT, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
