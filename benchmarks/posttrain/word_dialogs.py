@@ -8,7 +8,7 @@ with three such words in 180 tokens, hardly teach it. In a list nearly all token
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from benchmarks.posttrain.trainings import make_dialog
 from lm.data.dialogs import Dialog
@@ -28,18 +28,19 @@ class WordDialogs:
     def __init__(self, problems: Sequence[Problem], seed: int) -> None:
         self._random = random.Random(seed)
         self._stories = [problem.solution or "" for problem in problems]
-        self._vocabulary = sorted({word for problem in problems for word in problem.ground_truth})
+        self._vocabulary = {word for problem in problems for word in problem.ground_truth}
         self._counts = Counter(word for story in self._stories for word in self._words(story))
 
     def _words(self, text: str) -> list[str]:
         """Return the different words of ``text`` that occur in a request."""
-        return sorted({word.lower() for word in _WORD.findall(text)}.intersection(self._vocabulary))
+        return sorted({word.lower() for word in _WORD.findall(text)} & self._vocabulary)
 
     def lists(self, count: int) -> list[Dialog]:
         """Return requests for a list of words: half in the order of the request, half in another."""
         dialogs = []
+        vocabulary = sorted(self._vocabulary)
         for number in range(count):
-            words = self._random.sample(self._vocabulary, self._random.randint(*LIST_WORDS))
+            words = self._random.sample(vocabulary, self._random.randint(*LIST_WORDS))
             request = f"Write a list with these words: {', '.join(words)}."
             if number % 2:
                 self._random.shuffle(words)
@@ -58,20 +59,15 @@ class WordDialogs:
 
     def _requests(self, name: str, texts: Sequence[str], numbers: tuple[int, int], count: int) -> list[Dialog]:
         """Return requests for texts with some of their words, rare words more often. Each time they are others."""
-        dialogs: list[Dialog] = []
-        for text in self._endless(texts):
-            if len(dialogs) == count:
-                break
-            words = self._words(text)
-            if len(words) < numbers[0]:
-                continue
+        candidates = [(text, words) for text in texts if len(words := self._words(text)) >= numbers[0]]
+        dialogs = []
+        for number in range(count):
+            if number % len(candidates) == 0:
+                self._random.shuffle(candidates)
+            text, words = candidates[number % len(candidates)]
             # Of Efraimidis and Spirakis 2006: a sample without replacement, with the weights 1 / count.
-            words.sort(key=lambda word: self._random.random() ** self._counts[word], reverse=True)
+            words = sorted(words, key=lambda word: self._random.random() ** self._counts[word], reverse=True)
             words = words[: self._random.randint(*numbers)]
             self._random.shuffle(words)
             dialogs.append(make_dialog(f"Write a {name} with these words: {', '.join(words)}.", text))
         return dialogs
-
-    def _endless(self, texts: Sequence[str]) -> Iterator[str]:
-        while True:
-            yield from self._random.sample(texts, len(texts))

@@ -52,23 +52,6 @@ PAIR_SAMPLES = 4
 HELD_OUT_STORIES = 200
 QUOTED = 3  # prompts of which the stories are kept with the figures
 REWARDS = {"required_words": 1.0, "ends_properly": 0.1, "length:300-760": 0.1}
-COPYING = TrainConfig(
-    steps=2400,
-    batch_size=16,
-    optimizer="muon",
-    max_lr=0.004,
-    min_lr=0,
-    embedding_lr_scale=10,
-    warmup_steps=20,
-    schedule="wsd",
-    decay_fraction=0.4,
-    precision="auto",
-    eval_interval=400,
-    checkpoint_interval=100,
-    sample_tokens=0,
-)
-# About as many dialogs as the steps take. By tokens: a third lists, a third paragraphs, a third stories.
-COPYING_LISTS, COPYING_PARAGRAPHS, COPYING_STORIES = 48_000, 43_000, 14_000
 SFT = TrainConfig(
     steps=400,
     batch_size=16,
@@ -82,6 +65,17 @@ SFT = TrainConfig(
     checkpoint_interval=200,
     sample_tokens=0,
 )
+COPYING = replace(
+    SFT,
+    steps=2400,
+    max_lr=0.004,
+    schedule="wsd",
+    decay_fraction=0.4,
+    eval_interval=400,
+    checkpoint_interval=100,
+)
+# About as many dialogs as the steps take. By tokens: a third lists, a third paragraphs, a third stories.
+COPYING_LISTS, COPYING_PARAGRAPHS, COPYING_STORIES = 48_000, 43_000, 14_000
 REINFORCE = TrainConfig(
     steps=120,
     batch_size=128,

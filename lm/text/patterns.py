@@ -54,8 +54,13 @@ def resolve_pattern(pattern: str) -> str:
 
 
 def resolve_patterns(patterns: str | Sequence[str]) -> Pattern:
-    """Return the pattern of a name or regular expression, or of several of them; see :data:`Pattern`."""
+    """Return the pattern of a name or regular expression, or of several of them; see :data:`Pattern`.
+
+    DeepSeek's three are the one pattern that has a compiled scanner.
+    """
     if isinstance(patterns, str):
         return resolve_pattern(patterns)
     resolved = tuple(map(resolve_pattern, patterns))
+    if resolved == DEEPSEEK_SPLITS:
+        return PATTERNS["deepseek"]
     return resolved if len(resolved) != 1 else resolved[0]

@@ -43,13 +43,13 @@ class Tokenizer:
     """Encodes text with a vocabulary and its merges.
 
     ``vocab`` maps ids to bytes and holds all 256 single bytes. ``merges`` are pairs of byte strings in the order in
-    which they were learned. Special tokens missing from the vocabulary are appended to it. If special tokens overlap
-    in a text, the leftmost is encoded, and of several at one position the longest. ``pattern`` is a regular expression,
-    a name in :data:`lm.text.patterns.PATTERNS`, or jieba for Chinese words; or a sequence of
-    them, each of which splits the pretokens of the one before. ``ignore_merges``: a pretoken that is in the vocabulary,
-    and not a special token, is one token even if the merges do not make it (Llama 3). ``normalizer``: the normalization
-    form of the text between special tokens, such as "NFC" (Qwen); decoding does not undo it. ``added_tokens``: tokens
-    that are found like special tokens, but are not special or have flags.
+    which they were learned. Special tokens missing from the vocabulary are appended to it. If special tokens overlap in
+    a text, the leftmost is encoded, and of several at one position the longest. ``pattern`` is a regular expression, a
+    name in :data:`lm.text.patterns.PATTERNS`, or jieba for Chinese words; or a sequence of them, each of which splits
+    the pretokens of the one before. ``ignore_merges``: a pretoken that is in the vocabulary, and not a special token,
+    is one token even if the merges do not make it (Llama 3). ``normalizer``: the normalization form of the text between
+    special tokens, such as "NFC" (Qwen); decoding does not undo it. ``added_tokens``: tokens that are found like
+    special tokens, but are not special or have flags.
 
     Raises UserError if the vocabulary lacks a token of the merges, an id is too large, or a token is invalid.
     """

@@ -140,6 +140,7 @@ def find_deepseek_starts(
         ascii_letters, spaces, cjk = ascii_letters & valid, spaces & valid, cjk & valid
         edges = cjk ^ (cjk << _ONE | cjk_carry)
 
+        # Symbols: a run starts a pretoken, unless a space before it does. It takes the line breaks after it.
         symbols = valid & ~(letters | digits | whitespace | controls)
         symbol_starts = symbols & (~(symbols << _ONE | symbol_carry) | edges)
         symbol_starts &= ~(spaces << _ONE | space_carry) | cjk
@@ -158,22 +159,24 @@ def find_deepseek_starts(
             begins |= rests & ~before_line_break(line_breaks, whitespace)
         begins |= to_first_bytes(blanks & ((valid & ~(whitespace | digits | cjk)) >> _ONE), continuation)
 
-        prefixes = (blanks | controls) << _ONE | prefix_carry
-        letter_starts = letters & (~(letters << _ONE | letter_carry | prefixes) | edges)
+        # A letter takes the blank or the control before it. ASCII letters after an ASCII symbol are its own.
+        prefixes = blanks | controls
+        before = letters << _ONE | letter_carry | prefixes << _ONE | prefix_carry
+        letter_starts = letters & (~before | edges)
         heads = symbol_starts & ~non_ascii
         joined = ascii_letters & (heads << _ONE | head_carry)
         words = ascii_letters & ~(ascii_letters + (joined | (ascii_letters & word_carry)))
         letter_starts |= letters & ~ascii_letters & (words << _ONE | word_carry)
         begins |= letter_starts & ~joined
 
+        # Controls: a run starts a pretoken, and so does the last before a letter, which may be in the next block.
         if controls:
             begins |= controls & (~(controls << _ONE | control_carry) | edges)
             before_letters = controls & ((letters & ~edges) >> _ONE)
-            if (
-                block + size < end
-                and class_at(buffer, block + size, end, classes) == LETTER | np.int64(cjk >> top) * CJK
-            ):
-                before_letters |= controls & (_ONE << top)
+            if block + size < end:
+                next_letter = CJK | LETTER if cjk >> top else LETTER  # in the same piece
+                if class_at(buffer, block + size, end, classes) == next_letter:
+                    before_letters |= controls & (_ONE << top)
             begins |= to_first_bytes(before_letters, continuation)
 
         if digits:
@@ -185,6 +188,6 @@ def find_deepseek_starts(
         letter_carry, digit_carry, control_carry = letters >> top, digits >> top, controls >> top
         cjk_carry, symbol_carry, taker_carry = cjk >> top, symbols >> top, takers >> top
         head_carry, word_carry = heads >> top, words >> top
-        space_carry, prefix_carry = spaces >> top, (blanks | controls) >> top
+        space_carry, prefix_carry = spaces >> top, prefixes >> top
         block += size
     return count

@@ -13,9 +13,8 @@ from lm.tokenizer.formats.oniguruma import from_oniguruma, to_oniguruma
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 _PUNCTUATION = r"[\p{P}$+<=>^`|~]"  # of Unicode and of ASCII
-# A pattern that is several in Hugging Face's library.
+# A pattern that is several in Hugging Face's library. The tokenizer makes one pattern of them again.
 _SPLITS: dict[Pattern, tuple[str, ...]] = {PATTERNS["deepseek"]: DEEPSEEK_SPLITS}
-_JOINED = {splits: pattern for pattern, splits in _SPLITS.items()}
 _KNOWN = {to_oniguruma(pattern): pattern for pattern in PATTERNS.values()}
 
 
@@ -51,8 +50,7 @@ def parse_pre_tokenizer(steps: Iterable[dict[str, Any]]) -> Pattern:
         raise _not_supported("a pre_tokenizer without ByteLevel")
     for pattern in patterns:
         compile_pattern(pattern)
-    sequence = tuple(patterns)
-    return patterns[0] if len(patterns) == 1 else _JOINED.get(sequence, sequence)
+    return tuple(patterns) if len(patterns) != 1 else patterns[0]
 
 
 def _find_patterns(step: dict[str, Any]) -> list[str]:

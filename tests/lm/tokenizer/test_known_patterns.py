@@ -80,6 +80,7 @@ def test_a_tokenizer_json_of_deepseek_is_read_and_written(tmp_path: Path) -> Non
     path = _write_tokenizer_json(tmp_path / "tokenizer.json", trained, DEEPSEEK_SPLITS)
     tokenizer = Tokenizer.from_tokenizer_json(path)
     assert tokenizer.pattern == PATTERNS["deepseek"] and has_compiled_scanner(tokenizer.pattern)
+    assert Tokenizer(trained.vocab, trained.merges, pattern=DEEPSEEK_SPLITS).pattern == tokenizer.pattern
     tokenizer.save(tmp_path / "saved")
     text = f"{_TEXT}<｜end▁of▁sentence｜>カタカナ・漢字とかな。 1234年\x00\n"
     ids = tokenizers.Tokenizer.from_file(str(path)).encode(text).ids
