@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from lm.common.errors import UserError
 from lm.data.chat_template import END_TOKEN, encode_chat_prompt
 from lm.data.dialogs import Message
@@ -73,7 +75,9 @@ def generate_rollouts(
         for prompt, seed in zip(prompts, seeds, strict=True)
     ]
     if runs:
-        generate(model, runs, _MAX_BATCH_SIZE)
+        # The trainer evaluates under autocast, but the keys and values in the engine's cache have the model's own type.
+        with torch.autocast(model.token_embeddings.weight.device.type, enabled=False):
+            generate(model, runs, _MAX_BATCH_SIZE)
     return [Rollout(list(run.prompt), run.ids, run.logprobs, decode_response(tokenizer, run.ids)) for run in runs]
 
 

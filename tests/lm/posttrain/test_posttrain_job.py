@@ -39,9 +39,10 @@ def results(job: Path) -> dict[str, bytes]:
     return {str(path.relative_to(job.parent)): path.read_bytes() for path in names}
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("method", SETTINGS)
-def test_a_method_trains_and_records_its_metrics(tmp_path: Path, method: str) -> None:
-    job = write_posttrain_job(tmp_path, method, SETTINGS[method])
+def test_a_method_trains_and_records_its_metrics(tmp_path: Path, method: str, precision: str) -> None:
+    job = write_posttrain_job(tmp_path, method, SETTINGS[method], precision=precision)
     result = PosttrainJob.read(job).run()
     assert result["steps"] == 6 and (job.parent / result["best"]).is_dir()
     rows = read_metrics(job.parent / "metrics.jsonl")
