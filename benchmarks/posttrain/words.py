@@ -71,7 +71,7 @@ COPYING = replace(LISTS, steps=700, max_lr=0.006, decay_fraction=0.4)
 # Half of the tokens are stories, most others paragraphs. All dialogs are 4.4 million tokens; the steps take two thirds.
 COPYING_LISTS, COPYING_PARAGRAPHS, COPYING_STORIES = 8_000, 25_000, 10_000
 REINFORCE = TrainConfig(
-    steps=40,
+    steps=50,
     batch_size=128,
     max_lr=1e-3,
     min_lr=1e-4,
@@ -79,7 +79,7 @@ REINFORCE = TrainConfig(
     beta2=0.99,
     weight_decay=0,
     precision="auto",
-    eval_interval=20,
+    eval_interval=25,
     checkpoint_interval=10,
     sample_tokens=0,
 )
