@@ -182,7 +182,7 @@ def distinct_trigrams(texts: Sequence[str]) -> float:
 
 def measure(rollouts: Sequence[Rollout], problems: Sequence[Problem], frozen: TransformerLM | None) -> dict[str, Any]:
     """Return the figures of stories, and the first of them. Only stories in the chat template have bits per byte."""
-    reward = combine_rewards(REWARDS)
+    reward = combine_rewards({"required_words": 1.0})  # whatever else a training is rewarded for
     pairs = list(zip(rollouts, problems, strict=True))
     used = mean(reward(row.text, problem.ground_truth)["reward"] for row, problem in pairs)
     figures = {
