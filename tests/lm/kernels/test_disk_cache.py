@@ -162,7 +162,8 @@ def test_the_pipeline_compiles_nothing_after_compilation_ahead_of_time(copy: Pat
     (copy / "text.txt").write_text("One day.<|endoftext|>Two days, \u20ac 3.\n" * 40)
     output, _ = start(copy, COMPILE_ALL, cache)
     assert re.search(r"counting +4 compiled, \d+\.\d s\n", output)
-    assert re.search(r"\n34 kernels compiled in \d+\.\d s$", output)
+    num_compiled = sum(map(int, re.findall(r" (\d+) compiled, ", output)))  # one more with AVX2 than with AVX-512
+    assert re.search(rf"\n{num_compiled} kernels compiled in \d+\.\d s$", output)
     [folder] = (cache / "textmill" / "kernels").iterdir()
     assert str(folder) in output
     files = {path: path.stat().st_mtime_ns for path in folder.glob("*.nb*")}
