@@ -50,17 +50,12 @@ class Chain:
     """Returns what the first stages need, from the flow's config and the store."""
     stages: Callable[[Any, Any, Executor], Iterator[tuple[str, Ref]]]
     """Yields the name and the output of each stage when it is done, from config and inputs."""
+    check_until: Callable[[Any, str | None], None] = lambda config, until: None
+    """Raises UserError if the last stage to run is none of the stages of a config."""
 
     def run(self, config: Any, inputs: Any, executor: Executor, until: str | None) -> Iterator[tuple[str, Ref]]:
-        """Yield the name and the output of each stage, up to and including ``until`` (None: all stages).
-
-        Raises UserError if ``until`` is the choice for a budget, and the config has no budget, or if it makes a
-        tokenizer, and the config has that of another model.
-        """
-        if until == budget.name and not config.budget:
-            raise UserError("There is no budget to choose a configuration for; give one, such as --budget 30m.")
-        if until in (count.name, merge.name) and config.train.init_from:
-            raise UserError(f"There is no stage {until}: the tokenizer is that of the model of train.init_from.")
+        """Yield the name and the output of each stage, up to and including ``until`` (None: all stages)."""
+        self.check_until(config, until)
         for name, ref in self.stages(config, inputs, executor):
             yield name, ref
             if name == until:
@@ -74,6 +69,13 @@ class PipelineInputs(NamedTuple):
     valid: list[Source]
     start: StartModel | None
     """The model of ``train.init_from``."""
+
+
+def _check_until(config: PipelineConfig, until: str | None) -> None:
+    if until == budget.name and not config.budget:
+        raise UserError("There is no budget to choose a configuration for; give one, such as --budget 30m.")
+    if until in (count.name, merge.name) and config.train.init_from:
+        raise UserError(f"There is no stage {until}: the tokenizer is that of the model of train.init_from.")
 
 
 def _find_inputs(config: PipelineConfig, store: Store) -> PipelineInputs:
@@ -140,4 +142,4 @@ def _stages(config: PipelineConfig, inputs: PipelineInputs, executor: Executor) 
     yield "sample", executor.call(sample, trained, tokenizer, config.sample)
 
 
-PIPELINE = Chain(_find_inputs, _stages)
+PIPELINE = Chain(_find_inputs, _stages, _check_until)

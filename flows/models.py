@@ -123,9 +123,12 @@ def resolve_tokenizer(name: str, root: str) -> "TextTokenizer":
                 return Tokenizer.load(read_output(store, Ref(stage, stages[stage]["key"])).directory("tokenizer"))
     if not name or name in runs:
         raise UserError(f"{name or root} has no tokenizer; make one with: textmill run --root {root} --until merge")
-    path = Path(name).expanduser()
-    if path.exists():
-        return load_any_tokenizer(path)
+    try:
+        path = Path(name).expanduser()
+        if path.exists():
+            return load_any_tokenizer(path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of an unknown user
+        raise UserError(f"The tokenizer {name!r} cannot be opened: {error}.") from None
     raise UserError(
         f"There is no tokenizer {name!r}{did_you_mean(name, runs)}: neither a run below {root} nor a file has "
         "this name."

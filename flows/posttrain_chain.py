@@ -7,6 +7,7 @@ from flows.chain import Chain, Executor
 from flows.models import PRETRAINED_STAGES, latest_model
 from flows.posttrain_config import PosttrainConfig
 from flows.start_model import StartModel, find_start, open_start
+from lm.common.errors import UserError
 from lm.text.sources import Source
 from tasks.base import base
 from tasks.dialogs import dialogs, find_dialog_sources
@@ -31,6 +32,11 @@ class PosttrainInputs(NamedTuple):
     """Sources of the dialogs and the problems, see :func:`tasks.dialogs.find_dialog_sources`."""
 
 
+def _check_until(config: PosttrainConfig, until: str | None) -> None:
+    if until in METHODS and until not in config.methods:
+        raise UserError(f"There is no stage {until}: methods is {', '.join(config.methods)}. Add it, or name another.")
+
+
 def _find_inputs(config: PosttrainConfig, store: Store) -> PosttrainInputs:
     model = find_start(config.base, store) if config.base else latest_model(store, store.base, PRETRAINED_STAGES)
     return PosttrainInputs(model, find_dialog_sources(config.dialogs, store))
@@ -49,7 +55,9 @@ def _stages(config: PosttrainConfig, inputs: PosttrainInputs, executor: Executor
             yield name, outputs[name]
             if name != "reward_model":
                 models.append(outputs[name])
-    yield "evaluate", executor.call(evaluate, models, start, data, config.reinforce.rewards, config.evaluate)
+    judged = config.ppo if "ppo" in config.methods else config.reinforce  # its rewards are those of the comparison
+    rewards = judged.rewards, judged.reward_seconds
+    yield "evaluate", executor.call(evaluate, models, start, data, *rewards, config.evaluate)
 
 
-POSTTRAIN = Chain(_find_inputs, _stages)
+POSTTRAIN = Chain(_find_inputs, _stages, _check_until)

@@ -58,7 +58,10 @@ class PosttrainConfig:
         validate_fields(self, "posttrain")
         for name in get_args(Method):
             section = getattr(self, name)
-            if (section if isinstance(section, TrainConfig) else section.train).init_from:
+            train = section if isinstance(section, TrainConfig) else section.train
+            if train.data_order != "random":
+                raise UserError(f"{name} reads its examples in shuffled epochs in any case; leave data_order out.")
+            if train.init_from:
                 raise UserError(
                     f"{name} starts from the model before it; name the first one in base, not in init_from."
                 )
@@ -71,6 +74,11 @@ class PosttrainConfig:
 def load_posttrain_preset(name: str) -> PosttrainConfig:
     """Return the configuration of a preset. Fields that the preset omits have their defaults."""
     return load_config(PosttrainConfig, preset_path(name, POSTTRAIN_PRESETS))
+
+
+def has_demo_problems(config: PosttrainConfig) -> bool:
+    """Return whether the generated additions of the preset ``demo`` are mixed into dialogs of the user's own."""
+    return bool(config.dialogs.train) and config.dialogs.task == load_posttrain_preset("demo").dialogs.task
 
 
 def complete_posttrain_config(config: Any) -> Any:

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator
 from flows.prefect_support.naming import name_run
 from flows.run_stages import TASK_RUNNER, check_device, run_stages
 from flows.sweep_chain import SWEEP
-from flows.sweep_config import SweepConfig, SweepStage, complete_sweep_config, load_sweep
+from flows.sweep_config import SweepConfig, SweepStage, complete_sweep_config, load_sweep, with_trials
 
 DEFAULTS = load_sweep("learning-rate", "demo")
 
@@ -27,4 +27,4 @@ def sweep(
         refresh: Stages to run again even if they are cached. A refresh of train includes the trials.
     """
     check_device(config.execution.device)
-    return run_stages(SWEEP, config, root, None, (*refresh, "trial") if "train" in refresh else refresh)
+    return run_stages(SWEEP, config, root, None, with_trials(refresh))

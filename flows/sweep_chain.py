@@ -182,6 +182,9 @@ class _Sweep:
             self.config.point(axes | {config.budget: config.check_budget, config.size: size}, "the check")
             for size in config.check_sizes
         ]
+        for point in candidates:  # a derived option may change the stages up to the shards
+            for _ in self.share(point):
+                pass
         (vocab_size,) = self.executor.read(_read_vocab_size, self.shared(candidates[0]).shards_index)
         # The largest size needs the fewest tokens; if it needs too many, check_epochs says so.
         allowed = [point for point in candidates if self.epochs(point) <= (self.config.max_epochs or math.inf)]

@@ -22,6 +22,11 @@ _FILE_FIELDS = {"description", "base", "set", "axes", "derive", "search", "law",
 _MERGED_FIELDS = ("set", "derive")  # a size adds to them; it replaces the others
 
 
+def with_trials(refresh: tuple[SweepStage, ...]) -> tuple[SweepStage, ...]:
+    """Return the stages to run again. The trainings of a sweep are trials: a refresh of train includes them."""
+    return (*refresh, "trial") if "train" in refresh else refresh
+
+
 @dataclass(frozen=True)
 class SweepConfig:
     """Configuration of the flow ``sweep``: many trainings that differ in some options."""
@@ -64,14 +69,16 @@ class SweepConfig:
             raise UserError(f"The sweep {self.name} has no axes; name at least one option that varies.")
         if self.execution.train_deployment:
             raise UserError("execution.train_deployment does not work in a sweep; use execution.runner dask or ray.")
+        if self.base.budget:
+            raise UserError("A sweep chooses the configurations of its points itself; leave the budget out.")
         if self.search and self.law:
             raise UserError(f"The sweep {self.name} has a search and a law; a law needs all points of the grid.")
         if self.search and any(name.startswith("data.") for axis in self.axes for name in axis.names):
             raise UserError("A search varies no option of the section data; use a grid, or a sweep for each text.")
         if self.law:
-            names = {name for axis in self.axes for name in axis.names}
-            if missing := [name for name in (self.law.budget, self.law.size) if name not in names]:
-                raise UserError(f"The law of the sweep {self.name} reads {missing[0]}, which is on no axis.")
+            names = (self.law.budget, self.law.size)
+            if missing := [name for name in names if any(name not in point for point in expand(self.axes))]:
+                raise UserError(f"The law of the sweep {self.name} reads {missing[0]}, which not every point sets.")
         for number, settings in enumerate(corners(self.axes) if self.search else expand(self.axes), start=1):
             self.point(settings, f"point {number}")
         if self.law and self.law.check_budget:

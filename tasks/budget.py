@@ -47,11 +47,11 @@ def budget(out: Attempt, texts: Output, amount: str, machine: str) -> None:
     model = replace(choice.model, vocab_size=None)  # that of the tokenizer, which a small text may make smaller
     content = {"vocab_size": choice.vocab_size, "model": asdict(model), "train": asdict(choice.train)}
     (out.directory / _CHOICE_FILE).write_text(json.dumps(content), encoding="utf-8")
-    sections = {
+    sections = {  # with every field: those that are left out of a --config file have the values of a preset
         "chunk": asdict(ChunkConfig()),
         "tokenizer": {"vocab_size": choice.vocab_size},
-        "model": _changed(model),
-        "train": _changed(choice.train),
+        "model": content["model"],
+        "train": content["train"],
     }
     text = "".join(f"# {reason}\n" for reason in choice.reasons) + yaml.safe_dump(sections, sort_keys=False)
     (out.directory / CONFIG_FILE).write_text(text, encoding="utf-8")
@@ -82,9 +82,3 @@ def read_choice(store: Store, choice: Ref, tokenizer: TokenizerConfig) -> Sequen
         ModelConfig(**content["model"]),
         TrainConfig(**content["train"]),
     ]
-
-
-def _changed(config: Any) -> dict[str, Any]:
-    """Return the fields of a config that do not have their defaults."""
-    default = asdict(type(config)())
-    return {name: value for name, value in asdict(config).items() if value != default[name]}

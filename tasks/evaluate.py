@@ -20,21 +20,22 @@ def evaluate(
     tokenizer: Output,
     data: Output,
     rewards: dict[str, float],
+    reward_seconds: float,
     config: ComparisonConfig,
 ) -> None:
     """Write ``answers.json``: the greedy responses of each model to the prompts of the config and to the problems."""
     from lm.eval.reward_worker import RewardWorker
-    from lm.posttrain.comparison import evaluate_model
+    from lm.posttrain.comparison import compare_model
     from lm.posttrain.examples import read_dialog_rows, read_problem_rows
 
     dialogs = read_dialog_rows(data.path("dialogs-valid.jsonl"))
     problems = read_problem_rows(data.path("problems-valid.jsonl"))
     weights = reward_weights(data, rewards) if problems else {}
     content = {}
-    with RewardWorker(weights) if weights else nullcontext() as reward:
+    with RewardWorker(weights, reward_seconds) if weights else nullcontext() as reward:
         for output in models:
             model, loaded_tokenizer = load_trained(output, tokenizer, out.run.execution.device)
-            evaluation = evaluate_model(model, loaded_tokenizer, dialogs, problems, reward, config)
+            evaluation = compare_model(model, loaded_tokenizer, dialogs, problems, reward, config)
             out.figures[output.ref.stage] = evaluation.figures
             responses = [asdict(response) for response in evaluation.responses]
             content[output.ref.stage] = {"samples": evaluation.samples, "responses": responses}

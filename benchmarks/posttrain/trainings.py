@@ -70,7 +70,7 @@ def metrics(checkpoint: Path) -> list[dict[str, Any]]:
 
 
 def responses(checkpoint: Path) -> list[dict[str, Any]]:
-    """Return the responses that a training of rewards learned from; see ScoredResponse for the fields."""
+    """Return the responses that a training of rewards learned from; see RolloutRow for the fields."""
     return read_metrics(checkpoint.parent / "rollouts.jsonl")
 
 
@@ -83,6 +83,6 @@ def answer(
 ) -> list[Rollout]:
     """Answer each prompt: greedily, or with the temperature 1 if there are ``seeds``, one per prompt."""
     model = prepare_for_inference(load_model(checkpoint))
-    ids = encode_prompts(tokenizer, prompts, model.config.context_length)
+    ids = [*encode_prompts(tokenizer, prompts, model.config.context_length).values()]
     sampling = GREEDY if seeds is None else SampleConfig(temperature=1.0, top_p=1.0)
     return generate_rollouts(model, tokenizer, ids, seeds or [0] * len(ids), max_new_tokens, sampling)

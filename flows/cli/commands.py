@@ -24,9 +24,9 @@ from flows.cli.summary import (
 from flows.config import PipelineConfig, StageName, has_demo_model
 from flows.models import RunModel, resolve_model
 from flows.plan import cached_run, plan
-from flows.posttrain_config import PosttrainConfig, PosttrainStage
+from flows.posttrain_config import PosttrainConfig, PosttrainStage, has_demo_problems
 from flows.run_record import absolute_root, run_name
-from flows.sweep_config import SweepStage, load_sweep, with_base
+from flows.sweep_config import SweepStage, load_sweep, with_base, with_trials
 from lm.common.errors import UserError, did_you_mean
 from lm.eval.config import EvaluationConfig, TeachConfig
 from lm.inference.config import SampleConfig
@@ -85,6 +85,11 @@ def posttrain_command(options: Namespace) -> None:
         with GracefulShutdown():
             record = _run_flow(posttrain, config, options.root, until, refresh)
     print(format_summary(record))
+    if has_demo_problems(config):
+        print(
+            f"\nThe problems of the preset demo, {config.dialogs.task}, are mixed into your dialogs. For your dialogs "
+            "alone, run the same command with --preset dialogs."
+        )
 
 
 def sweep_command(options: Namespace) -> None:
@@ -92,7 +97,7 @@ def sweep_command(options: Namespace) -> None:
     from flows.sweep_chain import SWEEP
 
     config = with_base(load_sweep(options.sweep, options.size), _pipeline_config(options))
-    refresh = _stage_names(options.refresh, SweepStage)
+    refresh = with_trials(_stage_names(options.refresh, SweepStage))
     log_to_console()
     if options.plan:
         _print_plan(plan(SWEEP, config, options.root, None, refresh))

@@ -22,8 +22,8 @@ class Execution:
     __pydantic_config__ = PYDANTIC_CONFIG
 
     runner: Literal["threads", "dask", "ray"] = "threads"
-    """Where the parts of the stages count and encode run. threads: in this process. dask, ray: in the workers of a
-    cluster, see docs/cluster.md."""
+    """Where the parts of ingest, chunk, count and encode run, and the trainings of a sweep. threads: in this process.
+    dask, ray: in the workers of a cluster, see docs/cluster.md."""
     address: str = ""
     """Address of a running cluster, such as tcp://scheduler:8786 for Dask or ray://head:10001 for Ray. Default: a
     cluster on this machine, for the time of the run."""

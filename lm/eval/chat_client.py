@@ -291,7 +291,7 @@ def _parse_answer(body: bytes) -> ChatAnswer | None:
             reason, usage = choice.get("finish_reason"), rest.get("usage")
             return ChatAnswer(
                 replace_surrogates(content or ""),
-                reason if isinstance(reason, str) else None,
+                replace_surrogates(reason) if isinstance(reason, str) else None,
                 _token_count(usage, "prompt_tokens"),
                 _token_count(usage, "completion_tokens"),
             )

@@ -9,14 +9,13 @@ from lm.common.errors import UserError
 from lm.eval.few_shot import Prompt
 from lm.eval.response_file import ResponseFile
 from lm.eval.reward_worker import RewardWorker
-from lm.eval.rewards import REWARD_KEYS, perfect_rewards
+from lm.eval.rewards import REWARD_KEYS, REWARD_TOLERANCE, perfect_rewards
 from lm.eval.tasks import Problem
 
 Category = Literal["right", "wrong answer", "wrong format"]
 CATEGORIES: tuple[Category, ...] = ("right", "wrong answer", "wrong format")
 
 _Z_95 = 1.959963984540054  # 95 % of a normal distribution lie within this many standard deviations
-_TOLERANCE = 1e-9  # of a weighted sum of rewards
 
 
 class Response(NamedTuple):
@@ -102,7 +101,7 @@ def categorize(rewards: Mapping[str, float], weights: Mapping[str, float]) -> Ca
     """
     perfect = perfect_rewards(weights)
     key = "answer_reward" if perfect["answer_reward"] > 0 else "reward"
-    if rewards[key] >= perfect[key] - _TOLERANCE:
+    if rewards[key] >= perfect[key] - REWARD_TOLERANCE:
         return "right"
     return "wrong answer" if rewards["format_reward"] > 0 else "wrong format"
 

@@ -16,8 +16,9 @@ Row = dict[str, Any]
 class ResponseFile:
     """Responses, one JSON object a line, each with its ``index``; the first line has the settings.
 
-    Use it in a ``with``: one process at a time has the file. Raises UserError if another process has it, if its
-    settings are not ``settings``, or if a line is damaged. A last line without an end, as a kill leaves it, is dropped.
+    Use it in a ``with``: one process at a time has the file. Raises UserError if another process has it, if it cannot
+    be written, if its settings are not ``settings``, or if a line is damaged. A last line without an end, as a kill
+    leaves it, is dropped.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -27,11 +28,13 @@ class ResponseFile:
         self._lock = FileLock(f"{path}.lock")
 
     def __enter__(self) -> "ResponseFile":
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
-        except Timeout:
+        except Timeout:  # an OSError too
             raise UserError(f"Another process writes {self.path}; wait for it, or use another directory.") from None
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be written: {error.strerror}.") from None
         try:
             self._read()
         except BaseException:

@@ -17,6 +17,7 @@ from lm.eval.math_equality import is_math_equal
 
 MAX_RESPONSE_CHARACTERS = 100_000
 REWARD_KEYS = ("reward", "format_reward", "answer_reward")
+REWARD_TOLERANCE = 1e-9  # rounding of a weighted sum of rewards
 
 RewardFunction = Callable[[str, Any], Mapping[str, float]]
 GroundTruth = str | float | list[str | float]

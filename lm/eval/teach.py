@@ -18,12 +18,11 @@ from lm.eval.chat_client import ChatAnswer, ChatClient, ChatFailure, ChatRequest
 from lm.eval.config import TeachConfig
 from lm.eval.few_shot import PROMPT_TEMPLATES, PromptFormat
 from lm.eval.reward_worker import RewardWorker
+from lm.eval.rewards import REWARD_TOLERANCE
 from lm.eval.tasks import Problem, load_task
 
 Outcome = Literal["kept", "low reward", "reward failed", "cut at the maximum", "blank", "repeated"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
-
-_TOLERANCE = 1e-9  # of a weighted sum of rewards
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def select_answers(
                 verdict = reward.score(answer.text, question.ground_truth)
                 if verdict.error:
                     outcome = "reward failed"
-                elif verdict.rewards["reward"] < threshold - _TOLERANCE:
+                elif verdict.rewards["reward"] < threshold - REWARD_TOLERANCE:
                     outcome = "low reward"
             if outcome == "kept":
                 rows.add(text)

@@ -19,6 +19,7 @@ Array = npt.NDArray[np.float64]
 
 _DRAWS = 500  # of the bootstrap
 _SEED = 0
+_MAX_LOG_DISTANCE = math.log(100)  # of the best size from the sizes trained
 
 
 @dataclass(frozen=True)
@@ -117,12 +118,15 @@ def fit_parabola(runs: Sequence[Measurement]) -> Parabola:
         raise UserError(f"The budget of {budget:.3g} FLOPs has {len(set(log_size.tolist()))} sizes; a fit needs 3.")
     centre = float(log_size.mean())
     a, b, c = (float(value) for value in np.polyfit(log_size - centre, np.array([run.loss for run in runs]), 2))
-    if a <= 0:
-        raise UserError(f"The losses at {budget:.3g} FLOPs have no minimum; add smaller and larger sizes.")
-    best = centre - b / (2 * a)
+    best = centre - b / (2 * a) if a > 0 else math.inf
+    best_loss = c - b * b / (4 * a) if a > 0 else 0.0
+    if abs(best - centre) > _MAX_LOG_DISTANCE or best_loss <= 0:
+        raise UserError(
+            f"The losses at {budget:.3g} FLOPs have no minimum near these sizes; add smaller and larger sizes."
+        )
     slope, intercept = map(float, _line(log_size, np.log([run.tokens for run in runs])))
     is_inside = bool(log_size.min() <= best <= log_size.max())
-    return Parabola(budget, a, math.exp(best), math.exp(slope * best + intercept), c - b * b / (4 * a), is_inside)
+    return Parabola(budget, a, math.exp(best), math.exp(slope * best + intercept), best_loss, is_inside)
 
 
 def fit_scaling_law(runs: Sequence[Measurement]) -> ScalingLaw:
@@ -213,4 +217,6 @@ def _draw_minima(groups: Sequence[Sequence[Measurement]], parabolas: Sequence[Pa
         columns.append((np.where(a > 0, best, np.nan), slope * best + intercept, np.where(loss > 0, loss, np.nan)))
     parameters, tokens, best_losses = (np.stack(parts, axis=1) for parts in zip(*columns, strict=True))
     is_valid = np.isfinite(parameters + best_losses).all(axis=1)
+    if not is_valid.any():
+        raise UserError("The losses are too noisy for a scaling law; add smaller and larger sizes.")
     return _Minima(parameters[is_valid], tokens[is_valid], np.log(best_losses[is_valid]))

@@ -37,10 +37,13 @@ class Speed:
 
 
 def measure_speed(model: ModelConfig, config: TrainConfig, execution: Execution) -> Speed:
-    """Train some steps on random tokens, in one process. ``model.vocab_size`` must be set.
+    """Train some steps on random tokens, in this process. ``model.vocab_size`` must be set.
 
-    The steps are compiled if those of a training with this configuration would be.
+    The steps are compiled if those of a training with this configuration would be. With several processes, this one
+    trains on its share of each batch; the time of communication is left out. Raises UserError if memory is too small.
     """
+    processes, threads = execution.processes, max(1, execution.workers // execution.processes)
+    config = replace(config, batch_size=config.batch_size // processes)
     size = model.vocab_size or 0
     tokens = np.random.default_rng(0).integers(size, size=config.batch_size * (model.context_length + 1) + 1)
     vocab = {token_id: bytes([token_id]) for token_id in range(256)}
@@ -49,19 +52,22 @@ def measure_speed(model: ModelConfig, config: TrainConfig, execution: Execution)
     device = choose_device(execution.device)
     with TemporaryDirectory() as directory:
         started = time.perf_counter()
-        trainer = make_trainer(config, model, data, replace(execution, processes=1), Path(directory), device)
+        trainer = make_trainer(
+            config, model, data, replace(execution, processes=1, threads=threads), Path(directory), device
+        )
         times: list[float] = []
-        while len(times) < _MIN_STEPS or (sum(times) < _MIN_SECONDS and len(times) < _MAX_STEPS):
-            if trainer.step == _WARM_UP_STEPS:
-                start_seconds = time.perf_counter() - started
-                times.clear()
-            step_started = time.perf_counter()
-            trainer.train_step(trainer.objective.micro_batches(trainer.step), config.lr(trainer.step + 1))
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            trainer.step += 1
-            times.append(time.perf_counter() - step_started)
-    return Speed(start_seconds, median(times), sum(times), trainer.flops_per_step)
+        with trainer.explain_out_of_memory():
+            while len(times) < _MIN_STEPS or (sum(times) < _MIN_SECONDS and len(times) < _MAX_STEPS):
+                if trainer.step == _WARM_UP_STEPS:
+                    start_seconds = time.perf_counter() - started
+                    times.clear()
+                step_started = time.perf_counter()
+                trainer.train_step(trainer.objective.micro_batches(trainer.step), config.lr(trainer.step + 1))
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                trainer.step += 1
+                times.append(time.perf_counter() - step_started)
+    return Speed(start_seconds, median(times), sum(times), processes * trainer.flops_per_step)
 
 
 def find_largest_batch(model: ModelConfig, config: TrainConfig, execution: Execution) -> int:
@@ -72,4 +78,6 @@ def find_largest_batch(model: ModelConfig, config: TrainConfig, execution: Execu
     def predict(sequences: int) -> TrainingMemory:
         return predict_memory(sequences, execution, config, model, "none", device)
 
-    return execution.processes * largest_micro_batch(available_memory(device), predict)
+    processes = execution.processes
+    available = available_memory(device) // (1 if device.type == "cuda" else processes)  # each has a GPU
+    return processes * largest_micro_batch(available, predict)

@@ -28,7 +28,7 @@ class Routing(NamedTuple):
     counts: Tensor
     """(E,) float32: tokens that chose each expert, also those that its capacity dropped."""
     affinity_sums: Tensor
-    """(E,): sum over the tokens of the affinities, of which those of a token sum to 1. Has a gradient."""
+    """(E,): sum over the tokens of the affinities, which sum to 1 for each token. Has a gradient."""
     z_sum: Tensor
     """Scalar: sum over the tokens of the squared log-sum-exp of the logits. Has a gradient."""
     dropped: Tensor

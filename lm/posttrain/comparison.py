@@ -42,7 +42,7 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate_model(
+def compare_model(
     model: TransformerLM,
     tokenizer: Tokenizer,
     dialogs: Sequence[Dialog],
@@ -52,7 +52,8 @@ def evaluate_model(
 ) -> Evaluation:
     """Return the loss on ``dialogs``, the rewards of greedy responses to ``problems``, and responses to all prompts.
 
-    Dialogs without an answer within the context have no loss. The weights of ``model`` are packed for inference.
+    Dialogs without an answer within the context have no loss, and prompts that leave no room have no response. The
+    weights of ``model`` are packed for inference.
     """
     loss, context_length = None, model.config.context_length
     dialogs = [dialog for dialog in dialogs if has_target(encode_dialog(tokenizer, dialog.messages), context_length)]
@@ -60,16 +61,19 @@ def evaluate_model(
         objective = SupervisedFineTuning(TrainConfig(batch_size=16), model, tokenizer, dialogs, dialogs, {})
         loss = objective.evaluate(model, is_final=True)["valid_loss"]
     model = prepare_for_inference(model)  # afterwards, because a packed model has no loss
-    prompts = [*config.prompts, *(problem.prompt for problem in problems)]
-    ids = encode_prompts(tokenizer, prompts, context_length)
-    rollouts = generate_rollouts(model, tokenizer, ids, [0] * len(ids), config.max_new_tokens, GREEDY)
-    first = len(config.prompts)
-    samples = [(prompt, rollout.text) for prompt, rollout in zip(config.prompts, rollouts, strict=False)]
+
+    def answer(prompts: Sequence[str]) -> dict[int, Rollout]:
+        ids = encode_prompts(tokenizer, prompts, context_length)
+        rollouts = generate_rollouts(model, tokenizer, [*ids.values()], [0] * len(ids), config.max_new_tokens, GREEDY)
+        return dict(zip(ids, rollouts, strict=True))
+
+    samples = [(config.prompts[index], rollout.text) for index, rollout in answer(config.prompts).items()]
     scored: list[ScoredResponse] = []
     if reward:
+        rollouts = answer([problem.prompt for problem in problems])
         dialogs_of_problems = [PromptFormat().format(problem) for problem in problems]
-        responses = [_to_response(tokenizer, rollout) for rollout in rollouts[first:]]
-        scored = [*score_responses(problems, dialogs_of_problems, enumerate(responses), reward)]
+        responses = {index: _to_response(tokenizer, rollout) for index, rollout in rollouts.items()}
+        scored = [*score_responses(problems, dialogs_of_problems, responses.items(), reward)]
     return Evaluation(loss, summarize(scored) if scored else None, samples, scored)
 
 

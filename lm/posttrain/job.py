@@ -1,5 +1,6 @@
 """The job of a post-training method: fine-tuning, preferences or rewards, from a model that exists."""
 
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ import torch
 
 from lm.checkpoint.training_state import load_model
 from lm.common.errors import UserError
+from lm.distributed.process_group import get_rank
 from lm.eval.reward_worker import RewardWorker
 from lm.posttrain.config import PPOConfig, PreferenceConfig, ReinforceConfig, RewardModelConfig
 from lm.posttrain.examples import read_dialog_rows, read_pair_rows, read_problem_rows, read_prompt_rows
@@ -25,6 +27,10 @@ from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.objective import Objective
 from lm.train.trainer import Trainer
 from lm.train.training_job import TrainingJob
+
+log = logging.getLogger(__name__)
+
+_LONG_PAIRS = "pairs have an answer beyond the model's context and are left out"
 
 
 @dataclass(kw_only=True)
@@ -93,14 +99,19 @@ class PosttrainJob(TrainingJob):
         if self.method == "sft":
             dialogs = read_dialog_rows(train), read_dialog_rows(valid)
             objective = SupervisedFineTuning(self.config, model, tokenizer, *dialogs, self.digests)
+            rows = objective.train
+            _warn(rows.dropped, len(dialogs[0]), "dialogs have no answer within the model's context and are left out")
+            _warn(rows.cut, len(dialogs[0]), "dialogs are longer than the model's context and are cut at their end")
         elif self.method == "preference":
             preference = PreferenceConfig(train=self.config, **self.settings)
             pairs = read_pair_rows(train), read_pair_rows(valid)
             objective = PreferenceOptimization(preference, model, tokenizer, *pairs, self.digests, out)
+            _warn(objective.left_out, len(pairs[0]), _LONG_PAIRS)
         elif self.method == "reward_model":
             config = RewardModelConfig(train=self.config, **self.settings)
             pairs = read_pair_rows(train), read_pair_rows(valid)
             objective = RewardModeling(config, add_reward_head(model), tokenizer, *pairs, self.digests)
+            _warn(objective.left_out, len(pairs[0]), _LONG_PAIRS)
         elif self.method == "ppo":
             ppo = PPOConfig(train=self.config, **self.settings)
             prompts = read_prompt_rows(train), read_prompt_rows(valid)
@@ -115,3 +126,9 @@ class PosttrainJob(TrainingJob):
         else:
             raise UserError("The job of reinforce names no rewards.")
         return Trainer(self.config, model, objective, self.execution, out)
+
+
+def _warn(count: int, total: int, problem: str) -> None:
+    """Log how many examples a training does not use as they are."""
+    if count and get_rank() == 0:
+        log.warning("%d of %d %s.", count, total, problem)

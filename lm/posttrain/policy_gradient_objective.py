@@ -8,6 +8,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from lm.posttrain.config import ReinforceConfig
 from lm.posttrain.log_probs import get_response_log_probs
 from lm.posttrain.masked import masked_normalize
 from lm.posttrain.policy_gradient import compute_policy_gradient_loss, estimate_kl
-from lm.posttrain.rollout_objective import RolloutObjective, ScoredResponse
+from lm.posttrain.rollout_objective import RolloutObjective, RolloutRow
 from lm.tokenizer.tokenizer import Tokenizer
 
 
@@ -60,7 +61,7 @@ class PolicyGradient(RolloutObjective):
         self.reference = deepcopy(model).requires_grad_(False) if config.kl_weight else None
         self._advantages = torch.zeros(0)
 
-    def annotate(self, responses: Sequence[ScoredResponse]) -> None:
+    def annotate(self, responses: Sequence[RolloutRow]) -> None:
         """Set the log-probabilities under the reference model, if there is a KL penalty."""
         if self.reference is not None:
             log_probs = self.reference_log_probs(self.reference, responses)
@@ -81,17 +82,17 @@ class PolicyGradient(RolloutObjective):
         return {"groups_without_signal": is_empty.float().mean().item()}
 
     def split(self, indices: list[int]) -> list[ResponseBatch]:
-        """Return the responses as micro-batches.
+        """Return the responses as ``gradient_accumulation_steps`` micro-batches.
 
         Responses without an advantage have no gradient, unless there is a KL penalty: the model does not run on them.
-        Expert iteration leaves them out, also from the KL penalty.
+        Expert iteration leaves them out, also from the KL penalty. If fewer responses than micro-batches remain, the
+        others have a response without tokens to learn from, since all ranks need the same number.
         """
-        divisor = self._divisor(indices)
+        divisor, kept = self._divisor(indices), indices
         if self.reference is None or self.config.reward_threshold is not None:
-            indices = [index for index in indices if self._advantages[index] != 0] or indices[:1]
-        size = -(-len(indices) // self.config.train.gradient_accumulation_steps)
-        parts = [indices[start : start + size] for start in range(0, len(indices), size)]
-        return [self._batch(part, divisor / len(parts)) for part in parts]
+            kept = [index for index in indices if self._advantages[index] != 0]
+        parts = np.array_split(np.array(kept, dtype=np.int64), self.config.train.gradient_accumulation_steps)
+        return [self._batch(part.tolist(), divisor / len(parts), filler=indices[0]) for part in parts]
 
     def _divisor(self, indices: Sequence[int]) -> float:
         """Return what the sum of the losses of some responses is divided by."""
@@ -102,14 +103,17 @@ class PolicyGradient(RolloutObjective):
         is_constant = self.config.loss_normalization == "constant"
         return float(max(1, len(indices)) * (self.config.max_new_tokens if is_constant else 1))
 
-    def _batch(self, indices: Sequence[int], weight: float) -> ResponseBatch:
+    def _batch(self, indices: list[int], weight: float, filler: int) -> ResponseBatch:
+        if not indices:
+            empty = self._batch([filler], weight, filler)
+            return empty._replace(mask=torch.zeros_like(empty.mask))
         rows = [self._responses[index] for index in indices]
         ids, mask = self.pad_ids(rows)
         old_log_probs = self.pad_numbers(mask, [row.log_probs for row in rows])
         reference = torch.zeros(mask.shape)
         if self.reference is not None:
             reference = self.pad_numbers(mask, [row.reference_log_probs for row in rows])
-        tensors = (ids[:, :-1], ids[:, 1:], mask[:, 1:], self._advantages[list(indices)], old_log_probs[:, 1:])
+        tensors = (ids[:, :-1], ids[:, 1:], mask[:, 1:], self._advantages[indices], old_log_probs[:, 1:])
         parts = (*tensors, reference[:, 1:], torch.tensor(weight))
         return ResponseBatch(*(part.to(self.device) for part in parts))
 

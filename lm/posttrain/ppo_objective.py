@@ -22,7 +22,7 @@ from lm.posttrain.policy_gradient import compute_policy_gradient_loss, estimate_
 from lm.posttrain.ppo import compute_gae, compute_token_rewards, ppo_value_loss, whiten
 from lm.posttrain.reward_model import score_dialogs
 from lm.posttrain.rollout import Rollout
-from lm.posttrain.rollout_objective import PromptSource, RolloutObjective, ScoredResponse
+from lm.posttrain.rollout_objective import PromptSource, RolloutObjective, RolloutRow
 from lm.tokenizer.tokenizer import Tokenizer
 
 
@@ -76,7 +76,7 @@ class ProximalPolicyOptimization(RolloutObjective):
         self._advantages: list[list[float]] = []
         self._returns: list[list[float]] = []
 
-    def annotate(self, responses: Sequence[ScoredResponse]) -> None:
+    def annotate(self, responses: Sequence[RolloutRow]) -> None:
         """Set the learned reward of each response, and values and reference log-probabilities of its tokens."""
         learned_rewards = self._learned_rewards([(row.prompt_ids, row.ids) for row in responses])
         log_probs = self.reference_log_probs(self.reference, responses)

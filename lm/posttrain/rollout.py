@@ -1,17 +1,19 @@
 """Responses of a model to prompts in its chat template: sampled for rollouts, or greedy for evaluations."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from lm.common.errors import UserError
 from lm.data.chat_template import END_TOKEN, encode_chat_prompt
 from lm.data.dialogs import Message
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 ROLLOUT_SAMPLING = SampleConfig(temperature=1.0, top_p=1.0)  # the gradient is of this distribution
 GREEDY = SampleConfig(temperature=0.0)
@@ -33,21 +35,25 @@ class Rollout:
 
 def encode_prompts(
     tokenizer: Tokenizer, prompts: Sequence[str | Sequence[Message]], context_length: int
-) -> list[list[int]]:
-    """Return the ids of each prompt: a message of the user, or messages that end with the user's.
+) -> dict[int, list[int]]:
+    """Return the ids of each prompt by its index: of a message of the user, or of messages that end with the user's.
 
-    Raises UserError for a prompt that leaves no room.
+    Prompts that leave no room for a response are left out, with one warning for all.
     """
     dialogs = [[Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt for prompt in prompts]
     encoded = [encode_chat_prompt(tokenizer, dialog) for dialog in dialogs]
-    for dialog, ids in zip(dialogs, encoded, strict=True):
-        if len(ids) >= context_length:
-            prompt = dialog[-1]["content"]
-            raise UserError(
-                f"A prompt has {len(ids)} tokens, which leaves no room for a response in the model's context of "
-                f"{context_length}: {prompt[:60]!r}… Leave it out, or use a model with a longer context."
-            )
-    return encoded
+    left_out = [index for index, ids in enumerate(encoded) if len(ids) >= context_length]
+    if left_out:
+        log.warning(
+            "%d of %d prompts leave no room for a response in the model's context of %d tokens and are left out, the "
+            "first one has %d: %r… A model with a longer context takes them.",
+            len(left_out),
+            len(encoded),
+            context_length,
+            len(encoded[left_out[0]]),
+            dialogs[left_out[0]][-1]["content"][:60],
+        )
+    return {index: ids for index, ids in enumerate(encoded) if len(ids) < context_length}
 
 
 def generate_rollouts(

@@ -1,5 +1,6 @@
 """The part of an objective on the model's own responses that does not depend on its loss: rollouts and their record."""
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,8 @@ from lm.posttrain.sft_objective import answer_prompts
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.metrics_file import format_row, read_metrics
 
+log = logging.getLogger(__name__)
+
 _ROLLOUTS = "rollouts.jsonl"
 _REWARDS = ("reward", "format_reward", "answer_reward")
 RolloutConfig = ReinforceConfig | PPOConfig
@@ -33,7 +36,7 @@ PromptSource = Problem | PreferencePair  # only a problem has a ground truth; th
 
 
 @dataclass
-class ScoredResponse:
+class RolloutRow:
     """A response with its rewards: a row of ``rollouts.jsonl``. Lists have a number for each of ``ids``."""
 
     step: int
@@ -61,7 +64,8 @@ class RolloutObjective(ABC):
 
     The responses of a rollout are sampled by all ranks, and known to all. They and all that is computed from the
     weights of that moment are stored in ``out``, so that a training resumed in the middle of a rollout goes on with the
-    same. Raises UserError if there are no prompts, or if the batch cannot be divided among the ranks.
+    same. Raises UserError if there are no prompts, if the batch cannot be divided among the ranks, or if the reward
+    fails for all responses of a rollout.
     """
 
     metric_names: Sequence[str] = ("valid_reward", "valid_tokens")
@@ -85,13 +89,16 @@ class RolloutObjective(ABC):
         self.settings, self.group_size, self.model, self.tokenizer = settings, group_size, model, tokenizer
         self.reward, self.digests, self.out = reward, digests, out
         self.device = next(model.parameters()).device
-        self.train, self.valid = train, valid
-        self.prompts, self.valid_prompts = (
+        if not train:
+            raise UserError("There are no problems to train on; name a task in dialogs.task.")
+        encoded, encoded_valid = (
             encode_prompts(tokenizer, [source.prompt for source in sources], model.config.context_length)
             for sources in (train, valid)
         )
-        if not train:
-            raise UserError("There are no problems to train on; name a task in dialogs.task.")
+        if not encoded:
+            raise UserError("No prompt leaves room for a response; use a model with a longer context.")
+        self.prompts, self.valid_prompts = list(encoded.values()), list(encoded_valid.values())
+        self.train, self.valid = [train[index] for index in encoded], [valid[index] for index in encoded_valid]
         self.responses_per_rollout = settings.train.batch_size * settings.updates_per_epoch
         self.updates_per_rollout = settings.updates_per_epoch * settings.epochs_per_rollout
         self.rank, self.world_size = get_rank(), get_world_size()
@@ -103,15 +110,16 @@ class RolloutObjective(ABC):
         self.micro_batch_size = max(
             1, settings.train.batch_size // self.world_size // settings.train.gradient_accumulation_steps
         )
-        self._stored: dict[int, list[ScoredResponse]] = {}  # of an unfinished training, by step
-        self._responses: list[ScoredResponse] = []  # of the present rollout, on all ranks
+        self._stored: dict[int, list[RolloutRow]] = {}  # of an unfinished training, by step
+        self._responses: list[RolloutRow] = []  # of the present rollout, on all ranks
         self._rollout_step = -1
         self._rollout_metrics: dict[str, float] = {}
         self._sums: dict[str, Tensor] = {}
         self._started = 0.0
+        self._has_warned = False
 
     @abstractmethod
-    def annotate(self, responses: Sequence[ScoredResponse]) -> None:
+    def annotate(self, responses: Sequence[RolloutRow]) -> None:
         """Set the fields of sampled responses that follow from the present weights and other models."""
 
     @abstractmethod
@@ -134,7 +142,7 @@ class RolloutObjective(ABC):
         """Read the responses of an unfinished training."""
         rows = read_metrics(previous / _ROLLOUTS)
         try:
-            responses = [ScoredResponse(**row) for row in rows]
+            responses = [RolloutRow(**row) for row in rows]
         except TypeError:
             responses = []
         self._stored = {}
@@ -163,25 +171,46 @@ class RolloutObjective(ABC):
         stored = self._stored.get(self._rollout_step, [])
         if is_resumed and len(stored) == self.responses_per_rollout:
             self._responses = stored
+            speed = {}
         else:
             # A reward may depend on time; the stored one counts.
             verdicts = {(row.problem, row.text): Verdict(row.rewards, row.error) for row in stored}
             sampled = self._sample(verdicts)
             self.annotate(sampled)
             self._responses = [row for part in all_gather(sampled) for row in part]
+            tokens_per_second = sum(len(row.ids) for row in self._responses) / (time.perf_counter() - started)
+            speed = {"rollout_tokens_per_second": float(round(tokens_per_second))}
             if self.rank == 0:
                 with (self.out / _ROLLOUTS).open("a", encoding="utf-8") as file:
                     file.writelines(format_row(asdict(row)) for row in self._responses)
+        self._check_errors()
         metrics = self.prepare()
-        tokens = [len(row.ids) for row in self._responses]
         self._rollout_metrics = {
             **(self._reward_metrics() if self.reward else {}),
             **metrics,
-            "response_tokens": _mean(tokens),
+            "response_tokens": _mean(len(row.ids) for row in self._responses),
             # An estimate without bias. The update does not see the responses of groups without signal.
             "entropy": -_mean(log_prob for row in self._responses for log_prob in row.log_probs),
-            "rollout_tokens_per_second": round(sum(tokens) / (time.perf_counter() - started)),
+            **speed,
         }
+
+    def _check_errors(self) -> None:
+        """Warn of the first responses whose reward failed. Raise UserError if it failed for all of a rollout."""
+        errors = [row.error for row in self._responses if row.error is not None]
+        if len(errors) == len(self._responses):
+            raise UserError(
+                f"The reward function failed for all {len(errors)} responses of a rollout: {errors[0]}. Name a reward "
+                "that fits the task."
+            )
+        if errors and not self._has_warned and self.rank == 0:
+            self._has_warned = True
+            log.warning(
+                "The reward function failed for %d of %d responses of a rollout, which get 0: %s. The metric "
+                "reward_errors has the number of each step.",
+                len(errors),
+                len(self._responses),
+                errors[0],
+            )
 
     def _reward_metrics(self) -> dict[str, float]:
         rows = self._responses
@@ -191,7 +220,7 @@ class RolloutObjective(ABC):
             "reward_errors": float(sum(row.error is not None for row in rows)),
         }
 
-    def _sample(self, verdicts: dict[tuple[int, str], Verdict]) -> list[ScoredResponse]:
+    def _sample(self, verdicts: dict[tuple[int, str], Verdict]) -> list[RolloutRow]:
         """Return this rank's share of the responses. Together they do not depend on the number of ranks."""
         settings = self.settings
         total = self.responses_per_rollout
@@ -213,16 +242,16 @@ class RolloutObjective(ABC):
             for rollout, index in zip(rollouts, indices, strict=True)
         ]
 
-    def _judge(self, rollout: Rollout, index: int, verdict: Verdict | None) -> ScoredResponse:
+    def _judge(self, rollout: Rollout, index: int, verdict: Verdict | None) -> RolloutRow:
         verdict = verdict or self._verdict(rollout, self.train[index])
         fields = {**asdict(rollout), "rewards": verdict.rewards, "error": verdict.error}
-        return ScoredResponse(step=self._rollout_step + 1, problem=index, **fields)
+        return RolloutRow(step=self._rollout_step + 1, problem=index, **fields)
 
     def _verdict(self, rollout: Rollout, source: PromptSource) -> Verdict:
         ground_truth = source.ground_truth if isinstance(source, Problem) else None
         return self.reward.score(rollout.text, ground_truth) if self.reward else Verdict({})
 
-    def pad_ids(self, rows: Sequence[ScoredResponse]) -> tuple[Tensor, Tensor]:
+    def pad_ids(self, rows: Sequence[RolloutRow]) -> tuple[Tensor, Tensor]:
         """Return the ids of prompts with responses, (B, T) int64 padded on the right, and where the responses are."""
         length = max((len(row.prompt_ids) + len(row.ids) for row in rows), default=2)
         ids = torch.zeros(len(rows), length, dtype=torch.int64)
@@ -242,7 +271,7 @@ class RolloutObjective(ABC):
 
     @torch.no_grad()
     def for_tokens(
-        self, responses: Sequence[ScoredResponse], function: Callable[[Tensor, Tensor], Tensor]
+        self, responses: Sequence[RolloutRow], function: Callable[[Tensor, Tensor], Tensor]
     ) -> list[list[float]]:
         """Return a number for each token of each response. ``function`` maps input ids and labels (B, T) to (B, T)."""
         result: list[list[float]] = []
@@ -253,7 +282,7 @@ class RolloutObjective(ABC):
             result += [row[used].tolist() for row, used in zip(numbers, mask[:, 1:], strict=True)]
         return result
 
-    def reference_log_probs(self, reference: TransformerLM, responses: Sequence[ScoredResponse]) -> list[list[float]]:
+    def reference_log_probs(self, reference: TransformerLM, responses: Sequence[RolloutRow]) -> list[list[float]]:
         """Return the log-probabilities of the tokens of each response under ``reference``."""
         return self.for_tokens(
             responses, lambda ids, labels: get_response_log_probs(reference, ids, labels, False)["log_probs"]

@@ -119,9 +119,9 @@ class SupervisedFineTuning:
 
 def answer_prompts(model: TransformerLM, tokenizer: Tokenizer, config: TrainConfig) -> list[Completion]:
     """Answer the prompts of ``config.sample_prompts`` with the most likely tokens, to show the training's progress."""
-    prompts = encode_prompts(tokenizer, config.sample_prompts, model.config.context_length)
-    rollouts = generate_rollouts(model, tokenizer, prompts, [0] * len(prompts), config.sample_tokens, GREEDY)
+    ids = encode_prompts(tokenizer, config.sample_prompts, model.config.context_length)
+    rollouts = generate_rollouts(model, tokenizer, [*ids.values()], [0] * len(ids), config.sample_tokens, GREEDY)
     return [
-        Completion(prompt, rollout.text, len(rollout.ids))
-        for prompt, rollout in zip(config.sample_prompts, rollouts, strict=True)
+        Completion(config.sample_prompts[index], rollout.text, len(rollout.ids))
+        for index, rollout in zip(ids, rollouts, strict=True)
     ]

@@ -1,7 +1,10 @@
 """The pretoken patterns of well-known tokenizers, by name."""
 
+import re
 from collections.abc import Sequence
 
+from lm.common.errors import UserError, did_you_mean
+from lm.text.chinese_words import JIEBA
 from lm.text.pretokenize import GPT2_PATTERN, Pattern
 
 _LLAMA3_PATTERN = (
@@ -49,7 +52,16 @@ PATTERNS = {
 
 
 def resolve_pattern(pattern: str) -> str:
-    """Return the regular expression of a pattern that is given by name or as a regular expression."""
+    """Return the regular expression of a pattern that is given by name or as a regular expression.
+
+    Raises UserError for what is neither: letters, digits, dashes and underscores that are no name.
+    """
+    if pattern not in PATTERNS and pattern != JIEBA and re.fullmatch(r"[\w-]+", pattern):
+        names = [*PATTERNS, JIEBA]
+        raise UserError(
+            f"There is no pattern {pattern!r}{did_you_mean(pattern, names)}. Patterns: {', '.join(names)}, or a "
+            "regular expression."
+        )
     return PATTERNS.get(pattern, pattern)
 
 

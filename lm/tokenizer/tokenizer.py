@@ -144,7 +144,7 @@ class Tokenizer:
         directory.mkdir(parents=True, exist_ok=True)
         gpt2.write_vocab(directory / "vocab.json", self.vocab, self._added_ids)
         gpt2.write_merges(directory / "merges.txt", self.merges)
-        if self.pattern != JIEBA:
+        if JIEBA not in ((self.pattern,) if isinstance(self.pattern, str) else self.pattern):
             self.save_tokenizer_json(directory / "tokenizer.json")
         vocab_text.write_vocab_text(directory / "vocab.txt", self.vocab, self.merges)
         tokenizer_config.write_config(directory / "tokenizer_config.json", self.parts)

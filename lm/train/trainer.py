@@ -127,7 +127,8 @@ class Trainer:
         ``previous`` is the directory of that training and may be ``out``. Raises UserError if the checkpoint was made
         with another model, tokenizer or data.
         """
-        self.objective.restore(previous)
+        with self._autocast():
+            self.objective.restore(previous)
         settings = self._settings() | {"data": self.objective.digests}
         name = broadcast_from_rank0(adopt_checkpoints(previous, self.out, settings) if self.rank == 0 else None)
         if name is None:
@@ -213,7 +214,11 @@ class Trainer:
     def loading(self) -> AbstractContextManager[Callable[[int], Sequence[MicroBatch]]]:
         """Return a context manager that yields a function: it returns the micro-batches of a step, loaded ahead if
         possible. Call it for each step from the current one."""
-        load = self.objective.micro_batches
+
+        def load(step: int) -> Sequence[MicroBatch]:
+            with self._autocast():  # what a reference model computes must equal what the model computes in the step
+                return self.objective.micro_batches(step)
+
         return prefetch_batches(load, self.step, self.device) if self.objective.is_prefetchable else nullcontext(load)
 
     def _is_finished(self) -> bool:

@@ -73,7 +73,7 @@ def test_the_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         words = shlex.split(command)
         if "--help" not in words and "--print_config" not in words:
             preset = words[words.index("--preset") + 1] if "--preset" in words else "demo"
-            parser_of(preset).parse_args(words[1:])
+            parser_of(**{"posttrain_preset" if "posttrain" in words else "preset": preset}).parse_args(words[1:])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

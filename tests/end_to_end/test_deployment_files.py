@@ -59,7 +59,7 @@ def test_a_preset_of_post_training_needs_no_local_files_and_states_its_cost() ->
         dialogs = load_posttrain_preset(path.stem).dialogs
         urls = (*dialogs.train, *dialogs.valid, *dialogs.task_train, *dialogs.task_test)
         assert all(url.startswith("https://") for url in urls), path
-        header = path.read_text(encoding="utf-8").partition("dialogs:")[0].replace("\n# ", " ")
+        header = path.read_text(encoding="utf-8").partition("name:")[0].replace("\n# ", " ")
         assert re.search(r"Cost\b.* of memory\b.* of disk", header), path
 
 

@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from flows.chain import PIPELINE
-from flows.cli.parser import main
-from flows.config import PipelineConfig, load_config
+from flows.cli.parser import build_parser, main, parse
+from flows.config import PipelineConfig
 from flows.models import resolve_model
 from flows.plan import plan
 from lm.common.runtime import Execution
@@ -77,7 +77,8 @@ def test_a_choice_for_a_time_is_kept(
     comments, chosen = choice_of(tmp_path / "root")
     assert "Of 120 s, " in comments and set(chosen) == {"chunk", "tokenizer", "model", "train"}
     (tmp_path / "mine.yaml").write_text(comments)
-    assert load_config(PipelineConfig, tmp_path / "mine.yaml").model.d_model == measured[-1].d_model
+    options = parse(build_parser("stories-fast"), ["run", "--config", str(tmp_path / "mine.yaml")]).run.as_dict()
+    assert (options["model"], options["train"]) == (chosen["model"], chosen["train"])  # nothing of the preset is left
     assert main(["run", *text, "--budget", "2m", "--until", "budget", "--refresh", "budget"]) == 0
     assert len(measured) > count
 

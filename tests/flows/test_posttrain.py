@@ -167,6 +167,10 @@ def test_mistakes_are_named(trained_root: Path, tmp_path: Path, config: Posttrai
         posttrain(replace(config, base="other"), str(trained_root))
     with pytest.raises(UserError, match="methods has ppo without reward_model"):
         replace(config, methods=["sft", "ppo"])
+    with pytest.raises(UserError, match="sft reads its examples in shuffled epochs in any case; leave data_order out"):
+        replace(config, sft=replace(config.sft, data_order="shuffled_epochs"))
+    with pytest.raises(UserError, match="There is no stage ppo: methods is sft, preference, reinforce"):
+        posttrain(config, str(trained_root), until="ppo")
     without = replace(config, methods=["preference"], dialogs=replace(config.dialogs, train=[]))
     with pytest.raises(UserError, match=r"There are no pairs for the stage preference\. Name some in dialogs\.train"):
         posttrain(without, str(trained_root))

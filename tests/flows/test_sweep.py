@@ -210,7 +210,7 @@ FILE: dict[str, Any] = {
         ({"axis": []}, "unknown field 'axis' (did you mean 'axes'?)"),
         ({"set": {"train.step": 1}}, "There is no option train.step (did you mean 'train.steps'?)"),
         ({"derive": {"train.steps": "lr"}}, "there is no option or variable lr"),
-        ({"law": {"budget": "budget"}}, "reads budget, which is on no axis"),
+        ({"law": {"budget": "budget"}}, "reads budget, which not every point sets"),
         (
             {"search": {}, "axes": [{"option": "data.train", "values": [["demo:10"]]}]},
             "varies no option of the section data",
@@ -218,6 +218,13 @@ FILE: dict[str, Any] = {
         (
             {"search": {}, "axes": [{"option": "train.warmup_steps", "low": 5, "high": 40}]},
             "point 2 (train.warmup_steps 40): train:",
+        ),
+        (
+            {
+                "law": {"budget": "train.max_lr", "size": "train.seed"},
+                "axes": [{"cases": [{"train.max_lr": 0.1, "train.seed": 1}, {"train.max_lr": 0.2}]}],
+            },
+            "reads train.seed, which not every point sets",
         ),
         ({"base": "demos"}, "There is no preset 'demos' (did you mean 'demo'?)"),
         ({"set": {"execution.train_deployment": "pipeline/x"}}, "does not work in a sweep"),
@@ -238,6 +245,7 @@ def test_an_invalid_sweep_is_refused_before_anything_runs(
         (["learning-rat"], "There is no sweep 'learning-rat' (did you mean 'learning-rate'?)"),
         (["learning-rate", "--size", "huge"], "has no size 'huge'. Sizes: demo, stories."),
         (["learning-rate", "--train.max_lr", "0.5"], "varies train.max_lr itself; leave --train.max_lr out"),
+        (["learning-rate", "--budget", "30m"], "leave the budget out"),
         (["learning-rate", "--train.stepz", "5"], "did you mean '--train.steps'"),
     ],
 )

@@ -328,6 +328,7 @@ def test_any_json_is_an_answer_or_malformed(value: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
+        (completion("a").replace(b"stop", b"\\ud800"), ChatAnswer("a", "\ufffd", 5, 3)),
         (completion("a\ud83d\ude00\ud800"), ChatAnswer("a😀�", "stop", 5, 3)),
         (completion(None), ChatAnswer("", "stop", 5, 3)),
         (completion("a", usage=None), ChatAnswer("a", "stop", 0, 0)),

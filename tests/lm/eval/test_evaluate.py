@@ -224,6 +224,12 @@ def test_a_damaged_file_is_refused(tmp_path: Path, content: str, message: str) -
     assert path.read_text() == content
 
 
+def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"responses\.jsonl cannot be written: (Not a directory|File exists)"):
+        ResponseFile(tmp_path / "file" / "responses.jsonl", {}).__enter__()
+
+
 def test_two_processes_cannot_write_a_file(tmp_path: Path) -> None:
     path = tmp_path / "responses.jsonl"
     with FileLock(f"{path}.lock"), pytest.raises(UserError, match="Another process writes"):

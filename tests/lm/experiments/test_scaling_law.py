@@ -86,3 +86,15 @@ def test_too_few_sizes_or_budgets_and_no_minimum_are_refused() -> None:
         fit_scaling_law(measure(0.5, 0.05, budgets=(1e13,)))
     with pytest.raises(UserError, match="no minimum"):
         fit_parabola([Measurement(1e12, size, 1e6, -(math.log(size / 1e4) ** 2)) for size in (1e3, 1e4, 1e5)])
+
+
+@pytest.mark.parametrize("last", [1.8001, 1.801, 1.802])
+def test_losses_that_fall_nearly_in_a_line_have_no_minimum(last: float) -> None:
+    sizes = (1e4, 2e4, 4e4)
+    runs = [
+        Measurement(budget, size, budget / (6 * size), loss - shift)
+        for budget, shift in ((1e12, 0.0), (3e12, 0.2))
+        for size, loss in zip(sizes, (2.0, 1.9, last), strict=True)
+    ]
+    with pytest.raises(UserError, match="no minimum near these sizes; add smaller and larger sizes"):
+        fit_scaling_law(runs)

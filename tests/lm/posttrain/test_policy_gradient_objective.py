@@ -11,6 +11,7 @@ import torch
 from lm.common.errors import UserError
 from lm.data.chat_template import END_TOKEN, encode_chat_prompt
 from lm.eval.reward_worker import RewardWorker, Verdict
+from lm.eval.tasks import Problem
 from lm.model.transformer import TransformerLM
 from lm.optim.sgd import SGD
 from lm.posttrain.config import PPOConfig, ReinforceConfig
@@ -204,7 +205,58 @@ def test_bad_settings_and_prompts_are_named(model: TransformerLM, tmp_path: Path
         with pytest.raises(UserError, match="There is no reward 'nope'"):
             method(rewards={"nope": 1.0})
     config = ReinforceConfig(train=quick_config(), group_size=4)
-    with pytest.raises(UserError, match="A prompt has 304 tokens"):
+    with pytest.raises(UserError, match="No prompt leaves room for a response; use a model"):
         PolicyGradient(config, model, CHAT, [replace(PROBLEMS[0], prompt="x" * 301)], [], LetterReward(), {}, tmp_path)
     with pytest.raises(UserError, match="no problems to train on"):
         PolicyGradient(config, model, CHAT, [], [], LetterReward(), {}, tmp_path)
+
+
+@pytest.mark.parametrize("signals", [0, 1, 3, 8])
+def test_each_step_has_all_micro_batches_whatever_has_a_signal(
+    model: TransformerLM, tmp_path: Path, signals: int
+) -> None:
+    # All ranks need the same number: those of a mixture of experts add up their loads at each.
+    objective = make_objective(model, tmp_path, gradient_accumulation_steps=4)
+    objective.micro_batches(0)
+    objective._advantages = torch.tensor([1.0] * signals + [0.0] * (8 - signals))
+    batches = objective.split(list(range(8)))
+    assert len(batches) == 4
+    assert sum(float(batch.weight) for batch in batches) == pytest.approx(8)
+    learned = [advantage for batch in batches for advantage in batch.advantages[batch.mask.any(-1)].tolist()]
+    assert learned == [1.0] * signals
+    losses = [objective.loss_sum(model, batch) for batch in batches]
+    assert [bool(loss) for loss in losses].count(True) == min(signals, 4)
+
+
+class FailingReward(LetterReward):
+    """Fails for all responses but the first ``successes``."""
+
+    def __init__(self, successes: int) -> None:
+        super().__init__()
+        self.successes = successes
+
+    def score(self, response: str, ground_truth: Any) -> Verdict:
+        if self.calls >= self.successes:
+            return Verdict(dict.fromkeys(("reward", "format_reward", "answer_reward"), 0.0), "TypeError: no number")
+        return super().score(response, ground_truth)
+
+
+def test_a_reward_that_fails_is_told_and_one_that_always_fails_ends_the_training(
+    model: TransformerLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    objective = make_objective(model, tmp_path)
+    objective.reward = FailingReward(successes=3)
+    objective.micro_batches(0)
+    assert "failed for 5 of 8 responses of a rollout, which get 0: TypeError: no number" in caplog.text
+    with pytest.raises(UserError, match=r"failed for all 8 responses of a rollout: TypeError: no number\. Name a"):
+        objective.micro_batches(1)
+
+
+def test_prompts_that_leave_no_room_are_left_out(
+    model: TransformerLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = ReinforceConfig(train=quick_config(), group_size=4)
+    problems = [Problem("x" * 300, ["x"]), *PROBLEMS]
+    objective = PolicyGradient(config, model, CHAT, problems, problems, LetterReward(), {}, tmp_path)
+    assert objective.train == objective.valid == PROBLEMS
+    assert "1 of 9 prompts leave no room for a response in the model's context of 256 tokens" in caplog.text

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lm.common.errors import UserError
 from lm.kernels.bpe.o200k_starts import O200kRules
 from lm.text.patterns import DEEPSEEK_SPLITS, PATTERNS
 from lm.text.pretokenize import pretokenize
 from lm.text.scanners import has_compiled_scanner, scanner_rules, warn_of_slow_pattern
+from lm.tokenizer.config import TokenizerConfig
 from lm.tokenizer.pretoken_counts import count_pretokens
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.examples import examples
@@ -98,3 +100,15 @@ def test_the_log_says_once_that_a_pattern_is_slow(caplog: pytest.LogCaptureFixtu
     assert list(count_pretokens([[b"a b"]], [], slow.pattern))
     [message] = [record.getMessage() for record in caplog.records if record.name == warn_of_slow_pattern.__module__]
     assert slow.pattern.replace("\\", "\\\\") in message and "gpt2, cl100k, llama3, qwen2, o200k, deepseek" in message
+
+
+def test_a_misspelt_name_is_no_regular_expression() -> None:
+    for pattern in ("gpt4", "llama-3"):
+        with pytest.raises(UserError, match=rf"There is no pattern '{pattern}'.* Patterns: gpt2, cl100k, llama3"):
+            TokenizerConfig(pattern=pattern)
+    assert TokenizerConfig(pattern=r"\w+|\W").pattern == r"\w+|\W"
+
+
+def test_several_patterns_with_jieba_are_saved_without_a_tokenizer_json(tmp_path: Path) -> None:
+    Tokenizer({i: bytes([i]) for i in range(256)}, [], pattern=("gpt2", "jieba")).save(tmp_path)
+    assert not (tmp_path / "tokenizer.json").exists() and (tmp_path / "tokenizer_config.json").exists()
