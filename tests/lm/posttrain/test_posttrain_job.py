@@ -53,6 +53,19 @@ def test_a_method_trains_and_records_its_metrics(tmp_path: Path, method: str, pr
     assert [sample["prompt"] for sample in samples] == ["say a"] * (0 if method == "reward_model" else 2)
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("method", "settings", "metric"),
+    [("preference", {}, "margin"), ("reinforce", {"group_size": 2, "max_new_tokens": 8, "kl_weight": 0.1}, "kl")],
+)
+def test_the_first_step_is_at_the_reference(
+    tmp_path: Path, method: str, settings: dict[str, Any], metric: str, precision: str
+) -> None:
+    job = write_posttrain_job(tmp_path, method, settings, precision=precision, steps=2)
+    PosttrainJob.read(job).run()
+    assert read_metrics(job.parent / "metrics.jsonl")[0][metric] == pytest.approx(0, abs=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
