@@ -10,7 +10,7 @@ from tasks.runtime.source_records import describe_sources
 from tasks.runtime.stage import stage
 from tasks.runtime.store import Store
 
-_PATTERNS = ("*.json", "*.safetensors", "*.pth", "*.model")
+_PATTERNS = ("*.json", "*.safetensors", "*.pth", "*.model", "merges.txt")
 
 
 def find_model_files(directory: Path, store: Store) -> list[Source]:

@@ -51,15 +51,15 @@ def trial(
         with _stopping(out.run, run, ref, config):
             train.materialize(run, arguments)
     except Stopped:
-        rows = read_metrics(_newest_attempt(run, ref) / "metrics.jsonl")
+        rows = _read_rows(run, ref)
         if out.run.stopping.is_set() or find_prune_step(rows, config.limits) is None:
             raise
     except UserError:
-        path = _newest_attempt(run, ref) / "diverged.json"
-        if not path.exists():
+        attempt = _newest_attempt(run, ref)
+        if attempt is None or not (attempt / "diverged.json").exists():
             raise
-        divergence = json.loads(path.read_text(encoding="utf-8"))
-        rows = read_metrics(path.with_name("metrics.jsonl"))
+        divergence = json.loads((attempt / "diverged.json").read_text(encoding="utf-8"))
+        rows = _read_rows(run, ref)
     else:
         model = read_output(run.store, ref)
         training, rows = model.manifest["figures"], read_metrics(model.path("metrics.jsonl"))
@@ -76,19 +76,24 @@ def _share_of_threads(execution: Execution) -> Execution:
     return replace(execution, threads=execution.threads or share)
 
 
-def _newest_attempt(run: RunContext, ref: Ref) -> Path:
-    return next(iter(run.store.attempt_directories(*ref)), Path())
+def _newest_attempt(run: RunContext, ref: Ref) -> Path | None:
+    return next(iter(run.store.attempt_directories(*ref)), None)
+
+
+def _read_rows(run: RunContext, ref: Ref) -> list[dict[str, Any]]:
+    """Return the metrics of the training that runs or has just ended; none before it has begun."""
+    from lm.train.metrics_file import read_metrics
+
+    attempt = _newest_attempt(run, ref)
+    return read_metrics(attempt / "metrics.jsonl") if attempt else []
 
 
 @contextmanager
 def _stopping(outer: RunContext, run: RunContext, ref: Ref, config: TrialConfig) -> Iterator[None]:
     """Stop the training of ``run`` with the whole run, or as soon as it is pruned."""
-    from lm.train.metrics_file import read_metrics
 
     def check() -> bool:
-        is_pruned = bool(config.limits) and (
-            find_prune_step(read_metrics(_newest_attempt(run, ref) / "metrics.jsonl"), config.limits) is not None
-        )
+        is_pruned = bool(config.limits) and find_prune_step(_read_rows(run, ref), config.limits) is not None
         if outer.stopping.is_set() or is_pruned:
             run.stopping.set()
         return run.stopping.is_set()

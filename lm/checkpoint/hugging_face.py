@@ -105,7 +105,8 @@ def load_hugging_face(
     """
     path = directory / "config.json"
     content = read_json_object(path)
-    if (model_type := content.get("model_type")) not in _CLASSES:
+    model_type = content.get("model_type")
+    if not isinstance(model_type, str) or model_type not in _CLASSES:
         raise UserError(f"{path}: model_type {model_type!r} is not supported; use a {' or a '.join(_CLASSES)}.")
     content = flatten_rope_fields(path, content)
     fixed_fields = _FIXED_FIELDS | _FIXED_FIELDS_OF.get(model_type, {}) | {"partial_rotary_factor": 1}

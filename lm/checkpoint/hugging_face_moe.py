@@ -142,7 +142,7 @@ def read_moe_config(path: Path, content: dict[str, Any], model_type: str) -> MoE
         options["normalized_gates"] = read_field(path, content, "norm_topk_prob", model_type == "glm4_moe")
     if model_type == "qwen3_moe":
         dense = content.get("mlp_only_layers", [])
-        if dense != [*range(len(dense))]:
+        if not isinstance(dense, list) or dense != [*range(len(dense))]:
             raise UserError(f"{path}: mlp_only_layers {dense!r} is not supported; only the first layers can be dense.")
         options["num_dense_layers"] = len(dense)
     if model_type == "glm4_moe":

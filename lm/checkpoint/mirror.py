@@ -32,25 +32,30 @@ class CheckpointMirror:
         self._uploaded: set[str] = set()
 
     def download(self) -> None:
-        """Download the checkpoints and logs that are missing locally."""
+        """Download the checkpoints that are missing locally, and the logs if they are missing or older."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        for name in sorted(self._remote_names(_DESCRIPTION)):
+        newest = max((path.name for path in step_directories(self.directory)), default="")
+        remote = sorted(self._remote_names(_DESCRIPTION))
+        for name in remote:
             if not (self.directory / name).exists():
                 with atomic_directory(self.directory / name) as temporary:
                     self._request(self._fs.get, f"{self._base}/{name}/", f"{temporary}/", recursive=True)
                 log.info("Fetched the checkpoint %s from %s.", name, self.url)
             self._uploaded.add(name)
+        is_behind = bool(remote) and remote[-1] > newest
         for name in _LOGS:
-            if not (self.directory / name).exists():
+            if is_behind or not (self.directory / name).exists():
                 temporary = self.directory / f"{name}.tmp"
                 with suppress(FileNotFoundError):
                     self._request(self._fs.get_file, f"{self._base}/{name}", str(temporary))
                     temporary.replace(self.directory / name)
 
     def upload(self) -> None:
-        """Upload new checkpoints and the logs. Then delete checkpoints at the URL that no longer exist locally."""
+        """Upload newer checkpoints than those at the URL, and the logs. Then delete checkpoints there that no longer
+        exist locally."""
         local = {path.name: path for path in step_directories(self.directory)}
-        if new := [name for name in local if name not in self._uploaded]:
+        newest = max(self._uploaded & local.keys(), default="")
+        if new := sorted(name for name in local if name > newest):
             for name in _LOGS:
                 if (self.directory / name).exists():
                     self._request(self._fs.put_file, str(self.directory / name), f"{self._base}/{name}")

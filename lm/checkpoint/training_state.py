@@ -225,7 +225,7 @@ def _select_rows(parts: list[Tensor], p: nn.Parameter, parallel: Parallel | None
     """Join the parts of a tensor, and return the rows that this rank has of the parameter ``p``."""
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     bounds = parallel.bounds(p) if parallel else None
-    rows = whole if bounds is None else local_rows(whole, bounds)
+    rows = whole if bounds is None else local_rows(whole, bounds).clone()  # a view would keep the whole in memory
     return rows.view(p.shape) if rows.numel() == p.numel() else rows  # a scalar may be saved as a row
 
 
@@ -236,7 +236,12 @@ def _read_weights(
     parts = [read_safetensors(directory / name, device) for name in _part_names("model", description["files"])]
     if any(part.keys() != parts[0].keys() for part in parts):
         raise UserError(f"The parts of the checkpoint {directory} hold different tensors.")
-    return parts[0] if len(parts) == 1 else {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
+    if len(parts) == 1:
+        return parts[0]
+    try:
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    except RuntimeError as error:
+        raise UserError(f"The parts of the checkpoint {directory} do not fit together: {error}") from None
 
 
 def load_model(directory: Path, device: str | torch.device = "cpu", has_scalar_head: bool = False) -> TransformerLM:

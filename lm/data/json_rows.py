@@ -1,6 +1,7 @@
 """Rows of JSON Lines and Parquet files, local or by URL. Damaged rows are skipped, counted and named."""
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,6 +67,8 @@ def _read_json_lines(url: str) -> Iterator[tuple[str, Callable[[], Row]]]:
     """Yield (name of the row, function that returns it or raises ValueError)."""
     with open_decompressed(url) as blocks:
         for number, line in enumerate(_split_lines(blocks), start=1):
+            if number == 1 and line is not None:
+                line = line.removeprefix(BOM_UTF8)  # as some programs on Windows write it
             if line is None or line.strip():
                 yield f"{url}, line {number:,}", partial(_parse_json, line)
 

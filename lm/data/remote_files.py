@@ -2,14 +2,17 @@
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
 from lm.common.cache import cache_directory
 from lm.common.checksum import file_checksum
 from lm.common.errors import UserError
+from lm.text.retry import NOT_FOUND_ERRORS, retry_request, translate_errors
 from lm.text.sources import open_filesystem
 
 log = logging.getLogger(__name__)
@@ -39,29 +42,23 @@ def fetch_directory(path: str) -> str:
     if "://" not in path:
         return path
     fs, remote_path = open_filesystem(path)
-    try:
-        files = sorted(fs.ls(remote_path, detail=True), key=lambda file: str(file["name"]))
-        local = cache_directory() / "directories" / hashlib.sha256(repr((path, files)).encode()).hexdigest()[:32]
-        local.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{local}.lock"):
-            if not local.exists():
-                temporary = local.with_suffix(".tmp")
-                temporary.mkdir(exist_ok=True)
-                for file in files:
-                    fs.get_file(file["name"], str(temporary / str(file["name"]).rpartition("/")[2]))
-                temporary.rename(local)
-    except OSError as error:
-        raise _unreadable(path, error) from None
+    files = sorted(_request(path, fs.ls, remote_path, detail=True), key=lambda file: str(file["name"]))
+    local = cache_directory() / "directories" / hashlib.sha256(repr((path, files)).encode()).hexdigest()[:32]
+    local.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{local}.lock"):
+        if not local.exists():
+            temporary = local.with_suffix(".tmp")
+            temporary.mkdir(exist_ok=True)
+            for file in files:
+                _request(path, fs.get_file, file["name"], str(temporary / str(file["name"]).rpartition("/")[2]))
+            temporary.rename(local)
     return str(local)
 
 
 def file_size(url: str) -> int:
     """Return the size of a file in bytes. Raises UserError if it is missing."""
     fs, path = open_filesystem(url)
-    try:
-        return int(fs.size(path))
-    except OSError as error:
-        raise _unreadable(url, error) from None
+    return int(_request(url, fs.size, path))
 
 
 def _fetch(url: str, checksum: str) -> str:
@@ -72,10 +69,7 @@ def _fetch(url: str, checksum: str) -> str:
         if not path.exists():
             fs, remote_path = open_filesystem(url)
             temporary = path.with_suffix(".tmp")
-            try:
-                fs.get_file(remote_path, str(temporary))
-            except OSError as error:
-                raise _unreadable(url, error) from None
+            _request(url, fs.get_file, remote_path, str(temporary))
             if file_checksum(temporary.open("rb")) != checksum:
                 raise UserError(f"{url} is damaged. Run the pipeline again: it makes it again.")
             temporary.replace(path)
@@ -86,19 +80,20 @@ def _fetch(url: str, checksum: str) -> str:
 def read_range(url: str, start: int, end: int) -> bytes:
     """Return the bytes ``start`` to ``end`` of a file. Raises UserError if it cannot be read."""
     fs, path = open_filesystem(url)
-    try:
-        return bytes(fs.cat_file(path, start=start, end=end))
-    except OSError as error:
-        raise _unreadable(url, error) from None
+    return bytes(_request(url, fs.cat_file, path, start=start, end=end))
 
 
 def read_file(path: str) -> bytes:
-    """Return the content of a local file or of a URL. Raises OSError if it cannot be read."""
+    """Return the content of a local file or of a URL. Raises OSError or UserError if it cannot be read."""
     if "://" not in path:
         return Path(path).read_bytes()
     fs, remote_path = open_filesystem(path)
-    return bytes(fs.cat_file(remote_path))
+    return bytes(_request(path, fs.cat_file, remote_path))
 
 
-def _unreadable(url: str, error: OSError) -> UserError:
-    return UserError(f"{url} cannot be read: {error}")
+def _request(url: str, operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call the file system of a URL, and retry if the network fails. Raises UserError if the file cannot be read."""
+    try:
+        return retry_request(translate_errors, url, partial(operation, *arguments, **options))
+    except NOT_FOUND_ERRORS as error:
+        raise UserError(f"{url} cannot be read: {error}") from None

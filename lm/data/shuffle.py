@@ -11,10 +11,10 @@ def shuffled_indices(count: int, first: int, number: int, seed: int) -> npt.NDAr
 
     An epoch has each of ``count`` indices once, in an order that ``seed`` and the number of the epoch decide.
     """
-    epochs = range(first // count, (first + number - 1) // count + 1)
-    order = np.concatenate([_permutation(seed, epoch, count) for epoch in epochs])
-    start = first - epochs[0] * count
-    return order[start : start + number]
+    end = first + number
+    epochs = range(first // count, (end - 1) // count + 1)
+    parts = [_permutation(seed, epoch, count)[max(0, first - epoch * count) : end - epoch * count] for epoch in epochs]
+    return np.concatenate(parts)
 
 
 @lru_cache(maxsize=2)  # a batch may span two epochs

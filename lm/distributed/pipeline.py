@@ -65,9 +65,14 @@ class PipelineParallel:
         :meth:`lm.model.TransformerLM.loss` on the whole batch: targets equal to ``IGNORE_INDEX`` do not count, in
         whichever micro-batch they are. Raises UserError if the micro-batches do not divide the batch.
         """
+        if not self._has_tied_weight():
+            return self._run(token_ids, targets, is_training=True)
+        weight = self.model.token_embeddings.weight
+        before, weight.grad = weight.grad, None  # of earlier batches: it is the sum of both stages already
         loss = self._run(token_ids, targets, is_training=True)
-        if self._has_tied_weight():
-            dist.all_reduce(self._tied_grad(), group=self._tied_group)
+        dist.all_reduce(self._tied_grad(), group=self._tied_group)
+        if before is not None:
+            weight.grad = before.add_(self._tied_grad())
         return loss
 
     def evaluate_batch(self, token_ids: Tensor, targets: Tensor) -> Tensor:

@@ -61,6 +61,11 @@ def get_world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def get_local_world_size() -> int:
+    """Return the number of processes on this machine. torchrun tells it; else all processes are here."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
+
+
 def barrier() -> None:
     """Wait until all ranks are here."""
     if dist.is_initialized():

@@ -9,6 +9,7 @@ import torch._functorch.config
 from torch import Tensor
 
 from lm.common.device import is_out_of_memory
+from lm.distributed.parallel import Parallel
 from lm.model.transformer import TransformerLM
 
 log = logging.getLogger(__name__)
@@ -18,17 +19,18 @@ _CPU_ACTIVATION_FRACTION = 0.95  # activations to keep; a CPU recomputes the che
 
 
 def compile_loss(
-    loss: Callable[[Any], Tensor], model: TransformerLM, micro_batch: Any, training_flops: float, by_block: bool = False
+    loss: Callable[[Any], Tensor], model: TransformerLM, parallel: Parallel, micro_batch: Any, training_flops: float
 ) -> Callable[[Any], Tensor]:
-    """Compile ``loss(micro_batch)`` and test it with a backward pass.
+    """Compile ``loss(micro_batch)`` and test it with a backward pass. All ranks call this together.
 
-    ``by_block``: compile only the blocks, each by itself, because FSDP works between them.
+    With FSDP, which works between the blocks, only these are compiled, each by itself.
 
     Return ``loss`` itself if the training is short, or, with a warning, if torch.compile does not work here. Raises
     torch's error if the device is out of memory: the training would need the memory without compilation too.
     """
     if training_flops < _MIN_FLOPS_TO_COMPILE:
         return loss
+    by_block = parallel.divides_weights
     originals = [layer.forward for layer in model.layers]
     if by_block:
         for layer in model.layers:  # not layer.compile(), which would compile FSDP's hooks too
@@ -44,9 +46,9 @@ def compile_loss(
         log.warning("torch.compile does not work here, training runs without: %s", str(error).partition("\n")[0])
         for layer, forward in zip(model.layers, originals, strict=True):
             layer.forward = forward
-        return loss
-    finally:
-        model.zero_grad(set_to_none=True)
+        compiled_loss = loss
+    parallel.finish_gradient_synchronization()  # else the first step would take the gradients of the test
+    model.zero_grad(set_to_none=True)
     return compiled_loss
 
 

@@ -12,7 +12,13 @@ from lm.checkpoint.safe_load import assign_weights, create_empty_model
 from lm.common.errors import UserError
 from lm.common.runtime import Execution, ParallelKind
 from lm.distributed.parallel import Parallel
-from lm.distributed.process_group import all_gather, broadcast_from_rank0, get_rank, get_world_size
+from lm.distributed.process_group import (
+    all_gather,
+    broadcast_from_rank0,
+    get_local_world_size,
+    get_rank,
+    get_world_size,
+)
 from lm.model.config import ModelConfig
 from lm.model.memory import TrainingMemory, predict_training_memory
 from lm.model.transformer import TransformerLM
@@ -40,7 +46,7 @@ def choose_parallel(
         )
     if execution.parallel != "auto":
         return execution.parallel
-    available = available_memory(device)
+    available = min(all_gather(available_memory(device)))  # all ranks choose the same
     sequences = config.batch_size // (config.gradient_accumulation_steps * world_size)
     for kind in _KINDS:
         memory = predict_memory(sequences, execution, config, model_config, kind, device)
@@ -88,7 +94,7 @@ def _memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return total // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return total // get_local_world_size()
 
 
 def check_directory_is_shared(out: Path) -> None:

@@ -24,6 +24,7 @@ from lm.distributed.parallel import Parallel
 from lm.distributed.process_group import (
     all_reduce_mean,
     broadcast_from_rank0,
+    get_local_world_size,
     get_rank,
     get_world_size,
     is_true_on_any_rank,
@@ -64,7 +65,7 @@ class Trainer:
                 f"train.batch_size {config.batch_size} must be a multiple of train.gradient_accumulation_steps "
                 f"{config.gradient_accumulation_steps} times the {self.world_size} processes."
             )
-        torch.set_num_threads(max(1, execution.workers // self.world_size))
+        torch.set_num_threads(max(1, execution.workers // get_local_world_size()))
         self.device = next(model.parameters()).device
         precision = broadcast_from_rank0(choose_precision(config.precision, self.device))
         self.config = config = replace(config, precision=precision)
@@ -81,13 +82,8 @@ class Trainer:
         if execution.compile and objective.is_compilable:
             with self.explain_out_of_memory():
                 micro_batch = objective.micro_batches(0)[0]
-                self.loss_sum = compile_loss(
-                    self._loss_sum,
-                    model,
-                    micro_batch,
-                    config.steps * self.flops_per_step,
-                    by_block=self.parallel.divides_weights,
-                )
+                flops = config.steps * self.flops_per_step
+                self.loss_sum = compile_loss(self._loss_sum, model, self.parallel, micro_batch, flops)
         self.step = 0
         self.best: dict[str, Any] = {"step": 0, objective.metric_names[0]: None}
         self.evaluations_without_improvement = 0
@@ -137,7 +133,11 @@ class Trainer:
         self.step = load_training(self.out / name, self.model, self.optimizers, self.parallel)
         for group, group_options in zip(self._parameter_groups(), options, strict=True):
             group.update(group_options)  # from the config, not from the checkpoint
-        description = read_description(self.out / name) or {}
+        description = read_description(self.out / name)
+        if description is None:
+            raise UserError(
+                f"The checkpoint {self.out / name} has changed while it was read; start the training again."
+            )
         best_step = description["best"]["step"]
         if self._checkpoint_path(best_step).exists():  # else a later checkpoint becomes the best
             self.best = description["best"]

@@ -42,6 +42,8 @@ class Case:
     optimizer: Literal["adamw", "muon", "torch.AdamW"] = "adamw"
     steps: int = 4
     has_biases: bool = False
+    batches_per_step: int = 1
+    """Batches whose gradients are added."""
 
     @property
     def name(self) -> str:
@@ -124,14 +126,14 @@ def _train(case: Case) -> dict[str, Tensor]:
     optimizers = make_optimizers(case, model)
     figures, results = [], {}
     for step in range(case.steps):
-        ids, targets = batch_of_step(step)
-        if pipeline:
-            loss = pipeline.train_batch(ids, targets)
-            norm = pipeline.clip_grad_norm(_MAX_NORM)
-        else:
-            loss = loss_of_batch(model, ids, targets, data_mesh)
-            loss.backward()
-            norm = clip_grad_norm(model.parameters(), _MAX_NORM)
+        for batch in range(case.batches_per_step):
+            ids, targets = batch_of_step(step + batch * case.steps)
+            if pipeline:
+                loss = pipeline.train_batch(ids, targets)
+            else:
+                loss = loss_of_batch(model, ids, targets, data_mesh)
+                loss.backward()
+        norm = pipeline.clip_grad_norm(_MAX_NORM) if pipeline else clip_grad_norm(model.parameters(), _MAX_NORM)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

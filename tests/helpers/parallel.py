@@ -6,6 +6,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from lm.distributed.parallel import Parallel
 from lm.distributed.process_group import all_reduce_mean, get_rank, get_world_size
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
+from lm.train.compile import compile_loss
 from lm.train.config import TrainConfig
 from lm.train.optimizers import make_optimizers, whole_parameters
 from tests.helpers.ranks import rank_of_test, run_ranks
@@ -33,10 +35,17 @@ class Case:
     is_double: bool = False
     has_checkpointing: bool = False
     steps: int = 5
+    is_compiled: bool = False
+    """Test the compilation of the loss before the first step, as the trainer does. Nothing is compiled."""
 
     @property
     def name(self) -> str:
         return "-".join(str(value) for value in asdict(self).values())
+
+
+def tokens_of(step: int) -> Tensor:
+    """Return the tokens of a step: (B, T + 1)."""
+    return torch.randint(_VOCAB, (_BATCH, _CONTEXT + 1), generator=torch.Generator().manual_seed(step))
 
 
 def train(case: Case) -> dict[str, Tensor]:
@@ -62,14 +71,20 @@ def train(case: Case) -> dict[str, Tensor]:
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         if "eps" in group:
             group["eps"] = 1e-4  # with a smaller one the first steps depend on the gradients' rounding
+
+    def loss_of(part: Tensor) -> Tensor:
+        return model.loss(part[:, :-1], part[:, 1:])
+
+    if case.is_compiled:
+        with patch("torch.compile", lambda function: function):
+            compile_loss(loss_of, model, parallel, tokens_of(0)[:1], 1e18)
     figures = []
     for step in range(case.steps):
-        tokens = torch.randint(_VOCAB, (_BATCH, _CONTEXT + 1), generator=torch.Generator().manual_seed(step))
-        parts = tokens.chunk(get_world_size())[get_rank()].chunk(_MICRO_BATCHES)
+        parts = tokens_of(step).chunk(get_world_size())[get_rank()].chunk(_MICRO_BATCHES)
         losses = []
         for number, part in enumerate(parts, start=1):
             with parallel.no_sync() if number < len(parts) else nullcontext():
-                loss = model.loss(part[:, :-1], part[:, 1:]) / len(parts)
+                loss = loss_of(part) / len(parts)
                 loss.backward()
             losses.append(loss.detach())
         parallel.finish_gradient_synchronization()

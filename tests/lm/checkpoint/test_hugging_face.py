@@ -288,6 +288,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
             "model_type 'gemma' is not supported; use a llama or a mistral or a qwen2 or a qwen3",
         ),
         (changed_config(model_type="absent"), "model_type None is not supported"),
+        (changed_config(model_type=["llama"]), r"model_type \['llama'\] is not supported"),
         (changed_config(hidden_act="gelu"), "hidden_act 'gelu'"),
         (changed_config(attention_bias=True), "attention_bias True"),
         (changed_config(mlp_bias=True), "mlp_bias True"),

@@ -132,3 +132,25 @@ def test_new_checkpoints_are_copied_while_the_training_runs(
         wait_for(lambda: bucket.glob("corpus/out/step-0000010/checkpoint.json"), 20, "copy")
         write_checkpoint(tmp_path, "step-0000020")
     assert bucket.exists("corpus/out/step-0000020/checkpoint.json"), "the last one is copied at the end"
+
+
+def test_a_machine_that_comes_back_takes_the_newer_logs(bucket: Any, tmp_path: Path) -> None:
+    old, new, url = tmp_path / "old", tmp_path / "new", "s3://corpus/out"
+
+    def save(directory: Path, name: str) -> None:
+        write_checkpoint(directory, name)
+        (directory / "metrics.jsonl").write_text(f"up to {name}")
+
+    save(new, "step-0000010")
+    CheckpointMirror(new, url).upload()
+    CheckpointMirror(old, url).download()
+    save(new, "step-0000020")
+    CheckpointMirror(new, url).upload()
+    mirror = CheckpointMirror(old, url)
+    mirror.download()
+    mirror.upload()  # its checkpoint 10 is no new one
+    assert (old / "metrics.jsonl").read_text() == "up to step-0000020"
+    assert bucket.cat_file("corpus/out/metrics.jsonl") == b"up to step-0000020"
+    save(old, "step-0000030")
+    mirror.upload()
+    assert bucket.cat_file("corpus/out/metrics.jsonl") == b"up to step-0000030"

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from lm.checkpoint.training_state import load_model, load_training, newest_checkpoint, read_description, save_training
+from lm.checkpoint.training_state import (
+    _select_rows,
+    load_model,
+    load_training,
+    newest_checkpoint,
+    read_description,
+    save_training,
+)
 from lm.common.checksum import dumps_with_checksum
 from lm.common.errors import UserError
 from lm.model.config import ModelConfig
@@ -36,6 +43,16 @@ def test_resumed_training_equals_an_uninterrupted_one(saved: Path) -> None:
     assert are_states_equal(model.state_dict(), straight.state_dict())
     for resumed, expected in zip(optimizers, straight_optimizers, strict=True):
         assert are_states_equal(resumed.state_dict(), expected.state_dict())
+
+
+def test_rows_of_a_divided_checkpoint_do_not_keep_the_whole_in_memory() -> None:
+    class Halves:
+        def bounds(self, p: torch.nn.Parameter) -> list[int]:
+            return [0, 3]
+
+    parts = [torch.arange(12.0).view(3, 4), torch.ones(3, 4)]
+    rows = _select_rows(parts, torch.nn.Parameter(torch.zeros(3, 4)), Halves())  # type: ignore[arg-type]
+    assert torch.equal(rows, parts[0]) and rows.untyped_storage().nbytes() == rows.nbytes
 
 
 def test_description_of_a_checkpoint(saved: Path) -> None:

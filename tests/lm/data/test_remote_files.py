@@ -6,14 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from botocore.exceptions import EndpointConnectionError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tenacity import wait_none
 
 from lm.common.errors import UserError
 from lm.data import remote_files
 from lm.data.batches import gather_batch
 from lm.data.remote_files import fetch_directory, fetch_files
 from lm.data.token_shards import TokenShards
+from lm.text import retry
 
 Shards = tuple[list[Path], list[str], dict[str, str]]
 
@@ -117,12 +120,34 @@ def test_an_interrupted_fetch_of_a_directory_leaves_none(
 
     def fail_at_second(fs: Any, source: str, target: str) -> None:
         if source.endswith("vocab.json"):
-            raise OSError("broken")
+            raise PermissionError("broken")
         get_file(fs, source, target)
 
     with monkeypatch.context() as patch:
         patch.setattr(type(bucket), "get_file", fail_at_second)
-        with pytest.raises(UserError, match="s3://corpus/tokenizer cannot be read: broken"):
+        with pytest.raises(UserError, match="s3://corpus/tokenizer cannot be used: broken"):
             fetch_directory("s3://corpus/tokenizer")
     fetched = Path(fetch_directory("s3://corpus/tokenizer"))
     assert {path.name: path.read_bytes() for path in fetched.iterdir()} == files
+
+
+def test_a_request_that_fails_once_is_repeated(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, urls, _ = shards
+    fs, path = remote_files.open_filesystem(urls[0])
+    failures = [EndpointConnectionError(endpoint_url="http://store")]
+    original = fs.cat_file
+
+    def cat_file(*arguments: Any, **options: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(fs, "cat_file", cat_file)
+    monkeypatch.setattr(retry.retry_request, "wait", wait_none())
+    assert remote_files.read_range(urls[0], 2, 6) == fs.cat_file(path)[2:6]
+    assert "cannot be reached" in caplog.text
+    failures = [EndpointConnectionError(endpoint_url="http://store") for _ in range(9)]
+    with pytest.raises(UserError, match=r"s3://corpus/0\.bin cannot be reached"):
+        remote_files.read_file(urls[0])

@@ -12,17 +12,22 @@ KINDS: list[ParallelKind] = ["ddp", "zero1", "zero2", "fsdp"]
 
 
 def check_weights_and_figures(directory: Path, cases: list[Case], world_size: int, tolerance: float) -> None:
-    whole_cases = list(dict.fromkeys(replace(case, kind="none") for case in cases))
+    def in_one_process(case: Case) -> Case:
+        return replace(case, kind="none", is_compiled=False)
+
+    whole_cases = list(dict.fromkeys(map(in_one_process, cases)))
     expected = dict(zip(whole_cases, run_cases(directory / "one", whole_cases, 1), strict=True))
     for case, results in zip(cases, run_cases(directory / "many", cases, world_size), strict=True):
         for result in results:
-            for name, tensor in expected[replace(case, kind="none")][0].items():
+            for name, tensor in expected[in_one_process(case)][0].items():
                 error = (result[name] - tensor).abs() / tensor.abs().clamp(min=1)
                 assert error.max() <= tolerance, f"{name} of {case}"
 
 
 def test_two_processes_have_the_weights_of_one(tmp_path: Path) -> None:
+    # With AdamW a gradient that is missing in the first step is seen for long.
     cases = [Case(kind, is_tied=True, optimizer="muon", steps=4) for kind in KINDS]
+    cases += [Case(kind, optimizer="adamw", steps=4, is_compiled=True) for kind in KINDS]
     check_weights_and_figures(tmp_path, cases, 2, 1e-4)
 
 

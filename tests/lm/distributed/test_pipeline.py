@@ -21,7 +21,7 @@ _SMALL = {"d_model": 32, "num_heads": 4, "d_ff": 96}
 def test_two_processes_have_the_weights_of_one(tmp_path: Path) -> None:
     cases = [
         Case("1f1b", has_qk_norm=True),
-        Case("1f1b", is_tied=True, num_kv_heads=2, has_checkpointing=True),
+        Case("1f1b", is_tied=True, num_kv_heads=2, has_checkpointing=True, batches_per_step=2),
         Case("gpipe", is_double=False, optimizer="torch.AdamW"),
     ]
     check_cases(tmp_path, cases, 2)
