@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,19 +27,24 @@ os.environ.setdefault("PREFECT_SERVER_LOGGING_LEVEL", "CRITICAL")
 # Triton reads this when it is imported, which torch.compile does too. Its interpreter needs no GPU.
 os.environ.setdefault("TRITON_INTERPRET", "0" if Path("/dev/nvidiactl").exists() else "1")
 
+# Torch reads this when it is imported. One thread in each process of pytest-xdist: more threads than cores wait for one
+# another. A training or a test that needs more asks for them.
+_IS_XDIST_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if _IS_XDIST_WORKER:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 settings.register_profile("developer", max_examples=25, deadline=None)
 settings.register_profile("ci", max_examples=100, deadline=None)
 settings.load_profile("developer")
 
 _SERVER_FIXTURES = {"prefect_deployed", "postgres", "over_postgres"}
-_is_first_process = "PYTEST_XDIST_WORKER" not in os.environ
-if _is_first_process:  # pytest-xdist's workers inherit the variable, so all processes share one cache of kernels
+if not _IS_XDIST_WORKER:  # pytest-xdist's workers inherit the variable, so all processes share one cache of kernels
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="textmill-tests-")
 
 
 def pytest_unconfigure() -> None:
     """Remove the cache of this test run."""
-    if _is_first_process:
+    if not _IS_XDIST_WORKER:
         shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
@@ -69,6 +75,13 @@ def _guard_processes() -> None:
     from tests.helpers.processes import start_process_guard
 
     start_process_guard()
+
+
+@pytest.fixture(autouse=True)
+def _torch_has_one_thread() -> None:
+    """Take back the threads that a training in this process gave to torch, if other processes run tests too."""
+    if _IS_XDIST_WORKER and (torch := sys.modules.get("torch")):
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
