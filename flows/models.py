@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.run_record import absolute_root
+from lm.common.cpu import available_cpus
 from lm.common.errors import UserError, did_you_mean
 from lm.inference.config import Quantization
 from tasks.runtime.output import Output, Ref, read_output
@@ -43,8 +44,11 @@ class ResolvedModel(ABC):
     ) -> "tuple[TransformerLM, TextTokenizer]":
         """Load the model with its weights packed for inference, and its tokenizer. Raises as :meth:`load` does, and
         UserError for quantization on another device than the CPU."""
+        import torch
+
         from lm.inference.packed import prepare_for_inference
 
+        torch.set_num_threads(min(torch.get_num_threads(), available_cpus()))  # torch knows no quota of a container
         model, tokenizer = self.load(device)
         return prepare_for_inference(model, quantization=quantization), tokenizer
 

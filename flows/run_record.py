@@ -19,8 +19,13 @@ log = logging.getLogger(__name__)
 
 
 def absolute_root(root: str) -> str:
-    """Return an absolute path for a local root, and a URL unchanged."""
-    return root if "://" in root else str(Path(root).expanduser().resolve())
+    """Return an absolute path for a local root, and a URL unchanged. Raises UserError for a path that leads nowhere."""
+    if "://" in root:
+        return root
+    try:
+        return str(Path(root).expanduser().resolve())
+    except (OSError, RuntimeError) as error:  # a link to itself, or the home directory of an unknown user
+        raise UserError(f"The root {root!r} cannot be used: {error}.") from None
 
 
 def make_run(config: Any, root: str, name: str, refresh: tuple[str, ...] = ()) -> RunContext:

@@ -65,17 +65,19 @@ def _fit_into_context(
 ) -> list[int]:
     """Return the prompt's ids. Delete the oldest messages, except a system message, if the context is too short.
 
-    Raise UserError if it is too short even for the last message.
+    Raise UserError, and delete nothing, if it is too short even for the last message.
     """
     max_prompt_tokens = context_length - min(max_new_tokens, context_length // 2)
     oldest = int(messages[0]["role"] == "system")
-    ids = chat_format.encode(messages)
-    while len(messages) > oldest + 1 and len(ids) > max_prompt_tokens:
-        del messages[oldest : oldest + 2]  # a question and its answer
-        ids = chat_format.encode(messages)
+    kept = [*messages]
+    ids = chat_format.encode(kept)
+    while len(kept) > oldest + 1 and len(ids) > max_prompt_tokens:
+        del kept[oldest : oldest + 2]  # a question and its answer
+        ids = chat_format.encode(kept)
     if len(ids) >= context_length:
         raise UserError(
             f"The message is too long: the prompt has {len(ids)} tokens, the model's context {context_length}. Shorten "
             "the message, or the system message."
         )
+    messages[:] = kept
     return ids

@@ -269,18 +269,22 @@ def gc_command(options: Namespace) -> None:
 
     store = Store(absolute_root(options.root))
     with own_root(store) if options.delete else nullcontext(lambda: None) as check_ownership:
-        findings = find_garbage(store)
+        findings, lines = find_garbage(store), []
         for finding in findings:
             check_ownership()
             is_kept = options.delete and not delete(store, finding)
             reason = "kept, a training uses it" if is_kept else finding.problem
-            print(f"{finding.bytes / 1e6:>10,.1f} MB  {finding.path}: {reason}")
+            lines.append(f"{finding.bytes / 1e6:>10,.1f} MB  {finding.path}: {reason}")
+    for line in lines:  # not before all is deleted: whoever reads it may stop
+        print(line)
     total = f"{len(findings)} in all, {sum(finding.bytes for finding in findings) / 1e6:,.1f} MB"
     if options.delete or not findings:
         print(f"{total}.")
     else:
         print(f"{total}. Nothing is deleted yet. To delete, add --delete while no run uses {options.root}.")
-        print("To delete the outputs of a run too, delete its record in runs/ first.")
+        print(
+            "To delete the outputs of a run too, first delete its record in runs/, and runs/latest.json if it is its."
+        )
 
 
 def up_command(options: Namespace) -> None:

@@ -219,6 +219,8 @@ def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
         raise UserError("An option's value has a class_path, which is not allowed.") from None
     except OverflowError as error:
         raise UserError(f"An option's number is out of range: {error}.") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"A file of --config is not UTF-8: {error}.") from None
     config = {
         **dict.fromkeys(_PIPELINE_COMMANDS, PipelineConfig),
         "posttrain": PosttrainConfig,
@@ -235,7 +237,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code.
 
     0: success. 1: ``verify`` found damage. 2: a user error, printed as one message. 130: stopped by Ctrl-C.
-    143: stopped by SIGTERM. Other exceptions are bugs and propagate.
+    141: nobody reads the output any more. 143: stopped by SIGTERM. Other exceptions are bugs and propagate.
     """
     signal.signal(signal.SIGTERM, raise_terminated)
     for name, value in _PREFECT_SETTINGS.items():
@@ -249,6 +251,9 @@ def main(arguments: list[str] | None = None) -> int:
         elif isinstance(error, UserError):
             print(f"textmill: {error}", file=sys.stderr)
             code = 2
+        elif isinstance(error, BrokenPipeError):  # e.g. head has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python fails when it flushes
+            code = 141
         else:
             raise
     if "flows.run_stages" in sys.modules:  # otherwise no flow can have run, and importing Prefect would take seconds

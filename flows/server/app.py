@@ -227,7 +227,7 @@ def serve(
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise UserError(f"Cannot listen on {host}, port {port}: {error}. Change --host or --port.") from None
     with listener, suppress(KeyboardInterrupt):
         model, tokenizer = resolved.load_for_inference(device, quantization)

@@ -35,9 +35,9 @@ class TokenNames:
         """The bytes that a token adds to a text: a special token has none."""
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of a token; of a special token, those of its name."""
+        """Return the bytes of a token; of a special token, those of its name; none if the vocabulary has no such id."""
         name = self._special_names.get(token_id)
-        return self._bytes[token_id] if name is None else name.encode()
+        return self._bytes.get(token_id, b"") if name is None else name.encode()
 
     def name(self, token_id: int) -> str:
         """Return the text of a token, or its bytes if they are not whole characters."""

@@ -1,5 +1,6 @@
 """Load the model and the tokenizer of a directory, whatever its format: Meta's, Hugging Face's or this project's."""
 
+import logging
 from pathlib import Path
 
 import torch
@@ -8,10 +9,18 @@ from lm.checkpoint.hugging_face import load_hugging_face
 from lm.checkpoint.meta import load_meta
 from lm.checkpoint.training_state import load_model
 from lm.common.errors import UserError
+from lm.common.json_files import read_json
 from lm.model.transformer import TransformerLM
 from lm.model.vocabulary import shrink_vocabulary
+from lm.text.patterns import PATTERNS
 from lm.tokenizer.sentencepiece import SentencePieceTokenizer
 from lm.tokenizer.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+_TIKTOKEN_PATTERNS = {"cl100k_base": "cl100k", "o200k_base": "o200k"} | dict.fromkeys(
+    ("gpt2", "r50k_base", "p50k_base"), "gpt2"
+)  # names of OpenAI's files
 
 _META_CONTEXT_LENGTH = 2048  # of Llama 1, the shortest; Meta's files do not state it
 
@@ -53,7 +62,7 @@ def load_any_model(
 
 def load_any_tokenizer(path: Path) -> Tokenizer | SentencePieceTokenizer:
     """Read SentencePiece's ``tokenizer.model``, a ``tokenizer.json``, or a directory with one of them or with GPT-2's
-    ``vocab.json`` and ``merges.txt``; or a ``.tiktoken`` file of ranks.
+    ``vocab.json`` and ``merges.txt``; or a ``.tiktoken`` file of ranks, whose pattern follows from OpenAI's names.
 
     A directory with several has them for the same ids; SentencePiece's is read. Raises UserError if the file is
     missing, damaged or unsupported.
@@ -61,8 +70,13 @@ def load_any_tokenizer(path: Path) -> Tokenizer | SentencePieceTokenizer:
     if path.is_dir():
         sentencepiece, vocab = path / "tokenizer.model", path / "vocab.json"
         if vocab.exists() and not sentencepiece.exists() and not (path / "tokenizer.json").exists():
-            return Tokenizer.from_files(vocab, path / "merges.txt")
+            config = path / "tokenizer_config.json"
+            has_options = config.exists() and "pattern" in read_json(config)
+            return Tokenizer.load(path) if has_options else Tokenizer.from_files(vocab, path / "merges.txt")
         path = sentencepiece if sentencepiece.exists() else path / "tokenizer.json"
     if path.suffix == ".tiktoken":
-        return Tokenizer.from_tiktoken(path)
+        pattern = _TIKTOKEN_PATTERNS.get(path.stem)
+        if pattern is None:
+            log.warning("%s does not say how it splits texts; GPT-2's pattern is assumed.", path)
+        return Tokenizer.from_tiktoken(path, pattern=PATTERNS[pattern or "gpt2"])
     return Tokenizer.from_tokenizer_json(path) if path.suffix == ".json" else SentencePieceTokenizer(path)

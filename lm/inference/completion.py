@@ -38,8 +38,9 @@ class TextStream:
         self.is_stopped = False
 
     def add(self, token_id: int) -> str:
-        """Return the text that is certain now. An id without bytes, such as a special one, ends a partial character."""
-        token = self._token_bytes[token_id]
+        """Return the text that is certain now. An id without bytes, such as a special one or one that the vocabulary
+        leaves out, ends a partial character."""
+        token = self._token_bytes.get(token_id, b"")
         return self._release(self._decoder.decode(token, final=not token))
 
     def finish(self) -> str:

@@ -106,10 +106,26 @@ class PrefixCache:
             keys.append(key)
             serial = block.serial
         self._touch(keys)
+        try:
+            self._copy(cache, row, len(keys), new, hidden, without_hidden)
+        except BaseException:  # e.g. out of memory: nothing may be served that was not copied
+            self._blocks.clear()
+            raise
+
+    def _copy(
+        self,
+        cache: KVCache,
+        row: int,
+        block_count: int,
+        new: Sequence[tuple[int, int]],
+        hidden: Tensor | None,
+        without_hidden: Sequence[tuple[int, int]],
+    ) -> None:
+        """Copy keys and values of the ``new`` blocks, and hidden states; pairs of an index and a slot."""
         if new:
             indices, slots = map(list, zip(*new, strict=True))
             for source, target in zip((cache.keys, cache.values), self._kv, strict=True):
-                of_row = source[:, row, :, : len(keys) * BLOCK_TOKENS].unflatten(2, (-1, BLOCK_TOKENS))
+                of_row = source[:, row, :, : block_count * BLOCK_TOKENS].unflatten(2, (-1, BLOCK_TOKENS))
                 target[slots] = of_row[:, :, indices].permute(2, 0, 1, 3, 4)
         if hidden is not None and without_hidden:
             indices, slots = map(list, zip(*without_hidden, strict=True))

@@ -4,7 +4,9 @@ Each kernel gets its own cache object. ``numba.config.CACHE_DIR`` is left alone,
 package in the process.
 """
 
+import glob
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -23,6 +25,8 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvid
 
 from lm.common.cache import cache_directory
 from lm.kernels.simd import BOUNDSCHECK
+
+log = logging.getLogger(__name__)
 
 _LOCK_TIMEOUT_SECONDS = 120  # then the process that holds the lock counts as hung
 _MAX_UNUSED_SECONDS = 30 * 24 * 3600  # after that the folder of other sources is removed
@@ -94,20 +98,32 @@ class KernelCache(FunctionCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return the machine code for a signature; None, with the lock held, if this process has to compile it."""
-        code = super().load_overload(sig, target_context)
+        code = self._load(sig, target_context)
         if code is None and not self._lock.is_locked:
             CACHE_DIR.mkdir(parents=True, exist_ok=True)  # it may have been removed since the start
             with suppress(Timeout):
                 self._lock.acquire()
-            code = super().load_overload(sig, target_context)
+            code = self._load(sig, target_context)
             if code is not None:
                 self._lock.release()
         return code
+
+    def _load(self, sig: Any, target_context: Any) -> Any:
+        """Read the machine code. Delete files that a power failure left damaged: they are compiled again."""
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception as error:  # of pickle, which reads the files
+            log.warning("The cached kernel %s is damaged (%s) and is compiled again.", self._impl.filename_base, error)
+            for path in CACHE_DIR.glob(f"{glob.escape(self._impl.filename_base)}.*"):
+                path.unlink(missing_ok=True)
+            return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Write the machine code of one signature to the cache. Then let other processes that wait for it continue."""
         try:
             super().save_overload(sig, data)
+        except OSError as error:
+            log.warning("The kernel %s is not cached: %s", self._impl.filename_base, error)
         finally:
             self._lock.release(force=True)
 

@@ -68,6 +68,8 @@ def _jsonl_rows(url: str, config: DataConfig, statistics: TextStatistics) -> Ite
     with open_decompressed(url) as blocks:
         lines = _split_lines(decode_utf8_blocks(blocks, url, config.invalid_utf8, statistics))
         for number, line in enumerate(lines, start=1):
+            if number == 1:
+                line = line.removeprefix("\ufeff")  # as some programs on Windows write it
             if not line.strip():
                 continue
             row_name = f"line {number:,}"

@@ -33,7 +33,7 @@ def compile_pattern(pattern: str) -> "regex.Pattern[str]":
             raise UserError(f"The pretoken pattern {pattern!r} repeats things more than {_MAX_REPETITIONS:,} times.")
     try:
         return regex.compile(pattern)
-    except regex.error as error:
+    except (regex.error, RecursionError) as error:
         raise UserError(f"The pretoken pattern {pattern!r} is not a regular expression: {error}.") from None
 
 

@@ -113,9 +113,10 @@ def write_arrays(key: str, arrays: TokenizerArrays) -> None:
 
 @cache
 def _source_digest() -> bytes:
-    """Return a digest of all code that reads tokenizers."""
+    """Return a digest of all code that reads tokenizers, with the patterns of ``lm.text``."""
     digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.rglob("*.py")):
+    room = Path(__file__).parent
+    for source in sorted([*room.rglob("*.py"), *room.with_name("text").rglob("*.py")]):
         digest.update(source.read_bytes())
     return digest.digest()
 

@@ -121,25 +121,28 @@ def hold_output_lease(run: RunContext, *parts: str, name: str) -> Iterator[None]
     run is stopped while it waits.
     """
     path, holder = (*parts, LOCK_FILE), run.lease.encode()
-    observer: _Observer | None = None
+    observed: bytes | None = None
     while not run.store.create_file(holder, *path):
         other = run.store.read_bytes(*path)
         if other == holder:  # a worker of this run was killed
             break
         if other is not None:
-            if observer is None:
-                observer = _Observer(run.store, other.decode("utf-8", "replace"))
+            if observed is None:
                 log.info("Waiting for another run that makes the same %s.", name)
+            if other != observed:  # the first one, or one that took over
+                observer, observed = _Observer(run.store, other.decode("utf-8", "replace")), other
             if not observer.is_alive():
-                run.store.write_text(run.lease, *path)
-                break
+                if run.store.read_bytes(*path) == other:
+                    run.store.delete_file(*path)
+                continue  # of the runs that wait, one creates it again
         if run.stopping.wait(_POLL_SECONDS):
             raise Stopped("The run is being stopped.")
     try:
         yield
     finally:
         with suppress(UserError):
-            run.store.delete_file(*path)
+            if run.store.read_bytes(*path) == holder:
+                run.store.delete_file(*path)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -22,6 +23,9 @@ def describe_sources(patterns: Sequence[str], store: Store) -> list[Source]:
     is used, with a warning. Network failures are retried after 2, 4 and 8 seconds.
     """
     urls = retry_reading(expand_urls, patterns)
+    for url in urls:
+        if any("\ud800" <= character <= "\udfff" for character in url):  # as Python reads other bytes
+            raise UserError(f"The name of the file {os.fsencode(url)!r} is not UTF-8; rename it.")
     return store.map(lambda url: retry_reading(_describe, url, store), urls, available_cpus())
 
 

@@ -176,6 +176,7 @@ def test_a_message_longer_than_the_context_is_refused(
     prompts = run_chat("Hi", "x" * CONTEXT, "Ho", EOFError, tokenizer=tokenizer)
     assert "The message is too long: the prompt has" in capsys.readouterr().out
     assert len(prompts) == 2 and ord("x") not in prompts[1], "the long message is forgotten"
+    assert "Hi" in tokenizer.decode(prompts[1]), "the earlier messages are not"
 
 
 def test_a_tokenizer_of_another_model_is_refused_at_the_start(run_chat: RunChat) -> None:

@@ -68,6 +68,9 @@ def tiny(tmp_path: Path) -> Path:
         (["plan", "--data.train", "['/nowhere/x.txt']"], r"/nowhere/x\.txt does not exist"),
         (["plan", "--data.train", "['/nowhere/*.txt']"], r"No file matches /nowhere/\*\.txt"),
         (["plan", "--data.train", "['demo:none']"], r"names no demo corpus"),
+        (["plan", "--config", "latin.yaml"], r"is not UTF-8"),
+        (["plan", "--data.train", "['latin/*.txt']"], r"caf.xe9\.txt' is not UTF-8; rename it"),
+        (["verify", "~nosuchuser/x"], r"The root '~nosuchuser/x' cannot be used"),
         (["rum"], r"rum"),
         ([], r"command"),
     ],
@@ -80,6 +83,9 @@ def test_a_user_error_prints_one_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("latin.yaml").write_bytes(b"name: caf\xe9")
+    Path("latin").mkdir()
+    Path("latin", os.fsdecode(b"caf\xe9.txt")).touch()
     assert main(arguments) == 2
     error = capfd.readouterr().err
     assert re.search(message, error, re.DOTALL), error

@@ -212,6 +212,26 @@ def test_an_output_lease_of_a_dead_run_or_of_the_same_run_is_taken(root: str) ->
         assert run.store.list_names("x", "k") == []
 
 
+def test_of_two_runs_that_wait_for_a_dead_one_one_makes_the_output(root: str) -> None:
+    dead, second, third = (leased(root, f"20260101-000000-full-{name}") for name in "abc")
+    dead.store.write_text(dead.lease, "x", "k", LOCK_FILE)
+    inside, most = [], []
+
+    def make(run: RunContext) -> None:
+        with hold_run_lease(run), hold_output_lease(run, "x", "k", name="x"):
+            inside.append(run)
+            most.append(len(inside))
+            time.sleep(1.5)  # longer than a lease lasts without renewal
+            inside.remove(run)
+
+    threads = [threading.Thread(target=make, args=(run,)) for run in (second, third)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1]
+
+
 def test_a_stopped_run_does_not_wait_for_an_output(root: str) -> None:
     other, run = leased(root, "20260101-000000-full-a"), leased(root, "20260101-000000-full-b")
     with hold_run_lease(other), hold_output_lease(other, "x", "k", name="x"):

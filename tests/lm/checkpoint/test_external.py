@@ -14,6 +14,7 @@ from lm.common.errors import UserError
 from lm.inference.completion import complete
 from lm.inference.config import SampleConfig
 from lm.inference.llama_api import Llama
+from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.sentencepiece import SentencePieceTokenizer
 from lm.tokenizer.tokenizer import Tokenizer
@@ -95,3 +96,19 @@ def test_a_directory_that_is_missing(tmp_path: Path) -> None:
         load_any_model(tmp_path / "nowhere")
     with pytest.raises(UserError, match="cannot be read"):
         load_any_tokenizer(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize(("name", "pattern"), [("cl100k_base", "cl100k"), ("mine", "gpt2")])
+def test_ranks_have_the_pattern_of_their_name(
+    tmp_path: Path, name: str, pattern: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bytes_tokenizer().save_tiktoken(tmp_path / f"{name}.tiktoken")
+    tokenizer: Any = load_any_tokenizer(tmp_path / f"{name}.tiktoken")
+    assert tokenizer.pattern == PATTERNS[pattern]
+    assert ("GPT-2's pattern is assumed" in caplog.text) == (name == "mine")
+
+
+def test_a_saved_tokenizer_keeps_a_pattern_that_tokenizer_json_cannot_express(tmp_path: Path) -> None:
+    Tokenizer({i: bytes([i]) for i in range(256)}, [], pattern="jieba").save(tmp_path)
+    tokenizer: Any = load_any_tokenizer(tmp_path)
+    assert tokenizer.pattern == "jieba"

@@ -80,6 +80,11 @@ def test_partial_character_at_the_end_is_replaced(tokenizer: Tokenizer) -> None:
     assert complete_one(constant_id_model(0xC3), tokenizer, "é", max_new_tokens=2, temperature=0) == "\ufffd\ufffd"
 
 
+def test_an_id_that_the_vocabulary_leaves_out_has_no_text() -> None:
+    stream = TextStream({97: b"a"})
+    assert stream.add(97) + stream.add(98) + stream.finish() == "a"
+
+
 def test_stop_text_ends_a_sample(tokenizer: Tokenizer) -> None:
     (completion,) = complete(
         constant_id_model(ord("a")),

@@ -221,3 +221,18 @@ def test_the_prepared_model_has_the_same_results() -> None:
         generate(model, [plain])
         assert ours.ids == plain.ids and ours.num_cached_tokens == count
         assert ours.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
+
+
+def test_blocks_whose_copy_failed_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(make_model(context_length=CONTEXT).eval())
+
+    def fail(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(PrefixCache, "_copy", fail)
+        run(engine, [Generation([5] * 40, 4, GREEDY)])
+    engine.active[0].finish_reason = "stop"  # as the scheduler does
+    again = Generation([5] * 40, 4, GREEDY)
+    run(engine, [again])
+    assert again.num_cached_tokens == 0

@@ -110,6 +110,19 @@ def test_a_changed_helper_is_compiled_with_a_warm_cache(copy: Path, tmp_path: Pa
     assert "Compiling the table kernels" in log
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+def test_a_damaged_file_is_compiled_again(copy: Path, tmp_path: Path, suffix: str) -> None:
+    """A power failure may leave empty files."""
+    cache = tmp_path / "cache"
+    start(copy, EXPORT, cache)
+    for path in cache.rglob(f"*.{suffix}"):
+        path.write_bytes(b"")
+    output, log = start(copy, EXPORT, cache)
+    assert output == EXPORTED and "is damaged" in log
+    assert start(copy, EXPORT, cache) == (EXPORTED, "")
+
+
 def test_a_cache_that_is_not_writable(copy: Path, tmp_path: Path) -> None:
     """The kernels are compiled at each start, from the current sources."""
     cache = tmp_path / "file"

@@ -75,6 +75,7 @@ def test_jsonl_documents(tmp_path: Path) -> None:
     assert read_documents(write_jsonl(tmp_path / "b.jsonl", '{"body": "x"}'), DataConfig(text_field="body")) == [
         f"x{EOT}"
     ]
+    assert read_documents(write_jsonl(tmp_path / "d.jsonl", '\ufeff{"text": "x"}')) == [f"x{EOT}"]
     assert read_documents(write_jsonl(tmp_path / "c.ndjson", r'{"text": "\ud83d\ude42 \ud83d"}')) == [f"🙂 \ufffd{EOT}"]
 
 
