@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from botocore.exceptions import EndpointConnectionError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tenacity import wait_none
@@ -134,6 +133,8 @@ def test_an_interrupted_fetch_of_a_directory_leaves_none(
 def test_a_request_that_fails_once_is_repeated(
     shards: Shards, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from botocore.exceptions import EndpointConnectionError  # of the extra s3, as the bucket is
+
     _, urls, _ = shards
     fs, path = remote_files.open_filesystem(urls[0])
     failures = [EndpointConnectionError(endpoint_url="http://store")]
