@@ -86,7 +86,7 @@ REINFORCE = TrainConfig(
 REINFORCE_SETTINGS = {
     "group_size": GROUP_SIZE,
     "max_new_tokens": MAX_NEW_TOKENS,
-    "kl_weight": 0.1,
+    "kl_weight": 0.05,
     "valid_problems": 64,
 }
 PREFERENCE = TrainConfig(
@@ -196,11 +196,13 @@ def measure(rollouts: Sequence[Rollout], problems: Sequence[Problem], frozen: Tr
     return figures if frozen is None else figures | {"bits per byte": bits_per_byte(frozen, rollouts)}
 
 
-def complete_plain(model_path: Path, tokenizer: Tokenizer, prompts: Sequence[str]) -> list[Rollout]:
+def complete_plain(
+    model_path: Path, tokenizer: Tokenizer, prompts: Sequence[str], seeds: Sequence[int]
+) -> list[Rollout]:
     """Continue each prompt with the base model, which does not know the chat template."""
     model = prepare_for_inference(load_model(model_path))
     ids = [tokenizer.encode(f"{prompt}\n\n") for prompt in prompts]
-    rollouts = generate_rollouts(model, tokenizer, ids, range(len(ids)), MAX_NEW_TOKENS)
+    rollouts = generate_rollouts(model, tokenizer, ids, seeds, MAX_NEW_TOKENS)
     return [replace(row, text=row.text.partition(END_OF_TEXT)[0]) for row in rollouts]
 
 
@@ -227,14 +229,15 @@ def run_seed(directory: Path, seed: int) -> dict[str, Any]:
     dialogs = read_sft_dialogs("train"), read_sft_dialogs("valid")
     place = directory / f"seed-{seed}"
 
+    seeds = range(seed * len(held_out), (seed + 1) * len(held_out))
+
     def sample(checkpoint: Path) -> list[Rollout]:
-        seeds = range(seed * len(held_out), (seed + 1) * len(held_out))
         return answer(checkpoint, tokenizer, [problem.prompt for problem in held_out], MAX_NEW_TOKENS, seeds)
 
     copying = teach_copying(directory, model_path, tokenizer_path)
     sft = train(place / "sft", "sft", copying, tokenizer_path, dialogs, replace(SFT, seed=seed))
     frozen = load_model(sft)
-    base_stories = complete_plain(model_path, tokenizer, [problem.prompt for problem in held_out])
+    base_stories = complete_plain(model_path, tokenizer, [problem.prompt for problem in held_out], seeds)
     figures = {"base": measure(base_stories, held_out, None), "sft": measure(sample(sft), held_out, frozen)}
     figures["base"]["answer loss"] = answer_loss(load_model(model_path), tokenizer, dialogs[1])
     figures["sft"]["answer loss"] = answer_loss(frozen, tokenizer, dialogs[1])
