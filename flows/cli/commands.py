@@ -282,9 +282,7 @@ def gc_command(options: Namespace) -> None:
         print(f"{total}.")
     else:
         print(f"{total}. Nothing is deleted yet. To delete, add --delete while no run uses {options.root}.")
-        print(
-            "To delete the outputs of a run too, first delete its record in runs/, and runs/latest.json if it is its."
-        )
+        print("To delete the outputs of a run too, first delete its record in runs/; of the latest, latest.json too.")
 
 
 def up_command(options: Namespace) -> None:

@@ -7,6 +7,7 @@ The options that configure the pipeline come from the config dataclasses.
 import argparse
 import os
 import re
+import select
 import signal
 import sys
 from dataclasses import asdict, is_dataclass
@@ -251,7 +252,7 @@ def main(arguments: list[str] | None = None) -> int:
         elif isinstance(error, UserError):
             print(f"textmill: {error}", file=sys.stderr)
             code = 2
-        elif isinstance(error, BrokenPipeError):  # e.g. head has read enough
+        elif isinstance(error, BrokenPipeError) and _is_output_closed():  # e.g. head has read enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python fails when it flushes
             code = 141
         else:
@@ -261,6 +262,12 @@ def main(arguments: list[str] | None = None) -> int:
 
         exit_if_server_is_gone(code)
     return code
+
+
+def _is_output_closed() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # it reports errors in any case
+    return bool(poll.poll(0))
 
 
 def _run(arguments: list[str]) -> int:

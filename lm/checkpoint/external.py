@@ -71,8 +71,9 @@ def load_any_tokenizer(path: Path) -> Tokenizer | SentencePieceTokenizer:
         sentencepiece, vocab = path / "tokenizer.model", path / "vocab.json"
         if vocab.exists() and not sentencepiece.exists() and not (path / "tokenizer.json").exists():
             config = path / "tokenizer_config.json"
-            has_options = config.exists() and "pattern" in read_json(config)
-            return Tokenizer.load(path) if has_options else Tokenizer.from_files(vocab, path / "merges.txt")
+            options = read_json(config) if config.exists() else {}
+            is_ours = isinstance(options, dict) and "pattern" in options
+            return Tokenizer.load(path) if is_ours else Tokenizer.from_files(vocab, path / "merges.txt")
         path = sentencepiece if sentencepiece.exists() else path / "tokenizer.json"
     if path.suffix == ".tiktoken":
         pattern = _TIKTOKEN_PATTERNS.get(path.stem)

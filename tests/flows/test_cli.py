@@ -4,6 +4,7 @@ import os
 import re
 import socket
 import subprocess
+import sys
 import threading
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -91,6 +92,17 @@ def test_a_user_error_prints_one_message(
     assert re.search(message, error, re.DOTALL), error
     assert error.startswith("textmill: ")
     assert "Traceback" not in error
+
+
+@pytest.mark.slow
+def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path) -> None:
+    for number in range(2000):  # more lines than a pipe holds
+        (tmp_path / f"a-file-that-no-run-makes-{number}").touch()
+    command = [sys.executable, "-c", "from flows.cli.parser import main; raise SystemExit(main())", "verify", tmp_path]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout and process.stderr and process.stdout.readline()
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait()) == ("", 141)
 
 
 def test_an_unknown_field_of_a_config_file_is_named(
