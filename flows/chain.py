@@ -51,7 +51,7 @@ class Chain:
     stages: Callable[[Any, Any, Executor], Iterator[tuple[str, Ref]]]
     """Yields the name and the output of each stage when it is done, from config and inputs."""
     check_until: Callable[[Any, str | None], None] = lambda config, until: None
-    """Raises UserError if the last stage to run is none of the stages of a config."""
+    """Raises UserError if a run with this config has no stage of the name ``until``."""
 
     def run(self, config: Any, inputs: Any, executor: Executor, until: str | None) -> Iterator[tuple[str, Ref]]:
         """Yield the name and the output of each stage, up to and including ``until`` (None: all stages)."""

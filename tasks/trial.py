@@ -81,7 +81,7 @@ def _newest_attempt(run: RunContext, ref: Ref) -> Path | None:
 
 
 def _read_rows(run: RunContext, ref: Ref) -> list[dict[str, Any]]:
-    """Return the metrics of the training that runs or has just ended; none before it has begun."""
+    """Return the metrics of the newest attempt of a training; no rows if there is no attempt yet."""
     from lm.train.metrics_file import read_metrics
 
     attempt = _newest_attempt(run, ref)

@@ -97,10 +97,10 @@ def sweep_command(options: Namespace) -> None:
     from flows.sweep_chain import SWEEP
 
     config = with_base(load_sweep(options.sweep, options.size), _pipeline_config(options))
-    refresh = with_trials(_stage_names(options.refresh, SweepStage))
+    refresh = _stage_names(options.refresh, SweepStage)
     log_to_console()
     if options.plan:
-        _print_plan(plan(SWEEP, config, options.root, None, refresh))
+        _print_plan(plan(SWEEP, config, options.root, None, with_trials(refresh)))
         return
     record = None if refresh or _is_server_configured() else cached_run(SWEEP, config, options.root, None)
     if not record:

@@ -16,7 +16,7 @@ from lm.eval.tasks import Problem
 from lm.inference.packed import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import ComparisonConfig
-from lm.posttrain.rollout import GREEDY, Rollout, encode_prompts, generate_rollouts
+from lm.posttrain.rollout import Rollout, answer_greedily
 from lm.posttrain.sft_objective import SupervisedFineTuning
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
@@ -61,16 +61,11 @@ def compare_model(
         objective = SupervisedFineTuning(TrainConfig(batch_size=16), model, tokenizer, dialogs, dialogs, {})
         loss = objective.evaluate(model, is_final=True)["valid_loss"]
     model = prepare_for_inference(model)  # afterwards, because a packed model has no loss
-
-    def answer(prompts: Sequence[str]) -> dict[int, Rollout]:
-        ids = encode_prompts(tokenizer, prompts, context_length)
-        rollouts = generate_rollouts(model, tokenizer, [*ids.values()], [0] * len(ids), config.max_new_tokens, GREEDY)
-        return dict(zip(ids, rollouts, strict=True))
-
-    samples = [(config.prompts[index], rollout.text) for index, rollout in answer(config.prompts).items()]
+    answers = answer_greedily(model, tokenizer, config.prompts, config.max_new_tokens)
+    samples = [(config.prompts[index], rollout.text) for index, rollout in answers.items()]
     scored: list[ScoredResponse] = []
     if reward:
-        rollouts = answer([problem.prompt for problem in problems])
+        rollouts = answer_greedily(model, tokenizer, [problem.prompt for problem in problems], config.max_new_tokens)
         dialogs_of_problems = [PromptFormat().format(problem) for problem in problems]
         responses = {index: _to_response(tokenizer, rollout) for index, rollout in rollouts.items()}
         scored = [*score_responses(problems, dialogs_of_problems, responses.items(), reward)]

@@ -188,7 +188,7 @@ class ComparisonConfig:
     __pydantic_config__ = PYDANTIC_CONFIG
 
     prompts: list[str] = field(default_factory=list)
-    """Prompts that each model answers, besides the problems."""
+    """Prompts that each model answers, in addition to the problems."""
     max_new_tokens: int = bounded_field(128, ge=1)
     """Most tokens of an answer."""
 

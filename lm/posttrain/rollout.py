@@ -87,6 +87,15 @@ def generate_rollouts(
     return [Rollout(list(run.prompt), run.ids, run.logprobs, decode_response(tokenizer, run.ids)) for run in runs]
 
 
+def answer_greedily(
+    model: TransformerLM, tokenizer: Tokenizer, prompts: Sequence[str], max_new_tokens: int
+) -> dict[int, Rollout]:
+    """Return the most likely response to each prompt by its index; see :func:`encode_prompts`."""
+    ids = encode_prompts(tokenizer, prompts, model.config.context_length)
+    rollouts = generate_rollouts(model, tokenizer, [*ids.values()], [0] * len(ids), max_new_tokens, GREEDY)
+    return dict(zip(ids, rollouts, strict=True))
+
+
 def decode_response(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Return the text of a response, up to the end token. Other special tokens in it stay as text."""
     end_id = tokenizer.special_ids[END_TOKEN]

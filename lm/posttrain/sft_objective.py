@@ -18,7 +18,7 @@ from lm.inference.completion import Completion
 from lm.model.functional import IGNORE_INDEX
 from lm.model.ops.segment_attention import make_segment_attention
 from lm.model.transformer import TransformerLM
-from lm.posttrain.rollout import GREEDY, encode_prompts, generate_rollouts
+from lm.posttrain.rollout import answer_greedily
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
 
@@ -119,9 +119,7 @@ class SupervisedFineTuning:
 
 def answer_prompts(model: TransformerLM, tokenizer: Tokenizer, config: TrainConfig) -> list[Completion]:
     """Answer the prompts of ``config.sample_prompts`` with the most likely tokens, to show the training's progress."""
-    ids = encode_prompts(tokenizer, config.sample_prompts, model.config.context_length)
-    rollouts = generate_rollouts(model, tokenizer, [*ids.values()], [0] * len(ids), config.sample_tokens, GREEDY)
+    rollouts = answer_greedily(model, tokenizer, config.sample_prompts, config.sample_tokens)
     return [
-        Completion(config.sample_prompts[index], rollout.text, len(rollout.ids))
-        for index, rollout in zip(ids, rollouts, strict=True)
+        Completion(config.sample_prompts[index], rollout.text, len(rollout.ids)) for index, rollout in rollouts.items()
     ]

@@ -52,17 +52,18 @@ PATTERNS = {
 
 
 def resolve_pattern(pattern: str) -> str:
-    """Return the regular expression of a pattern that is given by name or as a regular expression.
+    """Return the regular expression of a pattern that is given by name or as a regular expression."""
+    return PATTERNS.get(pattern, pattern)
 
-    Raises UserError for what is neither: letters, digits, dashes and underscores that are no name.
-    """
-    if pattern not in PATTERNS and pattern != JIEBA and re.fullmatch(r"[\w-]+", pattern):
-        names = [*PATTERNS, JIEBA]
+
+def check_pattern_name(pattern: str) -> None:
+    """Raise UserError for a misspelt name: letters, digits, dashes and underscores that name no pattern."""
+    names = [*PATTERNS, JIEBA]
+    if pattern not in names and re.fullmatch(r"[\w-]+", pattern):
         raise UserError(
             f"There is no pattern {pattern!r}{did_you_mean(pattern, names)}. Patterns: {', '.join(names)}, or a "
             "regular expression."
         )
-    return PATTERNS.get(pattern, pattern)
 
 
 def resolve_patterns(patterns: str | Sequence[str]) -> Pattern:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
 from lm.common.errors import UserError
-from lm.text.patterns import resolve_pattern
+from lm.text.patterns import check_pattern_name, resolve_pattern
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN, check_special_tokens, compile_pattern
 
 
@@ -35,6 +35,7 @@ class TokenizerConfig:
         validate_fields(self, "tokenizer")
         check_special_tokens(self.special_tokens)
         check_vocab_size(self.vocab_size, self.special_tokens)
+        check_pattern_name(self.pattern)
         object.__setattr__(self, "pattern", resolve_pattern(self.pattern))
         compile_pattern(self.pattern)
 
