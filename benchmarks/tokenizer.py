@@ -1,7 +1,8 @@
-"""Compare the tokenizer with gigatoken, tiktoken, Hugging Face tokenizers and rustbpe: encode, count and train.
+"""Compare the tokenizer with gigatoken, tiktoken, quicktok, Hugging Face tokenizers and rustbpe.
 
 ``python -m benchmarks.tokenizer [--corpus FILE …] [--vocab vocab.json --merges merges.txt] [--only encode,count,…]``.
-Encoding reads a text file and writes a file of uint16 ids. Its time includes the construction of the tokenizer, with
+The jobs are encode, count and train. Encoding reads a text file and writes a file of uint16 ids, or uint32 if the
+vocabulary is larger: see :mod:`benchmarks.vocabularies`. Its time includes the construction of the tokenizer, with
 an empty cache of pretokens; ours was constructed on this machine before. Counting and training also start from the
 file. First the results are compared. Then all libraries take turns. Each measurement is a process that has processed a
 few words before its clock starts; the results are medians. Memory is the peak resident size, less that before the
@@ -35,12 +36,21 @@ import numpy as np
 
 from benchmarks.texts import ADVERSARIAL, CORPORA, DATA, END, documents, mixed, take_bytes
 from benchmarks.tokenizer_jobs import GIGATOKEN_FORMS, MERGES, Task, run_task
+from benchmarks.vocabularies import has_quicktok, prepare
 from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import END_OF_TEXT
-from lm.tokenizer.tokenizer import Tokenizer
+from lm.tokenizer.tokenizer import Tokenizer, token_dtype
 
-MODULES = {"gigatoken": "gigatoken", "tiktoken": "tiktoken", "huggingface": "tokenizers", "rustbpe": "rustbpe"}
+MODULES = {
+    "gigatoken": "gigatoken",
+    "tiktoken": "tiktoken",
+    "huggingface": "tokenizers",
+    "rustbpe": "rustbpe",
+    "quicktok": "quicktok",
+}
+PACKAGES = {"quicktok": "quicktok-v1"}  # names that differ from those of the modules
 MIXED_BYTES, CORPUS_BYTES, SAMPLE_BYTES, LARGE_BYTES = 331_000_000, 32_000_000, 30_000_000, 2_000_000_000
+GIGATOKEN_PATTERNS = ("o200k", "llama3", "qwen2")  # that it recognises in our tokenizer.json
 SECTIONS = ("construct", "encode", "count", "train", "corpora", "patterns", "documents", "adversarial", "memory")
 TIMEOUT_SECONDS = 1800  # of a measurement
 
@@ -48,8 +58,9 @@ TIMEOUT_SECONDS = 1800  # of a measurement
 class Bench:
     """The texts, the measurements and their results."""
 
-    def __init__(self, directory: Path, corpus: list[Path], rounds: int) -> None:
-        self.directory, self.rounds = directory, rounds
+    def __init__(self, directory: Path, gpt2_files: tuple[Path, Path], corpus: list[Path], rounds: int) -> None:
+        self.directory, self.gpt2_files, self.rounds = directory, gpt2_files, rounds
+        self.tokenizers: dict[str, dict[str, Any]] = {}
         self.rows: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self.ratios: dict[str, float] = {}
@@ -79,6 +90,15 @@ class Bench:
 
         return self.text(f"{self.name}-sample", parts)
 
+    def tokenizer(self, pattern: str) -> dict[str, Any]:
+        """Return the fields of a task that belong to the tokenizer of a pattern."""
+        if pattern not in self.tokenizers:
+            folder = prepare(self.directory, pattern, *self.gpt2_files)
+            tokenizer = Tokenizer.load(folder)
+            fields = {"dtype": token_dtype(tokenizer.size).str, "end_id": tokenizer.special_ids[END_OF_TEXT]}
+            self.tokenizers[pattern] = {"tokenizer": str(folder), **fields}
+        return self.tokenizers[pattern]
+
     def measure(self, task: Task) -> dict[str, Any]:
         """Run a task in its own process. Return {} and add a note if the task fails or the peer is not installed."""
         module = MODULES.get(task.library.split("/")[0], "lm")
@@ -87,7 +107,7 @@ class Bench:
             return {}
         environment = {**os.environ, "RAYON_NUM_THREADS": str(task.threads), "TOKENIZERS_PARALLELISM": "false"}
         with tempfile.TemporaryDirectory(dir=self.directory) as output:
-            task = replace(task, tokenizer=str(self.directory / "tokenizer"), output=output)
+            task = replace(task, **self.tokenizer(task.pattern), output=output)
             command = [sys.executable, "-m", "benchmarks.tokenizer", "--worker", json.dumps(asdict(task))]
             try:
                 process = subprocess.run(
@@ -206,17 +226,33 @@ class Bench:
             self.ratio(f"encode_{name}", peers, ours, "cpu")
 
     def patterns(self) -> None:
-        """Encode the corpus by other patterns, with the same vocabulary; a part of it by tiktoken."""
+        """Encode and count the corpus by other patterns; tiktoken encodes a part of it."""
         text = self.text(f"{self.name}-patterns", lambda: documents(Path(self.corpus).read_bytes()), CORPUS_BYTES)
-        names = [name for name in PATTERNS if name != "gpt2"]
-        for name in names:
-            self.check("encode", text, ["tiktoken"], 1, name)
-        peers = [("ours", self.corpus), ("tiktoken", text)]
-        tasks = [Task("encode", library, path, pattern=name) for name in names for library, path in peers]
-        gpt2, *rows = self.medians(Task("encode", "ours", self.corpus), *tasks)
-        for name, ours, tiktoken in zip(names, rows[::2], rows[1::2], strict=True):
-            self.ratio(f"encode_{name}_vs_own_gpt2", [gpt2], ours, "cpu")
-            self.ratio(f"encode_{name}_vs_tiktoken", [tiktoken], ours, "mb_per_s")
+        gpt2 = [Task("encode", "ours", self.corpus), Task("count", "ours", self.corpus)]
+        peers: dict[str, list[str]] = {}
+        tasks: list[Task] = []
+        for name in PATTERNS:
+            if name != "gpt2":
+                self.check("encode", text, ["tiktoken"], 1, name)
+                self.check("count", text, ["regex"], 1, name)
+                possible = ["quicktok"] if has_quicktok(name) else []
+                possible += GIGATOKEN_FORMS if name in GIGATOKEN_PATTERNS else ()
+                self.check("encode", text, possible, 1, name)
+                peers[name] = possible
+                tasks += [Task(job, "ours", self.corpus, pattern=name) for job in ("encode", "count")]
+                tasks += [Task("encode", library, self.corpus, pattern=name) for library in possible]
+                tasks.append(Task("encode", "tiktoken", text, pattern=name, rounds=3))
+        own_encode, own_count, *rows = self.medians(*gpt2, *tasks)
+        results = iter(rows)
+        for name, possible in peers.items():
+            ours, counts = next(results), next(results)
+            of_peer = {library: next(results) for library in possible}
+            self.ratio(f"encode_{name}_vs_own_gpt2", [own_encode], ours, "cpu")
+            self.ratio(f"count_{name}_vs_own_gpt2", [own_count], counts, "cpu")
+            for peer in ("quicktok", "gigatoken"):
+                forms = [row for library, row in of_peer.items() if library.startswith(peer)]
+                self.ratio(f"encode_{name}_vs_{peer}", forms, ours, "cpu")
+            self.ratio(f"encode_{name}_vs_tiktoken", [next(results)], ours, "mb_per_s")
 
     def documents(self) -> None:
         """Encode one long document, and a million of 100 bytes."""
@@ -267,7 +303,10 @@ class Bench:
         model = re.search(r"model name\s*:\s*(.+)", cpu_info)
         machine = {"cpu": model[1] if model else platform.processor(), "cores": os.cpu_count()}
         modules = filter(importlib.util.find_spec, ("numpy", "numba", "pyarrow", *MODULES.values()))
-        machine |= {"python": platform.python_version(), **{name: metadata.version(name) for name in modules}}
+        machine |= {
+            "python": platform.python_version(),
+            **{name: metadata.version(PACKAGES.get(name, name)) for name in modules},
+        }
         ratios = {name: round(value, 3) for name, value in self.ratios.items()}
         notes = list(dict.fromkeys(self.notes))
         if with_table:
@@ -318,8 +357,8 @@ def main() -> None:
                 f"{path} is missing; name GPT-2's vocab.json and merges.txt (from "
                 "https://huggingface.co/openai-community/gpt2) with --vocab and --merges, and text with --corpus"
             )
-    Tokenizer.from_files(options.vocab, options.merges, [END_OF_TEXT]).save(options.directory / "tokenizer")
-    bench = Bench(options.directory, options.corpus, options.rounds)
+    options.directory.mkdir(parents=True, exist_ok=True)
+    bench = Bench(options.directory, (options.vocab, options.merges), options.corpus, options.rounds)
     for section in sections:
         getattr(bench, section)()
     bench.report(with_table=not options.json)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.texts import END
+from benchmarks.vocabularies import QUICKTOK
 from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN, pretokenize
 from lm.tokenizer.formats.gpt2 import read_vocab
@@ -40,7 +41,9 @@ class Task:
     is_constructed: bool = False  # whether the tokenizer is constructed before the clock starts
     check: bool = False  # whether the result has digests of the output
     pattern: str = "gpt2"  # its name
-    tokenizer: str = ""  # the folder with vocab.json, merges.txt and tokenizer.json
+    tokenizer: str = ""  # the folder that Tokenizer.save wrote
+    dtype: str = "<u2"  # of the ids that are written
+    end_id: int = 0  # of <|endoftext|>
     output: str = ""
 
     def read(self) -> str:
@@ -48,9 +51,9 @@ class Task:
 
 
 @cache
-def make_tokenizer(library: str, folder: str, pattern: str, cache_key: int) -> Any:
+def make_tokenizer(library: str, folder: str, cache_key: int) -> Any:
     if library == "ours":
-        return Tokenizer.from_files(f"{folder}/vocab.json", f"{folder}/merges.txt", [END_OF_TEXT], pattern)
+        return Tokenizer.load(folder)
     return load("gigatoken").Tokenizer(f"{folder}/tokenizer.json")
 
 
@@ -61,21 +64,19 @@ def read_ranks(folder: str) -> dict[bytes, int]:
 
 
 def construct(task: Task) -> Any:
-    return make_tokenizer(task.library, task.tokenizer, task.pattern, time.perf_counter_ns())
+    return make_tokenizer(task.library, task.tokenizer, time.perf_counter_ns())
 
 
 def encode(task: Task) -> list[Path]:
     cache_key = 0 if task.is_constructed else time.perf_counter_ns()
     ids: Any
     if task.library == "ours":
-        ours = make_tokenizer("ours", task.tokenizer, task.pattern, cache_key)
+        ours = make_tokenizer("ours", task.tokenizer, cache_key)
         return load("lm.tokenizer.stream").encode_files([task.text], ours, Path(task.output), threads=task.threads)
     if task.library in GIGATOKEN_FORMS:
         is_split = task.library == GIGATOKEN_FORMS[1]
         source = load("gigatoken").TextFileSource([task.text], separator=END_OF_TEXT) if is_split else task.text
-        rows = make_tokenizer("gigatoken", task.tokenizer, task.pattern, cache_key).encode_files(
-            source, parallel=task.threads > 1
-        )
+        rows = make_tokenizer("gigatoken", task.tokenizer, cache_key).encode_files(source, parallel=task.threads > 1)
         ids = load("awkward").flatten(rows)
     elif task.library == "tiktoken":
         mergeable = dict(read_ranks(task.tokenizer))
@@ -86,22 +87,28 @@ def encode(task: Task) -> list[Path]:
         parts = [encoding.encode_to_numpy(part.decode()) for part in Path(task.text).read_bytes().split(END)]
         end = np.array([special[END_OF_TEXT]], parts[0].dtype)
         ids = np.concatenate([array for part in parts for array in (part, end)][:-1])
+    elif task.library == "quicktok":  # has its own vocabularies, and loads them once
+        encoding = load("quicktok").get_encoding(QUICKTOK[task.pattern])
+        joined, starts = encoding.encode_batch(task.read().split(END_OF_TEXT), task.threads)
+        ids = np.insert(joined, starts[1:-1], task.end_id)
     else:
         hugging_face = load("tokenizers").Tokenizer.from_file(f"{task.tokenizer}/tokenizer.json")
         documents = hugging_face.encode_batch_fast(task.read().split(END_OF_TEXT))
         end = hugging_face.token_to_id(END_OF_TEXT)
         ids = [token_id for document in documents for token_id in (*document.ids, end)][:-1]
-    np.asarray(ids).astype(np.uint16).tofile(path := Path(task.output) / "ids.bin")
+    np.asarray(ids).astype(task.dtype).tofile(path := Path(task.output) / "ids.bin")
     return [path]
 
 
 def count(task: Task) -> Any:
     if task.library == "ours":
-        return load("lm.tokenizer.pretoken_counts").count_files([task.text], [END_OF_TEXT], threads=task.threads)
+        pattern = PATTERNS[task.pattern]
+        return load("lm.tokenizer.pretoken_counts").count_files([task.text], [END_OF_TEXT], pattern, task.threads)
     if task.library == "gigatoken":
         return load("gigatoken").gigatoken_rs.pretokenized_counts(Path(task.text).read_bytes(), END)
     # The reference is the module regex.
-    counts = Counter(pretoken for document in task.read().split(END_OF_TEXT) for pretoken in pretokenize(document))
+    documents = task.read().split(END_OF_TEXT)
+    counts = Counter(pretoken for document in documents for pretoken in pretokenize(document, PATTERNS[task.pattern]))
     return [(pretoken.encode(), count) for pretoken, count in counts.items()]
 
 
@@ -148,8 +155,8 @@ def digests(result: Any, task: Task) -> dict[str, Any]:
     """Return digests of the ids with and without separators, of the counts, or of the merges; and the merges."""
     digest = lambda data: hashlib.sha256(data).hexdigest()  # noqa: E731
     if task.job == "encode":
-        ids = np.concatenate([np.fromfile(path, "<u2") for path in result])
-        return {"all": digest(ids), "without_separators": digest(ids[ids != read_ranks(task.tokenizer)[END]])}
+        ids = np.concatenate([np.fromfile(path, task.dtype) for path in result])
+        return {"all": digest(ids), "without_separators": digest(ids[ids != task.end_id])}
     if task.job == "train":
         return {"all": digest(repr(result).encode()), "merges": [f"{a.hex()} {b.hex()}" for a, b in result]}
     pairs = result if isinstance(result, list) else zip(*(column.to_pylist() for column in result), strict=True)

@@ -157,11 +157,11 @@ class Tokenizer:
         path, specials = Path(path), dict(special_tokens or {})
 
         def read() -> TokenizerParts:
-            vocab, merges = tiktoken.read_tiktoken(path)
+            vocab, merges, ignore_merges = tiktoken.read_tiktoken(path)
             for token, token_id in specials.items():
                 if vocab.setdefault(token_id, token.encode()) != token.encode():
                     raise UserError(f"{path} has another token with the id {token_id} of the special token {token!r}.")
-            return TokenizerParts(vocab, merges, list(specials), pattern)
+            return TokenizerParts(vocab, merges, list(specials), pattern, ignore_merges)
 
         return cls._read(read, [path], "tiktoken", list(specials.items()), pattern)
 
@@ -176,14 +176,14 @@ class Tokenizer:
         return tokenizer
 
     def save_tiktoken(self, path: str | Path) -> None:
-        """Write tiktoken's rank file. Raises UserError if the ids are not in the order of the merges, or tiktoken has
-        nothing like the tokenizer's normalizer or flags of tokens."""
+        """Write tiktoken's rank file. Raises UserError if tiktoken would encode differently, as with a normalizer,
+        flags of tokens, or ids that are not in the order of the merges."""
         if self.normalizer or not self._has_plain_tokens:
             raise UserError(
                 f"{path} was not written: tiktoken has no normalizer and no flags of added tokens, as this tokenizer "
                 "has; use tokenizer.json."
             )
-        tiktoken.write_tiktoken(Path(path), self.vocab, self._added_ids, self.merges)
+        tiktoken.write_tiktoken(Path(path), self.vocab, self._added_ids, self.merges, self.ignore_merges)
 
     def save_tokenizer_json(self, path: str | Path) -> None:
         """Write Hugging Face's tokenizer.json. Raises UserError for jieba and for two tokens of the same text."""

@@ -1,7 +1,7 @@
 """tiktoken's rank files: a Base64 token and its rank per line."""
 
 import binascii
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from lm.common.errors import UserError
@@ -9,29 +9,36 @@ from lm.tokenizer.reference import apply_merges
 
 
 def write_tiktoken(
-    path: Path, vocab: dict[int, bytes], special_tokens: Iterable[str], merges: Iterable[tuple[bytes, bytes]]
+    path: Path,
+    vocab: dict[int, bytes],
+    special_tokens: Iterable[str],
+    merges: Sequence[tuple[bytes, bytes]],
+    ignore_merges: bool = False,
 ) -> None:
     """Write tiktoken's rank file: the Base64 of each token and its id, in the order of the ids.
 
     Special tokens of more than one byte are left out, since tiktoken takes them as an argument. Raises UserError if
-    the ids are not in the order of the merges, because tiktoken merges in the order of the ids.
+    tiktoken would encode differently: it merges in the order of the ids, and a pretoken that is a token stays whole.
     """
     specials = {token.encode() for token in special_tokens if len(token.encode()) > 1}
-    ranks = [(token, token_id) for token_id, token in sorted(vocab.items()) if token not in specials]
-    merged_tokens = [token for token, _ in ranks if len(token) > 1]
-    if merged_tokens != [left + right for left, right in merges]:
+    ranks = {token_id: token for token_id, token in sorted(vocab.items()) if token not in specials}
+    is_each_merged = len(merges) == sum(len(token) > 1 for token in ranks.values())
+    if derive_merges(ranks) != list(merges) or not (is_each_merged or ignore_merges):
         raise UserError(
             f"{path} was not written: tiktoken would encode differently, since the ids of the vocabulary do not "
             "follow the order of the merges. Use vocab.json and merges.txt, or tokenizer.json."
         )
-    path.write_bytes(b"".join(b"%b %d\n" % (binascii.b2a_base64(token, newline=False), i) for token, i in ranks))
+    path.write_bytes(
+        b"".join(b"%b %d\n" % (binascii.b2a_base64(token, newline=False), i) for i, token in ranks.items())
+    )
 
 
-def read_tiktoken(path: Path) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
-    """Read (vocab, merges) from tiktoken's rank file. The ids are the ranks; the merges follow from them.
+def read_tiktoken(path: Path) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]], bool]:
+    """Read the vocabulary, its merges and ``ignore_merges`` from tiktoken's rank file. The ids are the ranks.
 
-    Raises UserError for a malformed line, a repeated token or rank, a missing single byte, or a token that no two
-    tokens of lower rank merge to.
+    The merges follow from the ranks. Llama 3's file has tokens that no merge gives; they only stand for a whole
+    pretoken, which is what ``ignore_merges`` says. Raises UserError for a malformed line, a repeated token or rank, or
+    a missing single byte.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -55,24 +62,27 @@ def read_tiktoken(path: Path) -> tuple[dict[int, bytes], list[tuple[bytes, bytes
         vocab[rank] = token
         line_numbers[token] = number
     check_all_bytes(path, vocab)
-    merges: list[tuple[bytes, bytes]] = []
-    ranks: dict[bytes, int] = {}
+    merges = derive_merges(vocab)
+    return vocab, merges, len(merges) < sum(len(token) > 1 for token in vocab.values())
 
-    def find_merge(pair: tuple[bytes, bytes]) -> tuple[int, bytes] | None:
-        token = pair[0] + pair[1]
-        return (ranks[token], token) if token in ranks else None
 
-    for rank, token in sorted(vocab.items()):
-        if len(token) > 1:
-            parts = apply_merges([token[i : i + 1] for i in range(len(token))], find_merge)
-            if len(parts) > 2:
-                raise UserError(
-                    f"{path}, line {line_numbers[token]}: no two tokens of lower rank merge to {token!r}, which stays "
-                    f"in {len(parts)} parts; use a vocabulary whose ranks are the order of its merges."
-                )
+def derive_merges(vocab: Mapping[int, bytes]) -> list[tuple[bytes, bytes]]:
+    """Return the merges that follow from ranks, in their order: of each token, the last merge that leads to it.
+
+    That is one pair: what tiktoken merges within a token does not depend on the text around it.
+    """
+    ranks = {token: rank for rank, token in sorted(vocab.items()) if len(token) > 1}
+    merges = []
+    for whole in ranks:
+
+        def find_merge(pair: tuple[bytes, bytes], whole: bytes = whole) -> tuple[int, bytes] | None:
+            token = pair[0] + pair[1]
+            return (ranks[token], token) if token in ranks and token != whole else None
+
+        parts = apply_merges([whole[i : i + 1] for i in range(len(whole))], find_merge)
+        if len(parts) == 2:
             merges.append((parts[0], parts[1]))
-            ranks[token] = rank
-    return vocab, merges
+    return merges
 
 
 def check_all_bytes(path: Path, vocab: dict[int, bytes]) -> None:
