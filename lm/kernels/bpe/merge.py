@@ -9,7 +9,7 @@ import numpy as np
 
 from lm.kernels.bpe.merge_table import NO_RANK, MergeTable, byte_pair_rank, made_node, pair_rank
 from lm.kernels.bpe.pretoken_table import Table, Workspace
-from lm.kernels.jit import Bytes, Ids, Int, Int32s, UInt64s, helper, inlined
+from lm.kernels.jit import Bytes, Ids, Int32s, UInt64s, helper, inlined
 from lm.kernels.simd import first_bit, last_bit, noinline, read, write
 
 _BLOCK_BYTES = 2048  # of a long pretoken, merged at once
@@ -116,22 +116,31 @@ def encode_62(buffer: Bytes, start: int, n: int, arrays: _ShortArrays, out: Ids,
 
 @inlined
 def enqueue(state: EncoderState, place: int, rank: int) -> None:
-    """Set the rank of the merge at a place; if there is a merge, append the place to the list of its rank."""
+    """Set the rank of the merge at a place; if there is a merge, insert the place into the list of its rank.
+
+    Nearly all places come last in their list. So the search from the end is short, and a block is too.
+    """
     queue, following, previous = state.queue, state.work.following, state.work.previous
     write(state.work.ranks, place, rank)
     if rank == NO_RANK:
         return
-    tail = read(queue.tails, rank)
-    write(previous, place, tail)
-    write(following, place, np.int32(-1))
-    if tail < 0:
+    before, after = read(queue.tails, rank), np.int32(-1)
+    while before > place:
+        after, before = before, read(previous, before)
+    write(previous, place, before)
+    write(following, place, after)
+    if before >= 0:
+        write(following, before, np.int32(place))
+    else:
         write(queue.heads, rank, np.int32(place))
+    if after >= 0:
+        write(previous, after, np.int32(place))
+    else:
+        write(queue.tails, rank, np.int32(place))
+    if before < 0 and after < 0:
         word = rank >> 6
         write(queue.bits, word, read(queue.bits, word) | _ONE << np.uint64(rank & 63))
         write(queue.summary, word >> 6, read(queue.summary, word >> 6) | _ONE << np.uint64(word & 63))
-    else:
-        write(following, tail, np.int32(place))
-    write(queue.tails, rank, np.int32(place))
 
 
 @inlined
@@ -158,85 +167,22 @@ def dequeue(state: EncoderState, place: int) -> None:
             write(queue.summary, word >> 6, read(queue.summary, word >> 6) & ~(_ONE << np.uint64(word & 63)))
 
 
-@inlined
-def earlier(ranks: Int32s, i: int, j: int) -> Int:
-    """Return the place of the earlier of the merges at two places: of lower rank, then leftmost."""
-    left, right = read(ranks, i), read(ranks, j)
-    return np.int64(i) if left < right or (left == right and i < j) else np.int64(j)
-
-
-@inlined
-def winner(state: EncoderState, i: int, n: int) -> Int:
-    """Return the place of the earliest merge below node ``i`` of the tournament of ``n`` places; its leaves are nodes
-    ``n`` to ``2 n - 1``."""
-    return np.int64(i - n) if i >= n else np.int64(read(state.work.following, i))
-
-
-@inlined
-def set_rank(state: EncoderState, place: int, rank: int, n: int) -> None:
-    """Set the rank of the merge at a place, and play its matches of the tournament again."""
-    write(state.work.ranks, place, rank)
-    i = (place + n) >> 1
-    while i > 0:
-        best = earlier(state.work.ranks, winner(state, 2 * i, n), winner(state, 2 * i + 1, n))
-        if best != place and best == read(state.work.following, i):
-            break  # the place is no winner, and was none
-        write(state.work.following, i, np.int32(best))
-        i >>= 1
-
-
-@helper
-def merge_in_any_order(state: EncoderState, buffer: Bytes, start: int, n: int) -> None:
-    """Merge ``n`` bytes that are in ``work.nodes``; see :func:`merge_block`. Takes O(n log n) time.
-
-    A merge may make a merge of an earlier rank possible: if several merges make one token, as in Llama 3's vocabulary.
-    So the next merge is the winner of a tournament of all places.
-    """
-    merges, nodes, ranks = state.merges, state.work.nodes, state.work.ranks
-    lengths = merges.lengths
-    for i in range(n - 1):
-        write(ranks, i, byte_pair_rank(merges.byte_pairs, buffer, start + i))
-    write(ranks, n - 1, NO_RANK)
-    for i in range(n - 1, 0, -1):
-        best = earlier(ranks, winner(state, 2 * i, n), winner(state, 2 * i + 1, n))
-        write(state.work.following, i, np.int32(best))
-    while n > 1:
-        place = winner(state, 1, n)
-        rank = np.int64(read(ranks, place))
-        if rank == NO_RANK:
-            break
-        merged = made_node(merges.parts, rank)
-        length = np.int64(read(lengths, merged))
-        set_rank(state, place + read(lengths, np.int64(read(nodes, place))), NO_RANK, n)
-        write(nodes, place, np.int32(merged))
-        write(nodes, place + length - 1, np.int32(merged))
-        if place > 0:
-            left = np.int64(read(nodes, place - 1))
-            set_rank(state, place - read(lengths, left), pair_rank(merges.pairs, merges.parts, left, merged), n)
-        after, here = place + length, NO_RANK
-        if after < n:
-            here = pair_rank(merges.pairs, merges.parts, merged, np.int64(read(nodes, after)))
-        set_rank(state, place, here, n)
-
-
 @helper
 def merge_block(state: EncoderState, buffer: Bytes, start: int, n: int) -> None:
     """Merge ``n`` bytes; each node is then in ``work.nodes`` at its first and last byte.
 
-    Takes time linear in ``n`` if a merge only makes merges of later ranks possible, as each part is made earlier. Then
-    the lists are emptied in order of rank, and each list is in the order of the text.
+    The lists are emptied in order of rank, and each list is in the order of the text. If each part of a merge is made
+    by one merge of an earlier rank, as in a trained vocabulary, this takes time linear in ``n``. In that of Llama 3, a
+    merge may make one of an earlier rank possible, which then comes next.
     """
     merges, queue, work = state.merges, state.queue, state.work
     nodes, lengths = work.nodes, merges.lengths
     for i in range(n):
         write(nodes, i, np.int32(read(buffer, start + i)))
-    if not merges.has_growing_ranks:
-        merge_in_any_order(state, buffer, start, n)
-        return
     for i in range(n - 1):
         enqueue(state, i, byte_pair_rank(merges.byte_pairs, buffer, start + i))
     write(work.ranks, n - 1, NO_RANK)
-    group = 0
+    group = np.int64(0)
     while group < len(queue.summary):
         summary = read(queue.summary, group)
         if summary == 0:
@@ -244,9 +190,9 @@ def merge_block(state: EncoderState, buffer: Bytes, start: int, n: int) -> None:
             continue
         word = group << 6 | first_bit(summary)
         rank = word << 6 | first_bit(read(queue.bits, word))
-        merged = 256 + rank
-        length = read(lengths, merged)
-        while read(queue.heads, rank) >= 0:
+        merged = made_node(merges.parts, rank)
+        length, earliest = np.int64(read(lengths, merged)), np.int64(rank)
+        while earliest == rank and read(queue.heads, rank) >= 0:
             place = np.int64(read(queue.heads, rank))
             dequeue(state, place)
             dequeue(state, place + read(lengths, np.int64(read(nodes, place))))
@@ -256,12 +202,17 @@ def merge_block(state: EncoderState, buffer: Bytes, start: int, n: int) -> None:
                 left = np.int64(read(nodes, place - 1))
                 before = place - read(lengths, left)
                 dequeue(state, before)
-                enqueue(state, before, pair_rank(merges.pairs, merges.parts, left, merged))
+                rank_before = np.int64(pair_rank(merges.pairs, merges.parts, left, merged))
+                enqueue(state, before, rank_before)
+                earliest = min(earliest, rank_before)
             after = place + length
             write(work.ranks, place, NO_RANK)
             if after < n:
                 right = np.int64(read(nodes, after))
-                enqueue(state, place, pair_rank(merges.pairs, merges.parts, merged, right))
+                rank_here = np.int64(pair_rank(merges.pairs, merges.parts, merged, right))
+                enqueue(state, place, rank_here)
+                earliest = min(earliest, rank_here)
+        group = earliest >> 12
 
 
 @helper

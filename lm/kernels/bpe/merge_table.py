@@ -26,7 +26,6 @@ class MergeTable(NamedTuple):
     byte_pairs: Int32s  # (65536,): rank of the merge of two bytes
     pairs: Ids  # hash table: tag << 20 | rank
     parts: UInt64s  # (merges,): first merge of the same token << 44 | left node << 22 | right node
-    has_growing_ranks: bool  # a merge makes only merges of later ranks possible
 
 
 def make_merge_table(ids: Ids, lengths: Int32s, id_lengths: Int32s, parts: Int32s, made: Int32s) -> MergeTable:
@@ -35,9 +34,7 @@ def make_merge_table(ids: Ids, lengths: Int32s, id_lengths: Int32s, parts: Int32
     count = len(parts)
     byte_pairs = np.full(1 << 16, NO_RANK, np.int32)
     pairs = np.full(1 << (2 * count).bit_length(), _EMPTY, np.uint32)
-    nodes = np.arange(256, 256 + count)
-    has_growing_ranks = bool((made == nodes).all() and (parts.max(axis=1, initial=0) < nodes).all())
-    merges = MergeTable(ids, lengths, id_lengths, byte_pairs, pairs, np.empty(count, np.uint64), has_growing_ranks)
+    merges = MergeTable(ids, lengths, id_lengths, byte_pairs, pairs, np.empty(count, np.uint64))
     fill_pairs(parts, made, merges)
     return merges
 

@@ -56,7 +56,7 @@ texts = st.lists(stable_text | long_pretokens, max_size=6).map("".join)
 def test_the_kernels_encode_them(tokenizers: list[Tokenizer]) -> None:
     for tokenizer in tokenizers:
         assert len(tokenizer.merges) > 1.2 * len({left + right for left, right in tokenizer.merges})
-        assert tokenizer._fast_encoder is not None and not tokenizer._fast_encoder._merge_table.has_growing_ranks
+        assert tokenizer._fast_encoder is not None
 
 
 @examples(80)
