@@ -31,6 +31,7 @@ class TokenizerArrays(NamedTuple):
     ids: Int32s  # (tokens,)
     is_text: Bytes  # (tokens,): 1 if the bytes of a token have its id, 0 if they have another token's
     merges: Int32s  # (merges, 3): ids of the left, the right and the merged token
+    used: Int32s  # the ranks of the merges that can happen
     options: dict[str, Any]  # JSON; see lm.tokenizer.formats.tokenizer_config
 
     @property
@@ -58,15 +59,19 @@ class TokenizerArrays(NamedTuple):
 
 
 def make_arrays(
-    vocab: dict[int, bytes], ids: dict[bytes, int], merges: Sequence[tuple[bytes, bytes]], options: dict[str, Any]
+    vocab: dict[int, bytes],
+    ids: dict[bytes, int],
+    merges: Sequence[tuple[bytes, bytes]],
+    used: Int32s,
+    options: dict[str, Any],
 ) -> TokenizerArrays:
-    """Return the arrays of tokens by id, ids by bytes, merges and options."""
+    """Return the arrays of tokens by id, ids by bytes, merges, their ranks that can happen, and options."""
     ends = np.cumsum([0, *map(len, vocab.values())])
     is_text = np.array([ids[token] == token_id for token_id, token in vocab.items()], np.uint8)
     rows = [(ids[left], ids[right], ids[left + right]) for left, right in merges]
     data = np.frombuffer(b"".join(vocab.values()), np.uint8)
     ids_array, merge_array = np.array(list(vocab), np.int32), np.array(rows, np.int32).reshape(-1, 3)
-    return TokenizerArrays(data, ends, ids_array, is_text, merge_array, options)
+    return TokenizerArrays(data, ends, ids_array, is_text, merge_array, used, options)
 
 
 def find_key(paths: Sequence[Path], *settings: Any) -> str | None:

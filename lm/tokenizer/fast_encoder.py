@@ -17,6 +17,7 @@ from lm.text.pretokenize import Pattern
 from lm.text.scanners import scanner_classes, scanner_rules, scanner_subject
 from lm.text.windows import WINDOW, not_utf8, windows
 from lm.tokenizer.array_cache import TokenizerArrays
+from lm.tokenizer.used_merges import find_used_merges
 
 # The cache of encoded pretokens; each thread has its own.
 _INITIAL_CACHE_SLOTS = 1 << 16
@@ -29,9 +30,15 @@ class FastEncoder:
     """Encodes UTF-8 text to token ids. Thread-safe: each running call has its own cache of pretokens."""
 
     def __init__(
-        self, merge_table: MergeTable, whole_tokens: Table, dtype: np.dtype[np.unsignedinteger], pattern: Pattern
+        self,
+        merge_table: MergeTable,
+        used_merges: Int32s,
+        whole_tokens: Table,
+        dtype: np.dtype[np.unsignedinteger],
+        pattern: Pattern,
     ) -> None:
         self.dtype = dtype
+        self.used_merges = used_merges
         self._rules = scanner_rules(pattern)
         self._classes = scanner_classes(self._rules)
         self._subject = f"encoding {dtype.name}{scanner_subject(self._rules)}"
@@ -62,13 +69,15 @@ class FastEncoder:
             part_ids = np.fromiter(map(ids.__getitem__, chain.from_iterable(merges)), np.int64, 2 * len(merges))
         except KeyError:
             return None
-        if len(merges) > MAX_MERGES:
+        used = find_used_merges(merges)
+        if len(used) > MAX_MERGES:
             return None
-        lengths = np.fromiter(map(len, tokens), np.int32, len(tokens))
+        nodes = np.concatenate([np.arange(256), 256 + used])
+        lengths = np.fromiter(map(len, tokens), np.int32, len(tokens))[nodes]
         whole_lengths = np.fromiter(map(len, whole_tokens), np.int64, len(whole_tokens))
         whole_ids = np.fromiter(whole_tokens.values(), np.int64, len(whole_tokens))
         whole = np.frombuffer(b"".join(whole_tokens), np.uint8), whole_lengths, whole_ids
-        return cls._from_ids(token_ids, part_ids.reshape(-1, 2), lengths, whole, dtype, pattern)
+        return cls._from_ids(token_ids[nodes], part_ids.reshape(-1, 2)[used], used, lengths, whole, dtype, pattern)
 
     @classmethod
     def from_arrays(
@@ -79,39 +88,39 @@ class FastEncoder:
         lengths, is_text = np.diff(arrays.ends), arrays.is_text.astype(bool)
         length_by_id = np.zeros(arrays.ids.max() + 1, np.int32)
         length_by_id[arrays.ids] = lengths
-        token_ids = np.empty(256 + len(arrays.merges), np.int64)
+        merges = arrays.merges[arrays.used]
+        token_ids = np.empty(256 + len(merges), np.int64)
         is_byte = is_text & (lengths == 1)
         token_ids[arrays.data[arrays.ends[:-1][is_byte]]] = arrays.ids[is_byte]
-        token_ids[256:] = arrays.merges[:, 2]
+        token_ids[256:] = merges[:, 2]
         is_whole = is_text & (lengths > 0) & ~np.isin(arrays.ids, list(specials)) & arrays.ignore_merges
         whole = arrays.data[np.repeat(is_whole, lengths)], lengths[is_whole], arrays.ids[is_whole].astype(np.int64)
-        return cls._from_ids(token_ids, arrays.merges[:, :2], length_by_id[token_ids], whole, dtype, pattern)
+        return cls._from_ids(token_ids, merges[:, :2], arrays.used, length_by_id[token_ids], whole, dtype, pattern)
 
     @classmethod
     def _from_ids(
         cls,
         token_ids: Int64s,
         part_ids: npt.NDArray[np.signedinteger],
+        used: Int32s,
         lengths: Int32s,
         whole: tuple[Bytes, Int64s, Int64s],
         dtype: np.dtype[np.unsignedinteger],
         pattern: Pattern,
     ) -> "FastEncoder":
-        """``token_ids`` and ``lengths``: of the 256 bytes and the merged tokens. ``part_ids`` (merges, 2). ``whole``:
-        concatenated bytes, lengths and ids of the whole tokens."""
-        order = np.arange(len(token_ids), dtype=np.int32)
+        """``token_ids`` and ``lengths``: of the 256 bytes and the merged tokens. ``part_ids`` (merges, 2), of
+        the merges of the ranks ``used``. ``whole``: concatenated bytes, lengths and ids of the whole tokens."""
         nodes = np.zeros(max(token_ids.max(), part_ids.max(initial=0)) + 1, np.int32)  # token id → node + 1
-        nodes[token_ids[::-1]] = order[::-1] + 1  # of several merges of one token, the first
+        nodes[token_ids] = np.arange(1, len(token_ids) + 1)
         parts = nodes[part_ids] - 1
         parts[parts < 0] = len(token_ids)  # no merge makes the part; so this node never is in a text
         id_lengths = np.zeros(len(nodes), np.int32)
         id_lengths[token_ids] = lengths
         with log_compilation("pair table"):
-            made = nodes[token_ids[256:]] - 1
-            arrays = lengths, id_lengths, np.ascontiguousarray(parts), made
-            merge_table = make_merge_table(token_ids.astype(np.uint32), *arrays)
+            arrays = token_ids.astype(np.uint32), lengths, id_lengths, np.ascontiguousarray(parts)
+            merge_table = make_merge_table(*arrays)
             token_table = make_token_table(*whole)
-        return cls(merge_table, token_table, dtype, pattern)
+        return cls(merge_table, used, token_table, dtype, pattern)
 
     def encode(
         self, blocks: Iterable[bytes], specials: Specials, window: int = WINDOW

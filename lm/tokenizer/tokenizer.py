@@ -331,7 +331,7 @@ class Tokenizer:
         if key and tokenizer._fast_encoder and len(tokenizer.vocab) >= _MIN_CACHED_SIZE:
             options = tokenizer_config.format_config(tokenizer.parts)
             options |= {"added_ids": tokenizer._added_ids, "ignored": ignored}
-            tables = tokenizer.vocab, tokenizer._text_ids, tokenizer.merges
+            tables = tokenizer.vocab, tokenizer._text_ids, tokenizer.merges, tokenizer._fast_encoder.used_merges
             array_cache.write_arrays(key, array_cache.make_arrays(*tables, options))
         return tokenizer
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lm.kernels.bpe.merge_table import NO_RANK, MergeTable, byte_pair_rank, made_node, pair_rank
+from lm.kernels.bpe.merge_table import NO_RANK, MergeTable, byte_pair_rank, pair_rank
 from lm.kernels.bpe.pretoken_table import Table, Workspace
 from lm.kernels.jit import Bytes, Ids, Int32s, UInt64s, helper, inlined
 from lm.kernels.simd import first_bit, last_bit, noinline, read, write
@@ -74,7 +74,7 @@ def encode_short(
     occupied = _ALL_BITS >> np.uint64(62 - n)
     while best < no_key:
         place = np.int64(best & (size - 1))
-        node = made_node(parts, np.int64(best >> bits))
+        node = np.int64(256 + (best >> bits))
         write(nodes, place, np.int32(node))
         above = occupied & (_ALL_BITS << np.uint64(place + 1))
         removed = first_bit(above)
@@ -190,7 +190,7 @@ def merge_block(state: EncoderState, buffer: Bytes, start: int, n: int) -> None:
             continue
         word = group << 6 | first_bit(summary)
         rank = word << 6 | first_bit(read(queue.bits, word))
-        merged = made_node(merges.parts, rank)
+        merged = 256 + rank
         length, earliest = np.int64(read(lengths, merged)), np.int64(rank)
         while earliest == rank and read(queue.heads, rank) >= 0:
             place = np.int64(read(queue.heads, rank))

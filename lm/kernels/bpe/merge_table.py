@@ -1,6 +1,6 @@
 """The merges of a vocabulary, as a table of pairs of nodes.
 
-A node is a byte (0–255) or 256 + the rank of the first merge that makes the token.
+A node is a byte (0–255) or 256 + the rank of the merge that makes the token.
 """
 
 from typing import NamedTuple
@@ -13,8 +13,6 @@ from lm.kernels.simd import read, write
 MAX_MERGES = (1 << 20) - 256
 NO_RANK = np.int32((1 << 25) - 1)  # greater than any rank
 _EMPTY = np.uint64(0xFFFFFFFF)
-_PAIR_BITS = np.uint64(44)
-_PAIR_MASK = np.uint64((1 << 44) - 1)
 
 
 class MergeTable(NamedTuple):
@@ -25,17 +23,16 @@ class MergeTable(NamedTuple):
     id_lengths: Int32s  # (token ids,): in bytes
     byte_pairs: Int32s  # (65536,): rank of the merge of two bytes
     pairs: Ids  # hash table: tag << 20 | rank
-    parts: UInt64s  # (merges,): first merge of the same token << 44 | left node << 22 | right node
+    parts: UInt64s  # (merges,): left node << 22 | right node
 
 
-def make_merge_table(ids: Ids, lengths: Int32s, id_lengths: Int32s, parts: Int32s, made: Int32s) -> MergeTable:
-    """Return the table for ``parts`` (merges, 2), the nodes that each merge joins, and ``made`` (merges,), the node
-    that it makes."""
+def make_merge_table(ids: Ids, lengths: Int32s, id_lengths: Int32s, parts: Int32s) -> MergeTable:
+    """Return the table for ``parts`` (merges, 2), the nodes that each merge joins. Each makes another token."""
     count = len(parts)
     byte_pairs = np.full(1 << 16, NO_RANK, np.int32)
     pairs = np.full(1 << (2 * count).bit_length(), _EMPTY, np.uint32)
     merges = MergeTable(ids, lengths, id_lengths, byte_pairs, pairs, np.empty(count, np.uint64))
-    fill_pairs(parts, made, merges)
+    fill_pairs(parts, merges)
     return merges
 
 
@@ -53,15 +50,15 @@ def pair_home(pair: Word, size: int) -> tuple[Int, Word]:
 
 
 @kernel
-def fill_pairs(parts: Int32s, made: Int32s, merges: MergeTable) -> None:
-    """Enter the merges into the empty ``byte_pairs``, ``pairs`` and ``parts``. Of equal merges, the first counts."""
+def fill_pairs(parts: Int32s, merges: MergeTable) -> None:
+    """Enter the merges into the empty ``byte_pairs``, ``pairs`` and ``parts``."""
     pairs = merges.pairs
     for rank in range(len(parts)):
         left, right = np.int64(read(parts, 2 * rank)), np.int64(read(parts, 2 * rank + 1))
-        if left < 256 and right < 256 and read(merges.byte_pairs, left << 8 | right) == NO_RANK:
+        if left < 256 and right < 256:
             write(merges.byte_pairs, left << 8 | right, np.int32(rank))
         pair = joined_nodes(left, right)
-        write(merges.parts, rank, np.uint64(read(made, rank) - 256) << _PAIR_BITS | pair)
+        write(merges.parts, rank, pair)
         i, tag = pair_home(pair, len(pairs))
         while read(pairs, i) != _EMPTY:
             i = (i + 1) & (len(pairs) - 1)
@@ -84,12 +81,6 @@ def pair_rank(pairs: Ids, parts: UInt64s, left: int, right: int) -> Int:
         if entry == _EMPTY:
             return NO_RANK
         rank = np.int64(entry ^ tag)
-        if rank < 1 << 20 and read(parts, rank) & _PAIR_MASK == pair:
+        if rank < 1 << 20 and read(parts, rank) == pair:
             return np.int32(rank)
         i = (i + 1) & (len(pairs) - 1)
-
-
-@inlined
-def made_node(parts: UInt64s, rank: int) -> Int:
-    """Return the node that a merge makes."""
-    return 256 + np.int64(read(parts, rank) >> _PAIR_BITS)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from lm.common.errors import UserError
-from lm.tokenizer.reference import apply_merges
+from lm.tokenizer.reference import last_merge
 
 
 def write_tiktoken(
@@ -67,22 +67,14 @@ def read_tiktoken(path: Path) -> tuple[dict[int, bytes], list[tuple[bytes, bytes
 
 
 def derive_merges(vocab: Mapping[int, bytes]) -> list[tuple[bytes, bytes]]:
-    """Return the merges that follow from ranks, in their order: of each token, the last merge that leads to it.
-
-    That is one pair: what tiktoken merges within a token does not depend on the text around it.
-    """
+    """Return the merges that follow from ranks, in their order."""
     ranks = {token: rank for rank, token in sorted(vocab.items()) if len(token) > 1}
-    merges = []
-    for whole in ranks:
 
-        def find_merge(pair: tuple[bytes, bytes], whole: bytes = whole) -> tuple[int, bytes] | None:
-            token = pair[0] + pair[1]
-            return (ranks[token], token) if token in ranks and token != whole else None
+    def find_merge(pair: tuple[bytes, bytes]) -> tuple[int, bytes] | None:
+        token = pair[0] + pair[1]
+        return (ranks[token], token) if token in ranks else None
 
-        parts = apply_merges([whole[i : i + 1] for i in range(len(whole))], find_merge)
-        if len(parts) == 2:
-            merges.append((parts[0], parts[1]))
-    return merges
+    return [merge for token in ranks if (merge := last_merge(token, find_merge))]
 
 
 def check_all_bytes(path: Path, vocab: dict[int, bytes]) -> None:

@@ -98,7 +98,9 @@ def test_any_vocabulary(others: set[bytes], ignore_merges: bool, start: int, tex
     flagged = [AddedToken("é!", special=False, lstrip=True), AddedToken("ababa", id=start + 2000)]
     first = Tokenizer(vocab, base.merges, SPECIALS[:2], "gpt2", ignore_merges, None, flagged)
     options = module.tokenizer_config.format_config(first.parts) | {"added_ids": first._added_ids, "ignored": []}
-    arrays = make_arrays(first.vocab, first._text_ids, first.merges, json.loads(json.dumps(options)))
+    assert first._fast_encoder
+    tables = first.vocab, first._text_ids, first.merges, first._fast_encoder.used_merges
+    arrays = make_arrays(*tables, json.loads(json.dumps(options)))
     check_equal(first, Tokenizer._from_arrays(arrays), text)
 
 
