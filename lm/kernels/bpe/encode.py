@@ -19,6 +19,7 @@ from lm.kernels.bpe.pretoken_table import (
     arena_offset,
     find_slot,
     find_value,
+    home_slot,
     id_count,
     is_empty,
     padded_bytes,
@@ -29,7 +30,7 @@ from lm.kernels.bpe.pretoken_table import (
 from lm.kernels.bpe.pretokens import NEEDS_MORE_TEXT, Specials, next_pretokens
 from lm.kernels.bpe.scan import Rules
 from lm.kernels.jit import Bytes, Ids, Int, Int64s, Records, UInt64s, helper, inlined, kernel
-from lm.kernels.simd import load64, noinline, read, store64, write
+from lm.kernels.simd import load64, noinline, prefetch, read, store64, write
 from lm.kernels.status import OK, TABLE_FULL
 
 MAX_CACHED_BYTES = 1024  # longer pretokens are encoded each time
@@ -84,17 +85,19 @@ def encode_or_copy(
             store64(out, out_at + k, load64(table.arena, offset + k * out.itemsize))
             k += 8 // out.itemsize
         return count
-    arrays = merges.byte_pairs, merges.pairs, merges.parts, merges.ids, work.nodes, work.ranks
-    token = find_value(state.whole_tokens, key, buffer, start, n)
-    if token >= 0:
-        count = 1
-        out[out_at] = token
-    elif n <= 30:
+    arrays = merges.byte_pairs, merges.pairs, merges.filter, merges.parts, merges.ids, work.nodes, work.ranks
+    whole = state.whole_tokens
+    prefetch(whole.slots, home_slot(key, whole.slots))  # arrives while the bytes are merged
+    if n <= 30:
         count = encode_30(buffer, start, n, arrays, out, out_at)
     elif n <= 62:
         count = encode_62(buffer, start, n, arrays, out, out_at)
     else:
         count = encode_long(state, buffer, start, n, out, out_at)
+    token = find_value(whole, key, buffer, start, n)
+    if token >= 0:
+        count = 1
+        out[out_at] = token
     cache_ids(table, slot, key, buffer, start, n, out, out_at, count)
     return count
 

@@ -18,7 +18,7 @@ _NO_NODE = np.int32((1 << 22) - 1)  # part of no merge
 _ALL_BITS = np.uint64(0xFFFFFFFFFFFFFFFF)
 _ONE = np.uint64(1)
 _32, _64, _5, _6 = map(np.int64, (32, 64, 5, 6))  # not literals: numba would compile a helper for each value
-_ShortArrays = tuple[Int32s, Ids, UInt64s, Ids, Int32s, Int32s]
+_ShortArrays = tuple[Int32s, Ids, UInt64s, UInt64s, Ids, Int32s, Int32s]
 
 
 class BucketQueue(NamedTuple):
@@ -58,7 +58,7 @@ def encode_short(
     the next node, above the place itself, so the smallest key is the next merge. All keys are updated and compared each
     time, with vector instructions; updating fewer needs branches that the CPU mispredicts, and is slower.
     """
-    byte_pairs, pairs, parts, ids, nodes, keys = arrays
+    byte_pairs, pairs, words, parts, ids, nodes, keys = arrays  # words: of the filter
     no_key = np.int32(NO_RANK << bits)  # above the keys of merges, at most the keys of no merge
     for i in range(size):
         write(keys, i, no_key)
@@ -81,8 +81,8 @@ def encode_short(
         after = first_bit(above & (above - _ONE))
         occupied ^= _ONE << np.uint64(removed)
         before = last_bit(occupied & ((_ONE << np.uint64(place)) - _ONE))
-        key_here = np.int32(pair_rank(pairs, parts, node, np.int64(read(nodes, after))) << bits | place)
-        key_before = np.int32(pair_rank(pairs, parts, np.int64(read(nodes, before)), node) << bits | before)
+        key_here = np.int32(pair_rank(pairs, words, parts, node, np.int64(read(nodes, after))) << bits | place)
+        key_before = np.int32(pair_rank(pairs, words, parts, np.int64(read(nodes, before)), node) << bits | before)
         best = no_key
         for i in range(size):
             key = read(keys, i)
@@ -202,14 +202,14 @@ def merge_block(state: EncoderState, buffer: Bytes, start: int, n: int) -> None:
                 left = np.int64(read(nodes, place - 1))
                 before = place - read(lengths, left)
                 dequeue(state, before)
-                rank_before = np.int64(pair_rank(merges.pairs, merges.parts, left, merged))
+                rank_before = np.int64(pair_rank(merges.pairs, merges.filter, merges.parts, left, merged))
                 enqueue(state, before, rank_before)
                 earliest = min(earliest, rank_before)
             after = place + length
             write(work.ranks, place, NO_RANK)
             if after < n:
                 right = np.int64(read(nodes, after))
-                rank_here = np.int64(pair_rank(merges.pairs, merges.parts, merged, right))
+                rank_here = np.int64(pair_rank(merges.pairs, merges.filter, merges.parts, merged, right))
                 enqueue(state, place, rank_here)
                 earliest = min(earliest, rank_here)
         group = earliest >> 12

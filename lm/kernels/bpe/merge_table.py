@@ -13,6 +13,7 @@ from lm.kernels.simd import read, write
 MAX_MERGES = (1 << 20) - 256
 NO_RANK = np.int32((1 << 25) - 1)  # greater than any rank
 _EMPTY = np.uint64(0xFFFFFFFF)
+_ONE, _63 = np.uint64(1), np.uint64(63)
 
 
 class MergeTable(NamedTuple):
@@ -23,6 +24,7 @@ class MergeTable(NamedTuple):
     id_lengths: Int32s  # (token ids,): in bytes
     byte_pairs: Int32s  # (65536,): rank of the merge of two bytes
     pairs: Ids  # hash table: tag << 20 | rank
+    filter: UInt64s  # bits by another hash: 0 if there is no such pair; small enough for the CPU's cache
     parts: UInt64s  # (merges,): left node << 22 | right node
 
 
@@ -31,7 +33,8 @@ def make_merge_table(ids: Ids, lengths: Int32s, id_lengths: Int32s, parts: Int32
     count = len(parts)
     byte_pairs = np.full(1 << 16, NO_RANK, np.int32)
     pairs = np.full(1 << (2 * count).bit_length(), _EMPTY, np.uint32)
-    merges = MergeTable(ids, lengths, id_lengths, byte_pairs, pairs, np.empty(count, np.uint64))
+    bits = np.zeros(max(1, 1 << (16 * count).bit_length() - 7), np.uint64)
+    merges = MergeTable(ids, lengths, id_lengths, byte_pairs, pairs, bits, np.empty(count, np.uint64))
     fill_pairs(parts, merges)
     return merges
 
@@ -43,10 +46,18 @@ def joined_nodes(left: int, right: int) -> Word:
 
 
 @inlined
-def pair_home(pair: Word, size: int) -> tuple[Int, Word]:
-    """Return (index, tag): where the search for a pair starts in a hash table of ``size`` entries, and its tag."""
+def pair_home(pair: Word, size: int) -> tuple[Int, Word, Word]:
+    """Return (index, tag, bit): where the search for a pair starts in a hash table of ``size`` entries, its tag, and
+    the index of its bit in a filter."""
     mixed = pair * np.uint64(0x9E3779B97F4A7C15)
-    return np.int64((mixed >> np.uint64(32)) & np.uint64(size - 1)), mixed >> np.uint64(52) << np.uint64(20)
+    index = np.int64((mixed >> np.uint64(32)) & np.uint64(size - 1))
+    return index, mixed >> np.uint64(52) << np.uint64(20), mixed >> np.uint64(24)
+
+
+@inlined
+def filter_word(bit: Word, bits: UInt64s) -> Int:
+    """Return the word of a filter that has a bit."""
+    return np.int64(bit >> np.uint64(6) & np.uint64(len(bits) - 1))
 
 
 @kernel
@@ -59,7 +70,9 @@ def fill_pairs(parts: Int32s, merges: MergeTable) -> None:
             write(merges.byte_pairs, left << 8 | right, np.int32(rank))
         pair = joined_nodes(left, right)
         write(merges.parts, rank, pair)
-        i, tag = pair_home(pair, len(pairs))
+        i, tag, bit = pair_home(pair, len(pairs))
+        word = filter_word(bit, merges.filter)
+        write(merges.filter, word, read(merges.filter, word) | _ONE << (bit & _63))
         while read(pairs, i) != _EMPTY:
             i = (i + 1) & (len(pairs) - 1)
         write(pairs, i, np.uint32(tag | np.uint64(rank)))
@@ -72,10 +85,12 @@ def byte_pair_rank(byte_pairs: Int32s, buffer: Bytes, position: int) -> Int:
 
 
 @inlined
-def pair_rank(pairs: Ids, parts: UInt64s, left: int, right: int) -> Int:
-    """Return the rank of the merge of two nodes; NO_RANK if there is none."""
+def pair_rank(pairs: Ids, bits: UInt64s, parts: UInt64s, left: int, right: int) -> Int:
+    """Return the rank of the merge of two nodes; NO_RANK if there is none. ``bits``: the filter."""
     pair = joined_nodes(left, right)
-    i, tag = pair_home(pair, len(pairs))
+    i, tag, bit = pair_home(pair, len(pairs))
+    if read(bits, filter_word(bit, bits)) >> (bit & _63) & _ONE == 0:
+        return NO_RANK
     while True:
         entry = np.uint64(read(pairs, i))
         if entry == _EMPTY:
