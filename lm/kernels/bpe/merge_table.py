@@ -33,7 +33,7 @@ def make_merge_table(ids: Ids, lengths: Int32s, id_lengths: Int32s, parts: Int32
     count = len(parts)
     byte_pairs = np.full(1 << 16, NO_RANK, np.int32)
     pairs = np.full(1 << (2 * count).bit_length(), _EMPTY, np.uint32)
-    bits = np.zeros(max(1, 1 << (16 * count).bit_length() - 7), np.uint64)
+    bits = np.zeros(1 << max(0, (16 * count).bit_length() - 6), np.uint64)  # 16 to 32 for each merge
     merges = MergeTable(ids, lengths, id_lengths, byte_pairs, pairs, bits, np.empty(count, np.uint64))
     fill_pairs(parts, merges)
     return merges
