@@ -182,7 +182,7 @@ def imported_modules(folders: tuple[str, ...]) -> set[str]:
     return modules
 
 
-IMPORT_NAMES = {"pyyaml": "yaml", "pillow": "PIL", "lazy-loader": "lazy_loader"}
+IMPORT_NAMES = {"pyyaml": "yaml", "pillow": "PIL", "lazy-loader": "lazy_loader", "quicktok-v1": "quicktok"}
 NOT_IMPORTED = {"pytest-xdist", "pytest-timeout", "tensorboard"}  # pytest loads its plugins, torch imports tensorboard
 
 
