@@ -36,7 +36,7 @@ import numpy as np
 
 from benchmarks.texts import ADVERSARIAL, CORPORA, DATA, END, documents, mixed, take_bytes
 from benchmarks.tokenizer_jobs import GIGATOKEN_FORMS, MERGES, Task, run_task
-from benchmarks.vocabularies import has_quicktok, prepare
+from benchmarks.vocabularies import QUICKTOK, prepare
 from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.tokenizer import Tokenizer, token_dtype
@@ -235,7 +235,7 @@ class Bench:
             if name != "gpt2":
                 self.check("encode", text, ["tiktoken"], 1, name)
                 self.check("count", text, ["regex"], 1, name)
-                possible = ["quicktok"] if has_quicktok(name) else []
+                possible = ["quicktok"] if name in QUICKTOK else []
                 possible += GIGATOKEN_FORMS if name in GIGATOKEN_PATTERNS else ()
                 self.check("encode", text, possible, 1, name)
                 peers[name] = possible

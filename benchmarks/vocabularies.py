@@ -17,17 +17,13 @@ from lm.tokenizer.tokenizer import Tokenizer
 QUICKTOK = {"cl100k": "cl100k_base", "o200k": "o200k_base", "llama3": "llama3", "qwen2": "qwen3"}
 
 
-def has_quicktok(pattern: str) -> bool:
-    """Return whether quicktok is installed and has a vocabulary of this pattern."""
-    return pattern in QUICKTOK and importlib.util.find_spec("quicktok") is not None
-
-
 def prepare(folder: Path, pattern: str, vocab: Path, merges: Path) -> Path:
     """Return a folder with the files of :meth:`lm.tokenizer.tokenizer.Tokenizer.save` for a pattern.
 
     ``vocab`` and ``merges`` are GPT-2's files. The separator is <|endoftext|> with all vocabularies.
     """
-    source = QUICKTOK[pattern] if has_quicktok(pattern) else "gpt2"
+    is_published = pattern in QUICKTOK and importlib.util.find_spec("quicktok") is not None
+    source = QUICKTOK[pattern] if is_published else "gpt2"
     path = folder / f"tokenizer-{pattern}-{source}"
     if source == "gpt2":
         Tokenizer.from_files(vocab, merges, [END_OF_TEXT], pattern).save(path)
