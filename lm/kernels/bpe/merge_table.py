@@ -86,7 +86,7 @@ def byte_pair_rank(byte_pairs: Int32s, buffer: Bytes, position: int) -> Int:
 
 @inlined
 def pair_rank(pairs: Ids, bits: UInt64s, parts: UInt64s, left: int, right: int) -> Int:
-    """Return the rank of the merge of two nodes; NO_RANK if there is none. ``bits``: the filter."""
+    """Return the rank of the merge of two nodes; NO_RANK if there is none. ``bits`` is the ``filter`` of the table."""
     pair = joined_nodes(left, right)
     i, tag, bit = pair_home(pair, len(pairs))
     if read(bits, filter_word(bit, bits)) >> (bit & _63) & _ONE == 0:

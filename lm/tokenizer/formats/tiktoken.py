@@ -22,8 +22,10 @@ def write_tiktoken(
     """
     specials = {token.encode() for token in special_tokens if len(token.encode()) > 1}
     ranks = {token_id: token for token_id, token in sorted(vocab.items()) if token not in specials}
-    is_each_merged = len(merges) == sum(len(token) > 1 for token in ranks.values())
-    if derive_merges(ranks) != list(merges) or not (is_each_merged or ignore_merges):
+    tokens = set(ranks.values())
+    is_each_merged = len(merges) == sum(len(token) > 1 for token in tokens)
+    has_each_rank = len(tokens) == len(ranks) and derive_merges(ranks) == list(merges)
+    if not has_each_rank or not (is_each_merged or ignore_merges):
         raise UserError(
             f"{path} was not written: tiktoken would encode differently, since the ids of the vocabulary do not "
             "follow the order of the merges. Use vocab.json and merges.txt, or tokenizer.json."

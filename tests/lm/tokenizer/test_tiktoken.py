@@ -213,3 +213,9 @@ def test_a_tokenizer_is_restored_from_a_rank_file(tmp_path: Path) -> None:
     assert (again.vocab, again.merges) == (tokenizer.vocab, tokenizer.merges)
     with pytest.raises(UserError, match="another token with the id 97 of the special token '<s>'"):
         Tokenizer.from_tiktoken(tmp_path / "ranks.tiktoken", {"<s>": 97})
+
+
+def test_a_token_with_two_ids_is_not_written(tmp_path: Path) -> None:
+    vocab = {**BYTES, 256: b"ab", 257: b"ab"}
+    with pytest.raises(UserError, match="was not written"):
+        write_tiktoken(tmp_path / "ranks.tiktoken", vocab, [], [(b"a", b"b")], ignore_merges=True)
