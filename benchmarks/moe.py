@@ -36,7 +36,7 @@ IMPLEMENTATIONS = ("moe", "dense", "transformers")
 EXPERTS = MoEConfig(num_experts=8, top_k=2, aux_loss_weight=0.01)
 
 
-def mixtral(model: ModelConfig, batch: int, precision: str, device: torch.device) -> Step:
+def mixtral(model: ModelConfig, batch: int, precision: str, compiled: bool, device: torch.device) -> Step:
     """Return a function that runs a step of Hugging Face's Mixtral."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -60,11 +60,16 @@ def mixtral(model: ModelConfig, batch: int, precision: str, device: torch.device
     optimizer = torch.optim.AdamW(module.parameters(), 1e-4, (0.9, 0.95), weight_decay=0.1, fused=True)
     ids = torch.randint(0, model.vocab_size or 1, (batch, model.context_length + 1), device=device)
 
-    def step() -> None:
+    def compute_loss(ids: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
             out = module(input_ids=ids[:, :-1])
         loss = F.cross_entropy(out.logits.flatten(0, 1).float(), ids[:, 1:].flatten())
-        (loss + module.router_aux_loss_coef * load_balancing(out.router_logits, model.moe)).backward()
+        return loss + module.router_aux_loss_coef * load_balancing(out.router_logits, model.moe)
+
+    loss = torch.compile(compute_loss) if compiled else compute_loss
+
+    def step() -> None:
+        loss(ids).backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -87,7 +92,7 @@ def measure(implementation: str, shape: str, precision: str, device: torch.devic
     model = replace(dense, moe=EXPERTS)
     torch.manual_seed(0)
     if implementation == "transformers":
-        step = mixtral(model, batch, precision, device)
+        step = mixtral(model, batch, precision, False, device)
     else:
         step = ours(model if implementation == "moe" else dense, batch, precision, False, device)
 

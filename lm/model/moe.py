@@ -142,9 +142,8 @@ class MoE(nn.Module):
 
 def count_choices(chosen: Tensor, num_experts: int) -> Tensor:
     """Return how often each expert is in ``chosen`` (N, k): (E,) float32."""
-    flat = chosen.flatten()
-    counts = torch.zeros(num_experts, device=flat.device)
-    return counts.scatter_add_(0, flat, torch.ones(len(flat), device=flat.device))
+    experts = torch.arange(num_experts, device=chosen.device)
+    return (chosen.flatten()[:, None] == experts).sum(0, dtype=torch.float32)
 
 
 def drop_over_capacity(chosen: Tensor, counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:

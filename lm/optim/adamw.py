@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any, ClassVar, cast
 
 import torch
@@ -13,8 +14,8 @@ _BLOCK_ELEMENTS = 1 << 18  # of parameters; with their gradients and two moments
 class AdamW(torch.optim.Optimizer):
     """Adam with decoupled weight decay. Gives the same result as ``torch.optim.AdamW``.
 
-    ``torch._foreach`` updates lists of tensors together, so that a GPU launches few kernels for many parameters. On a
-    CPU the lists hold blocks of parameters that fit its cache.
+    On a GPU with Triton, one kernel updates a parameter of float32. Else ``torch._foreach`` updates lists of tensors
+    together. On a CPU the lists hold blocks of parameters that fit its cache.
     """
 
     is_elementwise: ClassVar[bool] = True
@@ -59,6 +60,8 @@ class AdamW(torch.optim.Optimizer):
             for t, params in params_by_step.items():
                 tensors = [(p, cast(Tensor, p.grad), self.state[p]["m"], self.state[p]["v"]) for p in params]
                 rows = [tuple(map(_local_part, row)) for row in tensors]
+                if rows[0][0].is_cuda:
+                    rows = _update_by_kernel(rows, t, group, found_inf)
                 for weights, grads, m, v in _split_into_blocks(rows):
                     _update(weights, grads, m, v, t, group, found_inf)
         return loss
@@ -96,6 +99,32 @@ def _update(
     torch._foreach_addcdiv_(params, m, denominators, -group["lr"] / (1 - beta1**t))
 
 
+def _update_by_kernel(
+    rows: list[tuple[Tensor, ...]], t: int, group: dict[str, Any], found_inf: Tensor | None
+) -> list[tuple[Tensor, ...]]:
+    """Update what the kernel can, and return the other rows: all of them if Triton is not installed."""
+    kernel = _load_kernel()
+    if kernel is None:
+        return rows
+    is_applied = torch.ones((), device=rows[0][0].device) if found_inf is None else (~found_inf).float()
+    others = []
+    for row in rows:
+        if all(x.dtype == torch.float32 and x.is_contiguous() for x in row):
+            kernel(row, t, group, is_applied)
+        else:
+            others.append(row)
+    return others
+
+
+@cache
+def _load_kernel() -> Callable[[tuple[Tensor, ...], int, dict[str, Any], Tensor], None] | None:
+    try:
+        from lm.optim.adamw_kernel import update
+    except ModuleNotFoundError:
+        return None
+    return update
+
+
 def _local_part(x: Tensor) -> Tensor:
     """Return the part of ``x`` that this rank has: of a DTensor its local tensor, of any other tensor all of it.
 
@@ -110,6 +139,8 @@ def _split_into_blocks(rows: Sequence[tuple[Tensor, ...]]) -> Iterator[list[list
 
     On other devices the only block holds everything.
     """
+    if not rows:
+        return
     if not all(x.device.type == "cpu" and x.is_contiguous() for row in rows for x in row):
         yield [list(column) for column in zip(*rows, strict=True)]
         return

@@ -18,7 +18,7 @@ def clip_grad_norm(
     """
     params = list(params)
     grads = [p.grad for p in params if p.grad is not None]
-    zero = torch.tensor(0.0, device=params[0].device if params else None)
+    zero = torch.zeros((), device=params[0].device if params else None)
     if sum_over_ranks is None and not grads:
         return zero
     norms = torch._foreach_norm(grads) if grads else [zero]

@@ -25,13 +25,14 @@ class ExpertBalance:
         self.config = config
         self._layers = [layer.ffn for layer in model.layers if isinstance(layer.ffn, MoE)]
         self._routings: list[Routing] = []
-        self._step = torch.zeros(())  # sums over the micro-batches of the step, see _pack
+        self.start_step()
         model.routings = self._routings  # from now on, forward passes with gradients record here
 
     def start_step(self) -> None:
         """Forget the step before."""
         self._routings.clear()
-        self._step = torch.zeros(())
+        # Sums over the micro-batches of the step, see _pack. On the device: it waits for a copy of a number.
+        self._step = torch.zeros((), device=self._layers[0].router.weight.device)
 
     def loss(self, micro_batches: int) -> Tensor:
         """Return this rank's part of the balance losses of the micro-batch that just passed the model.

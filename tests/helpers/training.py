@@ -59,10 +59,11 @@ def train_config(**settings: Any) -> TrainConfig:
 
 
 def small_trainer(out: Path, data: TrainData | None = None, model: ModelConfig = MODEL, **settings: Any) -> Trainer:
-    """Make a trainer on one CPU thread; ``settings`` are fields of TrainConfig and of Execution."""
+    """Make a trainer with one CPU thread, on the CPU by default; ``settings`` are fields of TrainConfig and of
+    Execution."""
     execution = Execution(
         threads=1,
-        device="cpu",
+        device=settings.pop("device", "cpu"),
         compile=settings.pop("compile", False),
         log_interval=settings.pop("log_interval", 3),
         attention=settings.pop("attention", "auto"),

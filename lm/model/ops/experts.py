@@ -5,11 +5,12 @@ The pairs of a token and one of its experts are sorted by expert. Each expert mu
 pairs: one product after the other, or all in one kernel of a GPU.
 """
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lm.model import functional
 from lm.model.ops.expert_segments import mix_expert_segments
@@ -74,33 +75,75 @@ class SortedPairs(NamedTuple):
 def sort_pairs(chosen: Tensor, num_experts: int) -> SortedPairs:
     """Sort the pairs of ``chosen`` (N, k)."""
     flat = chosen.flatten()
-    order = flat.argsort(stable=True)
+    experts, order = flat.sort(stable=True)
     ranks = torch.arange(len(flat), device=flat.device)
     places = torch.empty_like(order).scatter_(0, order, ranks).view(chosen.shape)
-    counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:-1]
-    return SortedPairs(order, order // chosen.shape[-1], places, counts)
+    # Not by adding up: a GPU would add to few numbers from many threads.
+    ends = torch.searchsorted(experts, torch.arange(num_experts, device=flat.device), right=True)
+    return SortedPairs(order, order // chosen.shape[-1], places, ends.diff(prepend=ends.new_zeros(1)))
 
 
 def mix_experts_grouped(
     x: Tensor, chosen: Tensor, gates: Tensor, weights: ExpertWeights, activation: Activation
 ) -> Tensor:
-    """Return :func:`mix_experts` by torch's grouped products. All shapes depend on those of the inputs alone."""
-    pairs = sort_pairs(chosen, len(weights.w1))
+    """Return :func:`mix_experts` by torch's grouped products. All shapes depend on those of the inputs alone.
+
+    The rows of each expert are padded to a multiple of 8 by rows whose gates are 0. Pairs without an expert come after
+    all groups, where results and gradients are undefined, so they are masked.
+    """
+    pairs, has_expert = sort_pairs(chosen, len(weights.w1)), chosen < len(weights.w1)
     group_rows = (pairs.counts + _GROUP_ROWS - 1) // _GROUP_ROWS * _GROUP_ROWS
-    ends = group_rows.cumsum(0)
+    ends = group_rows.cumsum(0).int()
     # The place of a pair moves by the rows that pad the groups before its own; pairs without an expert stay last.
-    padding = F.pad((group_rows - pairs.counts).cumsum(0), (1, 0))
-    places = pairs.places + padding[chosen]
-    has_expert = (chosen < len(weights.w1))[
-        ..., None
-    ]  # results and gradients of rows past the last group are undefined
-    rows = torch.where(has_expert, x[:, None], 0).flatten(0, 1)
-    row_count = len(rows) + len(weights.w1) * _GROUP_ROWS
-    padded = x.new_zeros(row_count, x.shape[-1]).index_copy(0, places.flatten(), rows)
-    offsets = ends.int()
-    inner = F.grouped_mm(padded, weights.w1.mT, offs=offsets)
-    inner = F.silu(inner) if activation == "silu" else F.relu(inner).square()
-    if weights.w3 is not None:
-        inner = inner * F.grouped_mm(padded, weights.w3.mT, offs=offsets)
-    out = F.grouped_mm(inner, weights.w2.mT, offs=offsets)[places]  # (N, k, D)
-    return (torch.where(has_expert, out, 0) * gates[..., None].to(out.dtype)).sum(1)
+    places = pairs.places + F.pad((group_rows - pairs.counts).cumsum(0), (1, 0))[chosen]
+    row_count = chosen.numel() + len(weights.w1) * _GROUP_ROWS
+    pair_tokens = torch.arange(len(x), device=x.device)[:, None].expand_as(chosen)
+    tokens = places.new_zeros(row_count).scatter(0, places.flatten(), pair_tokens.flatten())
+    chosen_gates = torch.where(has_expert, gates, 0)
+    row_gates = gates.new_zeros(row_count).scatter(0, places.flatten(), chosen_gates.flatten())
+
+    rows: Tensor = _TakeRows.apply(x, tokens, places, has_expert)
+    inputs = weights.w1 if weights.w3 is None else torch.cat([weights.w1, weights.w3], 1)
+    inner, *values = F.grouped_mm(rows, inputs.mT, offs=ends).split(weights.w1.shape[1], -1)
+    hidden = F.silu(inner) if activation == "silu" else F.relu(inner).square()
+    if values:
+        hidden = hidden * values[0]
+    hidden = hidden * row_gates[:, None].to(hidden.dtype)
+    out: Tensor = _SumRows.apply(F.grouped_mm(hidden, weights.w2.mT, offs=ends), tokens, places, has_expert)
+    return out
+
+
+class _TakeRows(torch.autograd.Function):
+    """Copy the row ``tokens[i]`` of (N, D) to row i. The backward pass adds up the rows at ``places``.
+
+    Autograd's own would add atomically, or sort the places.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, places: Tensor, is_counted: Tensor) -> Tensor:
+        ctx.save_for_backward(places, is_counted)
+        return x.index_select(0, tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _sum_rows(grad, *ctx.saved_tensors), None, None, None
+
+
+class _SumRows(torch.autograd.Function):
+    """The transpose of :class:`_TakeRows`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, tokens: Tensor, places: Tensor, is_counted: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        return _sum_rows(rows, places, is_counted)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None, None
+
+
+def _sum_rows(rows: Tensor, places: Tensor, is_counted: Tensor) -> Tensor:
+    """Return the sum of the rows at the ``places`` (N, k) of each token that are counted: (N, D)."""
+    return torch.where(is_counted[..., None], rows[places], 0).sum(1)

@@ -9,6 +9,7 @@ from lm.inference.config import SampleConfig
 from lm.inference.cuda_graphs import DecodeGraphs
 from lm.inference.engine import Generation, generate
 from lm.inference.kv_cache import KVCache, decode_step
+from lm.model.moe_config import MoEConfig
 from tests.helpers.examples import examples
 from tests.helpers.generating import make_model
 
@@ -60,8 +61,9 @@ def test_padded_rows_and_keys_change_nothing(steps: list[list[int]], seed: int) 
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_graphs_on_a_gpu_generate_the_ids_of_the_cpu() -> None:
-    model = make_model(context_length=LENGTH)
+@pytest.mark.parametrize("moe", [None, MoEConfig(4, 2, d_expert=16)])
+def test_graphs_on_a_gpu_generate_the_ids_of_the_cpu(moe: MoEConfig | None) -> None:
+    model = make_model(context_length=LENGTH, moe=moe)
     prompts = [[1, 2, 3], [4], [5] * 40, [6, 7]]
     greedy = SampleConfig(temperature=0)
     cpu, gpu = ([Generation(prompt, 50, greedy) for prompt in prompts] for _ in range(2))

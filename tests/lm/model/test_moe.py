@@ -149,6 +149,34 @@ def test_grouped_products_equal_the_segments(
         torch.testing.assert_close(grouped, segments, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_experts_on_a_gpu_equal_those_of_the_cpu(dtype: torch.dtype, is_compiled: bool) -> None:
+    """Also with an expert that has no tokens, and with choices that a capacity dropped."""
+    config = MoEConfig(6, 2, d_expert=32, bias_update_rate=0.1, capacity_factor=1.2)
+    moe = MoE(config, 64, 64)
+    assert moe.expert_bias is not None
+    moe.expert_bias[3] = -10.0
+    x, grad = random_normal(500, 64, seed=1), random_normal(500, 64, seed=2)
+    results = []
+    for device, dtype_of_products in (("cpu", torch.float32), ("cuda", dtype)):
+        model = moe.to(device)
+        model.zero_grad()
+        inputs = x.clone().to(device).requires_grad_()
+        forward = torch.compile(model) if is_compiled and device == "cuda" else model
+        with torch.autocast(device, dtype_of_products, enabled=dtype_of_products == torch.bfloat16):
+            out = forward(inputs)
+        out.backward(grad.to(out))
+        gradients = [parameter.grad for parameter in model.parameters()]
+        results.append(
+            [tensor.detach().float().cpu() for tensor in (out, inputs.grad, *gradients) if tensor is not None]
+        )
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-4
+    for cpu, gpu in zip(*results, strict=True):
+        assert (gpu - cpu).abs().max() <= tolerance * max(1.0, float(cpu.abs().max()))
+
+
 def test_a_capacity_drops_the_last_tokens_of_an_expert_in_training_only() -> None:
     chosen = torch.tensor([[0, 1], [0, 2], [1, 0], [2, 0]])
     kept, dropped = drop_over_capacity(chosen, torch.tensor([4.0, 2.0, 2.0]), 2)

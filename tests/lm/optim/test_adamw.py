@@ -1,12 +1,14 @@
 """AdamW against torch's."""
 
+from importlib.util import find_spec
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.optim.adamw import AdamW
+from lm.optim.adamw import AdamW, _update
 from tests.helpers.optimizers import SHAPES, assert_all_close, make_parameters, set_gradients
 from tests.helpers.tensors import FEW_EXAMPLES
 
@@ -31,6 +33,35 @@ def test_adamw_equals_torch(
         optimizer.step()
         torch_optimizer.step()
     assert_all_close(params, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="the extra triton is not installed")
+@FEW_EXAMPLES
+@given(
+    beta1=st.sampled_from([0.0, 0.9]),
+    weight_decay=st.sampled_from([0.0, 0.3]),
+    size=st.sampled_from([0, 1, 100, 2048, 5000]),
+    step=st.integers(1, 50),
+    is_skipped=st.booleans(),
+)
+def test_the_kernel_of_gpus_equals_the_lists(
+    beta1: float, weight_decay: float, size: int, step: int, is_skipped: bool
+) -> None:
+    """Without a GPU, in Triton's interpreter. A skipped step changes nothing, whatever the gradient."""
+    from lm.optim.adamw_kernel import update
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tensors = torch.randn(4, size, generator=torch.Generator().manual_seed(step), dtype=torch.float32).to(device)
+    tensors[3].square_()
+    if is_skipped:
+        tensors[1].fill_(torch.nan)
+    rows = [tuple(tensors.clone()) for _ in range(2)]
+    group = {"lr": 0.01, "betas": (beta1, 0.95), "eps": 1e-8, "weight_decay": weight_decay}
+    found_inf = torch.tensor(is_skipped, device=device)
+    update(rows[0], step, group, (~found_inf).float())
+    _update(*([x] for x in rows[1]), step, group, found_inf)
+    for index in (0, 2, 3):
+        torch.testing.assert_close(rows[0][index], rows[1][index], rtol=1e-5, atol=1e-6)
 
 
 def test_defaults_are_those_of_torch() -> None:

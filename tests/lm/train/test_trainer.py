@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm.checkpoint.training_state import load_model, newest_checkpoint, read_description
 from lm.common.errors import Stopped, UserError
+from lm.model.moe_config import MoEConfig
 from lm.optim.schedules import lr_cosine_schedule
 from lm.train.metrics_file import read_metrics
 from lm.train.throughput import StepTimer
@@ -52,6 +53,23 @@ def test_a_step_does_not_wait_for_a_gpu(tmp_path: Path, optimizer: str) -> None:
     trainer.reads_each_step = False
     with NoReads():
         loss, _, _ = trainer.train_step(micro_batches, 0.01)
+    assert math.isfinite(loss)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("moe", [None, MoEConfig(4, 2, bias_update_rate=0.01)])
+def test_a_step_on_a_gpu_does_not_wait(tmp_path: Path, optimizer: str, moe: MoEConfig | None) -> None:
+    trainer = small_trainer(
+        tmp_path, model=replace(MODEL, moe=moe), device="cuda", optimizer=optimizer, precision="bfloat16"
+    )
+    micro_batches = trainer.objective.micro_batches(0)
+    trainer.train_step(micro_batches, 0.01)  # the first one compiles kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss, _, _ = trainer.train_step(micro_batches, 0.01)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert math.isfinite(loss)
 
 
