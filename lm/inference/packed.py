@@ -30,6 +30,7 @@ from lm.model.linear import Linear
 from lm.model.moe import Experts
 from lm.model.norm import RMSNorm
 from lm.model.ops.causal_attention import causal_attention
+from lm.model.ops.linear import count_padding_rows
 from lm.model.transformer import TransformerLM
 
 _MAX_KERNEL_NUMEL = 1 << 16  # larger tensors are faster with torch's operators
@@ -68,11 +69,6 @@ class PackedLinear(nn.Module):
         padded = F.pad(rows, (0, 0, 0, padding)) if padding else rows
         out = torch.ops.mkldnn._linear_pointwise(padded, self._packed[0], self.bias, "none", [], "")
         return out[: len(rows)].unflatten(0, x.shape[:-1])
-
-
-def count_padding_rows(rows: int) -> int:
-    """Return the rows to add, so that only eight sizes occur per power of two: oneDNN caches megabytes per size."""
-    return -rows % (1 << max(0, (rows - 1).bit_length() - 4))
 
 
 class _PackedAttention(MultiHeadSelfAttention):

@@ -1,14 +1,14 @@
 """Feed-forward networks of experts as one product for each segment of sorted pairs. The fast form on CPUs."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lm.model.ops.linear import linear_forward, linear_weight_grad
+from lm.model.ops.linear import count_padding_rows, linear_forward, linear_weight_grad
 
 
 def mix_expert_segments(
@@ -62,6 +62,30 @@ class _ExpertSegments(torch.autograd.Function):
         return grad_x, grad_gates, grad_w1, grad_w2, grad_w3 if has_w3 else None, None, None, None, None
 
 
+class _Segment(NamedTuple):
+    """The sorted pairs of an expert."""
+
+    expert: int
+    pairs: slice
+    padded: slice
+    """Rows of ``inner`` and ``values``, with those that pad the segment to a size that occurs often."""
+
+    def pad(self, rows: Tensor) -> Tensor:
+        """Append zeros to the last dimension, which is that of the pairs."""
+        padding = self.padded.stop - self.padded.start - rows.shape[-1]
+        return F.pad(rows, (0, padding)) if padding else rows
+
+
+def _segments(counts: Tensor) -> Iterator[_Segment]:
+    """Yield the segment of each expert that has pairs."""
+    start = first = 0
+    for expert, count in enumerate(counts.tolist()):
+        if count:
+            end, last = start + count, first + count + count_padding_rows(count)
+            yield _Segment(expert, slice(start, end), slice(first, last))
+            start, first = end, last
+
+
 def _forward(
     x: Tensor,
     gates: Tensor,
@@ -73,20 +97,21 @@ def _forward(
     counts: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, and ``w1 x`` and ``w3 x`` of the sorted pairs, (N k, d) each, for the backward pass."""
-    inner = x.new_empty(len(tokens), w1.shape[1])
+    """Return the output, and ``w1 x`` and ``w3 x`` of the padded segments for the backward pass: up to 9/8 N k rows."""
+    inner = x.new_empty(len(tokens) + len(tokens) // 8, w1.shape[1])
     values = torch.empty_like(inner) if w3 is not None else x.new_empty(0)
     outputs = x.new_empty(len(tokens), x.shape[1])
     end = 0
-    for expert, start, end in _segments(counts):
-        rows = x.index_select(0, tokens[start:end])
-        inner[start:end] = gate = linear_forward(rows, w1[expert])
+    for segment in _segments(counts):
+        expert, end = segment.expert, segment.pairs.stop
+        rows = x.index_select(0, segment.pad(tokens[segment.pairs]))  # padded by the first token, whose gate is 0 there
+        inner[segment.padded] = gate = linear_forward(rows, w1[expert])
         hidden = F.silu(gate) if activation == "silu" else F.relu(gate).square_()
         if w3 is not None:
-            values[start:end] = value = linear_forward(rows, w3[expert])
+            values[segment.padded] = value = linear_forward(rows, w3[expert])
             hidden *= value
-        hidden *= gates[start:end, None]
-        outputs[start:end] = linear_forward(hidden, w2[expert])
+        hidden *= segment.pad(gates[segment.pairs])[:, None]
+        outputs[segment.pairs] = linear_forward(hidden, w2[expert])[: end - segment.pairs.start]
     outputs[end:] = 0  # pairs without an expert
     return _sum_pairs(outputs, places), inner, values
 
@@ -111,19 +136,22 @@ def _backward(
     grad_w1, grad_w2 = torch.zeros_like(w1), torch.zeros_like(w2)
     grad_w3 = torch.zeros_like(w3) if w3 is not None else x.new_empty(0)
     end = 0
-    for expert, start, end in _segments(counts):
-        part = slice(start, end)
-        grad_rows[part], grad_gates[part], grad_w1[expert], grad_w2[expert], grad_of_w3 = _expert_backward(
-            grad.index_select(0, tokens[part]),
-            x.index_select(0, tokens[part]),
-            gates[part, None].to(x.dtype),
-            inner[part],
-            values[part] if w3 is not None else None,
+    for segment in _segments(counts):
+        expert, end = segment.expert, segment.pairs.stop
+        indices = segment.pad(tokens[segment.pairs])
+        grad_of_rows, grad_of_gates, grad_w1[expert], grad_w2[expert], grad_of_w3 = _expert_backward(
+            grad.index_select(0, indices),
+            x.index_select(0, indices),
+            segment.pad(gates[segment.pairs])[:, None].to(x.dtype),
+            inner[segment.padded],
+            values[segment.padded] if w3 is not None else None,
             w1[expert],
             w2[expert],
             w3[expert] if w3 is not None else None,
             activation,
         )
+        count = end - segment.pairs.start
+        grad_rows[segment.pairs], grad_gates[segment.pairs] = grad_of_rows[:count], grad_of_gates[:count]
         if grad_of_w3 is not None:
             grad_w3[expert] = grad_of_w3
     grad_rows[end:] = 0
@@ -163,15 +191,6 @@ def _expert_backward(
     return part if grad_x is None else grad_x.add_(part), grad_gates, grad_w1, grad_w2, grad_w3
 
 
-def _segments(counts: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield (expert, first pair, end) of each expert that has pairs."""
-    start = 0
-    for expert, count in enumerate(counts.tolist()):
-        if count:
-            yield expert, start, start + count
-            start += count
-
-
 def _sum_pairs(rows: Tensor, places: Tensor) -> Tensor:
     """Return the sum of the rows at the ``places`` (N, k) of each token: (N, D)."""
     return F.embedding_bag(places, rows, mode="sum")
@@ -194,7 +213,7 @@ def _(
     counts: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    inner = x.new_empty(len(tokens), w1.shape[1])
+    inner = x.new_empty(len(tokens) + len(tokens) // 8, w1.shape[1])
     return torch.empty_like(x), inner, torch.empty_like(inner) if w3 is not None else x.new_empty(0)
 
 

@@ -35,6 +35,14 @@ def linear_weight_grad(x: Tensor, grad: Tensor) -> Tensor:
     return linear_forward(grad.T, x.T)
 
 
+def count_padding_rows(rows: int) -> int:
+    """Return the rows to add, at most an eighth, so that only eight sizes occur per power of two.
+
+    oneDNN generates code for each size, which takes as long as a product, and keeps the last thousand, megabytes each.
+    """
+    return -rows % (1 << max(0, (rows - 1).bit_length() - 4))
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate
 from lm.inference.narrow import dequantize, quantize
-from lm.inference.packed import PackedLinear, count_padding_rows, prepare_for_inference
+from lm.inference.packed import PackedLinear, prepare_for_inference
 from lm.model.linear import Linear
 from lm.model.moe import Experts
 from lm.model.moe_config import MoEConfig
@@ -80,13 +80,6 @@ def test_packed_product_adds_biases() -> None:
     expected = torch.cat([F.linear(x, layer.weight, layer.bias) for layer in layers], -1)
     torch.testing.assert_close(packed(x), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(torch.cat([layer(x) for layer in layers], -1), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_padding_limits_the_number_of_sizes() -> None:
-    sizes = sorted({rows + count_padding_rows(rows) for rows in range(1, 4097)})
-    assert sizes[:16] == list(range(1, 17))
-    assert len(sizes) == 16 + 8 * 8, "oneDNN caches memory for each size"
-    assert all(0 <= count_padding_rows(rows) <= rows / 8 for rows in range(1, 4097))
 
 
 def test_preparing_converts_all_weights_to_one_dtype() -> None:

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.model.ops.linear import linear
+from lm.model.ops.linear import count_padding_rows, linear
 from tests.helpers.examples import examples
 from tests.helpers.tensors import assert_equal_with_gradients, row_counts, widths
 
@@ -19,3 +19,10 @@ def test_linear_equals_matrix_product(rows: int, width: int, out: int, seed: int
 def test_linear_accepts_transposed_input() -> None:
     x, weight = torch.randn(3, 8, 70).mT, torch.randn(5, 8)
     torch.testing.assert_close(linear(x, weight), x @ weight.T)
+
+
+def test_padding_limits_the_number_of_sizes() -> None:
+    sizes = sorted({rows + count_padding_rows(rows) for rows in range(1, 4097)})
+    assert sizes[:16] == list(range(1, 17))
+    assert len(sizes) == 16 + 8 * 8, "oneDNN caches memory for each size"
+    assert all(0 <= count_padding_rows(rows) <= rows / 8 for rows in range(1, 4097))
