@@ -1,6 +1,8 @@
 """Load the model and the tokenizer of a directory, whatever its format: Meta's, Hugging Face's or this project's."""
 
+import itertools
 import logging
+import re
 from pathlib import Path
 
 import torch
@@ -21,6 +23,11 @@ log = logging.getLogger(__name__)
 _TIKTOKEN_PATTERNS = {"cl100k_base": "cl100k", "o200k_base": "o200k"} | dict.fromkeys(
     ("gpt2", "r50k_base", "p50k_base"), "gpt2"
 )  # names of OpenAI's files
+
+_RANK = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+")  # a line of tiktoken's files; SentencePiece's begin with a line break
+# Special tokens of Llama 3's tokenizer.model, which does not contain them. The others are reserved.
+_LLAMA3_SPECIAL_TOKENS = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
+_LLAMA3_NUM_SPECIAL_TOKENS = 256
 
 _META_CONTEXT_LENGTH = 2048  # of Llama 1, the shortest; Meta's files do not state it
 
@@ -61,23 +68,44 @@ def load_any_model(
 
 
 def load_any_tokenizer(path: Path) -> Tokenizer | SentencePieceTokenizer:
-    """Read SentencePiece's ``tokenizer.model``, a ``tokenizer.json``, or a directory with one of them or with GPT-2's
-    ``vocab.json`` and ``merges.txt``; or a ``.tiktoken`` file of ranks, whose pattern follows from OpenAI's names.
+    """Read Meta's ``tokenizer.model`` (SentencePiece's for Llama 1 and 2, ranks for Llama 3), a ``tokenizer.json``, or
+    a directory with one of them or with GPT-2's ``vocab.json`` and ``merges.txt``; or a ``.tiktoken`` file of ranks,
+    whose pattern follows from OpenAI's names.
 
-    A directory with several has them for the same ids; SentencePiece's is read. Raises UserError if the file is
+    A directory with several has them for the same ids; ``tokenizer.model`` is read. Raises UserError if the file is
     missing, damaged or unsupported.
     """
     if path.is_dir():
-        sentencepiece, vocab = path / "tokenizer.model", path / "vocab.json"
-        if vocab.exists() and not sentencepiece.exists() and not (path / "tokenizer.json").exists():
+        meta, vocab = path / "tokenizer.model", path / "vocab.json"
+        if vocab.exists() and not meta.exists() and not (path / "tokenizer.json").exists():
             config = path / "tokenizer_config.json"
             options = read_json(config) if config.exists() else {}
             is_ours = isinstance(options, dict) and "pattern" in options
             return Tokenizer.load(path) if is_ours else Tokenizer.from_files(vocab, path / "merges.txt")
-        path = sentencepiece if sentencepiece.exists() else path / "tokenizer.json"
+        path = meta if meta.exists() else path / "tokenizer.json"
     if path.suffix == ".tiktoken":
         pattern = _TIKTOKEN_PATTERNS.get(path.stem)
         if pattern is None:
             log.warning("%s does not say how it splits texts; GPT-2's pattern is assumed.", path)
         return Tokenizer.from_tiktoken(path, pattern=PATTERNS[pattern or "gpt2"])
-    return Tokenizer.from_tokenizer_json(path) if path.suffix == ".json" else SentencePieceTokenizer(path)
+    if path.suffix == ".json":
+        return Tokenizer.from_tokenizer_json(path)
+    return _load_llama3(path) if _is_rank_file(path) else SentencePieceTokenizer(path)
+
+
+def _is_rank_file(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return _RANK.fullmatch(file.readline(1000).rstrip()) is not None
+    except OSError:
+        return False  # the reader of the other format says why
+
+
+def _load_llama3(path: Path) -> Tokenizer:
+    first = sum(bool(line.strip()) for line in path.read_bytes().splitlines())
+    reserved = (f"reserved_special_token_{number}" for number in itertools.count())
+    special_tokens = {
+        f"<|{_LLAMA3_SPECIAL_TOKENS.get(index) or next(reserved)}|>": first + index
+        for index in range(_LLAMA3_NUM_SPECIAL_TOKENS)
+    }
+    return Tokenizer.from_tiktoken(path, special_tokens, PATTERNS["llama3"])

@@ -14,6 +14,7 @@ from lm.common.errors import UserError
 from lm.inference.completion import complete
 from lm.inference.config import SampleConfig
 from lm.inference.llama_api import Llama
+from lm.inference.llama_tokenizer import LlamaTokenizer
 from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.sentencepiece import SentencePieceTokenizer
@@ -27,7 +28,7 @@ from tests.helpers.llamas import (
     train_small_llama_tokenizer,
     write_meta,
 )
-from tests.helpers.tokenizers import bytes_tokenizer
+from tests.helpers.tokenizers import bytes_tokenizer, make_tokenizer
 
 PIECES = 320  # of the small SentencePiece tokenizer
 
@@ -106,6 +107,22 @@ def test_ranks_have_the_pattern_of_their_name(
     tokenizer: Any = load_any_tokenizer(tmp_path / f"{name}.tiktoken")
     assert tokenizer.pattern == PATTERNS[pattern]
     assert ("GPT-2's pattern is assumed" in caplog.text) == (name == "mine")
+
+
+def test_ranks_in_metas_directory_are_those_of_llama_3(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(PATTERNS["llama3"], special_tokens=[])
+    tokenizer.save_tiktoken(tmp_path / "tokenizer.model")
+    loaded: Any = load_any_tokenizer(tmp_path)
+    size = 256 + len(tokenizer.merges)
+    names = ["begin_of_text", "end_of_text", *(f"reserved_special_token_{number}" for number in range(4))]
+    names += ["start_header_id", "end_header_id", "reserved_special_token_4", "eot_id", "reserved_special_token_5"]
+    expected = {f"<|{name}|>": size + index for index, name in enumerate(names)}
+    assert list(loaded.special_ids.items())[: len(expected)] == list(expected.items())
+    assert loaded.special_ids["<|reserved_special_token_250|>"] == size + 255 == loaded.size - 1
+    assert loaded.pattern == PATTERNS["llama3"]
+    llama = LlamaTokenizer.load(tmp_path)
+    assert llama.encode("the <|eot_id|>", bos=True, eos=True) == [size, *tokenizer.encode("the <|eot_id|>"), size + 1]
+    assert llama.decode([size, *tokenizer.encode("the thin"), size + 1]) == "the thin"
 
 
 def test_a_saved_tokenizer_keeps_a_pattern_that_tokenizer_json_cannot_express(tmp_path: Path) -> None:
