@@ -1,6 +1,5 @@
 """Models that answer the prompts of an evaluation: of this machine, or behind a URL."""
 
-import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -28,7 +27,7 @@ class LocalModel:
         from lm.inference.chat_format import ChatFormat
 
         self.name = resolved.name
-        self.identity = _identify(resolved) + (f" {quantization}" if quantization != "none" else "")
+        self.identity = resolved.identify() + (f" {quantization}" if quantization != "none" else "")
         """A text that changes with the model."""
         self._loaded: tuple[TransformerLM, TextTokenizer] = resolved.load_for_inference(device, quantization)
         self.has_chat_template = ChatFormat(self._loaded[1]).has_template
@@ -45,7 +44,7 @@ class EndpointModel:
     """A model behind a URL with OpenAI's API.
 
     ``model`` is its name for the server, by default that of the only model that the server lists. textmill's server
-    says whether its model has a chat template; the models of other servers are taken to have one.
+    says which model it is, and whether it has a chat template; the models of other servers are taken to have one.
     """
 
     def __init__(self, url: str, model: str) -> None:
@@ -57,8 +56,10 @@ class EndpointModel:
                 raise UserError(f"Name the model of {url} with --model_name; the server lists: {known}.")
             [model] = listed
             self._client.model = model
-        self.name = self.identity = f"{model} of {url.rstrip('/')}"
-        self.has_chat_template = bool(listed.get(model, {}).get("has_chat_template", True))
+        self.name = f"{model} of {url.rstrip('/')}"
+        entry = listed.get(model, {})
+        self.identity = " ".join([self.name, *([str(entry["identity"])] if "identity" in entry else [])])
+        self.has_chat_template = bool(entry.get("has_chat_template", True))
 
     def respond(self, prompts: Sequence[tuple[int, Prompt]], config: SampleConfig) -> Iterator[tuple[int, Response]]:
         """Yield the index and the response of each numbered prompt that has one. Log why others have none."""
@@ -89,18 +90,16 @@ def open_model(
 ) -> LocalModel | EndpointModel:
     """Return the model of a name for :func:`flows.models.resolve_model`, or ``model_name`` of a server's URL.
 
-    Raises UserError if a server's model is to be quantized.
+    Raises UserError for options that the model does not have.
     """
     if name.startswith(("http://", "https://")):
         if quantization != "none":
             raise UserError(f"The model of {name} cannot be quantized here: leave --quantize out.")
+        if device != "auto":
+            raise UserError(f"The model of {name} runs on its server: leave --device out.")
         return EndpointModel(name, model_name)
+    if model_name:
+        raise UserError(
+            f"--model_name names a model of a server, and {name or 'the latest run'} is none: leave it out."
+        )
     return LocalModel(resolve_model(name, root), device, quantization)
-
-
-def _identify(resolved: RunModel | DirectoryModel) -> str:
-    if isinstance(resolved, RunModel):
-        return f"{resolved.model.ref.stage} {resolved.model.digest[:16]}"
-    files = sorted(path for path in resolved.directory.iterdir() if path.is_file())
-    versions = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return f"{resolved.directory.resolve()} {hashlib.sha256(repr(versions).encode()).hexdigest()[:16]}"

@@ -1,5 +1,6 @@
 """The model that ``--model`` names: that of a run, or of a directory in a format of Hugging Face or Meta."""
 
+import hashlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -39,6 +40,10 @@ class ResolvedModel(ABC):
     def load(self, device: str) -> "tuple[TransformerLM, TextTokenizer]":
         """Load the model to ``device`` in evaluation mode, and its tokenizer. Raises UserError if a file is damaged."""
 
+    @abstractmethod
+    def identify(self) -> str:
+        """Return a text that changes with the model."""
+
     def load_for_inference(
         self, device: str, quantization: Quantization = "none"
     ) -> "tuple[TransformerLM, TextTokenizer]":
@@ -64,6 +69,10 @@ class RunModel(ResolvedModel):
         """See :meth:`ResolvedModel.load`."""
         return load_trained(self.model, self.tokenizer, device)
 
+    def identify(self) -> str:
+        """See :meth:`ResolvedModel.identify`."""
+        return f"{self.model.ref.stage} {self.model.digest[:16]}"
+
 
 @dataclass(frozen=True)
 class DirectoryModel(ResolvedModel):
@@ -77,6 +86,12 @@ class DirectoryModel(ResolvedModel):
         from lm.common.device import choose_device
 
         return load_external(self.directory, choose_device(device))
+
+    def identify(self) -> str:
+        """See :meth:`ResolvedModel.identify`."""
+        files = sorted(path for path in self.directory.iterdir() if path.is_file())
+        versions = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        return f"{self.directory.resolve()} {hashlib.sha256(repr(versions).encode()).hexdigest()[:16]}"
 
 
 def resolve_model(name: str, root: str) -> RunModel | DirectoryModel:
@@ -102,7 +117,7 @@ def resolve_model(name: str, root: str) -> RunModel | DirectoryModel:
         if directory.is_dir():
             return DirectoryModel(str(directory), directory)
     except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of an unknown user
-        raise UserError(f"The model {name!r} cannot be opened: {error}.") from None
+        raise UserError(f"The model {name!r} cannot be opened: {str(error).rstrip('.')}.") from None
     raise UserError(
         f"There is no model {name!r}{did_you_mean(name, runs)}: neither a run below {root} nor a directory has this "
         f"name. The runs are the .json files in {store.url('runs')}."
@@ -132,7 +147,7 @@ def resolve_tokenizer(name: str, root: str) -> "TextTokenizer":
         if path.exists():
             return load_any_tokenizer(path)
     except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of an unknown user
-        raise UserError(f"The tokenizer {name!r} cannot be opened: {error}.") from None
+        raise UserError(f"The tokenizer {name!r} cannot be opened: {str(error).rstrip('.')}.") from None
     raise UserError(
         f"There is no tokenizer {name!r}{did_you_mean(name, runs)}: neither a run below {root} nor a file has "
         "this name."

@@ -25,7 +25,7 @@ def absolute_root(root: str) -> str:
     try:
         return str(Path(root).expanduser().resolve())
     except (OSError, RuntimeError) as error:  # a link to itself, or the home directory of an unknown user
-        raise UserError(f"The root {root!r} cannot be used: {error}.") from None
+        raise UserError(f"The root {root!r} cannot be used: {str(error).rstrip('.')}.") from None
 
 
 def make_run(config: Any, root: str, name: str, refresh: tuple[str, ...] = ()) -> RunContext:
@@ -40,9 +40,9 @@ def make_run(config: Any, root: str, name: str, refresh: tuple[str, ...] = ()) -
 
 def run_name(until: str | None, name: str) -> str:
     """Return ``<start time>-<last stage>-<name>``. A name that has this form already is returned unchanged."""
-    if re.fullmatch(r"\d{8}-\d{6}-[\w.-]+", name):
+    if re.fullmatch(r"\d{8}-\d{6}-[\w.-]{1,200}", name, re.ASCII):
         return name
-    words = re.sub(r"[^\w.-]+", "-", f"{until or 'full'}-{name}")
+    words = re.sub(r"[^\w.-]+", "-", f"{until or 'full'}-{name}", flags=re.ASCII)[:200]  # it names files
     return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{words}"
 
 

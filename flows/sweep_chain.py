@@ -82,6 +82,8 @@ class _Sweep:
         self.config, self.inputs, self.executor = config, inputs, executor
         self.points: list[Point] = []
         self.trials: list[Ref] = []
+        self.law: list[Ref] = []
+        self.check: list[Ref] = []
         self._shared: dict[str, tuple[SharedInputs, list[tuple[str, Ref]]]] = {}
 
     def share(self, point: Point) -> Iterator[tuple[str, Ref]]:
@@ -166,16 +168,17 @@ class _Sweep:
         if not isinstance(self.executor, DryRunExecutor):
             log.info(message, *values)
 
-    def check_law(self) -> tuple[list[Ref], list[Ref]]:
-        """Fit the scaling law, and train the check of its prediction. Return the outputs of both."""
+    def check_law(self) -> None:
+        """Fit the scaling law, and train the check of its prediction. Raises UserError if one is not possible."""
         config = self.config.law
         if config is None:
-            return [], []
+            return
         settings = [point.settings for point in self.points]
         law = self.executor.call(scaling_law, self.trials, settings, config)
+        self.law = [law]
         (content,) = self.executor.read(_read_law, law)
         if not config.check_budget or isinstance(content, Ref):
-            return [law], []
+            return
         best = settings[content["best_of_largest_budget"]]
         axes = {name: best[name] for axis in self.config.axes for name in axis.names if name in best}
         candidates = [
@@ -192,9 +195,8 @@ class _Sweep:
         point = min(allowed or candidates[-1:], key=lambda point: _distance(point, best_size, vocab_size))
         self._log("Prediction for %.3g FLOPs: %.4f.", config.check_budget, content["prediction"]["loss"])
         self.check_epochs([point])
-        check = self._train_one(point, "Check")
+        self.check = [self._train_one(point, "Check")]
         self.points.append(point)
-        return [law], [check]
 
 
 def _shared_key(config: PipelineConfig) -> str:
@@ -261,17 +263,24 @@ def _stages(config: SweepConfig, inputs: dict[str, Any], executor: Executor) -> 
         state.train(points)
     for ref in state.trials[-1:]:
         yield "trial", ref
-    law, check = state.check_law()
-    for ref in law:
+    failure: UserError | None = None
+    try:
+        state.check_law()
+    except UserError as error:  # raised after the table, which shows what to add
+        failure = error
+    for ref in state.law:
         yield "scaling_law", ref
-    models = list(executor.read(trained_models, [*state.trials, *check]))
-    output = executor.call(sweep, state.trials, models, law, check, _report(config, state.points))
-    for best in executor.read(_read_best, output, [*state.trials, *check]):
+    trials = [*state.trials, *state.check]
+    models = list(executor.read(trained_models, trials))
+    output = executor.call(sweep, state.trials, models, state.law, state.check, _report(config, state.points))
+    for best in executor.read(_read_best, output, trials):
         if not isinstance(best, Ref):  # a plan: the sweep is not made yet
             index, model = best
             yield from state.shared_stages(state.points[index])
             yield "train", model
     yield "sweep", output
+    if failure:
+        raise failure
 
 
 def _first_settings(config: SweepConfig) -> dict[str, Any]:

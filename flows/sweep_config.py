@@ -1,6 +1,7 @@
 """The configuration of a sweep, read from a YAML file, and its points."""
 
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -79,6 +80,9 @@ class SweepConfig:
             names = (self.law.budget, self.law.size)
             if missing := [name for name in names if any(name not in point for point in expand(self.axes))]:
                 raise UserError(f"The law of the sweep {self.name} reads {missing[0]}, which not every point sets.")
+            for name, point in itertools.product(names, expand(self.axes)):
+                if isinstance(point[name], bool) or not isinstance(point[name], (int, float)):
+                    raise UserError(f"The law of the sweep {self.name} needs numbers, and {name} is {point[name]!r}.")
         for number, settings in enumerate(corners(self.axes) if self.search else expand(self.axes), start=1):
             self.point(settings, f"point {number}")
         if self.law and self.law.check_budget:

@@ -1,8 +1,8 @@
 """The chat in the terminal."""
 
-from contextlib import suppress
 from dataclasses import replace
 
+from flows.prefect_support.signals import Terminated
 from lm.common.errors import UserError
 from lm.data.dialogs import Message
 from lm.inference.chat_format import PLAIN_NOTICE, Answer, ChatFormat
@@ -27,6 +27,8 @@ def chat(model: TransformerLM, tokenizer: TextTokenizer, config: SampleConfig, s
     while True:
         try:
             line = input("User: ")
+        except Terminated:
+            raise
         except KeyboardInterrupt:
             print()
             continue
@@ -48,7 +50,7 @@ def chat(model: TransformerLM, tokenizer: TextTokenizer, config: SampleConfig, s
 def _answer(model: TransformerLM, chat_format: ChatFormat, messages: list[Message], config: SampleConfig) -> str:
     """Stream an answer to the terminal until Ctrl-C. Raise UserError as :func:`_fit_into_context` does."""
     answer = Answer(chat_format)
-    with suppress(KeyboardInterrupt):
+    try:
         prompt = _fit_into_context(chat_format, messages, model.config.context_length, config.max_new_tokens)
         if chat_format.has_template:  # beyond the context, the model would no longer see where the dialog begins
             free_tokens = model.config.context_length - len(prompt)
@@ -56,6 +58,10 @@ def _answer(model: TransformerLM, chat_format: ChatFormat, messages: list[Messag
         print("Assistant: ", end="", flush=True)
         for piece in stream_text(model, chat_format.tokenizer, prompt, config):
             print(answer.add(piece), end="", flush=True)
+    except Terminated:
+        raise
+    except KeyboardInterrupt:
+        pass  # the answer ends here
     print()
     return answer.text
 

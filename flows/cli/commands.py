@@ -71,8 +71,7 @@ def posttrain_command(options: Namespace) -> None:
     from flows.posttrain_chain import POSTTRAIN
 
     config = PosttrainConfig(**{name: options[name] for name in PosttrainConfig.__dataclass_fields__})
-    untils, refresh = (_stage_names(text, PosttrainStage) for text in (options.until, options.refresh))
-    until = untils[-1] if untils else None
+    until, refresh = _last_and_refreshed(options, PosttrainStage)
     log_to_console()
     if options.plan:
         _print_plan(plan(POSTTRAIN, config, options.root, until, refresh))
@@ -343,12 +342,23 @@ def _is_server_configured() -> bool:
 
 
 def _pipeline_arguments(options: Namespace) -> tuple[PipelineConfig, str, StageName | None, tuple[StageName, ...]]:
-    until, refresh = (_stage_names(text, StageName) for text in (options.until, options.refresh))
-    return _pipeline_config(options), options.root, until[-1] if until else None, refresh
+    return _pipeline_config(options), options.root, *_last_and_refreshed(options, StageName)
 
 
 def _pipeline_config(options: Namespace) -> PipelineConfig:
     return PipelineConfig(**{name: options[name] for name in PipelineConfig.__dataclass_fields__})
+
+
+def _last_and_refreshed(options: Namespace, stages: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return the last stage to run, None for all, and the stages to run again. Raise UserError if they do not fit."""
+    until, refresh = (_stage_names(text, stages) for text in (options.until, options.refresh))
+    if len(until) > 1:
+        raise UserError(f"--until takes one stage, the last to run; it got {', '.join(until)}.")
+    order = get_args(stages)
+    for stage in refresh:
+        if until and order.index(stage) > order.index(until[0]):
+            raise UserError(f"--refresh {stage} has no effect, because the run ends with {until[0]}.")
+    return until[0] if until else None, refresh
 
 
 def _stage_names(text: str, stages: Any) -> tuple[Any, ...]:

@@ -80,6 +80,8 @@ class _Parser(ArgumentParser):
             known += command._option_string_actions
         wrong = re.search(r"(?<=unrecognized arguments: )\S+|(?<=option ')[\w.]+", message)
         hint = did_you_mean("--" + wrong.group().partition("=")[0].lstrip("-"), known) if wrong else ""
+        if missing := re.search(r"(?<=required: ).*", message):  # named as COMMAND.ARGUMENT
+            message = message.replace(missing.group(), re.sub(r"\b\w+\.(?=\w)", "", missing.group()))
         raise UserError(f"{message}{hint}. See textmill --help, textmill run --help.")
 
 
@@ -237,8 +239,9 @@ def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    0: success. 1: ``verify`` found damage. 2: a user error, printed as one message. 130: stopped by Ctrl-C.
-    141: nobody reads the output any more. 143: stopped by SIGTERM. Other exceptions are bugs and propagate.
+    0: success, also of ``serve``, which runs until it is stopped. 1: ``verify`` found damage. 2: a user error, printed
+    as one message. 130: stopped by Ctrl-C. 141: nobody reads the output any more. 143: stopped by SIGTERM. Other
+    exceptions are bugs and propagate.
     """
     signal.signal(signal.SIGTERM, raise_terminated)
     for name, value in _PREFECT_SETTINGS.items():
@@ -293,8 +296,11 @@ def _preset_name(arguments: list[str]) -> str:
 
 def _sweep_base(arguments: list[str]) -> PipelineConfig | None:
     """Return the base of the sweep that a command line names, which is needed to build the parser."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--size", nargs="?", default="")
     size, rest = parser.parse_known_args(arguments[1:])
-    names = [word for word in rest[:1] if not word.startswith("-")]
-    return load_sweep(names[0], size.size or "").base if names else None
+    if not rest or {"-h", "--help"} & {*rest}:
+        return None
+    if rest[0].startswith("-"):  # without its base, the sweep's options would be those of another configuration
+        raise UserError("Name the sweep first: textmill sweep NAME [options].")
+    return load_sweep(rest[0], size.size or "").base

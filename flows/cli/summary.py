@@ -1,4 +1,4 @@
-"""The summary that ``textmill run`` prints."""
+"""What the commands of ``textmill`` print when they end."""
 
 import csv
 from dataclasses import asdict
@@ -72,7 +72,8 @@ def format_sweep(record: dict[str, Any]) -> str:
     root, output = record["root"], outputs_of(RunContext(record["root"], record["name"]), record)["sweep"]
     with output.path("table.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    varied = [name for name in rows[0] if len({row[name] for row in rows}) > 1 and name not in _HIDDEN_COLUMNS]
+    hidden = {f"trained_{name}" if f"trained_{name}" in rows[0] else name for name in _HIDDEN_COLUMNS}
+    varied = [name for name in rows[0] if len({row[name] for row in rows}) > 1 and name not in hidden]
     columns = [*dict.fromkeys(["point", *varied, "state"])]
     lines = [[_short(row[name]) for name in columns] for row in rows[:_MAX_POINTS]]
     widths = [max(len(line[i]) for line in [columns, *lines]) for i in range(len(columns))]

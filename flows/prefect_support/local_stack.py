@@ -24,8 +24,7 @@ def start_local_stack(port: int) -> None:
     """Start the parts that do not run yet, print how to use them, and wait for Ctrl-C. Then stop the started parts."""
     if not Path("prefect.yaml").exists():
         raise UserError("There is no prefect.yaml here; run textmill up in a checkout of the project.")
-    for number in (signal.SIGINT, signal.SIGTERM):  # a background process of a shell ignores SIGINT by default
-        signal.signal(number, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process of a shell ignores it by default
     url = f"http://127.0.0.1:{port}"
     environment = {
         "PREFECT_WORKER_QUERY_SECONDS": "2",  # how often the worker looks for new runs

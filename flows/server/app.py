@@ -28,7 +28,7 @@ from lm.inference.chat_format import PLAIN_NOTICE, ChatFormat
 from lm.inference.completion import check_vocabulary
 from lm.inference.config import Quantization
 from lm.inference.engine import Generation
-from lm.inference.scheduler import QueueFull, Scheduler
+from lm.inference.scheduler import QueueFull, Scheduler, SchedulerClosed
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.text_tokenizer import TextTokenizer
 
@@ -54,11 +54,13 @@ def build_app(
     api_key: str | None = None,
     max_requests_per_client: int = 0,
     speculative_tokens: int = 0,
+    identity: str = "",
 ) -> FastAPI:
     """Return the web application for ``model``, which clients call ``name``. ``app.state.scheduler`` is its scheduler.
 
     ``api_key`` and ``max_requests_per_client`` are those of :class:`flows.server.access.AccessControl`,
-    ``speculative_tokens`` is that of :class:`lm.inference.config.SampleConfig`.
+    ``speculative_tokens`` is that of :class:`lm.inference.config.SampleConfig`. ``identity`` is a text that changes
+    with the model.
     Raises UserError if the model and the tokenizer do not match.
     """
     check_vocabulary(model, tokenizer.size)
@@ -103,6 +105,8 @@ def build_app(
             scheduler.submit(list(choices), on_finish)
         except QueueFull as busy:
             raise ApiError(429, str(busy)) from None
+        except SchedulerClosed:
+            raise ApiError(503, "The server is stopping.") from None
         except UserError as error:
             raise ApiError(400, str(error), "prompt") from None
         if request.stream:
@@ -118,7 +122,8 @@ def build_app(
         return await generate(request, ChatRequest)
 
     model_json = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "textmill"}
-    model_json["has_chat_template"] = chat_format.has_template  # not OpenAI's; textmill evaluate reads it
+    # Not OpenAI's; textmill evaluate reads them.
+    model_json |= {"has_chat_template": chat_format.has_template, "identity": identity}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -135,7 +140,7 @@ def build_app(
     async def show_page() -> Response:
         return page
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         if scheduler.is_running:
             return JSONResponse({"status": "ok"})
@@ -158,7 +163,8 @@ async def _error_response(_: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     if isinstance(error, HTTPException):
-        error = ApiError(error.status_code, error.detail)
+        headers, error = error.headers, ApiError(error.status_code, error.detail)
+        error.headers = headers
     elif not isinstance(error, ApiError):
         error = ApiError(500, "The server failed; see its log.")
     return error.response()
@@ -224,11 +230,15 @@ def serve(
     """Serve a model until Ctrl-C."""
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
         raise UserError("The API key must be printable ASCII text without spaces around it, and not empty.")
+    if not host:
+        raise UserError("--host is empty. 127.0.0.1 is this machine alone, 0.0.0.0 all its addresses.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
-        raise UserError(f"Cannot listen on {host}, port {port}: {error}. Change --host or --port.") from None
+        raise UserError(
+            f"Cannot listen on {host}, port {port}: {str(error).rstrip('.')}. Change --host or --port."
+        ) from None
     with listener, suppress(KeyboardInterrupt):
         model, tokenizer = resolved.load_for_inference(device, quantization)
         with explain_out_of_memory(_OUT_OF_MEMORY):
@@ -241,10 +251,28 @@ def serve(
                 api_key=api_key,
                 max_requests_per_client=max_requests_per_client,
                 speculative_tokens=speculative_tokens,
+                identity=f"{resolved.identify()} {quantization}",
             )
         url_host = f"[{host}]" if ":" in host else host
         url = f"http://{url_host}:{listener.getsockname()[1]}"
         print(f"Serving {resolved.name} on {url}/v1 (model: textmill). Ctrl-C stops the server.", flush=True)
         print(f"Chat in a browser: {url}/", flush=True)
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_SECONDS)
-        uvicorn.Server(config).run(sockets=[listener])
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_SECONDS + 2)
+        _Server(config, app.state.scheduler).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """Ends open responses by an error that clients understand, before uvicorn cancels them."""
+
+    def __init__(self, config: uvicorn.Config, scheduler: Scheduler) -> None:
+        super().__init__(config)
+        self._scheduler = scheduler
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        async def close() -> None:
+            await asyncio.sleep(_SHUTDOWN_SECONDS)
+            await asyncio.to_thread(self._scheduler.close)
+
+        closing = asyncio.create_task(close())
+        await super().shutdown(sockets)
+        closing.cancel()

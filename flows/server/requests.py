@@ -3,12 +3,12 @@
 Source: https://platform.openai.com/docs/api-reference (completions, chat).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from fastapi.responses import JSONResponse, Response
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from lm.common.errors import UserError
@@ -39,6 +39,9 @@ _MAX_STOPS = 16  # OpenAI's limit is 4; tasks of evaluation harnesses have more
 class ApiError(Exception):
     """An error that the client receives in OpenAI's format."""
 
+    headers: Mapping[str, str] | None = None
+    """Headers of the response. Default: those of the status."""
+
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         error_type = {429: "rate_limit_error", 500: "server_error"}.get(status, "invalid_request_error")
@@ -48,7 +51,7 @@ class ApiError(Exception):
     def response(self) -> Response:
         """Return the HTTP response."""
         headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
-        return JSONResponse(self.body, self.status, headers.get(self.status))
+        return JSONResponse(self.body, self.status, self.headers or headers.get(self.status))
 
 
 class _StrictModel(BaseModel):
@@ -161,7 +164,13 @@ class _ResponseFormat(_StrictModel):
 
 class _ChatMessage(_StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | _List[_TextPart]
+    content: str | _List[_TextPart] | None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Self:
+        if self.content is None and self.role != "assistant":  # clients send an empty answer back as null
+            raise PydanticCustomError("missing", "content must not be null")
+        return self
 
 
 class ChatRequest(GenerationRequest):
@@ -199,7 +208,7 @@ class ChatRequest(GenerationRequest):
         """Return the token ids of the prompt for the answer to the dialog. Raise ApiError if its roles do not fit."""
         messages = []
         for message in self.messages:
-            content = message.content
+            content = message.content or ""
             text = content if isinstance(content, str) else "".join(part.text for part in content)
             messages.append(Message(role="system" if message.role == "developer" else message.role, content=text))
         try:
@@ -219,5 +228,6 @@ def parse_request(request_type: type[R], body: bytes) -> R:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
     location = errors[0]["loc"]
     reasons = dict.fromkeys(error["msg"] for error in errors if error["loc"][:1] == location[:1])
-    path = ".".join(map(str, location)) or "The body"
+    fields = [part for part in location if isinstance(part, int) or (part.isidentifier() and part != "str")]
+    path = ".".join(map(str, fields)) or "The body"
     raise ApiError(400, f"{path}: {', or: '.join(reasons)}.", str(location[0]) if location else None)

@@ -13,6 +13,7 @@ from flows.server.logprobs import ChatLogprobs, CompletionLogprobs, ScoredToken,
 from flows.server.requests import ApiError, ChatRequest, CompletionRequest
 from lm.inference.chat_format import Answer, ChatFormat
 from lm.inference.completion import TextStream, create_text_generation
+from lm.inference.scheduler import SchedulerClosed
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default; a chat answer may by default fill the context
 
@@ -168,6 +169,8 @@ class GenerationResponse:
         unfinished = len(self.choices)
         while unfinished:
             update = await self._updates.get()
+            if isinstance(update.error, SchedulerClosed):
+                raise ApiError(503, "The server is stopping.")
             if update.error:
                 raise ApiError(500, "The model failed; see the server's log.")
             unfinished -= update.finish_reason is not None
@@ -239,7 +242,7 @@ def _max_tokens(request: CompletionRequest | ChatRequest, prompt_tokens: int, co
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         max_tokens = request.max_completion_tokens
     free_tokens = context_length - prompt_tokens
-    if free_tokens < (max_tokens or 0):
+    if free_tokens < (1 if max_tokens is None else max_tokens):
         requested = f" and {max_tokens} more are requested" if max_tokens else ""
         message = f"The prompt has {prompt_tokens} tokens{requested}; the model's context has {context_length}."
         raise ApiError(400, message, "messages" if is_chat else "prompt", "context_length_exceeded")

@@ -54,13 +54,16 @@ class SweepReport:
 
 
 def table_rows(report: SweepReport, results: Sequence[TrialResult]) -> list[dict[str, Any]]:
-    """Return a row for each point, the best first: its number from 1, its settings and its result."""
+    """Return a row for each point, the best first: its number from 1, its settings and its result.
+
+    A result with the name of a setting, such as the variable ``flops``, is called ``trained_flops``.
+    """
+    names = {name: f"trained_{name}" if name in report.columns else name for name in RESULT_COLUMNS}
     rows = []
     for index in rank(results):
         settings = {name: report.value(index, name) for name in report.columns}
-        rows.append(
-            {"point": index + 1, **settings, **{name: getattr(results[index], name) for name in RESULT_COLUMNS}}
-        )
+        result = {column: getattr(results[index], name) for name, column in names.items()}
+        rows.append({"point": index + 1, **settings, **result})
     return rows
 
 

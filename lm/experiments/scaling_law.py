@@ -137,15 +137,20 @@ def fit_scaling_law(runs: Sequence[Measurement]) -> ScalingLaw:
     """
     groups = _by_budget(runs)
     parabolas = [fit_parabola(group) for group in groups]
-    noise = _loss_noise(groups, parabolas)
+    free = len(runs) - 3 * len(parabolas)
+    if not free:
+        raise UserError(
+            "With three sizes at each budget the errors of a scaling law are unknown; add a fourth to one of them."
+        )
+    noise = _loss_noise(groups, parabolas, free)
     drawn = _draw_minima(groups, parabolas, noise)
     budgets = [parabola.budget for parabola in parabolas]
 
     def fit(name: str, log_draws: Array) -> PowerLaw:
         law = fit_power_law(budgets, [getattr(parabola, name) for parabola in parabolas])
         scatter = 0.0 if math.isnan(law.exponent_error) else law.exponent_error
-        exponents = _line(np.log(budgets), log_draws)[0]
-        return PowerLaw(law.coefficient, law.exponent, math.hypot(scatter, float(np.std(exponents))))
+        low, high = np.percentile(_line(np.log(budgets), log_draws)[0], (15.9, 84.1))  # no outlier rules the error
+        return PowerLaw(law.coefficient, law.exponent, math.hypot(scatter, float(high - low) / 2))
 
     loss = fit("best_loss", drawn.losses)
     residuals = [math.log(parabola.best_loss / loss(parabola.budget)) for parabola in parabolas]
@@ -186,11 +191,10 @@ def _by_budget(runs: Sequence[Measurement]) -> list[list[Measurement]]:
     return [groups[budget] for budget in sorted(groups)]
 
 
-def _loss_noise(groups: Sequence[Sequence[Measurement]], parabolas: Sequence[Parabola]) -> float:
-    """Return the standard deviation of the losses around their parabolas, each of which has three coefficients."""
+def _loss_noise(groups: Sequence[Sequence[Measurement]], parabolas: Sequence[Parabola], free: int) -> float:
+    """Return the standard deviation of the losses around their parabolas, with ``free`` degrees of freedom."""
     errors = [run.loss - fit(run.parameters) for group, fit in zip(groups, parabolas, strict=True) for run in group]
-    free = len(errors) - 3 * len(parabolas)
-    return math.sqrt(sum(error**2 for error in errors) / free) if free > 0 else 0.0
+    return math.sqrt(sum(error**2 for error in errors) / free)
 
 
 class _Minima(NamedTuple):
@@ -202,19 +206,25 @@ class _Minima(NamedTuple):
 
 
 def _draw_minima(groups: Sequence[Sequence[Measurement]], parabolas: Sequence[Parabola], noise: float) -> _Minima:
-    """Draw losses around the parabolas, and fit parabolas to them. Draws without a minimum are left out."""
+    """Draw losses around the parabolas, and fit parabolas to them. Draws without a minimum near the sizes are left out.
+
+    The noise is known from few losses only, so each draw has another one.
+    """
     generator = np.random.default_rng(_SEED)
+    free = sum(map(len, groups)) - 3 * len(groups)
+    noises = noise * np.sqrt(free / generator.chisquare(free, _DRAWS))
     columns = []
     for group, parabola in zip(groups, parabolas, strict=True):
         log_size, log_tokens = np.log([(run.parameters, run.tokens) for run in group]).T
         centre = log_size.mean()
         losses = np.array([parabola(run.parameters) for run in group])
-        drawn = losses[:, None] + noise * generator.standard_normal((len(group), _DRAWS))
+        drawn = losses[:, None] + noises * generator.standard_normal((len(group), _DRAWS))
         a, b, c = np.polyfit(log_size - centre, drawn, 2)
         with np.errstate(all="ignore"):  # a <= 0 is left out below
             best, loss = centre - b / (2 * a), c - b * b / (4 * a)
         slope, intercept = _line(log_size, log_tokens)
-        columns.append((np.where(a > 0, best, np.nan), slope * best + intercept, np.where(loss > 0, loss, np.nan)))
+        is_near = (a > 0) & (np.abs(best - centre) <= _MAX_LOG_DISTANCE)
+        columns.append((np.where(is_near, best, np.nan), slope * best + intercept, np.where(loss > 0, loss, np.nan)))
     parameters, tokens, best_losses = (np.stack(parts, axis=1) for parts in zip(*columns, strict=True))
     is_valid = np.isfinite(parameters + best_losses).all(axis=1)
     if not is_valid.any():

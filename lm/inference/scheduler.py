@@ -20,6 +20,10 @@ class QueueFull(RuntimeError):
     """The queue is full; retry later."""
 
 
+class SchedulerClosed(RuntimeError):
+    """The scheduler was closed."""
+
+
 class Scheduler:
     """Accepts generations from any thread and runs them in batches, in one thread of its own.
 
@@ -76,7 +80,7 @@ class Scheduler:
             self._engine.check_prompt(generation)
         with self._changed:
             if self._is_closed:
-                raise RuntimeError("The scheduler is closed.")
+                raise SchedulerClosed("The scheduler is closed.")
             if len(self) + len(generations) > self.capacity:
                 raise QueueFull(f"The queue is full: {len(self)} of {self.capacity} places are taken. Retry later.")
             self._waiting.extend(generations)
@@ -90,7 +94,7 @@ class Scheduler:
             self._changed.notify()
 
     def close(self) -> None:
-        """Stop after the current step. Unfinished generations end with a RuntimeError."""
+        """Stop after the current step. Unfinished generations end with SchedulerClosed."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -114,7 +118,7 @@ class Scheduler:
                 finished = [generation for generation in self._on_finish if generation.finish_reason]
             self._notify([generation for generation in finished if generation not in failed], None)
             self._notify([generation for generation in finished if generation in failed], error)
-        self._notify(list(self._on_finish), RuntimeError("The scheduler was closed."))
+        self._notify(list(self._on_finish), SchedulerClosed("The scheduler was closed."))
 
     def _admit(self) -> list[Generation] | None:
         """Wait for work, and return the waiting generations that fit into free rows; None after :meth:`close`."""

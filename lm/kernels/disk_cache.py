@@ -44,8 +44,8 @@ def _cache_dir() -> Path:
 
 def _open_cache_dir(folder: Path) -> bool:
     """Create the folder or update its modification time; return whether it is writable."""
-    is_new = not folder.exists()
     try:
+        is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return False

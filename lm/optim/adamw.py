@@ -1,5 +1,6 @@
 """AdamW (Loshchilov & Hutter 2019; CS336 assignment 1, section 4.3)."""
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
@@ -7,6 +8,8 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 _BLOCK_ELEMENTS = 1 << 18  # of parameters; with their gradients and two moments they fit a CPU's cache
 
@@ -103,13 +106,13 @@ def _update_by_kernel(
     rows: list[tuple[Tensor, ...]], t: int, group: dict[str, Any], found_inf: Tensor | None
 ) -> list[tuple[Tensor, ...]]:
     """Update what the kernel can, and return the other rows: all of them if Triton is not installed."""
-    kernel = _load_kernel()
+    kernel = _load_kernel(rows[0][0].device)
     if kernel is None:
         return rows
     is_applied = torch.ones((), device=rows[0][0].device) if found_inf is None else (~found_inf).float()
     others = []
     for row in rows:
-        if all(x.dtype == torch.float32 and x.is_contiguous() for x in row):
+        if all(x.dtype == torch.float32 and x.is_cuda and x.is_contiguous() for x in row):
             kernel(row, t, group, is_applied)
         else:
             others.append(row)
@@ -117,10 +120,17 @@ def _update_by_kernel(
 
 
 @cache
-def _load_kernel() -> Callable[[tuple[Tensor, ...], int, dict[str, Any], Tensor], None] | None:
+def _load_kernel(device: torch.device) -> Callable[[tuple[Tensor, ...], int, dict[str, Any], Tensor], None] | None:
+    """Return the kernel; None, with a warning, if it does not work, for example without a C compiler."""
     try:
         from lm.optim.adamw_kernel import update
     except ModuleNotFoundError:
+        return None
+    options = {"lr": 0.0, "betas": (0.9, 0.9), "eps": 1e-8, "weight_decay": 0.0}
+    try:
+        update(tuple(torch.zeros(4, 1, device=device)), 1, options, torch.ones((), device=device))
+    except Exception as error:  # of many kinds: Triton compiles C
+        log.warning("Triton does not work here, AdamW updates without it: %s", str(error).partition("\n")[0])
         return None
     return update
 

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
@@ -133,7 +134,7 @@ def _find_cut(
     later, or the first white space at ``min_space`` or later, or ``stop``."""
     longest = max(map(len, specials), default=1)
     # Overlapping special tokens are ambiguous unless the search starts at a known boundary.
-    position = start if _overlap(specials) else max(start, min_end - longest)
+    position = start if _overlap(tuple(specials)) else max(start, min_end - longest)
     special_pattern = regex.compile(b"|".join(map(regex.escape, sorted(specials, key=len, reverse=True))))
     file.seek(position)
     data = b""
@@ -168,7 +169,8 @@ def _find_space(data: bytes, begin: int, end: int, minimum: int, pattern: Patter
     return match.start() if match else 0
 
 
-def _overlap(specials: Sequence[bytes]) -> bool:
+@lru_cache
+def _overlap(specials: tuple[bytes, ...]) -> bool:
     """Return whether a special token may begin inside an occurrence of another, or of the same token."""
     return any(
         other.startswith(token[i:]) or token[i:].startswith(other)

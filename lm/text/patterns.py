@@ -52,7 +52,9 @@ PATTERNS = {
 
 
 def resolve_pattern(pattern: str) -> str:
-    """Return the regular expression of a pattern that is given by name or as a regular expression."""
+    """Return the regular expression of a pattern that is given by name or as a regular expression. Raises UserError
+    for a misspelt name."""
+    check_pattern_name(pattern)
     return PATTERNS.get(pattern, pattern)
 
 

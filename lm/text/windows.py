@@ -5,13 +5,15 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from lm.common.errors import InvalidUtf8Error
+from lm.common.errors import InvalidUtf8Error, UserError
 from lm.kernels.bpe.pretokens import TEXT_START
 from lm.kernels.jit import Records
 
 WINDOW = 1 << 19  # bytes that a kernel reads per call: they fit into the CPU's cache
 PADDING = 128  # bytes after the end that a kernel may read
 _GROWTH_FACTOR = 32  # large, to move the text rarely: the OS allocates pages only when they are written
+_MAX_WINDOW_BYTES = 1 << 30  # the kernels' positions have 32 bits
+_MAX_GROWN_BYTES = 1 << 30  # a buffer above it is twice the text: a small machine refuses to promise more
 
 
 def windows(
@@ -33,9 +35,12 @@ def windows(
                 position = int(cursor[0]["position"])
                 rest = buffer[position:end]
                 limit = max(size, 4 * len(rest))  # growth bounds repeated scans of a long pretoken
+                if limit > _MAX_WINDOW_BYTES:
+                    raise UserError(f"One pretoken is longer than {_MAX_WINDOW_BYTES >> 30} GB; break the text up.")
                 outgrown = limit + PADDING > len(buffer)
                 if outgrown:
-                    buffer = np.empty(_GROWTH_FACTOR * limit + PADDING, np.uint8)
+                    grown = min(_GROWTH_FACTOR * limit, max(2 * limit, _MAX_GROWN_BYTES))
+                    buffer = np.empty(grown + PADDING, np.uint8)
                 if outgrown or position > 0:
                     buffer[: len(rest)] = rest
                 end = len(rest)

@@ -74,7 +74,8 @@ def split_added_tokens(
     """Split the concatenated ``blocks`` at added tokens, the leftmost first and of several the longest.
 
     ``normalizer`` is applied to the content of the tokens. The text in memory is bounded, except for white space that
-    a token may take. The text of a rejected single word, and white space that a token takes, is not searched again.
+    a token may take. The text of a rejected single word is not searched again, nor is a token all of whose text another
+    took.
     """
     by_text = {normalize_text(token.content, normalizer): token for token in reversed(tokens)}
     if not by_text:
@@ -103,6 +104,9 @@ def split_added_tokens(
                 break
             if token.lstrip:
                 begin = max(start, len(text[:begin].rstrip(_WHITE_SPACE)))
+            if begin >= stop:  # the token before took all of its text
+                position = end
+                continue
             if begin > start:
                 yield text[start:begin]
             yield token

@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 
 from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
 from lm.common.errors import UserError
-from lm.text.patterns import check_pattern_name, resolve_pattern
+from lm.text.patterns import resolve_pattern
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN, check_special_tokens, compile_pattern
+
+MAX_SIZE = 1 << 24  # of a vocabulary
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,7 @@ class TokenizerConfig:
 
     __pydantic_config__ = PYDANTIC_CONFIG
 
-    vocab_size: int = bounded_field(10_000, ge=256)
+    vocab_size: int = bounded_field(10_000, ge=256, le=MAX_SIZE)
     """Number of token ids: 256 bytes, the special tokens and the merges."""
     special_tokens: list[str] = field(default_factory=lambda: [END_OF_TEXT])
     """Texts encoded as one token each and never part of a pretoken. Must include the separator of the documents."""
@@ -35,13 +37,14 @@ class TokenizerConfig:
         validate_fields(self, "tokenizer")
         check_special_tokens(self.special_tokens)
         check_vocab_size(self.vocab_size, self.special_tokens)
-        check_pattern_name(self.pattern)
         object.__setattr__(self, "pattern", resolve_pattern(self.pattern))
         compile_pattern(self.pattern)
 
 
 def check_vocab_size(vocab_size: int, special_tokens: Sequence[str]) -> None:
-    """Raise UserError if ``vocab_size`` is too small for the bytes and the special tokens."""
+    """Raise UserError if ``vocab_size`` is too small for the bytes and the special tokens, or too large."""
+    if vocab_size > MAX_SIZE:
+        raise UserError(f"vocab_size {vocab_size} is too large; it may be {MAX_SIZE:,} at most.")
     min_size = 256 + len(special_tokens)
     if vocab_size < min_size:
         raise UserError(

@@ -26,6 +26,7 @@ from lm.kernels.bpe.pretokens import SCAN_BYTES, new_cursor, pack_specials
 from lm.kernels.jit import log_compilation
 from lm.kernels.status import ARENA_FULL, INVALID_UTF8, WORKSPACE_FULL
 from lm.text.chunks import FilePart, split_files
+from lm.text.patterns import resolve_pattern
 from lm.text.pretokenize import GPT2_PATTERN, Pattern, split_at_safe_cuts
 from lm.text.scanners import has_compiled_scanner, scanner_classes, scanner_rules, scanner_subject, warn_of_slow_pattern
 from lm.text.utf8 import decode_utf8_blocks
@@ -50,6 +51,7 @@ def count_pretokens(
     Yields tables with the columns of :data:`SCHEMA`, one for each ``memory_bytes`` of different pretokens; their sum is
     the count. Raises UserError if a text is not UTF-8.
     """
+    pattern = resolve_pattern(pattern)
     if not has_compiled_scanner(pattern):
         warn_of_slow_pattern(pattern)
         yield from _count_custom_pattern(texts, special_tokens, pattern, memory_bytes)
@@ -72,7 +74,7 @@ def count_pretokens(
                     yield _table_from_slots(table)
                     table = make_table(len(table.slots) // SLOT_WORDS, len(table.arena))
                 elif status == ARENA_FULL:
-                    table = grow_arena(table, 2 * len(buffer))
+                    table = grow_arena(table, 2 * end)
                 else:
                     table = grow_table(table, 2)
     yield _table_from_slots(table)
@@ -137,7 +139,9 @@ def count_files(
     The order of the rows is undefined. Needs the memory of two or three tables of the result's size, or
     :data:`DEFAULT_MEMORY_BYTES`, and :data:`DEFAULT_MEMORY_BYTES` for each thread.
     """
-    workers = threads or available_cpus()
+    if threads is not None and threads < 1:
+        raise UserError(f"threads is {threads}; it must be at least 1.")
+    workers, pattern = threads or available_cpus(), resolve_pattern(pattern)
     pending = deque(split_files(paths, special_tokens, pattern))
     tables: list[pa.Table] = []
     max_table_bytes = DEFAULT_MEMORY_BYTES

@@ -62,4 +62,7 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ``ids``, with the space of the first piece. Bytes that are not UTF-8 become U+FFFD."""
-        return b"".join(map(self.vocab.__getitem__, ids)).decode("utf-8", "replace")
+        try:
+            return b"".join(map(self.vocab.__getitem__, ids)).decode("utf-8", "replace")
+        except KeyError as error:
+            raise UserError(f"The vocabulary has no token with the id {error.args[0]}.") from None

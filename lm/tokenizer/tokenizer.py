@@ -24,13 +24,13 @@ from lm.text.windows import WINDOW
 from lm.tokenizer import array_cache
 from lm.tokenizer.added_tokens import AddedToken, is_found_anywhere, split_and_normalize
 from lm.tokenizer.array_cache import TokenizerArrays
+from lm.tokenizer.config import MAX_SIZE
 from lm.tokenizer.fast_encoder import FastEncoder
 from lm.tokenizer.formats import gpt2, hugging_face, tiktoken, tokenizer_config, vocab_text
 from lm.tokenizer.parts import TokenizerParts
 from lm.tokenizer.pattern_process import PatternProcesses, encode_job, map_pieces
 from lm.tokenizer.reference import ReferenceEncoder
 
-_MAX_SIZE = 1 << 24  # bounds the memory of tables indexed by token id
 _MIN_CACHED_SIZE = 1 << 13  # tokens; fewer are read in some 30 ms
 
 
@@ -71,9 +71,13 @@ class Tokenizer:
         self.merges = list(merges)
         self._set_options(special_tokens or (), pattern, ignore_merges, normalizer, added_tokens)
         self._text_ids, self._added_ids = self._number_tokens()
+        if not self.vocab or min(self.vocab) < 0:
+            raise UserError("The vocabulary is empty or has a negative token id; number tokens from 0.")
         self.size = max(self.vocab) + 1
-        if self.size > _MAX_SIZE:
-            raise UserError(f"The token id {self.size - 1} exceeds the limit of {_MAX_SIZE - 1}; number tokens from 0.")
+        if self.size > MAX_SIZE:
+            raise UserError(f"The token id {self.size - 1} exceeds the limit of {MAX_SIZE - 1}; number tokens from 0.")
+        if any(not left or not right for left, right in self.merges):
+            raise UserError("A merge has an empty part; leave it out.")
         if has_compiled_scanner(self.pattern):
             options = token_dtype(self.size), self.pattern, self._whole_tokens
             self._fast_encoder = FastEncoder.from_merges(self._text_ids, self.merges, *options)
@@ -154,7 +158,7 @@ class Tokenizer:
         cls, path: str | Path, special_tokens: Mapping[str, int] | None = None, pattern: str = GPT2_PATTERN
     ) -> "Tokenizer":
         """Read tiktoken's rank file. The file holds neither the special tokens (text to id) nor the pattern."""
-        path, specials = Path(path), dict(special_tokens or {})
+        path, specials = Path(path), {token: int(token_id) for token, token_id in (special_tokens or {}).items()}
 
         def read() -> TokenizerParts:
             vocab, merges, ignore_merges = tiktoken.read_tiktoken(path)
@@ -201,8 +205,9 @@ class Tokenizer:
 
         Lone surrogates, which have no UTF-8 bytes, are encoded as U+FFFD.
         """
-        blocks, tokens = [encode_utf8(text)], self._select_added_tokens(allowed_special)
-        if self._has_plain_tokens and is_normalized(text, self.normalizer):
+        data, tokens = encode_utf8(text), self._select_added_tokens(allowed_special)
+        blocks = [data]
+        if self._has_plain_tokens and (self.normalizer is None or is_normalized(data.decode(), self.normalizer)):
             arrays = list(self._encode_raw(blocks, tokens, WINDOW))
         else:
             arrays = list(self._encode_parts(blocks, tokens, WINDOW))
@@ -370,11 +375,14 @@ class Tokenizer:
         """Return the ids by bytes and those of the added tokens by text; append added tokens that have none to the
         vocabulary."""
         own_ids = {token.id for token in self.added_tokens if token.id is not None}
-        ids = {token: token_id for token_id, token in self.vocab.items() if token_id not in own_ids}
-        added_ids: dict[str, int] = {}
+        last_ids = {token: token_id for token_id, token in self.vocab.items() if token_id not in own_ids}
+        contents = {token.content.encode() for token in self.added_tokens}
+        # Of two ids with the bytes of an added token the later is the added one; text becomes the earlier.
+        first_ids = {token: i for i, token in reversed(self.vocab.items()) if i not in own_ids and token in contents}
+        ids, added_ids = last_ids | first_ids, dict[str, int]()
         for token in self.added_tokens:
             data = token.content.encode()
-            token_id = ids.get(data) if token.id is None else token.id
+            token_id = last_ids.get(data) if token.id is None else token.id
             if token_id is None:
                 token_id = max(self.vocab, default=-1) + 1
             if self.vocab.setdefault(token_id, data) != data:

@@ -37,9 +37,10 @@ def sweep(
     states = {state: count for state, count in out.figures.items() if state in ("finished", "pruned", "diverged")}
     shown = ", ".join(f"{count:,} {state}" for state, count in states.items())
     yield f"**{len(results):,}** points: {shown}. The loss is {_loss_name(results)}; the lowest comes first."
-    yield _results_table(report, rows)
-    if not_finished := [row for row in rows if row["reason"]]:
-        reasons = [(row["point"], row["state"], row["steps"], row["reason"]) for row in not_finished[:_MAX_ROWS]]
+    yield _results_table(report, results, rows)
+    ended = [(row["point"], results[row["point"] - 1]) for row in rows]
+    if not_finished := [(point, result) for point, result in ended if result.reason]:
+        reasons = [(point, result.state, result.steps, result.reason) for point, result in not_finished[:_MAX_ROWS]]
         yield "### Points that did not finish\n\n" + table(("point", "state", "steps", "reason"), reasons)
     for unit in ("step", "tokens"):
         yield _curves(report, results, rows, unit)
@@ -64,7 +65,7 @@ def _loss_name(results: "Sequence[TrialResult]") -> str:
     return "bits per byte of the validation text" if has_validation else "the training loss, nats per token"
 
 
-def _results_table(report: "SweepReport", rows: list[dict[str, Any]]) -> str:
+def _results_table(report: "SweepReport", results: "Sequence[TrialResult]", rows: list[dict[str, Any]]) -> str:
     columns = [name for name in report.columns if len({str(row[name]) for row in rows}) > 1]
     header = ("point", *columns, "bits per byte", "valid loss", "train loss", "steps", "tokens", "state")
     fields = ("valid_bits_per_byte", "valid_loss", "train_loss")
@@ -72,12 +73,13 @@ def _results_table(report: "SweepReport", rows: list[dict[str, Any]]) -> str:
         (
             row["point"],
             *(_text(row[name]) for name in columns),
-            *("" if row[name] is None else f"{row[name]:.4f}" for name in fields),
-            row["steps"],
-            row["tokens"],
-            row["state"],
+            *("" if (loss := getattr(result, name)) is None else f"{loss:.4f}" for name in fields),
+            result.steps,
+            result.tokens,
+            result.state,
         )
         for row in rows[:_MAX_ROWS]
+        for result in [results[row["point"] - 1]]
     ]
     more = f"\n\n… and {len(rows) - _MAX_ROWS:,} more in `table.csv`." if len(rows) > _MAX_ROWS else ""
     return table(header, body) + more
@@ -89,7 +91,7 @@ def _text(value: Any) -> str:
 
 def _values(report: "SweepReport", name: str) -> list[Any]:
     values = [report.value(index, name) for index in range(len(report.settings))]
-    unique = list(dict.fromkeys(value for value in values if value is not None))
+    unique = list({str(value): value for value in values if value is not None}.values())  # some are lists or dicts
     return sorted(unique) if all(isinstance(value, (int, float)) for value in unique) else unique
 
 
@@ -142,7 +144,9 @@ def _loss_over_axis(report: "SweepReport", results: "list[TrialResult]", name: s
     points = [
         (report.value(index, name), loss) for index, result in enumerate(results) if (loss := _loss(result)) is not None
     ]
-    figure, axes = new_figure(f"Loss over {name}", name, _loss_axis(results[0].valid_bits_per_byte is not None))
+    figure, axes = new_figure(
+        f"Loss over {name}", name, _loss_axis(any(result.valid_bits_per_byte is not None for result in results))
+    )
     if points:
         axes.plot(*zip(*points, strict=True), "o", markersize=4, color="0.6")
         best = {value: min(loss for at, loss in points if at == value) for value, _ in sorted(points)}

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from flows.cli import chat
+from flows.prefect_support.signals import Terminated
 from lm.common.errors import UserError
 from lm.data.chat_template import add_chat_tokens, encode_chat_prompt
 from lm.inference.chat_format import PLAIN_NOTICE, ChatFormat
@@ -116,6 +117,19 @@ def test_ctrl_c_stops_only_the_answer(
 
     monkeypatch.setattr(ChatFormat, "encode", interrupt_at_once)
     assert run_chat("Hi", "Ho", EOFError) == []
+
+
+def test_sigterm_ends_the_chat(run_chat: RunChat, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Terminated):
+        run_chat("Hi", Terminated, "And?", EOFError)
+
+    def terminate(*arguments: Any) -> Iterator[str]:
+        yield " Well"
+        raise Terminated
+
+    monkeypatch.setattr(chat, "stream_text", terminate)
+    with pytest.raises(Terminated):
+        run_chat("Hi", "And?", EOFError)
 
 
 @pytest.mark.parametrize("system", ["", "Be kind.<|end|>"])

@@ -38,5 +38,5 @@ def test_a_run_name_has_the_start_time_the_last_stage_and_the_given_name() -> No
     with get_client(sync_client=True) as client:
         unsafe = client.create_flow_run(empty_flow, name="../so / ünd so")
         again = client.create_flow_run(empty_flow, name="20260101-000000-full-so")
-    assert re.fullmatch(r"\d{8}-\d{6}-full-\.\.-so-ünd-so", str(run_flow(empty_flow, flow_run=unsafe)))
+    assert re.fullmatch(r"\d{8}-\d{6}-full-\.\.-so-nd-so", str(run_flow(empty_flow, flow_run=unsafe)))
     assert run_flow(empty_flow, flow_run=again) == "20260101-000000-full-so"

@@ -2,8 +2,9 @@
 
 import csv
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,14 @@ from flows.executor import PrefectExecutor
 from flows.models import RunModel, resolve_model
 from flows.plan import cached_run, plan
 from flows.sweep import sweep
-from flows.sweep_chain import SWEEP
+from flows.sweep_chain import SWEEP, _report
 from flows.sweep_config import SWEEP_PRESETS, SweepConfig, load_sweep, with_base
 from lm.common.errors import UserError
 from lm.common.runtime import Execution
 from lm.experiments.axes import Axis
 from lm.experiments.config import LawConfig, SearchConfig
+from lm.experiments.report import table_rows
+from lm.experiments.trial import TrialResult
 from lm.model.config import ModelConfig
 from lm.model.flops import parameter_count
 from lm.text.config import DataConfig
@@ -29,6 +32,7 @@ from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig
 from tasks.count import count_group
 from tasks.maintenance.gc import find_garbage
+from tasks.pages import sweep as pages
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Output, Ref, read_output
 from tasks.trial import trial
@@ -294,6 +298,7 @@ def test_a_law_without_a_minimum_says_so_after_its_trainings(tmp_path: Path) -> 
     config = SweepConfig(name="law", base=BASE, axes=axes, law=LawConfig(budget="flops", size="model.d_ff"))
     with pytest.raises(UserError, match="2 sizes; a fit needs 3"):
         sweep(config, str(tmp_path))
+    assert len(list(tmp_path.glob("sweep/*/*/table.csv"))) == 1, "the table shows which sizes to add"
     assert len(list(tmp_path.glob("trial/*/manifest.json"))) == 2, "flops is a variable: equal trainings are one"
 
 
@@ -307,6 +312,23 @@ def test_a_sweep_that_ships_is_valid_in_all_sizes_and_states_its_cost(path: Path
         assert config.description
         assert len({str(point.config) for point in config.points()}) == len(config.points())
         assert with_base(config, config.base) == config
+
+
+@pytest.mark.parametrize("path", sorted(SWEEP_PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_sweep_that_ships_has_table_and_page(path: Path, tmp_path: Path) -> None:
+    config = load_sweep(path.stem, "demo")
+    report = _report(config, config.points())
+    curve = [{"step": 5, "valid_loss": 3.0, "valid_bits_per_byte": 1.5}]
+    results = [
+        TrialResult("finished", "", 10, 100, 1000, 1e9, 3.0, 2.0 + index, 1.0 + index, curve)
+        for index in range(len(report.settings))
+    ]
+    rows = table_rows(report, results)
+    assert {row[axis] for row in rows for axis in report.axes if axis == "flops"} <= {2e10, 5e10, 1.2e11}
+    trials: Any = [SimpleNamespace(json=lambda name, result=result: asdict(result)) for result in results]
+    out: Any = SimpleNamespace(figures={"finished": len(results)}, directory=tmp_path)
+    text = "\n\n".join(pages.sweep(out, trials, [], [], [], report))
+    assert f"**{len(results):,}** points" in text
 
 
 def test_the_isoflop_sweep_spends_its_budgets() -> None:

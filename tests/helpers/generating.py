@@ -18,6 +18,9 @@ class LoadedModel:
     def load_for_inference(self, device: str, quantization: str = "none") -> tuple[TransformerLM, TextTokenizer]:
         return self._loaded
 
+    def identify(self) -> str:
+        return self.name
+
 
 def make_model(vocab_size: int = 11, context_length: int = 4, **options: object) -> TransformerLM:
     """Return a model with random weights, large enough that its next token depends on the text so far."""

@@ -3,7 +3,11 @@
 import asyncio
 import http.client
 import json
+import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -227,6 +231,8 @@ def test_echo_and_logprobs(server: RunningServer) -> None:
         ("completions", {"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
         ("completions", {"prompt": "a", "max_tokens": 1.5}, 400, "max_tokens"),
         ("completions", {"prompt": "a", "max_tokens": CONTEXT}, 400, "prompt"),
+        ("completions", {"prompt": "a" * CONTEXT}, 400, "prompt"),
+        ("chat/completions", {"messages": [{"role": "user", "content": None}]}, 400, "messages"),
         ("completions", {"prompt": "a", "n": 0}, 400, "n"),
         ("completions", {"prompt": "a", "n": 10**9}, 400, "n"),
         ("completions", {"prompt": ["a"] * 99}, 400, "n"),
@@ -403,3 +409,58 @@ def test_the_command_prints_its_url(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert main(["serve", "--port", "0"]) == 0
     assert "Change --host or --port" in capsys.readouterr().err
     assert main(["serve", "--max-batch-size", "0"]) == 2
+
+
+def test_an_empty_answer_may_be_null(server: RunningServer) -> None:
+    dialog = [("user", "a"), ("assistant", None), ("user", "b")]
+    messages = [{"role": role, "content": content} for role, content in dialog]
+    assert server.post({"messages": messages, "max_tokens": 1}, "chat/completions").status_code == 200
+
+
+def test_messages_name_fields_and_no_types(server: RunningServer) -> None:
+    message = server.post({"prompt": "a", "stop": 5}).json()["error"]["message"]
+    assert message.startswith("stop: ")
+
+
+def test_head_and_wrong_methods(server: RunningServer) -> None:
+    assert httpx.head(f"{server.url}/health").status_code == 200
+    response = httpx.get(f"{server.url}/v1/completions")
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_server_ends_open_responses_by_an_error(number: int) -> None:
+    """Long after the time that the server leaves them."""
+    code = """
+import signal, time
+from flows.prefect_support.signals import raise_terminated
+from flows.server import app
+from lm.inference.engine import Engine
+from tests.helpers.generating import LoadedModel, make_model
+from tests.helpers.tokenizers import bytes_tokenizer
+signal.signal(signal.SIGTERM, raise_terminated)
+app._SHUTDOWN_SECONDS = 1
+Engine.step = lambda engine: time.sleep(0.1)  # no generation ever ends
+app.serve(LoadedModel(make_model(257, 64).eval(), bytes_tokenizer(["<|endoftext|>"])), "127.0.0.1", 0, 2, "cpu")
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout and process.stderr
+    url = process.stdout.readline().split()[3].removesuffix("/v1")
+    answers: list[Any] = []
+
+    def ask(is_streamed: bool) -> None:
+        body = {"prompt": "a", "stream": is_streamed}
+        answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=CLIENT_TIMEOUT_SECONDS))
+
+    threads = [threading.Thread(target=ask, args=(is_streamed,)) for is_streamed in (False, True)]
+    for thread in threads:
+        thread.start()
+    time.sleep(2 * TIMEOUT_SCALE)
+    process.send_signal(number)
+    for thread in threads:
+        thread.join()
+    assert process.wait(CLIENT_TIMEOUT_SECONDS) == 0
+    assert "Traceback" not in process.stderr.read()
+    assert sorted(answer.status_code for answer in answers) == [200, 503]
+    assert all("The server is stopping." in answer.text for answer in answers)

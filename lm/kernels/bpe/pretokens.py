@@ -161,7 +161,8 @@ def next_pretokens(
     stop = cursor.special_start
     scan_bytes = cursor.scan_bytes
     is_stop_certain = special != NO_SPECIAL or is_final
-    if not is_final:
+    longest = read(specials.ends, 1) if len(specials.ids) else np.int64(1)
+    if not is_final and stop > end - longest:  # else none that may end after the buffer begins before ``stop``
         partial_start = find_partial_special(buffer, position, end, specials)
         if partial_start <= stop:  # a longer or earlier special token may end after the buffer
             special, is_stop_certain = NO_SPECIAL, False

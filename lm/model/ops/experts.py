@@ -18,7 +18,8 @@ from lm.model.ops.expert_segments import mix_expert_segments
 Activation = Literal["silu", "relu2"]
 
 _GROUP_ROWS = 8  # rows of a group, and widths, are multiples of this: CUDA's kernel needs multiples of 16 bytes
-_MIN_CAPABILITY = (9, 0)  # of a GPU; on older ones torch's grouped product waits for the host
+_CAPABILITIES = (9, 10)  # Hopper and Blackwell: on other GPUs torch's grouped product waits for the host
+_MAX_GROUPS = 1023  # of torch's grouped product
 
 
 class ExpertWeights(NamedTuple):
@@ -54,9 +55,9 @@ def mix_experts(x: Tensor, chosen: Tensor, gates: Tensor, weights: ExpertWeights
 
 def has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
     """Return whether torch has a grouped product for ``x`` and ``weight`` (E, d, D) that needs no help of the host."""
-    is_aligned = all(width % _GROUP_ROWS == 0 for width in weight.shape[1:])
+    is_aligned = all(width % _GROUP_ROWS == 0 for width in weight.shape[1:]) and len(weight) <= _MAX_GROUPS
     is_supported = x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
-    return is_aligned and is_supported and torch.cuda.get_device_capability(x.device) >= _MIN_CAPABILITY
+    return is_aligned and is_supported and torch.cuda.get_device_capability(x.device)[0] in _CAPABILITIES
 
 
 class SortedPairs(NamedTuple):
@@ -88,11 +89,12 @@ def mix_experts_grouped(
 ) -> Tensor:
     """Return :func:`mix_experts` by torch's grouped products. All shapes depend on those of the inputs alone.
 
-    The rows of each expert are padded to a multiple of 8 by rows whose gates are 0. Pairs without an expert come after
-    all groups, where results and gradients are undefined, so they are masked.
+    The rows of each expert are padded to a multiple of 8 by rows whose gates are 0. An expert without pairs has them
+    too, because some GPUs leave the gradient of an empty group unwritten. Pairs without an expert come after all
+    groups, where results and gradients are undefined, so they are masked.
     """
     pairs, has_expert = sort_pairs(chosen, len(weights.w1)), chosen < len(weights.w1)
-    group_rows = (pairs.counts + _GROUP_ROWS - 1) // _GROUP_ROWS * _GROUP_ROWS
+    group_rows = (pairs.counts.clamp(min=1) + _GROUP_ROWS - 1) // _GROUP_ROWS * _GROUP_ROWS
     ends = group_rows.cumsum(0).int()
     # The place of a pair moves by the rows that pad the groups before its own; pairs without an expert stay last.
     places = pairs.places + F.pad((group_rows - pairs.counts).cumsum(0), (1, 0))[chosen]

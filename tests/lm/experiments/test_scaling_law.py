@@ -88,6 +88,19 @@ def test_too_few_sizes_or_budgets_and_no_minimum_are_refused() -> None:
         fit_parabola([Measurement(1e12, size, 1e6, -(math.log(size / 1e4) ** 2)) for size in (1e3, 1e4, 1e5)])
 
 
+def test_three_sizes_at_each_budget_tell_no_error() -> None:
+    with pytest.raises(UserError, match="add a fourth"):
+        fit_scaling_law([run for run in measure(0.5, 0.05) if run in measure(0.5, 0.05, budgets=(run.budget,))[1:4]])
+
+
+def test_no_outlier_rules_the_error() -> None:
+    """With noise as large as the parabola is deep, some draws have their minimum far away."""
+    errors = [
+        fit_scaling_law(measure(0.5, 0.05, noise=0.02, seed=seed)).parameters.exponent_error for seed in range(10)
+    ]
+    assert max(errors) < 0.5
+
+
 @pytest.mark.parametrize("last", [1.8001, 1.801, 1.802])
 def test_losses_that_fall_nearly_in_a_line_have_no_minimum(last: float) -> None:
     sizes = (1e4, 2e4, 4e4)

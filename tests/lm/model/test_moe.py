@@ -168,6 +168,7 @@ def test_experts_on_a_gpu_equal_those_of_the_cpu(dtype: torch.dtype, is_compiled
         with torch.autocast(device, dtype_of_products, enabled=dtype_of_products == torch.bfloat16):
             out = forward(inputs)
         out.backward(grad.to(out))
+        assert not any(stack.grad[3].any() for stack in model.experts.parameters() if stack.grad is not None)
         gradients = [parameter.grad for parameter in model.parameters()]
         results.append(
             [tensor.detach().float().cpu() for tensor in (out, inputs.grad, *gradients) if tensor is not None]

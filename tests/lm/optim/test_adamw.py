@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.optim.adamw import AdamW, _update
+from lm.optim.adamw import AdamW, _load_kernel, _update
 from tests.helpers.optimizers import SHAPES, assert_all_close, make_parameters, set_gradients
 from tests.helpers.tensors import FEW_EXAMPLES
 
@@ -62,6 +62,23 @@ def test_the_kernel_of_gpus_equals_the_lists(
     _update(*([x] for x in rows[1]), step, group, found_inf)
     for index in (0, 2, 3):
         torch.testing.assert_close(rows[0][index], rows[1][index], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="the extra triton is not installed")
+def test_a_kernel_that_does_not_compile_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("Failed to find C compiler.\nMore")
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    _load_kernel.cache_clear()
+    assert _load_kernel(device) is not None
+    _load_kernel.cache_clear()
+    monkeypatch.setattr("lm.optim.adamw_kernel.update", fail)
+    assert _load_kernel(device) is None
+    _load_kernel.cache_clear()
+    assert "AdamW updates without it: Failed to find C compiler.\n" in caplog.text
 
 
 def test_defaults_are_those_of_torch() -> None:
