@@ -63,6 +63,11 @@ class PipelineConfig:
                     "budget measures the speed of this machine, but execution.train_deployment trains on another one. "
                     "Run with --until budget there, and give the config.yaml that it writes to --config here."
                 )
+            if self.execution.processes.bit_count() > 1:  # the batch must be a multiple
+                raise UserError(
+                    f"A budget chooses batches that are powers of two, which {self.execution.processes} processes "
+                    "cannot share; set execution.processes to a power of two."
+                )
 
 
 def preset_path(name: str, presets: Path = PRESETS) -> Path:
@@ -98,6 +103,26 @@ def has_demo_model(config: PipelineConfig) -> bool:
         and config.data.train != demo.data.train
         and (config.model, config.train) == (demo.model, demo.train)
     )
+
+
+def options_replaced_by_budget(config: PipelineConfig) -> list[str]:
+    """Return the options that a user, or a preset other than the demo's, set although the budget chooses them."""
+    if not config.budget:
+        return []
+    demo, default = load_preset("demo"), PipelineConfig()
+    names = [
+        f"{section}.{name}" for section in ("chunk", "model", "train") for name in asdict(getattr(default, section))
+    ]
+
+    def value(of: PipelineConfig, option: str) -> Any:
+        section, _, name = option.partition(".")
+        return getattr(getattr(of, section), name)
+
+    return [
+        option
+        for option in ["tokenizer.vocab_size", *names]
+        if value(config, option) not in (value(demo, option), value(default, option))
+    ]
 
 
 def preset_parameters(name: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The subcommands of ``textmill``, one function each. Heavy libraries are imported inside the functions."""
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from flows.cli.summary import (
     format_sweep,
     format_teaching,
 )
-from flows.config import PipelineConfig, StageName, has_demo_model
+from flows.config import PipelineConfig, StageName, has_demo_model, options_replaced_by_budget
 from flows.models import RunModel, resolve_model
 from flows.plan import cached_run, plan
 from flows.posttrain_config import PosttrainConfig, PosttrainStage, has_demo_problems
@@ -33,6 +34,9 @@ from lm.inference.config import SampleConfig
 from tasks.runtime.root_lock import own_root
 from tasks.runtime.store import Store
 
+log = logging.getLogger(__name__)
+
+_MAX_NAMED_OPTIONS = 5
 R = TypeVar("R")
 
 
@@ -40,6 +44,7 @@ def run_command(options: Namespace) -> None:
     """Run the pipeline and print a summary. Prefect is not started if all is cached and no server is configured."""
     arguments = config, root, until, refresh = _pipeline_arguments(options)
     log_to_console()
+    _warn_of_replaced_options(config)
     record = None if refresh or _is_server_configured() else cached_run(PIPELINE, config, root, until)
     if not record:
         from flows.prefect_support.signals import GracefulShutdown
@@ -62,8 +67,17 @@ def run_command(options: Namespace) -> None:
 
 def plan_command(options: Namespace) -> None:
     """Print what a run would do."""
+    arguments = _pipeline_arguments(options)
     log_to_console()
-    _print_plan(plan(PIPELINE, *_pipeline_arguments(options)))
+    _warn_of_replaced_options(arguments[0])
+    _print_plan(plan(PIPELINE, *arguments))
+
+
+def _warn_of_replaced_options(config: PipelineConfig) -> None:
+    if replaced := options_replaced_by_budget(config):
+        more = f" and {len(replaced) - _MAX_NAMED_OPTIONS} more" if len(replaced) > _MAX_NAMED_OPTIONS else ""
+        named = ", ".join(replaced[:_MAX_NAMED_OPTIONS])
+        log.warning("The budget chooses %s%s: what you set has no effect.", named, more)
 
 
 def posttrain_command(options: Namespace) -> None:

@@ -87,6 +87,7 @@ def test_a_choice_for_a_time_is_kept(
     ("options", "message"),
     [
         (["--budget", "30"], "budget is '30'; it must be a time such as 30m"),
+        (["--budget", "5m", "--execution.processes", "6"], "6 processes cannot share"),
         (["--budget", "5s"], "The budget is too small: it pays for 2 steps"),
         (["--until", "budget"], "There is no budget to choose a configuration for"),
         (["--budget", "5m", "--execution.train_deployment", "pipeline/gpu-train"], "trains on another one"),
@@ -103,3 +104,11 @@ def test_mistakes(
     monkeypatch.setattr(speed, "measure_speed", lambda model, train, execution: Speed(1.0, 0.1, 3.0, 1e9))
     assert main(["run", *text, *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_options_that_a_budget_replaces_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--root", str(tmp_path), "--budget", "30m"]
+    assert main([*command, "--execution.threads", "1"]) == 0
+    assert "has no effect" not in capfd.readouterr().err
+    assert main([*command, "--train.seed", "5", "--tokenizer.vocab_size", "777"]) == 0
+    assert "The budget chooses tokenizer.vocab_size, train.seed: what you set has no effect." in capfd.readouterr().err
