@@ -187,6 +187,8 @@ def serve_command(options: Namespace) -> None:
     """Serve a model over HTTP until Ctrl-C."""
     from flows.server.app import serve
 
+    if not options.host:
+        raise UserError("--host is empty. 127.0.0.1 is this machine alone, 0.0.0.0 all its addresses.")
     model = resolve_model(options.model, options.root)
     key = options.api_key if options.api_key is not None else os.environ.get("TEXTMILL_API_KEY")
     serve(

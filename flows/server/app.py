@@ -230,8 +230,6 @@ def serve(
     """Serve a model until Ctrl-C."""
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
         raise UserError("The API key must be printable ASCII text without spaces around it, and not empty.")
-    if not host:
-        raise UserError("--host is empty. 127.0.0.1 is this machine alone, 0.0.0.0 all its addresses.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family)

@@ -52,20 +52,17 @@ PATTERNS = {
 
 
 def resolve_pattern(pattern: str) -> str:
-    """Return the regular expression of a pattern that is given by name or as a regular expression. Raises UserError
-    for a misspelt name."""
-    check_pattern_name(pattern)
-    return PATTERNS.get(pattern, pattern)
+    """Return the regular expression of a pattern that is given by name or as a regular expression.
 
-
-def check_pattern_name(pattern: str) -> None:
-    """Raise UserError for a misspelt name: letters, digits, dashes and underscores that name no pattern."""
+    Letters, digits, dashes and underscores alone are taken for a misspelt name, and raise UserError.
+    """
     names = [*PATTERNS, JIEBA]
     if pattern not in names and re.fullmatch(r"[\w-]+", pattern):
         raise UserError(
             f"There is no pattern {pattern!r}{did_you_mean(pattern, names)}. Patterns: {', '.join(names)}, or a "
             "regular expression."
         )
+    return PATTERNS.get(pattern, pattern)
 
 
 def resolve_patterns(patterns: str | Sequence[str]) -> Pattern:
