@@ -38,12 +38,16 @@ def compile_pattern(pattern: str) -> "regex.Pattern[str]":
 
 
 def check_special_tokens(special_tokens: Sequence[str]) -> None:
-    """Raise UserError for a special token that is empty, repeated, or not encodable as UTF-8."""
+    """Raise UserError for one string instead of a list, and for a token that is empty, repeated, or no valid UTF-8."""
+    if isinstance(special_tokens, str):
+        raise UserError(f"The special tokens are one string; give a list, such as [{special_tokens!r}].")
+    known = set[str]()
     for i, token in enumerate(special_tokens):
         if not token:
             raise UserError(f"Special token number {i + 1} is empty; remove it or give it a text.")
-        if token in special_tokens[:i]:
+        if token in known:
             raise UserError(f"The special token {token!r} is given twice; name it once.")
+        known.add(token)
         if any("\ud800" <= character <= "\udfff" for character in token):
             raise UserError(f"The special token {token!r} has a lone surrogate, which UTF-8 cannot encode; remove it.")
 

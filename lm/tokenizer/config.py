@@ -37,6 +37,9 @@ class TokenizerConfig:
         validate_fields(self, "tokenizer")
         check_special_tokens(self.special_tokens)
         check_vocab_size(self.vocab_size, self.special_tokens)
+        for token in self.special_tokens:
+            if len(token) == 1 and token.isascii():
+                raise UserError(f"The special token {token!r} is one byte, which has a token; choose a longer text.")
         object.__setattr__(self, "pattern", resolve_pattern(self.pattern))
         compile_pattern(self.pattern)
 

@@ -101,6 +101,7 @@ class Tokenizer:
         self.ignore_merges = ignore_merges
         self.normalizer = check_normalizer(normalizer)
         self.pattern = resolve_patterns(pattern)
+        check_special_tokens(special_tokens)
         given = {token.content: token for token in added_tokens}
         others = [token.content for token in added_tokens if token.content not in special_tokens]
         contents = [*special_tokens, *others]

@@ -167,6 +167,7 @@ def test_a_malformed_pattern_raises_a_user_error(pattern: str) -> None:
         (["<s>", ""], "number 2 is empty"),
         (["<s>", "<t>", "<s>"], "'<s>' is given twice"),
         (["\ud800"], "lone surrogate"),
+        ("<s>", r"give a list, such as \['<s>'\]"),
     ],
 )
 def test_invalid_special_tokens_raise_a_user_error(special_tokens: list[str], message: str) -> None:

@@ -204,6 +204,12 @@ def test_invalid_special_tokens_are_rejected(tmp_path: Path, special_tokens: lis
         TokenizerConfig(special_tokens=special_tokens)
 
 
+def test_a_special_token_of_one_byte_is_refused_before_a_run() -> None:
+    """The files of the trained tokenizer could not tell it from the byte."""
+    with pytest.raises(UserError, match="'a' is one byte"):
+        TokenizerConfig(special_tokens=["a"])
+
+
 def test_a_malformed_pattern_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "corpus.txt"
     path.write_text("some text")
