@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,7 +142,8 @@ def resolve_tokenizer(name: str, root: str) -> "TextTokenizer":
             if stage in stages:
                 return Tokenizer.load(read_output(store, Ref(stage, stages[stage]["key"])).directory("tokenizer"))
     if not name or name in runs:
-        raise UserError(f"{name or root} has no tokenizer; make one with: textmill run --root {root} --until merge")
+        command = f"textmill run --root {shlex.quote(root)} --until merge"
+        raise UserError(f"{name or root} has no tokenizer; make one with: {command}")
     try:
         path = Path(name).expanduser()
         if path.exists():
@@ -162,7 +164,7 @@ def latest_model(store: Store, root: str, stages: Sequence[tuple[str, str]] = RE
             log.warning("The run record %s.json is damaged and is skipped.", store.url("runs", name))
         elif model := _find_result(store, name, record, stages):
             return model
-    raise UserError(f"{root} has no finished model; make one with: textmill run --root {root}")
+    raise UserError(f"{root} has no finished model; make one with: textmill run --root {shlex.quote(root)}")
 
 
 def _find_result(

@@ -1,6 +1,7 @@
 """Write the job of a training for machines that have no Prefect."""
 
 import json
+import shlex
 from dataclasses import asdict
 from typing import Any
 
@@ -39,7 +40,8 @@ def write_train_job(config: PipelineConfig, root: str) -> str:
     if executor.is_all_cached:
         raise UserError(f"The training of this configuration is finished under {root}.")
     if [stage for stage, action in executor.rows if not action.startswith("cached")] != ["train"]:
-        raise UserError(f"The stages before train are not finished. First: textmill run --root {root} --until encode.")
+        command = f"textmill run --root {shlex.quote(root)} --until encode"
+        raise UserError(f"The stages before train are not finished. First: {command}.")
     arguments = train.bind(*executor.arguments)
     ref = train.look_up(run, [arguments])[0][0]
     place = (*ref, new_attempt_name())

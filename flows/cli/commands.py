@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -141,7 +142,7 @@ def train_job_command(options: Namespace) -> None:
         f"{url}\nOn one machine:    torchrun --nproc-per-node GPUS -m lm.train {url}\n"
         "On each of several: torchrun --nnodes MACHINES --nproc-per-node GPUS --rdzv-backend c10d "
         f"--rdzv-endpoint HOST:29400 -m lm.train {url}\n"
-        f"Then textmill run --root {options.root} with the same options takes the trained model."
+        f"Then textmill run --root {shlex.quote(options.root)} with the same options takes the trained model."
     )
 
 

@@ -1,6 +1,7 @@
 """What the commands of ``textmill`` print when they end."""
 
 import csv
+import shlex
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ def format_sample(prompt: str, text: str) -> str:
 
 def format_summary(record: dict[str, Any]) -> str:
     """Return one screen of text: the stages of a run, its outputs, and the next commands to try."""
-    run, root = RunContext(record["root"], record["name"]), record["root"]
+    run, root = RunContext(record["root"], record["name"]), shlex.quote(record["root"])
     outputs = outputs_of(run, record)
     lines = ["", f"{'stage':<10} {'state':<7} {'seconds':>8}  figures"]
     for name, output in outputs.items():
@@ -69,7 +70,7 @@ def format_summary(record: dict[str, Any]) -> str:
 
 def format_sweep(record: dict[str, Any]) -> str:
     """Return the best points of a sweep as a table, and the paths of its outputs."""
-    root, output = record["root"], outputs_of(RunContext(record["root"], record["name"]), record)["sweep"]
+    output = outputs_of(RunContext(record["root"], record["name"]), record)["sweep"]
     with output.path("table.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     hidden = {f"trained_{name}" if f"trained_{name}" in rows[0] else name for name in _HIDDEN_COLUMNS}
@@ -90,7 +91,8 @@ def format_sweep(record: dict[str, Any]) -> str:
     ]
     if "best_point" in output.manifest["figures"]:
         text.append(f"  best    {output.url}/best.yaml")
-        text += ["", "Try next:", f"  textmill run --root {root} --config {output.url}/best.yaml"]
+        root, best = shlex.quote(record["root"]), shlex.quote(f"{output.url}/best.yaml")
+        text += ["", "Try next:", f"  textmill run --root {root} --config {best}"]
     return "\n".join(["", *text])
 
 

@@ -164,8 +164,8 @@ def test_names_that_are_no_model(made: tuple[RunContext, dict[str, Ref]], root: 
     }.items():
         with pytest.raises(UserError, match=message):
             resolve_model(name, root.root)
-    with pytest.raises(UserError, match=r"has no finished model; make one with: textmill run --root"):
-        resolve_model("", str(tmp_path / "empty"))
+    with pytest.raises(UserError, match=r"has no finished model; make one with: textmill run --root '.*/no runs'$"):
+        resolve_model("", str(tmp_path / "no runs"))
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
