@@ -56,7 +56,7 @@ class AttentionKernel:
             heads=len(weight) // width,
             kv_heads=len(attention.k_proj.weight) // width,
             width=width,
-            norm_weights=flat_array(torch.cat([norm.weight.detach() for norm in norms]) if norms else weight[:0]),
+            norm_weights=flat_array(torch.cat([norm.weight.detach().float() for norm in norms]) if norms else empty),
             eps=norms[0].eps if norms else 0.0,
             cos=flat_array(rope.cos if rope else empty),
             sin=flat_array(rope.sin if rope else empty),
@@ -65,16 +65,17 @@ class AttentionKernel:
     def __call__(self, qkv: Tensor, cached: CachedAttention) -> Tensor:
         """Queries, keys and values (B, 1, (H + 2 kv heads) K) → (B, 1, H K). The keys and values enter the cache."""
         rows, kv_heads, width = len(qkv), self.layer.kv_heads, self.layer.width
-        out = torch.empty((rows, 1, self.layer.heads * width), dtype=qkv.dtype)
+        out = torch.empty((rows, 1, self.layer.heads * width))
         positions, length = cached.positions.numpy(), cached.keys.shape[2]
         kv_cache = KVCache(flat_array(cached.keys), flat_array(cached.values), rows, length, np.arange(rows), positions)
-        bytes_read = 2 * rows * kv_heads * cached.max_position * width * qkv.itemsize
+        bytes_read = 2 * rows * kv_heads * cached.max_position * width * cached.keys.itemsize
         threads = torch.get_num_threads() if bytes_read > _MIN_BYTES_FOR_THREADS else 1
         scratch = np.empty((threads, 2 * width + cached.max_position + 4), np.float32)
         parts = zip(split_evenly(rows * kv_heads, threads), scratch, strict=True)
-        jobs = [(self.layer, kv_cache, flat_array(qkv), *part, own, flat_array(out)) for part, own in parts]
+        floats, flat_out = flat_array(qkv.float()), flat_array(out)
+        jobs = [(self.layer, kv_cache, floats, *part, own, flat_out) for part, own in parts]
         run_in_threads(kernels.attend, jobs)
-        return out
+        return out.to(qkv.dtype)
 
 
 def multiply_few_rows(weight: Tensor, rows: Tensor, scale: Tensor | None = None) -> Tensor:

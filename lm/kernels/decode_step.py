@@ -27,7 +27,7 @@ class AttentionLayer(NamedTuple):
     heads: int
     kv_heads: int
     width: int
-    norm_weights: Stored  # (layers, 2, K): QK-norm of queries and of keys; empty without it
+    norm_weights: Floats  # (layers, 2, K): QK-norm of queries and of keys; empty without it
     eps: float
     cos: Floats  # (length, K / 2): rotary positions; empty without them
     sin: Floats
@@ -73,7 +73,7 @@ def _rms_scale(x: Stored, start: int, width: int, eps: float) -> np.float32:
 
 @fastmath_helper
 def _rotate_head(
-    layer: AttentionLayer, x: Stored, start: int, norm_row: int, position: int, out: Stored, out_start: int
+    layer: AttentionLayer, x: Floats, start: int, norm_row: int, position: int, out: Stored, out_start: int
 ) -> None:
     """Write the query or key ``x[start : start + K]`` to ``out[out_start:]``, with QK-norm and rotary position."""
     width, norm_weights, cos, sin = layer.width, layer.norm_weights, layer.cos, layer.sin
@@ -81,19 +81,19 @@ def _rotate_head(
     scale = _rms_scale(x, start, width, layer.eps) if len(norm_weights) else np.float32(1)
     half = width // 2
     for i in range(half):
-        even, odd = read_float(x, start + 2 * i) * scale, read_float(x, start + 2 * i + 1) * scale
+        even, odd = read(x, start + 2 * i) * scale, read(x, start + 2 * i + 1) * scale
         if len(norm_weights):
-            even *= read_float(norm_weights, weight_start + 2 * i)
-            odd *= read_float(norm_weights, weight_start + 2 * i + 1)
+            even *= read(norm_weights, weight_start + 2 * i)
+            odd *= read(norm_weights, weight_start + 2 * i + 1)
         if len(cos):
             c, s = read(cos, position * half + i), read(sin, position * half + i)
             even, odd = even * c - odd * s, even * s + odd * c
         write_float(out, out_start + 2 * i, even)
         write_float(out, out_start + 2 * i + 1, odd)
     if width % 2:  # only without rotary positions
-        last = read_float(x, start + width - 1) * scale
+        last = read(x, start + width - 1) * scale
         if len(norm_weights):
-            last *= read_float(norm_weights, weight_start + width - 1)
+            last *= read(norm_weights, weight_start + width - 1)
         write_float(out, out_start + width - 1, last)
 
 
@@ -183,7 +183,7 @@ def _average_values(
 
 
 @fastmath_helper
-def store_pair(layer: AttentionLayer, number: int, cache: KVCache, qkv: Stored, pair: int) -> None:
+def store_pair(layer: AttentionLayer, number: int, cache: KVCache, qkv: Floats, pair: int) -> None:
     """Store the key and the value of a token and a kv head in the cache; ``number`` is the layer in the arrays."""
     heads, kv_heads, width = layer.heads, layer.kv_heads, layer.width
     token, kv_head = pair // kv_heads, pair % kv_heads
@@ -192,7 +192,7 @@ def store_pair(layer: AttentionLayer, number: int, cache: KVCache, qkv: Stored, 
     place = _find_keys(layer, number, cache, token, kv_head) + position * width
     _rotate_head(layer, qkv, key, 2 * number + _ONE, position, cache.keys, place)
     for i in range(width):
-        write_float(cache.values, place + i, read_float(qkv, value + i))
+        write_float(cache.values, place + i, read(qkv, value + i))
 
 
 @fastmath_helper
@@ -204,7 +204,7 @@ def _find_keys(layer: AttentionLayer, number: int, cache: KVCache, token: int, k
 
 @fastmath_helper
 def attend_pair(
-    layer: AttentionLayer, number: int, cache: KVCache, qkv: Stored, pair: int, scratch: Floats, out: Stored
+    layer: AttentionLayer, number: int, cache: KVCache, qkv: Floats, pair: int, scratch: Floats, out: Floats
 ) -> None:
     """Compute the attention of a token and the heads that share a kv head, as :func:`attend` does."""
     heads, kv_heads, width = layer.heads, layer.kv_heads, layer.width
@@ -217,12 +217,12 @@ def attend_pair(
         largest = _score_keys(cache, base, position, width, scratch)
         total = _average_values(cache.values, base, position, width, largest, scratch)
         for i in range(width):
-            write_float(out, (token * heads + head) * width + i, read(scratch, width + i) / total)
+            write(out, (token * heads + head) * width + i, read(scratch, width + i) / total)
 
 
 @fastmath_kernel
 def attend(
-    layer: AttentionLayer, cache: KVCache, qkv: Stored, first: int, last: int, scratch: Floats, out: Stored
+    layer: AttentionLayer, cache: KVCache, qkv: Floats, first: int, last: int, scratch: Floats, out: Floats
 ) -> None:
     """Store the new keys and values in the cache, and write the attention of the new queries to ``out`` (N, H, K).
 
