@@ -43,7 +43,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Profile]:
 def check_phases(profile: dict[str, Any]) -> None:
     """The clock around a step and the clocks of its phases are independent of each other."""
     total = sum(profile["phases"].values())
-    assert 0.95 * profile["seconds_per_step"] <= total <= profile["seconds_per_step"]
+    assert 0.8 * profile["seconds_per_step"] <= total <= profile["seconds_per_step"]
     assert profile["phases"].keys() == set(PHASES)
 
 
