@@ -54,6 +54,9 @@ def run_command(options: Namespace) -> None:
         compiler = compile_in_background()  # while Prefect starts and text is ingested
         try:
             with GracefulShutdown():
+                if compiler and config.budget:
+                    log.info("Compiling kernels for this CPU, once. The steps that the budget measures wait for it.")
+                    compiler.wait()
                 record = run_pipeline(*arguments)
         finally:
             if compiler:

@@ -1,5 +1,7 @@
 """textmill run --budget: the choice is a stage, and the later stages follow it."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from flows.plan import plan
 from lm.common.runtime import Execution
 from lm.experiments import speed
 from lm.experiments.speed import Speed
+from lm.kernels import disk_cache
 from lm.model.config import ModelConfig
 from lm.model.flops import flops_per_token
 from lm.text.config import DataConfig
@@ -59,13 +62,20 @@ def test_a_choice_for_a_time_is_kept(
     text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured = []
+    compilers: list[subprocess.Popen[bytes]] = []
+
+    def start_compiler() -> "subprocess.Popen[bytes]":
+        compilers.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3)"]))
+        return compilers[-1]
 
     def measure(model: ModelConfig, train: TrainConfig, execution: Execution) -> Speed:
+        assert compilers[-1].poll() is not None  # nothing else runs while steps are measured
         measured.append(model)
         flops = flops_per_token(model) * train.batch_size * model.context_length
         return Speed(1.0, flops / 1e10, 3.0, flops)
 
     monkeypatch.setattr(speed, "measure_speed", measure)
+    monkeypatch.setattr(disk_cache, "compile_in_background", start_compiler)
     config = PipelineConfig(data=DataConfig(train=[str(tmp_path / "corpus.txt")]), budget="2m")
     rows = dict(plan(PIPELINE, config, str(tmp_path / "root"), None, ()))
     assert rows["budget"].startswith("runs if") and rows["merge"].startswith("runs if")
