@@ -18,7 +18,7 @@ FindLargestBatch = Callable[[ModelConfig, TrainConfig], int]
 _VOCAB_SIZES = [1 << power for power in range(9, 16)]
 _MAX_HEAD_SHARE = 0.35  # of the FLOPs
 _MAX_EPOCHS = 4  # text that is repeated up to here teaches almost as much as new text (Muennighoff et al. 2023)
-_MIN_STEPS = 50
+_MIN_STEPS, _MIN_BATCH_SIZE = 50, 4
 _EVALUATIONS = 6
 _FORWARD_SHARE = 0.35  # of the time of a step
 _PREPARATION_BYTES_PER_SECOND = 25e6  # of the stages from ingest to encode, for each thread
@@ -105,20 +105,31 @@ def _accumulate(choice: Choice, largest_batch: FindLargestBatch) -> Choice:
 
 
 def _choose_for_tokens(tokens: float, train_bytes: int) -> Choice:
-    """Choose the model whose best number of tokens is ``tokens``."""
+    """Choose the model whose best number of tokens is ``tokens``, or four epochs of the text if they are fewer."""
     low, high = 1e6, 1e27
     while high / low > 1.01:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if middle / best_flops_per_token(middle) < tokens else (low, middle)
     choice = _choose_for_flops(low, train_bytes)
+    most_tokens = _most_tokens(train_bytes, choice.vocab_size)
+    if tokens > most_tokens:
+        if most_tokens < _MIN_STEPS * choice.model.context_length * _MIN_BATCH_SIZE:
+            raise UserError(f"The text is too short to train on: {_MAX_EPOCHS} epochs have {most_tokens:,.0f} tokens.")
+        reason = f"The text has {most_tokens / 1e6:,.1f} million tokens in {_MAX_EPOCHS} epochs: less than the budget."
+        choice = _choose_for_tokens(most_tokens, train_bytes)
+        return replace(choice, reasons=[reason, *choice.reasons])
     return replace(choice, train=_with_tokens(choice, tokens))
+
+
+def _most_tokens(train_bytes: int, vocab_size: int) -> float:
+    return _MAX_EPOCHS * train_bytes / bytes_per_token(vocab_size)
 
 
 def _choose_for_flops(flops: float, train_bytes: int) -> Choice:
     """Choose the model that learns most from ``flops``, with at most four epochs of the text."""
     target = best_flops_per_token(flops)
     best = _nearest_shape(target, train_bytes)
-    most_tokens = _MAX_EPOCHS * train_bytes / bytes_per_token(best.vocab_size or 0)
+    most_tokens = _most_tokens(train_bytes, best.vocab_size or 0)
     reason = f"The scaling law gives {target:.3g} FLOPs a token to a training of {flops:.3g} FLOPs."
     if flops / flops_per_token(best) > most_tokens:
         best = _nearest_shape(flops / most_tokens, train_bytes)
@@ -165,7 +176,7 @@ def _shapes(train_bytes: int) -> Iterator[ModelConfig]:
 def _with_tokens(choice: Choice, tokens: float) -> TrainConfig:
     """Return the training of ``tokens``. The batch grows with their square root."""
     context = choice.model.context_length
-    batch_size = 1 << max(2, round(math.log2(1.3 * math.sqrt(tokens) / context)))
+    batch_size = max(_MIN_BATCH_SIZE, 1 << max(0, round(math.log2(1.3 * math.sqrt(tokens) / context))))
     config = TrainConfig(
         batch_size=batch_size,
         optimizer="muon",

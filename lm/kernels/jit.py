@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -87,4 +87,5 @@ def log_compilation(subject: str) -> Iterator[None]:
     place = f"cached in {CACHE_DIR}" if IS_CACHE_WRITABLE else f"not cached, because {CACHE_DIR} is not writable"
     log.warning("Compiled the %s kernels in %.1f s; %s.", subject, time.monotonic() - started, place)
     if IS_CACHE_WRITABLE:
-        marker.touch()
+        with suppress(OSError):  # a full disk or a removed directory: the next process logs again
+            marker.touch()

@@ -54,6 +54,7 @@ def test_a_training_step_is_measured(who: str, monkeypatch: pytest.MonkeyPatch) 
     assert result["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_generation_is_measured() -> None:
     result = generation.measure(generation.Job("ours", "float32", 2), "tiny", torch.device("cpu"))
     assert result["prefill"] > 0 and result["step"] > 0

@@ -1,8 +1,7 @@
 """textmill run --budget: the choice is a stage, and the later stages follow it."""
 
-import subprocess
-import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -62,25 +61,22 @@ def test_a_choice_for_a_time_is_kept(
     text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured = []
-    compilers: list[subprocess.Popen[bytes]] = []
-
-    def start_compiler() -> "subprocess.Popen[bytes]":
-        compilers.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3)"]))
-        return compilers[-1]
+    compiler = Mock()
 
     def measure(model: ModelConfig, train: TrainConfig, execution: Execution) -> Speed:
-        assert compilers[-1].poll() is not None  # nothing else runs while steps are measured
+        compiler.wait.assert_called_once()  # nothing else runs while steps are measured
         measured.append(model)
         flops = flops_per_token(model) * train.batch_size * model.context_length
         return Speed(1.0, flops / 1e10, 3.0, flops)
 
     monkeypatch.setattr(speed, "measure_speed", measure)
-    monkeypatch.setattr(disk_cache, "compile_in_background", start_compiler)
+    monkeypatch.setattr(disk_cache, "compile_in_background", Mock(return_value=compiler))
     config = PipelineConfig(data=DataConfig(train=[str(tmp_path / "corpus.txt")]), budget="2m")
     rows = dict(plan(PIPELINE, config, str(tmp_path / "root"), None, ()))
     assert rows["budget"].startswith("runs if") and rows["merge"].startswith("runs if")
     assert not measured
     for _ in range(2):
+        compiler.reset_mock()
         assert main(["run", *text, "--budget", "2m", "--until", "budget"]) == 0
     count = len(measured)
     assert 1 <= count <= 3
@@ -89,6 +85,7 @@ def test_a_choice_for_a_time_is_kept(
     (tmp_path / "mine.yaml").write_text(comments)
     options = parse(build_parser("stories-fast"), ["run", "--config", str(tmp_path / "mine.yaml")]).run.as_dict()
     assert (options["model"], options["train"]) == (chosen["model"], chosen["train"])  # nothing of the preset is left
+    compiler.reset_mock()
     assert main(["run", *text, "--budget", "2m", "--until", "budget", "--refresh", "budget"]) == 0
     assert len(measured) > count
 

@@ -130,9 +130,8 @@ def test_a_deleted_shard_is_the_only_one_made_again(run: Runner, config: Pipelin
     assert made.path("tokens.bin").read_bytes() == content
 
 
-@pytest.mark.parametrize(
-    "stage", ["train", *(pytest.param(stage, marks=pytest.mark.slow) for stage in STAGES if stage != "train")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_flipped_byte_is_detected_and_repaired(run: Runner, config: PipelineConfig, stage: str) -> None:
     run(config)
     output = run.output(stage)
@@ -144,6 +143,7 @@ def test_a_flipped_byte_is_detected_and_repaired(run: Runner, config: PipelineCo
     assert run.output(stage).digest == output.digest
 
 
+@pytest.mark.slow
 def test_appended_documents_change_only_the_last_group(run: Runner, config: PipelineConfig) -> None:
     run(config, until="encode")
     chunks = len(run.groups("count-group"))
@@ -201,6 +201,7 @@ def test_a_root_that_is_a_url(config: PipelineConfig) -> None:
     assert [stage["state"] for stage in second["stages"].values()] == ["cached"] * 7
 
 
+@pytest.mark.slow
 def test_without_validation_text(run: Runner, config: PipelineConfig) -> None:
     data = DataConfig(train=config.data.train, valid_fraction=0)
     assert run(replace(config, data=data)) == STAGES

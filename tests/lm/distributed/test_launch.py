@@ -47,6 +47,7 @@ def losses(rows: list[dict[str, Any]]) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_losses_of_one(tmp_path: Path, expected_rows: list[dict[str, Any]]) -> None:
     job = write_job(tmp_path, steps=50, gradient_accumulation_steps=2)
     steps: list[int] = []

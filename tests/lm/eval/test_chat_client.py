@@ -18,6 +18,7 @@ from lm.data.dialogs import Message
 from lm.eval import chat_client
 from lm.eval.chat_client import ChatAnswer, ChatClient, ChatFailure, ChatRequest
 from tests.helpers.chat_endpoint import Asked, ChatEndpoint, Reply, completion, serve_chat
+from tests.helpers.examples import examples
 
 KEY = "sk-secret/123"
 FAILURES = [
@@ -55,6 +56,7 @@ def ask(endpoint: ChatEndpoint, *prompts: str, **options: Any) -> dict[str, Chat
     return {prompts[index]: answer for index, answer in answers}
 
 
+@examples(40)
 @given(st.lists(st.lists(st.sampled_from(FAILURES), max_size=3), min_size=1, max_size=12), st.integers(1, 6))
 def test_no_prompt_is_lost_whatever_fails(plans: list[list[Reply]], max_in_flight: int) -> None:
     def reply(asked: Asked, attempt: int) -> Reply:

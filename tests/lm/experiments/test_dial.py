@@ -64,6 +64,16 @@ def test_tokens_are_spent(tokens: float) -> None:
     assert tokens_of(choice) == pytest.approx(tokens, rel=0.05)
 
 
+def test_tokens_are_at_most_four_epochs() -> None:
+    choice = choose_configuration(Budget(5e7, "tokens"), 2_000_000, 0, 2, never, many)
+    assert tokens_of(choice) == pytest.approx(4 * 2_000_000 / bytes_per_token(choice.vocab_size), rel=0.05)
+    assert "less than the budget" in choice.reasons[0]
+    same = choose_configuration(Budget(tokens_of(choice), "tokens"), 2_000_000, 0, 2, never, many)
+    assert same.model == choice.model
+    with pytest.raises(UserError, match="The text is too short to train on: 4 epochs have 33,"):
+        choose_configuration(Budget(5e7, "tokens"), 20_000, 0, 2, never, many)
+
+
 @FEW_EXAMPLES
 @given(st.floats(60, 1e6), st.floats(1e9, 1e15), st.integers(10**4, 10**11), st.floats(0, 60))
 def test_time_is_spent(seconds: float, rate: float, train_bytes: int, start: float) -> None:

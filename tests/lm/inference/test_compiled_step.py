@@ -69,7 +69,7 @@ def check(model: TransformerLM, prepared: TransformerLM, rows: int, tolerance: f
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 3),
     head_dim=st.sampled_from([2, 6, 34, 64]),
-    d_model=st.sampled_from([2, 7, 64, 130]),
+    d_model=st.sampled_from([7, 64, 130]),  # with 2, a norm may divide by almost 0 and magnify the rounding
     d_ff=st.sampled_from([1, 5, 64, 150]),
     vocab_size=st.integers(1, 60),
     qk_norm=st.booleans(),

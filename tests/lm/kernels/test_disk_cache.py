@@ -111,6 +111,15 @@ def test_a_changed_helper_is_compiled_with_a_warm_cache(copy: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_a_cache_removed_meanwhile_ends_no_program(copy: Path, tmp_path: Path) -> None:
+    call = "    export_columns(table, data, ends, counts)\n"
+    removal = "    import shutil; from lm.kernels.disk_cache import CACHE_DIR; shutil.rmtree(CACHE_DIR)\n"
+    output, log = start(copy, EXPORT.replace(call, call + removal), tmp_path / "cache")
+    assert output == EXPORTED
+    assert "Compiled the table kernels" in log
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["nbi", "nbc"])
 def test_a_damaged_file_is_compiled_again(copy: Path, tmp_path: Path, suffix: str) -> None:
     """A power failure may leave empty files."""
@@ -123,6 +132,7 @@ def test_a_damaged_file_is_compiled_again(copy: Path, tmp_path: Path, suffix: st
     assert start(copy, EXPORT, cache) == (EXPORTED, "")
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_not_writable(copy: Path, tmp_path: Path) -> None:
     """The kernels are compiled at each start, from the current sources."""
     cache = tmp_path / "file"
