@@ -23,7 +23,9 @@ _EVALUATIONS = 6
 _FORWARD_SHARE = 0.35  # of the time of a step
 _PREPARATION_BYTES_PER_SECOND = 25e6  # of the stages from ingest to encode, for each thread
 _OTHER_SECONDS = 10.0  # Prefect, checkpoints, samples
-_MAX_PROBES = 3
+# Larger models run faster, so the first speeds are too low for the model that they are to choose.
+_MIN_PROBES, _MAX_PROBES = 3, 8
+_PROBING_SHARE = 0.04  # of the time; more probes only below
 _FIRST_GUESS = 2e10  # FLOP/s
 
 
@@ -60,14 +62,18 @@ def choose_configuration(
         return _check(replace(choice, reasons=[*choice.reasons, *_describe(choice, train_bytes)]))
     left = budget.amount - _OTHER_SECONDS - (train_bytes + valid_bytes) / (_PREPARATION_BYTES_PER_SECOND * threads)
     flops_per_second = _FIRST_GUESS
-    probes: list[tuple[ModelConfig, int]] = []
-    while len(probes) < _MAX_PROBES:
+    speeds: list[tuple[tuple[ModelConfig, int], Speed]] = []
+    probing_seconds = 0.0
+    while len(speeds) < _MIN_PROBES or (len(speeds) < _MAX_PROBES and probing_seconds < _PROBING_SHARE * budget.amount):
         choice = _accumulate(_choose_for_flops(max(1e9, flops_per_second * left), train_bytes), largest_batch)
-        if (probe := (choice.model, choice.train.batch_size)) in probes[-1:]:
+        probe = (choice.model, choice.train.batch_size)
+        if known := [speed for measured, speed in speeds if measured == probe]:
+            speed = known[-1]
             break
-        probes.append(probe)
         speed = measure(choice.model, choice.train)
-        left -= speed.start_seconds + speed.timed_seconds
+        speeds.append((probe, speed))
+        seconds = speed.start_seconds + speed.timed_seconds
+        left, probing_seconds = left - seconds, probing_seconds + seconds
         flops_per_second = speed.flops_per_step / speed.step_seconds
     sequences = valid_bytes / bytes_per_token(choice.vocab_size) / choice.model.context_length
     evaluated = sequences + _EVALUATIONS * choice.train.eval_sequences
@@ -75,7 +81,8 @@ def choose_configuration(
     seconds = left - speed.start_seconds - evaluation
     choice = replace(choice, train=_with_steps(choice.train, int(seconds / speed.step_seconds)))
     reason = (
-        f"A step takes {1e3 * speed.step_seconds:,.0f} ms on this machine ({flops_per_second:.2g} FLOP/s). "
+        f"A step takes {1e3 * speed.step_seconds:,.0f} ms on this machine "
+        f"({speed.flops_per_step / speed.step_seconds:.2g} FLOP/s). "
         f"Of {budget.amount:,.0f} s, {max(0, seconds):,.0f} s are left for steps, after the other stages, the "
         f"measurement of the speed and {evaluation:,.0f} s of evaluations."
     )

@@ -85,12 +85,25 @@ def test_time_is_spent(seconds: float, rate: float, train_bytes: int, start: flo
         assert "The budget is too small" in str(error)
         return
     steps_seconds = flops_of(choice) / rate
-    assert 1 <= len(asked) <= 3 and asked[-1] == (choice.model, choice.train.batch_size)
+    assert 1 <= len(asked) <= 8 and (choice.model, choice.train.batch_size) in asked
     assert steps_seconds + len(asked) * (start + 3) < seconds
     valid_tokens = train_bytes // 50 / bytes_per_token(choice.vocab_size)
     evaluation = (valid_tokens + 6 * 64 * choice.model.context_length) * 0.35 * flops_per_token(choice.model) / rate
     others = (len(asked) + 1) * start + len(asked) * 3 + 10 + train_bytes * 1.02 / 50e6
     assert steps_seconds + evaluation + others == pytest.approx(seconds, rel=0.05)
+
+
+def test_the_model_suits_a_machine_that_is_faster_with_larger_models() -> None:
+    def rate(model: ModelConfig) -> float:
+        return 2e10 * (model.d_model / 64) ** 3
+
+    def measure(model: ModelConfig, train: TrainConfig) -> Speed:
+        flops = flops_per_token(model) * train.batch_size * model.context_length
+        return Speed(1.0, flops / rate(model), 3.0, flops)
+
+    choice = choose_configuration(Budget(3600, "seconds"), 10**12, 0, 10**6, measure, many)
+    spent = rate(choice.model) * 3500
+    assert 1 / 1.6 < flops_per_token(choice.model) / best_flops_per_token(spent) < 1.6
 
 
 def test_little_text_has_a_larger_model_and_a_smaller_vocabulary() -> None:
