@@ -166,7 +166,7 @@ def _shapes(train_bytes: int) -> Iterator[ModelConfig]:
             _VOCAB_SIZES[0],
             context_length=256 if width < 512 else 1024,
             d_model=width,
-            num_layers=max(1, round(width / 64)),
+            num_layers=math.ceil(width / 64),
             num_heads=width // 64 if width % 64 == 0 and width > 64 else width // 32,
             d_ff=32 * round(width * 8 / 3 / 32),
             qk_norm=True,
