@@ -55,7 +55,7 @@ def test_the_estimate_equals_the_flops_of_the_model(flops: float) -> None:
 def test_flops_are_spent_at_the_best_size(flops: float) -> None:
     choice = choose_configuration(Budget(flops, "flops"), 10**12, 10**6, 2, never, many)
     assert flops_of(choice) == pytest.approx(flops, rel=0.05)
-    assert 1 / 1.7 < flops_per_token(choice.model) / best_flops_per_token(flops) < 1.7
+    assert 1 / 1.6 < flops_per_token(choice.model) / best_flops_per_token(flops) < 1.6
 
 
 @pytest.mark.parametrize("tokens", [1e6, 1e8, 1e10])
@@ -66,7 +66,7 @@ def test_tokens_are_spent(tokens: float) -> None:
 
 def test_tokens_are_at_most_four_epochs() -> None:
     choice = choose_configuration(Budget(5e7, "tokens"), 2_000_000, 0, 2, never, many)
-    assert tokens_of(choice) == pytest.approx(4 * 2_000_000 / bytes_per_token(choice.vocab_size), rel=0.05)
+    assert 3.2 < tokens_of(choice) * bytes_per_token(choice.vocab_size) / 2_000_000 < 4.1
     assert "less than the budget" in choice.reasons[0]
     same = choose_configuration(Budget(tokens_of(choice), "tokens"), 2_000_000, 0, 2, never, many)
     assert same.model == choice.model
@@ -103,7 +103,7 @@ def test_the_model_suits_a_machine_that_is_faster_with_larger_models() -> None:
 
     choice = choose_configuration(Budget(3600, "seconds"), 10**12, 0, 10**6, measure, many)
     spent = rate(choice.model) * 3500
-    assert 1 / 1.7 < flops_per_token(choice.model) / best_flops_per_token(spent) < 1.7
+    assert 1 / 1.6 < flops_per_token(choice.model) / best_flops_per_token(spent) < 1.6
 
 
 def test_little_text_has_a_larger_model_and_a_smaller_vocabulary() -> None:
