@@ -13,7 +13,7 @@ from lm.model.config import ModelConfig
 from lm.model.flops import flops_per_token, parameter_count
 from lm.train.config import TrainConfig
 
-MeasureSpeed = Callable[[ModelConfig, TrainConfig], Speed]
+MeasureSpeed = Callable[[ModelConfig, TrainConfig, float], Speed]  # the number: seconds of steps
 FindLargestBatch = Callable[[ModelConfig, TrainConfig], int]
 
 _VOCAB_SIZES = [1 << power for power in range(9, 16)]
@@ -27,6 +27,9 @@ _OTHER_SECONDS = 10.0  # Prefect, checkpoints, samples
 # Larger models run faster, so the first speeds are too low for the model that they are to choose.
 _MIN_PROBES, _MAX_PROBES = 3, 8
 _PROBING_SHARE = 0.04  # of the time; more probes only below
+_PROBE_SECONDS = 3.0
+# A shared machine is faster or slower for seconds: the chosen model is measured for longer, if the budget pays for it.
+_LAST_PROBE_SHARE, _LAST_PROBE_MAX_SECONDS = 0.01, 60.0
 _FIRST_GUESS = 2e10  # FLOP/s
 
 
@@ -71,11 +74,14 @@ def choose_configuration(
         if known := [speed for measured, speed in speeds if measured == probe]:
             speed = known[-1]
             break
-        speed = measure(choice.model, choice.train)
+        speed = measure(choice.model, choice.train, _PROBE_SECONDS)
         speeds.append((probe, speed))
-        seconds = speed.start_seconds + speed.timed_seconds
-        left, probing_seconds = left - seconds, probing_seconds + seconds
+        left, probing_seconds = left - speed.seconds, probing_seconds + speed.seconds
         flops_per_second = speed.flops_per_step / speed.step_seconds
+    last_probe_seconds = min(_LAST_PROBE_SHARE * budget.amount, _LAST_PROBE_MAX_SECONDS)
+    if last_probe_seconds > _PROBE_SECONDS:
+        speed = measure(choice.model, choice.train, last_probe_seconds)
+        left -= speed.seconds
     sequences = valid_bytes / bytes_per_token(choice.vocab_size) / choice.model.context_length
     evaluated = sequences + _EVALUATIONS * choice.train.eval_sequences
     evaluation = evaluated / choice.train.batch_size * _FORWARD_SHARE * speed.step_seconds

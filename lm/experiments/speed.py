@@ -19,8 +19,7 @@ from lm.train.parallel import available_memory, predict_memory
 from lm.train.pretraining import TrainData, make_trainer
 
 _WARM_UP_STEPS = 2
-_MIN_STEPS, _MAX_STEPS = 5, 50
-_MIN_SECONDS = 3.0  # of the timed steps, if they are fewer than _MAX_STEPS
+_MIN_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -35,9 +34,14 @@ class Speed:
     """Time that the measured steps took."""
     flops_per_step: float
 
+    @property
+    def seconds(self) -> float:
+        """Time that the measurement took."""
+        return self.start_seconds + self.timed_seconds
 
-def measure_speed(model: ModelConfig, config: TrainConfig, execution: Execution) -> Speed:
-    """Train some steps on random tokens, in this process. ``model.vocab_size`` must be set.
+
+def measure_speed(model: ModelConfig, config: TrainConfig, seconds: float, execution: Execution) -> Speed:
+    """Train for some ``seconds`` on random tokens, in this process. ``model.vocab_size`` must be set.
 
     The steps are compiled if those of a training with this configuration would be. With several processes, this one
     trains on its share of each batch; the time of communication is left out. Raises UserError if memory is too small.
@@ -57,7 +61,7 @@ def measure_speed(model: ModelConfig, config: TrainConfig, execution: Execution)
         )
         times: list[float] = []
         with trainer.explain_out_of_memory():
-            while len(times) < _MIN_STEPS or (sum(times) < _MIN_SECONDS and len(times) < _MAX_STEPS):
+            while len(times) < _MIN_STEPS or sum(times) < seconds:
                 if trainer.step == _WARM_UP_STEPS:
                     start_seconds = time.perf_counter() - started
                     times.clear()

@@ -63,11 +63,11 @@ def test_a_choice_for_a_time_is_kept(
     measured = []
     compiler = Mock()
 
-    def measure(model: ModelConfig, train: TrainConfig, execution: Execution) -> Speed:
+    def measure(model: ModelConfig, train: TrainConfig, seconds: float, execution: Execution) -> Speed:
         compiler.wait.assert_called_once()  # nothing else runs while steps are measured
         measured.append(model)
         flops = flops_per_token(model) * train.batch_size * model.context_length
-        return Speed(1.0, flops / 1e10, 3.0, flops)
+        return Speed(1.0, flops / 1e10, seconds, flops)
 
     monkeypatch.setattr(speed, "measure_speed", measure)
     monkeypatch.setattr(disk_cache, "compile_in_background", Mock(return_value=compiler))
@@ -108,7 +108,7 @@ def test_mistakes(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(speed, "measure_speed", lambda model, train, execution: Speed(1.0, 0.1, 3.0, 1e9))
+    monkeypatch.setattr(speed, "measure_speed", lambda model, train, seconds, execution: Speed(1.0, 0.1, 3.0, 1e9))
     assert main(["run", *text, *options]) == 2
     assert message in capsys.readouterr().err
 

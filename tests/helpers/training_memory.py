@@ -18,7 +18,7 @@ from lm.model.memory import TrainingMemory, predict_training_memory
 from lm.model.transformer import TransformerLM
 from lm.train.config import TrainConfig
 from lm.train.optimizers import make_optimizers, whole_parameters
-from tests.helpers.memory import peak_of_second_call
+from tests.helpers.memory import peak_of_later_calls
 from tests.helpers.ranks import rank_of_test
 
 
@@ -46,7 +46,7 @@ class Case:
 
 
 def measure_peak(case: Case) -> int:
-    """Return the peak bytes of tensors in the second of two steps of this rank."""
+    """Return the peak bytes of tensors in a step of this rank that is not the first."""
     torch.manual_seed(0)
     x = torch.zeros(case.sequences, case.config.context_length, dtype=torch.int64)
 
@@ -71,7 +71,7 @@ def measure_peak(case: Case) -> int:
 
         return step
 
-    return peak_of_second_call(make_step)
+    return peak_of_later_calls(make_step)
 
 
 def main() -> None:

@@ -25,14 +25,14 @@ def flops_of(choice: Choice) -> float:
     return tokens_of(choice) * flops_per_token(choice.model)
 
 
-def speed_of(flops_per_second: float, start_seconds: float = 1.0, timed_seconds: float = 3.0):  # type: ignore[no-untyped-def]
-    """Return a measurement on a machine of constant speed, and the configurations that it was asked for."""
+def speed_of(flops_per_second: float, start_seconds: float = 1.0):  # type: ignore[no-untyped-def]
+    """Return a measurement on a machine of constant speed, and what it was asked to measure for how long."""
     asked = []
 
-    def measure(model: ModelConfig, train: TrainConfig) -> Speed:
-        asked.append((model, train.batch_size))
+    def measure(model: ModelConfig, train: TrainConfig, seconds: float) -> Speed:
+        asked.append((model, train.batch_size, seconds))
         flops = flops_per_token(model) * train.batch_size * model.context_length
-        return Speed(start_seconds, flops / flops_per_second, timed_seconds, flops)
+        return Speed(start_seconds, flops / flops_per_second, seconds, flops)
 
     return measure, asked
 
@@ -41,7 +41,7 @@ def many(model: ModelConfig, train: TrainConfig) -> int:
     return 10**9
 
 
-def never(model: ModelConfig, train: TrainConfig) -> Speed:
+def never(model: ModelConfig, train: TrainConfig, seconds: float) -> Speed:
     raise AssertionError("the speed does not matter for this budget")
 
 
@@ -85,21 +85,30 @@ def test_time_is_spent(seconds: float, rate: float, train_bytes: int, start: flo
         assert "The budget is too small" in str(error)
         return
     steps_seconds = flops_of(choice) / rate
-    assert 1 <= len(asked) <= 8 and (choice.model, choice.train.batch_size) in asked
-    assert steps_seconds + len(asked) * (start + 3) < seconds
+    assert len(asked) <= 9 and (choice.model, choice.train.batch_size) in [probe[:2] for probe in asked]
+    probing = sum(start + probe[2] for probe in asked)
+    assert steps_seconds + probing < seconds
     valid_tokens = train_bytes // 50 / bytes_per_token(choice.vocab_size)
     evaluation = (valid_tokens + 6 * 64 * choice.model.context_length) * 0.35 * flops_per_token(choice.model) / rate
-    others = (len(asked) + 1) * start + len(asked) * 3 + 10 + train_bytes * 1.02 / 50e6
+    others = probing + start + 10 + train_bytes * 1.02 / 50e6
     assert steps_seconds + evaluation + others == pytest.approx(seconds, rel=0.05)
+
+
+@pytest.mark.parametrize(("seconds", "last_probe"), [(200, 3), (3600, 36), (86_400, 60)])
+def test_the_chosen_model_is_measured_for_longer(seconds: float, last_probe: float) -> None:
+    measure, asked = speed_of(1e10)
+    choice = choose_configuration(Budget(seconds, "seconds"), STORIES_BYTES, 10**6, 2, measure, many)
+    assert asked[-1] == (choice.model, choice.train.batch_size, last_probe)
+    assert {probe[2] for probe in asked[:-1]} == {3}
 
 
 def test_the_model_suits_a_machine_that_is_faster_with_larger_models() -> None:
     def rate(model: ModelConfig) -> float:
         return 2e10 * (model.d_model / 64) ** 3
 
-    def measure(model: ModelConfig, train: TrainConfig) -> Speed:
+    def measure(model: ModelConfig, train: TrainConfig, seconds: float) -> Speed:
         flops = flops_per_token(model) * train.batch_size * model.context_length
-        return Speed(1.0, flops / rate(model), 3.0, flops)
+        return Speed(1.0, flops / rate(model), seconds, flops)
 
     choice = choose_configuration(Budget(3600, "seconds"), 10**12, 0, 10**6, measure, many)
     spent = rate(choice.model) * 3500
