@@ -26,8 +26,8 @@ from lm.kernels.bpe.cl100k_starts import (
     find_starts_of_whitespace,
 )
 from lm.kernels.bpe.classes import CJK, CONTROL, DIGIT, LETTER, OTHER, WHITESPACE
-from lm.kernels.bpe.pretoken_starts import character_at, class_at, low_bits, write_starts
-from lm.kernels.jit import Bytes, Int32s, Word, helper, inlined
+from lm.kernels.bpe.pretoken_starts import character_at, class_at, low_bits, move_to_first_bytes, write_starts
+from lm.kernels.jit import Bytes, Int32s, Word, helper
 from lm.kernels.simd import first_bit, in_range, last_bit, read
 from lm.kernels.status import INVALID_UTF8
 
@@ -76,14 +76,6 @@ def classify_non_ascii(
         elif character_class == CONTROL:
             controls |= bits
     return size, letters, digits, whitespace, controls, cjk
-
-
-@inlined
-def to_first_bytes(bits: Word, continuation: Word) -> Word:
-    """Move the bits of last bytes of characters to their first bytes."""
-    while bits & continuation:
-        bits = (bits & ~continuation) | ((bits & continuation) >> _ONE)
-    return bits
 
 
 @helper
@@ -157,7 +149,7 @@ def find_deepseek_starts(
         rests = blanks & (line_breaks << _ONE)
         if rests:
             begins |= rests & ~before_line_break(line_breaks, whitespace)
-        begins |= to_first_bytes(blanks & ((valid & ~(whitespace | digits | cjk)) >> _ONE), continuation)
+        begins |= move_to_first_bytes(blanks & ((valid & ~(whitespace | digits | cjk)) >> _ONE), continuation)
 
         # A letter takes the blank or the control before it. ASCII letters after an ASCII symbol are its own.
         prefixes = blanks | controls
@@ -177,7 +169,7 @@ def find_deepseek_starts(
                 next_letter = CJK | LETTER if cjk >> top else LETTER  # in the same piece
                 if class_at(buffer, block + size, end, classes) == next_letter:
                     before_letters |= controls & (_ONE << top)
-            begins |= to_first_bytes(before_letters, continuation)
+            begins |= move_to_first_bytes(before_letters, continuation)
 
         if digits:
             runs = digits & ~(digits << _ONE | digit_carry)

@@ -31,7 +31,7 @@ from lm.kernels.bpe.cl100k_starts import (
     is_line_break,
 )
 from lm.kernels.bpe.classes import DIGIT, LOWER, MARK, UNCASED, UPPER, WHITESPACE
-from lm.kernels.bpe.pretoken_starts import character_at, class_at, low_bits, move_to_first_bytes, write_starts
+from lm.kernels.bpe.pretoken_starts import character_at, low_bits, move_to_first_bytes, write_starts
 from lm.kernels.jit import Bytes, Int, Int32s, Word, helper, inlined
 from lm.kernels.simd import first_bit, in_range, last_bit, read
 from lm.kernels.status import INVALID_UTF8
@@ -315,15 +315,3 @@ def find_o200k_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, rules
         space_carry, prefix_carry = spaces >> top, prefixes >> top
         block += size
     return count
-
-
-@inlined
-def is_capital_after_uncased(buffer: Bytes, begin: int, position: int, end: int, classes: Bytes) -> bool:
-    """Return whether a capital is at ``position`` after a letter without case or a mark, which begins at ``begin`` or
-    later. A small letter after the capitals would join them."""
-    if class_at(buffer, position, end, classes) != UPPER:
-        return False
-    start = position - 1
-    while start > begin and read(buffer, start) & 0xC0 == 0x80:
-        start -= 1
-    return class_at(buffer, start, end, classes) > UPPER

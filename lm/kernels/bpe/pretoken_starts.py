@@ -60,6 +60,15 @@ def class_at(buffer: Bytes, position: int, end: int, classes: Bytes) -> Int:
 
 
 @inlined
+def class_before(buffer: Bytes, begin: int, position: int, classes: Bytes) -> Int:
+    """Return the class of the character before ``position``, which begins at ``begin`` or later."""
+    start = position - 1
+    while start > begin and read(buffer, start) & 0xC0 == 0x80:
+        start -= 1
+    return class_at(buffer, start, position, classes)
+
+
+@inlined
 def contraction_length(buffer: Bytes, position: int, end: int) -> int:
     """Return the length of the contraction (``'s``, ``'ll``, ...) at an apostrophe; 0 if there is no contraction."""
     if position + 1 < end:
@@ -114,15 +123,11 @@ def classify_non_ascii(
 
 
 @inlined
-def move_to_first_bytes(last: Word, tails: Word) -> Word:
-    """Move the bits ``last`` of the last bytes of whitespace characters to their first bytes.
-
-    ``tails`` marks the bytes of whitespace characters except each first byte.
-    """
-    if last & tails:
-        moved = (last & tails) >> _ONE
-        last = (last & ~tails) | (moved & ~tails) | ((moved & tails) >> _ONE)
-    return last
+def move_to_first_bytes(bits: Word, continuation: Word) -> Word:
+    """Move the bits of last bytes of characters to their first bytes; ``continuation`` marks all other bytes."""
+    while bits & continuation:
+        bits = (bits & ~continuation) | ((bits & continuation) >> _ONE)
+    return bits
 
 
 @inlined

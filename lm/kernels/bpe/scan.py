@@ -5,26 +5,28 @@ from typing import Any
 from numba.extending import overload
 
 from lm.kernels.bpe.cl100k_starts import Cl100kRules, find_cl100k_starts
-from lm.kernels.bpe.classes import WHITESPACE
+from lm.kernels.bpe.classes import UPPER, WHITESPACE
 from lm.kernels.bpe.deepseek_starts import DeepseekRules, find_deepseek_starts
-from lm.kernels.bpe.o200k_starts import O200kRules, find_o200k_starts, is_capital_after_uncased
-from lm.kernels.bpe.pretoken_starts import class_at, find_pretoken_starts
+from lm.kernels.bpe.o200k_starts import O200kRules, find_o200k_starts
+from lm.kernels.bpe.pretoken_starts import class_at, class_before, find_pretoken_starts
 from lm.kernels.jit import HELPER_OPTIONS, Bytes, Int, Int32s, inlined
-from lm.kernels.simd import read
 
 Rules = Cl100kRules | O200kRules | DeepseekRules | None  # None: GPT-2's pattern
 
 
 @inlined
 def is_inner_whitespace(buffer: Bytes, begin: int, position: int, end: int, classes: Bytes) -> bool:
-    """Return whether whitespace is at ``position`` after whitespace, which begins at ``begin`` or later. A line break
-    after it would join them."""
-    if class_at(buffer, position, end, classes) != WHITESPACE:
-        return False
-    start = position - 1
-    while start > begin and read(buffer, start) & 0xC0 == 0x80:
-        start -= 1
-    return class_at(buffer, start, position, classes) == WHITESPACE
+    """Return whether whitespace is at ``position`` after whitespace. A line break after it would join them."""
+    is_whitespace = class_at(buffer, position, end, classes) == WHITESPACE
+    return is_whitespace and class_before(buffer, begin, position, classes) == WHITESPACE
+
+
+@inlined
+def is_capital_after_uncased(buffer: Bytes, begin: int, position: int, end: int, classes: Bytes) -> bool:
+    """Return whether a capital is at ``position`` after a letter without case or a mark. A small letter after the
+    capitals would join them."""
+    is_capital = class_at(buffer, position, end, classes) == UPPER
+    return is_capital and class_before(buffer, begin, position, classes) > UPPER
 
 
 def find_starts(buffer: Bytes, begin: Int, end: Int, classes: Bytes, rules: Rules, starts: Int32s) -> int:
