@@ -148,10 +148,18 @@ class _Sweep:
         """Run the trials of a search, each after the results of the earlier ones."""
         search = Search(config, self.config.axes)
         for number in range(1, config.trials + 1):
-            point = self.config.point(search.ask(), f"trial {number}")
-            for _ in self.share(point):
-                pass
-            self.check_epochs([point])
+            settings = search.ask()
+            try:
+                point = self.config.point(settings, f"trial {number}")
+                for _ in self.share(point):
+                    pass
+                self.check_epochs([point])
+            except UserError as error:  # only the corners of the axes are checked before anything runs
+                if number == config.trials and not self.trials:
+                    raise
+                self._log("Trial %d is left out. %s", number, error)
+                search.leave_out()
+                continue
             ref = self._train_one(point, f"Trial {number} of {config.trials}", search.limits())
             self.points.append(point)
             self.trials.append(ref)
@@ -188,11 +196,18 @@ class _Sweep:
         for point in candidates:  # a derived option may change the stages up to the shards
             for _ in self.share(point):
                 pass
-        (vocab_size,) = self.executor.read(_read_vocab_size, self.shared(candidates[0]).shards_index)
+        sizes = [
+            size
+            for point in candidates
+            for size in self.executor.read(_read_vocab_size, self.shared(point).shards_index)
+        ]
+        if any(isinstance(size, Ref) for size in sizes):  # a plan: some text is not encoded yet
+            return
         # The largest size needs the fewest tokens; if it needs too many, check_epochs says so.
-        allowed = [point for point in candidates if self.epochs(point) <= (self.config.max_epochs or math.inf)]
-        best_size = content["prediction"]["parameters"]
-        point = min(allowed or candidates[-1:], key=lambda point: _distance(point, best_size, vocab_size))
+        limit, best_size = self.config.max_epochs or math.inf, content["prediction"]["parameters"]
+        sized = list(zip(candidates, sizes, strict=True))
+        allowed = [(point, size) for point, size in sized if self.epochs(point) <= limit]
+        point, _ = min(allowed or sized[-1:], key=lambda chosen: _distance(*chosen, best_size))
         self._log("Prediction for %.3g FLOPs: %.4f.", config.check_budget, content["prediction"]["loss"])
         self.check_epochs([point])
         self.check = [self._train_one(point, "Check")]
@@ -209,7 +224,7 @@ def _trial_config(point: Point, limits: dict[str, float] | None = None) -> Trial
     return TrialConfig(config.model, config.train, limits or {})
 
 
-def _distance(point: Point, parameters: float, vocab_size: int) -> float:
+def _distance(point: Point, vocab_size: int, parameters: float) -> float:
     """Return how far the size of a point is from ``parameters``, as the logarithm of their ratio."""
     from lm.model.flops import parameter_count
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import yaml
 
-from flows.config import PRESETS, PipelineConfig, complete, load_config, preset_names, preset_path
+from flows.config import PRESETS, PipelineConfig, complete, load_preset, preset_names
 from lm.common.config import PYDANTIC_CONFIG, bounded_field
 from lm.common.errors import UserError, did_you_mean
 from lm.common.runtime import Execution
@@ -72,6 +72,8 @@ class SweepConfig:
             raise UserError("execution.train_deployment does not work in a sweep; use execution.runner dask or ray.")
         if self.base.budget:
             raise UserError("A sweep chooses the configurations of its points itself; leave the budget out.")
+        if "point" in (*self.derive, *(name for axis in self.axes for name in axis.names)):
+            raise UserError(f"The sweep {self.name} has a variable point; the table has a column of that name.")
         if self.search and self.law:
             raise UserError(f"The sweep {self.name} has a search and a law; a law needs all points of the grid.")
         if self.search and any(name.startswith("data.") for axis in self.axes for name in axis.names):
@@ -151,7 +153,7 @@ def load_sweep(name: str, size: str = "") -> SweepConfig:
     chosen = size or next(iter(sizes), "")
     for key, value in (sizes[chosen] or {}).items() if chosen else ():
         fields[key] = {**(fields.get(key) or {}), **value} if key in _MERGED_FIELDS else value
-    base = _base_config(str(fields.pop("base", "demo")), fields.pop("set", None) or {})
+    base = _base_config(str(fields.pop("base", "demo")), path.parent, fields.pop("set", None) or {})
     content = {"name": f"{path.stem}-{chosen}" if chosen else path.stem, **fields, "base": base}
     try:
         config: SweepConfig = _validate(SweepConfig, content)
@@ -173,14 +175,20 @@ def sweep_path(name: str) -> Path:
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_yaml(path: Path) -> Any:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content = _read_yaml(path)
     sizes = content.get("sizes", {}) if isinstance(content, dict) else {}
     if not isinstance(content, dict) or not isinstance(sizes, dict):
         raise UserError(f"{path} must have fields such as base, axes and sizes; see docs/experiments.md.")
+    if sizes:
+        content["sizes"] = sizes = {str(name): fields for name, fields in sizes.items()}
     for fields in (content, *sizes.values()):
         if not isinstance(fields or {}, dict) or not all(
             isinstance((fields or {}).get(name) or {}, dict) for name in _MERGED_FIELDS
@@ -191,9 +199,20 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _base_config(base: str, options: Mapping[str, Any]) -> PipelineConfig:
-    """Return a preset, or the configuration of a YAML file, with options such as train.steps replaced."""
-    config = load_config(PipelineConfig, Path(base) if Path(base).suffix in (".yaml", ".yml") else preset_path(base))
+def _base_config(base: str, folder: Path, options: Mapping[str, Any]) -> PipelineConfig:
+    """Return a preset, or the configuration of a YAML file, with options such as train.steps replaced.
+
+    The path of a file is relative to ``folder``.
+    """
+    if Path(base).suffix in (".yaml", ".yml"):
+        path = folder / Path(base).expanduser()
+        content = _read_yaml(path)
+        try:
+            config: PipelineConfig = _validate(PipelineConfig, content)
+        except UserError as error:
+            raise UserError(f"The base {path} is not valid: {error}") from None
+    else:
+        config = load_preset(base)
     fields = asdict(config)
     for name, value in options.items():
         section, _, option = name.partition(".")

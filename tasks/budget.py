@@ -32,7 +32,7 @@ _CHOICE_FILE = "choice.json"
 def budget(out: Attempt, texts: Output, amount: str, machine: str) -> None:
     """Write ``choice.json`` and ``config.yaml``. ``machine`` is its kind: another one has another speed."""
     from lm.experiments.dial import choose_configuration
-    from lm.experiments.speed import find_largest_batch, measure_speed
+    from lm.experiments.speed import find_largest_batch, guess_flops_per_second, measure_speed
 
     statistics, execution = texts.json("text_groups.json")["statistics"], out.run.execution
     train_bytes, valid_bytes = (statistics[split]["bytes"] for split in ("train", "valid"))
@@ -41,6 +41,8 @@ def budget(out: Attempt, texts: Output, amount: str, machine: str) -> None:
         train_bytes,
         valid_bytes,
         execution.workers,
+        execution.processes,
+        partial(guess_flops_per_second, execution),
         partial(measure_speed, execution=execution),
         partial(find_largest_batch, execution=execution),
     )

@@ -5,7 +5,7 @@ import json
 import yaml
 
 from lm.experiments.report import SweepReport, format_csv, table_rows
-from lm.experiments.trial import from_json
+from lm.experiments.trial import from_json, rank
 from tasks.pages import sweep as pages
 from tasks.runtime.context import Attempt
 from tasks.runtime.output import Output
@@ -34,11 +34,11 @@ def sweep(
     (out.directory / "curves.jsonl").write_text(text, encoding="utf-8")
     states = [result.state for result in results]
     out.figures = {"points": len(results), **{state: states.count(state) for state in dict.fromkeys(states)}}
-    best = rows[0]
-    if best["state"] == "finished":
-        config = {"name": f"{report.name}-best", **report.configs[best["point"] - 1]}
+    best = rank(results)[0]
+    if results[best].state == "finished":
+        config = {"name": f"{report.name}-best", **report.configs[best]}
         (out.directory / "best.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-        out.figures |= {"best_point": best["point"], "best_loss": results[best["point"] - 1].objective}
+        out.figures |= {"best_point": best + 1, "best_loss": results[best].objective}
     if law:
         content = law[0].json("law.json")
         (out.directory / "law.json").write_text(json.dumps(content, indent=1), encoding="utf-8")

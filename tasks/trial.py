@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,10 +93,14 @@ def _stopping(outer: RunContext, run: RunContext, ref: Ref, config: TrialConfig)
     """Stop the training of ``run`` with the whole run, or as soon as it is pruned."""
 
     def check() -> bool:
-        is_pruned = bool(config.limits) and find_prune_step(_read_rows(run, ref), config.limits) is not None
-        if outer.stopping.is_set() or is_pruned:
+        if outer.stopping.is_set() or (config.limits and is_pruned()):
             run.stopping.set()
         return run.stopping.is_set()
+
+    def is_pruned() -> bool:
+        with suppress(FileNotFoundError):  # the training replaces its checkpoints meanwhile
+            return find_prune_step(_read_rows(run, ref), config.limits) is not None
+        return False
 
     with run_periodically(check, _POLL_SECONDS):
         yield

@@ -31,6 +31,7 @@ from flows.run_record import absolute_root, run_name
 from flows.sweep_config import SweepStage, load_sweep, with_base, with_trials
 from lm.common.errors import UserError, did_you_mean
 from lm.eval.config import EvaluationConfig, TeachConfig
+from lm.experiments.budget import parse_budget
 from lm.inference.config import SampleConfig
 from tasks.runtime.root_lock import own_root
 from tasks.runtime.store import Store
@@ -54,7 +55,7 @@ def run_command(options: Namespace) -> None:
         compiler = compile_in_background()  # while Prefect starts and text is ingested
         try:
             with GracefulShutdown():
-                if compiler and config.budget:
+                if compiler and config.budget and parse_budget(config.budget).unit == "seconds":
                     log.info("Compiling kernels for this CPU, once. The steps that the budget measures wait for it.")
                     compiler.wait()
                 record = run_pipeline(*arguments)

@@ -206,5 +206,8 @@ def _model_costs(config: Mapping[str, Any]) -> Settings:
     from lm.model.flops import flops_per_token, parameter_count
 
     fields = config["model"]
-    model = ModelConfig(**fields | {"vocab_size": fields["vocab_size"] or config["tokenizer"]["vocab_size"]})
+    try:
+        model = ModelConfig(**fields | {"vocab_size": fields["vocab_size"] or config["tokenizer"]["vocab_size"]})
+    except TypeError as error:  # such as an unknown field of model.moe
+        raise UserError(f"The model is not valid: {error}.") from None
     return {"parameters": parameter_count(model)["total"], "flops_per_token": flops_per_token(model)}

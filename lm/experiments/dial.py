@@ -14,6 +14,7 @@ from lm.model.flops import flops_per_token, parameter_count
 from lm.train.config import TrainConfig
 
 MeasureSpeed = Callable[[ModelConfig, TrainConfig, float], Speed]  # the number: seconds of steps
+GuessSpeed = Callable[[], float]  # FLOP/s
 FindLargestBatch = Callable[[ModelConfig, TrainConfig], int]
 
 _VOCAB_SIZES = [1 << power for power in range(9, 16)]
@@ -24,13 +25,12 @@ _EVALUATIONS = 6
 _FORWARD_SHARE = 0.35  # of the time of a step
 _PREPARATION_BYTES_PER_SECOND = 25e6  # of the stages from ingest to encode, for each thread
 _OTHER_SECONDS = 10.0  # Prefect, checkpoints, samples
-# Larger models run faster, so the first speeds are too low for the model that they are to choose.
-_MIN_PROBES, _MAX_PROBES = 3, 8
+# Larger models run faster, so the first speed may be too low for the model that it is to choose.
+_MIN_PROBES, _MAX_PROBES = 2, 8
 _PROBING_SHARE = 0.04  # of the time; more probes only below
 _PROBE_SECONDS = 3.0
 # A shared machine is faster or slower for seconds: the chosen model is measured for longer, if the budget pays for it.
 _LAST_PROBE_SHARE, _LAST_PROBE_MAX_SECONDS = 0.01, 60.0
-_FIRST_GUESS = 2e10  # FLOP/s
 
 
 @dataclass(frozen=True)
@@ -48,28 +48,34 @@ def choose_configuration(
     train_bytes: int,
     valid_bytes: int,
     threads: int,
+    processes: int,
+    guess: GuessSpeed,
     measure: MeasureSpeed,
     largest_batch: FindLargestBatch,
 ) -> Choice:
     """Choose vocabulary, shape, batch, learning rate and steps for a text of ``train_bytes``.
 
-    The size of the model follows the scaling law of :mod:`lm.experiments.law`. A budget of time is spent at the speed
-    that ``measure`` returns for the chosen configuration. ``largest_batch`` returns how many sequences fit the memory.
-    Raises UserError if the budget is too small for this text.
+    ``threads`` prepare the text; ``processes``, a power of two, train. The size of the model follows the scaling law of
+    :mod:`lm.experiments.law`. A budget of time is spent at the speed that ``measure`` returns for the chosen
+    configuration; the first that is measured follows from ``guess``. ``largest_batch`` returns how many sequences fit
+    the memory.
+
+    Raises UserError if the budget is too small for this text, or a text is too short for it.
     """
     if budget.unit != "seconds":
         if budget.unit == "flops":
             choice = _choose_for_flops(budget.amount, train_bytes)
         else:
             choice = _choose_for_tokens(budget.amount, train_bytes)
-        choice = _accumulate(choice, largest_batch)
-        return _check(replace(choice, reasons=[*choice.reasons, *_describe(choice, train_bytes)]))
+        choice = _fit_machine(choice, processes, largest_batch)
+        return _check(replace(choice, reasons=[*choice.reasons, *_describe(choice, train_bytes)]), valid_bytes)
     left = budget.amount - _OTHER_SECONDS - (train_bytes + valid_bytes) / (_PREPARATION_BYTES_PER_SECOND * threads)
-    flops_per_second = _FIRST_GUESS
+    flops_per_second = guess()
     speeds: list[tuple[tuple[ModelConfig, int], Speed]] = []
     probing_seconds = 0.0
     while len(speeds) < _MIN_PROBES or (len(speeds) < _MAX_PROBES and probing_seconds < _PROBING_SHARE * budget.amount):
-        choice = _accumulate(_choose_for_flops(max(1e9, flops_per_second * left), train_bytes), largest_batch)
+        choice = _choose_for_flops(max(1e9, flops_per_second * left), train_bytes)
+        choice = _fit_machine(choice, processes, largest_batch)
         probe = (choice.model, choice.train.batch_size)
         if known := [speed for measured, speed in speeds if measured == probe]:
             speed = known[-1]
@@ -86,14 +92,18 @@ def choose_configuration(
     evaluated = sequences + _EVALUATIONS * choice.train.eval_sequences
     evaluation = evaluated / choice.train.batch_size * _FORWARD_SHARE * speed.step_seconds
     seconds = left - speed.start_seconds - evaluation
-    choice = replace(choice, train=_with_steps(choice.train, int(seconds / speed.step_seconds)))
+    most_tokens = _most_tokens(train_bytes, choice.vocab_size)
+    most_steps = int(most_tokens / choice.model.context_length / choice.train.batch_size)
+    choice = replace(choice, train=_with_steps(choice.train, min(int(seconds / speed.step_seconds), most_steps)))
     reason = (
         f"A step takes {1e3 * speed.step_seconds:,.0f} ms on this machine "
         f"({speed.flops_per_step / speed.step_seconds:.2g} FLOP/s). "
         f"Of {budget.amount:,.0f} s, {max(0, seconds):,.0f} s are left for steps, after the other stages, the "
         f"measurement of the speed and {evaluation:,.0f} s of evaluations."
     )
-    return _check(replace(choice, reasons=[reason, *_describe(choice, train_bytes)]))
+    if (left_over := seconds - choice.train.steps * speed.step_seconds) > 0.05 * budget.amount:
+        reason += f" {left_over:,.0f} s are left over, because {_MAX_EPOCHS} epochs of the text take less time."
+    return _check(replace(choice, reasons=[reason, *_describe(choice, train_bytes)]), valid_bytes)
 
 
 def bytes_per_token(vocab_size: int) -> float:
@@ -101,21 +111,30 @@ def bytes_per_token(vocab_size: int) -> float:
     return min(4.5, 0.62 * math.log(vocab_size) - 1.5)
 
 
-def _check(choice: Choice) -> Choice:
+def _check(choice: Choice, valid_bytes: int) -> Choice:
     if choice.train.steps < _MIN_STEPS:
         raise UserError(
-            f"The budget is too small: it pays for {max(0, choice.train.steps)} steps of the smallest useful training. "
+            f"The budget is too small: it pays for fewer than {_MIN_STEPS} steps of the smallest useful training. "
             "Give a larger budget, or less text."
+        )
+    context, valid_tokens = choice.model.context_length, valid_bytes / bytes_per_token(choice.vocab_size)
+    if 0 < valid_tokens <= context:
+        raise UserError(
+            f"The validation text has about {valid_tokens:,.0f} tokens, and the model reads {context:,} at a time. "
+            "Give more validation text."
         )
     return choice
 
 
-def _accumulate(choice: Choice, largest_batch: FindLargestBatch) -> Choice:
-    """Divide the batch into micro-batches that fit the memory."""
-    largest, parts = max(1, largest_batch(choice.model, choice.train)), 1
-    while choice.train.batch_size // parts > largest:
+def _fit_machine(choice: Choice, processes: int, largest_batch: FindLargestBatch) -> Choice:
+    """Give each process a sequence of each batch, and divide the batch into micro-batches that fit the memory."""
+    train = choice.train
+    if train.batch_size < processes:
+        train = _with_steps(replace(train, batch_size=processes), train.steps * train.batch_size // processes)
+    largest, parts = max(processes, largest_batch(choice.model, train)), 1
+    while train.batch_size // parts > largest:
         parts *= 2
-    return replace(choice, train=replace(choice.train, gradient_accumulation_steps=parts))
+    return replace(choice, train=replace(train, gradient_accumulation_steps=parts))
 
 
 def _choose_for_tokens(tokens: float, train_bytes: int) -> Choice:
@@ -124,14 +143,13 @@ def _choose_for_tokens(tokens: float, train_bytes: int) -> Choice:
     while high / low > 1.01:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if middle / best_flops_per_token(middle) < tokens else (low, middle)
-    choice = _choose_for_flops(low, train_bytes)
-    most_tokens = _most_tokens(train_bytes, choice.vocab_size)
+    shape = _nearest_shape(best_flops_per_token(low), train_bytes)
+    most_tokens = _most_tokens(train_bytes, shape.vocab_size or 0)
     if tokens > most_tokens:
-        if most_tokens < _MIN_STEPS * choice.model.context_length * _MIN_BATCH_SIZE:
-            raise UserError(f"The text is too short to train on: {_MAX_EPOCHS} epochs have {most_tokens:,.0f} tokens.")
         reason = f"The text has {most_tokens / 1e6:,.1f} million tokens in {_MAX_EPOCHS} epochs: less than the budget."
         choice = _choose_for_tokens(most_tokens, train_bytes)
         return replace(choice, reasons=[reason, *choice.reasons])
+    choice = _choose_for_flops(low, train_bytes)
     return replace(choice, train=_with_tokens(choice, tokens))
 
 
@@ -147,14 +165,23 @@ def _choose_for_flops(flops: float, train_bytes: int) -> Choice:
     reason = f"The scaling law gives {target:.3g} FLOPs a token to a training of {flops:.3g} FLOPs."
     if flops / flops_per_token(best) > most_tokens:
         best = _nearest_shape(flops / most_tokens, train_bytes)
+        most_tokens = _most_tokens(train_bytes, best.vocab_size or 0)
         reason += f" More than {_MAX_EPOCHS} epochs of the text would be needed, so the model is larger."
     choice = Choice(best.vocab_size or 0, best, TrainConfig(), [reason])
-    return replace(choice, train=_with_tokens(choice, flops / flops_per_token(best)))
+    return replace(choice, train=_with_tokens(choice, min(flops / flops_per_token(best), most_tokens)))
 
 
 def _nearest_shape(target: float, train_bytes: int) -> ModelConfig:
-    """Return the model whose FLOPs per token are nearest to ``target``."""
-    return min(_shapes(train_bytes), key=lambda shape: abs(math.log(estimate_flops_per_token(shape) / target)))
+    """Return the model whose FLOPs per token are nearest to ``target``, and for which the text has enough tokens."""
+
+    def has_enough_tokens(shape: ModelConfig) -> bool:
+        fewest = _MIN_STEPS * _MIN_BATCH_SIZE * shape.context_length
+        return _most_tokens(train_bytes, shape.vocab_size or 0) >= fewest
+
+    if not (shapes := list(filter(has_enough_tokens, _shapes(train_bytes)))):
+        tokens = _most_tokens(train_bytes, _VOCAB_SIZES[0])
+        raise UserError(f"The text is too short to train on: {_MAX_EPOCHS} epochs have about {tokens:,.0f} tokens.")
+    return min(shapes, key=lambda shape: abs(math.log(estimate_flops_per_token(shape) / target)))
 
 
 def estimate_flops_per_token(shape: ModelConfig) -> int:

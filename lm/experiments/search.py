@@ -45,11 +45,15 @@ class Search:
         return {name: min(max(float(f"{value:.6g}"), float(axis.low or 0)), float(axis.high or 0))}
 
     def limits(self) -> dict[str, float]:
-        """Return the median validation loss of the finished trainings by step, to prune the next one with."""
+        """Return the median bits per byte of the finished trainings by step, to prune the next one with."""
         if not self.config.prune or len(self._finished) < self.config.startup_trials:
             return {}
         steps = sorted({step for losses in self._finished for step in losses if step > self.config.warmup_steps})
         return {str(step): median(losses[step] for losses in self._finished if step in losses) for step in steps}
+
+    def leave_out(self) -> None:
+        """Add that the trial that was asked for has an invalid configuration."""
+        self._study.tell(self._trial, state=self._optuna.trial.TrialState.FAIL)
 
     def tell(self, result: TrialResult) -> None:
         """Add the result of the trial that was asked for."""

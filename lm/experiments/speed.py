@@ -12,6 +12,7 @@ import torch
 from lm.common.device import choose_device, choose_precision
 from lm.common.runtime import Execution
 from lm.model.config import ModelConfig
+from lm.model.flops import peak_flops
 from lm.model.memory import TrainingMemory, largest_micro_batch
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
@@ -20,6 +21,7 @@ from lm.train.pretraining import TrainData, make_trainer
 
 _WARM_UP_STEPS = 2
 _MIN_STEPS = 5
+_USUAL_MFU = 0.3
 
 
 @dataclass(frozen=True)
@@ -27,17 +29,24 @@ class Speed:
     """What the training of a configuration costs on this machine."""
 
     start_seconds: float
-    """Time until the first step: with torch.compile, mostly compilation. A later start takes less."""
+    """Time that a start takes before its steps: with torch.compile, mostly compilation. A later start takes less."""
     step_seconds: float
     """Median time of a step."""
     timed_seconds: float
-    """Time that the measured steps took."""
+    """Time that all steps of the measurement took."""
     flops_per_step: float
 
     @property
     def seconds(self) -> float:
         """Time that the measurement took."""
         return self.start_seconds + self.timed_seconds
+
+
+def guess_flops_per_second(execution: Execution) -> float:
+    """Return about the operations per second of a training, from the time of a matrix product."""
+    device = choose_device(execution.device)
+    dtype = torch.bfloat16 if choose_precision("auto", device) == "bfloat16" else torch.float32
+    return _USUAL_MFU * peak_flops(device, dtype) * (execution.processes if device.type == "cuda" else 1)
 
 
 def measure_speed(model: ModelConfig, config: TrainConfig, seconds: float, execution: Execution) -> Speed:
@@ -59,19 +68,27 @@ def measure_speed(model: ModelConfig, config: TrainConfig, seconds: float, execu
         trainer = make_trainer(
             config, model, data, replace(execution, processes=1, threads=threads), Path(directory), device
         )
-        times: list[float] = []
+
+        def timed_step() -> float:
+            step_started = time.perf_counter()
+            trainer.train_step(trainer.objective.micro_batches(trainer.step), config.lr(trainer.step + 1))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            trainer.step += 1
+            return time.perf_counter() - step_started
+
         with trainer.explain_out_of_memory():
-            while len(times) < _MIN_STEPS or sum(times) < seconds:
-                if trainer.step == _WARM_UP_STEPS:
-                    start_seconds = time.perf_counter() - started
-                    times.clear()
-                step_started = time.perf_counter()
-                trainer.train_step(trainer.objective.micro_batches(trainer.step), config.lr(trainer.step + 1))
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                trainer.step += 1
-                times.append(time.perf_counter() - step_started)
-    return Speed(start_seconds, median(times), sum(times), processes * trainer.flops_per_step)
+            for _ in range(_WARM_UP_STEPS):
+                timed_step()
+            warm_up_seconds = time.perf_counter() - started
+            times = [timed_step()]
+            # At least _MIN_STEPS, unless they take too long.
+            while sum(times) < seconds or len(times) < min(_MIN_STEPS, 3 * seconds / times[0]):
+                times.append(timed_step())
+    step_seconds = median(times)
+    start_seconds = max(0.0, warm_up_seconds - _WARM_UP_STEPS * step_seconds)
+    timed_seconds = warm_up_seconds - start_seconds + sum(times)
+    return Speed(start_seconds, step_seconds, timed_seconds, processes * trainer.flops_per_step)
 
 
 def find_largest_batch(model: ModelConfig, config: TrainConfig, execution: Execution) -> int:

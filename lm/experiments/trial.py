@@ -19,7 +19,8 @@ class TrialConfig:
     model: ModelConfig
     train: TrainConfig
     limits: dict[str, float] = field(default_factory=dict)
-    """Pruning: validation loss by step, above which the training stops. JSON has no numbers as keys."""
+    """Pruning: bits per byte of the validation text by step, above which the training stops. JSON has no numbers as
+    keys."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +54,19 @@ class TrialResult:
 
     @property
     def eval_losses(self) -> dict[int, float]:
-        """Validation loss by step."""
-        return {row["step"]: row["valid_loss"] for row in self.curve if row.get("valid_loss") is not None}
+        """Bits per byte of the validation text by step: unlike the loss of a token, comparable between tokenizers."""
+        rows = [(row["step"], row.get("valid_bits_per_byte")) for row in self.curve]
+        return {step: loss for step, loss in rows if loss is not None}
 
 
 def find_prune_step(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) -> int | None:
-    """Return the first step at which the best validation loss so far is above the limit of the step; None if none is.
+    """Return the first step at which the lowest bits per byte so far are above the limit of the step; None if none is.
 
     This is the rule of Optuna's MedianPruner if the limits are medians.
     """
     best = math.inf
     for row in rows:
-        if (loss := row.get("valid_loss")) is not None:
+        if (loss := row.get("valid_bits_per_byte")) is not None:
             best = min(best, loss)
             if best > limits.get(str(row["step"]), math.inf):
                 return int(row["step"])

@@ -49,7 +49,7 @@ def sweep(
     if len(varied := [name for name in report.axes if len(_values(report, name)) > 1]) == 2:
         yield _heat_map(report, results, *varied)
     if law:
-        yield from _scaling_law(law[0].json("law.json"), results[len(trials) :])
+        yield from _scaling_law(law[0].json("law.json"), results[len(trials) :], _loss_axis(_has_validation(results)))
     path = out.directory / "best.yaml"
     if path.exists():
         yield "### Best configuration\n\n`best.yaml` beside the table. To run it: `textmill run --config best.yaml`."
@@ -60,9 +60,12 @@ def _loss(result: "TrialResult") -> float | None:
     return result.objective if result.state == "finished" else None
 
 
+def _has_validation(results: "Sequence[TrialResult]") -> bool:
+    return any(result.valid_bits_per_byte is not None for result in results)
+
+
 def _loss_name(results: "Sequence[TrialResult]") -> str:
-    has_validation = any(result.valid_bits_per_byte is not None for result in results)
-    return "bits per byte of the validation text" if has_validation else "the training loss, nats per token"
+    return "bits per byte of the validation text" if _has_validation(results) else "the training loss, nats per token"
 
 
 def _results_table(report: "SweepReport", results: "Sequence[TrialResult]", rows: list[dict[str, Any]]) -> str:
@@ -144,9 +147,7 @@ def _loss_over_axis(report: "SweepReport", results: "list[TrialResult]", name: s
     points = [
         (report.value(index, name), loss) for index, result in enumerate(results) if (loss := _loss(result)) is not None
     ]
-    figure, axes = new_figure(
-        f"Loss over {name}", name, _loss_axis(any(result.valid_bits_per_byte is not None for result in results))
-    )
+    figure, axes = new_figure(f"Loss over {name}", name, _loss_axis(_has_validation(results)))
     if points:
         axes.plot(*zip(*points, strict=True), "o", markersize=4, color="0.6")
         best = {value: min(loss for at, loss in points if at == value) for value, _ in sorted(points)}
@@ -187,14 +188,14 @@ def _heat_map(report: "SweepReport", results: "list[TrialResult]", x_name: str, 
     return embed_figure(figure, title)
 
 
-def _scaling_law(content: dict[str, Any], check: "list[TrialResult]") -> Iterator[str]:
+def _scaling_law(content: dict[str, Any], check: "list[TrialResult]", unit: str) -> Iterator[str]:
     """Show the parabola of each budget, the power law through their minima, and the prediction with its check."""
     import numpy as np
 
     from lm.experiments.scaling_law import Parabola
 
     law, prediction = content["law"], content["prediction"]
-    figure, axes = new_figure("Loss over size at equal FLOPs", "parameters", "bits per byte")
+    figure, axes = new_figure("Loss over size at equal FLOPs", "parameters", unit)
     for fields in law["parabolas"]:
         parabola = Parabola(**fields)
         runs = [run for run in content["measurements"] if run["budget"] == parabola.budget]
@@ -220,7 +221,11 @@ def _scaling_law(content: dict[str, Any], check: "list[TrialResult]") -> Iterato
     yield table(header, rows)
     names = {"parameters": "parameters", "tokens": "tokens", "loss": "loss"}
     laws = [
-        (title, f"{law[name]['coefficient']:.4g} · FLOPs^{law[name]['exponent']:.4f}", _error(law[name]))
+        (
+            title,
+            f"{law[name]['coefficient']:.4g} · FLOPs^{law[name]['exponent']:.4f}",
+            f"{law[name]['exponent_error']:.4f}",
+        )
         for name, title in names.items()
     ]
     yield table(("of the best size", "power law", "standard error of the exponent"), laws)
@@ -242,7 +247,7 @@ def _scaling_law(content: dict[str, Any], check: "list[TrialResult]") -> Iterato
                 f"Check: **{loss:.4f}** with {result.parameters:,} parameters and {result.tokens:,} tokens, "
                 f"{difference:+.2f} % from the prediction, {place} the interval."
             )
-    figure, axes = new_figure("Loss of the best size over FLOPs", "FLOPs", "bits per byte")
+    figure, axes = new_figure("Loss of the best size over FLOPs", "FLOPs", unit)
     budgets = [fields["budget"] for fields in law["parabolas"]]
     axes.loglog(budgets, [fields["best_loss"] for fields in law["parabolas"]], "o", label="minima")
     shown = np.geomspace(budgets[0], prediction["budget"], 50)
@@ -254,7 +259,3 @@ def _scaling_law(content: dict[str, Any], check: "list[TrialResult]") -> Iterato
         axes.plot([prediction["budget"]], measured[:1], "*", markersize=12, label="check")
     axes.legend()
     yield embed_figure(figure, "Loss of the best size over FLOPs")
-
-
-def _error(law: dict[str, Any]) -> str:
-    return "" if law["exponent_error"] is None else f"{law['exponent_error']:.4f}"

@@ -1,6 +1,7 @@
 """The flow ``sweep``: tables, cache, divergence, search, mistakes."""
 
 import csv
+import math
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from lm.common.runtime import Execution
 from lm.experiments.axes import Axis
 from lm.experiments.config import LawConfig, SearchConfig
 from lm.experiments.report import table_rows
-from lm.experiments.trial import TrialResult
+from lm.experiments.trial import TrialConfig, TrialResult, make_result
 from lm.model.config import ModelConfig
 from lm.model.flops import parameter_count
 from lm.text.config import DataConfig
@@ -231,6 +232,16 @@ FILE: dict[str, Any] = {
             "reads train.seed, which not every point sets",
         ),
         ({"base": "demos"}, "There is no preset 'demos' (did you mean 'demo'?)"),
+        ({"derive": {"point": "2"}}, "has a variable point; the table has a column of that name"),
+        (
+            {
+                "axes": [{"cases": [{"model.moe": {"num_expert": 8}}]}],
+                "derive": {"train.steps": "12 + parameters // 10**9"},
+            },
+            "point 1 (model.moe {'num_expert': 8}): The model is not valid: ",
+        ),
+        ({"base": "nowhere.yaml"}, "nowhere.yaml cannot be read: [Errno 2] No such file"),
+        ({"base": "mine.yaml"}, "mine.yaml is not valid: axes: "),
         ({"set": {"execution.train_deployment": "pipeline/x"}}, "does not work in a sweep"),
     ],
 )
@@ -241,6 +252,20 @@ def test_an_invalid_sweep_is_refused_before_anything_runs(
     assert main(["sweep", file, "--root", str(tmp_path / "root")]) == 2
     assert message.replace("\\", "") in capsys.readouterr().err
     assert not (tmp_path / "root").exists()
+
+
+def test_the_name_of_a_size_may_be_a_number(tmp_path: Path) -> None:
+    sizes = {number: {"set": {"train.steps": 20 * number}} for number in (1, 2)}
+    file = write(tmp_path / "mine.yaml", **FILE | {"sizes": sizes})
+    assert load_sweep(file, "2").base.train.steps == 40
+    with pytest.raises(UserError, match=r"Sizes: 1, 2\."):
+        load_sweep(file, "3")
+
+
+def test_the_base_may_be_a_file_beside_that_of_the_sweep(tmp_path: Path) -> None:
+    write(tmp_path / "base.yaml", train={"steps": 777})
+    file = write(tmp_path / "mine.yaml", **FILE | {"base": "base.yaml", "set": {"train.max_lr": 0.5}})
+    assert replace(load_sweep(file).base.train, max_lr=0.5) == replace(PipelineConfig().train, max_lr=0.5, steps=777)
 
 
 @pytest.mark.parametrize(
@@ -290,6 +315,51 @@ def test_more_than_the_allowed_epochs_are_refused_before_a_training(tmp_path: Pa
     with pytest.raises(UserError, match=r"train\.steps 10000 reads the training text .* max_epochs is 2"):
         sweep(config, str(tmp_path))
     assert not (tmp_path / "train").exists()
+
+
+@pytest.mark.slow
+def test_a_search_leaves_out_points_that_are_not_valid(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("optuna", reason="Optuna is not installed")
+    axis = Axis(option="model.num_heads", low=1, high=8)  # 3, 5, 6 and 7 do not divide the width
+    config = SweepConfig(name="heads", base=BASE, axes=[axis], search=SearchConfig(trials=5))
+    with caplog.at_level("INFO"):
+        rows = table(tmp_path, sweep(config, str(tmp_path)))
+    left_out = caplog.text.count(" is left out. The sweep heads has an invalid point, trial ")
+    assert left_out > 0 and len(rows) == 5 - left_out
+    assert {row["model.num_heads"] for row in rows} <= {"1", "2", "4", "8"}
+
+
+@pytest.mark.slow
+def test_a_law_predicts_a_larger_budget_and_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainings are real, their losses those of a law: a parabola for each budget, whose minimum is a power law."""
+
+    def loss_of(steps: int, parameters: int) -> float:
+        distance = math.log(parameters / (15_000 * (steps / 4) ** 0.1))
+        return 2 * steps**-0.1 * (1 + 0.3 * distance**2)
+
+    def make_lawful_result(config: TrialConfig, *arguments: Any) -> TrialResult:
+        made = make_result(config, *arguments)
+        return replace(made, valid_bits_per_byte=loss_of(config.train.steps, made.parameters))
+
+    monkeypatch.setattr("tasks.trial.make_result", make_lawful_result)
+    config = SweepConfig(
+        name="law",
+        base=BASE,
+        axes=[Axis(option="flops", values=[4, 8]), Axis(option="model.d_ff", values=[32, 64, 128, 256])],
+        derive={"train.steps": "flops", "tokenizer.vocab_size": "300 + model.d_ff // 128"},
+        law=LawConfig(budget="flops", size="model.d_ff", check_budget=16, check_sizes=[16, 96, 160, 320]),
+    )
+    record = sweep(config, str(tmp_path))
+    made = output(tmp_path, record)
+    prediction = made.json("law.json")["prediction"]
+    assert prediction["loss"] == pytest.approx(2 * 16**-0.1, rel=1e-3)
+    assert prediction["parameters"] == pytest.approx(15_000 * 4**0.1, rel=1e-2)
+    rows = table(tmp_path, record)
+    (check,) = [row for row in rows if row["flops"] == "16"]
+    assert check["model.d_ff"] == "160", "its parameters are the nearest"
+    assert made.page is not None
+    assert "Prediction for 16 FLOPs" in made.page and "Check: **1.5" in made.page
+    assert cached_run(SWEEP, config, str(tmp_path), None) is not None
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ def test_two_processes_have_the_weights_of_one(tmp_path: Path) -> None:
     ("world_size", "is_double", "tolerance"),
     [
         (2, True, 1e-10),
-        (2, False, 1e-4),
+        pytest.param(2, False, 1e-4, marks=pytest.mark.long),
         pytest.param(4, True, 1e-10, marks=pytest.mark.long),
         pytest.param(4, False, 1e-4, marks=pytest.mark.long),
     ],

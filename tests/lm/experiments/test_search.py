@@ -19,7 +19,7 @@ AXES = [
 
 def result(losses: list[float], pruned_at: int | None = None) -> TrialResult:
     shown = losses if pruned_at is None else losses[: pruned_at + 1]
-    curve = [{"step": step, "valid_loss": loss} for step, loss in enumerate(shown)]
+    curve = [{"step": step, "valid_bits_per_byte": loss} for step, loss in enumerate(shown)]
     state = "finished" if pruned_at is None else "pruned"
     return TrialResult(state, "", len(shown), 1, 1, 1.0, None, shown[-1], shown[-1], curve)  # type: ignore[arg-type]
 
@@ -70,7 +70,7 @@ def test_pruning_equals_that_of_optuna(curves: list[list[float]]) -> None:
             if step and trial.should_prune():  # a search has no evaluation at step 0, which warm-up excludes
                 expected = step
                 break
-        rows = [{"step": step, "valid_loss": loss} for step, loss in enumerate(losses)]
+        rows = [{"step": step, "valid_bits_per_byte": loss} for step, loss in enumerate(losses)]
         found = find_prune_step(rows, search.limits())
         assert found == expected
         search.tell(result(losses, found))

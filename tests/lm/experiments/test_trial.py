@@ -37,7 +37,7 @@ def test_a_finished_training() -> None:
     assert made.objective == 1.9
     assert made.flops == 64 * flops_per_token(ModelConfig(**{**MODEL.__dict__, "vocab_size": 257}))
     assert made.curve[0] == {"step": 1, "loss": 5.0, "smoothed_loss": 5.0}
-    assert made.eval_losses == {2: 4.0, 4: 3.0}
+    assert made.eval_losses == {2: 3.0, 4: 2.0}
     assert from_json(as_json(made)) == made
 
 
@@ -62,9 +62,9 @@ def test_a_trainer_that_gave_up_tells_how_far_it_got() -> None:
 
 def test_a_pruned_training_ends_where_it_was_above_the_limit() -> None:
     for training in (TRAINING, None):  # whether or not it was stopped in time
-        made = result(training=training, at_2=3.9)
+        made = result(training=training, at_2=2.9)
         assert (made.state, made.steps, made.valid_loss, len(made.curve)) == ("pruned", 2, 4.0, 2)
-    assert result(at_2=4.0, at_4=3.0).state == "finished"
+    assert result(at_2=3.0, at_4=2.0).state == "finished"
 
 
 _LOSSES = st.lists(st.floats(0.5, 9), min_size=1, max_size=8)
@@ -72,7 +72,7 @@ _LOSSES = st.lists(st.floats(0.5, 9), min_size=1, max_size=8)
 
 @given(_LOSSES, st.lists(st.floats(0.5, 9), min_size=1, max_size=8))
 def test_the_step_of_pruning_is_the_first_above_its_limit(losses: list[float], limits: list[float]) -> None:
-    rows = [{"step": step, "valid_loss": loss} for step, loss in enumerate(losses)]
+    rows = [{"step": step, "valid_bits_per_byte": loss} for step, loss in enumerate(losses)]
     by_step = {str(step): limit for step, limit in enumerate(limits)}
     above = [step for step in range(len(losses)) if step < len(limits) and min(losses[: step + 1]) > limits[step]]
     assert find_prune_step(rows, by_step) == (above[0] if above else None)
