@@ -104,6 +104,7 @@ def no_retry_wait(monkeypatch: pytest.MonkeyPatch, prefect_server: None) -> None
     monkeypatch.setattr(retry.retry_reading, "wait", wait_none())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("responses", [[500, 503], [BREAK], [200, 500, BREAK, 429]])
 def test_the_flow_retries(flaky_url: str, tmp_path: Path, no_retry_wait: None, responses: list[Any]) -> None:
     FlakyHandler.replies[:] = responses

@@ -211,6 +211,7 @@ def test_a_url_without_a_server(tmp_path: Path) -> None:
         evaluate_model("http://127.0.0.1:9", EvaluationConfig(task="addition"), "", out=str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", [PLAIN, add_chat_tokens(PLAIN)], ids=["no template", "template"])
 def test_a_directory_and_our_server_give_the_same_responses(tmp_path: Path, tokenizer: Tokenizer) -> None:
     model = make_model(tokenizer.size, 128).eval()

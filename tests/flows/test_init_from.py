@@ -90,6 +90,7 @@ def write_directory(directory: Path, **options: Any) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_a_run_continues_at_the_loss_of_its_start(root: Path, text: Path) -> None:
     first = first_record(root)
     before = output(root, first, "train")

@@ -197,6 +197,7 @@ def test_a_directory_without_a_model(tmp_path: Path) -> None:
         resolved.load("cpu")
 
 
+@pytest.mark.slow
 def test_the_commands_take_any_model(root: RunContext, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The result of a post-training is exported, and the exported directory is sampled and exported again."""
     options = ["--root", root.root, "--model"]

@@ -31,6 +31,7 @@ def empty_flow(until: str | None = None) -> str:
     return str(flow_run.name)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server")
 def test_a_run_name_has_the_start_time_the_last_stage_and_the_given_name() -> None:
     assert re.fullmatch(r"\d{8}-\d{6}-full-[a-z]+-[a-z]+", empty_flow())

@@ -119,6 +119,7 @@ def test_until_stops_and_refresh_reruns(run: Runner, config: PipelineConfig) -> 
     assert len(run.groups("count-group", made_in_last_run=True)) == len(run.groups("count-group"))
 
 
+@pytest.mark.slow
 def test_a_deleted_shard_is_the_only_one_made_again(run: Runner, config: PipelineConfig) -> None:
     run(config, until="encode")
     shard = run.groups("encode-group")[1]
@@ -253,6 +254,7 @@ def test_a_training_in_processes_is_resumed_without_its_manifest(
     assert "Training resumes at step 4" in caplog.text
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_training_saves_a_checkpoint(
     run: Runner, config: PipelineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -302,6 +304,7 @@ def test_a_context_longer_than_the_text_is_refused(run: Runner, config: Pipeline
         run(long)
 
 
+@pytest.mark.slow
 def test_shards_of_another_tokenizer_are_refused(run: Runner, config: PipelineConfig) -> None:
     from tasks.train import train
 

@@ -52,8 +52,7 @@ def test_hostile_input_is_read_or_refused(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_equal_their_references(name: str, tmp_path: Path) -> None:
-    for number in range(3):
-        assert make_target(f"kernels-{name}", tmp_path)(bytes([number])) > 0
+    assert make_target(f"kernels-{name}", tmp_path)(b"\0") > 0
 
 
 @pytest.mark.parametrize("path", REGRESSIONS, ids=lambda path: path.name)

@@ -125,14 +125,8 @@ def test_the_next_run_uses_no_flipped_file(root: Path, finished: Path, described
     assert all(path.startswith("runs/") for path in left), "records of earlier runs are not made again"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "metrics.jsonl",
-        pytest.param("samples.jsonl", marks=pytest.mark.slow),
-        pytest.param("step-0000020/model.safetensors", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "step-0000020/model.safetensors"])
 def test_a_resumed_training_uses_no_flipped_rows(root: Path, finished: Path, name: str) -> None:
     """A damaged training resumes from its checkpoints, but copies no rows of a damaged log."""
     (before,) = (output for output in outputs(finished) if output.ref.stage == "train")

@@ -55,6 +55,7 @@ def test_a_lease_ends_with_its_run(root: str) -> None:
         check_lease(run)
 
 
+@pytest.mark.slow
 def test_gc_deletes_nothing_while_a_run_is_at_work(root: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = leased(root)
     with use_root(run):
@@ -98,6 +99,7 @@ def test_a_run_waits_for_gc(root: str) -> None:
     assert order == ["gc", "run"]
 
 
+@pytest.mark.slow
 def test_the_lease_of_a_killed_gc_delays_a_run_only_once(root: str) -> None:
     run = leased(root)
     run.store.write_text("once", LEASES, "gc.json")
@@ -212,6 +214,7 @@ def test_an_output_lease_of_a_dead_run_or_of_the_same_run_is_taken(root: str) ->
         assert run.store.list_names("x", "k") == []
 
 
+@pytest.mark.slow
 def test_of_two_runs_that_wait_for_a_dead_one_one_makes_the_output(root: str) -> None:
     dead, second, third = (leased(root, f"20260101-000000-full-{name}") for name in "abc")
     dead.store.write_text(dead.lease, "x", "k", LOCK_FILE)

@@ -90,6 +90,7 @@ def test_preparing_converts_all_weights_to_one_dtype() -> None:
     generate(model, [Generation([1, 2], 3)])
 
 
+@pytest.mark.slow
 def test_bfloat16_logprobs_are_close_to_float32() -> None:
     """Logprobs of decoding steps in bfloat16 against one forward pass over the whole text in float32."""
     model, greedy = make_model(300, 128, num_kv_heads=1, qk_norm=True), SampleConfig(temperature=0)

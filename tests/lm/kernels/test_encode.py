@@ -118,10 +118,8 @@ def random_texts(count: int) -> list[str]:
     return ["".join(random_piece(i % 2 == 0) for _ in range(source.randrange(1, 20))) for i in range(count)]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["demo", *(pytest.param(name, marks=pytest.mark.slow) for name in PATTERNS)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["demo", *PATTERNS])
 def test_ids_equal_the_reference_on_100_000_texts(request: pytest.FixtureRequest, name: str) -> None:
     if name == "gpt2":
         tokenizer = request.getfixturevalue("gpt2")

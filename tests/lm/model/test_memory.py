@@ -16,23 +16,23 @@ CASES: list[dict[str, Any]] = [
     {},
     {"is_bfloat16": True},
     {"has_checkpointing": True},
+    {"vocab_size": 4096, "sequences": 4, "optimizer": "muon"},
+    {"model": {"tied_embeddings": True}, "vocab_size": 2000, "sequences": 2},
+    {"model": {"moe": {"num_experts": 8}}, "sequences": 16},
+]
+SLOW_CASES: list[dict[str, Any]] = [
     {"gradient_accumulation_steps": 2},
     {"vocab_size": 4096, "sequences": 1},
-    {"vocab_size": 4096, "sequences": 4, "optimizer": "muon"},
     {"model": {"num_layers": 12}, "vocab_size": 300, "sequences": 2},
     {"model": {"num_layers": 8}, "sequences": 1, "optimizer": "muon"},
-    {"model": {"tied_embeddings": True}, "vocab_size": 2000, "sequences": 2},
     {"model": {"num_kv_heads": 1, "feed_forward": "relu2", "head_dim": 96, "qk_norm": True}},
     {"model": {"norm_placement": "none"}, "is_bfloat16": True},
-    {"model": {"moe": {"num_experts": 8}}, "sequences": 16},
     {"model": {"moe": {"num_experts": 8, "num_shared_experts": 1}}, "is_bfloat16": True},
     {
         "model": {"moe": {"num_experts": 8, "num_dense_layers": 1, "num_shared_experts": 1}},
         "has_checkpointing": True,
         "optimizer": "muon",
     },
-]
-SLOW_CASES: list[dict[str, Any]] = [
     {"model": {"qk_norm": True}, "optimizer": "muon", "is_bfloat16": True, "has_checkpointing": True},
     {"model": {"d_model": 256, "d_ff": 704}, "vocab_size": 4096, "sequences": 4, "is_bfloat16": True},
 ]

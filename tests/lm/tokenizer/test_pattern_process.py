@@ -83,6 +83,7 @@ def process_pair(custom_tokenizer: Tokenizer) -> tuple[Any, ...]:
     return custom_tokenizer, PatternProcess(encode_job(custom_tokenizer.parts)), PatternProcess(job)
 
 
+@pytest.mark.slow
 def test_counts_of_long_texts(tmp_path: Path) -> None:
     [short] = count_pretokens([[DOCUMENT.encode()]], [END], CUSTOM_PATTERN)
     paths = [tmp_path / "a.txt", tmp_path / "b.txt"]
@@ -94,6 +95,7 @@ def test_counts_of_long_texts(tmp_path: Path) -> None:
     assert Counter({row["pretoken"]: row["count"] for row in table.to_pylist()}) == expected
 
 
+@pytest.mark.slow
 def test_files_are_encoded_in_two_processes(custom_tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer = Tokenizer(*custom_tokenizer.parts)
     paths = [tmp_path / "a.txt", tmp_path / "b.txt"]
@@ -137,6 +139,7 @@ process("a" * 40 + "b")  # takes very long
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc")
 def test_a_process_does_not_outlive_its_parent() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=PROJECT, stdout=subprocess.PIPE)

@@ -300,6 +300,7 @@ small_trainer(Path(sys.argv[1])).run(progress)
 """
 
 
+@pytest.mark.slow
 def test_killed_process_resumes_to_the_same_weights(tmp_path: Path, finished: Trainer) -> None:
     out = tmp_path / "first"
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(out)], cwd=ROOT, stdout=subprocess.PIPE, text=True)

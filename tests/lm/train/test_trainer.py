@@ -77,7 +77,13 @@ def test_a_step_on_a_gpu_does_not_wait(tmp_path: Path, optimizer: str, moe: MoEC
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "variant"), [*(("adamw", variant) for variant in MODEL_VARIANTS), ("muon", {})], ids=str
+    ("optimizer", "variant"),
+    [
+        ("adamw", {}),
+        ("muon", {}),
+        *(pytest.param("adamw", variant, marks=pytest.mark.slow) for variant in MODEL_VARIANTS if variant),
+    ],
+    ids=str,
 )
 def test_overfits_one_repeated_sequence(tmp_path: Path, optimizer: str, variant: dict[str, Any]) -> None:
     data = small_data()
