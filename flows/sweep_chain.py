@@ -207,7 +207,7 @@ class _Sweep:
         limit, best_size = self.config.max_epochs or math.inf, content["prediction"]["parameters"]
         sized = list(zip(candidates, sizes, strict=True))
         allowed = [(point, size) for point, size in sized if self.epochs(point) <= limit]
-        point, _ = min(allowed or sized[-1:], key=lambda chosen: _distance(*chosen, best_size))
+        point, _ = min(allowed or sized[-1:], key=lambda chosen: _distance(chosen[0], chosen[1], best_size))
         self._log("Prediction for %.3g FLOPs: %.4f.", config.check_budget, content["prediction"]["loss"])
         self.check_epochs([point])
         self.check = [self._train_one(point, "Check")]

@@ -20,6 +20,9 @@ from lm.tokenizer.tokenizer import Tokenizer, token_dtype
 
 _MAX_OPEN_FILES = 64
 
+_SPACES = filter(str.isspace, map(chr, range(0x3001)))  # as the documents of a text are divided
+_BYTES_OF_SPACES = frozenset("".join(_SPACES).encode())
+
 
 def write_shard(
     texts: Iterable[tuple[Iterable[bytes], bool]], tokenizer: Tokenizer, separator: str, directory: Path
@@ -33,7 +36,11 @@ def write_shard(
     separator_id = tokenizer.special_ids.get(separator)
     if separator_id is None:
         raise UserError(f"The separator {separator!r} is not a special token of the tokenizer; add it to them.")
-    blank_ids = [token_id for token_id, token in tokenizer.vocab.items() if token.isspace()]
+    blank_ids = [token_id for token_id, token in tokenizer.vocab.items() if _BYTES_OF_SPACES.issuperset(token)]
+
+    def is_blank(ids: npt.NDArray[np.unsignedinteger]) -> bool:
+        return bool(np.isin(ids, blank_ids).all()) and not tokenizer.decode(ids.tolist()).strip()
+
     dtype = token_dtype(tokenizer.size)
     ends: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
     written = 0
@@ -46,7 +53,7 @@ def write_shard(
                 ends.append(separators + written + 1)
                 written += len(ids)
                 tail = ids[separators[-1] + 1 :] if len(separators) else ids
-                in_document = (in_document and not len(separators)) or not np.isin(tail, blank_ids).all()
+                in_document = (in_document and not len(separators)) or not is_blank(tail)
             if is_last and in_document:
                 file.write(np.array([separator_id], dtype).tobytes())
                 written += 1

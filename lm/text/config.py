@@ -58,8 +58,8 @@ class ChunkConfig:
     __pydantic_config__ = PYDANTIC_CONFIG
 
     target_bytes: int = bounded_field(16 << 20, ge=1)
-    """Target size of a chunk in bytes (default 16 MiB). A chunk ends at the first special token past it. A longer
-    document is cut before white space at twice the size."""
+    """Target size of a chunk in bytes (default 16 MiB). A chunk ends at the first special token past it. With
+    the pattern gpt2 or jieba, a longer document is cut before white space at twice the size; with others never."""
 
     def __post_init__(self) -> None:
         validate_fields(self, "chunk")

@@ -98,12 +98,16 @@ def split_added_tokens(
             if token.single_word and (_is_word(text[begin - 1 : begin]) or _is_word(text[end : end + 1])):
                 position = end
                 continue
-            stop = len(text) - len(text[end:].lstrip(_WHITE_SPACE)) if token.rstrip else end
+            stop = end
+            while token.rstrip and stop < len(text) and text[stop] in _WHITE_SPACE:
+                stop += 1
             if stop == len(text) and token.rstrip and block is not None:
                 limit = begin  # more white space may follow
                 break
             if token.lstrip:
-                begin = max(start, len(text[:begin].rstrip(_WHITE_SPACE)))
+                while begin > start and text[begin - 1] in _WHITE_SPACE:
+                    begin -= 1
+                begin = max(begin, start)
             if begin >= stop:  # the token before took all of its text
                 position = end
                 continue

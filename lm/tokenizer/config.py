@@ -5,8 +5,11 @@ from dataclasses import dataclass, field
 
 from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
 from lm.common.errors import UserError
+from lm.text.chinese_words import JIEBA
 from lm.text.patterns import resolve_pattern
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN, check_special_tokens, compile_pattern
+from lm.tokenizer.formats.gpt2 import GPT2_ALPHABET
+from lm.tokenizer.formats.oniguruma import to_oniguruma
 
 MAX_SIZE = 1 << 24  # of a vocabulary
 
@@ -38,10 +41,14 @@ class TokenizerConfig:
         check_special_tokens(self.special_tokens)
         check_vocab_size(self.vocab_size, self.special_tokens)
         for token in self.special_tokens:
-            if len(token) == 1 and token.isascii():
-                raise UserError(f"The special token {token!r} is one byte, which has a token; choose a longer text.")
+            if len(token) == 1 and (token.isascii() or token in GPT2_ALPHABET):
+                raise UserError(
+                    f"The special token {token!r} is one byte, or stands for one in GPT-2's format; use a longer one."
+                )
         object.__setattr__(self, "pattern", resolve_pattern(self.pattern))
         compile_pattern(self.pattern)
+        if self.pattern != JIEBA:
+            to_oniguruma(self.pattern)  # else the tokenizer that is learned could not be saved
 
 
 def check_vocab_size(vocab_size: int, special_tokens: Sequence[str]) -> None:

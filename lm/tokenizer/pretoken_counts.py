@@ -37,6 +37,7 @@ SCHEMA = pa.schema([("pretoken", pa.binary()), ("count", pa.int64())])
 NUM_PARTITIONS = 16
 DEFAULT_MEMORY_BYTES = 512 << 20  # of one thread
 _MAX_COUNT = 1 << 48  # keeps the sums of thousands of files below 2**63
+_MAX_COLUMN_BYTES = 1 << 29  # the offsets of an Arrow column are int32, and a table grows by doubling
 _COUNTER_ENTRY_BYTES = 200  # estimate
 
 
@@ -70,7 +71,7 @@ def count_pretokens(
                     work = make_workspace(2 * len(work.starts))
                 elif status <= INVALID_UTF8:
                     raise not_utf8(buffer, cursor, INVALID_UTF8 - status)
-                elif 3 * (table.slots.nbytes + table.arena.nbytes) > memory_bytes and table.used[0]["slots"]:
+                elif table.used[0]["slots"] and _is_full(table, memory_bytes):
                     yield _table_from_slots(table)
                     table = make_table(len(table.slots) // SLOT_WORDS, len(table.arena))
                 elif status == ARENA_FULL:
@@ -78,6 +79,12 @@ def count_pretokens(
                 else:
                     table = grow_table(table, 2)
     yield _table_from_slots(table)
+
+
+def _is_full(table: Table, memory_bytes: int) -> bool:
+    """Return whether a larger table would exceed the memory, or the bytes that the offsets of a column can count."""
+    is_long = table.used[0]["pretoken_bytes"] > _MAX_COLUMN_BYTES
+    return bool(is_long or 3 * (table.slots.nbytes + table.arena.nbytes) > memory_bytes)
 
 
 def _table_from_slots(table: Table) -> pa.Table:

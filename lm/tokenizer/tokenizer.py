@@ -121,6 +121,7 @@ class Tokenizer:
         pattern: str | Sequence[str] = GPT2_PATTERN,
     ) -> "Tokenizer":
         """Read a vocab.json and a merges.txt in GPT-2's format."""
+        check_special_tokens(special_tokens or ())
         vocab_path, merges_path, specials = Path(vocab_path), Path(merges_path), list(special_tokens or ())
 
         def read() -> TokenizerParts:
@@ -151,6 +152,8 @@ class Tokenizer:
         gpt2.write_merges(directory / "merges.txt", self.merges)
         if JIEBA not in ((self.pattern,) if isinstance(self.pattern, str) else self.pattern):
             self.save_tokenizer_json(directory / "tokenizer.json")
+        else:
+            (directory / "tokenizer.json").unlink(missing_ok=True)  # of an earlier tokenizer
         vocab_text.write_vocab_text(directory / "vocab.txt", self.vocab, self.merges)
         tokenizer_config.write_config(directory / "tokenizer_config.json", self.parts)
 
@@ -334,7 +337,8 @@ class Tokenizer:
                 ignored += arrays.options["ignored"]
             return cls._from_arrays(arrays)
         tokenizer = cls(*read())
-        if key and tokenizer._fast_encoder and len(tokenizer.vocab) >= _MIN_CACHED_SIZE:
+        are_unchanged = key == array_cache.find_key(paths, *settings)
+        if key and are_unchanged and tokenizer._fast_encoder and len(tokenizer.vocab) >= _MIN_CACHED_SIZE:
             options = tokenizer_config.format_config(tokenizer.parts)
             options |= {"added_ids": tokenizer._added_ids, "ignored": ignored}
             tables = tokenizer.vocab, tokenizer._text_ids, tokenizer.merges, tokenizer._fast_encoder.used_merges

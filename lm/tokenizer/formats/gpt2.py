@@ -18,13 +18,13 @@ def _byte_characters() -> str:
     return "".join(chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256))
 
 
-_BYTE_TO_CHARACTER = _byte_characters()
-_CHARACTER_TO_BYTE = {ord(character): byte for byte, character in enumerate(_BYTE_TO_CHARACTER)}
+GPT2_ALPHABET = _byte_characters()
+_CHARACTER_TO_BYTE = {ord(character): byte for byte, character in enumerate(GPT2_ALPHABET)}
 
 
 def bytes_to_unicode(token: bytes) -> str:
     """Return a token in GPT-2's printable characters, one per byte: ``b" a"`` → ``"Ġa"``."""
-    return codecs.charmap_decode(token, "strict", _BYTE_TO_CHARACTER)[0]
+    return codecs.charmap_decode(token, "strict", GPT2_ALPHABET)[0]
 
 
 def unicode_to_bytes(text: str) -> bytes:

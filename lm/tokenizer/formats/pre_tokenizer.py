@@ -63,14 +63,19 @@ def _find_patterns(step: dict[str, Any]) -> list[str]:
         case {"type": "Punctuation"} if (behavior := step.get("behavior", "Isolated")) in ("Isolated", "Contiguous"):
             return [_PUNCTUATION if behavior == "Isolated" else f"{_PUNCTUATION}+"]
         case {"type": "Split", "pattern": {"String": str(text)}, "behavior": "Isolated"}:
-            return [regex.escape(text)]
+            return [_group_word(regex.escape(text))]
         case {"type": "Split", "pattern": {"Regex": str(text)}, "behavior": "Isolated"}:
-            return [_KNOWN[text] if text in _KNOWN else from_oniguruma(text)]
+            return [_KNOWN[text] if text in _KNOWN else _group_word(from_oniguruma(text))]
         # All that does not match is removed. The known patterns match any text, so that nothing is.
         case {"type": "Split", "pattern": {"Regex": str(text)}, "behavior": "Removed", "invert": True}:
             if text in _KNOWN:
                 return [_KNOWN[text]]
     raise _not_supported(f"the pre_tokenizer {step}")
+
+
+def _group_word(pattern: str) -> str:
+    """Return a pattern that is not taken for the name of a pattern."""
+    return f"(?:{pattern})" if regex.fullmatch(r"[\w-]+", pattern) else pattern
 
 
 def _not_supported(feature: str) -> UserError:

@@ -80,12 +80,13 @@ def test_a_missing_last_separator_is_added(tokenizer: Tokenizer, tmp_path: Path)
 
 
 def test_white_space_after_the_last_separator_is_no_document(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    ids, ends = write_and_read_shard(tokenizer, tmp_path, f"one{EOT}\n\n", f"two{EOT} \t\r\n ", f"three{EOT}")
-    assert tokenizer.decode(ids) == f"one{EOT}\n\ntwo{EOT} \t\r\n three{EOT}"
-    assert len(ends) == 3
+    texts = f"one{EOT}\n\n", f"two{EOT} \t\r\n ", f"three{EOT}", f"four{EOT}\u3000\xa0\u2028\n"
+    ids, ends = write_and_read_shard(tokenizer, tmp_path, *texts)
+    assert tokenizer.decode(ids) == "".join(texts)
+    assert len(ends) == 4
 
 
-@pytest.mark.parametrize("tail", ["\n.", "\n\n x \n", PAD, "é"])
+@pytest.mark.parametrize("tail", ["\n.", "\n\n x \n", PAD, "é", "\u200b"])
 def test_other_text_after_the_last_separator_is_a_document(tokenizer: Tokenizer, tmp_path: Path, tail: str) -> None:
     ids, ends = write_and_read_shard(tokenizer, tmp_path, f"one{EOT}{tail}")
     assert tokenizer.decode(ids) == f"one{EOT}{tail}{EOT}"

@@ -78,6 +78,11 @@ def test_white_space_that_a_token_may_take_is_searched_in_linear_time() -> None:
     assert list(split_added_tokens(blocks, tokens)) == ["x", tokens[1], "y", tokens[0]]
 
 
+def test_many_tokens_in_one_block_take_linear_time() -> None:
+    tokens = [AddedToken("<a>", lstrip=True), AddedToken("<b>", rstrip=True)]
+    assert list(split_added_tokens(["x <a>y<b> " * 300_000], tokens)) == ["x", tokens[0], "y", tokens[1]] * 300_000
+
+
 @cache
 def trained_parts() -> TokenizerParts:
     return make_tokenizer(special_tokens=[], merges=60).parts

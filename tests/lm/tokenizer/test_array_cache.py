@@ -117,6 +117,22 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+def test_files_that_change_while_they_are_read_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tokenizer().save(tmp_path / "tokenizer")
+    read_merges = gpt2.read_merges
+
+    def read_and_replace(path: Path) -> list[tuple[bytes, bytes]]:
+        merges = read_merges(path)
+        make_tokenizer("llama3").save(tmp_path / "tokenizer")
+        return merges
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gpt2, "read_merges", read_and_replace)
+        Tokenizer.load(tmp_path / "tokenizer")
+    make_tokenizer().save(tmp_path / "tokenizer")
+    read_twice(lambda: Tokenizer.load(tmp_path / "tokenizer"))
+
+
 def test_a_damaged_file_of_the_cache_is_replaced(tmp_path: Path, own_cache: Path) -> None:
     trained = make_tokenizer()
     trained.save(tmp_path)

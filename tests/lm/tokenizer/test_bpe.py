@@ -204,10 +204,16 @@ def test_invalid_special_tokens_are_rejected(tmp_path: Path, special_tokens: lis
         TokenizerConfig(special_tokens=special_tokens)
 
 
-def test_a_special_token_of_one_byte_is_refused_before_a_run() -> None:
+@pytest.mark.parametrize("token", ["a", "\n", "§", "Ġ"])
+def test_a_special_token_of_one_byte_is_refused_before_a_run(token: str) -> None:
     """The files of the trained tokenizer could not tell it from the byte."""
-    with pytest.raises(UserError, match="'a' is one byte"):
-        TokenizerConfig(special_tokens=["a"])
+    with pytest.raises(UserError, match="is one byte, or stands for one"):
+        TokenizerConfig(special_tokens=[token])
+
+
+def test_a_pattern_that_cannot_be_saved_is_refused_before_a_run() -> None:
+    with pytest.raises(UserError, match="cannot be exported"):
+        TokenizerConfig(pattern=r"(?m)^\s+|\S+|\s+")
 
 
 def test_a_malformed_pattern_is_rejected(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ def test_a_saved_tokenizer_loads_the_same(tokenizer: Tokenizer, custom_tokenizer
 def test_a_saved_tokenizer_reads_from_its_gpt2_files(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
     assert_same(Tokenizer.from_files(tmp_path / "vocab.json", tmp_path / "merges.txt", SPECIALS), tokenizer)
+    with pytest.raises(UserError, match="The special tokens are one string"):
+        Tokenizer.from_files(tmp_path / "vocab.json", tmp_path / "merges.txt", "<s>")
     unnamed = Tokenizer.from_files(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
     assert unnamed.special_tokens == []
     assert unnamed.encode("Once upon a time") == tokenizer.encode("Once upon a time")

@@ -33,6 +33,8 @@ STEPS = [
     {"type": "Punctuation", "behavior": "Isolated"},
     {"type": "Punctuation", "behavior": "Contiguous"},
     split("a.", "String"),
+    split("LL", "String"),
+    split("a"),
     split(r"\p{N}{1,3}", invert=True),
     split(r"\d{1,2}+"),
     split(r"(?:a|\d){1,2}+ ?"),

@@ -118,6 +118,14 @@ def test_a_small_memory_gives_more_tables_with_the_same_sum(tmp_path: Path, pref
     assert to_counter([read_counts(tmp_path / "whole.parquet")]) == expected
 
 
+def test_a_column_with_too_many_bytes_becomes_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lm.tokenizer.pretoken_counts._MAX_COLUMN_BYTES", 1000)
+    text = make_text(3_000, "x" * 1500)
+    tables = list(count_pretokens([[text.encode()]], []))
+    assert len(tables) > 1
+    assert to_counter(tables) == reference_counts(text, [], GPT2_PATTERN)
+
+
 def test_a_pretoken_that_is_larger_than_the_memory() -> None:
     text = f"one {'y' * 3_000_000} two {'z' * 3_000_000}"
     tables = count_pretokens([[text.encode()]], [], memory_bytes=SMALL_MEMORY_BYTES)
