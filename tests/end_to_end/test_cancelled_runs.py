@@ -3,6 +3,8 @@
 from pathlib import Path
 from uuid import UUID
 
+import pytest
+
 from tests.helpers.deployed import STAGES, TINY, Deployed, slow_to_encode
 from tests.helpers.limits import wait_for
 
@@ -19,6 +21,7 @@ def cancel(deployed: Deployed, run_id: UUID) -> None:
     wait_for(lambda: deployed.flow_run(run_id).state_name == "Cancelled", 120, "state Cancelled")
 
 
+@pytest.mark.long
 def test_a_run_cancelled_in_encode(prefect_deployed: Deployed, tmp_path: Path) -> None:
     # In each of 3 threads, a chunk of 16 MB takes 30 s: longer than the limit in cancel().
     config = slow_to_encode(tmp_path / "slow.txt", chunks=3, chunk_bytes=16 << 20, threads=3)

@@ -63,7 +63,10 @@ def over_postgres(postgres: str, tmp_path_factory: pytest.TempPathFactory) -> It
     assert not list(home.rglob("*.db"))  # no SQLite database
 
 
-@pytest.fixture(params=["prefect_deployed", "over_postgres"], ids=["sqlite", "postgres"])
+_SQLITE = pytest.param("prefect_deployed", marks=pytest.mark.long)
+
+
+@pytest.fixture(params=[_SQLITE, "over_postgres"], ids=["sqlite", "postgres"])
 def either(request: pytest.FixtureRequest) -> Deployed:
     stack: Deployed = request.getfixturevalue(request.param)
     return stack

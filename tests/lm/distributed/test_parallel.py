@@ -31,16 +31,9 @@ def test_two_processes_have_the_weights_of_one(tmp_path: Path) -> None:
     check_weights_and_figures(tmp_path, cases, 2, 1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world_size", "is_double", "tolerance"),
-    [
-        (2, True, 1e-10),
-        pytest.param(2, False, 1e-4, marks=pytest.mark.long),
-        pytest.param(4, True, 1e-10, marks=pytest.mark.long),
-        pytest.param(4, False, 1e-4, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("is_double", "tolerance"), [(True, 1e-10), (False, 1e-4)])
 def test_fifty_steps_equal_those_of_one_process(
     tmp_path: Path, world_size: int, is_double: bool, tolerance: float
 ) -> None:

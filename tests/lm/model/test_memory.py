@@ -61,7 +61,7 @@ def test_the_largest_micro_batch_fits_and_one_more_sequence_does_not(fields: dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_the_peak_of_a_divided_training(tmp_path: Path, world_size: int) -> None:
     """Of the rank with the lowest peak: gloo may hold a buffer for longer in the others."""
     kinds: list[ParallelKind] = ["ddp", "zero1", "zero2", "fsdp"]
