@@ -113,15 +113,21 @@ class _Sweep:
         seen = config.train.steps * config.train.batch_size * config.model.context_length
         return seen / tokens if isinstance(tokens, int) else 0.0
 
-    def check_epochs(self, points: Sequence[Point]) -> None:
-        """Raise UserError for a point that reads the training text more than ``max_epochs`` times."""
+    def find_too_many_epochs(self, points: Sequence[Point]) -> UserError | None:
+        """Return the error of the first point that reads the training text more than ``max_epochs`` times."""
         limit = self.config.max_epochs
         for point in points if limit else ():
             if (epochs := self.epochs(point)) > (limit or math.inf):
-                raise UserError(
+                return UserError(
                     f"The point with {point.title} reads the training text {epochs:.2f} times, and max_epochs is "
                     f"{limit:g}. Add text, or lower the steps."
                 )
+        return None
+
+    def check_epochs(self, points: Sequence[Point]) -> None:
+        """Raise UserError for a point that reads the training text more than ``max_epochs`` times."""
+        if error := self.find_too_many_epochs(points):
+            raise error
 
     def train(self, points: Sequence[Point]) -> None:
         """Run the trials of points: one after the other, or as many at once as the machine or the cluster may."""
@@ -148,16 +154,19 @@ class _Sweep:
         """Run the trials of a search, each after the results of the earlier ones."""
         search = Search(config, self.config.axes)
         for number in range(1, config.trials + 1):
-            settings = search.ask()
+            refusal: UserError | None
             try:
-                point = self.config.point(settings, f"trial {number}")
+                point = self.config.point(search.ask(), f"trial {number}")
+            except UserError as error:  # only the corners of the axes are checked before anything runs
+                refusal = error
+            else:
                 for _ in self.share(point):
                     pass
-                self.check_epochs([point])
-            except UserError as error:  # only the corners of the axes are checked before anything runs
+                refusal = self.find_too_many_epochs([point])
+            if refusal:
                 if number == config.trials and not self.trials:
-                    raise
-                self._log("Trial %d is left out. %s", number, error)
+                    raise refusal
+                self._log("Trial %d is left out. %s", number, refusal)
                 search.leave_out()
                 continue
             ref = self._train_one(point, f"Trial {number} of {config.trials}", search.limits())

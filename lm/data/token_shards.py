@@ -20,8 +20,7 @@ from lm.tokenizer.tokenizer import Tokenizer, token_dtype
 
 _MAX_OPEN_FILES = 64
 
-_SPACES = filter(str.isspace, map(chr, range(0x3001)))  # as the documents of a text are divided
-_BYTES_OF_SPACES = frozenset("".join(_SPACES).encode())
+_BYTES_OF_SPACES = frozenset("".join(filter(str.isspace, map(chr, range(0x3001)))).encode())  # of str.isspace
 
 
 def write_shard(

@@ -82,13 +82,14 @@ def measure_speed(model: ModelConfig, config: TrainConfig, seconds: float, execu
                 timed_step()
             warm_up_seconds = time.perf_counter() - started
             times = [timed_step()]
+            end = started + warm_up_seconds + seconds
             # At least _MIN_STEPS, unless they take too long.
-            while sum(times) < seconds or len(times) < min(_MIN_STEPS, 3 * seconds / times[0]):
+            while time.perf_counter() < end or len(times) < min(_MIN_STEPS, 3 * seconds / times[0]):
                 times.append(timed_step())
+            all_seconds = time.perf_counter() - started
     step_seconds = median(times)
     start_seconds = max(0.0, warm_up_seconds - _WARM_UP_STEPS * step_seconds)
-    timed_seconds = warm_up_seconds - start_seconds + sum(times)
-    return Speed(start_seconds, step_seconds, timed_seconds, processes * trainer.flops_per_step)
+    return Speed(start_seconds, step_seconds, all_seconds - start_seconds, processes * trainer.flops_per_step)
 
 
 def find_largest_batch(model: ModelConfig, config: TrainConfig, execution: Execution) -> int:

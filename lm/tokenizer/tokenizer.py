@@ -337,12 +337,13 @@ class Tokenizer:
                 ignored += arrays.options["ignored"]
             return cls._from_arrays(arrays)
         tokenizer = cls(*read())
-        are_unchanged = key == array_cache.find_key(paths, *settings)
-        if key and are_unchanged and tokenizer._fast_encoder and len(tokenizer.vocab) >= _MIN_CACHED_SIZE:
+        if key and tokenizer._fast_encoder and len(tokenizer.vocab) >= _MIN_CACHED_SIZE:
             options = tokenizer_config.format_config(tokenizer.parts)
             options |= {"added_ids": tokenizer._added_ids, "ignored": ignored}
             tables = tokenizer.vocab, tokenizer._text_ids, tokenizer.merges, tokenizer._fast_encoder.used_merges
-            array_cache.write_arrays(key, array_cache.make_arrays(*tables, options))
+            arrays = array_cache.make_arrays(*tables, options)
+            if array_cache.find_key(paths, *settings) == key:  # else the files changed while they were read
+                array_cache.write_arrays(key, arrays)
         return tokenizer
 
     @classmethod

@@ -50,7 +50,7 @@ def test_a_run_has_the_model_of_its_budget(text: list[str], tmp_path: Path, caps
     assert 50 <= steps == round(60_000 / (256 * int(str(config["train"]["batch_size"]))))
     captured = capsys.readouterr()
     assert comments in captured.err and f"{steps} steps of" in comments
-    assert "--budget 30m" not in captured.out
+    assert "This is the demo's model" not in captured.out
     assert main(["run", *text, "--budget", "60ktokens"]) == 0
     shown = capsys.readouterr().err
     assert "budget is cached" in shown and "train is cached" in shown and " runs:" not in shown
