@@ -1,5 +1,6 @@
 """textmill run --budget: the choice is a stage, and the later stages follow it."""
 
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -8,7 +9,7 @@ import yaml
 
 from flows.chain import PIPELINE
 from flows.cli.parser import build_parser, main, parse
-from flows.config import PipelineConfig
+from flows.config import PipelineConfig, has_demo_model, load_preset
 from flows.models import resolve_model
 from flows.plan import plan
 from lm.common.runtime import Execution
@@ -119,3 +120,12 @@ def test_options_that_a_budget_replaces_are_named(tmp_path: Path, capfd: pytest.
     assert "has no effect" not in capfd.readouterr().err
     assert main([*command, "--train.seed", "5", "--tokenizer.vocab_size", "777"]) == 0
     assert "The budget chooses tokenizer.vocab_size, train.seed: what you set has no effect." in capfd.readouterr().err
+
+
+def test_own_text_without_a_budget_gets_the_model_of_the_demo() -> None:
+    demo = load_preset("demo")
+    own = replace(demo, data=replace(demo.data, train=["mine.txt"]))
+    assert has_demo_model(own)
+    assert not has_demo_model(demo)
+    assert not has_demo_model(replace(own, budget="30m"))
+    assert not has_demo_model(replace(own, train=replace(own.train, steps=2000)))
