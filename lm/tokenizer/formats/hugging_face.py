@@ -72,8 +72,13 @@ def read_tokenizer_json(path: Path, ignored: list[str]) -> TokenizerParts:
         added = [parse_added_token(token) for token in content.get("added_tokens") or []]
         token_ids = {**model["vocab"]}
         for token in added:
-            if token_ids.setdefault(token.content, token.id) != token.id:
-                raise UserError(f"{path}: the added token {token.content!r} has another id in the vocabulary.")
+            if (token_id := token_ids.setdefault(token.content, len(token_ids))) != token.id:
+                if token.content in model["vocab"]:
+                    raise UserError(f"{path}: the added token {token.content!r} has another id in the vocabulary.")
+                raise UserError(
+                    f"{path}: the added token {token.content!r} has the id {token.id}, but Hugging Face gives it "
+                    f"{token_id}, the next after the vocabulary. Put it into the vocabulary with its id."
+                )
         vocab = parse_vocab(path, token_ids, {token.content for token in added})
         lines = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
         merges = _drop_repeated(parse_merges(f"{path}, merge", lines))

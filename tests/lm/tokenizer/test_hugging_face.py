@@ -40,7 +40,8 @@ def test_read_inverts_write(tokenizer: Tokenizer, custom_tokenizer: Tokenizer, t
         assert read_tokenizer_json(write_json(content_of(textmill), tmp_path), []) == textmill.parts
 
 
-def test_special_tokens_may_be_missing_from_the_vocabulary(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_special_tokens_may_be_missing_from_the_vocabulary(tmp_path: Path) -> None:
+    tokenizer = bytes_tokenizer(["<s>", "é!"])
     content = content_of(tokenizer)
     for special in tokenizer.special_tokens:
         del content["model"]["vocab"][special]
@@ -312,3 +313,18 @@ def test_a_tokenizer_is_restored_from_tokenizer_json(tmp_path: Path) -> None:
         tokenizer.merges,
         tokenizer.special_tokens,
     )
+
+
+def test_added_tokens_outside_of_the_vocabulary_have_the_ids_of_hugging_face(tmp_path: Path) -> None:
+    hf = pytest.importorskip("tokenizers", reason="the Hugging Face library is not installed")
+    content = content_of(bytes_tokenizer(["<s>"]))
+    flags = content["added_tokens"][0]
+    content["model"]["vocab"]["<t>"] = 300
+    tokens = {"<s>": 256, "<t>": 300, "<u>": 258, "<v>": 259}
+    content["added_tokens"] = [{**flags, "content": text, "id": token_id} for text, token_id in tokens.items()]
+    path = write_json(content, tmp_path)
+    text = "<v><u><t>a<s>"
+    assert Tokenizer.from_tokenizer_json(path).encode(text) == hf.Tokenizer.from_file(str(path)).encode(text).ids
+    content["added_tokens"][2]["id"] = 301
+    with pytest.raises(UserError, match=r"the added token '<u>' has the id 301, but Hugging Face gives it 258"):
+        read_tokenizer_json(write_json(content, tmp_path), [])

@@ -1,6 +1,7 @@
 """The pre_tokenizers of a tokenizer.json split like Hugging Face's, in our pattern and in its export."""
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -11,13 +12,13 @@ from lm.common.errors import UserError
 from lm.text.patterns import PATTERNS, resolve_patterns
 from lm.text.pretokenize import Pattern, pretokenize
 from lm.tokenizer.formats.gpt2 import unicode_to_bytes
-from lm.tokenizer.formats.oniguruma import from_oniguruma, to_oniguruma
+from lm.tokenizer.formats.oniguruma import FOLDS, from_oniguruma, to_oniguruma
 from lm.tokenizer.formats.pre_tokenizer import format_pre_tokenizer, parse_pre_tokenizer
 from tests.helpers.examples import examples
 from tests.helpers.families import DEEPSEEK3, GPT4O
 from tests.helpers.tokenizers import CUSTOM_PATTERN, stable_text
 
-ODD = [*"aZ09²½Ⅷ,$+!<|' \n\r\t\x85\xa0é", "'s", "'LL", "\r\n", "日本", "かな", "e\u0301", "123456"]
+ODD = [*"aZ09²½Ⅷ,$+!<|' \n\r\t\x85\xa0é_٣ʕⓐßs\u200d‿", "'s", "'LL", "\r\n", "日本", "かな", "e\u0301", "123456"]
 texts = st.lists(st.sampled_from(ODD) | stable_text, max_size=12).map("".join)
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 ENDING = [BYTE_LEVEL, {**BYTE_LEVEL, "use_regex": False}]
@@ -41,6 +42,12 @@ STEPS = [
     split(r"^\s|\s$"),
     split(r"\A.|.\z|a\Z"),
     split(r"(?m:a.)|(?i:Z)[\x61\p{Lu}]?"),
+    split(r"\w+|\W"),
+    split(r"[\w']+ ?|[^\w\s]+|[^\W\d_]"),
+    split(r"[\W_]+|\b\w|\w\B"),
+    split(r"[[:word:]]+|[[:punct:]]"),
+    split(r"[[:digit:]a]+|[[:lower:]]|[[:alnum:]]+"),
+    split(r"[[:alpha:][:space:]]+|[[:^upper:]]"),
     split(PATTERNS["llama3"], behavior="Removed", invert=True),
     *(split(pattern) for pattern in (*PATTERNS.values(), *DEEPSEEK3, GPT4O)),
 ]
@@ -83,16 +90,30 @@ def test_hugging_face_splits_an_exported_pattern_alike(pattern: Pattern, text: s
         (r"\{1}+", r"\{1}+"),
         (r"^[^$^]\$$", r"(?m:^)[^$^]\$(?m:$)"),
         (r"(?mi:.)(?<!\Ax)\z|\Z", r"(?si:.)(?<!^x)\Z|$"),
+        (r"[^[:digit:][:space:]]\\xe9", r"[^\d[:space:]]\\xe9"),
     ],
 )
 def test_the_syntax_of_oniguruma_is_translated(oniguruma: str, ours: str) -> None:
     assert from_oniguruma(oniguruma) == ours
 
 
-@pytest.mark.parametrize("pattern", [r"a{2}+|[\]{]{1,3}+", r"(?s:.)$", r"^a++|\Z|\A", r"(?m:^)[a ]|b(?m:$)|]"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"a{2}+|[\]{]{1,3}+",
+        r"(?s:.)$",
+        r"^a++|\Z|\A",
+        r"(?m:^)[a ]|b(?m:$)|]",
+        r"\b\w+\b|\W|[\w']",
+        r"[^\W\d_]+|a\B|[\W_]",
+        r"[[:digit:]_]+|[[:alnum:]]|[[:lower:]]",
+        r"[[:word:]]+|[^[:upper:]]",
+        r"[\x61-\xe9]\xE9|\\xE9?",
+    ],
+)
 def test_a_pattern_of_ours_survives_the_translation(pattern: str) -> None:
     @examples(50)
-    @given(st.text(st.sampled_from("a]{b\n ")))
+    @given(st.text(st.sampled_from("a]{b\n '_9²½٣éʕⓐ\u200dA‿\\")))
     def splits_alike(text: str) -> None:
         assert our_pretokens(text, from_oniguruma(to_oniguruma(pattern))) == our_pretokens(text, pattern)
         assert hf_pretokenize(format_pre_tokenizer(pattern), text) == our_pretokens(text, pattern)
@@ -106,9 +127,22 @@ def test_a_flag_of_another_meaning_is_not_exported(pattern: str) -> None:
         format_pre_tokenizer(pattern)
 
 
-@pytest.mark.parametrize(
-    "pattern", [r"\h+", r"a\Gb", r"[\h]", "[a[bc]]", "[a&&b]", "a(?i)b", r"(?x-a:b)", r"(a)\1", r"\x{61}"]
-)
+NOT_ALIKE = [r"\h+", r"a\Gb", r"[\h]", "[a[bc]]", "[a&&b]", "a(?i)b", r"(?x-a:b)", r"(a)\1", r"\x{61}", r"[\b]"]
+NOT_ALIKE += ["a{2}?", "(?P<x>a)", "[[:^lower:]]", "[[:odd:]]", "(?i:Ss)", "(?i)a|ß", "(?i:(?:x|oﬃ))"]
+
+
+@pytest.mark.parametrize("pattern", [*NOT_ALIKE, r"\xe9", r"[\x80]"])
 def test_syntax_of_another_meaning_is_rejected_by_name(pattern: str) -> None:
     with pytest.raises(UserError, match=r"of the pretoken pattern .* is not supported"):
         parse_pre_tokenizer([split(pattern), BYTE_LEVEL])
+
+
+@pytest.mark.parametrize("pattern", [*NOT_ALIKE, r"\X", "[[:punct:]]", "(?f:a)", "(?V1)[a--b]"])
+def test_syntax_of_another_meaning_is_not_exported(pattern: str) -> None:
+    with pytest.raises(UserError, match=r"of the pretoken pattern .* cannot be exported"):
+        format_pre_tokenizer(pattern)
+
+
+def test_the_folds_are_all_of_unicode() -> None:
+    assert {fold for code in range(sys.maxunicode + 1) if len(fold := chr(code).casefold()) > 1} == FOLDS
+    assert from_oniguruma("(?i:s)s|(?i:'s|t)") == "(?i:s)s|(?i:'s|t)"  # characters that do not follow one another
