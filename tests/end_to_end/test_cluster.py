@@ -179,6 +179,7 @@ def test_a_killed_worker_costs_only_the_part_that_it_worked_on(site: Site, text:
     assert set(site.server.states(run.id).values()) <= {"Completed", "Cached"}
 
 
+@pytest.mark.long
 def test_a_lost_scheduler_is_named_and_the_same_command_goes_on(site: Site, text: str) -> None:
     root = "s3://corpus/scheduler"
     with site.cluster(2) as cluster:
@@ -234,7 +235,10 @@ def test_a_worker_without_textmill_is_refused(site: Site, text: str, tmp_path: P
     assert "Install the same version of textmill" in log
 
 
-def test_what_a_cluster_cannot_do_is_refused(site: Site, text: str, tmp_path: Path) -> None:
+def test_what_a_cluster_cannot_do_is_refused(
+    site: Site, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(site.server.environment, "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT", "2s")  # 30 s by default
     log = site.run(str(tmp_path), *options(text), *on_dask("tcp://x:1"), code=2)
     assert "Use a root on an object store" in log
     (tmp_path / "text.txt").write_text("A story.")

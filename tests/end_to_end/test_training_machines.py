@@ -16,7 +16,7 @@ from tests.helpers.deployed import TEXTMILL, cache_with_kernels
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
 from tests.helpers.processes import PROJECT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 STEPS = 300
 OPTIONS = [

@@ -47,8 +47,8 @@ def test_check_outputs_finds_a_changed_byte_and_a_missing_output(bench: Bench, t
 @pytest.mark.parametrize(
     ("stage", "fault"),
     [
-        ("train", "disk full"),
-        ("merge", "flip"),
+        pytest.param("train", "disk full", marks=pytest.mark.long),
+        pytest.param("merge", "flip", marks=pytest.mark.long),
         ("encode", "S3 500"),
         ("train", "SIGTERM"),
     ],

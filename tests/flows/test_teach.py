@@ -230,8 +230,11 @@ def start(endpoint: ChatEndpoint, tmp_path: Path, is_killed: Callable[[], bool],
     return process.returncode, output + error
 
 
+_SIGTERM = pytest.param(signal.SIGTERM, marks=pytest.mark.long)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, _SIGTERM])
 def test_a_killed_command_continues(number: int, tmp_path: Path) -> None:
     def reply(asked: Asked, attempt: int) -> Reply:
         return Reply(double(asked, 0).body, delay=random.uniform(0.0, 0.1))

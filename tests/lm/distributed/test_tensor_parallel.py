@@ -37,8 +37,8 @@ def test_two_processes_have_the_weights_of_one(tmp_path: Path) -> None:
     check_cases(tmp_path, cases, 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_double", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("is_double", [True, False])
 def test_four_processes_have_the_weights_of_one(tmp_path: Path, is_double: bool) -> None:
     cases = [
         Case(kind, is_tied, num_kv_heads, has_qk_norm=is_tied, has_checkpointing=is_tied, is_double=is_double, steps=10)

@@ -69,7 +69,7 @@ def test_the_first_step_is_at_the_reference(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
-    [name if name in ("sft", "reinforce") else pytest.param(name, marks=pytest.mark.long) for name in SETTINGS],
+    [name if name == "reinforce" else pytest.param(name, marks=pytest.mark.long) for name in SETTINGS],
 )
 def test_killed_again_and_again(tmp_path: Path, method: str) -> None:
     # So many that the training is not over before the last kill. Steps with rollouts take longer.

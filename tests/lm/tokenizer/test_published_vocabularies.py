@@ -38,9 +38,9 @@ def test_a_published_vocabulary_gives_the_ids_of_tiktoken(pattern: str) -> None:
         check(text * 30)
     for parts in CORPORA.values():  # stories, code, CJK and emoji
         # quicktok takes a few tokens of Llama 3 inside a pretoken, which only stand for a whole one
-        check(b"".join(take_bytes(parts(), 300_000)).decode(), with_peer=pattern != "llama3")
+        check(b"".join(take_bytes(parts(), 100_000)).decode(), with_peer=pattern != "llama3")
 
-    @examples(200)
+    @examples(50)
     @given(st.lists(st.sampled_from([*words, *LANGUAGES, " ", "\n"]) | stable_text, max_size=12).map("".join))
     def any_text(text: str) -> None:
         check(text, with_peer=False)
