@@ -248,6 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     try:
         code = _run(sys.argv[1:] if arguments is None else arguments)
+        _flush_output()
     except BaseException as error:
         if interrupt := find_interrupt(error):
             print(STOPPED_MESSAGE, file=sys.stderr)
@@ -256,7 +257,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"textmill: {error}", file=sys.stderr)
             code = 2
         elif isinstance(error, BrokenPipeError) and _is_output_closed():  # e.g. head has read enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python fails when it flushes
+            _discard_output()
             code = 141
         else:
             raise
@@ -265,6 +266,21 @@ def main(arguments: list[str] | None = None) -> int:
 
         exit_if_server_is_gone(code)
     return code
+
+
+def _flush_output() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        _discard_output()
+        raise UserError(f"The output cannot be written: {error.strerror}.") from None
+
+
+def _discard_output() -> None:
+    """Leave what is not written yet: else Python fails when it flushes at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_output_closed() -> bool:

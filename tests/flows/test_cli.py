@@ -104,11 +104,24 @@ def test_a_user_error_prints_one_message(
 def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path) -> None:
     for number in range(2000):  # more lines than a pipe holds
         (tmp_path / f"a-file-that-no-run-makes-{number}").touch()
-    command = [sys.executable, "-c", "from flows.cli.parser import main; raise SystemExit(main())", "verify", tmp_path]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*TEXTMILL, "verify", tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout and process.stderr and process.stdout.readline()
     process.stdout.close()
     assert (process.stderr.read(), process.wait()) == ("", 141)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_an_output_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "a-file-that-no-run-makes").touch()
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*TEXTMILL, "verify", tmp_path], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    message = "textmill: The output cannot be written: No space left on device.\n"
+    assert (done.stderr, done.returncode) == (message, 2)
 
 
 def test_an_unknown_field_of_a_config_file_is_named(
