@@ -5,6 +5,7 @@ The options that configure the pipeline come from the config dataclasses.
 """
 
 import argparse
+import errno
 import os
 import re
 import select
@@ -248,7 +249,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     try:
         code = _run(sys.argv[1:] if arguments is None else arguments)
-        _flush_output()
+        sys.stdout.flush()
     except BaseException as error:
         if interrupt := find_interrupt(error):
             print(STOPPED_MESSAGE, file=sys.stderr)
@@ -259,6 +260,10 @@ def main(arguments: list[str] | None = None) -> int:
         elif isinstance(error, BrokenPipeError) and _is_output_closed():  # e.g. head has read enough
             _discard_output()
             code = 141
+        elif isinstance(error, OSError) and error.errno == errno.ENOSPC and _is_output_full():
+            _discard_output()
+            print(f"textmill: The output cannot be written: {error.strerror}.", file=sys.stderr)
+            code = 2
         else:
             raise
     if "flows.run_stages" in sys.modules:  # otherwise no flow can have run, and importing Prefect would take seconds
@@ -266,16 +271,6 @@ def main(arguments: list[str] | None = None) -> int:
 
         exit_if_server_is_gone(code)
     return code
-
-
-def _flush_output() -> None:
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        _discard_output()
-        raise UserError(f"The output cannot be written: {error.strerror}.") from None
 
 
 def _discard_output() -> None:
@@ -287,6 +282,14 @@ def _is_output_closed() -> bool:
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)  # it reports errors in any case
     return bool(poll.poll(0))
+
+
+def _is_output_full() -> bool:
+    try:
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError:
+        return True
+    return False
 
 
 def _run(arguments: list[str]) -> int:

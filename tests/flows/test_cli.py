@@ -4,7 +4,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import threading
 from dataclasses import fields, is_dataclass
 from pathlib import Path
