@@ -1,5 +1,7 @@
 """Pretoken starts by the kernel equal those by ``regex``; invalid UTF-8 is found where Python finds it."""
 
+import random
+import sys
 from itertools import product
 
 import pytest
@@ -88,6 +90,23 @@ def test_starts_equal_the_pattern_for_long_repetitions(pattern: str, piece: str)
     for end in ("", "a", " a", "\n", "\n ", "1", "!"):
         data = (piece * 5000 + end).encode()
         assert find_starts(data, pattern=pattern) == expected_starts(data, pattern), end
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3 * 3600)
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_starts_equal_the_pattern_for_ten_million_texts(pattern: str) -> None:
+    """A third of the texts have characters of all of Unicode, and a third begin before the end of a block."""
+    rng = random.Random(0)
+    characters = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]
+    for _ in range(10_000_000):
+        pieces = rng.choices(PIECES, k=rng.randrange(1, 10))
+        if rng.random() < 1 / 3:
+            pieces[rng.randrange(len(pieces))] = "".join(rng.choices(characters, k=rng.randrange(1, 4)))
+        if rng.random() < 1 / 3:
+            pieces.insert(0, rng.choice("xX 1.\n") * rng.randrange(_BLOCK_BYTES))
+        data = "".join(pieces).encode()
+        assert find_starts(data, pattern=pattern) == expected_starts(data, pattern), data
 
 
 @examples(1000)
