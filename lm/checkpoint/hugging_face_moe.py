@@ -119,7 +119,7 @@ def moe_config_fields(model_type: str, config: ModelConfig) -> dict[str, Any]:
     values = replace(moe, d_expert=moe.expert_width(config.d_ff))
     content: dict[str, Any] = {name: getattr(values, ours) for name, ours in architecture.fields.items()}
     if model_type != "glm4_moe":
-        content["router_aux_loss_coef"] = moe.aux_loss_weight
+        content["router_aux_loss_coef"] = moe.aux_loss_weight / _aux_loss_scale(config.num_layers, moe)
     if model_type == "qwen3_moe":
         content["mlp_only_layers"] = [*range(moe.num_dense_layers)]
     if model_type == "glm4_moe":
@@ -154,9 +154,22 @@ def read_moe_config(path: Path, content: dict[str, Any], model_type: str) -> MoE
     else:
         options["aux_loss_weight"] = read_field(path, content, "router_aux_loss_coef", 0.001)
     try:
-        return MoEConfig(affinity=architecture.affinity, **options)
+        moe = MoEConfig(affinity=architecture.affinity, **options)
     except UserError as error:
         raise UserError(f"{path} describes an unsupported model: {error}") from None
+    num_layers = read_field(path, content, "num_hidden_layers", None)
+    if moe.num_dense_layers >= num_layers:
+        raise UserError(f"{path}: all {num_layers} layers are dense.")
+    weight = float(f"{moe.aux_loss_weight * _aux_loss_scale(num_layers, moe):.12g}")  # 0.01 after a round trip
+    return replace(moe, aux_loss_weight=weight)
+
+
+def _aux_loss_scale(num_layers: int, moe: MoEConfig) -> float:
+    """Return the auxiliary loss of transformers over ours, for a balanced load.
+
+    Theirs pools the blocks, and its shares sum to ``top_k``; ours is summed over the blocks, and its shares sum to 1.
+    """
+    return moe.top_k / (num_layers - moe.num_dense_layers)
 
 
 def split_experts(weights: dict[str, Tensor], model_type: str, config: ModelConfig) -> dict[str, Tensor]:

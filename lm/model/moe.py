@@ -100,9 +100,9 @@ class MoE(nn.Module):
             )
 
     def forward(self, x: Tensor, returns_routing: bool = False) -> Tensor | tuple[Tensor, Routing]:
-        """(..., D) → same shape; with ``returns_routing`` also the :class:`Routing` of the tokens.
+        """(..., D) → same shape; with ``returns_routing``, in a training, also the :class:`Routing` of the tokens.
 
-        Only when gradients are recorded does a capacity drop tokens: in generation, a token must not depend on others.
+        Only with ``returns_routing`` does a capacity drop tokens: elsewhere a token must not depend on others.
         """
         tokens = x.flatten(0, -2)
         logits = self._logits(tokens)
@@ -110,7 +110,7 @@ class MoE(nn.Module):
         chosen, gates = self._choose(affinities)
         counts = count_choices(chosen, self.config.num_experts)
         dropped = counts.new_zeros(())
-        if self.config.capacity_factor is not None and torch.is_grad_enabled():
+        if self.config.capacity_factor is not None and returns_routing:
             capacity = math.ceil(self.config.capacity_factor * chosen.numel() / self.config.num_experts)
             chosen, dropped = drop_over_capacity(chosen, counts, capacity)
         out = self.experts(tokens, chosen, gates)

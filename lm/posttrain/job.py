@@ -14,6 +14,8 @@ from lm.checkpoint.training_state import load_model
 from lm.common.errors import UserError
 from lm.distributed.process_group import get_rank
 from lm.eval.reward_worker import RewardWorker
+from lm.model.moe import MoE
+from lm.model.transformer import TransformerLM
 from lm.posttrain.config import PPOConfig, PreferenceConfig, ReinforceConfig, RewardModelConfig
 from lm.posttrain.examples import read_dialog_rows, read_pair_rows, read_problem_rows, read_prompt_rows
 from lm.posttrain.policy_gradient_objective import PolicyGradient
@@ -94,6 +96,7 @@ class PosttrainJob(TrainingJob):
         torch.manual_seed(self.config.seed)  # checkpoints hold the state of the generator
         tokenizer = Tokenizer.load(self.tokenizer)
         model = load_model(Path(self.model), device).train()
+        _take_off_capacity(model)
         train, valid = Path(self.train), Path(self.valid)
         objective: Objective
         if self.method == "sft":
@@ -132,3 +135,15 @@ def _warn(count: int, total: int, problem: str) -> None:
     """Log how many examples a training does not use as they are."""
     if count and get_rank() == 0:
         log.warning("%d of %d %s.", count, total, problem)
+
+
+def _take_off_capacity(model: TransformerLM) -> None:
+    """Let experts take all tokens, as rollouts and reference models do. Padding would use the places of tokens, too."""
+    if model.config.moe is None or model.config.moe.capacity_factor is None:
+        return
+    log.info("model.moe.capacity_factor does not count in post-training: no token is dropped.")
+    moe = replace(model.config.moe, capacity_factor=None)
+    model.config = replace(model.config, moe=moe)
+    for layer in model.layers:
+        if isinstance(layer.ffn, MoE):
+            layer.ffn.config = moe

@@ -73,7 +73,7 @@ class ExpertBalance:
         and ``z_loss``: without their weights; means over the blocks. ``dropped_choices``: the share that a capacity
         dropped. ``expert_loads``: for each block, the load of each expert over the mean load.
         """
-        step = self._step.double().cpu()
+        step = self._step.cpu().double()  # MPS has no float64
         shares, tokens = self._shares(step)
         aux_loss = self.config.num_experts * (shares * step[:, 1]).sum(-1) / tokens
         loads = shares * self.config.num_experts

@@ -12,8 +12,11 @@ _MAX_COLUMNS = 400
 _MAX_LOAD_DRAWN = 2.0  # times the mean; the scale is symmetrical around 1
 
 
-def expert_loads(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Show the load of each expert over the logged steps, and the figures of the last one, from ``metrics.jsonl``."""
+def expert_loads(rows: list[dict[str, Any]], num_dense_layers: int) -> Iterator[str]:
+    """Show the load of each expert over the logged steps, and the figures of the last one, from ``metrics.jsonl``.
+
+    The first ``num_dense_layers`` blocks have no experts, and no row in the picture.
+    """
     logged = [row for row in rows if row.get("expert_loads")]
     if not logged:
         return
@@ -28,10 +31,10 @@ def expert_loads(rows: list[dict[str, Any]]) -> Iterator[str]:
     if "dropped_choices" in last:
         figures.append(("choices dropped by the capacity", f"{100 * last['dropped_choices']:.1f} %"))
     yield "### Experts\n\n" + table((f"step {last['step']:,}", ""), figures)
-    yield _draw_loads(logged[:: len(logged) // _MAX_COLUMNS + 1])
+    yield _draw_loads(logged[:: len(logged) // _MAX_COLUMNS + 1], num_dense_layers + 1)
 
 
-def _draw_loads(rows: list[dict[str, Any]]) -> str:
+def _draw_loads(rows: list[dict[str, Any]], first_block: int) -> str:
     from matplotlib.figure import Figure  # slow to import
 
     loads = np.array([row["expert_loads"] for row in rows])  # (steps, blocks, experts)
@@ -42,7 +45,8 @@ def _draw_loads(rows: list[dict[str, Any]]) -> str:
     edges = [0, *(row["step"] for row in rows)]  # a column ends at its step
     mesh = axes.pcolormesh(edges, np.arange(blocks * experts + 1), picture, cmap="RdBu_r", vmin=0, vmax=_MAX_LOAD_DRAWN)
     axes.hlines(np.arange(1, blocks) * experts, 0, edges[-1], colors="black", linewidth=0.8)
-    axes.set_yticks(np.arange(blocks) * experts + experts / 2, [f"block {block + 1}" for block in range(blocks)])
+    names = [f"block {first_block + index}" for index in range(blocks)]
+    axes.set_yticks(np.arange(blocks) * experts + experts / 2, names)
     axes.invert_yaxis()
     figure.colorbar(mesh, label="load over the mean", extend="max")
     return embed_figure(figure, "Load of each expert by step")

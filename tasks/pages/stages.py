@@ -195,7 +195,7 @@ def train(out: "Attempt", tokenizer: "Output", model: Any, config: Any, **inputs
     ]
     yield table(("size and cost", ""), costs)
     if model.moe is not None:
-        yield from experts.expert_loads(read_metrics(out.directory / "metrics.jsonl"))
+        yield from experts.expert_loads(read_metrics(out.directory / "metrics.jsonl"), model.moe.num_dense_layers)
     samples = [
         (sample["step"], code(sample["prompt"]), code(sample["text"]))
         for sample in read_metrics(out.directory / "samples.jsonl")

@@ -192,7 +192,7 @@ def test_the_heat_map_of_experts_has_a_colour_for_each_load() -> None:
         {"step": 15, "valid_loss": 3.0},
         {"step": 20, "expert_loads": [[2.0, 0.0], [1.0, 1.0]], **figures},
     ]
-    table, picture = experts.expert_loads(rows)
+    table, picture = experts.expert_loads(rows, 0)
     assert "| step 20 |" in table and "| experts without a token | 1 |" in table
     image = Image.open(io.BytesIO(base64.b64decode(picture.partition("base64,")[2].rstrip(")")))).convert("RGB")
     width, height = image.size
@@ -206,4 +206,6 @@ def test_the_heat_map_of_experts_has_a_colour_for_each_load() -> None:
         )
         # The map covers about half of the picture, and each of the 8 cells an equal part of it.
         assert cells / 8 * 0.3 < pixels / (width * height) < cells / 8 * 0.9, load
-    assert list(experts.expert_loads(rows[1:2])) == []
+    assert list(experts.expert_loads(rows[1:2], 0)) == []
+    _, with_dense_block = experts.expert_loads(rows, 1)
+    assert with_dense_block != picture, "the names of the blocks"

@@ -385,6 +385,16 @@ def test_experts_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     assert_same_weights(load_hugging_face(tmp_path / "theirs"), loaded)
 
 
+def test_the_auxiliary_loss_keeps_its_strength(tmp_path: Path) -> None:
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral", reason="the reference")
+    make_exported(tmp_path / "out", moe=MoEConfig(num_experts=8, top_k=2, aux_loss_weight=0.03), num_layers=3)
+    balanced = mixtral.load_balancing_loss_func(tuple(torch.zeros(3, 10, 8)), 8, 2)
+    coefficient = json.loads((tmp_path / "out" / "config.json").read_text())["router_aux_loss_coef"]
+    assert coefficient * float(balanced) == pytest.approx(0.03 * 3)  # ours is 1 in each of three blocks
+    loaded = load_hugging_face(tmp_path / "out").config.moe
+    assert loaded is not None and loaded.aux_loss_weight == 0.03
+
+
 @pytest.mark.parametrize("other", [{"qk_norm": True}, {"moe": MoEConfig(num_experts=2)}], ids=["QK-norm", "experts"])
 def test_biases_that_no_architecture_has_are_refused(tmp_path: Path, other: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=rf"model\.qkv_bias cannot be exported with model\.{next(iter(other))}"):

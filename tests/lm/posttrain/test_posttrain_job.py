@@ -2,17 +2,21 @@
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lm.checkpoint.training_state import save_training
 from lm.common.errors import UserError
 from lm.distributed.launch import run_processes
+from lm.model.moe_config import MoEConfig
+from lm.model.transformer import TransformerLM
 from lm.posttrain.job import PosttrainJob
 from lm.train.__main__ import main
 from lm.train.metrics_file import read_metrics
-from tests.helpers.posttraining import write_posttrain_job
+from tests.helpers.posttraining import chat_policy, write_posttrain_job
 from tests.helpers.training import start_and_kill
 
 KILLS = int(os.environ.get("TEXTMILL_KILLS", "2"))
@@ -64,6 +68,18 @@ def test_the_first_step_is_at_the_reference(
     job = write_posttrain_job(tmp_path, method, settings, precision=precision, steps=2)
     PosttrainJob.read(job).run()
     assert read_metrics(job.parent / "metrics.jsonl")[0][metric] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_capacity_of_experts_drops_no_token(tmp_path: Path) -> None:
+    """Else the model of the first step would not be the reference."""
+    job = write_posttrain_job(tmp_path, "preference", steps=2)
+    moe = MoEConfig(num_experts=4, top_k=2, capacity_factor=0.5)
+    model = TransformerLM(replace(chat_policy().config, moe=moe))
+    save_training(tmp_path / "model", model, [], 0, {})
+    PosttrainJob.read(job).run()
+    first = read_metrics(job.parent / "metrics.jsonl")[0]
+    assert first["margin"] == pytest.approx(0, abs=1e-6)
+    assert "dropped_choices" not in first
 
 
 @pytest.mark.slow
