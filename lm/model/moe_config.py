@@ -37,7 +37,8 @@ class MoEConfig:
     """Weight of the mean squared log-sum-exp of the router's logits (Zoph et al. 2022). Keeps the logits small."""
     bias_update_rate: float = bounded_field(0.0, ge=0, lt=math.inf)
     """Loss-free balance: after each step, a bias that only decides which experts are chosen rises by this much for
-    experts below the mean load, and falls for those above. 0.001 is usual, with aux_loss_weight 0. 0: no bias."""
+    experts below the mean load, and falls for those above. 0.001 is usual in long trainings, 0.003 in short ones, with
+    aux_loss_weight 0. 0: no bias."""
     capacity_factor: float | None = bounded_field(None, gt=0, lt=math.inf)
     """In training, an expert takes at most this multiple of its fair share of a micro-batch of a process, the first
     tokens first; the others skip it. Default: no token is dropped."""
