@@ -9,6 +9,7 @@ import math
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
@@ -99,15 +100,20 @@ class MoE(nn.Module):
                 else FeedForward(d_model, shared_width, feed_forward, device, dtype)
             )
 
-    def forward(self, x: Tensor, returns_routing: bool = False) -> Tensor | tuple[Tensor, Routing]:
+    def forward(
+        self, x: Tensor, returns_routing: bool = False, padding: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Routing]:
         """(..., D) → same shape; with ``returns_routing``, in a training, also the :class:`Routing` of the tokens.
 
-        Only with ``returns_routing`` does a capacity drop tokens: elsewhere a token must not depend on others.
+        Only with ``returns_routing`` does a capacity drop tokens: elsewhere a token must not depend on others. Where
+        ``padding`` (...) bool is true, no token is routed or counted.
         """
         tokens = x.flatten(0, -2)
         logits = self._logits(tokens)
         affinities = logits.softmax(-1) if self.config.affinity == "softmax" else logits.sigmoid()
         chosen, gates = self._choose(affinities)
+        if padding is not None:
+            chosen = chosen.masked_fill(padding.flatten()[:, None], self.config.num_experts)
         counts = count_choices(chosen, self.config.num_experts)
         dropped = counts.new_zeros(())
         if self.config.capacity_factor is not None and returns_routing:
@@ -121,7 +127,11 @@ class MoE(nn.Module):
             return out
         if self.config.affinity == "sigmoid":
             affinities = affinities / (affinities.sum(-1, keepdim=True) + _EPS)
-        return out, Routing(counts, affinities.sum(0), logits.logsumexp(-1).square().sum(), dropped)
+        z = logits.logsumexp(-1).square()
+        if padding is not None:
+            affinities = affinities.masked_fill(padding.flatten()[:, None], 0)
+            z = z.masked_fill(padding.flatten(), 0)
+        return out, Routing(counts, affinities.sum(0), z.sum(), dropped)
 
     def _logits(self, tokens: Tensor) -> Tensor:
         """Return the router's logits (N, E), in float32 also under autocast: rounding would change choices."""
@@ -147,14 +157,14 @@ def count_choices(chosen: Tensor, num_experts: int) -> Tensor:
 
 
 def drop_over_capacity(chosen: Tensor, counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Replace all but the first ``capacity`` choices of each expert by E, which stands for no expert.
+    """Replace all but the first ``capacity`` choices of each expert by E, which stands for no expert, as in padding.
 
     The first tokens come first. ``counts`` (E,) are those of ``chosen`` (N, k). Return the choices, and the number of
     replaced ones, a float32 scalar.
     """
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
-    first = (counts.cumsum(0) - counts).long()  # place of each expert's first choice in this order
+    first = F.pad(counts.cumsum(0) - counts, (0, 1)).long()  # place of each expert's first choice in this order
     ranks = torch.arange(len(flat), device=flat.device) - first[flat[order]]
     is_dropped = torch.empty_like(flat, dtype=torch.bool).scatter_(0, order, ranks >= capacity)
     kept = flat.masked_fill(is_dropped, len(counts)).view(chosen.shape)

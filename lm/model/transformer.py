@@ -90,8 +90,12 @@ class TransformerBlock(nn.Module):
         token_positions: Tensor | None = None,
         attention_function: AttentionFunction = causal_attention,
         returns_routing: bool = False,
+        padding: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Routing]:
-        """(B, T, D) → (B, T, D); with ``returns_routing``, for a mixture of experts, also its :class:`Routing`."""
+        """(B, T, D) → (B, T, D); with ``returns_routing``, for a mixture of experts, also its :class:`Routing`.
+
+        ``padding`` (B, T) bool: tokens that it leaves out.
+        """
         normed = x if self.is_post_norm else self.ln1(x)
         x = x + self.attn(normed, token_positions, attention_function)
         if self.is_post_norm:
@@ -99,7 +103,7 @@ class TransformerBlock(nn.Module):
         routing: Routing | None = None
         out = x if self.is_post_norm else self.ln2(x)
         if returns_routing:
-            out, routing = self.ffn(out, returns_routing=True)
+            out, routing = self.ffn(out, returns_routing=True, padding=padding)
         else:
             out = self.ffn(out)
         x = self.ln2(x + out) if self.is_post_norm else x + out
@@ -129,7 +133,8 @@ class TransformerLM(nn.Module):
     policy with a value head, of it. Set ``attention_function`` to compute causal attention in another form of
     :mod:`lm.model.ops.attention_form`. Set ``head_function`` and ``loss_function`` to compute logits and loss from a
     head whose weight is divided among ranks. Set ``routings`` to an empty list to balance a mixture of experts: each
-    forward pass with gradients then adds the :class:`lm.model.moe.Routing` of each such block, in order.
+    forward pass with gradients then adds the :class:`lm.model.moe.Routing` of each such block, in order, without the
+    tokens where ``padding`` (B, T) bool is true.
     """
 
     def __init__(self, config: ModelConfig, device: Device = None, dtype: torch.dtype | None = None) -> None:
@@ -142,6 +147,7 @@ class TransformerLM(nn.Module):
         self.head_function: HeadFunction = linear
         self.loss_function: LossFunction = linear_cross_entropy
         self.routings: list[Routing] | None = None
+        self.padding: Tensor | None = None
         self.rope = (
             RotaryEmbedding(config.rope_theta, config.head_width, config.context_length, device, config.rope_scaling)
             if config.position_encoding == "rope"
@@ -238,9 +244,9 @@ class TransformerLM(nn.Module):
         for layer, attention in zip(self.layers, attention_functions, strict=True):
             is_recorded = self.routings is not None and has_grad and isinstance(layer.ffn, MoE)
             if self.activation_checkpointing and has_grad:
-                out = checkpoint(layer, x, token_positions, attention, is_recorded, use_reentrant=False)
+                out = checkpoint(layer, x, token_positions, attention, is_recorded, self.padding, use_reentrant=False)
             else:
-                out = layer(x, token_positions, attention, is_recorded)
+                out = layer(x, token_positions, attention, is_recorded, self.padding)
             if self.routings is not None and is_recorded:
                 x, routing = out
                 self.routings.append(routing)

@@ -25,3 +25,11 @@ def masked_normalize(tensor: Tensor, mask: Tensor, dim: int | None = None, norma
 def mask_out(tensor: Tensor, mask: Tensor) -> Tensor:
     """Return ``tensor`` with 0 at each element at which ``mask``, of the same shape, is 0."""
     return tensor.masked_fill(~mask.bool(), 0.0)
+
+
+def after_last(mask: Tensor) -> Tensor:
+    """Return which places of each row are after its last true one: ``mask`` (B, T) bool → (B, T) bool.
+
+    In a row of token ids whose answer ``mask`` marks, they are padding, or tokens that no loss depends on.
+    """
+    return mask.flip(-1).cumsum(-1).flip(-1) == 0

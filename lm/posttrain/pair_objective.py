@@ -98,6 +98,10 @@ class PairObjective(ABC):
         """Return the number of pairs."""
         return torch.tensor(len(micro_batch.indices), device=self.device)
 
+    @abstractmethod
+    def padding(self, micro_batch: PairBatch) -> Tensor:
+        """See :class:`lm.train.objective.Objective`."""
+
     def loss_sum(self, model: TransformerLM, micro_batch: PairBatch) -> Tensor:
         """Return the sum of the losses of the pairs."""
         loss, metrics = self.losses(model, micro_batch)

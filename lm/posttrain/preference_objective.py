@@ -13,6 +13,7 @@ from lm.inference.completion import Completion
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import PreferenceConfig
 from lm.posttrain.log_probs import get_response_log_probs
+from lm.posttrain.masked import after_last
 from lm.posttrain.pair_objective import PairBatch, PairObjective
 from lm.posttrain.preference import compute_dpo_loss, compute_sequence_log_probs
 from lm.posttrain.sft_objective import answer_prompts
@@ -73,6 +74,10 @@ class PreferenceOptimization(PairObjective):
         self._reference = self._reference or self._compute_reference()
         self._write_reference()
         return super().micro_batches(step)
+
+    def padding(self, micro_batch: PairBatch) -> Tensor:
+        """Return which tokens are after the answer, (2 · pairs, T - 1) bool."""
+        return after_last(micro_batch.mask[:, 1:])
 
     def losses(self, model: TransformerLM, batch: PairBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of each pair, and the metadata of :func:`lm.posttrain.preference.compute_dpo_loss`."""

@@ -9,6 +9,7 @@ from lm.data.dialogs import PreferencePair
 from lm.inference.completion import Completion
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import RewardModelConfig
+from lm.posttrain.masked import after_last
 from lm.posttrain.pair_objective import PairBatch, PairObjective
 from lm.posttrain.reward_model import bradley_terry_loss, compute_rewards
 from lm.tokenizer.tokenizer import Tokenizer
@@ -32,6 +33,10 @@ class RewardModeling(PairObjective):
     ) -> None:
         super().__init__(config.train, model, tokenizer, train, valid, digests, model.config.context_length)
         self.config = config
+
+    def padding(self, micro_batch: PairBatch) -> Tensor:
+        """Return which tokens are after the answer, (2 · pairs, T) bool."""
+        return after_last(micro_batch.mask)
 
     def losses(self, model: TransformerLM, batch: PairBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of each pair, its rewards, their margin, and whether the better answer has more."""

@@ -22,6 +22,7 @@ from lm.inference.completion import Completion
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import PPOConfig, ReinforceConfig
 from lm.posttrain.log_probs import get_response_log_probs
+from lm.posttrain.masked import after_last
 from lm.posttrain.rollout import GREEDY, Rollout, encode_prompts, generate_rollouts
 from lm.posttrain.sft_objective import answer_prompts
 from lm.tokenizer.tokenizer import Tokenizer
@@ -133,6 +134,10 @@ class RolloutObjective(ABC):
     @abstractmethod
     def weight(self, micro_batch: Any) -> Tensor:
         """See :class:`lm.train.objective.Objective`."""
+
+    def padding(self, micro_batch: Any) -> Tensor:
+        """Return which tokens are after the response, (B, T) bool."""
+        return after_last(micro_batch.mask)
 
     @abstractmethod
     def loss_sum(self, model: TransformerLM, micro_batch: Any) -> Tensor:

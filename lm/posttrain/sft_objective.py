@@ -80,6 +80,10 @@ class SupervisedFineTuning:
         """Return the number of tokens of answers."""
         return (micro_batch[1] != IGNORE_INDEX).sum()
 
+    def padding(self, micro_batch: PackedBatch) -> Tensor:
+        """Return which tokens belong to no dialog, (B, T) bool."""
+        return micro_batch[2] == 0
+
     def loss_sum(self, model: TransformerLM, micro_batch: PackedBatch) -> Tensor:
         """Return the sum of the cross-entropies (nats) of the tokens of answers."""
         input_ids, labels, segment_ids, positions = micro_batch

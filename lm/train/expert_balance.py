@@ -91,7 +91,7 @@ class ExpertBalance:
 
     def _shares(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Return each expert's share of the choices (blocks, E), and the number of tokens."""
-        choices = sums[0, 0].sum()
+        choices = sums[0, 0].sum().clamp(min=1)  # 0 if all is padding
         return sums[:, 0] / choices, choices / self.config.top_k
 
 

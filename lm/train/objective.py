@@ -40,6 +40,9 @@ class Objective(Protocol):
     def weight(self, micro_batch: MicroBatch) -> Tensor:
         """Return the weight of a micro-batch, e.g. its number of targets; a scalar."""
 
+    def padding(self, micro_batch: MicroBatch) -> Tensor | None:
+        """Return which tokens are padding, (B, T) bool, or None if no token is. Experts do not compute it."""
+
     def loss_sum(self, model: TransformerLM, micro_batch: MicroBatch) -> Tensor:
         """Return the sum of the losses of a micro-batch, a scalar with a gradient."""
 

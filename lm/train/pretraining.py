@@ -77,6 +77,9 @@ class Pretraining:
         """Return the number of targets that count."""
         return (micro_batch[1] != IGNORE_INDEX).sum()
 
+    def padding(self, micro_batch: Batch) -> None:
+        """Return nothing: all tokens count."""
+
     def loss_sum(self, model: TransformerLM, micro_batch: Batch) -> Tensor:
         """Return the sum of the cross-entropies (nats) of the targets that count."""
         return model.loss(*micro_batch) * self.weight(micro_batch)

@@ -82,6 +82,7 @@ class Trainer:
         if execution.compile and objective.is_compilable:
             with self.explain_out_of_memory():
                 micro_batch = objective.micro_batches(0)[0]
+                model.padding = objective.padding(micro_batch) if self.balance else None
                 flops = config.steps * self.flops_per_step
                 self.loss_sum = compile_loss(self._loss_sum, model, self.parallel, micro_batch, flops)
         self.step = 0
@@ -249,6 +250,7 @@ class Trainer:
         for number, micro_batch in enumerate(micro_batches, start=1):
             with self.parallel.no_sync() if number < len(micro_batches) else nullcontext():
                 with phase("forward"):
+                    self.model.padding = self.objective.padding(micro_batch) if self.balance else None
                     loss = self.loss_sum(micro_batch) / mean_weight
                     penalty = self.balance.loss(len(micro_batches)) if self.balance else 0.0
                 with phase("backward"):

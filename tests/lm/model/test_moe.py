@@ -195,6 +195,20 @@ def test_a_capacity_drops_the_last_tokens_of_an_expert_in_training_only() -> Non
     torch.testing.assert_close(moe(x), whole)  # with or without gradients
 
 
+@pytest.mark.parametrize("options", [{}, {"affinity": "sigmoid", "bias_update_rate": 0.1}, {"capacity_factor": 0.5}])
+def test_padding_is_not_routed(options: dict[str, Any]) -> None:
+    moe, x = MoE(MoEConfig(4, 2, d_expert=6, **options), 8, 16), random_normal(5, 12, 8)
+    padding = torch.arange(12) >= torch.tensor([12, 3, 0, 7, 1])[:, None]
+    out, routing = moe(x, returns_routing=True, padding=padding)
+    assert not out[padding].any()
+    expected, expected_routing = moe(x[~padding], returns_routing=True)
+    if not options.get("capacity_factor"):  # which is a share of all places
+        torch.testing.assert_close(out[~padding], expected)
+        for ours, theirs in zip(routing, expected_routing, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    assert routing.counts.sum() == 2 * (~padding).sum()
+
+
 def test_routing_sums_are_those_of_the_tokens() -> None:
     moe, x = MoE(MoEConfig(4, 2, d_expert=6, affinity="sigmoid"), 8, 16), random_normal(40, 8)
     _, routing = moe(x, returns_routing=True)

@@ -16,6 +16,7 @@ from lm.model.transformer import TransformerLM
 from lm.posttrain.job import PosttrainJob
 from lm.train.__main__ import main
 from lm.train.metrics_file import read_metrics
+from lm.train.trainer import Trainer
 from tests.helpers.posttraining import chat_policy, write_posttrain_job
 from tests.helpers.training import start_and_kill
 
@@ -70,12 +71,41 @@ def test_the_first_step_is_at_the_reference(
     assert read_metrics(job.parent / "metrics.jsonl")[0][metric] == pytest.approx(0, abs=1e-6)
 
 
+def write_job_with_experts(directory: Path, method: str, moe: MoEConfig, **settings: Any) -> Path:
+    job = write_posttrain_job(directory, method, settings, steps=2)
+    save_training(directory / "model", TransformerLM(replace(chat_policy().config, moe=moe)), [], 0, {})
+    return job
+
+
+@pytest.mark.parametrize("method", SETTINGS)
+def test_experts_compute_no_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    steps: list[tuple[Trainer, Any]] = []
+    train_step = Trainer.train_step
+
+    def record_step(trainer: Trainer, micro_batches: Any, *arguments: Any) -> Any:
+        steps.append((trainer, micro_batches))
+        return train_step(trainer, micro_batches, *arguments)
+
+    monkeypatch.setattr(Trainer, "train_step", record_step)
+    PosttrainJob.read(write_job_with_experts(tmp_path, method, MoEConfig(4, 2), **SETTINGS[method])).run()
+    trainer, micro_batches = steps[-1]
+    objective: Any = trainer.objective
+    if method == "sft":
+        tokens = sum(int((segment_ids > 0).sum()) for _, _, segment_ids, _ in micro_batches)
+    elif method in ("preference", "reward_model"):
+        pairs = [objective.pairs[index] for batch in micro_batches for index in batch.indices]
+        last = method == "preference"  # the last token is a label only
+        tokens = sum(len(example.ids) - last for pair in pairs for example in pair)
+    else:
+        tokens = sum(int(batch.mask.flip(-1).cummax(-1).values.sum()) for batch in micro_batches)
+    assert trainer.balance is not None
+    assert trainer.balance._step[:, 0].sum(-1).tolist() == [2 * tokens] * 2  # two blocks, two choices of each token
+
+
 def test_a_capacity_of_experts_drops_no_token(tmp_path: Path) -> None:
     """Else the model of the first step would not be the reference."""
-    job = write_posttrain_job(tmp_path, "preference", steps=2)
     moe = MoEConfig(num_experts=4, top_k=2, capacity_factor=0.5)
-    model = TransformerLM(replace(chat_policy().config, moe=moe))
-    save_training(tmp_path / "model", model, [], 0, {})
+    job = write_job_with_experts(tmp_path, "preference", moe)
     PosttrainJob.read(job).run()
     first = read_metrics(job.parent / "metrics.jsonl")[0]
     assert first["margin"] == pytest.approx(0, abs=1e-6)
