@@ -249,7 +249,8 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     try:
         code = _run(sys.argv[1:] if arguments is None else arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None: it was closed before the start
+            sys.stdout.flush()
     except BaseException as error:
         if interrupt := find_interrupt(error):
             print(STOPPED_MESSAGE, file=sys.stderr)

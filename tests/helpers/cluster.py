@@ -8,7 +8,7 @@ import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +170,8 @@ class DaskCluster(Workers):
     def client(self) -> Any:
         from distributed import Client
 
+        with suppress(OSError):  # on a busy machine the connection may be closed while it is opened
+            return Client(self.address, timeout=60, set_as_default=False)
         return Client(self.address, timeout=60, set_as_default=False)
 
     def wait_for_workers(self, count: int) -> None:
