@@ -43,8 +43,8 @@ _HIGH_BYTE = regex.compile(r"(?<!\\)((?:\\\\)*)\\x([89A-Fa-f][0-9A-Fa-f])")
 _CASELESS = regex.compile(r"\(\?[a-z]*i[a-z-]*(?P<end>[:)])")
 _ESCAPES_FROM = {r"\A": "^", r"\Z": "$", r"\z": r"\Z", "^": "(?m:^)", "$": "(?m:$)"}
 _ESCAPES_TO = {r"\A": r"\A", r"\Z": r"\z", "^": r"\A", "$": r"\Z", "(?m:^)": "^", "(?m:$)": "$"}
-# The content of a class of the other syntax that matches the same characters. The first of each is that of \w outside of
-# a class; inside, it is the second.
+# The content of a class of the other syntax that matches the same characters. The first of each is that of \w outside
+# of a class; inside, it is the second.
 _WORD = r"\p{Alphabetic}\p{M}\p{Nd}"
 _CLASSES_FROM = {
     "w": _WORD + r"\u00B2\u00B3\u00B9\u00BC-\u00BE\p{Pc}",  # with superscripts and fractions
