@@ -51,7 +51,6 @@ _CLASSES_FROM = {
     "word": _WORD + r"\p{Pc}",
     "alnum": r"\p{Alphabetic}\d",
     "digit": r"\d",
-    "lower": r"\p{Lowercase}\u0295",
     "punct": r"\p{P}\p{S}",
 }
 _CLASSES_TO = {
@@ -59,9 +58,8 @@ _CLASSES_TO = {
     "word": _WORD + r"\u200C\u200D\p{Pc}",
     "alnum": r"\p{Alphabetic}0-9",
     "digit": "0-9",
-    "lower": r"\p{Lowercase}",
 }
-_EQUAL_CLASSES = {"alpha", "ascii", "blank", "cntrl", "graph", "print", "space", "upper", "xdigit"}
+_EQUAL_CLASSES = {"alpha", "ascii", "blank", "cntrl", "graph", "lower", "print", "space", "upper", "xdigit"}
 # Two or three characters that equal one without case, like ss and ß, to Oniguruma only.
 FOLDS = {
     character.casefold()

@@ -18,7 +18,7 @@ from tests.helpers.examples import examples
 from tests.helpers.families import DEEPSEEK3, GPT4O
 from tests.helpers.tokenizers import CUSTOM_PATTERN, stable_text
 
-ODD = [*"aZ09²½Ⅷ,$+!<|' \n\r\t\x85\xa0é_٣ʕⓐßs\u200d‿", "'s", "'LL", "\r\n", "日本", "かな", "e\u0301", "123456"]
+ODD = [*"aZ09²½Ⅷ,$+!<|' \n\r\t\x85\xa0é_٣ⓐßs\u200d‿", "'s", "'LL", "\r\n", "日本", "かな", "e\u0301", "123456"]
 texts = st.lists(st.sampled_from(ODD) | stable_text, max_size=12).map("".join)
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 ENDING = [BYTE_LEVEL, {**BYTE_LEVEL, "use_regex": False}]
@@ -113,7 +113,7 @@ def test_the_syntax_of_oniguruma_is_translated(oniguruma: str, ours: str) -> Non
 )
 def test_a_pattern_of_ours_survives_the_translation(pattern: str) -> None:
     @examples(50)
-    @given(st.text(st.sampled_from("a]{b\n '_9²½٣éʕⓐ\u200dA‿\\")))
+    @given(st.text(st.sampled_from("a]{b\n '_9²½٣éⓐ\u200dA‿\\")))
     def splits_alike(text: str) -> None:
         assert our_pretokens(text, from_oniguruma(to_oniguruma(pattern))) == our_pretokens(text, pattern)
         assert hf_pretokenize(format_pre_tokenizer(pattern), text) == our_pretokens(text, pattern)
@@ -128,7 +128,7 @@ def test_a_flag_of_another_meaning_is_not_exported(pattern: str) -> None:
 
 
 NOT_ALIKE = [r"\h+", r"a\Gb", r"[\h]", "[a[bc]]", "[a&&b]", "a(?i)b", r"(?x-a:b)", r"(a)\1", r"\x{61}", r"[\b]"]
-NOT_ALIKE += ["a{2}?", "(?P<x>a)", "[[:^lower:]]", "[[:odd:]]", "(?i:Ss)", "(?i)a|ß", "(?i:(?:x|oﬃ))"]
+NOT_ALIKE += ["a{2}?", "(?P<x>a)", "[[:^digit:]]", "[[:odd:]]", "(?i:Ss)", "(?i)a|ß", "(?i:(?:x|oﬃ))"]
 
 
 @pytest.mark.parametrize("pattern", [*NOT_ALIKE, r"\xe9", r"[\x80]"])
