@@ -40,7 +40,7 @@ class MoEConfig:
     experts below the mean load, and falls for those above. 0.001 is usual in long trainings, 0.003 in short ones, with
     aux_loss_weight 0. 0: no bias."""
     capacity_factor: float | None = bounded_field(None, gt=0, lt=math.inf)
-    """In training, an expert takes at most this multiple of its fair share of a micro-batch of a process, the first
+    """In pretraining, an expert takes at most this multiple of its fair share of a micro-batch of a process, the first
     tokens first; the others skip it. Default: no token is dropped."""
     num_dense_layers: int = bounded_field(0, ge=0)
     """First blocks that keep the dense network of width d_ff. Less than num_layers."""

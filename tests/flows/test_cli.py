@@ -112,6 +112,14 @@ def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_closed_output_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "a-file-that-no-run-makes").touch()
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", *TEXTMILL, "verify", str(tmp_path)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_an_output_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "a-file-that-no-run-makes").touch()

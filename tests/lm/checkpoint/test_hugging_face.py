@@ -395,6 +395,14 @@ def test_the_auxiliary_loss_keeps_its_strength(tmp_path: Path) -> None:
     assert loaded is not None and loaded.aux_loss_weight == 0.03
 
 
+def test_a_file_whose_layers_are_all_dense_is_refused(tmp_path: Path) -> None:
+    make_exported(tmp_path / "out", moe=MoEConfig(num_dense_layers=1), qk_norm=True)
+    path = tmp_path / "out" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"mlp_only_layers": [0, 1]}))
+    with pytest.raises(UserError, match=r"config\.json: all 2 layers are dense"):
+        load_hugging_face(tmp_path / "out")
+
+
 @pytest.mark.parametrize("other", [{"qk_norm": True}, {"moe": MoEConfig(num_experts=2)}], ids=["QK-norm", "experts"])
 def test_biases_that_no_architecture_has_are_refused(tmp_path: Path, other: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=rf"model\.qkv_bias cannot be exported with model\.{next(iter(other))}"):
