@@ -5,6 +5,7 @@ measures causal attention. The implementations take the same tensors:
 
 - ``ours``: :class:`lm.model.FlashAttentionTriton`
 - ``sdpa``: torch's ``scaled_dot_product_attention`` with its flash kernel, or its memory-efficient kernel for float32
+- ``cudnn``: the same with cuDNN's kernel, which torch prefers on an H200; not for float32
 - ``plain``: the plain reference, which has T × T scores
 - ``compiled``: the plain reference under ``torch.compile``
 
@@ -66,11 +67,17 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def implementations() -> dict[str, Attention]:
+def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def implementations(device: torch.device, dtype: str) -> dict[str, Attention]:
     torch._dynamo.reset()  # a size is compiled for itself
     return {
         "ours": ours,
         "sdpa": sdpa,
+        **({"cudnn": cudnn} if device.type == "cuda" and dtype == "bfloat16" else {}),
         "plain": reference_attention,
         "compiled": torch.compile(reference_attention, dynamic=False),
     }
@@ -140,7 +147,7 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
             for length in options.lengths:
                 shape = (1, options.heads, length, width)
                 forward_flops = 4 * options.heads * width * length * (length + 1) / 2
-                for name, attention in implementations().items():
+                for name, attention in implementations(device, dtype).items():
                     torch.manual_seed(0)
                     try:
                         make = lambda: torch.randn(shape, device=device, dtype=getattr(torch, dtype))  # noqa: B023, E731

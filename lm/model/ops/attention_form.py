@@ -30,7 +30,8 @@ def choose_attention(form: AttentionForm, device: torch.device) -> Callable[[Ten
         if device.type == "cuda":
             load_kernels()  # fails now rather than in the first step
         return flash_attention
-    # On GPUs this is torch's own: faster up to 4,096 tokens on an H200, slower at 16,384, see benchmarks/RESULTS.md.
+    # On GPUs this is torch's own, cuDNN's on an H200. Ours is faster than torch's flash kernel there, but was not
+    # measured beside cuDNN's; see benchmarks/GPU.md.
     return causal_attention
 
 
