@@ -14,6 +14,7 @@ from flows.report import report_text
 from lm.common.errors import UserError
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Output, Ref, read_output
+from tasks.runtime.schemas import RUN_NAME
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +24,10 @@ def absolute_root(root: str) -> str:
     if "://" in root:
         return root
     try:
-        return str(Path(root).expanduser().resolve())
-    except (OSError, RuntimeError) as error:  # a link to itself, or the home directory of an unknown user
+        path = str(Path(root).expanduser().resolve())
+        path.encode()  # records name it
+        return path
+    except (OSError, RuntimeError, UnicodeError) as error:  # a link to itself, or the home of an unknown user
         raise UserError(f"The root {root!r} cannot be used: {str(error).rstrip('.')}.") from None
 
 
@@ -40,7 +43,7 @@ def make_run(config: Any, root: str, name: str, refresh: tuple[str, ...] = ()) -
 
 def run_name(until: str | None, name: str) -> str:
     """Return ``<start time>-<last stage>-<name>``. A name that has this form already is returned unchanged."""
-    if re.fullmatch(r"\d{8}-\d{6}-[\w.-]{1,200}", name, re.ASCII):
+    if RUN_NAME.fullmatch(name):
         return name
     words = re.sub(r"[^\w.-]+", "-", f"{until or 'full'}-{name}", flags=re.ASCII)[:200]  # it names files
     return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{words}"

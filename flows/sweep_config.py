@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -48,7 +49,7 @@ class SweepConfig:
     """Search for the best point, by the library Optuna. Default: train all points."""
     law: LawConfig | None = None
     """Fit a scaling law to the points. Default: none."""
-    max_epochs: float | None = bounded_field(None, gt=0)
+    max_epochs: float | None = bounded_field(None, gt=0, lt=math.inf)
     """Most times that a training may read the whole training text. A point with more is refused. Default: no limit."""
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from flows.models import resolve_tokenizer
@@ -12,6 +12,7 @@ from lm.text.config import DataConfig
 from lm.text.documents import stream_documents
 from lm.text.sources import expand_urls
 from lm.text.statistics import TextStatistics
+from lm.text.utf8 import replace_surrogates
 from lm.tokenizer.compare import Comparison, compare_tokenizers
 from tasks.pages.tokenizers import comparison_page
 
@@ -47,7 +48,7 @@ def compare(tokenizers: Iterable[str], texts: Iterable[str], root: str, out: str
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "comparison.md").write_text(page, encoding="utf-8")
-        (directory / "comparison.json").write_text(json.dumps(asdict(comparison), indent=1), encoding="utf-8")
+        (directory / "comparison.json").write_text(json.dumps(comparison.figures(), indent=1), encoding="utf-8")
     except OSError as error:
         raise UserError(f"The comparison cannot be written to {directory}: {error.strerror}.") from None
     return ComparisonResult(directory, comparison, page)
@@ -59,7 +60,9 @@ def _label(arguments: Iterable[str], kind: str) -> dict[str, str]:
     for argument in arguments:
         label, has_label, name = argument.partition("=")
         if not has_label or "/" in label:
-            label, name = Path(argument).name.partition(".")[0] or "latest run", argument
+            file = Path(argument).resolve().name
+            label, name = file.lstrip(".").partition(".")[0] or file if argument else "latest run", argument
+        label = replace_surrogates(label)
         if label in labelled:
             raise UserError(f"Two {kind}s are called {label}; give one a label: other={name}.")
         labelled[label] = name

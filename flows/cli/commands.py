@@ -354,7 +354,12 @@ def _is_server_configured() -> bool:
     home = Path(os.environ.get("PREFECT_HOME") or Path.home() / ".prefect")
     profiles = Path(os.environ.get("PREFECT_PROFILES_PATH") or home / "profiles.toml")
     files = [profiles, Path(".env"), Path("prefect.toml"), Path("pyproject.toml")]
-    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()]
+    try:
+        texts = [file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()]
+    except OSError as error:
+        raise UserError(
+            f"{error.filename}, which may have settings of Prefect, cannot be read: {error.strerror}."
+        ) from None
     if not any("PREFECT_API_URL" in text or "tool.prefect" in text or "[api]" in text for text in texts):
         return False
     from prefect.settings import get_current_settings

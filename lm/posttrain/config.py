@@ -107,7 +107,7 @@ class ReinforceConfig:
     """Weight of each reward by name, see docs/posttraining.md. Default: the reward of the task."""
     reward_seconds: float = bounded_field(10.0, gt=0, lt=math.inf)
     """Time limit for the reward of a response. A response that takes longer gets 0."""
-    reward_threshold: float | None = bounded_field(None)
+    reward_threshold: float | None = bounded_field(None, gt=-math.inf, lt=math.inf)
     """Expert iteration: responses with at least this reward are learned like answers of a fine-tuning, others are left
     out. The advantage is then 1, whatever baseline and advantage_normalizer are. Default: policy gradients."""
     baseline: Literal["mean", "none"] = "mean"

@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +61,23 @@ class Comparison:
     def megabytes_per_second(self, text: str, tokenizer: str) -> float:
         """Return how fast a tokenizer encodes a text."""
         return self.texts[text][0] / 1e6 / self.tokenizers[tokenizer].encodings[text].seconds
+
+    def figures(self) -> dict[str, Any]:
+        """Return all figures by name, for JSON."""
+
+        def on_text(text: str, name: str) -> dict[str, Any]:
+            return self.tokenizers[name].encodings[text]._asdict() | {
+                "bytes_per_token": self.bytes_per_token(text, name),
+                "megabytes_per_second": self.megabytes_per_second(text, name),
+            }
+
+        return {
+            "texts": {text: {"bytes": size, "characters": length} for text, (size, length) in self.texts.items()},
+            "tokenizers": {
+                name: asdict(compared) | {"encodings": {text: on_text(text, name) for text in self.texts}}
+                for name, compared in self.tokenizers.items()
+            },
+        }
 
 
 def compare_tokenizers(tokenizers: Mapping[str, TextTokenizer], texts: Mapping[str, str]) -> Comparison:

@@ -151,11 +151,9 @@ def count_files(
     workers, pattern = threads or available_cpus(), resolve_pattern(pattern)
     pending = deque(split_files(paths, special_tokens, pattern))
     tables: list[pa.Table] = []
-    max_table_bytes = DEFAULT_MEMORY_BYTES
     lock = Lock()
 
     def count() -> None:
-        nonlocal max_table_bytes
         part = FilePart("")
 
         def texts() -> Iterator[Iterator[bytes]]:
@@ -171,10 +169,7 @@ def count_files(
         try:
             for table in count_pretokens(texts(), special_tokens, pattern):
                 with lock:
-                    tables.append(table)
-                    if sum(table.nbytes for table in tables) > max_table_bytes:
-                        tables[:] = [sum_counts(tables)]
-                        max_table_bytes = max(DEFAULT_MEMORY_BYTES, 2 * tables[0].nbytes)
+                    _append_counts(tables, table)
         except InvalidUtf8Error as error:
             pending.clear()  # stops the other threads
             raise part.locate(error) from None
@@ -183,6 +178,13 @@ def count_files(
         for future in [pool.submit(count) for _ in range(workers)]:
             future.result()
     return sum_counts(tables)
+
+
+def _append_counts(tables: list[pa.Table], table: pa.Table) -> None:
+    """Append a table, and replace the tables by their sum whenever they have twice the size of their first."""
+    tables.append(table)
+    if sum(table.nbytes for table in tables) > max(DEFAULT_MEMORY_BYTES, 2 * tables[0].nbytes):
+        tables[:] = [sum_counts(tables)]
 
 
 def sum_counts(tables: Sequence[pa.Table]) -> pa.Table:
@@ -203,10 +205,19 @@ def write_counts(path: Path, table: pa.Table) -> tuple[int, int]:
 
 
 def merge_counts(parts: Sequence[Path], path: Path) -> tuple[int, int]:
-    """Write the sum of the files ``parts`` to one file; return (pretokens, different pretokens)."""
-    files = [(part, _open(part)) for part in parts]
-    sums = (sum_counts([_read(*file, partition) for file in files]) for partition in range(NUM_PARTITIONS))
-    return _write_partitions(path, sums)
+    """Write the sum of the files ``parts`` to one file; return (pretokens, different pretokens).
+
+    One file at a time is open, as processes may open only so many.
+    """
+    return _write_partitions(path, (_sum_partition(parts, partition) for partition in range(NUM_PARTITIONS)))
+
+
+def _sum_partition(parts: Sequence[Path], partition: int) -> pa.Table:
+    tables: list[pa.Table] = []
+    for part in parts:
+        with _open(part) as file:
+            _append_counts(tables, _read(part, file, partition))
+    return sum_counts(tables)
 
 
 def _write_partitions(path: Path, partitions: Iterable[pa.Table]) -> tuple[int, int]:

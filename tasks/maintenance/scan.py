@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from lm.common.errors import TransientError, UserError
 from tasks.runtime.output import MANIFEST, Output, Ref, open_output
 from tasks.runtime.root_lock import is_locked
-from tasks.runtime.schemas import ATTEMPT_NAME, STAGE_NAME, LatestOutput, RunRecord, SourceRecord, read_record
+from tasks.runtime.schemas import ATTEMPT_NAME, RUN_NAME, STAGE_NAME, LatestOutput, RunRecord, SourceRecord, read_record
 from tasks.runtime.store import LEASES, LOCK_FILE, Store
 
 _KEY_DIRECTORY = re.compile(f"{STAGE_NAME}/[0-9a-f]{{64}}")
@@ -111,6 +111,7 @@ def _is_left_behind(store: Store, path: str) -> bool:
 
 def _scan_file(store: Store, path: str, size: int, result: Scan) -> Iterator[Finding]:
     """Check a file outside the key directories: a run record or report, a source record, or a ``latest.json``."""
+    store.path(path)  # raises UserError for a link: what lies behind it is unknown
     directory, _, name = path.rpartition("/")
     if directory == LEASES:
         return  # gc deletes those that nobody renews
@@ -122,9 +123,11 @@ def _scan_file(store: Store, path: str, size: int, result: Scan) -> Iterator[Fin
         yield from _scan_run_record(store, path, result)
     elif directory == "runs" and name.endswith(".md"):
         record = read_record(RunRecord, store, f"{path.removesuffix('.md')}.json")
-        if not record:
+        if not record and not RUN_NAME.fullmatch(name.removesuffix(".md")):
+            yield Finding("orphaned", path, "no run makes such a file")
+        elif not record:
             yield Finding("orphaned", path, "the record of its run is missing or damaged", size, is_garbage=True)
-        elif "report" not in record:
+        elif not record.get("report"):
             yield Finding("unfinished", path, "the record of its run does not name it yet")
         elif damage := store.describe_damage({**record["report"], "path": name}, directory):
             yield Finding("damaged", path, f"{damage}; delete it")
@@ -152,5 +155,5 @@ def _scan_run_record(store: Store, path: str, result: Scan) -> Iterator[Finding]
             yield Finding("damaged", path, problem)
             return
         result.outputs[ref] = output
-    if "report" not in record:
+    if not record.get("report"):
         yield Finding("unfinished", path, "its run is still at work, or was killed")

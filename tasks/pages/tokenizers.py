@@ -80,9 +80,11 @@ def _draw_bars(comparison: "Comparison", label: str, figure: Callable[[str, str]
     width = 0.8 / len(names)
     for number, name in enumerate(names):
         places = [place - 0.4 + (number + 0.5) * width for place in range(len(texts))]
-        bars = axes.bar(places, [figure(text, name) for text in texts], width, label=name)
+        bars = axes.bar(places, [figure(text, name) for text in texts], width, label=f"tokenizer {number}")
         axes.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
-    axes.set_xticks(range(len(texts)), texts)
-    axes.legend(fontsize=8, ncols=len(names), loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    axes.set_xticks(range(len(texts)), texts, parse_math=False)  # a dollar sign is none of a formula
+    legend = axes.legend(fontsize=8, ncols=len(names), loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    for entry, name in zip(legend.get_texts(), names, strict=True):
+        entry.set(text=name, parse_math=False)  # as a label, matplotlib leaves out a name that begins with "_"
     axes.spines[["top", "right"]].set_visible(False)
     return embed_figure(drawing, label)

@@ -29,12 +29,15 @@ def local_path(store: Store, file: Mapping[str, Any], *parts: str) -> Path:
     copies = store.copies
     path = Path(copies.path(*parts, file["path"]))
     if not store.is_local:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             os.utime(copies.path(*parts))  # remove_old_copies keeps it
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock"):  # groups of chunks in other threads and processes use the same tokenizer
-            if copies.find_damaged([file], *parts):
-                store.download(path, *parts, file["path"])
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{path}.lock"):  # groups of chunks in other threads and processes use the same tokenizer
+                if copies.find_damaged([file], *parts):
+                    store.download(path, *parts, file["path"])
+        except OSError as error:
+            raise UserError(f"The copy {path} cannot be written: {error.strerror or error}.") from None
     if copies.find_damaged([file], *parts):
         raise UserError(
             f"{store.path(*parts, file['path'])} is damaged or missing. Run the pipeline again: it makes it again."

@@ -36,6 +36,7 @@ def own_root(store: Store) -> Iterator[Callable[[], None]]:
     Yields a function to call before each deletion: it raises UserError if the root is lost to a run.
     """
     if store.is_local:
+        store.require_root()  # the lock file would make the directory of a mistyped root
         with lock_root(store, exclusive=True):
             yield lambda: None
     else:
@@ -94,13 +95,23 @@ def lock_output(path: Path, name: str, stopping: threading.Event) -> Iterator[No
     raise Stopped("The run is being stopped.")
 
 
-def is_locked(path: Path) -> bool:
-    """Return whether a process has a lock on a file. A file that its last holder has deleted has no lock."""
+def is_locked(path: Path, is_required: bool = True) -> bool:
+    """Return whether a process has a lock on a file. A file that its last holder has deleted has no lock.
+
+    Raises UserError if the file cannot be opened, and, with ``is_required``, if the file system has no locks.
+    """
     try:
-        with path.open("rb") as file:
-            return not _try_lock(file.fileno(), fcntl.LOCK_EX)
+        # NFS locks a file exclusively only if it is open for writing. A pipe must not be waited for.
+        flags = (os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY) | os.O_NONBLOCK
+        descriptor = os.open(path, flags)
     except FileNotFoundError:
         return False
+    except OSError as error:
+        raise UserError(f"{path} cannot be opened: {error.strerror or error}.") from None
+    try:
+        return not _try_lock(descriptor, fcntl.LOCK_EX, is_required)
+    finally:
+        os.close(descriptor)
 
 
 def _open_lock_file(path: Path, flags: int) -> int:

@@ -17,6 +17,7 @@ from tasks.runtime.store import Store
 
 STAGE_NAME = "[a-z][a-z0-9_-]{0,63}"
 ATTEMPT_NAME = re.compile("[0-9]{8}T[0-9]{6}-[0-9a-f]{8}")
+RUN_NAME = re.compile(r"\d{8}-\d{6}-[\w.-]{1,200}", re.ASCII)
 _NAME = r"\.*[A-Za-z0-9_-][A-Za-z0-9_.-]*"  # neither "." nor ".."
 _Path = Annotated[str, Field(pattern=f"^{_NAME}(/{_NAME})*$", max_length=255)]
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]

@@ -170,13 +170,19 @@ class Store:
 
     def list_files(self) -> dict[str, int]:
         """Return the size of each file below the root by its path, and 0 for each empty directory. Links are listed,
-        not followed. Raises UserError if there is no root."""
+        not followed. Raises UserError if there is no root, or a directory cannot be read."""
+        self.require_root()
+        if self.is_local:
+            sizes = self._request(lambda: _local_sizes(self.base))
+        else:
+            infos = self._request(lambda: self.fs.find(self.base, detail=True))
+            sizes = {path: int(info["size"]) for path, info in infos.items()}
+        return {posixpath.relpath(path, self.base): size for path, size in sizes.items()}
+
+    def require_root(self) -> None:
+        """Raise UserError if there is no root."""
         if not self._request(lambda: self.fs.isdir(self.base)):
             raise UserError(f"There is no root at {self.base}.")
-        infos = self._request(lambda: self.fs.find(self.base, withdirs=self.is_local, detail=True))
-        parents = {posixpath.dirname(path) for path in infos}
-        sizes = {path: 0 if info["type"] == "directory" else int(info["size"]) for path, info in infos.items()}
-        return {posixpath.relpath(path, self.base): size for path, size in sizes.items() if path not in parents}
 
     def local_directory(self, *parts: str) -> Path:
         """Return the directory to make files in: in place on a local root, otherwise an upload directory."""
@@ -287,7 +293,7 @@ class Store:
                 names = [os.path.relpath(path, base) for path in paths]
             for name in names:
                 with suppress(*NOT_FOUND_ERRORS):
-                    info = Path(self.path(*parts, name)).stat()
+                    info = self._request(Path(self.path(*parts, name)).stat)
                     fingerprint = f"{info.st_size}-{info.st_mtime_ns}-{info.st_ctime_ns}-{info.st_ino}"
                     is_settled = info.st_ctime_ns < time.time_ns() - _CLOCK_TICK_NS
                     stats[name] = FileStat(info.st_size, fingerprint if is_settled else "")
@@ -350,6 +356,25 @@ def describe_files(directory: Path) -> list[dict[str, Any]]:
         for path in sorted(directory.rglob("*"))
         if path.is_file()
     ]
+
+
+def _local_sizes(base: str) -> dict[str, int]:
+    """Return what :meth:`Store.list_files` does, by full path. fsspec omits directories that cannot be read."""
+
+    def fail(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # another process may delete directories
+            raise error
+
+    sizes: dict[str, int] = {}
+    for directory, folders, files in os.walk(base, onerror=fail):
+        if not folders and not files and directory != base:
+            sizes[directory] = 0
+        for path in (Path(directory, name) for name in (*files, *folders)):
+            with suppress(FileNotFoundError):
+                info = path.lstat()
+                if not stat.S_ISDIR(info.st_mode):  # also a link to a directory
+                    sizes[str(path)] = info.st_size
+    return sizes
 
 
 def _is_plain(path: str | Path) -> bool:

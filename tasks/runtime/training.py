@@ -79,7 +79,7 @@ def has_same_inputs(previous: Path, job: "TrainingJob") -> bool:
     """Return whether an earlier attempt read the same files as ``job``. If a file was made again since, it had been
     damaged, and so the checkpoints may be wrong."""
     try:
-        if is_locked(previous / "job.json"):  # a program is running there
+        if is_locked(previous / "job.json", is_required=False):  # a program is running there
             return False
         previous_job = job.read(previous / "job.json")
     except (UserError, OSError):

@@ -77,6 +77,7 @@ def tiny(tmp_path: Path) -> Path:
         (["plan", "--config", "latin.yaml"], r"is not UTF-8"),
         (["plan", "--data.train", "['latin/*.txt']"], r"caf.xe9\.txt' is not UTF-8; rename it"),
         (["verify", "~nosuchuser/x"], r"The root '~nosuchuser/x' cannot be used"),
+        (["run", "--root", os.fsdecode(b"caf\xe9")], r"The root 'caf.udce9' cannot be used"),
         (["rum"], r"rum"),
         ([], r"command"),
     ],

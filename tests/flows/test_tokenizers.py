@@ -1,17 +1,22 @@
 """textmill tokenizers: the files, the page and the summary of a comparison."""
 
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
+from matplotlib.text import Text
 from prefect.artifacts import Artifact
 
 from flows.cli.parser import main
 from flows.models import resolve_tokenizer
+from flows.tokenizer_comparison import compare
 from lm.common.errors import UserError
 from lm.tokenizer.bpe import train_bpe
+from lm.tokenizer.compare import Comparison
 from lm.tokenizer.tokenizer import Tokenizer
+from tasks.pages.tokenizers import comparison_page
 
 
 @pytest.fixture
@@ -36,12 +41,28 @@ def test_the_command(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert re.search(r"bytes per token +bytes +small +big +bytes\n", shown)
     content = json.loads((out / "comparison.json").read_text())
-    assert content["texts"] == {"plain": [662, 662], "german": [1650, 1550]}
-    small, big, plain = (content["tokenizers"][name]["encodings"]["plain"][0] for name in ("small", "big", "bytes"))
+    assert content["texts"]["german"] == {"bytes": 1650, "characters": 1550}
+    figures = {name: content["tokenizers"][name]["encodings"]["plain"] for name in ("small", "big", "bytes")}
+    small, big, plain = (figures[name]["tokens"] for name in figures)
+    assert figures["small"]["bytes_per_token"] == 662 / small
     assert plain == 662 > small > big
     assert re.search(rf"^plain +662 +{662 / small:.3f} +{662 / big:.3f} +1.000$", shown, re.MULTILINE)
     page = (out / "comparison.md").read_text()
     assert page.count("](data:image/png;base64,") == 2 and "| german |" in page
+
+
+def test_names_are_drawn_and_written_as_they_are(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place / "small")
+    (place / "small" / "_$a$.txt").write_text("some words")
+    result = compare(
+        ["."], ["_$a$.txt", os.fsdecode(b"a\xff=_$a$.txt"), ".hidden=_$a$.txt"], str(place), str(place / "out")
+    )
+    assert list(result.comparison.tokenizers) == ["small"]
+    assert list(result.comparison.texts) == ["_$a$", "a\N{REPLACEMENT CHARACTER}", ".hidden"]
+    drawn: list[tuple[str, bool]] = []
+    monkeypatch.setattr(Text, "draw", lambda text, renderer: drawn.append((text.get_text(), text.get_parse_math())))
+    comparison_page(Comparison(result.comparison.texts, {"_$b$": result.comparison.tokenizers["small"]}))
+    assert {("_$a$", False), ("_$b$", False)} <= set(drawn)
 
 
 @pytest.mark.usefixtures("prefect_server")

@@ -44,6 +44,14 @@ def output(root: str, ref: Ref) -> Output:
     return read_output(RunContext(root, "later").store, ref)
 
 
+@pytest.mark.usefixtures("downloads")
+def test_a_cache_that_cannot_be_written_is_named(root: str, tmp_path: Path) -> None:
+    ref = materialize(letters, RunContext(root, "run"), "x", 3)
+    (tmp_path / "cache" / "textmill" / "downloads").write_text("in the way")
+    with pytest.raises(UserError, match=r"The copy .*a\.txt cannot be written: Not a directory"):
+        output(root, ref).path("a.txt")
+
+
 def test_a_file_is_downloaded_once_for_all_runs(root: str, downloads: list[str]) -> None:
     ref = materialize(letters, RunContext(root, "run"), "x", 3)
     for _ in range(2):

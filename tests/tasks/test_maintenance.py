@@ -1,11 +1,13 @@
 """``textmill verify`` and ``textmill gc``: what they find below a root, and what gc deletes."""
 
 import errno
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tenacity import wait_none
@@ -166,6 +168,46 @@ def test_gc_deletes_nothing_while_a_record_is_damaged(tmp_path: Path, damaged: s
         find_garbage(run.store)
 
 
+def test_gc_deletes_nothing_where_records_cannot_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, *_ = make_root(tmp_path / "root")
+    runs, moved = Path(run.store.path("runs")), tmp_path / "runs"
+    runs.rename(moved)
+    runs.symlink_to(moved)
+    with pytest.raises(UserError, match=r"runs is damaged: .* is a link"):
+        find_garbage(run.store)
+    runs.unlink()
+    moved.rename(runs)
+    assert find_garbage(run.store) == []
+    scandir = os.scandir
+
+    def fail(path: str) -> Any:
+        if Path(path) == runs:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", fail)
+    with pytest.raises(UserError, match="Permission denied"):
+        find_garbage(run.store)
+
+
+def test_notes_of_a_user_are_no_garbage(tmp_path: Path) -> None:
+    run, *_ = make_root(tmp_path)
+    (tmp_path / "runs" / "notes.md").write_text("the first run was best")
+    (tmp_path / "empty").mkdir()
+    assert find_kinds(run.store) == {"runs/notes.md": "orphaned", "empty": "orphaned"}
+    assert find_garbage(run.store) == []
+    (tmp_path / "new").mkdir()
+    assert find_kinds(Store(str(tmp_path / "new"))) == {}
+
+
+def test_a_record_without_a_report_is_unfinished(tmp_path: Path) -> None:
+    run, low, _ = make_root(tmp_path)
+    stages = {"letters": {"key": low.key, "state": "made", "seconds": 1.0}}
+    run.store.write_json({"name": "b", "stages": stages, "report": None}, "runs", "b.json")
+    run.store.write_text("half of", "runs", "b.md")
+    assert find_kinds(run.store) == {"runs/b.json": "unfinished", "runs/b.md": "unfinished"}
+
+
 def test_gc_refuses_a_root_in_use_and_a_run_waits_for_gc(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, *_ = make_root(tmp_path)
     other = materialize(letters, run, "other", 1)
@@ -198,6 +240,24 @@ def test_without_locks_a_root_can_be_shared_but_not_exclusive(tmp_path: Path, mo
         pass
     with pytest.raises(UserError, match=r"no locks.*: Operation not supported"), lock_root(store, exclusive=True):
         pass
+    (tmp_path / "job.json").touch()
+    assert not is_locked(tmp_path / "job.json", is_required=False)
+    with pytest.raises(UserError, match=r"no locks.*: Operation not supported"):
+        is_locked(tmp_path / "job.json")
+
+
+def test_a_lock_is_seen_where_exclusive_locks_need_a_writable_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        if operation & fcntl.LOCK_EX and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "Bad file descriptor")  # as NFS does
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    (tmp_path / "job.json").touch()
+    assert not is_locked(tmp_path / "job.json")
+    os.mkfifo(tmp_path / "pipe")
+    assert not is_locked(tmp_path / "pipe")  # and does not wait for a writer
 
 
 def test_an_unreachable_root_is_not_reported_as_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,8 +312,8 @@ def test_the_commands_print_their_findings(tmp_path: Path, capsys: pytest.Captur
     out = capsys.readouterr().out
     assert f"damaged     {'/'.join(read_output(run.store, low).location)}/a.txt: its content has changed\n" in out
     assert "1 damaged" in out
-    for command in ("verify", "gc"):
-        assert main([command, str(tmp_path / "nowhere")]) == 2
+    for command in (["verify"], ["gc"], ["gc", "--delete"]):
+        assert main([*command, str(tmp_path / "nowhere")]) == 2
         assert "There is no root at" in capsys.readouterr().err
     assert not (tmp_path / "nowhere").exists()
 

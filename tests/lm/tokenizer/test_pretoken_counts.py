@@ -1,5 +1,6 @@
 """Pretoken counts: equal to the reference, in little memory, and their Parquet files."""
 
+import resource
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -178,6 +179,19 @@ def test_merged_counts_are_added_up_and_sorted_in_each_partition(
     assert (directory / "again.parquet").read_bytes() == (directory / "all.parquet").read_bytes()
     write_counts(directory / "once.parquet", counts_table(total))
     assert rows(directory / "once.parquet") == rows(directory / "all.parquet")
+
+
+def test_more_files_are_merged_than_a_process_may_open(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{i}.parquet" for i in range(80)]
+    for path in paths:
+        write_counts(path, counts_table({"a": 1}))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 20, hard))
+    try:
+        assert merge_counts(paths, tmp_path / "all.parquet") == (80, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_file_that_holds_no_counts_raises_a_user_error(tmp_path: Path) -> None:
