@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lm.common.errors import UserError
@@ -55,6 +55,8 @@ def naive_split(text: str, tokens: list[AddedToken]) -> list[str | AddedToken]:
             start -= 1
         while token.rstrip and end < len(text) and text[end] in WHITE:
             end += 1
+        if token.lstrip and begin >= end:  # the token before took all of its text, and Hugging Face drops it
+            continue
         parts += [text[begin:start], token]
         begin = end
     return [part for part in [*parts, text[begin:]] if part]
@@ -62,6 +64,7 @@ def naive_split(text: str, tokens: list[AddedToken]) -> list[str | AddedToken]:
 
 @examples(300)
 @given(texts, added_tokens)
+@example(["<a>", "  "], [AddedToken("<a>", rstrip=True), AddedToken("  ", lstrip=True)])
 def test_split_added_tokens_equals_the_naive_reference(blocks: list[str], tokens: list[AddedToken]) -> None:
     parts: list[str | AddedToken] = [""]
     for part in split_added_tokens(blocks, tokens):
