@@ -11,6 +11,7 @@ from lm.experiments.law import best_flops_per_token, best_lr
 from lm.experiments.speed import Speed
 from lm.model.config import ModelConfig
 from lm.model.flops import flops_per_token, parameter_count
+from lm.train.compile import repays_compilation
 from lm.train.config import TrainConfig
 
 MeasureSpeed = Callable[[ModelConfig, TrainConfig, float], Speed]  # the number: seconds of steps
@@ -88,13 +89,12 @@ def choose_configuration(
     if last_probe_seconds > _PROBE_SECONDS:
         speed = measure(choice.model, choice.train, last_probe_seconds)
         left -= speed.seconds
-    sequences = valid_bytes / bytes_per_token(choice.vocab_size) / choice.model.context_length
-    evaluated = sequences + _EVALUATIONS * choice.train.eval_sequences
-    evaluation = evaluated / choice.train.batch_size * _FORWARD_SHARE * speed.step_seconds
-    seconds = left - speed.start_seconds - evaluation
-    most_tokens = _most_tokens(train_bytes, choice.vocab_size)
-    most_steps = int(most_tokens / choice.model.context_length / choice.train.batch_size)
-    choice = replace(choice, train=_with_steps(choice.train, min(int(seconds / speed.step_seconds), most_steps)))
+    measured_steps = choice.train.steps
+    choice, seconds, evaluation = _spend(left, choice, speed, train_bytes, valid_bytes)
+    if len({repays_compilation(steps * speed.flops_per_step) for steps in (measured_steps, choice.train.steps)}) == 2:
+        # The steps that were measured were compiled, and those of this number are not, or the other way round.
+        speed = measure(choice.model, choice.train, _PROBE_SECONDS)
+        choice, seconds, evaluation = _spend(left - speed.seconds, choice, speed, train_bytes, valid_bytes)
     reason = (
         f"A step takes {1e3 * speed.step_seconds:,.0f} ms on this machine "
         f"({speed.flops_per_step / speed.step_seconds:.2g} FLOP/s). "
@@ -104,6 +104,20 @@ def choose_configuration(
     if (left_over := seconds - choice.train.steps * speed.step_seconds) > 0.05 * budget.amount:
         reason += f" {left_over:,.0f} s are left over, because {_MAX_EPOCHS} epochs of the text take less time."
     return _check(replace(choice, reasons=[reason, *_describe(choice, train_bytes)]), valid_bytes)
+
+
+def _spend(
+    left: float, choice: Choice, speed: Speed, train_bytes: int, valid_bytes: int
+) -> tuple[Choice, float, float]:
+    """Give a choice as many steps as ``left`` seconds pay for. Return it, and the seconds of steps and evaluations."""
+    sequences = valid_bytes / bytes_per_token(choice.vocab_size) / choice.model.context_length
+    evaluated = sequences + _EVALUATIONS * choice.train.eval_sequences
+    evaluation = evaluated / choice.train.batch_size * _FORWARD_SHARE * speed.step_seconds
+    seconds = left - speed.start_seconds - evaluation
+    most_tokens = _most_tokens(train_bytes, choice.vocab_size)
+    most_steps = int(most_tokens / choice.model.context_length / choice.train.batch_size)
+    steps = min(int(seconds / speed.step_seconds), most_steps)
+    return replace(choice, train=_with_steps(choice.train, steps)), seconds, evaluation
 
 
 def bytes_per_token(vocab_size: int) -> float:

@@ -11,6 +11,7 @@ from lm.experiments.law import best_flops_per_token, best_lr
 from lm.experiments.speed import Speed
 from lm.model.config import ModelConfig
 from lm.model.flops import flops_per_token
+from lm.train.compile import repays_compilation
 from lm.train.config import TrainConfig
 from tests.helpers.tensors import FEW_EXAMPLES
 
@@ -102,6 +103,25 @@ def test_time_is_spent(seconds: float, rate: float, train_bytes: int, start: flo
     assert epochs <= 4
     if epochs < 3.9:
         assert steps_seconds + evaluation + others == pytest.approx(seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("seconds", range(220, 400, 12))
+def test_a_training_is_as_fast_as_measured_where_compilation_begins_to_repay(seconds: int) -> None:
+    rate, start, spent = 2e11, 30.0, 10 + 101e6 / 50e6
+
+    def measure(model: ModelConfig, train: TrainConfig, seconds: float) -> Speed:
+        flops = flops_per_token(model) * train.batch_size * model.context_length
+        is_compiled = repays_compilation(train.steps * flops)
+        nonlocal spent
+        spent += start * is_compiled + seconds
+        return Speed(start * is_compiled, flops / (rate * (1.25 if is_compiled else 1)), seconds, flops)
+
+    choice = choose_configuration(Budget(seconds, "seconds"), 10**8, 10**6, 2, 1, guess, measure, many)
+    speed = measure(choice.model, choice.train, 0)
+    spent += choice.train.steps * speed.step_seconds
+    evaluated = 10**6 / bytes_per_token(choice.vocab_size) / choice.model.context_length + 6 * 64
+    spent += evaluated / choice.train.batch_size * 0.35 * speed.step_seconds
+    assert 0.9 * seconds < spent < 1.02 * seconds
 
 
 @pytest.mark.parametrize(("seconds", "last_probe"), [(200, 3), (3600, 36), (86_400, 60)])
