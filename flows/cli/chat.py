@@ -1,5 +1,7 @@
 """The chat in the terminal."""
 
+import io
+import sys
 from dataclasses import replace
 
 from flows.prefect_support.signals import Terminated
@@ -24,6 +26,8 @@ def chat(model: TransformerLM, tokenizer: TextTokenizer, config: SampleConfig, s
         print(PLAIN_NOTICE)
     print("Ctrl-C stops an answer; Ctrl-D or /quit ends the chat.")
     messages = [Message(role="system", content=system)] if system else []
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a line that is not UTF-8 must not end the dialog
     while True:
         try:
             line = input("User: ")

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 _ENDPOINTS = frozenset({"/", "/health", "/metrics", "/v1/completions", "/v1/chat/completions", "/v1/models"})
 _MAX_BODY_BYTES = 1 << 20
+_MAX_SCORES = 1 << 22  # log-probabilities of a response: about 400 MB, and seconds to write
 _MAX_WAITING_COMPLETIONS = 256
 _SHUTDOWN_SECONDS = 5  # time for open responses when the server stops
 _OUT_OF_MEMORY = (
@@ -96,6 +97,9 @@ def build_app(
             request, prompts, chat_format, token_names, model.config.context_length, speculative_tokens
         )
         choices = {choice.generation: choice for choice in response.choices}
+        if (num_scores := sum(map(_count_scores, choices))) > _MAX_SCORES:
+            message = f"{num_scores:,} log-probabilities are requested; at most {_MAX_SCORES:,} are possible."
+            raise ApiError(400, message, "logprobs")
 
         def on_finish(generation: Generation, error: Exception | None) -> None:
             metrics.record_completion(choices[generation])
@@ -151,6 +155,14 @@ def build_app(
         return metrics.response()
 
     return app
+
+
+def _count_scores(generation: Generation) -> int:
+    """Return the most log-probabilities that the response has for a completion."""
+    if not generation.wants_logprobs:
+        return 0
+    echoed = len(generation.prompt) if generation.wants_prompt_logprobs else 0
+    return (echoed + generation.max_new_tokens) * (1 + generation.num_alternatives)
 
 
 def _check_model(requested: str, name: str) -> None:

@@ -228,10 +228,10 @@ class Engine:
                 self._store(row)
                 self._editors.pop(self.active[row], None)
                 self._lookups.pop(self.active[row], None)
-                last = self.active.pop()
-                if row < len(self.active):
-                    self.active[row] = last
-                    self._cache.copy_rows([len(self.active)], [row])
+                if row < (last := len(self.active) - 1):
+                    self._cache.copy_rows([last], [row])  # first: if it fails, no row has the keys of another
+                    self.active[row] = self.active[last]
+                self.active.pop()
 
     def _store(self, row: int) -> None:
         """Keep the sequence of a row in the prefix cache. The last id was not computed yet."""

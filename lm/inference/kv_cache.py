@@ -15,6 +15,8 @@ from lm.model.config import ModelConfig
 from lm.model.ops.causal_attention import causal_attention
 from lm.model.transformer import TransformerLM
 
+_QUERY_BLOCK = 256  # queries with one mask: its memory grows with the length, not with its square
+
 
 class KVCache:
     """Keys and values (layers, rows, kv heads, length, K) of ``rows`` sequences of up to ``length`` tokens."""
@@ -49,7 +51,7 @@ class KVCache:
         batch, step = (steps < lengths[:, None]).nonzero(as_tuple=True)
         token_rows, token_positions = rows[batch], positions[batch, step]
         num_keys = int(token_positions.max()) + 1
-        mask = torch.arange(num_keys, device=positions.device) <= positions[:, None, :, None]  # (B, 1, T, S)
+        key_positions = torch.arange(num_keys, device=positions.device)
 
         def for_layer(keys: Tensor, values: Tensor) -> AttentionFunction:
             def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -57,7 +59,13 @@ class KVCache:
                 values[token_rows, :, token_positions] = v[batch, :, step]
                 all_keys, all_values = keys[rows, :, :num_keys], values[rows, :, :num_keys]
                 has_groups = q.shape[1] > k.shape[1]
-                return F.scaled_dot_product_attention(q, all_keys, all_values, mask, enable_gqa=has_groups)
+                outputs = []
+                for queries, places in zip(q.split(_QUERY_BLOCK, -2), positions.split(_QUERY_BLOCK, -1), strict=True):
+                    mask = key_positions <= places[:, None, :, None]  # (B, 1, block, S)
+                    outputs.append(
+                        F.scaled_dot_product_attention(queries, all_keys, all_values, mask, enable_gqa=has_groups)
+                    )
+                return torch.cat(outputs, -2)
 
             return attend
 

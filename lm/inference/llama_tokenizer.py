@@ -68,5 +68,5 @@ class LlamaTokenizer:
         for token_id in ids:
             piece = text.add(token_id)
             yield piece[1:] if token_id in self.space_ids and not has_begun else piece
-            has_begun = has_begun or self.token_bytes[token_id] != b""
+            has_begun = has_begun or self.token_bytes.get(token_id, b"") != b""
         yield text.finish()

@@ -1,6 +1,6 @@
 """Prefill: compute whole sequences at once into rows of a KV cache, without the beginnings that are stored already."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from lm.inference.prefix_cache import BLOCK_TOKENS, PrefixCache
 from lm.model.transformer import TransformerLM
 
 Tokens = tuple[int, ...]
+_MAX_BATCH_TOKENS = 8192  # computed at once, with padding: bounds the memory of many long prompts
 
 
 class PrefillJob(NamedTuple):
@@ -71,8 +72,10 @@ class Prefill:
                     stored[job.tokens] = prefix_cache.load(blocks, self._cache, job.row)
         results: dict[Tokens, Prefilled] = {}
         # Sequences that are computed from their start have a faster attention.
-        for group in ([job for job in jobs if job.tokens not in stored], [job for job in jobs if job.tokens in stored]):
-            starts = [len(stored.get(job.tokens, ())) for job in group]
+        fresh, continued = ([job for job in jobs if (job.tokens in stored) == is_stored] for is_stored in (False, True))
+        lengths = {job.tokens: len(job.tokens) - len(stored.get(job.tokens, ())) for job in jobs}
+        for group in (*_batches(fresh, lengths), *_batches(continued, lengths)):
+            starts = [len(job.tokens) - lengths[job.tokens] for job in group]
             suffixes = [job.tokens[start:] for job, start in zip(group, starts, strict=True)]
             self.num_computed += sum(map(len, suffixes))
             computed = self.compute([job.row for job in group], suffixes, starts)
@@ -108,6 +111,18 @@ class Prefill:
         else:
             hidden = self._model.hidden_states(ids, None, self._cache.prefill_attention(rows))
         return [states[:length] for states, length in zip(hidden, lengths, strict=True)]
+
+
+def _batches(jobs: list[PrefillJob], lengths: Mapping[Tokens, int]) -> Iterator[list[PrefillJob]]:
+    """Yield jobs of similar numbers of tokens to compute, few enough that the padded ones are not many tokens."""
+    batch: list[PrefillJob] = []
+    for job in sorted(jobs, key=lambda job: lengths[job.tokens]):
+        if batch and (len(batch) + 1) * lengths[job.tokens] > _MAX_BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(job)
+    if batch:
+        yield batch
 
 
 def _split(jobs: list[PrefillJob], prefix_cache: PrefixCache) -> tuple[list[PrefillJob], list[PrefillJob]]:

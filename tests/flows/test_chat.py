@@ -1,5 +1,6 @@
 """The chat in the terminal."""
 
+import io
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -98,6 +99,14 @@ def test_a_large_max_new_tokens_leaves_room_for_earlier_messages(
     monkeypatch.setattr(chat, "stream_text", lambda *arguments: iter([" Well"]))
     prompts = texts(run_chat("Hi", "Hm", EOFError, config=SampleConfig(max_new_tokens=10 * CONTEXT)))
     assert prompts[1] == "User: Hi\nAssistant: Well\nUser: Hm\nAssistant:"
+
+
+def test_a_line_that_is_not_utf8_does_not_end_the_chat(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n/quit\n"), encoding="utf-8"))
+    chat.chat(make_chat_model(TOKENIZER), TOKENIZER, CONFIG)
+    assert "Assistant: " in capsys.readouterr().out
 
 
 def test_ctrl_c_stops_only_the_answer(

@@ -262,6 +262,11 @@ def test_errors_and_the_key_are_asked_for() -> None:
         page.get_by_role("button", name="Send").click()
         expect(page.get_by_role("alert")).to_contain_text("the model's context has 64")
         expect(page.locator("article")).to_have_count(1)
+        page.get_by_label("Message", exact=True).fill("Hi")
+        page.get_by_role("button", name="Send").click()
+        expect(page.get_by_role("status")).to_have_text("Done.")
+        assert page.locator("article .text").first.text_content() == "Hi", "the message without an answer is replaced"
+        expect(page.locator("article")).to_have_count(2)
 
 
 def test_a_phone_in_the_dark_with_touch() -> None:

@@ -293,6 +293,15 @@ def test_an_invalid_request_is_refused(
     assert server.post({"prompt": "a", "max_tokens": 1, "new_field": {"x": [1]}}).status_code == 200
 
 
+def test_too_many_log_probabilities_are_refused(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flows.server.app._MAX_SCORES", 2 * (4 + 3) * (1 + 2))
+    request = {"prompt": "abcd", "echo": True, "logprobs": 2, "max_tokens": 3, "n": 2}
+    assert server.post(request).status_code == 200
+    refused = server.post({**request, "n": 3})
+    assert refused.status_code == 400 and "63 log-probabilities are requested; at most 42" in refused.text
+    assert server.post({**request, "n": 3, "logprobs": None}).status_code == 200
+
+
 def test_openais_client_raises_its_own_exceptions(server: RunningServer) -> None:
     with pytest.raises(openai.NotFoundError):
         server.client.completions.create(model="gpt", prompt="a")

@@ -61,6 +61,34 @@ def build_prompt(parts: list[tuple[int | None, int]], last: list[int]) -> list[i
     return prompt[: CONTEXT - 10] or [1]
 
 
+def test_long_and_many_prompts_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _MODELS["grouped"]
+    long = [(i * i) % 11 for i in range(80)]
+
+    def make() -> list[Generation]:
+        ends = [Generation([*long[:start], 5, *long[: 70 - start]], 3, GREEDY) for start in (0, 16, 33, 40, 48)]
+        return [*ends, Generation([7], 3, GREEDY), Generation(long[:20], 3, GREEDY)]
+
+    expected, ours = make(), make()
+    generate(model, expected)
+    monkeypatch.setattr("lm.inference.kv_cache._QUERY_BLOCK", 7)
+    monkeypatch.setattr("lm.inference.prefill._MAX_BATCH_TOKENS", 50)
+    batches: list[int] = []
+    forward = model.hidden_states
+
+    def record(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        batches.append(ids.numel())
+        return forward(ids, *rest)
+
+    monkeypatch.setattr(model, "hidden_states", record)
+    engine = make_engine(model, rows=7)
+    run(engine, [Generation(long, 1, GREEDY)])
+    run(engine, ours)
+    assert [generation.ids for generation in ours] == [generation.ids for generation in expected]
+    assert sum(generation.num_cached_tokens > 0 for generation in ours) >= 4
+    assert max(size for size in batches if size != len(long)) <= 71, "a prompt is never divided, but several are"
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @examples(12)
 @given(
