@@ -12,6 +12,8 @@ from lm.model.transformer import TransformerLM
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.text_tokenizer import TextTokenizer
 
+_BEGIN_OF_TEXT = "<|begin_of_text|>"
+
 
 class Completion(NamedTuple):
     """The text that a model adds to a prompt."""
@@ -65,9 +67,12 @@ class TextStream:
 def encode_prompt(tokenizer: TextTokenizer, prompt: str) -> list[int]:
     """Return the ids of a user's prompt; special tokens in it are plain text.
 
-    An empty prompt becomes ``<|endoftext|>``, if the tokenizer has it: the model starts a new document.
+    Llama 3 has seen ``<|begin_of_text|>`` before each text, so a tokenizer that has it puts it first. Elsewhere, an
+    empty prompt becomes ``<|endoftext|>``, if the tokenizer has it: the model starts a new document.
     """
     ids = tokenizer.encode(prompt, allowed_special=())
+    if (begin := tokenizer.special_ids.get(_BEGIN_OF_TEXT)) is not None:
+        return [begin, *ids]
     if not ids and END_OF_TEXT in tokenizer.special_ids:
         return [tokenizer.special_ids[END_OF_TEXT]]
     return ids

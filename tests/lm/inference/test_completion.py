@@ -56,6 +56,12 @@ def test_special_tokens_in_the_prompt_are_plain_text(tokenizer: Tokenizer) -> No
     assert encode_prompt(tokenizer, f"a{END}b") == list(f"a{END}b".encode())
 
 
+def test_a_prompt_of_llama_3_begins_with_its_token() -> None:
+    tokenizer = Tokenizer(BYTES, [], ["<|begin_of_text|>", END])
+    assert encode_prompt(tokenizer, "ab") == [256, *b"ab"]
+    assert encode_prompt(tokenizer, "") == [256]
+
+
 def test_empty_prompt_starts_a_document(tokenizer: Tokenizer) -> None:
     assert encode_prompt(tokenizer, "") == [256]
     plain = Tokenizer(BYTES, [])
