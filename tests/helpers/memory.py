@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 _MARK = "call"
-_CALLS = 4
+_CALLS = 8
 
 
 def peak_tensor_bytes(function: Callable[[], Any]) -> int:
