@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +44,7 @@ class ComparedTokenizer:
     used: int
     """Different tokens that occur in any of the texts."""
     longest: list[str]
-    """The longest tokens in the texts, by bytes, descending."""
+    """The longest tokens with letters in the texts, by bytes, descending: without, they are lines of dashes."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ def _compare(tokenizer: TextTokenizer, texts: Mapping[str, _Words]) -> ComparedT
         is_used[used] = True
         encodings[name] = Encoding(len(array), len(used), words.split_share(lengths[array]), min(seconds))
     used_ids = np.flatnonzero(is_used)
-    order = np.argsort(-lengths[used_ids], kind="stable")[:_NUM_LONGEST]
-    longest = [tokenizer.vocab[int(token_id)].decode("utf-8", "replace") for token_id in used_ids[order]]
+    by_length = used_ids[np.argsort(-lengths[used_ids], kind="stable")]
+    tokens = (tokenizer.vocab[int(token_id)].decode("utf-8", "replace") for token_id in by_length)
+    longest = list(islice(filter(_WORD.search, tokens), _NUM_LONGEST))
     return ComparedTokenizer(tokenizer.size, encodings, len(used_ids), longest)

@@ -46,8 +46,9 @@ def _parts(comparison: "Comparison") -> Iterator[str]:
     yield "Megabytes per second of `encode` in one thread, the fastest of three."
     yield "## Words and vocabulary\n\nShare of words (runs of letters) that are more than one token:"
     yield _text_table(comparison, lambda text, name: _percent(comparison.tokenizers[name].encodings[text].split_words))
+    yield "Use of the vocabulary:"
     yield table(
-        ("tokenizer", "tokens", "in the texts", "share", "longest tokens in the texts"),
+        ("tokenizer", "tokens", "in the texts", "share", "longest tokens with letters"),
         [
             (
                 escape_markdown(name),

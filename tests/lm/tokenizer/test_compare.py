@@ -33,14 +33,15 @@ def test_figures_equal_those_counted_token_by_token(text: str) -> None:
     assert encoding.tokens == len(tokens) and encoding.used == len(set(tokens))
     assert encoding.split_words == split_share(text, tokens)
     assert compared.bytes_per_token("x", "t") == len(text.encode()) / len(tokens)
-    longest = max(map(len, tokens))
-    assert len(compared.tokenizers["t"].longest[0].encode("utf-8", "replace")) == longest or longest == 1
+    with_letters = {len(token) for token in tokens if regex.search(r"[\p{L}\p{M}]", token.decode("utf-8", "replace"))}
+    longest = [token.decode("utf-8", "replace") for token in tokens if {len(token)} == set(sorted(with_letters)[-1:])]
+    assert set(compared.tokenizers["t"].longest[:1]) <= set(longest) and bool(longest) == bool(with_letters)
 
 
 def test_vocabulary_is_used_over_all_texts() -> None:
     compared = compare_tokenizers({"t": TOKENIZER, "u": TOKENIZER}, {"x": "abab", "y": "c c"})
     assert compared.tokenizers["t"].used == compared.tokenizers["u"].used == 3
-    assert compared.tokenizers["t"].longest == ["abab", " ", "c"]
+    assert compared.tokenizers["t"].longest == ["abab", "c"]
 
 
 def test_normalized_text_has_no_split_words() -> None:
