@@ -73,8 +73,11 @@ def server() -> Iterator[RunningServer]:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
-    """A server that generates one completion at a time, queues two more, and takes 0.1 s per token."""
-    model = make_model(257, CONTEXT).eval()
+    """A server that generates one completion at a time, queues two more, and takes 0.1 s per token.
+
+    Its completions have the length that was asked for: <|endoftext|>, the last id, is never chosen.
+    """
+    model = fixed_model([0.0] * 256 + [-1000.0], CONTEXT).eval()
     hidden = model.hidden_states
 
     def slow_hidden(*arguments: Any) -> Any:
