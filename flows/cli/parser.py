@@ -6,6 +6,7 @@ The options that configure the pipeline come from the config dataclasses.
 
 import argparse
 import errno
+import json
 import os
 import re
 import select
@@ -13,7 +14,7 @@ import signal
 import sys
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings  # type: ignore[attr-defined]
 from jsonargparse.typing import NonNegativeInt, PositiveInt
@@ -215,10 +216,36 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in sections} | fields
 
 
+def _join_lists(parser: ArgumentParser, arguments: list[str]) -> list[str]:
+    """Return the arguments with the texts after an option that takes a list as one value, which jsonargparse needs."""
+    commands = parser._subcommands_action._name_parser_map
+    if not arguments or arguments[0] not in commands:
+        return arguments
+    actions = commands[arguments[0]]._option_string_actions
+    types = {option: getattr(action, "_typehint", None) for option, action in actions.items()}
+    lists = {option for option, kind in types.items() if get_origin(kind) is list}
+    groups: list[list[str]] = [[]]
+    for argument in arguments:
+        if argument.startswith("--"):
+            groups.append([])
+        groups[-1].append(argument)
+    joined = groups[0]
+    for first, *others in groups[1:]:
+        option, equals, value = first.partition("=")
+        items = [value, *others] if equals else others
+        is_list = len(items) == 1 and items[0].startswith("[")  # as jsonargparse takes it
+        joined += (
+            [f"{option}={json.dumps(items, ensure_ascii=False)}"]
+            if option in lists and items and not is_list
+            else [first, *others]
+        )
+    return joined
+
+
 def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
     """Return the command and its options. Raise UserError if they are invalid."""
     try:
-        parsed: Namespace = parser.parse_args(arguments)
+        parsed: Namespace = parser.parse_args(_join_lists(parser, arguments))
     except ImportError:
         raise UserError("An option's value has a class_path, which is not allowed.") from None
     except OverflowError as error:

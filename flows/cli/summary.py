@@ -61,7 +61,7 @@ def format_summary(record: dict[str, Any]) -> str:
     if "train" in outputs:
         lines.append(f'  textmill sample --root {root} --prompt "Once upon a time"')
     lines += [
-        f"  textmill run --root {root} --data.train \"['your/text/*.txt']\" --budget 30m    train on your own text",
+        f"  textmill run --root {root} --data.train your/text/*.txt --budget 30m    train on your own text",
         f"  textmill plan --root {root} --train.steps 2000    show what a change would rerun, and why",
         "  textmill up    start Prefect's server with its UI, the deployments and a worker (in a checkout)",
     ]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flows.cli import commands
-from flows.cli.parser import build_parser, main
+from flows.cli.parser import build_parser, main, parse
 from flows.config import PRESETS, PipelineConfig, preset_path
 from flows.models import RunModel, resolve_model
 from flows.prefect_support.local_stack import is_server_healthy
@@ -139,6 +139,17 @@ def test_an_unknown_field_of_a_config_file_is_named(
     Path("mine.yaml").write_text("train:\n  stepps: 3\n")
     assert main(["plan", "--config", "mine.yaml"]) == 2
     assert re.search(r"train\.stepps.*did you mean '--train\.steps'", capfd.readouterr().err, re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    "items",
+    [["a.txt"], ["a b.txt", "c: d"], ["\U0001f600 #1", "-1", "null"], ['"q\'"', "a=b"]],
+)
+def test_the_items_of_a_list_follow_its_option(items: list[str]) -> None:
+    for arguments in (["--data.train", *items], [f"--data.train={items[0]}", *items[1:]]):
+        parsed = parse(build_parser(), ["plan", "--root", "r", *arguments, "--data.valid", "[v, w]", "--budget", "5m"])
+        assert parsed.plan.data.train == items
+        assert parsed.plan.data.valid == ["v", "w"] and parsed.plan.budget == "5m"
 
 
 def test_the_last_of_two_presets_wins(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
