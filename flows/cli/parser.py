@@ -218,7 +218,7 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
 
 def _join_lists(parser: ArgumentParser, arguments: list[str]) -> list[str]:
     """Return the arguments with the texts after an option that takes a list as one value, which jsonargparse needs."""
-    commands = parser._subcommands_action._name_parser_map
+    commands = parser._subcommands_action._name_parser_map if parser._subcommands_action else {}
     if not arguments or arguments[0] not in commands:
         return arguments
     actions = commands[arguments[0]]._option_string_actions

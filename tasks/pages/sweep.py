@@ -92,6 +92,10 @@ def _text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else "" if value is None else cell(value)
 
 
+def _drawn(value: Any) -> str:
+    return _text(value).replace("$", r"\$")  # a dollar sign is none of a formula
+
+
 def _values(report: "SweepReport", name: str) -> list[Any]:
     values = [report.value(index, name) for index in range(len(report.settings))]
     unique = list({str(value): value for value in values if value is not None}.values())  # some are lists or dicts
@@ -131,7 +135,7 @@ def _loss_axis(has_validation: bool) -> str:
 
 def _label(report: "SweepReport", row: dict[str, Any]) -> str:
     names = [name for name in report.axes if len(_values(report, name)) > 1]
-    words = ", ".join(f"{name.rpartition('.')[2]} {_text(row[name])}" for name in names[:3])
+    words = ", ".join(f"{name.rpartition('.')[2]} {_drawn(row[name])}" for name in names[:3])
     return f"{row['point']}: {words}"[:70]
 
 
@@ -178,8 +182,8 @@ def _heat_map(report: "SweepReport", results: "list[TrialResult]", x_name: str, 
     figure.set_size_inches(8, 1.5 + 0.5 * len(y_values))
     axes.grid(visible=False)
     picture = axes.imshow(grid, aspect="auto", origin="lower", cmap="viridis_r")
-    axes.set_xticks(range(len(x_values)), [_text(value) for value in x_values])
-    axes.set_yticks(range(len(y_values)), [_text(value) for value in y_values])
+    axes.set_xticks(range(len(x_values)), [_drawn(value) for value in x_values])
+    axes.set_yticks(range(len(y_values)), [_drawn(value) for value in y_values])
     for row, losses in enumerate(grid):
         for column, loss in enumerate(losses):
             text = "–" if math.isnan(loss) else f"{loss:.3f}"

@@ -384,9 +384,8 @@ def test_a_sweep_that_ships_is_valid_in_all_sizes_and_states_its_cost(path: Path
         assert with_base(config, config.base) == config
 
 
-@pytest.mark.parametrize("path", sorted(SWEEP_PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_sweep_that_ships_has_table_and_page(path: Path, tmp_path: Path) -> None:
-    config = load_sweep(path.stem, "demo")
+def draw_page(config: SweepConfig, folder: Path) -> str:
+    """Return the page of a sweep whose points all finished, after a check of its table."""
     report = _report(config, config.points())
     curve = [{"step": 5, "valid_loss": 3.0, "valid_bits_per_byte": 1.5}]
     results = [
@@ -396,9 +395,21 @@ def test_a_sweep_that_ships_has_table_and_page(path: Path, tmp_path: Path) -> No
     rows = table_rows(report, results)
     assert {row[axis] for row in rows for axis in report.axes if axis == "flops"} <= {2e10, 5e10, 1.2e11}
     trials: Any = [SimpleNamespace(json=lambda name, result=result: asdict(result)) for result in results]
-    out: Any = SimpleNamespace(figures={"finished": len(results)}, directory=tmp_path)
+    out: Any = SimpleNamespace(figures={"finished": len(results)}, directory=folder)
     text = "\n\n".join(pages.sweep(out, trials, [], [], [], report))
     assert f"**{len(results):,}** points" in text
+    return text
+
+
+@pytest.mark.parametrize("path", sorted(SWEEP_PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_sweep_that_ships_has_table_and_page(path: Path, tmp_path: Path) -> None:
+    draw_page(load_sweep(path.stem, "demo"), tmp_path)
+
+
+def test_a_dollar_sign_begins_no_formula(tmp_path: Path) -> None:
+    cases = [{"variant": r"$\frac$"}, {"variant": "$x"}]
+    axes = [Axis(cases=cases), Axis(option="train.max_lr", values=[0.1, 0.2])]
+    assert r"$\frac$" in draw_page(SweepConfig(name="dollar", base=BASE, axes=axes), tmp_path)
 
 
 def test_the_isoflop_sweep_spends_its_budgets() -> None:
