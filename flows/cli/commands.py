@@ -33,6 +33,7 @@ from lm.common.errors import UserError, did_you_mean
 from lm.eval.config import EvaluationConfig, TeachConfig
 from lm.experiments.budget import parse_budget
 from lm.inference.config import SampleConfig
+from lm.text.patterns import PATTERNS
 from tasks.runtime.root_lock import own_root
 from tasks.runtime.store import Store
 
@@ -52,7 +53,10 @@ def run_command(options: Namespace) -> None:
         from flows.prefect_support.signals import GracefulShutdown
         from lm.kernels.disk_cache import compile_in_background
 
-        compiler = compile_in_background()  # while Prefect starts and text is ingested
+        names = {pattern: name for name, pattern in PATTERNS.items()}
+        pattern = names.get(config.tokenizer.pattern, "gpt2")
+        id_bits = 16 if config.tokenizer.vocab_size <= 1 << 16 else 32
+        compiler = compile_in_background(pattern, id_bits)  # while Prefect starts and text is ingested
         try:
             with GracefulShutdown():
                 if compiler and config.budget and parse_budget(config.budget).unit == "seconds":

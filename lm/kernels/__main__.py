@@ -1,7 +1,8 @@
-"""Compile all kernels ahead of time, for example in an image: ``python -m lm.kernels``.
+"""Compile all kernels ahead of time, for example in an image: ``python -m lm.kernels --pattern llama3``.
 
-With ``--pipeline``, compile only what a pipeline run starts in the background: 16-bit ids and float32. Calls the public
-functions of :mod:`lm` on small inputs that reach every kernel with every type, so no list of signatures is needed.
+With ``--id-bits 16`` or ``32``, compile only what a pipeline run with such ids starts in the background. Calls the
+public functions of :mod:`lm` on small inputs that reach every kernel with every type, so no list of signatures is
+needed.
 """
 
 import argparse
@@ -17,11 +18,11 @@ import pyarrow as pa
 import torch
 
 from lm.inference.packed import compile_kernels
-from lm.kernels.disk_cache import CACHE_DIR, IS_CACHE_WRITABLE, PIPELINE_MARKER
+from lm.kernels.disk_cache import CACHE_DIR, IS_CACHE_WRITABLE, pipeline_marker
 from lm.kernels.jit import KERNELS
-from lm.text.pretokenize import GPT2_PATTERN
+from lm.text.patterns import PATTERNS
 from lm.tokenizer.bpe import train_merges
-from lm.tokenizer.pretoken_counts import DEFAULT_MEMORY_BYTES, SCHEMA, count_to_file, read_counts
+from lm.tokenizer.pretoken_counts import DEFAULT_MEMORY_BYTES, SCHEMA, count_to_file
 from lm.tokenizer.tokenizer import Tokenizer
 
 _NUM_WORDS = 40_000  # different pretokens: more than the first hash tables of counting and encoding hold
@@ -44,28 +45,27 @@ def _encode(tokenizer: Tokenizer) -> None:
         pass
 
 
-def run_groups(is_pipeline_only: bool = False) -> Iterator[str]:
-    """Run the kernels in groups; yield the name of each group after it has run."""
+def run_groups(pattern: str = "gpt2", id_bits: int | None = None) -> Iterator[str]:
+    """Run the kernels in groups; yield the name of each group after it has run.
+
+    ``pattern`` is a name in PATTERNS. ``id_bits``: only what a pipeline run with ids of 16 or 32 bits uses.
+    """
+    expression = PATTERNS[pattern]
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "counts.parquet"
-        count_to_file(path, [[_text()]], [], GPT2_PATTERN, DEFAULT_MEMORY_BYTES)
-        counts = read_counts(path)
+        count_to_file(Path(folder) / "counts.parquet", [[_text()]], [], expression, DEFAULT_MEMORY_BYTES)
     yield "counting"
-    vocab, merges = train_merges(counts, 300, [])
-    train_merges(_random_counts(), 256 + _NUM_MERGES, [])
-    yield "BPE training"
-    _encode(Tokenizer(vocab, merges))
-    yield "encoding, 16-bit ids"
+    for bits in (16, 32) if id_bits is None else (id_bits,):
+        vocab, merges = train_merges(_random_counts(), 256 + _NUM_MERGES if bits == 16 else 1 << 17, [])
+        yield f"BPE training, {bits}-bit ids"
+        if bits == 32:
+            vocab[1 << 17] = b"a token with an id of 18 bits"
+        _encode(Tokenizer(vocab, merges, pattern=expression, ignore_merges=bits == 32))
+        yield f"encoding, {bits}-bit ids"
     compile_kernels(torch.float32)
-    PIPELINE_MARKER.touch()
+    if id_bits is not None:
+        pipeline_marker(pattern, id_bits).touch()
     yield "decode step, float32"
-    if not is_pipeline_only:
-        large_vocab = {**vocab, 1 << 16: b"a token with an id of 17 bits"}
-        _encode(Tokenizer(large_vocab, merges, ignore_merges=True))
-        yield "encoding, 32-bit ids"
-        train_merges(counts, 1 << 17, [])
-        train_merges(_random_counts(), 1 << 17, [])
-        yield "BPE training, 32-bit ids"
+    if id_bits is None:
         compile_kernels(torch.bfloat16)
         yield "decode step, bfloat16"
         compile_kernels(torch.float32, "int8")
@@ -79,7 +79,8 @@ def _num_compiled() -> int:
 def main() -> None:
     """Compile; print the seconds of each group and the folder of the machine code."""
     parser = argparse.ArgumentParser(prog="python -m lm.kernels", description=__doc__)
-    parser.add_argument("--pipeline", action="store_true", help="leave out 32-bit ids, bfloat16 and int8")
+    parser.add_argument("--pattern", choices=PATTERNS, default="gpt2", help="of the pretokens; default: gpt2")
+    parser.add_argument("--id-bits", type=int, choices=[16, 32], help="of the token ids; leaves out bfloat16 and int8")
     options = parser.parse_args()
     if not IS_CACHE_WRITABLE:
         sys.exit(f"Kernels cannot be cached: {CACHE_DIR} is not writable. Set XDG_CACHE_HOME to a writable folder.")
@@ -87,7 +88,7 @@ def main() -> None:
     print(f"Kernels are cached in {CACHE_DIR}", flush=True)
     started, num_compiled = time.perf_counter(), 0
     group_started = started
-    for name in run_groups(options.pipeline):
+    for name in run_groups(options.pattern, options.id_bits):
         count, now = _num_compiled() - num_compiled, time.perf_counter()
         print(f"{name:26}{f'{count} compiled, {now - group_started:.1f} s' if count else 'cached'}", flush=True)
         num_compiled, group_started = num_compiled + count, now

@@ -67,7 +67,6 @@ def _remove_unused_dirs(parent: Path) -> None:
 
 CACHE_DIR = _cache_dir()
 IS_CACHE_WRITABLE = _open_cache_dir(CACHE_DIR)  # False: each start compiles
-PIPELINE_MARKER = CACHE_DIR / "pipeline.compiled"  # exists if all kernels of a pipeline run are compiled
 
 
 class _Locator(UserProvidedCacheLocator):
@@ -128,9 +127,17 @@ class KernelCache(FunctionCache):
             self._lock.release(force=True)
 
 
-def compile_in_background() -> "subprocess.Popen[bytes] | None":
-    """Start a process that compiles the kernels of a pipeline run; return None if they are already compiled."""
-    if not IS_CACHE_WRITABLE or PIPELINE_MARKER.exists():
+def pipeline_marker(pattern: str, id_bits: int) -> Path:
+    """Return the file that exists if all kernels of such a pipeline run are compiled."""
+    return CACHE_DIR / f"pipeline-{pattern}-{id_bits}.compiled"
+
+
+def compile_in_background(pattern: str, id_bits: int) -> "subprocess.Popen[bytes] | None":
+    """Start a process that compiles the kernels of a pipeline run; return None if they are already compiled.
+
+    ``pattern`` is the name of a pattern with a compiled scanner, ``id_bits`` 16 or 32.
+    """
+    if not IS_CACHE_WRITABLE or pipeline_marker(pattern, id_bits).exists():
         return None
-    command = [sys.executable, "-m", "lm.kernels", "--pipeline"]
+    command = [sys.executable, "-m", "lm.kernels", "--pattern", pattern, "--id-bits", str(id_bits)]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -16,9 +16,11 @@ from numba import types
 from numba.core import cgutils
 
 BOUNDSCHECK = os.environ.get("TEXTMILL_KERNEL_BOUNDSCHECK") == "1"
+CAN_COMPRESS_BYTES = llvmlite.binding.get_host_cpu_features().get("avx512vbmi2", False)
 
 _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _BLOCK = ir.VectorType(_I8, 64)
+_WORDS = ir.VectorType(_I32, 16)
 _COLUMNS = 64  # of a matrix, that are computed at a time
 _FAST = ("reassoc", "contract", "nsz")  # floats may be added in any order
 
@@ -90,6 +92,34 @@ def equal_in_block(context: Any, builder: Any, args: Any, array: Any, index: Any
     return builder.zext(builder.bitcast(equal, ir.IntType(vector.count)), _I64)
 
 
+@_operation(lambda array, at, bits, first: types.void(array, types.int64, types.uint64, types.int64))
+def store_places(context: Any, builder: Any, args: Any, array: Any, index: Any, bits: Any, first: Any) -> None:
+    """Write ``first`` + the index of each set bit to the int32 ``array`` from element ``at``.
+
+    More entries are overwritten: 32 in all, or 64. Fast if ``CAN_COMPRESS_BYTES``.
+    """
+    mask = ir.VectorType(ir.IntType(1), 64)
+    function_type = ir.FunctionType(_BLOCK, [_BLOCK, mask, _BLOCK])
+    compress = cgutils.get_or_insert_function(builder.module, function_type, "llvm.experimental.vector.compress.v64i8")
+    undefined = ir.Constant(_BLOCK, ir.Undefined)
+    places = builder.call(compress, [ir.Constant(_BLOCK, [*range(64)]), builder.bitcast(bits, mask), undefined])
+    none = ir.Constant(_WORDS, ir.Undefined)
+    base = builder.insert_element(none, builder.trunc(first, _I32), _I32(0))
+    base = builder.shuffle_vector(base, none, ir.Constant(_WORDS, [0] * 16))
+
+    def store(start: int) -> None:
+        part = builder.shuffle_vector(places, undefined, ir.Constant(_WORDS, [*range(start, start + 16)]))
+        address = _address(context, builder, args[0], array, builder.add(index, _I64(start)), 64)
+        value = builder.add(builder.zext(part, _WORDS), base)
+        builder.store(value, builder.bitcast(address, _WORDS.as_pointer()), align=1)
+
+    store(0)
+    store(16)
+    with builder.if_then(builder.icmp_unsigned(">", builder.ctpop(bits), _I64(32)), likely=False):
+        store(32)
+        store(48)
+
+
 @_operation(lambda buffer, at: types.uint64(buffer, types.int64))
 def load64(context: Any, builder: Any, args: Any, array: Any, index: Any) -> Any:
     """Return the 8 bytes from element ``at`` of ``buffer`` as a little-endian word, at any alignment."""
@@ -156,12 +186,13 @@ def _load_floats(context: Any, builder: Any, array_type: Any, array: Any, index:
     return values
 
 
-def _prefetch(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> None:
+def _prefetch(context: Any, builder: Any, array_type: Any, array: Any, index: Any, locality: int) -> None:
+    """Emit a prefetch to the first level of the CPU's cache (``locality`` 3) or to the second (2)."""
     data = context.make_array(array_type)(context, builder, array).data
     pointer = builder.bitcast(builder.gep(data, [index]), _I8.as_pointer())
     function_type = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
     function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-    builder.call(function, [pointer, _I32(0), _I32(2), _I32(1)])
+    builder.call(function, [pointer, _I32(0), _I32(locality), _I32(1)])
 
 
 def _dot_products(outputs: int, rows: int, lanes: int, parts: int) -> Any:
@@ -193,7 +224,7 @@ def _dot_products(outputs: int, rows: int, lanes: int, parts: int) -> Any:
             x_starts = [builder.add(builder.add(xt, first), builder.mul(stride, _I64(i))) for i in range(rows)]
             for start in starts[outputs:] if outputs > 1 else []:
                 for line in range(item_bytes * _COLUMNS // 64):
-                    _prefetch(context, builder, args[0], weights, builder.add(start, _I64(line * 64 // item_bytes)))
+                    _prefetch(context, builder, args[0], weights, builder.add(start, _I64(line * 64 // item_bytes)), 2)
             for offset in range(0, _COLUMNS, lanes):
 
                 def load(kind: Any, array: Any, start: Any, offset: int = offset) -> Any:
@@ -252,7 +283,7 @@ def bit_count(context: Any, builder: Any, args: Any, word: Any) -> Any:
 @_operation(lambda buffer, at: types.void(buffer, types.int64))
 def prefetch(context: Any, builder: Any, args: Any, array: Any, index: Any) -> None:
     """Start to load the cache line of ``array[index]``. An index out of bounds is ignored."""
-    _prefetch(context, builder, args[0], array, index)
+    _prefetch(context, builder, args[0], array, index, 3)
 
 
 @_operation(lambda array, at: types.int64(array, types.int64))

@@ -74,7 +74,8 @@ class Installation:
     def compile_kernels(self) -> None:
         """Compile the kernels of a pipeline run once for all workers."""
         environment = {**os.environ, "PYTHONPATH": str(self.code), "XDG_CACHE_HOME": str(self.cache)}
-        subprocess.run([sys.executable, "-m", "lm.kernels", "--pipeline"], cwd=self.code, env=environment, check=True)
+        command = [sys.executable, "-m", "lm.kernels", "--id-bits", "16"]
+        subprocess.run(command, cwd=self.code, env=environment, check=True)
 
 
 class Workers:

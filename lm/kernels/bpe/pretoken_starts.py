@@ -9,7 +9,7 @@ import numpy as np
 
 from lm.kernels.bpe.classes import DIGIT, LETTER, OTHER, WHITESPACE
 from lm.kernels.jit import Bytes, Int, Int32s, Word, helper, inlined
-from lm.kernels.simd import bit_count, first_bit, in_range, read, write
+from lm.kernels.simd import CAN_COMPRESS_BYTES, bit_count, first_bit, in_range, read, store_places, write
 from lm.kernels.status import INVALID_UTF8
 
 STARTS_PADDING = 65  # more entries of ``starts`` than bytes: excess of the last block, and the end of the text
@@ -134,9 +134,17 @@ def move_to_first_bytes(bits: Word, continuation: Word) -> Word:
 def write_starts(begins: Word, block: int, starts: Int32s, count: int) -> int:
     """Write the positions of the bits of ``begins``, a mask of the block at ``block``, to ``starts`` from ``count``.
 
-    Writes 8 at a time, which the branch predictor likes, so up to 7 entries more; the next block overwrites them.
-    Returns the new count.
+    Up to 63 more entries are overwritten; the next block writes them again. Returns the new count.
     """
+    if CAN_COMPRESS_BYTES:
+        store_places(starts, count, begins, block)
+        return count + bit_count(begins)
+    return write_starts_by_bit(begins, block, starts, count)
+
+
+@inlined
+def write_starts_by_bit(begins: Word, block: int, starts: Int32s, count: int) -> int:
+    """Do what :func:`write_starts` does, 8 positions at a time, which the branch predictor likes."""
     total = count + bit_count(begins)
     while count < total:
         for _ in range(8):
