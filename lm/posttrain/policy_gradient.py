@@ -102,13 +102,15 @@ def aggregate_loss_across_microbatch(
     return (masked_normalize(per_token_policy_gradient_loss, mask, dim=-1) / lengths).mean()
 
 
-def estimate_kl(policy_log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
+def estimate_kl(policy_log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return an estimate of KL(policy ‖ reference) at each token the policy sampled, in nats and at least 0.
 
-    Both (...,). It is Schulman's k3, ``exp(d) − d − 1`` with ``d`` = reference − policy: without bias, and with less
-    variance than ``−d``.
+    All (...,). It is Schulman's k3, ``exp(d) − d − 1`` with ``d`` = reference − policy: without bias, and with less
+    variance than ``−d``. A masked token has 0.
     """
     difference = reference_log_probs - policy_log_probs
+    if mask is not None:  # before exp: 0 times its infinite gradient would be nan
+        difference = mask_out(difference, mask)
     return torch.expm1(difference) - difference
 
 

@@ -137,7 +137,7 @@ class PolicyGradient(RolloutObjective):
         if "is_clipped" in metadata:
             sums["clip_fraction"] = (metadata["is_clipped"] & mask).sum()
         if self.reference is not None:
-            kl = estimate_kl(scores["log_probs"], micro_batch.reference_log_probs)
+            kl = estimate_kl(scores["log_probs"], micro_batch.reference_log_probs, mask)
             per_token = per_token + config.kl_weight * kl
             sums["kl"] = masked_normalize(kl.detach(), mask)
         self.add_to_step_metrics(**sums)

@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lm.common.errors import UserError
-from lm.posttrain import aggregate_loss_across_microbatch, compute_policy_gradient_loss, estimate_kl
+from lm.posttrain import (
+    aggregate_loss_across_microbatch,
+    compute_policy_gradient_loss,
+    estimate_kl,
+    masked_normalize,
+)
 from tests.helpers.tensors import FEW_EXAMPLES, random_normal, seeds
 
 METHODS = ["none", "noclip", "grpo", "gspo", "cispo"]
@@ -181,3 +186,12 @@ def test_kl_gradient_at_equal_models_is_zero() -> None:
     policy: Tensor = torch.tensor([-1.0], requires_grad=True)
     estimate_kl(policy, policy.detach()).sum().backward()
     assert policy.grad is not None and policy.grad.item() == 0.0
+
+
+def test_kl_of_masked_tokens_leaves_no_nan() -> None:
+    policy = torch.tensor([-200.0, -1.0, math.nan], requires_grad=True)
+    mask = torch.tensor([False, True, False])
+    estimates = estimate_kl(policy, torch.tensor([0.0, -1.5, 0.0]), mask)
+    (grad,) = torch.autograd.grad(masked_normalize(estimates, mask), policy)
+    assert estimates.tolist() == pytest.approx([0.0, math.exp(-0.5) - 0.5, 0.0])
+    assert grad.tolist() == pytest.approx([0.0, 1 - math.exp(-0.5), 0.0])

@@ -130,6 +130,16 @@ def test_expert_iteration_learns_the_good_responses_alone(
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-5)
 
 
+def test_unlikely_tokens_of_a_prompt_leave_no_nan_in_the_kl_penalty(model: TransformerLM, tmp_path: Path) -> None:
+    with torch.no_grad():
+        model.head_weight.mul_(400)
+    objective = make_objective(model, tmp_path, kl_weight=0.1)
+    batch = objective.micro_batches(0)[0]
+    scores = get_response_log_probs(model, batch.input_ids, batch.labels, return_token_entropy=False)
+    assert scores["log_probs"][~batch.mask].min() < -100  # exp of its absolute value overflows
+    assert all(gradient.isfinite().all() for gradient in gradients(model, objective))
+
+
 def test_responses_have_the_probabilities_of_the_model(model: TransformerLM, tmp_path: Path) -> None:
     objective = make_objective(model, tmp_path)
     objective.micro_batches(0)
