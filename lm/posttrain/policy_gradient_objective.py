@@ -95,13 +95,13 @@ class PolicyGradient(RolloutObjective):
         return [self._batch(part.tolist(), divisor / len(parts), filler=indices[0]) for part in parts]
 
     def _divisor(self, indices: Sequence[int]) -> float:
-        """Return what the sum of the losses of some responses is divided by."""
+        """Return what the sum of the losses of some responses is divided by; 0 if all of them are left out."""
         if self.config.reward_threshold is not None:
             indices = [index for index in indices if self._advantages[index] != 0]
         if self.config.loss_normalization == "token":
-            return float(max(1, sum(len(self._responses[index].ids) for index in indices)))
+            return float(sum(len(self._responses[index].ids) for index in indices))
         is_constant = self.config.loss_normalization == "constant"
-        return float(max(1, len(indices)) * (self.config.max_new_tokens if is_constant else 1))
+        return float(len(indices) * (self.config.max_new_tokens if is_constant else 1))
 
     def _batch(self, indices: list[int], weight: float, filler: int) -> ResponseBatch:
         if not indices:

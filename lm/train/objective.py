@@ -16,6 +16,7 @@ class Objective(Protocol):
     """The data, the loss and the evaluation of a training.
 
     A step minimizes the sum of :meth:`loss_sum` over the sum of :meth:`weight`, over all micro-batches of all ranks.
+    If that weight is 0, the losses must be 0 too.
     """
 
     digests: dict[str, str]

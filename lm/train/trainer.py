@@ -244,6 +244,7 @@ class Trainer:
         with phase("forward"):
             weights = torch.stack([self.objective.weight(micro_batch) for micro_batch in micro_batches])
             mean_weight = all_reduce_mean(weights.sum().float())
+            mean_weight = mean_weight.masked_fill(mean_weight == 0, 1.0)  # without any target the loss is 0
         if self.balance:
             self.balance.start_step()
         losses = []

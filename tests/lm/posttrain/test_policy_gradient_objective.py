@@ -130,6 +130,20 @@ def test_expert_iteration_learns_the_good_responses_alone(
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("loss_normalization", ["sequence", "token", "constant"])
+def test_processes_without_good_responses_do_not_change_the_divisor(
+    model: TransformerLM, tmp_path: Path, loss_normalization: str
+) -> None:
+    objective = make_objective(model, tmp_path, reward_threshold=1.0, loss_normalization=loss_normalization)
+    objective.micro_batches(0)
+    objective._advantages = torch.tensor([1.0] * 2 + [0.0] * 6)
+    one, first, second = (
+        sum(float(batch.weight) for batch in objective.split(list(range(*bounds)))) for bounds in ((8,), (4,), (4, 8))
+    )
+    assert first + second == pytest.approx(one)
+    assert second == 0
+
+
 def test_unlikely_tokens_of_a_prompt_leave_no_nan_in_the_kl_penalty(model: TransformerLM, tmp_path: Path) -> None:
     with torch.no_grad():
         model.head_weight.mul_(400)

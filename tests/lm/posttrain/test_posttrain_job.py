@@ -71,6 +71,14 @@ def test_the_first_step_is_at_the_reference(
     assert read_metrics(job.parent / "metrics.jsonl")[0][metric] == pytest.approx(0, abs=1e-6)
 
 
+def test_steps_without_good_responses_are_not_skipped(tmp_path: Path) -> None:
+    settings = {"group_size": 2, "max_new_tokens": 4, "reward_threshold": 2.0}
+    job = write_posttrain_job(tmp_path, "reinforce", settings)
+    result = PosttrainJob.read(job).run()
+    assert (result["steps"], result["skipped_steps"]) == (6, 0)
+    assert all(row["loss"] == row["grad_norm"] == 0 for row in read_metrics(job.parent / "metrics.jsonl"))
+
+
 def write_job_with_experts(directory: Path, method: str, moe: MoEConfig, **settings: Any) -> Path:
     job = write_posttrain_job(directory, method, settings, steps=2)
     save_training(directory / "model", TransformerLM(replace(chat_policy().config, moe=moe)), [], 0, {})
