@@ -125,12 +125,12 @@ class PairObjective(ABC):
             return {}
         used = count if is_final else min(count, self.train_config.eval_sequences)
         indices = [self.train_count + place * count // used for place in range(used)][self.rank :: self.world_size]
-        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(4, dtype=torch.float64)  # on the CPU: MPS has no float64
         for start in range(0, len(indices), self.micro_batch_size):
             batch = self.make_batch(indices[start : start + self.micro_batch_size])
             loss, metrics = self.losses(model, batch)
             values = [loss.sum(), metrics["accuracy"].sum(), metrics["margin"].sum(), self.weight(batch)]
-            sums += torch.stack([value.double() for value in values])
+            sums += sums.new_tensor([float(value) for value in values])
         *totals, pairs = all_reduce_mean(sums).tolist()
         return {name: total / pairs for name, total in zip(self.metric_names, totals, strict=True)}
 

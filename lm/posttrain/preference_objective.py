@@ -57,7 +57,7 @@ class PreferenceOptimization(PairObjective):
             indices = range(start, min(start + self.micro_batch_size, len(self.pairs)))
             with torch.no_grad():
                 log_probs = self._log_probs(self.model, self.make_batch(indices))
-            rows += log_probs.double().unflatten(0, (2, -1)).T.tolist()
+            rows += log_probs.unflatten(0, (2, -1)).T.tolist()
         return rows
 
     def _write_reference(self) -> None:

@@ -318,7 +318,8 @@ class RolloutObjective(ABC):
         )
         measured = self.measure(rollouts, [self.valid[index] for index in indices])
         sums = [*(sum(measured[name]) for name in self.metric_names), len(rollouts)]
-        *totals, number = all_reduce_mean(torch.tensor(sums, dtype=torch.float64, device=self.device)).tolist()
+        # On the CPU: MPS has no float64.
+        *totals, number = all_reduce_mean(torch.tensor(sums, dtype=torch.float64)).tolist()
         return {name: total / number for name, total in zip(self.metric_names, totals, strict=True)}
 
     def measure(self, rollouts: Sequence[Rollout], sources: Sequence[PromptSource]) -> dict[str, list[float]]:

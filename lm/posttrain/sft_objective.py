@@ -110,9 +110,11 @@ class SupervisedFineTuning:
         rows = np.linspace(0, count - 1, used).round().astype(np.int64)[self.rank :: self.world_size]
         size = max(1, self.local_batch_size // self.config.gradient_accumulation_steps)
         batches = [self._batch(self.valid, rows[start : start + size]) for start in range(0, len(rows), size)]
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        loss_sum, weight = 0.0, 0
         for batch in batches:
-            sums += torch.stack([self.loss_sum(model, batch), self.weight(batch)])
+            loss_sum += float(self.loss_sum(model, batch))
+            weight += int(self.weight(batch))
+        sums = torch.tensor([loss_sum, weight], dtype=torch.float64)  # on the CPU: MPS has no float64
         loss_sum, weight = all_reduce_mean(sums).tolist()
         return {"valid_loss": loss_sum / weight}
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.overrides import TorchFunctionMode
 
 from lm.checkpoint.training_state import save_training
 from lm.common.errors import UserError
@@ -69,6 +71,27 @@ def test_the_first_step_is_at_the_reference(
     job = write_posttrain_job(tmp_path, method, settings, precision=precision, steps=2)
     PosttrainJob.read(job).run()
     assert read_metrics(job.parent / "metrics.jsonl")[0][metric] == pytest.approx(0, abs=1e-6)
+
+
+class NoFloat64(TorchFunctionMode):
+    """Refuses to make float64 tensors on a named device, as on MPS; without ``has_double`` also to convert to them."""
+
+    def __init__(self, has_double: bool) -> None:
+        super().__init__()
+        self.has_double = has_double
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        assert kwargs.get("dtype") != torch.float64 or kwargs.get("device") is None
+        assert self.has_double or func is not torch.Tensor.double
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("method", SETTINGS)
+def test_no_float64_on_the_device(tmp_path: Path, method: str) -> None:
+    job = write_posttrain_job(tmp_path, method, SETTINGS[method], steps=2)
+    with NoFloat64(has_double=method in ("ppo", "reinforce")):  # their advantages are computed on the CPU
+        assert PosttrainJob.read(job).run()["steps"] == 2
 
 
 def test_steps_without_good_responses_are_not_skipped(tmp_path: Path) -> None:
