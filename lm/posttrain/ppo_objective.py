@@ -88,11 +88,12 @@ class ProximalPolicyOptimization(RolloutObjective):
             row.reference_log_probs, row.values = log_probs[number], values[number]
 
     def _learned_rewards(self, responses: Sequence[tuple[list[int], list[int]]]) -> list[float]:
-        context_length = self.reward_model.config.context_length
-        dialogs = [
-            [*prompt_ids, *ids, *([self.end_id] if ids[-1:] != [self.end_id] else [])][:context_length]
-            for prompt_ids, ids in responses
-        ]
+        # The reward is read at the end token, so there is always room for it.
+        room = self.reward_model.config.context_length - 1
+        dialogs = []
+        for prompt_ids, ids in responses:
+            dialog = prompt_ids + (ids[:-1] if ids[-1:] == [self.end_id] else ids)
+            dialogs.append([*dialog[:room], self.end_id])
         return score_dialogs(self.reward_model, dialogs, self.micro_batch_size)
 
     def prepare(self) -> dict[str, float]:

@@ -122,6 +122,18 @@ def test_a_resumed_training_uses_what_is_stored(model: TransformerLM, tmp_path: 
     assert isinstance(resumed.reward, LetterReward) and resumed.reward.calls == 0
 
 
+def test_every_response_is_judged_with_the_end_token(
+    model: TransformerLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objective = make_objective(model, tmp_path)
+    end, context_length = objective.end_id, objective.reward_model.config.context_length
+    judged: list[list[int]] = []
+    monkeypatch.setattr("lm.posttrain.ppo_objective.score_dialogs", lambda model, dialogs, size: judged.extend(dialogs))
+    prompt = [1] * (context_length - 4)
+    objective._learned_rewards([(prompt, ids) for ids in ([2, 3], [2, end], [2, 3, 4, end], [2, 3, 4, 5])])
+    assert judged == [prompt + ids for ids in ([2, 3, end], [2, end], [2, 3, 4, end], [2, 3, 4, end])]
+
+
 def test_the_true_reward_is_logged_and_not_learned(model: TransformerLM, tmp_path: Path) -> None:
     objective = make_objective(model, tmp_path)
     with_reward = gradients(model, objective)
