@@ -5,26 +5,31 @@ from collections.abc import Mapping
 from typing import Any
 
 _NUMBER = re.compile(r"(?:(?<![\w.)])[-\u2212])?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")
+_AFTER_LETTER = r"(?:[.):,]|\W*$)"  # no other character: a word may follow the article A
 _THINK_THEN_ANSWER = re.compile(r"</think>\s*<answer>")
 _BRACES = re.compile(r"\\?[{}]")
 
 
 def parse_mmlu_response(example: Mapping[str, Any], output: str) -> str | None:
-    """Return the letter of the option that ``output`` chooses, or None.
+    r"""Return the letter of the option that ``output`` chooses, or None.
 
-    ``example`` has the ``options`` (or ``choices``). In order: the last letter after ``answer is``, ``answer:`` and the
-    like; a letter at the start; the text of an option alone; the only letter before a punctuation mark or the end.
+    ``example`` has the ``options`` (or ``choices``). In order: the choice of the last ``\boxed{…}``; the last letter
+    after ``answer is``, ``answer:`` and the like; a letter at the start; the text of an option alone; the only letter
+    before a punctuation mark or the end.
     """
+    boxed = extract_boxed(output)
+    if boxed is not None and (letter := parse_mmlu_response(example, boxed)):
+        return letter
     options = [str(option).strip().lower() for option in example.get("options") or example.get("choices") or "ABCD"]
     letters = "".join(chr(ord("A") + index) for index in range(len(options)))
     stated = re.findall(rf"(?i:answer|option|choice)(?i:\s+is|\s*:)?\W{{0,5}}([{letters}])(?![\w'])", output)
     if stated:
         return stated[-1]
-    if leading := re.match(rf"\W{{0,5}}([{letters}])(?:[.):,]|\s*$)", output):
+    if leading := re.match(rf"\W{{0,5}}([{letters}]){_AFTER_LETTER}", output):
         return leading[1]
     if options.count(output.strip(" .\n").lower()) == 1:
         return letters[options.index(output.strip(" .\n").lower())]
-    mentioned = set(re.findall(rf"(?<![\w'])([{letters}])(?:[.):,]|\s*$)", output))
+    mentioned = set(re.findall(rf"(?<![\w'])([{letters}]){_AFTER_LETTER}", output))
     return mentioned.pop() if len(mentioned) == 1 else None
 
 

@@ -40,6 +40,19 @@ EXAMPLE = {
         ("The answer is Both", None),
         ("E.", None),
         ("", None),
+        ("**B**", "B"),
+        ("_B_", None),
+        ("**B.** 2", "B"),
+        ("I choose **B**", "B"),
+        ("Is it A, or B?", None),
+        (r"\boxed{B}", "B"),
+        (r"A and C are wrong: $\boxed{\text{(B)}}$.", "B"),
+        (r"The answer is A. Wait: \boxed{B}", "B"),
+        (r"So \boxed{200}", "C"),
+        (r"\boxed{x}, so the answer is D", "D"),
+        (r"\boxed{A good river}", None),
+        ("A good river flows there", None),
+        ("**A good** river", None),
     ],
 )
 def test_multiple_choice(output: str, letter: str | None) -> None:
@@ -123,7 +136,7 @@ def test_r1_zero(response: str, answer: str | None) -> None:
     [
         *("{" * 100_000, "\\boxed{" * 15_000, "1," * 50_000, "-" * 100_000, "A" * 100_000, "(" * 100_000),
         *("</think>" + " " * 99_000, "</think> <answer>" * 5_000, "</think>   " * 9_000),
-        *("answer is " * 10_000, "answer" + " " * 99_000),
+        *("answer is " * 10_000, "answer" + " " * 99_000, "A" + "*" * 99_000 + "b"),
     ],
     ids=lambda text: text[:12],
 )
