@@ -98,7 +98,8 @@ def _update(
     torch._foreach_div_(denominators, math.sqrt(1 - beta2**t))
     torch._foreach_add_(denominators, group["eps"])
     if found_inf is not None:
-        torch._foreach_div_(denominators, is_applied)  # infinite for a skipped step
+        for denominator in denominators:  # infinite for a skipped step; not by a division, as 0 / 0 is nan
+            denominator.masked_fill_(found_inf, math.inf)
     torch._foreach_addcdiv_(params, m, denominators, -group["lr"] / (1 - beta1**t))
 
 

@@ -35,6 +35,14 @@ def test_adamw_equals_torch(
     assert_all_close(params, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_a_skipped_first_step_changes_nothing_without_eps() -> None:
+    """The second moments are 0, and so is each denominator."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.full((3,), torch.nan)
+    AdamW([parameter], eps=0.0).step(None, torch.tensor(True))
+    assert parameter.tolist() == [1.0] * 3
+
+
 @pytest.mark.skipif(not find_spec("triton"), reason="the extra triton is not installed")
 @FEW_EXAMPLES
 @given(
