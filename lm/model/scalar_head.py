@@ -15,7 +15,7 @@ class ScalarHead(nn.Module):
     """
 
     role: Role = "head"
-    bias_role: Role = "head"
+    bias_role: Role = "bias"
 
     def __init__(self, d_model: int, std: float = 0.0, device: Device = None) -> None:
         super().__init__()

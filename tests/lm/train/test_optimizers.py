@@ -10,6 +10,7 @@ from torch import nn
 from lm.distributed.parallel import Parallel
 from lm.model.linear import Linear
 from lm.model.norm import RMSNorm
+from lm.model.scalar_head import ScalarHead
 from lm.model.transformer import TransformerLM
 from lm.train.config import TrainConfig
 from lm.train.optimizers import make_optimizers
@@ -69,3 +70,11 @@ def test_new_layers_are_grouped_by_their_role_not_by_name_or_shape() -> None:
     assert {"last.0.weight", "last.1.weight", "last.2.weight"}.isdisjoint(matrices)
     assert "last.0.weight" in hidden
     assert {"last.1.weight", "last.2.weight"} <= set(gains)
+
+
+def test_the_bias_of_a_scalar_head_has_no_weight_decay() -> None:
+    model = TransformerLM(SMALL_CONFIG)
+    model.scalar_head = ScalarHead(24)
+    (_, matrices, *_), (_, vectors, decay, _) = parameter_groups(model)
+    assert "scalar_head.weight" in matrices
+    assert "scalar_head.bias" in vectors and decay == 0
