@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lm.checkpoint.atomic_dir import atomic_directory
-from lm.checkpoint.training_state import ROW_FILES, step_directories
+from lm.checkpoint.training_state import ROW_FILES, read_description, step_directories, step_number
 from lm.common.periodic import run_periodically
 from lm.text.retry import retry_request, translate_errors
 from lm.text.sources import open_filesystem
@@ -32,17 +32,17 @@ class CheckpointMirror:
         self._uploaded: set[str] = set()
 
     def download(self) -> None:
-        """Download the checkpoints that are missing locally, and the logs if they are missing or older."""
+        """Download the checkpoints that are missing or damaged locally, and the logs if they are missing or older."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        newest = max((path.name for path in step_directories(self.directory)), default="")
-        remote = sorted(self._remote_names(_DESCRIPTION))
+        intact = {path.name for path in step_directories(self.directory) if read_description(path)}
+        remote = sorted(self._remote_names(_DESCRIPTION), key=step_number)
         for name in remote:
-            if not (self.directory / name).exists():
+            if name not in intact:
                 with atomic_directory(self.directory / name) as temporary:
                     self._request(self._fs.get, f"{self._base}/{name}/", f"{temporary}/", recursive=True)
                 log.info("Fetched the checkpoint %s from %s.", name, self.url)
             self._uploaded.add(name)
-        is_behind = bool(remote) and remote[-1] > newest
+        is_behind = bool(remote) and step_number(remote[-1]) > max(map(step_number, intact), default=-1)
         for name in _LOGS:
             if is_behind or not (self.directory / name).exists():
                 temporary = self.directory / f"{name}.tmp"
@@ -54,8 +54,9 @@ class CheckpointMirror:
         """Upload newer checkpoints than those at the URL, and the logs. Then delete checkpoints there that no longer
         exist locally."""
         local = {path.name: path for path in step_directories(self.directory)}
-        newest = max(self._uploaded & local.keys(), default="")
-        if new := sorted(name for name in local if name > newest):
+        self._forget_deleted()
+        newest = max(map(step_number, self._uploaded), default=-1)
+        if new := [name for name in local if step_number(name) > newest]:
             for name in _LOGS:
                 if (self.directory / name).exists():
                     self._request(self._fs.put_file, str(self.directory / name), f"{self._base}/{name}")
@@ -78,7 +79,12 @@ class CheckpointMirror:
     def _remote_names(self, file: str) -> set[str]:
         """Return the names of the checkpoints at the URL that have a file of this name, which may be a glob."""
         paths = self._request(self._fs.glob, f"{self._base}/step-*/{file}")
-        return {PurePosixPath(str(path)).parts[-2] for path in paths}
+        names = {PurePosixPath(str(path)).parts[-2] for path in paths}
+        return {name for name in names if step_number(name) >= 0}
+
+    def _forget_deleted(self) -> None:
+        """Forget uploads of checkpoints that no longer exist locally: a checkpoint of this name is another one."""
+        self._uploaded.intersection_update(path.name for path in step_directories(self.directory))
 
     def _delete(self, name: str) -> None:
         with suppress(FileNotFoundError):  # the description first: without it there is no checkpoint
@@ -89,6 +95,7 @@ class CheckpointMirror:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Upload new checkpoints in a background thread. At the end, upload the remaining ones."""
+        self._forget_deleted()  # the training may save such a checkpoint again before the first upload
         try:
             with run_periodically(self._try_upload, _POLL_SECONDS):
                 yield

@@ -144,10 +144,16 @@ def step_name(step: int) -> str:
     return f"step-{step:07d}"
 
 
+def step_number(name: str) -> int:
+    """Return the step of a checkpoint from the name of its directory, or -1 if no checkpoint has such a name."""
+    match = _STEP_NAME.fullmatch(name)
+    return int(match[1]) if match else -1
+
+
 def step_directories(directory: Path) -> list[Path]:
     """Return all ``step-NNNNNNN`` directories in ``directory``, intact or not, sorted by number."""
-    matches = ((_STEP_NAME.fullmatch(path.name), path) for path in directory.glob("step-*"))
-    return [path for _, path in sorted((int(match[1]), path) for match, path in matches if match)]
+    numbered = sorted((step_number(path.name), path) for path in directory.glob("step-*"))
+    return [path for step, path in numbered if step >= 0]
 
 
 def newest_checkpoint(directory: Path) -> Path | None:

@@ -1,5 +1,6 @@
 """The mirror of checkpoints on an object store."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,22 @@ from tenacity import wait_none
 from lm.checkpoint import mirror as mirror_module
 from lm.checkpoint.atomic_dir import atomic_directory
 from lm.checkpoint.mirror import CheckpointMirror
+from lm.checkpoint.training_state import read_description
+from lm.common.checksum import dumps_with_checksum, file_checksum
 from lm.common.errors import TransientError
 from lm.text import retry
 from tests.helpers.limits import wait_for
 
 
-def write_checkpoint(directory: Path, name: str) -> None:
+def write_checkpoint(directory: Path, name: str, content: str = "") -> None:
     with atomic_directory(directory / name) as temporary:
-        for file in ("model.safetensors", "optimizer.pt", "checkpoint.json"):
-            (temporary / file).write_text(f"{name} {file}")
+        files = {}
+        for file in ("model.safetensors", "optimizer.pt"):
+            (temporary / file).write_text(f"{name} {file} {content}")
+            size = (temporary / file).stat().st_size
+            files[file] = {"bytes": size, "sha256": file_checksum((temporary / file).open("rb"))}
+        description = {"step": int(name.removeprefix("step-")), "model": {}, "files": files}
+        (temporary / "checkpoint.json").write_text(dumps_with_checksum(description))
 
 
 def files_below(place: Path) -> dict[str, str]:
@@ -154,3 +162,46 @@ def test_a_machine_that_comes_back_takes_the_newer_logs(bucket: Any, tmp_path: P
     save(old, "step-0000030")
     mirror.upload()
     assert bucket.cat_file("corpus/out/metrics.jsonl") == b"up to step-0000030"
+
+
+def test_a_damaged_local_checkpoint_is_fetched_again(bucket: Any, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "step-0000010")
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    CheckpointMirror(tmp_path, "s3://corpus/out").upload()
+    intact = files_below(tmp_path)
+    (tmp_path / "step-0000010" / "model.safetensors").write_text("half of it")
+    (tmp_path / "metrics.jsonl").write_text("half of it")
+    CheckpointMirror(tmp_path, "s3://corpus/out").download()
+    assert files_below(tmp_path) == intact
+
+
+def test_a_checkpoint_that_is_deleted_and_trained_again_is_uploaded_again(bucket: Any, tmp_path: Path) -> None:
+    """If the copy at the URL is damaged too, the training deletes the checkpoint and makes it again."""
+    for name in ("step-0000010", "step-0000020"):
+        write_checkpoint(tmp_path, name)
+    CheckpointMirror(tmp_path, "s3://corpus/out").upload()
+    bucket.pipe_file("corpus/out/step-0000020/model.safetensors", b"half of it")
+    shutil.rmtree(tmp_path / "step-0000020")
+    mirror = CheckpointMirror(tmp_path, "s3://corpus/out")
+    mirror.download()
+    assert read_description(tmp_path / "step-0000020") is None
+    shutil.rmtree(tmp_path / "step-0000020")
+    with mirror.running():
+        write_checkpoint(tmp_path, "step-0000020", "trained again")
+    assert b"trained again" in bucket.cat_file("corpus/out/step-0000020/model.safetensors")
+
+
+def test_checkpoints_are_in_the_order_of_their_numbers(bucket: Any, tmp_path: Path) -> None:
+    """From step 10,000,000 on, names are longer than before."""
+    old, new, url = tmp_path / "old", tmp_path / "new", "s3://corpus/out"
+    write_checkpoint(new, "step-9999990")
+    CheckpointMirror(new, url).upload()
+    CheckpointMirror(old, url).download()
+    mirror = CheckpointMirror(new, url)
+    mirror.download()
+    write_checkpoint(new, "step-10000000")
+    (new / "metrics.jsonl").write_text("up to step-10000000")
+    (old / "metrics.jsonl").write_text("up to step-9999990")
+    mirror.upload()
+    CheckpointMirror(old, url).download()
+    assert files_below(old) == files_below(new)
