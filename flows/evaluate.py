@@ -10,7 +10,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from flows.answering import open_model
-from lm.common.errors import UserError
+from lm.common.errors import UserError, translate_write_errors
 from lm.data.json_rows import DamagedRows
 from lm.eval.config import EvaluationConfig
 from lm.eval.evaluate import Response, Summary, evaluate, pick_examples, summarize
@@ -84,7 +84,8 @@ def evaluate_model(
     shown = {name: [asdict(row) for row in rows] for name, rows in pick_examples(scored).items()}
     content = {"settings": settings, "summary": asdict(summary), "examples": shown}
     summary_file = directory / "summary.json"
-    summary_file.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    with translate_write_errors(summary_file):
+        summary_file.write_text(json.dumps(content, indent=1), encoding="utf-8")
     return EvaluationResult(config.task, answering.name, summary, path, summary_file)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lm.checkpoint.atomic_dir import sync_path
 from lm.checkpoint.external_weights import check_is_expressible
-from lm.common.errors import UserError
+from lm.common.errors import UserError, translate_write_errors
 from lm.data.chat_template import END_TOKEN, has_chat_tokens, make_jinja_template
 from lm.model.config import ModelConfig
 from lm.model.rope import rotary_frequencies
@@ -78,7 +78,8 @@ def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_typ
     biases are always float32. ``q8_0`` rounds blocks of 32 numbers to int8 with a float16 scale. Tensors are converted
     and written one at a time. If the tokenizer has the tokens of the chat template, the file holds it. Raises UserError
     if ``path`` exists, if llama.cpp lacks options of the model or the pattern of the tokenizer, if the tokenizer has no
-    special token, no merge or more ids than the model, if rows do not fit ``q8_0``, or if the library is missing.
+    special token, no merge or more ids than the model, if rows do not fit ``q8_0``, if the library is missing, or if
+    the file cannot be written.
     """
     try:
         from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
@@ -86,12 +87,14 @@ def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_typ
     except ImportError:
         raise UserError("Export to GGUF needs the gguf library: pip install 'textmill[gguf]'") from None
     path = path.absolute()
-    if path.exists():
-        raise UserError(f"{path} already exists; name a new file.")
+    with translate_write_errors(path):
+        if path.exists():
+            raise UserError(f"{path} already exists; name a new file.")
     config = model.config
     _check_model(config, weight_type)
     _check_tokenizer(tokenizer, config)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with translate_write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     writer = GGUFWriter(temporary, "qwen3" if config.qk_norm else "llama")
     writer.add_file_type(LlamaFileType[_FILE_TYPES[weight_type]])
@@ -107,22 +110,23 @@ def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_typ
     for name, weight, tensor_type in weights:
         num_bytes = math.prod(quant_shape_to_byte_shape(weight.shape, tensor_type))
         writer.add_tensor_info(name, weight.shape, np.dtype(np.float32), num_bytes, tensor_type)
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for name, weight, tensor_type in weights:
-            # llama.cpp's qwen3 rotates the pairs (i, i + K/2); its llama rotates adjacent pairs, as we do.
-            if config.qk_norm and _ROTARY_NAME.search(name):
-                weight = _order_as_halves(weight, config.head_width)
-            writer.write_tensor_data(quantize(weight.cpu().float().contiguous().numpy(), tensor_type))
-        writer.close()
-        sync_path(temporary)
-        temporary.replace(path)
-        sync_path(path.parent)
-    finally:
-        writer.close()
-        temporary.unlink(missing_ok=True)
+    with translate_write_errors(path):
+        try:
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for name, weight, tensor_type in weights:
+                # llama.cpp's qwen3 rotates the pairs (i, i + K/2); its llama rotates adjacent pairs, as we do.
+                if config.qk_norm and _ROTARY_NAME.search(name):
+                    weight = _order_as_halves(weight, config.head_width)
+                writer.write_tensor_data(quantize(weight.cpu().float().contiguous().numpy(), tensor_type))
+            writer.close()
+            sync_path(temporary)
+            temporary.replace(path)
+            sync_path(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)  # first: on a full disk, closing fails too
+            writer.close()
 
 
 def _check_model(config: ModelConfig, weight_type: GGUFType) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -33,7 +34,7 @@ from lm.checkpoint.hugging_face_moe import (
 from lm.checkpoint.hugging_face_rope import flatten_rope_fields, read_rope_scaling, rope_fields
 from lm.checkpoint.model_card import make_model_card
 from lm.checkpoint.safe_load import read_safetensors
-from lm.common.errors import UserError
+from lm.common.errors import UserError, translate_write_errors
 from lm.common.json_files import read_json
 from lm.data.chat_template import END_TOKEN, has_chat_tokens, make_jinja_template
 from lm.model.config import ModelConfig
@@ -150,11 +151,12 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
     or, with sigmoid affinities, a GLM-4-MoE. The weights keep the model's dtype. Generation stops at any special token.
     If the tokenizer has the tokens of the chat template, ``apply_chat_template`` works. The model card, ``README.md``,
     ends with ``details``, sections of Markdown. Raises UserError if ``directory`` is not new or empty, if that
-    architecture lacks an option of the model, or if the tokenizer has more ids than the model.
+    architecture lacks an option of the model, if the tokenizer has more ids than the model, or if it cannot be written.
     """
     directory = directory.resolve()
-    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        raise UserError(f"{directory} already exists; name a new or an empty directory.")
+    with translate_write_errors(directory):
+        if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+            raise UserError(f"{directory} already exists; name a new or an empty directory.")
     config = model.config
     check_is_expressible(config, _EXPRESSIBLE_OPTIONS, "Hugging Face's Llama")
     model_type = _choose_architecture(config)
@@ -207,7 +209,7 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
             **template,
         },
     }
-    with atomic_directory(directory) as temporary:
+    with translate_write_errors(directory, (OSError, SafetensorError)), atomic_directory(directory) as temporary:
         save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})  # transformers 4 requires it
         tokenizer.save_tokenizer_json(temporary / "tokenizer.json")
         card = make_model_card(directory.name, _CLASSES[model_type], model, tokenizer, details)

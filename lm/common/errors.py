@@ -1,7 +1,9 @@
 """Exceptions of the whole project."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -28,6 +30,16 @@ class InvalidUtf8Error(UserError):
 
     def __reduce__(self) -> tuple[type["InvalidUtf8Error"], tuple[int, int, str]]:
         return InvalidUtf8Error, (self.byte, self.offset, self.name)  # workers send it to the driver
+
+
+@contextmanager
+def translate_write_errors(path: Path, kinds: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+    """Raise UserError if the ``with`` block cannot write ``path``. ``kinds`` are the exceptions of its writers."""
+    try:
+        yield
+    except kinds as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path} cannot be written: {reason}. Repair that and run the command again.") from error
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from lm.common.errors import UserError
+from lm.common.errors import UserError, translate_write_errors
 from lm.eval.chat_client import ChatAnswer, ChatRequest
 
 log = logging.getLogger(__name__)
@@ -34,11 +34,9 @@ class AnswerCache:
         self.answers: dict[str, ChatAnswer] = {}
 
     def __enter__(self) -> "AnswerCache":
-        try:
+        with translate_write_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file: IO[bytes] = self.path.open("a+b")
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be written: {error.strerror}.") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -50,12 +48,14 @@ class AnswerCache:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._file.close()  # releases the lock
+        with translate_write_errors(self.path):  # after a failure, this tries to write again
+            self._file.close()  # releases the lock
 
     def add(self, key: str, answer: ChatAnswer) -> None:
-        """Keep an answer. When this returns, it survives the process."""
-        self._file.write(json.dumps({"key": key, **asdict(answer)}, ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
+        """Keep an answer. When this returns, it survives the process. Raises UserError if it cannot be written."""
+        with translate_write_errors(self.path):
+            self._file.write(json.dumps({"key": key, **asdict(answer)}, ensure_ascii=False).encode() + b"\n")
+            self._file.flush()
         self.answers[key] = answer
 
     def _read(self) -> None:

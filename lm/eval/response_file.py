@@ -8,7 +8,7 @@ from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
-from lm.common.errors import UserError
+from lm.common.errors import UserError, translate_write_errors
 
 Row = dict[str, Any]
 
@@ -28,13 +28,12 @@ class ResponseFile:
         self._lock = FileLock(f"{path}.lock")
 
     def __enter__(self) -> "ResponseFile":
-        try:
+        with translate_write_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire(timeout=0)
-        except Timeout:  # an OSError too
-            raise UserError(f"Another process writes {self.path}; wait for it, or use another directory.") from None
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be written: {error.strerror}.") from None
+            try:
+                self._lock.acquire(timeout=0)
+            except Timeout:  # an OSError too
+                raise UserError(f"Another process writes {self.path}; wait for it, or use another directory.") from None
         try:
             self._read()
         except BaseException:
@@ -50,7 +49,7 @@ class ResponseFile:
     def append(self, row: Row) -> None:
         """Add a response."""
         self.rows.append(row)
-        with self._open(self.path, "a") as file:
+        with translate_write_errors(self.path), self._open(self.path, "a") as file:
             file.write(_format(row))
 
     def sort(self) -> None:
@@ -95,9 +94,10 @@ class ResponseFile:
 
     def _rewrite(self) -> None:
         temporary = self.path.with_name(f"{self.path.name}.tmp")
-        with self._open(temporary, "w") as file:
-            file.writelines(map(_format, ({"settings": self.settings}, *self.rows)))
-        temporary.replace(self.path)
+        with translate_write_errors(self.path):
+            with self._open(temporary, "w") as file:
+                file.writelines(map(_format, ({"settings": self.settings}, *self.rows)))
+            temporary.replace(self.path)
 
     @staticmethod
     def _open(path: Path, mode: str) -> IO[str]:

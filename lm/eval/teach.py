@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from lm.checkpoint.atomic_dir import sync_path
-from lm.common.errors import UserError
+from lm.common.errors import UserError, translate_write_errors
 from lm.data.dialogs import Message, find_role_problem
 from lm.data.json_rows import DamagedRows, Row, read_rows
 from lm.eval.answer_cache import AnswerCache, request_key
@@ -143,12 +143,13 @@ def select_answers(
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Replace a JSON Lines file atomically."""
+    """Replace a JSON Lines file atomically. Raises UserError if it cannot be written."""
     temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    sync_path(temporary)
-    temporary.replace(path)
+    with translate_write_errors(path):
+        with temporary.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        sync_path(temporary)
+        temporary.replace(path)
 
 
 def _parse_row(row: Row) -> tuple[tuple[Message, ...], Any]:

@@ -18,7 +18,7 @@ from lm.posttrain.pair_objective import PairBatch, PairObjective
 from lm.posttrain.preference import compute_dpo_loss, compute_sequence_log_probs
 from lm.posttrain.sft_objective import answer_prompts
 from lm.tokenizer.tokenizer import Tokenizer
-from lm.train.metrics_file import format_row
+from lm.train.metrics_file import append_rows
 
 _REFERENCE = "reference.jsonl"
 
@@ -62,8 +62,7 @@ class PreferenceOptimization(PairObjective):
 
     def _write_reference(self) -> None:
         if self.rank == 0 and not (self.out / _REFERENCE).exists():
-            content = "".join(format_row({"step": 0, "chosen": a, "rejected": b}) for a, b in self._reference)
-            (self.out / _REFERENCE).write_text(content, encoding="utf-8")
+            append_rows(self.out / _REFERENCE, ({"step": 0, "chosen": a, "rejected": b} for a, b in self._reference))
 
     def _log_probs(self, model: TransformerLM, batch: PairBatch) -> Tensor:
         scores = get_response_log_probs(model, batch.ids[:, :-1], batch.ids[:, 1:], return_token_entropy=False)

@@ -26,7 +26,7 @@ from lm.posttrain.masked import after_last
 from lm.posttrain.rollout import GREEDY, Rollout, encode_prompts, generate_rollouts
 from lm.posttrain.sft_objective import answer_prompts
 from lm.tokenizer.tokenizer import Tokenizer
-from lm.train.metrics_file import format_row, read_metrics
+from lm.train.metrics_file import append_rows, read_metrics
 
 log = logging.getLogger(__name__)
 
@@ -186,8 +186,7 @@ class RolloutObjective(ABC):
             tokens_per_second = sum(len(row.ids) for row in self._responses) / (time.perf_counter() - started)
             speed = {"rollout_tokens_per_second": float(round(tokens_per_second))}
             if self.rank == 0:
-                with (self.out / _ROLLOUTS).open("a", encoding="utf-8") as file:
-                    file.writelines(format_row(asdict(row)) for row in self._responses)
+                append_rows(self.out / _ROLLOUTS, map(asdict, self._responses))
         self._check_errors()
         metrics = self.prepare()
         self._rollout_metrics = {

@@ -2,9 +2,11 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from lm.common.errors import translate_write_errors
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -31,6 +33,12 @@ def step_reporter(path: Path, progress: Callable[[int], None]) -> Callable[[], N
             progress(rows[-1]["step"])
 
     return report
+
+
+def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Add rows to a ``metrics.jsonl``. Raises UserError if it cannot be written, e.g. on a full disk."""
+    with translate_write_errors(path), path.open("a", encoding="utf-8") as file:
+        file.writelines(map(format_row, rows))
 
 
 def write_metrics(path: Path, rows: list[dict[str, Any]]) -> None:

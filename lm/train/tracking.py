@@ -8,7 +8,7 @@ from typing import Any
 
 from lm.checkpoint.training_state import ROW_FILES
 from lm.common.errors import UserError
-from lm.train.metrics_file import format_row
+from lm.train.metrics_file import append_rows
 from lm.train.throughput import Throughput
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Tracker:
 
     def add(self, row: dict[str, Any]) -> None:
         """Write a row of metrics with its ``step``."""
-        self._append("metrics.jsonl", row)
+        append_rows(self.directory / "metrics.jsonl", [row])
         metrics = {name: value for name, value in row.items() if name != "step" and not isinstance(value, list)}
         self._call_modules("log", metrics, step=row["step"])
         if self._tensorboard:
@@ -57,17 +57,9 @@ class Tracker:
 
     def add_sample(self, step: int, prompt: str, text: str) -> None:
         """Write the model's completion of a prompt."""
-        self._append("samples.jsonl", {"step": step, "prompt": prompt, "text": text})
+        append_rows(self.directory / "samples.jsonl", [{"step": step, "prompt": prompt, "text": text}])
         if self._tensorboard:
             self._tensorboard.add_text(prompt, text, step)
-
-    def _append(self, name: str, row: dict[str, Any]) -> None:
-        path = self.directory / name
-        try:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(format_row(row))
-        except OSError as error:
-            raise UserError(f"{path} cannot be written: {error.strerror}. Repair that and resume.") from error
 
     def close(self) -> None:
         """End the run in all trackers."""

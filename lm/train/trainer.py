@@ -16,7 +16,7 @@ from torch import Tensor
 from lm.checkpoint.atomic_dir import remove_abandoned_directories
 from lm.checkpoint.training_state import load_training, read_description, step_name
 from lm.common.device import choose_precision, explain_out_of_memory
-from lm.common.errors import Stopped, UserError
+from lm.common.errors import Stopped, UserError, translate_write_errors
 from lm.common.phases import phase
 from lm.common.runtime import Execution
 from lm.data.batches import prefetch_batches
@@ -341,7 +341,8 @@ class Trainer:
             **metrics,
         }
         if self.rank == 0:
-            plot_metrics(read_metrics(self.out / "metrics.jsonl"), self.out / "loss.png")
             text = json.dumps(replace_non_finite(result), indent=1, allow_nan=False)
-            (self.out / "training.json").write_text(text, encoding="utf-8")
+            with translate_write_errors(self.out):
+                plot_metrics(read_metrics(self.out / "metrics.jsonl"), self.out / "loss.png")
+                (self.out / "training.json").write_text(text, encoding="utf-8")
         return result

@@ -156,6 +156,15 @@ def test_gsm8k_end_to_end_with_known_outputs(tmp_path: Path, capsys: pytest.Capt
     assert [row["index"] for row in summary["examples"]["wrong answer"]] == [2, 7, 12]
 
 
+def test_a_summary_that_cannot_be_written_is_a_user_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stub = Stub(write_gsm8k(tmp_path / "test.jsonl", 1))
+    (tmp_path / "out" / "summary.json").mkdir(parents=True)
+    options = ["--task", "gsm8k", "--file", str(tmp_path / "test.jsonl"), "--prompt", "r1_zero", "--reward", "r1_zero"]
+    with run_stub(stub) as url:
+        assert main(["evaluate", "--model", url, *options, "--out", str(tmp_path / "out")]) == 2
+    assert "summary.json cannot be written: Is a directory" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_all_of_gsm8k_with_known_outputs(shared_data: Path, tmp_path: Path) -> None:
     file = shared_data / "gsm8k_test.jsonl.xz"

@@ -20,6 +20,7 @@ from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.added_tokens import AddedToken
 from lm.tokenizer.formats.gpt2 import unicode_to_bytes
 from lm.tokenizer.tokenizer import Tokenizer
+from tests.helpers.full_disk import full_disk
 from tests.helpers.tokenizers import CUSTOM_PATTERN, bytes_tokenizer, make_tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -224,7 +225,14 @@ def test_existing_file_is_refused_and_a_failure_leaves_nothing(tmp_path: Path, m
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "write_tensor_data", fail)
+        with pytest.raises(UserError, match=r"model\.gguf cannot be written: disk full"):
+            save_gguf(make_model(), TOKENIZER, path)
+    assert not [*tmp_path.iterdir()]
+    with pytest.raises(UserError, match=r"model\.gguf cannot be written: File too large"), full_disk(3000):
         save_gguf(make_model(), TOKENIZER, path)
     assert not [*tmp_path.iterdir()]
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot be written: (Not a directory|File exists)"):
+        save_gguf(make_model(), TOKENIZER, tmp_path / "file" / "model.gguf")

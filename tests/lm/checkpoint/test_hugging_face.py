@@ -22,6 +22,7 @@ from lm.model.moe_config import MoEConfig
 from lm.model.transformer import TransformerLM
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.tokenizer import Tokenizer
+from tests.helpers.full_disk import full_disk
 from tests.helpers.llamas import (
     CONTEXT,
     GROUPED,
@@ -159,7 +160,17 @@ def test_export_refuses_an_existing_directory(tmp_path: Path, monkeypatch: pytes
     for name in ("out", "file"):
         with pytest.raises(UserError, match=f"{name} already exists"):
             save_hugging_face(model, tokenizer, tmp_path / name)
+    with pytest.raises(UserError, match=r"out cannot be written: (Not a directory|File exists)"):
+        save_hugging_face(model, tokenizer, tmp_path / "file" / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "out"], "no temporary file is left"
+
+
+def test_export_to_a_full_disk_is_a_user_error(tmp_path: Path) -> None:
+    """The writer of safetensors has an exception of its own."""
+    model, tokenizer = make_exported(tmp_path / "other")
+    with pytest.raises(UserError, match=r"out cannot be written: .*File too large"), full_disk(100):
+        save_hugging_face(model, tokenizer, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["other"], "no temporary file is left"
 
 
 def test_the_model_card_runs(
@@ -188,7 +199,7 @@ def test_failed_export_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError("No space left on device")
 
     monkeypatch.setattr(tokenizer, "save_tokenizer_json", fail)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(UserError, match="other cannot be written: No space"):
         save_hugging_face(model, tokenizer, tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

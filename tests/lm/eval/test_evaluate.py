@@ -25,6 +25,7 @@ from lm.eval.evaluate import (
 from lm.eval.few_shot import Prompt, PromptFormat
 from lm.eval.response_file import ResponseFile
 from lm.eval.tasks import Problem
+from tests.helpers.full_disk import full_disk
 
 PROBLEMS = [Problem(f"What is {number}?", str(number)) for number in range(20)]
 PROMPTS: list[Prompt] = [problem.prompt for problem in PROBLEMS]
@@ -228,6 +229,14 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"responses\.jsonl cannot be written: (Not a directory|File exists)"):
         ResponseFile(tmp_path / "file" / "responses.jsonl", {}).__enter__()
+
+
+@pytest.mark.parametrize("free_bytes", [3, 300])
+def test_a_full_disk_is_a_user_error(tmp_path: Path, free_bytes: int) -> None:
+    path = tmp_path / "responses.jsonl"
+    with full_disk(free_bytes), pytest.raises(UserError, match=r"responses\.jsonl cannot be written: File too large"):
+        run(path, Echo())
+    assert len(run(path, Echo())) == 20
 
 
 def test_two_processes_cannot_write_a_file(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from lm.eval.chat_client import ChatAnswer, ChatRequest
 from lm.eval.config import TeachConfig
 from lm.eval.reward_worker import RewardWorker
 from lm.eval.tasks import R1_ZERO_PROMPT
-from lm.eval.teach import Question, QuestionSet, make_requests, read_questions, select_answers
+from lm.eval.teach import Question, QuestionSet, make_requests, read_questions, select_answers, write_rows
+from tests.helpers.full_disk import full_disk
 
 CONFIG = TeachConfig(url="http://127.0.0.1:1", model="tiny")
 ANSWER = ChatAnswer("It is 2.\nüñ\u2028", "stop", 5, 3)
@@ -174,6 +175,18 @@ def test_one_process_at_a_time_has_the_cache(tmp_path: Path) -> None:
         pass
     with pytest.raises(UserError, match="cannot be written: Is a directory"):
         AnswerCache(tmp_path).__enter__()
+
+
+def test_a_full_disk_is_a_user_error(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    message = "a cannot be written: File too large"
+    with full_disk(300), pytest.raises(UserError, match=message), AnswerCache(path) as cache:
+        for number in range(20):
+            cache.add(str(number), ANSWER)
+    with AnswerCache(path) as cache:
+        assert cache.answers == {str(kept): ANSWER for kept in range(number)}
+    with full_disk(0), pytest.raises(UserError, match=r"rows\.jsonl cannot be written: File too large"):
+        write_rows(tmp_path / "rows.jsonl", [{"prompt": "a"}])
 
 
 def select(

@@ -19,6 +19,7 @@ from lm.posttrain.grpo import grpo_train_step
 from lm.posttrain.log_probs import get_response_log_probs
 from lm.posttrain.policy_gradient_objective import PolicyGradient
 from lm.train.metrics_file import read_metrics
+from tests.helpers.full_disk import full_disk
 from tests.helpers.posttraining import CHAT, PROBLEMS, chat_policy, quick_config
 
 
@@ -209,6 +210,12 @@ def test_a_resumed_training_uses_the_stored_responses(model: TransformerLM, tmp_
     again.micro_batches(0)  # sampled again, but judged as before
     assert again._responses == objective._responses
     assert isinstance(again.reward, LetterReward) and again.reward.calls == 0
+
+
+def test_rollouts_that_cannot_be_written_are_a_user_error(model: TransformerLM, tmp_path: Path) -> None:
+    objective = make_objective(model, tmp_path)
+    with full_disk(100), pytest.raises(UserError, match=r"rollouts\.jsonl cannot be written: File too large"):
+        objective.micro_batches(0)
 
 
 def test_a_step_without_any_signal_has_no_gradient(model: TransformerLM, tmp_path: Path) -> None:

@@ -109,6 +109,12 @@ def test_a_log_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
         trainer.run()
 
 
+def test_a_result_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "training.json").mkdir()
+    with pytest.raises(UserError, match="cannot be written: Is a directory"):
+        small_trainer(tmp_path, steps=1).run()
+
+
 def test_diverged_before_any_checkpoint(tmp_path: Path) -> None:
     trainer = small_trainer(tmp_path)
     loss_sum = trainer.loss_sum
