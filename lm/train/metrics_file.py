@@ -23,14 +23,30 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def step_reporter(path: Path, progress: Callable[[int], None]) -> Callable[[], None]:
-    """Return a function that calls ``progress`` with the last step in a ``metrics.jsonl`` if the file has changed."""
-    size = 0
+    """Return a function that calls ``progress`` with the last step in a ``metrics.jsonl`` if the file has new rows.
+
+    It reads only what was added since the last call, up to the last complete line.
+    """
+    end = 0  # of the lines that were read, in bytes
 
     def report() -> None:
-        nonlocal size
-        if path.exists() and path.stat().st_size != size and (rows := read_metrics(path)):
-            size = path.stat().st_size
-            progress(rows[-1]["step"])
+        nonlocal end
+        size = path.stat().st_size if path.exists() else 0
+        if size < end:  # a resumed training drops the rows after its checkpoint
+            end = 0
+        if size == end:
+            return
+        with path.open("rb") as file:
+            file.seek(end)
+            lines = file.read().split(b"\n")[:-1]
+        if not lines:
+            return
+        end += sum(len(line) + 1 for line in lines)
+        try:
+            step = json.loads(lines[-1])["step"]
+        except (ValueError, RecursionError):  # a damaged line
+            return
+        progress(step)
 
     return report
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lm.train.metrics_file import format_row, read_metrics
+from lm.train.metrics_file import format_row, read_metrics, step_reporter, write_metrics
 
 
 def test_a_missing_file_has_no_metrics(tmp_path: Path) -> None:
@@ -28,3 +28,38 @@ def test_a_line_truncated_within_a_character_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes('{"step": 1}\n{"note": "ü'.encode()[:-1])
     assert read_metrics(path) == [{"step": 1}]
+
+
+def test_the_reporter_reports_complete_lines(tmp_path: Path) -> None:
+    path, steps = tmp_path / "metrics.jsonl", list[int]()
+    report = step_reporter(path, steps.append)
+    report()
+    assert steps == []
+    for text, expected in [
+        (format_row({"step": 1}), [1]),
+        ("", []),
+        (format_row({"step": 2}) + format_row({"step": 3}) + '{"step": ', [3]),
+        ("4", []),
+        ("}\n", [4]),
+        ("damaged\n", []),
+        (format_row({"step": 6}), [6]),
+    ]:
+        with path.open("a") as file:
+            file.write(text)
+        report()
+        assert steps == expected, text
+        steps.clear()
+    write_metrics(path, [{"step": 1}, {"step": 2}])  # as a resumed training does
+    report()
+    assert steps == [2]
+
+
+def test_the_reporter_reads_only_new_lines(tmp_path: Path) -> None:
+    """Reading the whole file after each row would take quadratic time."""
+    path, steps = tmp_path / "metrics.jsonl", list[int]()
+    report = step_reporter(path, steps.append)
+    path.write_text(format_row({"step": 1}))
+    report()
+    path.write_text("x" * path.stat().st_size + format_row({"step": 2}))
+    report()
+    assert steps == [1, 2]
