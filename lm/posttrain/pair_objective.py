@@ -115,7 +115,7 @@ class PairObjective(ABC):
         return {name: float(value / self._sums["pairs"]) for name, value in self._sums.items() if name != "pairs"}
 
     @abstractmethod
-    def restore(self, previous: Path) -> None:
+    def restore(self, previous: Path, step: int) -> None:
         """See :class:`lm.train.objective.Objective`."""
 
     def evaluate(self, model: TransformerLM, is_final: bool) -> dict[str, float]:

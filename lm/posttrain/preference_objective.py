@@ -45,7 +45,7 @@ class PreferenceOptimization(PairObjective):
         self.config, self.model, self.out = config, model, out
         self._reference: list[list[float]] = []  # of each pair: chosen, rejected
 
-    def restore(self, previous: Path) -> None:
+    def restore(self, previous: Path, step: int) -> None:
         """Read the reference model's log-probabilities, or compute them while the model has its first weights."""
         if not self._reference and any(previous.glob("step-*")):
             rows = _read_reference(previous / _REFERENCE, len(self.pairs)) if self.rank == 0 else None

@@ -46,7 +46,7 @@ class RewardModeling(PairObjective):
         metrics["accuracy"] = (metrics["margin"] > 0).float()
         return bradley_terry_loss(chosen, rejected, self.config.center_weight), metrics
 
-    def restore(self, previous: Path) -> None:
+    def restore(self, previous: Path, step: int) -> None:
         """Do nothing: the batches follow from seed and step."""
 
     def sample(self, model: TransformerLM) -> list[Completion]:

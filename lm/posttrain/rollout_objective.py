@@ -26,7 +26,7 @@ from lm.posttrain.masked import after_last
 from lm.posttrain.rollout import GREEDY, Rollout, encode_prompts, generate_rollouts
 from lm.posttrain.sft_objective import answer_prompts
 from lm.tokenizer.tokenizer import Tokenizer
-from lm.train.metrics_file import append_rows, read_metrics
+from lm.train.metrics_file import append_rows, iterate_metrics
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class RolloutObjective(ABC):
         self.micro_batch_size = max(
             1, settings.train.batch_size // self.world_size // settings.train.gradient_accumulation_steps
         )
-        self._stored: dict[int, list[RolloutRow]] = {}  # of an unfinished training, by step
+        self._stored: dict[int, list[RolloutRow]] = {}  # of an unfinished training, by step; not of past rollouts
         self._responses: list[RolloutRow] = []  # of the present rollout, on all ranks
         self._rollout_step = -1
         self._rollout_metrics: dict[str, float] = {}
@@ -143,16 +143,17 @@ class RolloutObjective(ABC):
     def loss_sum(self, model: TransformerLM, micro_batch: Any) -> Tensor:
         """See :class:`lm.train.objective.Objective`."""
 
-    def restore(self, previous: Path) -> None:
-        """Read the responses of an unfinished training."""
-        rows = read_metrics(previous / _ROLLOUTS)
-        try:
-            responses = [RolloutRow(**row) for row in rows]
-        except TypeError:
-            responses = []
+    def restore(self, previous: Path, step: int) -> None:
+        """Read the responses of an unfinished training. Those of rollouts that ended before ``step`` are not kept."""
+        present = step - step % self.updates_per_rollout
         self._stored = {}
-        for response in responses:
-            self._stored.setdefault(response.step - 1, []).append(response)
+        try:
+            for row in iterate_metrics(previous / _ROLLOUTS):
+                response = RolloutRow(**row)
+                if response.step > present:
+                    self._stored.setdefault(response.step - 1, []).append(response)
+        except TypeError:
+            self._stored = {}
 
     def micro_batches(self, step: int) -> Sequence[Any]:
         """Return this rank's micro-batches of a step. The first step of a rollout samples the responses."""
@@ -174,6 +175,7 @@ class RolloutObjective(ABC):
         """Sample responses, or take the stored ones, and prepare to learn from them."""
         started = time.perf_counter()
         stored = self._stored.get(self._rollout_step, [])
+        self._stored = {step: rows for step, rows in self._stored.items() if step > self._rollout_step}
         if is_resumed and len(stored) == self.responses_per_rollout:
             self._responses = stored
             speed = {}

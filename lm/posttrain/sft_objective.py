@@ -95,7 +95,7 @@ class SupervisedFineTuning:
         """Return nothing: the loss says all."""
         return {}
 
-    def restore(self, previous: Path) -> None:
+    def restore(self, previous: Path, step: int) -> None:
         """Do nothing: the batches follow from seed and step."""
 
     def evaluate(self, model: TransformerLM, is_final: bool) -> dict[str, float]:

@@ -2,8 +2,9 @@
 
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 from torch.optim import Optimizer
@@ -20,7 +21,7 @@ from lm.checkpoint.training_state import (
 from lm.common.errors import UserError
 from lm.distributed.parallel import Parallel
 from lm.model.transformer import TransformerLM
-from lm.train.metrics_file import read_metrics, write_metrics
+from lm.train.metrics_file import iterate_metrics, write_metrics
 
 log = logging.getLogger(__name__)
 
@@ -56,15 +57,23 @@ def prune_checkpoints(out: Path, keep: int, best_step: int, off_schedule_checkpo
             shutil.rmtree(path)
 
 
-def adopt_checkpoints(previous: Path, out: Path, settings: Settings) -> str | None:
-    """Copy the checkpoints of an unfinished training from ``previous`` to ``out``, so that it can be resumed there.
+class Resumable(NamedTuple):
+    """The checkpoints with which an unfinished training can be resumed."""
 
-    Only checkpoints whose checksums match are copied. If ``previous`` is ``out``, damaged checkpoints are deleted
-    instead. Rows (``ROW_FILES``) after the newest copied checkpoint are dropped. If the best checkpoint is
-    damaged, only checkpoints before it are copied: otherwise a worse checkpoint would count as the best.
+    step: int = 0
+    """Step of the newest one."""
+    name: str = ""
+    """Name of its directory. Empty if there is none."""
+    paths: Sequence[Path] = ()
+    """Directories of all."""
 
-    Return the name of the newest copied checkpoint, or None. Raises UserError if a file cannot be copied, or if the
-    model or the data of the newest checkpoint differ from ``settings``. Other differences are logged as a warning.
+
+def find_resumable(previous: Path, settings: Settings) -> Resumable:
+    """Return the checkpoints in the directory of an unfinished training whose checksums match.
+
+    If the best checkpoint is damaged, only checkpoints before it count: otherwise a worse checkpoint would count as the
+    best. Raises UserError if the model or the data of the newest checkpoint differ from ``settings``. Other differences
+    are logged as a warning.
     """
     descriptions = {path: read_description(path) for path in step_directories(previous)}
     intact = {path: description for path, description in descriptions.items() if description is not None}
@@ -74,25 +83,35 @@ def adopt_checkpoints(previous: Path, out: Path, settings: Settings) -> str | No
         for path, description in intact.items()
         if step_name(_best_step(path, description)) not in damaged_names
     }
-    newest_step = max(resumable, default=-1)
-    adopted = [path for path, description in intact.items() if description["step"] <= newest_step]
-    if adopted:
-        _check_settings(resumable[newest_step], intact[resumable[newest_step]], settings)
+    if not resumable:
+        return Resumable()
+    step = max(resumable)
+    newest = resumable[step]
+    _check_settings(newest, intact[newest], settings)
+    paths = [path for path, description in intact.items() if description["step"] <= step]
+    return Resumable(step, newest.name, paths)
+
+
+def adopt_checkpoints(previous: Path, out: Path, resumable: Resumable) -> None:
+    """Copy the checkpoints of an unfinished training from ``previous`` to ``out``, so that it can be resumed there.
+
+    If ``previous`` is ``out``, all other checkpoints are deleted instead. Rows (``ROW_FILES``) after the newest
+    checkpoint are dropped. Raises UserError if a file cannot be copied.
+    """
     try:
         if previous == out:
-            for path in descriptions.keys() - adopted:
+            for path in set(step_directories(previous)) - set(resumable.paths):
                 shutil.rmtree(path)
-        if not adopted:
-            return None
+        if not resumable.paths:
+            return
         for name in ROW_FILES:
-            rows = [row for row in read_metrics(previous / name) if row["step"] <= newest_step]
-            if rows:
-                write_metrics(out / name, rows)
-            else:
-                (out / name).unlink(missing_ok=True)
+            rows = (row for row in iterate_metrics(previous / name) if row["step"] <= resumable.step)
+            write_metrics(out / name, rows)
+            if (out / name).stat().st_size == 0:
+                (out / name).unlink()
         if previous != out:
             with prevent_cleanup(out):
-                for path in adopted:
+                for path in resumable.paths:
                     copy = out / f".{path.name}.copy"
                     shutil.rmtree(copy, ignore_errors=True)
                     shutil.copytree(path, copy)
@@ -102,7 +121,6 @@ def adopt_checkpoints(previous: Path, out: Path, settings: Settings) -> str | No
             f"The checkpoints in {previous} cannot be copied: {error}. Free some space, or wait for another run of the "
             "same training, which may be writing there."
         ) from error
-    return resumable[newest_step].name
 
 
 def _best_step(path: Path, description: dict[str, Any]) -> int:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,19 @@ from lm.common.errors import translate_write_errors
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a ``metrics.jsonl`` up to the first damaged line, e.g. a line cut off by a crash."""
-    rows = []
+    return list(iterate_metrics(path))
+
+
+def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of :func:`read_metrics`, one in memory at a time: a file of responses may have gigabytes."""
     if path.exists():
-        text = path.read_text(encoding="utf-8", errors="replace")
-        for line in text.removesuffix("\n").split("\n"):  # splitlines() would also split at U+2028 in a text
-            try:
-                rows.append(json.loads(line))
-            except (ValueError, RecursionError):
-                break
-    return rows
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError):
+                    break
+                yield row
 
 
 def step_reporter(path: Path, progress: Callable[[int], None]) -> Callable[[], None]:
@@ -57,10 +61,11 @@ def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
         file.writelines(map(format_row, rows))
 
 
-def write_metrics(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Replace a ``metrics.jsonl`` atomically."""
+def write_metrics(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Replace a ``metrics.jsonl`` atomically. ``rows`` may be read from it meanwhile."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(format_row(row) for row in rows), encoding="utf-8")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(map(format_row, rows))
     temporary.replace(path)
 
 

@@ -51,8 +51,11 @@ class Objective(Protocol):
         """Return metrics of the last step besides its loss, for its row in ``metrics.jsonl``. They may wait for the
         device."""
 
-    def restore(self, previous: Path) -> None:
-        """Read what an unfinished training stored in the directory ``previous`` beside its checkpoints."""
+    def restore(self, previous: Path, step: int) -> None:
+        """Read what an unfinished training stored in the directory ``previous`` beside its checkpoints.
+
+        ``step``: the number of steps that the checkpoint to resume from has made; 0 if there is none.
+        """
 
     def evaluate(self, model: TransformerLM, is_final: bool) -> dict[str, float]:
         """Return the metrics, the same on all ranks; empty without validation data.

@@ -23,6 +23,7 @@ from lm.data.batches import prefetch_batches
 from lm.distributed.parallel import Parallel
 from lm.distributed.process_group import (
     all_reduce_mean,
+    barrier,
     broadcast_from_rank0,
     get_local_world_size,
     get_rank,
@@ -32,7 +33,7 @@ from lm.distributed.process_group import (
 from lm.model.flops import flops_per_token, peak_flops
 from lm.model.ops.attention_form import choose_attention
 from lm.model.transformer import TransformerLM
-from lm.train.checkpoints import adopt_checkpoints, prune_checkpoints, save_step
+from lm.train.checkpoints import adopt_checkpoints, find_resumable, prune_checkpoints, save_step
 from lm.train.compile import compile_loss
 from lm.train.config import TrainConfig
 from lm.train.expert_balance import ExpertBalance
@@ -124,11 +125,15 @@ class Trainer:
         ``previous`` is the directory of that training and may be ``out``. Raises UserError if the checkpoint was made
         with another model, tokenizer or data.
         """
-        with self._autocast():
-            self.objective.restore(previous)
         settings = self._settings() | {"data": self.objective.digests}
-        name = broadcast_from_rank0(adopt_checkpoints(previous, self.out, settings) if self.rank == 0 else None)
-        if name is None:
+        resumable = broadcast_from_rank0(find_resumable(previous, settings) if self.rank == 0 else None)
+        with self._autocast():
+            self.objective.restore(previous, resumable.step)
+        barrier()  # all ranks have read the rows that the adoption drops
+        if self.rank == 0:
+            adopt_checkpoints(previous, self.out, resumable)
+        barrier()
+        if not (name := resumable.name):
             return False
         options = [{key: group[key] for key in group if key != "params"} for group in self._parameter_groups()]
         self.step = load_training(self.out / name, self.model, self.optimizers, self.parallel)

@@ -201,12 +201,12 @@ def test_a_resumed_training_uses_the_stored_responses(model: TransformerLM, tmp_
     rows = read_metrics(tmp_path / "rollouts.jsonl")
     assert [row["step"] for row in rows] == [1] * 16
     resumed = make_objective(chat_policy(seed=1), tmp_path, updates_per_epoch=2)
-    resumed.restore(tmp_path)
+    resumed.restore(tmp_path, 1)
     resumed.micro_batches(1)  # in the middle of a rollout: other weights would give other responses
     assert resumed._responses == objective._responses
     assert isinstance(resumed.reward, LetterReward) and resumed.reward.calls == 0
     again = make_objective(model, tmp_path, updates_per_epoch=2)
-    again.restore(tmp_path)
+    again.restore(tmp_path, 0)
     again.micro_batches(0)  # sampled again, but judged as before
     assert again._responses == objective._responses
     assert isinstance(again.reward, LetterReward) and again.reward.calls == 0
@@ -216,6 +216,22 @@ def test_rollouts_that_cannot_be_written_are_a_user_error(model: TransformerLM, 
     objective = make_objective(model, tmp_path)
     with full_disk(100), pytest.raises(UserError, match=r"rollouts\.jsonl cannot be written: File too large"):
         objective.micro_batches(0)
+
+
+def test_a_resumed_training_keeps_no_past_responses(model: TransformerLM, tmp_path: Path) -> None:
+    objective = make_objective(model, tmp_path, updates_per_epoch=2)
+    for step in (0, 2, 4, 6):
+        objective.micro_batches(step)
+    with (tmp_path / "rollouts.jsonl").open("a") as file:
+        file.write('{"step": 9, "ids": [')  # cut off by a crash
+    resumed = make_objective(model, tmp_path, updates_per_epoch=2)
+    resumed.restore(tmp_path, 3)
+    assert resumed._stored.keys() == {2, 4, 6}, "the rollout of step 3, and later ones for their verdicts"
+    resumed.micro_batches(3)
+    assert resumed._stored.keys() == {4, 6}
+    resumed.micro_batches(4)
+    assert resumed._stored.keys() == {6}
+    assert isinstance(resumed.reward, LetterReward) and resumed.reward.calls == 0
 
 
 def test_a_step_without_any_signal_has_no_gradient(model: TransformerLM, tmp_path: Path) -> None:

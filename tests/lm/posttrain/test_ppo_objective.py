@@ -116,7 +116,7 @@ def test_a_resumed_training_uses_what_is_stored(model: TransformerLM, tmp_path: 
     assert [row["step"] for row in rows] == [1] * 8
     resumed = make_objective(add_value_head(chat_policy(seed=1)), tmp_path)
     resumed.reward_model = add_reward_head(chat_policy(seed=2))  # other weights would give other numbers
-    resumed.restore(tmp_path)
+    resumed.restore(tmp_path, 1)
     for batch, other in zip(resumed.micro_batches(1), objective.micro_batches(1), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(batch, other, strict=True))
     assert isinstance(resumed.reward, LetterReward) and resumed.reward.calls == 0

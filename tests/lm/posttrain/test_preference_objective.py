@@ -77,11 +77,11 @@ def test_a_resumed_training_keeps_the_first_reference(tmp_path: Path) -> None:
     objective.micro_batches(0)
     (tmp_path / "step-0000002").mkdir()
     resumed = make_objective(chat_policy(seed=1), tmp_path)  # other weights: they must not be used
-    resumed.restore(tmp_path)
+    resumed.restore(tmp_path, 2)
     assert resumed._reference == objective._reference
     (tmp_path / "reference.jsonl").write_text('{"step": 0}\n')
     again = make_objective(chat_policy(), tmp_path)
-    again.restore(tmp_path)
+    again.restore(tmp_path, 2)
     assert again._reference == objective._reference, "a damaged file is computed again"
 
 

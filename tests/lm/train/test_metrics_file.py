@@ -1,8 +1,9 @@
 """Reading of ``metrics.jsonl``."""
 
+import tracemalloc
 from pathlib import Path
 
-from lm.train.metrics_file import format_row, read_metrics, step_reporter, write_metrics
+from lm.train.metrics_file import format_row, iterate_metrics, read_metrics, step_reporter, write_metrics
 
 
 def test_a_missing_file_has_no_metrics(tmp_path: Path) -> None:
@@ -63,3 +64,15 @@ def test_the_reporter_reads_only_new_lines(tmp_path: Path) -> None:
     path.write_text("x" * path.stat().st_size + format_row({"step": 2}))
     report()
     assert steps == [1, 2]
+
+
+def test_a_large_file_is_not_held_in_memory(tmp_path: Path) -> None:
+    """A resumed reinforcement learning copies its responses, which may be more than the memory."""
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(format_row({"step": 1, "log_probs": [0.5] * 1000}) * 300)
+    tracemalloc.start()
+    write_metrics(path, (row for row in iterate_metrics(path) if row["step"] == 1))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < path.stat().st_size / 4
+    assert len(read_metrics(path)) == 300
