@@ -94,6 +94,12 @@ class PairObjective(ABC):
         indices = shuffled_indices(self.train_count, first, self.local_batch_size, config.seed).tolist()
         return [self.make_batch(indices[start : start + size]) for start in range(0, len(indices), size)]
 
+    def used_indices(self) -> list[int]:
+        """Return the indices of the pairs that the steps use, in their order, and of all held-out pairs."""
+        config, count = self.train_config, self.train_count
+        used = shuffled_indices(count, 0, min(count, config.steps * config.batch_size), config.seed)
+        return [*used.tolist(), *range(count, len(self.pairs))]
+
     def weight(self, micro_batch: PairBatch) -> Tensor:
         """Return the number of pairs."""
         return torch.tensor(len(micro_batch.indices), device=self.device)

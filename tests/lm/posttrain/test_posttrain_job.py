@@ -174,6 +174,21 @@ def test_two_processes_learn_from_the_responses_of_one(tmp_path: Path, method: s
         assert values == pytest.approx(other_values, rel=1e-3, abs=1e-4), name
 
 
+@pytest.mark.slow
+def test_two_processes_divide_the_reference(tmp_path: Path) -> None:
+    jobs = [
+        write_posttrain_job(tmp_path / name, "preference", {}, gradient_accumulation_steps=steps)
+        for name, steps in (("one", 2), ("two", 1))
+    ]
+    PosttrainJob.read(jobs[0]).run()
+    run_processes("lm.posttrain", jobs[1], 2, lambda: None, threading.Event())
+    for name in ("reference.jsonl", "metrics.jsonl"):
+        rows, other = (read_metrics(job.parent / name) for job in jobs)
+        names = ("pair", "chosen", "rejected") if name == "reference.jsonl" else ("loss", "grad_norm", "valid_loss")
+        values, other_values = ([row.get(name, 0) for row in part for name in names] for part in (rows, other))
+        assert len(values) >= 18 and values == pytest.approx(other_values, rel=1e-3, abs=1e-4), name
+
+
 def test_a_damaged_job_is_named(tmp_path: Path) -> None:
     job = write_posttrain_job(tmp_path, "sft")
     (tmp_path / "train.jsonl").write_text("{}\n")

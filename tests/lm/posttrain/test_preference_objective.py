@@ -1,6 +1,7 @@
 """The objective of DPO against plain sums over single answers."""
 
-import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,14 @@ from lm.data.dialogs import PreferencePair
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import PreferenceConfig
 from lm.posttrain.preference_objective import PreferenceOptimization
+from lm.train.metrics_file import read_metrics
 from tests.helpers.posttraining import CHAT, PAIRS, chat_policy, dialog, pair, quick_config
 
 
-def make_objective(model: TransformerLM, out: Path, pairs: list[PreferencePair] = PAIRS) -> PreferenceOptimization:
-    config = PreferenceConfig(train=quick_config(gradient_accumulation_steps=2), beta=0.5)
+def make_objective(
+    model: TransformerLM, out: Path, pairs: list[PreferencePair] = PAIRS, steps: int = 6
+) -> PreferenceOptimization:
+    config = PreferenceConfig(train=quick_config(gradient_accumulation_steps=2, steps=steps), beta=0.5)
     return PreferenceOptimization(config, model, CHAT, pairs, PAIRS[:3], {}, out)
 
 
@@ -85,11 +89,56 @@ def test_a_resumed_training_keeps_the_first_reference(tmp_path: Path) -> None:
     assert again._reference == objective._reference, "a damaged file is computed again"
 
 
+def stored_reference(out: Path) -> dict[int, tuple[float, float]]:
+    rows = read_metrics(out / "reference.jsonl")
+    assert all(row["step"] == 0 for row in rows)
+    return {row["pair"]: (row["chosen"], row["rejected"]) for row in rows}
+
+
 def test_the_reference_is_written_for_the_record(tmp_path: Path) -> None:
     make_objective(chat_policy(), tmp_path).micro_batches(0)
-    rows = [json.loads(line) for line in (tmp_path / "reference.jsonl").read_text().splitlines()]
-    assert len(rows) == len(PAIRS) + 3
-    assert all(row["step"] == 0 and row["chosen"] < 0 and row["rejected"] < 0 for row in rows)
+    stored = stored_reference(tmp_path)
+    assert stored.keys() == set(range(len(PAIRS) + 3))
+    assert all(chosen < 0 and rejected < 0 for chosen, rejected in stored.values())
+
+
+def test_the_reference_has_the_pairs_that_are_used(tmp_path: Path) -> None:
+    model, pairs = chat_policy(), [pair(f"say {number}", "yes", "no!") for number in range(40)]
+    short = make_objective(model, tmp_path, pairs, steps=2)
+    used = {index for step in (0, 1) for batch in short.micro_batches(step) for index in batch.indices}
+    first = stored_reference(tmp_path)
+    assert first.keys() == used | {40, 41, 42}, "those of two steps, and all held-out ones"
+    short.evaluate(model, is_final=True)
+    longer = make_objective(model, tmp_path, pairs, steps=3)
+    longer.restore(tmp_path, 2)
+    batches = longer.micro_batches(2)
+    stored = stored_reference(tmp_path)
+    assert stored.keys() == first.keys() | {index for batch in batches for index in batch.indices}
+    assert len(stored) == 15 and first.items() <= stored.items()
+    assert sum(longer.loss_sum(model, batch).item() for batch in batches) == pytest.approx(4 * 0.693147, rel=1e-4)
+
+
+def test_the_ranks_divide_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    objective = make_objective(chat_policy(), tmp_path)
+    objective.micro_batches(0)
+    ranks = [make_objective(chat_policy(), tmp_path) for _ in range(2)]
+    parts: list[dict[int, list[float]]] = []
+    barrier = threading.Barrier(2)
+
+    def all_gather(value: dict[int, list[float]]) -> list[dict[int, list[float]]]:
+        parts.append(value)
+        barrier.wait(60)
+        return parts
+
+    monkeypatch.setattr("lm.posttrain.preference_objective.all_gather", all_gather)
+    for number, rank in enumerate(ranks):
+        rank.rank, rank.world_size = number, 2
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda rank: rank.micro_batches(0), ranks))
+    assert sorted(map(len, parts)) == [5, 6]
+    for rank in ranks:
+        assert list(rank._reference) == list(objective._reference)
+        assert [*rank._reference.values()] == [pytest.approx(row) for row in objective._reference.values()]
 
 
 def test_pairs_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
