@@ -108,7 +108,8 @@ def test_the_reference_has_the_pairs_that_are_used(tmp_path: Path) -> None:
     used = {index for step in (0, 1) for batch in short.micro_batches(step) for index in batch.indices}
     first = stored_reference(tmp_path)
     assert first.keys() == used | {40, 41, 42}, "those of two steps, and all held-out ones"
-    short.evaluate(model, is_final=True)
+    with torch.no_grad():
+        short.evaluate(model, is_final=True)
     longer = make_objective(model, tmp_path, pairs, steps=3)
     longer.restore(tmp_path, 2)
     batches = longer.micro_batches(2)
