@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.parser import build_parser
+from flows.cli.parser import build_parser, parse
 from lm.text.demo_corpus import demo_stories
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,8 @@ def test_the_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         words = shlex.split(command)
         if "--help" not in words and "--print_config" not in words:
             preset = words[words.index("--preset") + 1] if "--preset" in words else "demo"
-            parser_of(**{"posttrain_preset" if "posttrain" in words else "preset": preset}).parse_args(words[1:])
+            parser = parser_of(**{"posttrain_preset" if "posttrain" in words else "preset": preset})
+            parse(parser, words[1:])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
