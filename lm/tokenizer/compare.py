@@ -24,6 +24,7 @@ class Encoding(NamedTuple):
     """A text in the tokens of a tokenizer."""
 
     tokens: int
+    """Without those that stand for no text."""
     used: int
     """Different tokens that occur."""
     split_words: float | None
@@ -57,7 +58,7 @@ class Comparison:
 
     def bytes_per_token(self, text: str, tokenizer: str) -> float:
         """Return how well a tokenizer compresses a text."""
-        return self.texts[text][0] / self.tokenizers[tokenizer].encodings[text].tokens
+        return self.texts[text][0] / max(1, self.tokenizers[tokenizer].encodings[text].tokens)
 
     def megabytes_per_second(self, text: str, tokenizer: str) -> float:
         """Return how fast a tokenizer encodes a text."""
@@ -110,7 +111,7 @@ class _Words:
     def split_share(self, token_lengths: npt.NDArray[np.int64]) -> float | None:
         """Return the share of words with a token's end inside, for tokens of these lengths in bytes."""
         token_ends = np.cumsum(token_lengths)
-        if not len(self.starts) or token_ends[-1] != self.num_bytes:
+        if not len(self.starts) or token_lengths.sum() != self.num_bytes:
             return None
         ends_before = np.zeros(self.num_bytes + 2, np.int64)  # at i: token ends in [0, i)
         np.add.at(ends_before, token_ends + 1, 1)
@@ -132,6 +133,7 @@ def _compare(tokenizer: TextTokenizer, texts: Mapping[str, _Words]) -> ComparedT
             ids = tokenizer.encode(words.text, ())
             seconds.append(time.perf_counter() - start)
         array = np.array(ids, np.int64)
+        array = array[lengths[array] > 0]  # without the token that begins a text
         used = np.unique(array)
         is_used[used] = True
         encodings[name] = Encoding(len(array), len(used), words.split_share(lengths[array]), min(seconds))

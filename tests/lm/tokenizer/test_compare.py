@@ -56,6 +56,20 @@ def test_normalized_text_has_no_split_words() -> None:
     assert compared.tokenizers["t"].encodings["x"].split_words is None
 
 
+def test_a_token_that_begins_a_text_does_not_count() -> None:
+    class Beginning:
+        size, vocab, special_ids = TOKENIZER.size + 1, TOKENIZER.vocab | {TOKENIZER.size: b""}, TOKENIZER.special_ids
+        decode = TOKENIZER.decode
+
+        def encode(self, text: str, allowed_special: tuple[()]) -> list[int]:
+            return [TOKENIZER.size, *TOKENIZER.encode(text.replace("~", ""), allowed_special)]
+
+    compared = compare_tokenizers({"b": Beginning(), "t": TOKENIZER}, {"x": "ab abab"})
+    with_token, without = (compared.tokenizers[name].encodings["x"] for name in "bt")
+    assert with_token[:3] == without[:3] == (3, 2, 0.5)
+    compare_tokenizers({"b": Beginning()}, {"nothing is left": "~"}).figures()
+
+
 def test_mistakes() -> None:
     with pytest.raises(UserError, match="The text y is empty"):
         compare_tokenizers({"t": TOKENIZER}, {"x": "a", "y": ""})
