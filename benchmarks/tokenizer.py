@@ -354,8 +354,8 @@ def main() -> None:
     for path in (options.vocab, options.merges, *options.corpus):
         if not path.is_file():
             parser.error(
-                f"{path} is missing; name GPT-2's vocab.json and merges.txt (from "
-                "https://huggingface.co/openai-community/gpt2) with --vocab and --merges, and text with --corpus"
+                f"{path} is missing; name GPT-2's vocab.json and merges.txt with --vocab and --merges, and text with "
+                "--corpus"
             )
     options.directory.mkdir(parents=True, exist_ok=True)
     bench = Bench(options.directory, (options.vocab, options.merges), options.corpus, options.rounds)
