@@ -93,7 +93,7 @@ def _text(value: Any) -> str:
 
 
 def _drawn(value: Any) -> str:
-    return _text(value).replace("$", r"\$")  # a dollar sign is none of a formula
+    return _text(value).replace("$", r"\$")  # a dollar sign begins no formula
 
 
 def _values(report: "SweepReport", name: str) -> list[Any]:

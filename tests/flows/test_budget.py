@@ -71,7 +71,8 @@ def test_a_choice_for_a_time_is_kept(
         return Speed(1.0, flops / 1e10, seconds, flops)
 
     monkeypatch.setattr(speed, "measure_speed", measure)
-    monkeypatch.setattr(disk_cache, "compile_in_background", Mock(return_value=compiler))
+    compile_in_background = Mock(return_value=compiler)
+    monkeypatch.setattr(disk_cache, "compile_in_background", compile_in_background)
     config = PipelineConfig(data=DataConfig(train=[str(tmp_path / "corpus.txt")]), budget="2m")
     rows = dict(plan(PIPELINE, config, str(tmp_path / "root"), None, ()))
     assert rows["budget"].startswith("runs if") and rows["merge"].startswith("runs if")
@@ -79,6 +80,7 @@ def test_a_choice_for_a_time_is_kept(
     for _ in range(2):
         compiler.reset_mock()
         assert main(["run", *text, "--budget", "2m", "--until", "budget"]) == 0
+    compile_in_background.assert_called_with("gpt2", 16)
     count = len(measured)
     assert 1 <= count <= 3
     comments, chosen = choice_of(tmp_path / "root")

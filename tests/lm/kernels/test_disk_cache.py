@@ -156,6 +156,30 @@ def test_the_cache_is_in_the_home_folder_by_default(copy: Path, tmp_path: Path) 
     assert Path(output).is_relative_to(tmp_path / ".cache" / "textmill")
 
 
+# Counts and encodes with another pattern, and an id of 17 bits.
+OTHER_PATTERN = """
+from pathlib import Path
+from lm.kernels.jit import KERNELS
+from lm.text.patterns import PATTERNS
+from lm.tokenizer import Tokenizer
+from lm.tokenizer.pretoken_counts import DEFAULT_MEMORY_BYTES, count_to_file
+pattern = PATTERNS["llama3"]
+count_to_file(Path("counts.parquet"), [[b"One day, 2 days."]], [], pattern, DEFAULT_MEMORY_BYTES)
+vocab = {i: bytes([i]) for i in range(256)} | {70_000: b"ab"}
+print(Tokenizer(vocab, [(b"a", b"b")], pattern=pattern).encode("ab"))
+print("compiled:", sum(sum(kernel.stats.cache_misses.values()) for kernel in KERNELS))
+"""
+
+
+@pytest.mark.slow
+def test_another_pattern_and_wider_ids_are_compiled_ahead_of_time(copy: Path, tmp_path: Path) -> None:
+    arguments = "import sys; sys.argv[1:] = ['--pattern', 'llama3', '--id-bits', '32']; "
+    start(copy, arguments + COMPILE_ALL, tmp_path / "cache")
+    output, log = start(copy, OTHER_PATTERN, tmp_path / "cache")
+    assert output.splitlines() == ["[70000]", "compiled: 0"] and "Compiling" not in log
+    assert [path.name for path in (tmp_path / "cache").rglob("pipeline-*")] == ["pipeline-llama3-32.compiled"]
+
+
 # Runs the stages of the pipeline and prints how many kernels this compiled.
 PIPELINE = """
 from pathlib import Path
