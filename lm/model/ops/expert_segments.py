@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lm.model.ops.linear import count_padding_rows, linear_forward, linear_weight_grad
+from lm.model.ops.linear import count_padding_rows, linear_forward, linear_weight_grad, runs_on_mkl
 
 
 def mix_expert_segments(
@@ -76,12 +76,12 @@ class _Segment(NamedTuple):
         return F.pad(rows, (0, padding)) if padding else rows
 
 
-def _segments(counts: Tensor) -> Iterator[_Segment]:
+def _segments(counts: Tensor, is_padded: bool) -> Iterator[_Segment]:
     """Yield the segment of each expert that has pairs."""
     start = first = 0
     for expert, count in enumerate(counts.tolist()):
         if count:
-            end, last = start + count, first + count + count_padding_rows(count)
+            end, last = start + count, first + count + (count_padding_rows(count) if is_padded else 0)
             yield _Segment(expert, slice(start, end), slice(first, last))
             start, first = end, last
 
@@ -102,7 +102,7 @@ def _forward(
     values = torch.empty_like(inner) if w3 is not None else x.new_empty(0)
     outputs = x.new_empty(len(tokens), x.shape[1])
     end = 0
-    for segment in _segments(counts):
+    for segment in _segments(counts, not runs_on_mkl(x)):
         expert, end = segment.expert, segment.pairs.stop
         rows = x.index_select(0, segment.pad(tokens[segment.pairs]))  # padded by the first token, whose gate is 0 there
         inner[segment.padded] = gate = linear_forward(rows, w1[expert])
@@ -136,7 +136,7 @@ def _backward(
     grad_w1, grad_w2 = torch.zeros_like(w1), torch.zeros_like(w2)
     grad_w3 = torch.zeros_like(w3) if w3 is not None else x.new_empty(0)
     end = 0
-    for segment in _segments(counts):
+    for segment in _segments(counts, not runs_on_mkl(x)):
         expert, end = segment.expert, segment.pairs.stop
         indices = segment.pad(tokens[segment.pairs])
         grad_of_rows, grad_of_gates, grad_w1[expert], grad_w2[expert], grad_of_w3 = _expert_backward(

@@ -151,7 +151,7 @@ def test_gpt2_by_hand(layers: int, d_model: int, heads: int, released: int) -> N
 def test_flops_equal_torchs_counter(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention runs as plain matrix products, which include the masked half: torch's counter does not see inside fused
     attention on every device, nor inside oneDNN's products."""
-    monkeypatch.setattr("lm.model.ops.linear._HAS_ONEDNN", False)
+    monkeypatch.setattr("lm.model.ops.linear._PREFERS_ONEDNN", False)
     batch = 2
     model = TransformerLM(config)
     ids = torch.zeros(batch, config.context_length, dtype=torch.int64)

@@ -125,11 +125,11 @@ def test_a_permutation_of_the_experts_changes_nothing() -> None:
 
 
 @FEW_EXAMPLES
-@given(st.booleans(), st.sampled_from(["silu", "relu2"]), st.sampled_from([1, 30, 100]), seeds)
+@given(st.booleans(), st.sampled_from(["silu", "relu2"]), st.sampled_from([1, 30, 100]), st.booleans(), seeds)
 def test_grouped_products_equal_the_segments(
-    is_gated: bool, activation: Literal["silu", "relu2"], tokens: int, seed: int
+    is_gated: bool, activation: Literal["silu", "relu2"], tokens: int, on_onednn: bool, seed: int
 ) -> None:
-    """Also with an expert that has no tokens, and with choices that a capacity dropped."""
+    """Also with an expert without tokens, and with choices that a capacity dropped; oneDNN's segments have padding."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(tokens, 5, generator=generator)
     scores[:, 2] = -1
@@ -140,11 +140,13 @@ def test_grouped_products_equal_the_segments(
     w1, w3, w2 = (0.2 * tensor for tensor in (w1, w3, random_normal(5, 8, 16, seed=seed)))
     inputs = [x, gates, w1, w2, *([w3] if is_gated else [])]
     results = []
-    for function in (mix_experts, mix_experts_grouped):
-        arguments = [tensor.clone().requires_grad_() for tensor in inputs]
-        weights = ExpertWeights(arguments[2], arguments[3], arguments[4] if is_gated else None)
-        out = function(arguments[0], chosen, arguments[1], weights, activation)
-        results.append([out, *torch.autograd.grad(out.sin().sum(), arguments)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lm.model.ops.linear._PREFERS_ONEDNN", on_onednn and torch.backends.mkldnn.is_available())
+        for function in (mix_experts, mix_experts_grouped):
+            arguments = [tensor.clone().requires_grad_() for tensor in inputs]
+            weights = ExpertWeights(arguments[2], arguments[3], arguments[4] if is_gated else None)
+            out = function(arguments[0], chosen, arguments[1], weights, activation)
+            results.append([out, *torch.autograd.grad(out.sin().sum(), arguments)])
     for segments, grouped in zip(*results, strict=True):
         torch.testing.assert_close(grouped, segments, rtol=1e-4, atol=1e-4)
 

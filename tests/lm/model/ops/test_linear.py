@@ -1,19 +1,32 @@
 """The matrix product of linear layers equals the plain one, forward and backward."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.model.ops.linear import count_padding_rows, linear
+from lm.model.ops.linear import count_padding_rows, linear, prefers_onednn
 from tests.helpers.examples import examples
 from tests.helpers.tensors import assert_equal_with_gradients, row_counts, widths
 
 
 @examples(40)
-@given(rows=row_counts, width=widths, out=widths, seed=st.integers(0, 99))
-def test_linear_equals_matrix_product(rows: int, width: int, out: int, seed: int) -> None:
+@given(rows=row_counts, width=widths, out=widths, on_onednn=st.booleans(), seed=st.integers(0, 99))
+def test_linear_equals_matrix_product(rows: int, width: int, out: int, on_onednn: bool, seed: int) -> None:
     torch.manual_seed(seed)
-    assert_equal_with_gradients(linear, lambda x, w: x @ w.T, torch.randn(2, rows, width), torch.randn(out, width))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lm.model.ops.linear._PREFERS_ONEDNN", on_onednn and torch.backends.mkldnn.is_available())
+        assert_equal_with_gradients(linear, lambda x, w: x @ w.T, torch.randn(2, rows, width), torch.randn(out, width))
+
+
+@pytest.mark.skipif(
+    not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()), reason="torch lacks MKL or oneDNN"
+)
+@pytest.mark.parametrize(
+    ("cpu_name", "expected"), [("Intel Xeon", False), ("AMD EPYC 7R13", True), ("Neoverse V2", True), ("", True)]
+)
+def test_intels_own_library_multiplies_on_its_cpus(cpu_name: str, expected: bool) -> None:
+    assert prefers_onednn(cpu_name) == expected
 
 
 def test_linear_accepts_transposed_input() -> None:
