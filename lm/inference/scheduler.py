@@ -27,7 +27,8 @@ class SchedulerClosed(RuntimeError):
 class Scheduler:
     """Accepts generations from any thread and runs them in batches, in one thread of its own.
 
-    At most ``max_batch_size`` generations run at once. At most ``max_waiting`` more wait in a queue.
+    At most ``max_batch_size`` generations run at once. At most ``max_waiting`` more wait. A free place goes to each
+    request in turn, so that one with many generations does not keep the others waiting.
 
     ``on_token`` and ``on_finish`` are called in the scheduler's thread. If the engine fails, its active generations end
     with the error, and the waiting ones follow.
@@ -39,7 +40,7 @@ class Scheduler:
         self._engine = Engine(model, max_batch_size, prefix_cache_bytes=prefix_cache_bytes)
         self.capacity = max_batch_size + max_waiting
         self._changed = threading.Condition()
-        self._waiting: deque[Generation] = deque()
+        self._waiting: deque[deque[Generation]] = deque()  # of each request; the first has the next free row
         self._on_finish: dict[Generation, OnFinish] = {}  # of all unfinished generations
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
@@ -57,7 +58,8 @@ class Scheduler:
     @property
     def waiting_count(self) -> int:
         """Number of generations in the queue."""
-        return len(self._waiting)
+        with self._changed:
+            return sum(not generation.finish_reason for request in self._waiting for generation in request)
 
     @property
     def num_prefilled_tokens(self) -> int:
@@ -70,7 +72,7 @@ class Scheduler:
         return self._thread.is_alive()
 
     def submit(self, generations: Sequence[Generation], on_finish: OnFinish) -> None:
-        """Queue all of ``generations`` or none.
+        """Queue all ``generations`` of a request, or none.
 
         ``on_finish`` is called once for each, with the error that ended it, or with None.
 
@@ -83,7 +85,8 @@ class Scheduler:
                 raise SchedulerClosed("The scheduler is closed.")
             if len(self) + len(generations) > self.capacity:
                 raise QueueFull(f"The queue is full: {len(self)} of {self.capacity} places are taken. Retry later.")
-            self._waiting.extend(generations)
+            if generations:
+                self._waiting.append(deque(generations))
             self._on_finish.update(dict.fromkeys(generations, on_finish))
             self._changed.notify()
 
@@ -126,10 +129,15 @@ class Scheduler:
             self._changed.wait_for(lambda: self._is_closed or self._on_finish)
             if self._is_closed:
                 return None
-            self._waiting = deque(generation for generation in self._waiting if not generation.finish_reason)
             active = sum(not generation.finish_reason for generation in self._engine.active)
-            free_rows = self._engine.max_batch_size - active
-            return [self._waiting.popleft() for _ in range(min(free_rows, len(self._waiting)))]
+            admitted: list[Generation] = []
+            while self._waiting and len(admitted) < self._engine.max_batch_size - active:
+                request = self._waiting.popleft()
+                if not (generation := request.popleft()).finish_reason:  # else it was cancelled
+                    admitted.append(generation)
+                if request:
+                    self._waiting.append(request)
+            return admitted
 
     def _notify(self, generations: list[Generation], error: Exception | None) -> None:
         for generation in generations:

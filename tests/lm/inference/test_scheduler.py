@@ -95,6 +95,24 @@ def test_full_queue_refuses_all_of_a_request(scheduler: Scheduler) -> None:
     finished.wait(last)
 
 
+def test_requests_take_turns_in_free_rows(scheduler: Scheduler) -> None:
+    gate, finished, started = Gate(), FinishRecorder(), list[str]()
+
+    def record(name: str) -> Callable[[int], bool]:
+        return lambda token_id: bool(started.append(name))
+
+    scheduler.submit([first := make_generation([1], on_token=gate)], finished)
+    assert gate.reached.wait(20)
+    large = [make_generation([2], 1, record(f"large {number}")) for number in range(3)]
+    scheduler.submit(large, finished)
+    scheduler.submit([small := make_generation([3], 1, record("small"))], finished)
+    assert scheduler.waiting_count == 4
+    gate.opened.set()
+    finished.wait(first, *large, small)
+    assert started == ["large 0", "small", "large 1", "large 2"]
+    assert scheduler.waiting_count == 0
+
+
 def test_cancelled_generations_free_their_rows(scheduler: Scheduler) -> None:
     gate, finished = Gate(), FinishRecorder()
     active = [make_generation([1], 10**9, gate), make_generation([2], 10**9)]
