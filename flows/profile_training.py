@@ -8,7 +8,7 @@ from flows.chain import PIPELINE
 from flows.config import PipelineConfig
 from flows.run_record import make_run
 from flows.train_job import FindTraining
-from lm.common.errors import UserError
+from lm.common.errors import UserError, translate_write_errors
 from tasks.pages.profile import profile_page
 from tasks.profile import profile
 from tasks.runtime.root_lock import use_root
@@ -44,7 +44,8 @@ def profile_training(config: PipelineConfig, root: str, name: str, steps: int, o
         inputs = {key: open_input(value, run.store) for key, value in train.bind(*executor.arguments).items()}
         content = profile(directory, run, steps, **inputs)
     page = profile_page(content)
-    (directory / "profile.md").write_text(page, encoding="utf-8")
+    with translate_write_errors(directory):
+        (directory / "profile.md").write_text(page, encoding="utf-8")
     return ProfileResult(directory, content, page)
 
 

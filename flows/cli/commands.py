@@ -4,16 +4,16 @@ import logging
 import os
 import shlex
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from jsonargparse import Namespace
 
 from flows.chain import PIPELINE
 from flows.cli.console import log_to_console
+from flows.cli.local_run import is_server_configured, run_flow, run_pipeline
 from flows.cli.summary import (
     format_comparison,
     format_evaluation,
@@ -40,7 +40,6 @@ from tasks.runtime.store import Store
 log = logging.getLogger(__name__)
 
 _MAX_NAMED_OPTIONS = 5
-R = TypeVar("R")
 
 
 def run_command(options: Namespace) -> None:
@@ -48,7 +47,7 @@ def run_command(options: Namespace) -> None:
     arguments = config, root, until, refresh = _pipeline_arguments(options)
     log_to_console()
     _warn_of_replaced_options(config)
-    record = None if refresh or _is_server_configured() else cached_run(PIPELINE, config, root, until)
+    record = None if refresh or is_server_configured() else cached_run(PIPELINE, config, root, until)
     if not record:
         from flows.prefect_support.signals import GracefulShutdown
         from lm.kernels.disk_cache import compile_in_background
@@ -99,13 +98,13 @@ def posttrain_command(options: Namespace) -> None:
     if options.plan:
         _print_plan(plan(POSTTRAIN, config, options.root, until, refresh))
         return
-    record = None if refresh or _is_server_configured() else cached_run(POSTTRAIN, config, options.root, until)
+    record = None if refresh or is_server_configured() else cached_run(POSTTRAIN, config, options.root, until)
     if not record:
         from flows.posttrain import posttrain
         from flows.prefect_support.signals import GracefulShutdown
 
         with GracefulShutdown():
-            record = _run_flow(posttrain, config, options.root, until, refresh)
+            record = run_flow(posttrain, config, options.root, until, refresh)
     print(format_summary(record))
     if has_demo_problems(config):
         print(
@@ -124,13 +123,13 @@ def sweep_command(options: Namespace) -> None:
     if options.plan:
         _print_plan(plan(SWEEP, config, options.root, None, with_trials(refresh)))
         return
-    record = None if refresh or _is_server_configured() else cached_run(SWEEP, config, options.root, None)
+    record = None if refresh or is_server_configured() else cached_run(SWEEP, config, options.root, None)
     if not record:
         from flows.prefect_support.signals import GracefulShutdown
         from flows.sweep import sweep
 
         with GracefulShutdown():
-            record = _run_flow(sweep, config, options.root, refresh)
+            record = run_flow(sweep, config, options.root, refresh)
     print(format_sweep(record))
 
 
@@ -159,7 +158,7 @@ def profile_command(options: Namespace) -> None:
     is configured."""
     config, root = _pipeline_config(options), options.root
     log_to_console()
-    if not _is_server_configured() and (record := cached_run(PIPELINE, config, root, "encode")):
+    if not is_server_configured() and (record := cached_run(PIPELINE, config, root, "encode")):
         from flows.profile_training import profile_training
 
         name = run_name("profile", record["name"].rpartition("-")[2])
@@ -169,7 +168,7 @@ def profile_command(options: Namespace) -> None:
         from flows.profile import profile
 
         with GracefulShutdown():
-            result = _run_flow(profile, config, root, options.steps, options.out)
+            result = run_flow(profile, config, root, options.steps, options.out)
     print(format_profile(result))
 
 
@@ -240,10 +239,10 @@ def tokenizers_command(options: Namespace) -> None:
 
     log_to_console()
     arguments = options.tokenizers, options.text, options.root, options.out
-    if _is_server_configured():
+    if is_server_configured():
         from flows.tokenizers import tokenizers
 
-        result = _run_flow(tokenizers, *arguments)
+        result = run_flow(tokenizers, *arguments)
     else:
         result = compare(*arguments)
     print(format_comparison(result))
@@ -314,61 +313,6 @@ def up_command(options: Namespace) -> None:
     from flows.prefect_support.local_stack import start_local_stack
 
     start_local_stack(options.port)
-
-
-def run_pipeline(
-    config: PipelineConfig, root: str, until: StageName | None = None, refresh: tuple[StageName, ...] = ()
-) -> dict[str, Any]:
-    """Run the flow ``pipeline`` in this process and return the run's record."""
-    from flows.pipeline import pipeline
-
-    return _run_flow(pipeline, config, root, until, refresh)
-
-
-def _run_flow(flow: Callable[..., R], *arguments: Any) -> R:
-    """Run a flow in this process and return its result. Raise UserError if Prefect's server is unreachable, or its
-    temporary server does not start."""
-    from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
-
-    from flows.prefect_support.liveness import is_server_unreachable
-
-    # Without heartbeats the flow ends up to a second earlier. The liveness lock replaces them.
-    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
-        try:
-            return flow(*arguments)
-        except Exception as error:
-            if "ephemeral Prefect API server" in str(error):
-                raise UserError(
-                    "Prefect's temporary server did not start in "
-                    f"{get_current_settings().server.ephemeral.startup_timeout_seconds} s. Run the same command again "
-                    "when the machine is less busy, or set PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS to more."
-                ) from error
-            if not is_server_unreachable(error):
-                raise
-            raise UserError(
-                f"Prefect's server at {get_current_settings().api.url} cannot be reached: {error}. Finished work is "
-                "kept; start the server and run the same command again, or unset PREFECT_API_URL to run without one."
-            ) from error
-
-
-def _is_server_configured() -> bool:
-    """Return whether Prefect's settings name a server. Import Prefect only if a settings file may name one."""
-    if os.environ.get("PREFECT_API_URL"):
-        return True
-    home = Path(os.environ.get("PREFECT_HOME") or Path.home() / ".prefect")
-    profiles = Path(os.environ.get("PREFECT_PROFILES_PATH") or home / "profiles.toml")
-    files = [profiles, Path(".env"), Path("prefect.toml"), Path("pyproject.toml")]
-    try:
-        texts = [file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()]
-    except OSError as error:
-        raise UserError(
-            f"{error.filename}, which may have settings of Prefect, cannot be read: {error.strerror}."
-        ) from None
-    if not any("PREFECT_API_URL" in text or "tool.prefect" in text or "[api]" in text for text in texts):
-        return False
-    from prefect.settings import get_current_settings
-
-    return bool(get_current_settings().api.url)
 
 
 def _pipeline_arguments(options: Namespace) -> tuple[PipelineConfig, str, StageName | None, tuple[StageName, ...]]:

@@ -224,21 +224,20 @@ def _join_lists(parser: ArgumentParser, arguments: list[str]) -> list[str]:
     actions = commands[arguments[0]]._option_string_actions
     types = {option: getattr(action, "_typehint", None) for option, action in actions.items()}
     lists = {option for option, kind in types.items() if get_origin(kind) is list}
-    groups: list[list[str]] = [[]]
+    groups: list[list[str]] = [[]]  # each an option and the arguments after it; the first starts with the command
     for argument in arguments:
         if argument.startswith("--"):
             groups.append([])
         groups[-1].append(argument)
     joined = groups[0]
-    for first, *others in groups[1:]:
-        option, equals, value = first.partition("=")
-        items = [value, *others] if equals else others
+    for group in groups[1:]:
+        option, equals, value = group[0].partition("=")
+        items = [value, *group[1:]] if equals else group[1:]
         is_list = len(items) == 1 and items[0].startswith("[")  # as jsonargparse takes it
-        joined += (
-            [f"{option}={json.dumps(items, ensure_ascii=False)}"]
-            if option in lists and items and not is_list
-            else [first, *others]
-        )
+        if option in lists and items and not is_list:
+            joined.append(f"{option}={json.dumps(items, ensure_ascii=False)}")
+        else:
+            joined += group
     return joined
 
 

@@ -16,7 +16,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
-from lm.common.errors import Stopped, UserError
+from lm.common.errors import Stopped, UserError, translate_write_errors
 from lm.common.phases import PHASES, Phase, observe_phases, phase
 from lm.distributed.process_group import barrier
 from lm.model.flops import parameter_count, peak_flops
@@ -191,7 +191,8 @@ def profile_training(
         mfu=trainer.flops_per_step * steps / plain_seconds / (peak * trainer.world_size),
     )
     if is_rank0:
-        (out / PROFILE_FILE).write_text(json.dumps(asdict(profile), indent=1), encoding="utf-8")
+        with translate_write_errors(out):
+            (out / PROFILE_FILE).write_text(json.dumps(asdict(profile), indent=1), encoding="utf-8")
     return profile
 
 

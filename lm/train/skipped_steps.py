@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lm.checkpoint.training_state import newest_checkpoint
-from lm.common.errors import UserError
+from lm.common.errors import UserError, translate_write_errors
 from lm.distributed.process_group import get_rank
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,8 @@ class SkippedSteps:
             return
         newest = newest_checkpoint(out)
         if get_rank() == 0:
-            (out / "diverged.json").write_text(json.dumps({"step": step, "reason": reason}), encoding="utf-8")
+            with translate_write_errors(out):
+                (out / "diverged.json").write_text(json.dumps({"step": step, "reason": reason}), encoding="utf-8")
         raise UserError(
             f"At step {step:,} {reason}; {most_consecutive} steps in a row were skipped: the training has diverged. "
             f"Lower train.max_lr; {f'the last good checkpoint is {newest}' if newest else 'no checkpoint was saved'}."

@@ -16,7 +16,7 @@ import torch
 from lm.checkpoint.mirror import CheckpointMirror
 from lm.common.cache import cache_directory
 from lm.common.device import choose_device
-from lm.common.errors import UserError
+from lm.common.errors import UserError, translate_write_errors
 from lm.common.runtime import Execution
 from lm.data.remote_files import read_file
 from lm.distributed.process_group import barrier, get_rank, process_group
@@ -57,8 +57,9 @@ class TrainingJob(ABC):
         """Make the trainer, which writes to ``out``."""
 
     def write(self, path: Path) -> None:
-        """Write the job as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        """Write the job as JSON. Raises UserError if it cannot be written."""
+        with translate_write_errors(path):
+            path.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
 
     @classmethod
     def read(cls, place: str | Path) -> Self:

@@ -145,3 +145,11 @@ def test_it_stops_and_refuses(tmp_path: Path) -> None:
         profile_training(lambda: small_trainer(tmp_path), CPU, 1, tmp_path, stop_event)
     with pytest.raises(UserError, match="on cpu and cuda, not on mps"):
         profile_training(lambda: small_trainer(tmp_path), torch.device("mps"), 1, tmp_path, stop_event)
+
+
+def test_a_profile_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / PROFILE_FILE).mkdir()
+    with pytest.raises(UserError, match="cannot be written: Is a directory"):
+        measure(tmp_path, steps=1)
+    with pytest.raises(UserError, match="cannot be written: Is a directory"):
+        Job.read(write_job(tmp_path / "job")).write(tmp_path)

@@ -123,6 +123,15 @@ def test_diverged_before_any_checkpoint(tmp_path: Path) -> None:
         trainer.run()
 
 
+def test_a_divergence_that_cannot_be_recorded_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "diverged.json").mkdir()
+    trainer = small_trainer(tmp_path)
+    loss_sum = trainer.loss_sum
+    trainer.loss_sum = lambda micro_batch: loss_sum(micro_batch) * math.nan
+    with pytest.raises(UserError, match="cannot be written: Is a directory"):
+        trainer.run()
+
+
 @pytest.mark.parametrize("where", ["step", "evaluation"])
 def test_out_of_memory_later_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     trainer = small_trainer(tmp_path)
