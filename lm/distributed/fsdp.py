@@ -92,6 +92,7 @@ class FSDP(nn.Module):
             unit.receive_gradients()
             unit.free()
         self._reductions = 0
+        self._is_callback_queued = False  # a backward pass that failed does not call back
 
     def gather_full_params(self) -> dict[str, Tensor]:
         """Return all parameters by name, whole, on every rank. They do not change with the module's."""
@@ -109,11 +110,12 @@ class FSDP(nn.Module):
     def _before_forward(self, user: nn.Module) -> None:
         if user not in self._call_order:
             self._call_order.append(user)
-        self._gather(user, 1)
+        # Activation checkpointing calls the module again within the backward pass, whose next block is the one before.
+        self._gather(user, 0 if _is_in_backward_pass() else 1)
 
     def _after_forward(self, user: nn.Module, out: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            return  # activation checkpointing calls the module again within the backward pass
+        if _is_in_backward_pass():
+            return  # its weights are needed again at once
         for tensor in tree_leaves(out) if torch.is_grad_enabled() else ():
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _: self._before_backward(user))
@@ -128,7 +130,7 @@ class FSDP(nn.Module):
         self._gather(user, -1)
 
     def _gather(self, user: nn.Module, step: int) -> None:
-        """Gather what ``user`` uses, and begin to gather for the next call: ``step`` 1, or -1 in a backward pass."""
+        """Gather what ``user`` uses, and begin to gather for the call ``step`` places later in the forward pass."""
         for unit in self._units_of[user]:
             unit.gather()
         index = self._call_order.index(user) + step
@@ -144,7 +146,8 @@ class FSDP(nn.Module):
                 unit.expect_gradients()
 
     def _send_gradients(self, unit: "_Unit") -> None:
-        unit.free()
+        if not unit.has_frozen_weights:  # the backward pass may still need these, until its end
+            unit.free()
         while self._is_synchronizing and self._reductions < len(self._units):
             if not self._reduction_order[self._reductions].has_all_gradients():
                 break
@@ -179,6 +182,7 @@ class _Unit:
         self._gather: Transfer | None = None
         self._reduction: Transfer | None = None
         self._is_gathered = True
+        self.has_frozen_weights = not all(p.requires_grad for p in self.full)
         for p in self.full:
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(self._count_gradient)
@@ -293,6 +297,10 @@ def _make_units(
         units |= dict.fromkeys(group, unit)
     used = {user: tuple(dict.fromkeys(units[p] for p in params)) for user, params in users.items()}
     return list(dict.fromkeys(units.values())), used
+
+
+def _is_in_backward_pass() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _find_roots(module: nn.Module) -> dict[nn.Module, nn.Module]:

@@ -72,6 +72,7 @@ def test_the_peak_of_a_divided_training(tmp_path: Path, world_size: int) -> None
             {},
             {"vocab_size": 4096, "sequences": 2, "optimizer": "muon"},
             {"model": {"num_layers": 8}, "sequences": 1},
+            {"model": {"num_layers": 8}, "sequences": 1, "has_checkpointing": True},
         )
     ]
     (tmp_path / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))

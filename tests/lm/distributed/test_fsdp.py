@@ -1,0 +1,100 @@
+"""Memory and gradients of FSDP in one process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lm.distributed import FSDP
+from lm.model import ModelConfig, TransformerLM
+
+IDS = torch.arange(16)[None]
+
+
+@pytest.fixture(autouse=True)
+def process_group_of_one(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make_model() -> TransformerLM:
+    torch.manual_seed(0)
+    return TransformerLM(ModelConfig(vocab_size=32, context_length=16, d_model=16, num_layers=6, num_heads=2, d_ff=32))
+
+
+def gathered_bytes(fsdp: FSDP) -> int:
+    """Return the bytes of whole weights, and of those that are gathered ahead."""
+    whole = sum(p.untyped_storage().nbytes() for unit in fsdp._units for p in unit.full)
+    return whole + sum(unit._gather.buffer.nbytes for unit in fsdp._units if unit._gather)
+
+
+def watch_backward_pass(model: TransformerLM, fsdp: FSDP) -> list[int]:
+    """Return a list to which backward passes add the gathered bytes before each block."""
+    seen: list[int] = []
+    for layer in model.layers:
+        layer.register_full_backward_pre_hook(lambda *_: seen.append(gathered_bytes(fsdp)))
+    return seen
+
+
+@pytest.mark.parametrize("is_resharded_after_forward", [True, False])
+def test_checkpointing_gathers_no_more_blocks_in_the_backward_pass(is_resharded_after_forward: bool) -> None:
+    seen: dict[bool, list[int]] = {}
+    for has_checkpointing in (False, True):
+        model = make_model()
+        model.activation_checkpointing = has_checkpointing
+        fsdp = FSDP(model, is_resharded_after_forward=is_resharded_after_forward)
+        seen[has_checkpointing] = watch_backward_pass(model, fsdp)
+        for _ in range(2):
+            model.loss(IDS, IDS).backward()
+            seen[has_checkpointing].append(gathered_bytes(fsdp))
+            fsdp.finish_gradient_synchronization()
+    assert seen[True] == seen[False]
+
+
+def test_gradients_of_blocks_with_frozen_weights() -> None:
+    """The input of a frozen norm gets its gradient after all trained weights of the block."""
+
+    def freeze(model: TransformerLM) -> TransformerLM:
+        model.requires_grad_(False)
+        for layer in model.layers:
+            layer.ffn.requires_grad_(True)
+        return model
+
+    expected, model = freeze(make_model()), freeze(make_model())
+    expected.loss(IDS, IDS).backward()
+    fsdp = FSDP(model)
+    model.loss(IDS, IDS).backward()
+    assert gathered_bytes(fsdp) == 0
+    fsdp.finish_gradient_synchronization()
+    for p, expected_p in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, expected_p.grad)
+
+
+class Failure(torch.autograd.Function):
+    """Fails in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        raise RuntimeError("out of memory")
+
+
+def test_a_failed_backward_pass_leaves_nothing_behind() -> None:
+    model = make_model()
+    fsdp = FSDP(model)
+    hook = model.layers[1].register_forward_pre_hook(lambda _, inputs: (Failure.apply(inputs[0]), *inputs[1:]))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model.loss(IDS, IDS).backward()
+    hook.remove()
+    fsdp.finish_gradient_synchronization()
+    with fsdp.no_sync():
+        model.loss(IDS, IDS).backward()
+    model.loss(IDS, IDS).backward()
+    assert gathered_bytes(fsdp) == 0 and fsdp._reductions == len(fsdp._units)
