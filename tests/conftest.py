@@ -174,3 +174,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> "Trainer":
     trainer = small_trainer(tmp_path_factory.mktemp("finished"))
     trainer.run()
     return trainer
+
+
+@pytest.fixture
+def process_group_of_one(tmp_path: Path) -> Iterator[None]:
+    """Join a process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from lm.common.device import is_out_of_memory
 from lm.distributed.parallel import Parallel
+from lm.distributed.process_group import is_true_on_any_rank
 from lm.model.transformer import TransformerLM
 
 log = logging.getLogger(__name__)
@@ -25,31 +27,52 @@ def compile_loss(
 
     With FSDP, which works between the blocks, only these are compiled, each by itself.
 
-    Return ``loss`` itself if the training is short, or, with a warning, if torch.compile does not work here. Raises
-    torch's error if the device is out of memory: the training would need the memory without compilation too.
+    Return ``loss`` itself if the training is short, or, with a warning, if torch.compile does not work on some rank.
+    Raises torch's error if the device is out of memory: the training would need the memory without compilation too.
     """
     if not repays_compilation(training_flops):
         return loss
+    failures: list[Exception] = []
     by_block = parallel.divides_weights
-    originals = [layer.forward for layer in model.layers]
-    if by_block:
-        for layer in model.layers:  # not layer.compile(), which would compile FSDP's hooks too
-            layer.forward = torch.compile(layer.forward)
+    layers = list(model.layers) if by_block else []
+    originals = [layer.forward for layer in layers]
+    blocks = [torch.compile(forward) for forward in originals]  # not layer.compile(): it would compile FSDP's hooks too
+    for layer, compiled, original in zip(layers, blocks, originals, strict=True):
+        layer.forward = partial(_call_or_fall_back, compiled, original, failures)
     compiled_loss = loss if by_block else torch.compile(loss)
     try:  # the first call compiles
         fraction = _CPU_ACTIVATION_FRACTION if next(model.parameters()).device.type == "cpu" else 1.0
-        with torch._functorch.config.patch(activation_memory_budget=fraction):
+        # The backward pass is compiled in the forward pass too, where a rank can still fall back.
+        options = {"activation_memory_budget": fraction, "force_non_lazy_backward_lowering": by_block}
+        with torch._functorch.config.patch(options):
             compiled_loss(micro_batch).backward()
     except Exception as error:  # e.g. without a C++ compiler
         if is_out_of_memory(error):
             raise
-        log.warning("torch.compile does not work here, training runs without: %s", str(error).partition("\n")[0])
-        for layer, forward in zip(model.layers, originals, strict=True):
-            layer.forward = forward
-        compiled_loss = loss
+        failures.append(error)
+    if failures:
+        reason = str(failures[0]).partition("\n")[0]
+        log.warning("torch.compile does not work here, training runs without: %s", reason)
     parallel.finish_gradient_synchronization()  # else the first step would take the gradients of the test
     model.zero_grad(set_to_none=True)
-    return compiled_loss
+    has_failed = is_true_on_any_rank(bool(failures))
+    for layer, forward in zip(layers, originals if has_failed else blocks, strict=True):
+        layer.forward = forward
+    return loss if has_failed else compiled_loss
+
+
+def _call_or_fall_back(
+    compiled: Callable[..., Any], original: Callable[..., Any], failures: list[Exception], *args: Any
+) -> Any:
+    """Call ``compiled``, or ``original`` after any failure: the other ranks wait for the collectives of this pass."""
+    if not failures:
+        try:
+            return compiled(*args)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            failures.append(error)
+    return original(*args)
 
 
 def repays_compilation(training_flops: float) -> bool:

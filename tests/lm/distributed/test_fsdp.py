@@ -1,24 +1,15 @@
 """Memory and gradients of FSDP in one process."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lm.distributed import FSDP
 from lm.model import ModelConfig, TransformerLM
 
+pytestmark = pytest.mark.usefixtures("process_group_of_one")
+
 IDS = torch.arange(16)[None]
-
-
-@pytest.fixture(autouse=True)
-def process_group_of_one(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def make_model() -> TransformerLM:

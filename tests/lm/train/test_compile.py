@@ -3,16 +3,23 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import lm.train.compile
 from lm.common.errors import UserError
+from lm.common.runtime import ParallelKind
 from lm.data.batches import Batch
+from lm.distributed.parallel import Parallel
+from lm.model import TransformerLM
+from lm.train.compile import compile_loss
 from lm.train.trainer import Trainer
-from tests.helpers.training import small_trainer, weights_equal
+from tests.helpers.training import MODEL, small_trainer, weights_equal
 
 
 @pytest.mark.parametrize("failure", ["at once", "after the backward pass", "none"])
@@ -63,6 +70,35 @@ def test_out_of_memory_in_the_compiled_step_is_a_user_error(
     with pytest.raises(UserError, match=advice):
         small_trainer(tmp_path, compile=True, gradient_accumulation_steps=2)
     assert not caplog.records
+
+
+@pytest.mark.usefixtures("process_group_of_one")
+@pytest.mark.parametrize("kind", ["zero2", "fsdp"])
+def test_a_rank_on_which_compilation_fails_sends_what_the_others_send(
+    monkeypatch: pytest.MonkeyPatch, kind: ParallelKind
+) -> None:
+    """Else the others would wait for it forever."""
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("no C++ compiler")
+
+    x = torch.arange(MODEL.context_length)[None]
+
+    def called_collectives(compile_block: Callable[[Any], Any]) -> list[str]:
+        model, collectives = TransformerLM(MODEL), Mock()
+        parallel = Parallel(model, kind)
+        originals = [layer.forward for layer in model.layers]
+        with monkeypatch.context() as patches:
+            for name in ("all_gather_single", "reduce_scatter_single"):
+                getattr(collectives, name).side_effect = getattr(dist, name)
+                patches.setattr(dist, name, getattr(collectives, name))
+            patches.setattr(torch, "compile", compile_block)
+            compile_loss(lambda batch: model.loss(*batch), model, parallel, (x, x), training_flops=1e18)
+        assert [layer.forward for layer in model.layers] == originals
+        return [name for name, *_ in collectives.mock_calls]
+
+    expected = called_collectives(lambda forward: forward)
+    assert called_collectives(lambda forward: fail) == expected and len(expected) > 2 * MODEL.num_layers
 
 
 def test_short_runs_are_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
