@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
+from lm.model.buffers import BuffersKeepDtype
 from lm.model.feed_forward import FeedForward, SwiGLU
 from lm.model.linear import Linear, truncated_normal_
 from lm.model.moe_config import MoEConfig
@@ -67,7 +68,7 @@ class Experts(nn.Module):
         return mix_experts(x, chosen, gates, ExpertWeights(self.w1, self.w2, self.w3), self.activation)
 
 
-class MoE(nn.Module):
+class MoE(BuffersKeepDtype):
     """Sends each token to the ``top_k`` experts with the highest affinity, and to all shared experts.
 
     Affinities, in float32, are the softmax or the sigmoid of the router's logits. With a bias, the experts with the
@@ -75,7 +76,7 @@ class MoE(nn.Module):
     """
 
     expert_bias: Tensor | None
-    """(E,) float32 buffer. None if ``bias_update_rate`` is 0. The trainer updates it."""
+    """(E,) float32 buffer, also in a model that is cast. None if ``bias_update_rate`` is 0. The trainer updates it."""
 
     def __init__(
         self,

@@ -3,16 +3,18 @@
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.types import Device
 
+from lm.model.buffers import BuffersKeepDtype
 from lm.model.rope_config import RopeScaling
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(BuffersKeepDtype):
     """Rotates the pairs (2i, 2i+1) of a head by the angle ``position · theta^(-2i/d_k)``: Meta's interleaved RoPE.
 
-    ``d_k`` must be even. ``scaling`` slows the rotation, see :class:`lm.model.rope_config.RopeScaling`.
+    Cosines and sines are float32, also in a model that is cast. ``d_k`` must be even. ``scaling`` slows the rotation,
+    see :class:`lm.model.rope_config.RopeScaling`.
     """
 
     cos: Tensor

@@ -14,6 +14,7 @@ from torch import Tensor
 from lm.common.errors import UserError
 from lm.model.config import ModelConfig
 from lm.model.functional import IGNORE_INDEX, cross_entropy
+from lm.model.moe_config import MoEConfig
 from lm.model.rope import RotaryEmbedding
 from lm.model.transformer import TransformerBlock, TransformerLM
 from tests.helpers.reference_model import MODEL_VARIANTS, SMALL_CONFIG, reference_transformer
@@ -47,6 +48,21 @@ def test_model_equals_reference(variant: dict[str, Any]) -> None:
     state = {name: weight.double() for name, weight in model.state_dict().items()}
     expected = torch.stack([reference_transformer(row, state, config) for row in ids])
     torch.testing.assert_close(model(ids).double(), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_model_that_is_cast_keeps_its_buffers(dtype: torch.dtype) -> None:
+    """Rotary tables and the experts' bias are float32, moved with the model and not rounded."""
+    config = replace(SMALL_CONFIG, moe=MoEConfig(num_experts=4, top_k=4, bias_update_rate=0.1))
+    model, ids = seeded_model(config), tokens_for(config, 2, 12)
+    for layer in model.layers:
+        layer.ffn.expert_bias.fill_(1 / 3)
+    expected, logits = {name: x.clone() for name, x in model.named_buffers()}, model(ids)
+    model.to(dtype)
+    torch.testing.assert_close(dict(model.named_buffers()), expected, rtol=0, atol=0)
+    assert len(expected) > 2 and model(ids).dtype == dtype
+    torch.testing.assert_close(model(ids).float(), logits, rtol=0.1, atol=0.1)
+    assert {x.device.type for x in model.to("meta").buffers()} == {"meta"}
 
 
 def test_no_rotary_table_without_rope(monkeypatch: pytest.MonkeyPatch) -> None:
