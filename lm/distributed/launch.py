@@ -103,7 +103,7 @@ class _Worker:
     def log_stop(self, rank: int) -> None:
         """Log a warning when a signal such as SIGSTOP has stopped the process: the others then wait for it."""
         pid = self.process.pid
-        if self.process.returncode is not None:
+        if self.process.returncode is not None or not hasattr(os, "waitid"):  # macOS has it from Python 3.13 on
             return
         is_stopped = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
         if is_stopped and not self._is_stopped:

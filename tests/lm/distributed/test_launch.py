@@ -61,6 +61,14 @@ def test_two_processes_have_the_losses_of_one(tmp_path: Path, expected_rows: lis
     assert steps == sorted(steps)
 
 
+def test_processes_run_on_a_system_without_waitid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As macOS before Python 3.13."""
+    monkeypatch.delattr(os, "waitid", raising=False)
+    job = tmp_path / "job.json"
+    job.write_text("{}")
+    run_processes("json.tool", job, 1, lambda: None, threading.Event())
+
+
 MANY_BUCKETS = """
 import sys
 import lm.distributed.ddp
