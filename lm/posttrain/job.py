@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from lm.checkpoint.training_state import load_model
+from lm.common.device import explain_out_of_memory
 from lm.common.errors import UserError
 from lm.distributed.process_group import get_rank
 from lm.eval.reward_worker import RewardWorker
@@ -27,7 +28,7 @@ from lm.posttrain.rollout_objective import RolloutConfig
 from lm.posttrain.sft_objective import SupervisedFineTuning
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.objective import Objective
-from lm.train.trainer import Trainer
+from lm.train.trainer import NO_MEMORY_FOR_MODEL, Trainer
 from lm.train.training_job import TrainingJob
 
 log = logging.getLogger(__name__)
@@ -81,10 +82,12 @@ class PosttrainJob(TrainingJob):
         config = PPOConfig if self.method == "ppo" else ReinforceConfig
         return config(train=self.config, **self.settings)
 
+    @explain_out_of_memory(NO_MEMORY_FOR_MODEL)
     def make_trainer(self, out: Path, device: torch.device) -> Trainer:
         """Load the model, and make the trainer of the method.
 
-        Raises UserError if the processes divide the weights: rollouts and reference models need them whole.
+        Raises UserError if memory runs out, and if the processes divide the weights: rollouts and reference models need
+        them whole.
         """
         if self.execution.parallel == "auto":
             self.execution = replace(self.execution, parallel="ddp")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lm.checkpoint.safe_load import load_weights
 from lm.checkpoint.training_state import load_model
-from lm.common.device import choose_device
+from lm.common.device import choose_device, explain_out_of_memory
 from lm.common.errors import UserError
 from lm.common.runtime import Execution
 from lm.data.batches import Batch, TokenSequence, batch_starts, check_length, evenly_spaced_starts, gather_batch
@@ -22,7 +22,7 @@ from lm.model.functional import IGNORE_INDEX
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
-from lm.train.trainer import Trainer
+from lm.train.trainer import NO_MEMORY_FOR_MODEL, Trainer
 
 
 @dataclass
@@ -132,6 +132,7 @@ class Pretraining:
         return complete(model, self.data.tokenizer, config)
 
 
+@explain_out_of_memory(NO_MEMORY_FOR_MODEL)
 def make_trainer(
     config: TrainConfig,
     model_config: ModelConfig,
@@ -144,7 +145,7 @@ def make_trainer(
     """Make the trainer of a model with the weights of the checkpoint ``start``, or of a new one.
 
     The initial weights of a new model depend on ``config.seed`` alone. Raises UserError if the weights of ``start`` are
-    damaged or do not fit ``model_config``.
+    damaged or do not fit ``model_config``, and if memory runs out.
     """
     device = device or choose_device(execution.device)
     objective = Pretraining(config, model_config, data, device)

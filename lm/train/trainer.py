@@ -48,6 +48,12 @@ from lm.train.tracking import Tracker, log_step
 
 log = logging.getLogger(__name__)
 
+NO_MEMORY_FOR_MODEL = (
+    "Memory is full before the first step: each process builds the whole model in float32, and divides it then. Use a "
+    "smaller model, fewer processes on a machine, or a device with more memory."
+)
+"""Advice of :func:`lm.common.device.explain_out_of_memory` where a trainer is made."""
+
 
 class Trainer:
     """One training of ``model``, which may be resumed.

@@ -94,6 +94,15 @@ def test_no_float64_on_the_device(tmp_path: Path, method: str) -> None:
         assert PosttrainJob.read(job).run()["steps"] == 2
 
 
+def test_a_model_that_does_not_fit_memory_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr("lm.posttrain.job.load_model", fail)
+    with pytest.raises(UserError, match=r"before the first step.*CUDA out of memory"):
+        PosttrainJob.read(write_posttrain_job(tmp_path, "sft")).run()
+
+
 def test_steps_without_good_responses_are_not_skipped(tmp_path: Path) -> None:
     settings = {"group_size": 2, "max_new_tokens": 4, "reward_threshold": 2.0}
     job = write_posttrain_job(tmp_path, "reinforce", settings)

@@ -135,3 +135,8 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
     start = tmp_path / "first" / "step-0000001"
     with pytest.raises(UserError, match=r"does not fit the model: layers\.0\.ffn\.w1\.weight is \(64, 32\)"):
         make_trainer(train_config(), wider, small_data(), Execution(device="cpu"), tmp_path, start=start)
+
+
+def test_a_model_that_does_not_fit_memory_is_a_user_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"builds the whole model in float32.*smaller model"):
+        small_trainer(tmp_path, model=replace(MODEL, d_ff=1 << 42))
