@@ -15,9 +15,10 @@ def silu(x: Tensor) -> Tensor:
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
-    """Return the softmax along ``dim``. Subtracts the maximum first, so that ``exp`` does not overflow."""
-    exponentials = torch.exp(x - x.amax(dim, keepdim=True))
-    return exponentials / exponentials.sum(dim, keepdim=True)
+    """Return the softmax along ``dim``, in the dtype of ``x``, computed in at least float32. Subtracts the maximum
+    first, so that ``exp`` does not overflow."""
+    exponentials = torch.exp(_at_least_float32(x) - x.amax(dim, keepdim=True))
+    return (exponentials / exponentials.sum(dim, keepdim=True)).to(x.dtype)
 
 
 def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -53,13 +54,18 @@ def mix_experts(x: Tensor, gates: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | N
 
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
     """Return the mean of ``-log softmax(logits)[target]`` over the targets that are not ``ignore_index``; a scalar in
-    nats.
+    nats, in the dtype of ``logits``, computed in at least float32.
 
     ``logits`` (..., V), ``targets`` int (...). Without any counted target the result is nan, as in torch. Training runs
     :func:`lm.model.ops.cross_entropy.linear_cross_entropy` instead, which returns 0 in that case.
     """
-    shifted = logits - logits.amax(-1, keepdim=True)
+    shifted = _at_least_float32(logits)
+    shifted = shifted - shifted.amax(-1, keepdim=True)
     is_counted = targets != ignore_index
     target_logits = shifted.gather(-1, targets.masked_fill(~is_counted, 0).unsqueeze(-1)).squeeze(-1)
     losses = torch.log(torch.exp(shifted).sum(-1)) - target_logits
-    return losses.masked_fill(~is_counted, 0.0).sum() / is_counted.sum()
+    return (losses.masked_fill(~is_counted, 0.0).sum() / is_counted.sum()).to(logits.dtype)
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

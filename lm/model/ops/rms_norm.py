@@ -34,7 +34,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, inverse_rms = ctx.saved_tensors
         normed, grad = x.to(inverse_rms.dtype) * inverse_rms, grad.to(inverse_rms.dtype)
-        product = (grad * normed).flatten(0, -2)
+        product = (grad * normed).reshape(-1, x.shape[-1])
         grad_weight = product.sum(0).to(weight.dtype)
         # The component of the gradient along the normalized row does not reach x.
         projection = torch.mv(product, weight.to(product.dtype)).div_(x.shape[-1]).view(inverse_rms.shape)

@@ -27,6 +27,14 @@ def test_softmax_equals_torch(seed: int, dim: int, scale: float) -> None:
         torch.testing.assert_close(softmax(x, axis), torch.softmax(x, axis))
 
 
+def test_wide_rows_in_float16() -> None:
+    """The sum of the exponentials exceeds the range of float16."""
+    logits = torch.zeros(1, 70_000).half()
+    torch.testing.assert_close(softmax(logits), torch.softmax(logits, -1))
+    loss = cross_entropy(logits, torch.tensor([3]))
+    torch.testing.assert_close(loss, torch.tensor(math.log(70_000)).half())
+
+
 def test_softmax_is_invariant_to_a_shift() -> None:
     x = torch.tensor([1.0, 2.0, 3.0])
     torch.testing.assert_close(softmax(x + 1e4), softmax(x), atol=1e-3, rtol=0)

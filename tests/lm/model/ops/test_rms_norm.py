@@ -20,6 +20,12 @@ def test_rms_norm_equals_formula(rows: int, width: int, seed: int) -> None:
     )
 
 
+def test_one_row_without_batch_dimensions() -> None:
+    assert_equal_with_gradients(
+        lambda x, w: rms_norm(x, w, 1e-5), lambda x, w: reference_rms_norm(x, w, 1e-5), torch.randn(8), torch.randn(8)
+    )
+
+
 def test_result_is_the_same_without_gradients() -> None:
     x, weight = torch.randn(3, 70, 16), torch.randn(16)
     expected = rms_norm(x, weight, 1e-5)
