@@ -11,11 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lm.common.buckets import gradient_bucket_bytes
 from lm.common.phases import in_phase
-
-_MAX_BUCKET_BYTES = 25 << 20
-_MIN_BUCKET_BYTES = 1 << 20
-_MIN_BUCKETS = 4  # so that most gradients are sent during the backward pass, also those of a small model
 
 
 class DDP(nn.Module):
@@ -100,8 +97,7 @@ class _Bucket:
 
 def _group_by_size(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Split parameters, in order, into groups of one dtype and about the same size."""
-    total_bytes = sum(parameter.nbytes for parameter in parameters)
-    max_bytes = min(_MAX_BUCKET_BYTES, max(_MIN_BUCKET_BYTES, total_bytes // _MIN_BUCKETS))
+    max_bytes = gradient_bucket_bytes(sum(parameter.nbytes for parameter in parameters))
     groups: list[list[nn.Parameter]] = []
     group_bytes = 0
     for parameter in parameters:

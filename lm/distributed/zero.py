@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lm.common.buckets import MAX_BUCKET_BYTES
 from lm.distributed.process_group import get_world_size
 from lm.distributed.sharding import RowExchange, divide_rows, local_rows
-
-_MAX_BUCKET_BYTES = 25 << 20
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -51,7 +50,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         bucket: list[int] = []
         for index, p in enumerate(params):
             bucket.append(index)
-            is_full = sum(params[i].nbytes for i in bucket) >= _MAX_BUCKET_BYTES
+            is_full = sum(params[i].nbytes for i in bucket) >= MAX_BUCKET_BYTES
             if is_full or index + 1 == len(params) or params[index + 1].dtype != p.dtype:
                 tensors = [params[i] for i in bucket]
                 exchange = RowExchange(tensors, [bounds[i] for i in bucket], p.dtype)

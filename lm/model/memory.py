@@ -12,12 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from lm.common.buckets import MAX_BUCKET_BYTES, gradient_bucket_bytes
 from lm.common.runtime import ParallelKind
 from lm.model.config import ModelConfig
 from lm.model.flops import parameter_count
-
-_LOGIT_BYTES = {"cpu": 1 << 24, "cuda": 1 << 30}  # of a chunk, see lm.model.ops.cross_entropy
-_BUCKET_BYTES = 25 << 20  # at most, of weights that are sent together, see lm.distributed.zero
+from lm.model.ops.cross_entropy import logit_chunk_bytes
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def predict_training_memory(
     head = 4 * (config.vocab_size or 0) * config.d_model  # a gradient of the head
     loss_input = tokens * (element + 4) * config.d_model  # and the gradient of it
     activations = all_stored + loss_input + copies + head
-    logits = min(_LOGIT_BYTES.get(device_type, 1 << 27), 4 * tokens * (config.vocab_size or 0))
+    logits = min(logit_chunk_bytes(device_type), 4 * tokens * (config.vocab_size or 0))
     if is_bfloat16:
         logits += logits + head // 2  # the chunk and its gradient in bfloat16, and a copy of the head
     # The gradients of a block's activations need most memory in its feed-forward network.
@@ -118,9 +117,9 @@ def _held_bytes(parallel: ParallelKind, world_size: int, weights: int, state: in
         return _Held(weights + state, weights + state, 2 * weights + state, 2 * weights + state)
     if parallel in ("ddp", "zero1"):
         base = 2 * weights + (state if parallel == "ddp" else state // world_size)  # buckets hold the gradients
-        gathered = 0 if parallel == "ddp" else 2 * min(weights, 2 * _BUCKET_BYTES)  # gloo has a copy of a buffer
+        gathered = 0 if parallel == "ddp" else 2 * min(weights, 2 * MAX_BUCKET_BYTES)  # gloo has a copy of a buffer
         # The gradients of the bucket that is not sent yet, see lm.distributed.ddp.
-        bucket = min(weights, _BUCKET_BYTES, max(1 << 20, weights // 4))
+        bucket = min(weights, gradient_bucket_bytes(weights))
         return _Held(base, base, base + bucket, base + gathered)
     base = (weights + state) // world_size
     # A block's gradients, and those of the unit before in the buffer that is sent.

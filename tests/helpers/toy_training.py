@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-import lm.distributed.ddp
+import lm.common.buckets
 from lm.distributed import DDP, FSDP, ShardedOptimizer
 from lm.optim import AdamW
 from tests.helpers.ranks import rank_of_test
@@ -80,7 +80,7 @@ def main() -> None:
         torch.manual_seed(rank)
         batches = [batch.chunk(2)[rank] for batch in toy_batches()]
         if kind.isdecimal():
-            lm.distributed.ddp._MAX_BUCKET_BYTES = int(kind)
+            lm.common.buckets.MAX_BUCKET_BYTES = int(kind)
         module: DDP | FSDP
         if kind == "bfloat16":
             module = FSDP(ToyModel(has_double_head=False), torch.bfloat16, reduce_dtype=torch.float32)

@@ -33,6 +33,11 @@ def linear_cross_entropy(
     return loss
 
 
+def logit_chunk_bytes(device_type: str) -> int:
+    """Return the bytes of the float32 logits of a full chunk."""
+    return _CHUNK_BYTES.get(device_type, _DEFAULT_CHUNK_BYTES)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -46,7 +51,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_grad: bool,
     ) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            rows = max(1, _CHUNK_BYTES.get(x.device.type, _DEFAULT_CHUNK_BYTES) // (4 * len(weight)))
+            rows = max(1, logit_chunk_bytes(x.device.type) // (4 * len(weight)))
             inputs, matrix = x.to(dtype), weight.to(dtype)
             grad_x = torch.empty_like(inputs) if needs_grad else None
             sum_dtype = torch.promote_types(dtype, torch.float32)

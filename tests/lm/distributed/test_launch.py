@@ -71,8 +71,8 @@ def test_processes_run_on_a_system_without_waitid(tmp_path: Path, monkeypatch: p
 
 MANY_BUCKETS = """
 import sys
-import lm.distributed.ddp
-lm.distributed.ddp._MAX_BUCKET_BYTES = 5000
+import lm.common.buckets
+lm.common.buckets.MAX_BUCKET_BYTES = 5000
 from lm.train.__main__ import main
 from lm.train.trainer import Trainer
 train_step = Trainer.train_step
