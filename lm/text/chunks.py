@@ -17,6 +17,7 @@ from lm.common.errors import InvalidUtf8Error, UserError
 from lm.text.config import ChunkConfig
 from lm.text.pretokenize import GPT2_PATTERN, Pattern, can_cut_before_space
 from lm.text.sources import ByteRanges, is_plain_local_file, open_decompressed, open_ranges, open_raw, read_blocks
+from lm.text.utf8 import decode_utf8_blocks
 
 _WINDOW_BYTES = 1 << 16  # per read during the search for a cut
 
@@ -138,6 +139,7 @@ def _find_cut(
     special_pattern = regex.compile(b"|".join(map(regex.escape, sorted(specials, key=len, reverse=True))))
     file.seek(position)
     data = b""
+    searched = 0  # index in ``data`` before which there is no cut: the last window had more text before it to look at
     while position + len(data) < stop:
         if not (block := file.read(min(_WINDOW_BYTES, stop - position - len(data)))):
             raise UserError(f"{file.name} was cut short while it was read; run the pipeline again.")
@@ -145,17 +147,19 @@ def _find_cut(
         # A special token that begins at ``limit`` or later may continue in the next block.
         limit = len(data) - longest + 1 if position + len(data) < stop else len(data)
         begin = 0  # of the text after the last special token
+        first_space = max(searched, min_space - position)
         for match in special_pattern.finditer(data) if specials else ():
             if match.start() >= limit:
                 break
-            if cut := _find_space(data, begin, match.start(), min_space - position, pattern):
+            if cut := _find_space(data, begin, match.start(), first_space, pattern):
                 return position + cut
             begin = match.end()
             if position + begin >= min_end:
                 return stop if _is_blank(file, position + begin, stop) else position + begin
-        if cut := _find_space(data, begin, limit, min_space - position, pattern):
+        if cut := _find_space(data, begin, limit, first_space, pattern):
             return stop if _is_blank(file, position + cut, stop) else position + cut
         kept = max(begin, limit - 4)  # _SPACE_AFTER_TEXT looks back at one character
+        searched = max(0, limit - kept)
         position, data = position + kept, data[kept:]
     return stop
 
@@ -181,4 +185,6 @@ def _overlap(specials: tuple[bytes, ...]) -> bool:
 
 
 def _is_blank(file: IO[bytes], start: int, stop: int) -> bool:
-    return all(block.decode("utf-8", "ignore").isspace() for block in read_blocks(file, start, stop))
+    """Return whether the bytes ``start`` to ``stop`` are only white space. A character may span two blocks."""
+    blocks = read_blocks(file, start, stop)
+    return all(text.isspace() for text in decode_utf8_blocks(blocks, "", invalid_utf8="replace"))

@@ -26,10 +26,14 @@ SPECIALS = [EOT, EOT + EOT, "<| pad |>"]
 WORDS_PATTERN = r"\p{L}+|\s+"
 
 fragments = st.sampled_from(
-    [*SPECIALS, "<|endof", "one", " two", "don't", "日本", "🙂", " ", "\n", "\n\n", "\t ", "\xa0", "x" * 30]
+    [*SPECIALS, "<|endof", "one", " two", "don't", "日本", "🙂", " ", "\n", "\n\n", "\t ", "\xa0", "\u3000 ", "x" * 30]
 )
 texts = st.lists(fragments, max_size=25).map("".join)
 files = st.lists(texts, min_size=1, max_size=4)
+special_tokens = st.sampled_from([SPECIALS, [EOT], []])
+window_sizes = st.sampled_from(
+    [1 << 16, *range(1, 65)]
+)  # bytes per read: small ones, so that cuts lie at their borders
 
 
 def write_files(directory: Path, contents: list[str]) -> list[str]:
@@ -39,13 +43,28 @@ def write_files(directory: Path, contents: list[str]) -> list[str]:
     return list(map(str, paths))
 
 
+def cut_by_windows(
+    paths: list[str], special_tokens: list[str], target: int, pattern: str, window: int
+) -> list[list[Range]]:
+    """Return the chunks if ``window`` bytes are read at a time in the search for a cut."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lm.text.chunks._WINDOW_BYTES", window)
+        return list(cut_chunks(paths, special_tokens, target, pattern))
+
+
 @examples(200)
-@given(files, st.integers(1, 60), st.sampled_from([GPT2_PATTERN, WORDS_PATTERN]))
+@given(files, st.integers(1, 60), st.sampled_from([GPT2_PATTERN, WORDS_PATTERN]), special_tokens, window_sizes)
 def test_ranges_cover_all_bytes_in_order(
-    tmp_path_factory: pytest.TempPathFactory, contents: list[str], target: int, pattern: str
+    tmp_path_factory: pytest.TempPathFactory,
+    contents: list[str],
+    target: int,
+    pattern: str,
+    specials: list[str],
+    window: int,
 ) -> None:
     paths = write_files(tmp_path_factory.mktemp("chunks"), contents)
-    chunks = list(cut_chunks(paths, SPECIALS, target, pattern))
+    chunks = cut_by_windows(paths, specials, target, pattern, window)
+    assert chunks == list(cut_chunks(paths, specials, target, pattern)), "the windows change no cut"
     assert [] not in chunks
     ranges = [part for chunk in chunks for part in chunk]
     for number, content in enumerate(contents):
@@ -60,17 +79,22 @@ def test_ranges_cover_all_bytes_in_order(
 
 
 @examples(200)
-@given(files, st.integers(1, 60), st.sampled_from([GPT2_PATTERN, WORDS_PATTERN]))
+@given(files, st.integers(1, 60), st.sampled_from([GPT2_PATTERN, WORDS_PATTERN]), special_tokens, window_sizes)
 def test_counts_of_chunks_add_up_to_the_counts_of_the_files(
-    tmp_path_factory: pytest.TempPathFactory, contents: list[str], target: int, pattern: str
+    tmp_path_factory: pytest.TempPathFactory,
+    contents: list[str],
+    target: int,
+    pattern: str,
+    specials: list[str],
+    window: int,
 ) -> None:
     paths = write_files(tmp_path_factory.mktemp("chunks"), contents)
     counts: Counter[str] = Counter()
-    for chunk in cut_chunks(paths, SPECIALS, target, pattern):
+    for chunk in cut_by_windows(paths, specials, target, pattern, window):
         for part in chunk:
             with open_ranges(paths[part.text], [(part.start, part.end)]) as blocks:
-                counts += to_counter(count_pretokens([blocks], SPECIALS, pattern))
-    assert counts == sum((reference_counts(content, SPECIALS, pattern) for content in contents), Counter())
+                counts += to_counter(count_pretokens([blocks], specials, pattern))
+    assert counts == sum((reference_counts(content, specials, pattern) for content in contents), Counter())
 
 
 def chunk_texts(paths: list[str], target: int, special_tokens: list[str], pattern: str = GPT2_PATTERN) -> list[str]:
@@ -95,6 +119,23 @@ def test_white_space_at_the_end_stays_with_the_last_document(tmp_path: Path) -> 
     """A chunk that is only white space would not show whether the document before it is open."""
     paths = write_files(tmp_path, [f"one{EOT}\ntwo{EOT}\n", f"three{EOT} \n \n"])
     assert chunk_texts(paths, 4, [EOT]) == [f"one{EOT}", f"\ntwo{EOT}\n", f"three{EOT} \n \n"]
+
+
+@pytest.mark.parametrize("shift", range(12))
+def test_white_space_at_the_border_of_a_window_is_not_cut(tmp_path: Path, shift: int) -> None:
+    """The cut before " end" is the only one that changes no pretoken."""
+    start = "a" * (lm.text.chunks._WINDOW_BYTES + shift)  # the search begins at byte 9
+    paths = write_files(tmp_path, [f"{start}\xa0\n\nb end"])
+    assert chunk_texts(paths, 10, []) == [f"{start}\xa0\n\nb", " end"]
+
+
+def test_white_space_with_a_character_across_two_blocks_stays_with_the_last_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lm.text.sources.BLOCK_BYTES", 4)
+    for blanks in ("\n\n\n\u3000", "\u3000\u3000\u3000"):
+        paths = write_files(tmp_path, [f"one two{EOT}{blanks}"])
+        assert chunk_texts(paths, 4, [EOT]) == [f"one two{EOT}{blanks}"]
 
 
 def test_a_long_document_is_cut_before_white_space(tmp_path: Path) -> None:
