@@ -4,7 +4,7 @@ import json
 
 from lm.posttrain.config import DialogsConfig
 from lm.text.retry import retry_reading
-from lm.text.sources import Source
+from lm.text.sources import Source, check_unchanged
 from tasks.pages import posttrain as pages
 from tasks.runtime.context import Attempt
 from tasks.runtime.source_records import describe_sources
@@ -33,6 +33,8 @@ def dialogs(
     out.sources = [*train, *valid, *task_train, *task_test]
     urls = [[source.url for source in sources] for sources in (train, valid, task_train, task_test)]
     *splits, reward, damaged = retry_reading(read_examples, config, *urls)
+    for source in out.sources:
+        retry_reading(check_unchanged, source)
     for name, split in zip(("train", "valid"), splits, strict=True):
         for kind in ("dialogs", "pairs", "problems"):
             rows = getattr(split, kind)

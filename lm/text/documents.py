@@ -1,5 +1,6 @@
 """Reading of documents from plain text, JSON Lines and Parquet files."""
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -12,20 +13,26 @@ from lm.text.statistics import TextStatistics
 from lm.text.utf8 import decode_utf8_blocks, replace_surrogates
 
 
-def stream_documents(url: str, config: DataConfig, statistics: TextStatistics) -> Iterator[str]:
+def stream_documents(
+    url: str, config: DataConfig, statistics: TextStatistics, digest: "hashlib._Hash | None" = None
+) -> Iterator[str]:
     """Yield the documents of a source, each followed by ``config.separator``, as pieces of text.
 
     The separator occurs only at the end of a piece. A jsonl or parquet document is one piece. A plain text document may
     be larger than memory and is many pieces. Plain text keeps every byte: white space after the last separator is a
     final piece without a separator. Any other text after it is a document, which gets a separator.
 
-    Adds the documents to ``statistics``. Raises UserError if the source cannot be read.
+    Adds the documents to ``statistics``, and the stored bytes to ``digest``, except those of Parquet, which is not read
+    in order. Raises UserError if the source cannot be read.
     """
     file_format, _ = detect_format(url)
     if file_format == "text":
-        yield from _stream_text(url, config, statistics)
+        yield from _stream_text(url, config, statistics, digest)
         return
-    rows = _jsonl_rows(url, config, statistics) if file_format == "jsonl" else _parquet_rows(url, config.text_field)
+    if file_format == "jsonl":
+        rows = _jsonl_rows(url, config, statistics, digest)
+    else:
+        rows = _parquet_rows(url, config.text_field)
     for row_name, document in rows:
         if config.separator in document:
             if config.separator_in_document == "error":
@@ -40,10 +47,12 @@ def stream_documents(url: str, config: DataConfig, statistics: TextStatistics) -
         yield document + config.separator
 
 
-def _stream_text(url: str, config: DataConfig, statistics: TextStatistics) -> Iterator[str]:
+def _stream_text(
+    url: str, config: DataConfig, statistics: TextStatistics, digest: "hashlib._Hash | None"
+) -> Iterator[str]:
     length, is_blank = 0, True  # of the current document, without ``tail``
     tail = ""  # the last characters; they may be the start of a separator
-    with open_decompressed(url) as blocks:
+    with open_decompressed(url, digest) as blocks:
         for text in decode_utf8_blocks(blocks, url, config.invalid_utf8, statistics):
             *endings, rest = (tail + text).split(config.separator)
             for ending in endings:
@@ -63,9 +72,11 @@ def _stream_text(url: str, config: DataConfig, statistics: TextStatistics) -> It
         yield tail + config.separator
 
 
-def _jsonl_rows(url: str, config: DataConfig, statistics: TextStatistics) -> Iterator[tuple[str, str]]:
+def _jsonl_rows(
+    url: str, config: DataConfig, statistics: TextStatistics, digest: "hashlib._Hash | None"
+) -> Iterator[tuple[str, str]]:
     """Yield (name of the row for messages, document)."""
-    with open_decompressed(url) as blocks:
+    with open_decompressed(url, digest) as blocks:
         lines = _split_lines(decode_utf8_blocks(blocks, url, config.invalid_utf8, statistics))
         for number, line in enumerate(lines, start=1):
             if number == 1:

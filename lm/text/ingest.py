@@ -3,6 +3,7 @@
 Groups of sources are read independently, in parallel. :func:`combine_groups` then decides what is validation text.
 """
 
+import hashlib
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +16,15 @@ from lm.common.errors import UserError
 from lm.text.config import DataConfig
 from lm.text.documents import stream_documents
 from lm.text.held_out import DocumentHash, find_cut_before
-from lm.text.sources import ByteRanges, Source, can_read_in_place, open_ranges
+from lm.text.sources import (
+    ByteRanges,
+    Source,
+    can_read_in_place,
+    check_unchanged,
+    detect_format,
+    is_local_file,
+    open_ranges,
+)
 from lm.text.statistics import TextStatistics
 from lm.text.utf8 import decode_utf8_blocks
 
@@ -162,10 +171,13 @@ class _TextReader:
         replaced, removed = self.statistics.replaced, self.statistics.separators_removed
         return replace(self._kept_statistics, replaced=replaced, separators_removed=removed)
 
-    def read(self, url: str) -> Iterator[bytes]:
-        """Yield the documents of a source as UTF-8."""
-        document = DocumentHash()
-        for piece in stream_documents(url, self.config, self.statistics):
+    def read(self, source: Source) -> Iterator[bytes]:
+        """Yield the documents of a source as UTF-8. Raises UserError if it has changed since it was hashed.
+
+        Parquet is not read in order. So it is read again to compare it, if it is local.
+        """
+        document, digest = DocumentHash(), hashlib.sha256()
+        for piece in stream_documents(source.url, self.config, self.statistics, digest):
             data = piece.encode()
             yield data
             self.size += len(data)
@@ -180,6 +192,10 @@ class _TextReader:
             else:
                 self._kept_statistics.add_document(document.length)
             self._document_start, document = self.size, DocumentHash()
+        if detect_format(source.url)[0] != "parquet":
+            check_unchanged(source, digest.hexdigest())
+        elif is_local_file(source.url):
+            check_unchanged(source)
 
 
 def _read_sources(sources: Sequence[Source], config: DataConfig, hash_limit: int, out: Path) -> list[_TextReader]:
@@ -195,7 +211,7 @@ def _read_sources(sources: Sequence[Source], config: DataConfig, hash_limit: int
         path = out / ("text.txt" if number == 1 else f"text-{number}.txt")
         with path.open("wb") as file:
             for source, _ in group:
-                file.writelines(reader.read(source.url))
+                file.writelines(reader.read(source))
         if reader.size:
             reader.text = Text(path.name, None, reader.size, [])
             readers.append(reader)
@@ -209,13 +225,9 @@ def _read_in_place(source: Source, number: int, config: DataConfig, hash_limit: 
     if not can_read_in_place(source.url):
         return None
     reader = _TextReader(config, hash_limit, Text(None, number, source.bytes, []))
-    for _ in reader.read(source.url):
+    for _ in reader.read(source):
         pass
-    if reader.statistics.replaced:
-        return None
-    if reader.size - source.bytes not in (0, len(config.separator.encode())):  # the last document may lack it
-        raise UserError(f"{source.url} changed while the pipeline ran; run it again.")
-    return reader
+    return None if reader.statistics.replaced else reader
 
 
 def combine_groups(

@@ -29,7 +29,7 @@ ByteRanges = Sequence[tuple[int, int]]  # (start, end) of parts of a file, ascen
 _RANGED_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"}
 
 # Not fsspec's table: its zstd may be the package zstandard, which does not notice a truncated file.
-_DECOMPRESSORS: dict[str, Callable[[IO[bytes]], Any]] = {
+_DECOMPRESSORS: dict[str, Callable[[Any], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
@@ -129,6 +129,15 @@ def hash_source(url: str) -> Source:
     return Source(url, size, digest.hexdigest())
 
 
+def check_unchanged(source: Source, sha256: str | None = None) -> None:
+    """Raise UserError if the bytes of a source are not those that were hashed.
+
+    ``sha256`` is the digest of its bytes as they were read. By default they are read again.
+    """
+    if (sha256 or hash_source(source.url).sha256) != source.sha256:
+        raise UserError(f"{source.url} changed while the pipeline ran; run it again.")
+
+
 @contextmanager
 def open_raw(url: str, is_ranged: bool = False) -> Iterator[IO[bytes]]:
     """Open the stored bytes of a source, still compressed. Set ``is_ranged`` to seek and read parts of it.
@@ -205,20 +214,38 @@ def detect_format(url: str) -> tuple[str, str]:
     return {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}.get(suffix, "text"), compression
 
 
+class _HashedFile(io.BufferedIOBase):
+    """A file that adds the bytes read from it to ``digest``."""
+
+    def __init__(self, raw: IO[bytes], digest: "hashlib._Hash") -> None:
+        self._raw, self._digest = raw, digest
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        block = self._raw.read(-1 if size is None else size)
+        self._digest.update(block)
+        return block
+
+
 @contextmanager
-def open_decompressed(url: str) -> Iterator[Iterator[bytes]]:
+def open_decompressed(url: str, digest: "hashlib._Hash | None" = None) -> Iterator[Iterator[bytes]]:
     """Open a source and yield an iterator over blocks of its decompressed bytes.
 
-    The iterator raises UserError if the file is corrupt or truncated.
+    The iterator raises UserError if the file is corrupt or truncated. At its end, all stored bytes are in ``digest``.
     """
     _, compression = detect_format(url)
     with open_raw(url) as raw:
 
         def read() -> Iterator[bytes]:
+            stored = _HashedFile(raw, digest) if digest else raw
             try:
-                with _DECOMPRESSORS[compression](raw) if compression else raw as stream:
+                with _DECOMPRESSORS[compression](stored) if compression else stored as stream:
                     while block := stream.read(BLOCK_BYTES):
                         yield block
+                    while digest and stored.read(BLOCK_BYTES):  # bz2 ends at bytes that are not compressed
+                        pass
             except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
                 if is_transient_error(error):
                     raise

@@ -1,8 +1,11 @@
 """Ingest: order of sources, and files that are copied or read in place."""
 
+import bz2
 import gzip
 import http.server
 import json
+import lzma
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +64,25 @@ def test_a_plain_file_with_replaced_bytes_is_copied(tmp_path: Path, caplog: pyte
         run(tmp_path / "again", [bad], valid_fraction=0)
 
 
-def test_a_source_that_changed_after_hashing_raises_a_user_error(tmp_path: Path) -> None:
-    path = write_text(tmp_path / "a.txt", f"one{EOT}two")
-    given_sources = sources(path)
-    write_text(path, f"one{EOT}two and three")
-    with pytest.raises(UserError, match=r"a\.txt changed while the pipeline ran; run it again"):
-        run(tmp_path / "out", given_sources)
+WRITERS: dict[str, Callable[[Path, str], object]] = {
+    "a.txt": lambda path, document: write_text(path, f"one{EOT}{document}"),
+    "a.jsonl": lambda path, document: write_jsonl(path, json.dumps({"text": document})),
+    "a.parquet": lambda path, document: write_parquet(path, text=[document]),
+    "a.txt.gz": lambda path, document: path.write_bytes(gzip.compress(document.encode())),
+    "a.txt.bz2": lambda path, document: path.write_bytes(bz2.compress(document.encode()) + b"not compressed" * 99_999),
+    "a.jsonl.xz": lambda path, document: path.write_bytes(lzma.compress(json.dumps({"text": document}).encode())),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("later", ["thr", "two and three"], ids=["of the same size", "longer"])
+def test_a_source_that_changed_after_hashing_raises_a_user_error(tmp_path: Path, name: str, later: str) -> None:
+    WRITERS[name](tmp_path / name, "two")
+    given_sources = sources(tmp_path / name)
+    assert run(tmp_path / "same", given_sources, valid_fraction=0)[1]["train"].endswith(f"two{EOT}")
+    WRITERS[name](tmp_path / name, later)
+    with pytest.raises(UserError, match=rf"{name} changed while the pipeline ran; run it again"):
+        run(tmp_path / "out", given_sources, valid_fraction=0)
 
 
 def test_sources_without_a_document_raise_a_user_error(tmp_path: Path) -> None:
