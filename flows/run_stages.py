@@ -17,8 +17,8 @@ from flows.prefect_support.logging import send_logs_to_prefect
 from flows.prefect_support.naming import tag_run
 from flows.prefect_support.signals import find_interrupt, reinstall_sigterm_handler
 from flows.run_record import Recorder, make_run
+from lm.common.copies import remove_old_copies
 from lm.common.errors import UserError
-from tasks.runtime.downloads import remove_old_copies
 from tasks.runtime.root_lock import use_root
 from tasks.runtime.store import Store
 

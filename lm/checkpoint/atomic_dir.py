@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from lm.common.fsync import sync_path
+
 log = logging.getLogger(__name__)
 # Of a checkpoint: being written, moved aside, being copied.
 _TEMPORARY_NAME = re.compile(r"\.(step-[0-9]+)\.(?:[0-9]+\.tmp|[0-9]+\.old|copy)")
@@ -73,14 +75,5 @@ def remove_abandoned_directories(directory: Path) -> None:
                 shutil.rmtree(path)
     except OSError as error:
         log.debug("Temporary directories in %s are left alone: %s", directory, error)
-    finally:
-        os.close(descriptor)
-
-
-def sync_path(path: str | Path) -> None:
-    """Flush a file's content, or a directory's list of names, to disk with fsync."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from torch import Tensor
 
-from lm.checkpoint.atomic_dir import sync_path
 from lm.checkpoint.external_weights import check_is_expressible
 from lm.common.errors import UserError, translate_write_errors
+from lm.common.fsync import sync_path
 from lm.data.chat_template import END_TOKEN, has_chat_tokens, make_jinja_template
 from lm.model.config import ModelConfig
 from lm.model.rope import rotary_frequencies

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lm.common.errors import UserError
-from lm.data.remote_files import file_size, read_range
+from lm.data.remote_files import file_sizes, read_range
 from lm.tokenizer.tokenizer import Tokenizer, token_dtype
 
 _MAX_OPEN_FILES = 64
@@ -80,9 +80,11 @@ class TokenShards:
         self.dtype = token_dtype(vocab_size)
         self._paths: list[str] = []  # without empty shards
         sizes = []
+        urls = [path for path in map(str, paths) if "://" in path]
+        remote_sizes = dict(zip(urls, file_sizes(urls), strict=True))
         for path in map(str, paths):
             try:
-                size = file_size(path) if "://" in path else Path(path).stat().st_size
+                size = remote_sizes[path] if "://" in path else Path(path).stat().st_size
             except OSError as error:
                 raise _unreadable(path, error) from None
             if size % self.dtype.itemsize:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from lm.checkpoint.atomic_dir import sync_path
 from lm.common.errors import UserError, translate_write_errors
+from lm.common.fsync import sync_path
 from lm.data.dialogs import Message, find_role_problem
 from lm.data.json_rows import DamagedRows, Row, read_rows
 from lm.eval.answer_cache import AnswerCache, request_key

@@ -5,8 +5,6 @@ together. It is checked as a file of a local root is: after a change it is downl
 """
 
 import os
-import shutil
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,11 +12,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from lm.common.cache import cache_directory
 from lm.common.errors import UserError
 from tasks.runtime.store import Store
-
-_RETENTION_SECONDS = 24 * 3600  # a run may still use them
 
 
 def local_path(store: Store, file: Mapping[str, Any], *parts: str) -> Path:
@@ -43,18 +38,3 @@ def local_path(store: Store, file: Mapping[str, Any], *parts: str) -> Path:
             f"{store.path(*parts, file['path'])} is damaged or missing. Run the pipeline again: it makes it again."
         )
     return path
-
-
-def remove_old_copies(max_bytes: int) -> None:
-    """Delete copies that were not used in the last 24 hours, the oldest first, until all copies have ``max_bytes``."""
-    attempts = []
-    for path in cache_directory().glob("downloads/*/*/*/*"):
-        with suppress(OSError):  # another process may delete it too
-            size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-            attempts.append((path.stat().st_mtime, size, path))
-    total = sum(size for _, size, _ in attempts)
-    for used, size, path in sorted(attempts):
-        if total <= max_bytes or time.time() - used < _RETENTION_SECONDS:
-            break
-        shutil.rmtree(path, ignore_errors=True)
-        total -= size

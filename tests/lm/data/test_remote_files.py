@@ -1,6 +1,10 @@
 """Token files on an object store: fetched while they fit, and otherwise read by ranges."""
 
+import errno
 import hashlib
+import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tenacity import wait_none
 
+from lm.common import copies
+from lm.common.copies import remove_old_copies
 from lm.common.errors import UserError
 from lm.data import remote_files
 from lm.data.batches import gather_batch
@@ -44,6 +50,94 @@ def test_files_are_fetched_once_while_they_fit(shards: Shards, bucket: Any) -> N
     bucket.pipe_file("corpus/0.bin", b"x" * 100)
     assert fetch_files(urls, checksums, max_bytes=120) == fetched
     assert fetch_files(["/a/b"], {}, 0) == ["/a/b"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * 100])
+def test_a_changed_copy_of_a_file_is_fetched_again(shards: Shards, damage: bytes) -> None:
+    paths, urls, checksums = shards
+    fetched = Path(fetch_files(urls[:1], checksums, 1000)[0])
+    fetched.write_bytes(damage)
+    assert fetch_files(urls[:1], checksums, 1000) == [str(fetched)]
+    assert fetched.read_bytes() == paths[0].read_bytes()
+
+
+def test_a_changed_copy_of_a_directory_is_fetched_again(shards: Shards, bucket: Any) -> None:
+    bucket.pipe_file("corpus/tokenizer/vocab.json", b"{}")
+    fetched = Path(fetch_directory("s3://corpus/tokenizer"))
+    (fetched / "vocab.json").write_bytes(b"")
+    assert fetch_directory("s3://corpus/tokenizer") == str(fetched)
+    assert (fetched / "vocab.json").read_bytes() == b"{}"
+
+
+FETCHES: list[Callable[[Shards], object]] = [
+    lambda shards: fetch_files(shards[1], shards[2], 1000),
+    lambda shards: fetch_directory("s3://corpus"),
+]
+
+
+@pytest.mark.parametrize("fetch", FETCHES)
+def test_a_full_disk_is_named_at_once_and_leaves_no_file(
+    shards: Shards, bucket: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fetch: Callable[[Shards], object]
+) -> None:
+    calls = []
+
+    def write_half(fs: Any, source: str, target: str) -> None:
+        calls.append(source)
+        Path(target).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(type(bucket), "get_file", write_half)
+    with pytest.raises(UserError, match=r"downloads/.* cannot be written: No space left on device"):
+        fetch(shards)
+    assert len(calls) == 1
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.stat().st_size] == []
+
+
+@pytest.mark.parametrize("fetch", FETCHES)
+def test_a_cache_that_cannot_be_written_is_named(
+    shards: Shards, tmp_path: Path, fetch: Callable[[Shards], object]
+) -> None:
+    (tmp_path / "cache").write_text("in the way")
+    with pytest.raises(UserError, match=r"cache/textmill.* cannot be written: Not a directory"):
+        fetch(shards)
+
+
+def test_the_least_recently_used_copies_are_deleted_except_shards_of_a_running_training(
+    shards: Shards, bucket: Any
+) -> None:
+    _, urls, checksums = shards
+    bucket.pipe_file("corpus/tokenizer/vocab.json", b"{}")
+    shard, directory = Path(fetch_files(urls[:1], checksums, 1000)[0]), Path(fetch_directory("s3://corpus/tokenizer"))
+    for copy in (shard.parent, directory):
+        os.utime(copy, (time.time() - 48 * 3600,) * 2)
+    remove_old_copies(0)
+    assert (shard.exists(), directory.exists()) == (True, False)
+    copies._hold.cache_clear()  # the training ends
+    remove_old_copies(1000)
+    assert shard.exists()
+    fetch_files(urls[:1], checksums, 1000)
+    copies._hold.cache_clear()
+    remove_old_copies(0)
+    assert shard.exists(), "it was used less than a day ago"
+    os.utime(shard.parent, (time.time() - 48 * 3600,) * 2)
+    remove_old_copies(0)
+    assert not shard.exists()
+
+
+def test_a_job_without_a_checksum_of_a_file_is_refused(shards: Shards) -> None:
+    with pytest.raises(UserError, match=r"no checksum of s3://corpus/0\.bin; add its SHA-256 to checksums"):
+        fetch_files(shards[1], {}, 1000)
+
+
+def test_the_sizes_of_files_past_the_limit_are_not_requested(
+    shards: Shards, bucket: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requested: list[str] = []
+    monkeypatch.setattr(remote_files, "_MAX_CONCURRENT_REQUESTS", 2)
+    monkeypatch.setattr(type(bucket), "size", lambda fs, path: requested.append(path) or 100)
+    _, urls, checksums = shards
+    assert fetch_files([*urls, *urls], checksums, 50) == [*urls, *urls]
+    assert sorted(requested) == ["corpus/0.bin", "corpus/1.bin"]
 
 
 def test_a_damaged_or_missing_file_is_named(shards: Shards, bucket: Any) -> None:
@@ -83,8 +177,9 @@ def test_a_shard_that_was_cut_short_is_named(shards: Shards, bucket: Any) -> Non
     _, urls, _ = shards
     tokens = TokenShards(urls, 300)
     bucket.pipe_file("corpus/0.bin", b"x" * 10)
-    with pytest.raises(UserError, match=r"s3://corpus/0\.bin was truncated"):
-        tokens[0:50]
+    for start in (0, 20):  # the second begins after the end
+        with pytest.raises(UserError, match=r"s3://corpus/0\.bin was truncated"):
+            tokens[start:50]
 
 
 def test_a_directory_is_fetched(shards: Shards, bucket: Any) -> None:
