@@ -50,26 +50,35 @@ def stream_documents(
 def _stream_text(
     url: str, config: DataConfig, statistics: TextStatistics, digest: "hashlib._Hash | None"
 ) -> Iterator[str]:
-    length, is_blank = 0, True  # of the current document, without ``tail``
-    tail = ""  # the last characters; they may be the start of a separator
+    length = 0  # of the current document
     with open_decompressed(url, digest) as blocks:
-        for text in decode_utf8_blocks(blocks, url, config.invalid_utf8, statistics):
-            *endings, rest = (tail + text).split(config.separator)
-            for ending in endings:
-                statistics.add_document(length + len(ending))
-                yield ending + config.separator
-                length, is_blank = 0, True
-            cut = max(0, len(rest) - len(config.separator) + 1)
-            piece, tail = rest[:cut], rest[cut:]
-            if piece:
-                length += cut
-                is_blank = is_blank and piece.isspace()
-                yield piece
+        texts = decode_utf8_blocks(blocks, url, config.invalid_utf8, statistics)
+        for piece in split_documents(texts, config.separator):
+            length += len(piece)
+            if piece.endswith(config.separator):
+                statistics.add_document(length - len(config.separator))
+                length = 0
+            yield piece
+
+
+def split_documents(texts: Iterable[str], separator: str) -> Iterator[str]:
+    """Yield the concatenation of ``texts`` in pieces of documents, as :func:`stream_documents` does for plain text."""
+    is_blank = True  # the current document, without ``tail``
+    tail = ""  # the last characters; they may be the start of a separator
+    for text in texts:
+        *endings, rest = (tail + text).split(separator)
+        for ending in endings:
+            yield ending + separator
+            is_blank = True
+        cut = max(0, len(rest) - len(separator) + 1)
+        piece, tail = rest[:cut], rest[cut:]
+        if piece:
+            is_blank = is_blank and piece.isspace()
+            yield piece
     if tail and is_blank and tail.isspace():
         yield tail
     elif tail or not is_blank:
-        statistics.add_document(length + len(tail))
-        yield tail + config.separator
+        yield tail + separator
 
 
 def _jsonl_rows(

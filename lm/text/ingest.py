@@ -14,7 +14,7 @@ from typing import Any
 
 from lm.common.errors import UserError
 from lm.text.config import DataConfig
-from lm.text.documents import stream_documents
+from lm.text.documents import split_documents, stream_documents
 from lm.text.held_out import DocumentHash, find_cut_before
 from lm.text.sources import (
     ByteRanges,
@@ -240,8 +240,8 @@ def combine_groups(
     """Return the splits ``train`` and ``valid``. Groups are numbered over ``train`` and then ``valid``.
 
     ``fraction`` is what :func:`read_group` held out of ``train``, without groups in ``valid``. If that left a split
-    without a document, the end of the text becomes the validation text. ``url_of`` returns the path or URL of a text of
-    a group, to read it there. Raises UserError if there is no text for training.
+    without a document, the last documents become the validation text, or the end of the last one. ``url_of`` returns
+    the path or URL of a text of a group, to read it there. Raises UserError if there is no text for training.
     """
     if not any(text.bytes for group in train for text in group.kept):
         raise UserError("The sources hold no text: data.train has no document.")
@@ -258,7 +258,7 @@ def combine_groups(
     for name, split in splits.items():
         statistics, split.selections = split.statistics, [item for item in split.selections if item[1]]
         if statistics.documents == 1:
-            log.info("The %s text is one document: it contains no separator %s.", name, config.separator)
+            log.info("The %s text is one document. The separator %s would end each of several.", name, config.separator)
         if statistics.replaced:
             log.warning("The %s text: replaced %s invalid UTF-8 sequences.", name, f"{statistics.replaced:,}")
         if statistics.separators_removed:
@@ -296,33 +296,73 @@ def _split_at_end(
     separator: str,
     url_of: Callable[[int, Text], str],
 ) -> dict[str, Split]:
-    """Split the concatenated texts before their last ``fraction`` of bytes, between two pretokens."""
+    """Split the concatenated texts at the document border nearest to their last ``fraction`` of bytes.
+
+    If each border would hold out more than twice the fraction, the cut is inside a document, between two pretokens.
+    """
+    texts = [(url_of(number, text), text.bytes) for number, group in enumerate(groups) for text in group.kept]
+    total = sum(size for _, size in texts)
+    offset = int(total * (1 - fraction))
+    tail_start, _ = _find_cut(texts, max(0, int(total * (1 - 2 * fraction))), separator)
+    if borders := [end for end, _ in _stream_document_ends(texts, tail_start, separator)][:-1]:
+        cut, is_border = min(borders, key=lambda border: abs(border - offset)), True
+    else:
+        cut, is_border = _find_cut(texts, offset, separator)
+    lengths = [length for _, length in _stream_document_ends(texts, cut, separator)]
+    valid_statistics = _count_documents(lengths)
+    train_statistics = statistics - _count_documents(lengths if is_border else lengths[1:])
+    if not train_statistics.documents or not lengths:
+        raise UserError("The text is too short to set a validation fraction aside; set data.valid_fraction to 0.")
     log.info(
-        "Too few documents (%d) to hold out a fraction: the last %g %% of the text are the validation text.",
+        "The choice of documents by their hash left the training or the validation text empty. So the last %.3g %% of "
+        "the text are the validation text: %d of %d documents%s.",
+        100 * (total - cut) / total,
+        len(lengths),
         statistics.documents,
-        100 * fraction,
+        "" if is_border else ", and the first of them only from white space on",
     )
-    texts = [(number, text) for number, group in enumerate(groups) for text in group.kept]
-    offset = int(sum(text.bytes for _, text in texts) * (1 - fraction))
-    before = 0  # the bytes of all texts before the text to cut
-    for number, text in texts:  # noqa: B007
-        if offset < before + text.bytes:
-            break
-        before += text.bytes
-    cut = before + find_cut_before(url_of(number, text), offset - before, separator)
+    splits = {"train": Split([], train_statistics), "valid": Split([], valid_statistics)}
     starts = [*accumulate((sum(text.bytes for text in group.kept) for group in groups), initial=0)]
-    splits = {"train": Split([], statistics), "valid": Split([], TextStatistics())}
     for number, (start, end) in enumerate(pairwise(starts)):
         for name, first, last in (("train", start, min(cut, end)), ("valid", max(cut, start), end)):
             if first < last:
                 selection = Selection(number, interval=(first - start, last - start))
                 splits[name].selections.append((selection, last - first))
-    if not all(split.selections for split in splits.values()):
-        raise UserError("The text is too short to set a validation fraction aside; set data.valid_fraction to 0.")
-    for selection, _ in splits["valid"].selections:
-        number = selection.group or 0
-        for text, ranges in selection.texts(groups[number]):
-            url = url_of(number, text)
-            with open_ranges(url, ranges) as blocks:
-                splits["valid"].statistics.add_document(sum(map(len, decode_utf8_blocks(blocks, url))))
     return splits
+
+
+def _count_documents(lengths: Iterable[int]) -> TextStatistics:
+    statistics = TextStatistics()
+    for length in lengths:
+        statistics.add_document(length)
+    return statistics
+
+
+def _find_cut(texts: Sequence[tuple[str, int]], offset: int, separator: str) -> tuple[int, bool]:
+    """Return the last place <= ``offset`` in concatenated texts at which a cut changes no pretoken, and whether it is a
+    document border. ``texts`` are (path or URL, bytes)."""
+    before = 0
+    for url, size in texts:
+        if offset < before + size:
+            cut = find_cut_before(url, offset - before, separator)
+            with open_ranges(url, [(max(0, cut - len(separator.encode())), cut)]) as blocks:
+                return before + cut, not cut or b"".join(blocks) == separator.encode()
+        before += size
+    return before, True
+
+
+def _stream_document_ends(texts: Sequence[tuple[str, int]], start: int, separator: str) -> Iterator[tuple[int, int]]:
+    """Yield the end of each document in the concatenated texts from byte ``start``, and its length in characters."""
+    before = 0
+    for url, size in texts:
+        first = max(0, start - before)
+        if first < size:
+            end, document = before + first, DocumentHash()
+            with open_ranges(url, [(first, size)]) as blocks:
+                for piece in split_documents(decode_utf8_blocks(blocks, url), separator):
+                    end += len(piece.encode())
+                    document.update(piece.removesuffix(separator))
+                    if piece.endswith(separator):
+                        yield min(end, before + size), document.length  # the last document may lack its separator
+                        document = DocumentHash()
+        before += size

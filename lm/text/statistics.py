@@ -1,7 +1,7 @@
 """Statistics of a text, counted while it is read."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass
@@ -20,6 +20,11 @@ class TextStatistics:
         """Count a document of ``length`` characters."""
         self.documents += 1
         self.lengths[int(4 * math.log2(max(1, length)))] += 1
+
+    def __sub__(self, part: "TextStatistics") -> "TextStatistics":
+        """Return the statistics without the documents of ``part``."""
+        lengths = [whole - other for whole, other in zip(self.lengths, part.lengths, strict=True)]
+        return replace(self, documents=self.documents - part.documents, lengths=lengths)
 
     def __add__(self, other: "TextStatistics") -> "TextStatistics":
         return TextStatistics(

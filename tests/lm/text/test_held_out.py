@@ -89,6 +89,49 @@ def naive_split(texts: list[str], fraction: float) -> dict[str, tuple[str, list[
     return splits
 
 
+def documents_of(text: str) -> list[str]:
+    *whole, rest = text.split("||")
+    return [*whole, rest] if rest.strip() else whole
+
+
+def slice_texts(texts: list[str], start: int, stop: int | None) -> list[str]:
+    """Return the parts of texts between two places in the bytes of all, one after the other."""
+    parts, before = [], 0
+    for text in texts:
+        data = text.encode()
+        if part := data[max(0, start - before) : None if stop is None else max(0, stop - before)]:
+            parts.append(part.decode())
+        before += len(data)
+    return parts
+
+
+def naive_cut_at_end(texts: list[str], fraction: float) -> int:
+    """Return the place of the cut in the bytes of all texts, one after the other."""
+    total = sum(len(text.encode()) for text in texts)
+
+    def safe_cut(offset: int) -> int:
+        before = 0
+        for text in texts:
+            data = text.encode()
+            if offset < before + len(data):
+                start = data[: offset - before].decode(errors="replace")
+                return before + len(start[: find_safe_cut(start, ["||"])].encode())
+            before += len(data)
+        raise AssertionError
+
+    borders, before = [], 0
+    for text in texts:
+        end = before
+        for document in documents_of(text):
+            end = min(end + len(f"{document}||".encode()), before + len(text.encode()))
+            borders.append(end)
+        before += len(text.encode())
+    offset = int(total * (1 - fraction))
+    tail = safe_cut(max(0, int(total * (1 - 2 * fraction))))
+    borders = [border for border in borders[:-1] if border > tail]
+    return min(borders, key=lambda border: abs(border - offset)) if borders else safe_cut(offset)
+
+
 @examples(200)
 @given(
     st.lists(st.text("ab|é \n", min_size=1, max_size=60), min_size=1, max_size=3),
@@ -114,20 +157,19 @@ def test_the_split_equals_the_naive_reference(
                     statistics.add_document(length)
                 assert result["statistics"][name]["lengths"] == statistics.lengths
             return
-        total = sum(len(text.encode()) for text in texts)
-        offset, before = int(total * (1 - fraction)), ""
-        while texts[1:] and offset >= len(texts[0].encode()):
-            offset -= len(texts[0].encode())
-            before += closed(texts.pop(0), "||")
-        cut = find_safe_cut(texts[0].encode()[:offset].decode(errors="replace"), ["||"])
-        if not before and not cut:
+        cut = naive_cut_at_end(texts, fraction)
+        expected_lengths = {}
+        for name, pieces in (("train", slice_texts(texts, 0, cut)), ("valid", slice_texts(texts, cut, None))):
+            expected_lengths[name] = [len(document.strip()) for piece in pieces for document in documents_of(piece)]
+        if not expected_lengths["train"] or not expected_lengths["valid"]:
             with pytest.raises(UserError, match="too short"):
                 run(Path(place, "out"), given_sources, **config)
             return
         result, parts = run(Path(place, "out"), given_sources, **config)
-        assert parts["train"] == before + closed(texts[0][:cut], "||")
-        assert parts["valid"] == "".join(closed(text, "||") for text in [texts[0][cut:], *texts[1:]])
-        assert result["statistics"]["valid"]["documents"] == len(result["valid"])
+        assert parts["train"] == "".join(closed(piece, "||") for piece in slice_texts(texts, 0, cut))
+        assert parts["valid"] == "".join(closed(piece, "||") for piece in slice_texts(texts, cut, None))
+        for name, lengths in expected_lengths.items():
+            assert result["statistics"][name]["documents"] == len(lengths)
 
 
 def split_text(text: str, fraction: float) -> tuple[str, str]:
@@ -250,6 +292,18 @@ def test_the_cap_applies_to_a_few_large_documents(tmp_path: Path) -> None:
     assert 1000 <= len(texts["valid"]) <= 2000 + 10 + len(EOT)
     assert [text["source"] for text in result["train"]] == [0, 1, 2, 3, 4]
     assert [text["source"] for text in result["valid"]] == [4]
+
+
+def test_whole_documents_are_held_out_if_no_hash_chooses_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    rows = [f"document {number} of all" for number in range(20)]
+    path = write_text(tmp_path / "a.txt", "".join(f"{row}{EOT}\n" for row in rows))
+    result, texts = run(tmp_path / "out", sources(path), valid_fraction=0.08)
+    assert [text["file"] for text in result["valid"]] == [None], "no hash chooses a document"
+    assert texts["valid"] == "".join(f"\n{row}{EOT}" for row in rows[18:]) + "\n"
+    assert [result["statistics"][name]["documents"] for name in ("train", "valid")] == [18, 2]
+    assert sum(result["statistics"]["train"]["lengths"]) == 18
+    assert "So the last 10.3 % of the text are the validation text: 2 of 20 documents." in caplog.text
 
 
 def test_white_space_around_a_document_is_not_part_of_its_hash() -> None:
