@@ -30,7 +30,7 @@ class DataConfig:
     separator: str = field(default=END_OF_TEXT, metadata={"min_length": 1})
     """Special token that ends each document."""
     text_field: str = "text"
-    """Field (jsonl) or column (parquet) with the document's text."""
+    """Field (jsonl) or column (parquet) with the document's text. A row in which it is null is skipped."""
     invalid_utf8: Literal["error", "replace"] = "error"
     """Treatment of bytes that are not UTF-8. error: stop and report the position. replace: use U+FFFD and count them.
     """

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from itertools import chain
 
 from lm.common.errors import UserError
 from lm.text.config import DataConfig
@@ -32,7 +31,7 @@ def stream_documents(
     if file_format == "jsonl":
         rows = _jsonl_rows(url, config, statistics, digest)
     else:
-        rows = _parquet_rows(url, config.text_field)
+        rows = _parquet_rows(url, config, statistics)
     for row_name, document in rows:
         if config.separator in document:
             if config.separator_in_document == "error":
@@ -84,7 +83,7 @@ def split_documents(texts: Iterable[str], separator: str) -> Iterator[str]:
 def _jsonl_rows(
     url: str, config: DataConfig, statistics: TextStatistics, digest: "hashlib._Hash | None"
 ) -> Iterator[tuple[str, str]]:
-    """Yield (name of the row for messages, document)."""
+    """Yield (name of the row for messages, document); null documents are skipped."""
     with open_decompressed(url, digest) as blocks:
         lines = _split_lines(decode_utf8_blocks(blocks, url, config.invalid_utf8, statistics))
         for number, line in enumerate(lines, start=1):
@@ -97,9 +96,11 @@ def _jsonl_rows(
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{url}, {row_name}: not JSON: {error}.") from None
-            if not isinstance(row, dict) or not isinstance(row.get(config.text_field), str):
+            document = row.get(config.text_field, 0) if isinstance(row, dict) else 0
+            if not isinstance(document, str | None):
                 raise UserError(f"{url}, {row_name}: no text field {config.text_field!r}; set data.text_field.")
-            yield row_name, replace_surrogates(row[config.text_field])
+            if document is not None:
+                yield row_name, replace_surrogates(document)
 
 
 def _split_lines(blocks: Iterable[str]) -> Iterator[str]:
@@ -115,18 +116,32 @@ def _split_lines(blocks: Iterable[str]) -> Iterator[str]:
     yield "".join(parts)
 
 
-def _parquet_rows(url: str, text_field: str) -> Iterator[tuple[str, str]]:
+def _parquet_rows(url: str, config: DataConfig, statistics: TextStatistics) -> Iterator[tuple[str, str]]:
     """Yield (name of the row for messages, document); null documents are skipped."""
     import pyarrow as pa  # slow to import
 
+    field = config.text_field
     with open_parquet(url) as file:
         schema = file.schema_arrow
-        if text_field not in schema.names:
-            raise UserError(f"{url}: no column {text_field!r} among {schema.names}; set data.text_field.")
-        if schema.field(text_field).type not in (pa.string(), pa.large_string()):
-            raise UserError(f"{url}: column {text_field!r} is not text; set data.text_field.")
-        batches = file.iter_batches(columns=[text_field], batch_size=1024)
-        documents = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
-        for number, document in enumerate(documents, start=1):
-            if document is not None:
-                yield f"row {number:,}", document
+        if field not in schema.names:
+            raise UserError(f"{url}: no column {field!r} among {schema.names}; set data.text_field.")
+        kind = schema.field(field).type
+        if pa.types.is_dictionary(kind):
+            kind = kind.value_type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+            raise UserError(f"{url}: column {field!r} is not text; set data.text_field.")
+        number = 0
+        for batch in file.iter_batches(columns=[field], batch_size=1024):
+            column = batch.column(0)
+            try:
+                documents = column.to_pylist()
+            except UnicodeDecodeError:  # Parquet does not check that text is UTF-8
+                documents = column.cast(kind).cast(pa.large_binary()).to_pylist()
+            for document in documents:
+                number += 1
+                row_name = f"row {number:,}"
+                if isinstance(document, bytes):
+                    name = f"{url}, {row_name},"
+                    document = "".join(decode_utf8_blocks([document], name, config.invalid_utf8, statistics))
+                if document is not None:
+                    yield row_name, document

@@ -75,6 +75,7 @@ def test_jsonl_documents(tmp_path: Path) -> None:
     assert read_documents(write_jsonl(tmp_path / "b.jsonl", '{"body": "x"}'), DataConfig(text_field="body")) == [
         f"x{EOT}"
     ]
+    assert read_documents(write_jsonl(tmp_path / "e.jsonl", '{"text": null}', '{"text": "x"}')) == [f"x{EOT}"]
     assert read_documents(write_jsonl(tmp_path / "d.jsonl", '\ufeff{"text": "x"}')) == [f"x{EOT}"]
     assert read_documents(write_jsonl(tmp_path / "c.ndjson", r'{"text": "\ud83d\ude42 \ud83d"}')) == [f"🙂 \ufffd{EOT}"]
 
@@ -92,7 +93,6 @@ def test_lines_do_not_depend_on_the_blocks(blocks: list[str]) -> None:
         ("plain text", "not JSON"),
         ('{"body": "x"}', "no text field 'text'; set data.text_field"),
         ('{"text": 5}', "no text field"),
-        ('{"text": null}', "no text field"),
         ("[]", "no text field"),
         ('"text"', "no text field"),
     ],
@@ -130,11 +130,21 @@ def test_a_damaged_parquet_file_raises_a_user_error(tmp_path: Path) -> None:
         read_documents(str(path))
 
 
-def test_invalid_utf8_in_parquet_raises_a_user_error(tmp_path: Path) -> None:
+def test_invalid_utf8_in_parquet_raises_a_user_error_or_is_replaced(tmp_path: Path) -> None:
     offsets = pa.py_buffer(bytes([0, 0, 0, 0, 2, 0, 0, 0]))
-    text = pa.Array.from_buffers(pa.string(), 1, [None, offsets, pa.py_buffer(b"\xff\xfe")])
-    with pytest.raises(UserError, match="is not a readable Parquet file"):
-        read_documents(write_parquet(tmp_path / "a.parquet", text=text))
+    text = pa.Array.from_buffers(pa.string(), 1, [None, offsets, pa.py_buffer(b"a\xff")])
+    url = write_parquet(tmp_path / "a.parquet", text=text)
+    with pytest.raises(UserError, match=r"a\.parquet, row 1, is not UTF-8: byte 0xff at offset 1"):
+        read_documents(url)
+    statistics = TextStatistics()
+    assert read_documents(url, DataConfig(invalid_utf8="replace"), statistics) == [f"a\ufffd{EOT}"]
+    assert statistics.replaced == 1
+
+
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
+def test_every_arrow_type_of_text_is_read(tmp_path: Path, kind: pa.DataType) -> None:
+    text = pa.array(["a", None, "日本", "a"]).cast(kind)
+    assert read_documents(write_parquet(tmp_path / "a.parquet", text=text)) == [f"a{EOT}", f"日本{EOT}", f"a{EOT}"]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
