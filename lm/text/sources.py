@@ -7,7 +7,7 @@ import hashlib
 import io
 import lzma
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -25,7 +25,8 @@ BLOCK_BYTES = 1 << 20  # per read
 _RANGE_BLOCK_BYTES = 8 << 20  # per request, when ranges of a remote file are read in order
 ByteRanges = Sequence[tuple[int, int]]  # (start, end) of parts of a file, ascending
 
-
+# Of web servers, S3, Google, Azure and other file systems; ``memory`` replaces a file at each write.
+_MODIFICATION_TIMES = ("Last-Modified", "LastModified", "updated", "last_modified", "mtime", "created")
 _RANGED_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"}
 
 # Not fsspec's table: its zstd may be the package zstandard, which does not notice a truncated file.
@@ -63,7 +64,13 @@ def expand_urls(patterns: Iterable[str]) -> list[str]:
         fs, path = open_filesystem(pattern)
         try:
             is_literal = not glob.has_magic(path) or fs.exists(path)
-            matches = [path] if is_literal else sorted(str(match) for match in fs.glob(path) if fs.isfile(match))
+            found = {path: {"type": "file"}} if is_literal else fs.glob(path, detail=True)
+            # The listing tells files from directories, except for links.
+            matches = sorted(
+                name
+                for name, info in found.items()
+                if info["type"] == "file" or (info.get("islink") and fs.isfile(name))
+            )
         except Exception as error:  # each file system has its own exceptions
             raise _source_error(f"{pattern} cannot be listed", error) from error
         if not matches:
@@ -113,8 +120,18 @@ def source_version(url: str) -> tuple[int, str] | None:
         info = fs.info(path)
     except Exception:  # missing or unreachable: opening the source reports it
         return None
-    version = info.get("ETag") or info.get("mtime") or info.get("LastModified") or info.get("Last-Modified")
-    return (int(info["size"]), str(version)) if version and info.get("size") is not None else None
+    version, _ = remote_version(info)
+    return (int(info["size"]), version) if version and info.get("size") is not None else None
+
+
+def remote_version(info: Mapping[str, Any]) -> tuple[str, str]:
+    """Return (version string, ETag) from fsspec's metadata of a remote file; each is empty if there is none.
+
+    The version is the ETag or the time of the last modification. Each store has its own names for them.
+    """
+    etag = str(info.get("ETag") or info.get("etag") or "")
+    times = (info.get(name) for name in _MODIFICATION_TIMES)
+    return etag or str(next(filter(None, times), "")), etag
 
 
 def hash_source(url: str) -> Source:

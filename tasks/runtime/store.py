@@ -26,7 +26,7 @@ from lm.common.cpu import available_cpus
 from lm.common.errors import UserError
 from lm.common.fsync import sync_path
 from lm.text.retry import NOT_FOUND_ERRORS, retry_request, translate_errors
-from lm.text.sources import is_range_past_end, open_filesystem
+from lm.text.sources import is_range_past_end, open_filesystem, remote_version
 from tasks.runtime.verified_files import open_verified_files
 
 LOCK_FILE = ".lock"  # in the root while it is used, and beside the attempts of an output while it is made
@@ -301,8 +301,7 @@ class Store:
         with suppress(*NOT_FOUND_ERRORS):
             for path, info in self._request(lambda: self.fs.find(base, detail=True)).items():  # one listing for all
                 name, size = posixpath.relpath(path, base), int(info["size"])
-                etag = str(info.get("ETag") or info.get("etag") or "")
-                version = etag or str(info.get("LastModified") or info.get("created") or "")
+                version, etag = remote_version(info)
                 if names is None or name in names:
                     stats[name] = FileStat(size, version and f"{size}-{version}", etag)
         return stats

@@ -26,6 +26,7 @@ from lm.text.sources import (
     is_plain_local_file,
     open_decompressed,
     open_ranges,
+    remote_version,
     source_version,
 )
 from lm.text.statistics import TextStatistics
@@ -62,6 +63,20 @@ def test_a_missing_file_raises_a_user_error(tmp_path: Path) -> None:
     assert expand_urls([url]) == [url]
 
 
+@pytest.mark.parametrize(
+    ("info", "expected"),
+    [
+        ({"ETag": '"a1"', "LastModified": "2026-01-01"}, ('"a1"', '"a1"')),  # S3
+        ({"etag": "CJ", "updated": "2026-01-01", "mtime": "2026-01-01"}, ("CJ", "CJ")),  # Google
+        ({"etag": "0x8D", "last_modified": "2026-01-01", "creation_time": "2025"}, ("0x8D", "0x8D")),  # Azure
+        ({"ETag": None, "Last-Modified": "Thu, 01 Jan"}, ("Thu, 01 Jan", "")),  # a web server
+        ({"size": 5}, ("", "")),
+    ],
+)
+def test_each_store_has_its_names_for_the_version(info: dict[str, Any], expected: tuple[str, str]) -> None:
+    assert remote_version(info) == expected
+
+
 def test_a_directory_raises_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is a directory; name its files, such as"):
         hash_source(str(tmp_path))
@@ -95,9 +110,12 @@ def test_matches_of_a_glob_are_sorted_and_patterns_keep_their_order(
     for name in ("b.txt", "a.txt", "c.jsonl", "odd[1].txt"):
         (tmp_path / name).write_text("x")
     (tmp_path / "folder.txt").mkdir()
+    (tmp_path / "link.txt").symlink_to("a.txt")
+    (tmp_path / "folder-link.txt").symlink_to("folder.txt")
+    (tmp_path / "broken-link.txt").symlink_to("none.txt")
     monkeypatch.chdir(tmp_path)
     urls = expand_urls(["c.jsonl", "*.txt", str(tmp_path / "odd[1].txt"), "demo:3"])
-    names = ["c.jsonl", "a.txt", "b.txt", "odd[1].txt", "odd[1].txt"]
+    names = ["c.jsonl", "a.txt", "b.txt", "link.txt", "odd[1].txt", "odd[1].txt"]
     assert urls == [*(str(tmp_path / name) for name in names), "demo:3"]
     assert expand_urls([f"file://{tmp_path}/a.txt"]) == [str(tmp_path / "a.txt")]
 
@@ -333,3 +351,18 @@ def test_sources_on_s3(bucket: Any, tmp_path: Path) -> None:
             hash_source(url)
     with pytest.raises(UserError, match="No file matches"):
         expand_urls(["s3://corpus/*.csv"])
+
+
+def test_a_glob_in_a_bucket_asks_for_no_single_file(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a.txt", "b.txt", "folder.txt/c.txt"):
+        bucket.pipe(f"corpus/{name}", b"x")
+    requests: list[str] = []
+    call = type(bucket)._call_s3
+
+    async def spy(fs: Any, method: str, *arguments: Any, **options: Any) -> Any:
+        requests.append(method)
+        return await call(fs, method, *arguments, **options)
+
+    monkeypatch.setattr(type(bucket), "_call_s3", spy)
+    assert expand_urls(["s3://corpus/*.txt"]) == ["s3://corpus/a.txt", "s3://corpus/b.txt"]
+    assert requests.count("head_object") <= 1, "for a file whose name is the pattern"
