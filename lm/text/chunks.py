@@ -78,7 +78,10 @@ def cut_chunks(
                     digest, search_start = hashlib.sha256(), max(start, min(stop, min_end - longest))
                     if has_checksums:  # before the search, so that the file is read in order
                         _update_digest(digest, file, start, search_start)
-                    end = _find_cut(file, start, stop, min_end, min_end + target_bytes, specials, pattern)
+                    try:
+                        end = _find_cut(file, start, stop, min_end, min_end + target_bytes, specials, pattern)
+                    except EOFError:
+                        raise UserError(f"{path} was cut short while it was read; run the pipeline again.") from None
                     if has_checksums:
                         _update_digest(digest, file, search_start, end)
                     sha256 = digest.hexdigest() if has_checksums else ""
@@ -132,7 +135,7 @@ def _find_cut(
     file: IO[bytes], start: int, stop: int, min_end: int, min_space: int, specials: Sequence[bytes], pattern: Pattern
 ) -> int:
     """Return the end of a chunk that continues at byte ``start``: the end of the first special token at ``min_end`` or
-    later, or the first white space at ``min_space`` or later, or ``stop``."""
+    later, or the first white space at ``min_space`` or later, or ``stop``. Raises EOFError if the file ends before."""
     longest = max(map(len, specials), default=1)
     # Overlapping special tokens are ambiguous unless the search starts at a known boundary.
     position = start if _overlap(tuple(specials)) else max(start, min_end - longest)
@@ -142,7 +145,7 @@ def _find_cut(
     searched = 0  # index in ``data`` before which there is no cut: the last window had more text before it to look at
     while position + len(data) < stop:
         if not (block := file.read(min(_WINDOW_BYTES, stop - position - len(data)))):
-            raise UserError(f"{file.name} was cut short while it was read; run the pipeline again.")
+            raise EOFError
         data += block
         # A special token that begins at ``limit`` or later may continue in the next block.
         limit = len(data) - longest + 1 if position + len(data) < stop else len(data)

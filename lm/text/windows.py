@@ -34,8 +34,9 @@ def windows(
                 yield buffer, end, False
                 position = int(cursor[0]["position"])
                 rest = buffer[position:end]
-                limit = max(size, 4 * len(rest))  # growth bounds repeated scans of a long pretoken
-                if limit > _MAX_WINDOW_BYTES:
+                # Growth bounds repeated scans of a long pretoken.
+                limit = max(size, min(4 * len(rest), _MAX_WINDOW_BYTES))
+                if len(rest) >= limit:
                     raise UserError(f"One pretoken is longer than {_MAX_WINDOW_BYTES >> 30} GB; break the text up.")
                 outgrown = limit + PADDING > len(buffer)
                 if outgrown:

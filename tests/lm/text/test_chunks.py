@@ -1,12 +1,14 @@
 """Chunks: where text is cut, and that pretoken counts do not depend on it."""
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -240,18 +242,26 @@ def test_a_file_shorter_than_its_ranges_raises_a_user_error(tmp_path: Path) -> N
         list(cut_chunks(paths, [EOT], 10, ranges=[[(0, 5)]]))
 
 
-def test_a_file_truncated_while_it_is_read_raises_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_a_file_truncated_while_it_is_read_raises_a_user_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_remote: bool
+) -> None:
     """Without this error the search for a cut would not end."""
-    paths = write_files(tmp_path, ["x" * 100_000])
+    path = f"memory:/{tmp_path}/0.txt" if is_remote else write_files(tmp_path, ["x" * 100_000])[0]
+    if is_remote:
+        MemoryFileSystem().pipe(path, b"x" * 100_000)
     original = lm.text.chunks._overlap
 
     def truncate_and_call(specials: Sequence[bytes]) -> bool:
-        Path(paths[0]).write_text("x" * 20_000)
+        if is_remote:
+            MemoryFileSystem.store[f"{tmp_path}/0.txt"].truncate(20_000)
+        else:
+            os.truncate(path, 20_000)
         return original(specials)
 
     monkeypatch.setattr("lm.text.chunks._overlap", truncate_and_call)
     with pytest.raises(UserError, match=r"0\.txt was cut short while it was read"):
-        list(cut_chunks(paths, [EOT], 50_000))
+        list(cut_chunks([path], [EOT], 50_000))
 
 
 def test_no_files_and_empty_files_have_no_chunks(tmp_path: Path) -> None:
