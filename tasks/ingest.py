@@ -6,7 +6,14 @@ from dataclasses import asdict
 from typing import Any
 
 from lm.text.config import DataConfig
-from lm.text.ingest import HELD_OUT, GroupTexts, combine_groups, join_files, read_group
+from lm.text.ingest import (
+    HELD_OUT,
+    GroupTexts,
+    combine_groups,
+    join_files,
+    read_group,
+    warn_about_repeated_sources,
+)
 from lm.text.retry import retry_reading
 from lm.text.sources import Source
 from tasks.pages import stages as pages
@@ -21,8 +28,10 @@ log = logging.getLogger(__name__)
 
 
 def find_sources(data: DataConfig, store: Store) -> tuple[list[Source], list[Source]]:
-    """Return the sources for training and for validation; see :func:`describe_sources`."""
-    return describe_sources(data.train, store), describe_sources(data.valid, store)
+    """Return the sources for training and for validation; see :func:`describe_sources`. Warns if some are equal."""
+    train, valid = describe_sources(data.train, store), describe_sources(data.valid, store)
+    warn_about_repeated_sources(train, valid)
+    return train, valid
 
 
 @stage("ingest-group", is_mapped=True)

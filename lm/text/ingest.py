@@ -6,6 +6,7 @@ Groups of sources are read independently, in parallel. :func:`combine_groups` th
 import hashlib
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, count, groupby, pairwise
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _MAX_GROUP_BYTES = 1 << 30  # of stored sources; a larger source is a group of its own
 _MAX_GROUP_SOURCES = 1024
+_MAX_SOURCES_NAMED = 6  # in a warning
 HELD_OUT = "held-out.txt"  # the documents of a group that are held out
 
 
@@ -99,6 +101,23 @@ class Split:
 
     selections: list[tuple[Selection, int]]
     statistics: TextStatistics
+
+
+def warn_about_repeated_sources(train: Sequence[Source], valid: Sequence[Source]) -> None:
+    """Log a warning if sources have the same bytes: within the training or the validation text, or in both."""
+    for name, sources in (("training", train), ("validation", valid)):
+        copies = Counter(source.sha256 for source in sources)
+        if repeated := [source.url for source in sources if copies[source.sha256] > 1]:
+            log.warning("The %s text holds the same source more than once: %s.", name, _list_some(repeated))
+    train_digests = {source.sha256 for source in train}
+    if shared := [source.url for source in valid if source.sha256 in train_digests]:
+        log.warning("Validation text is also training text, so its loss will be too low: %s.", _list_some(shared))
+
+
+def _list_some(urls: Iterable[str]) -> str:
+    names = [*dict.fromkeys(urls)]
+    others = len(names) - _MAX_SOURCES_NAMED
+    return ", ".join(names[:_MAX_SOURCES_NAMED]) + (f" and {others:,} more" if others > 0 else "")
 
 
 def group_sources(sources: Iterable[Source]) -> list[list[Source]]:
