@@ -86,16 +86,14 @@ def find_role_problem(messages: Sequence[Any], last_role: Literal["user", "assis
     for index, message in enumerate(messages):
         if not (isinstance(message, Mapping) and isinstance(message.get("content"), str)):
             return f"message {index} has no content; it must be an object with a role and a text"
-    has_system = bool(messages) and messages[0].get("role") == "system"
-    for index, (message, role) in enumerate(
-        zip(messages[has_system:], cycle(("user", "assistant")), strict=False), int(has_system)
-    ):
+    first = 1 if messages and messages[0].get("role") == "system" else 0
+    for index, (message, role) in enumerate(zip(messages[first:], cycle(("user", "assistant")), strict=False), first):
         if message.get("role") != role:
             return (
                 f"message {index} has the role {reprlib.repr(message.get('role'))}, not {role!r}; the roles must be "
                 "system (optional), user, assistant, user and so on"
             )
-    if len(messages) == has_system or messages[-1]["role"] != last_role:
+    if len(messages) == first or messages[-1]["role"] != last_role:
         return f"message {len(messages)}, from the {last_role}, is missing"
     return None
 

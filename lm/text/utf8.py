@@ -36,7 +36,11 @@ def decode_utf8_blocks(
 
 def replace_surrogates(text: str) -> str:
     """Join surrogate pairs to one character and replace each lone surrogate, which UTF-8 lacks, by U+FFFD."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    try:
+        text.encode()  # faster than a conversion, and most texts have none
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def encode_utf8(text: str) -> bytes:
