@@ -219,7 +219,7 @@ class _Unit:
     def free(self) -> None:
         """Make the modules' parameters this rank's rows, and free the memory of the others."""
         if self._gather is not None:  # gathered ahead and not used
-            self._gather.work.wait()
+            self._gather.wait()
             self._gather = None
         if self._is_gathered:
             self._is_gathered = False

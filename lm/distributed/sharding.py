@@ -14,6 +14,8 @@ from torch import Tensor
 from lm.common.phases import in_phase
 from lm.distributed.process_group import get_rank, get_world_size
 
+_MAX_PADDING = 1.25  # of a buffer whose shares are made equal
+
 Bounds = list[int]
 """``world_size + 1`` row numbers: the first row of each rank, and the number of rows."""
 
@@ -48,14 +50,22 @@ class Transfer(NamedTuple):
     """A collective under way."""
 
     buffer: Tensor
-    work: Any
+    works: list[Any]
+    source: Tensor
+    """Must live until the end of the collective."""
+
+    def wait(self) -> None:
+        """Wait for the end of the collective."""
+        for work in self.works:
+            work.wait()
 
 
 class RowExchange:
     """Collectives for the rows of some tensors. Each rank has its own rows of every tensor.
 
     ``tensors`` give the shapes and the device. The rows travel in one buffer of ``dtype``, so that a collective moves
-    many tensors.
+    many tensors. It is padded to equal shares of the ranks. If whole tensors make the shares too unequal for that, each
+    share travels in a collective of its own.
     """
 
     def __init__(
@@ -71,43 +81,64 @@ class RowExchange:
             for x, tensor_bounds in zip(tensors, bounds, strict=True)
         ]
         by_rank = [list(column) for column in zip(*counts, strict=True)]
-        self.places = [[slice(*ends) for ends in pairwise(accumulate(row, initial=0))] for row in by_rank]
-        self.elements = max(map(sum, by_rank))
+        sizes = [sum(row) for row in by_rank]
+        padded = [max(sizes)] * len(sizes)
+        self.is_padded = sum(padded) <= _MAX_PADDING * sum(sizes)
+        self.shares = _consecutive_slices(padded if self.is_padded else sizes)
+        self.places = [_consecutive_slices(row, share.start) for row, share in zip(by_rank, self.shares, strict=True)]
         self.bounds = bounds
 
     @in_phase("communication")
     def start_gather(self, rows: Sequence[Tensor]) -> Transfer:
         """Send this rank's rows of each tensor to all ranks."""
-        buffer = torch.empty(len(self.places), self.elements, dtype=self.dtype, device=self.device)
+        buffer = torch.empty(self.shares[-1].stop, dtype=self.dtype, device=self.device)
         for x, place in zip(rows, self.places[self.rank], strict=True):
-            buffer[self.rank, place] = x.flatten()
-        work = dist.all_gather_single(buffer.view(-1), buffer[self.rank], group=self.group, async_op=True)
-        return Transfer(buffer, work)
+            buffer[place] = x.flatten()
+        if self.is_padded:
+            share = buffer[self.shares[self.rank]]
+            works = [dist.all_gather_single(buffer, share, group=self.group, async_op=True)]
+        else:
+            works = [dist.broadcast(part, rank, self.group, async_op=True) for rank, part in self._parts(buffer)]
+        return Transfer(buffer, works, buffer)
 
     @in_phase("communication")
     def finish_gather(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         """Wait for the rows of all ranks, and copy them to ``tensors``."""
-        transfer.work.wait()
+        transfer.wait()
         for index, x in enumerate(tensors):
             for rank, (start, stop) in enumerate(pairwise(self.bounds[index])):
                 rows = (x if x.ndim else x[None])[start:stop]
-                rows.copy_(transfer.buffer[rank, self.places[rank][index]].view_as(rows))
+                rows.copy_(transfer.buffer[self.places[rank][index]].view_as(rows))
 
     @in_phase("communication")
     def start_average(self, tensors: Sequence[Tensor | None]) -> Transfer:
         """Begin to average whole tensors over the ranks. None stands for zeros."""
-        buffer = torch.zeros(len(self.places), self.elements, dtype=self.dtype, device=self.device)
+        buffer = torch.zeros(self.shares[-1].stop, dtype=self.dtype, device=self.device)
         for index, x in enumerate(tensors):
             if x is not None:
                 for rank, (start, stop) in enumerate(pairwise(self.bounds[index])):
-                    buffer[rank, self.places[rank][index]] = (x if x.ndim else x[None])[start:stop].flatten()
-        buffer /= len(self.places)
-        rows = torch.empty_like(buffer[0])
-        work = dist.reduce_scatter_single(rows, buffer.view(-1), group=self.group, async_op=True)
-        return Transfer(rows, (work, buffer))  # the buffer must live until the end of the collective
+                    buffer[self.places[rank][index]] = (x if x.ndim else x[None])[start:stop].flatten()
+        buffer /= len(self.shares)
+        share = buffer[self.shares[self.rank]]
+        if self.is_padded:
+            rows = torch.empty_like(share)
+            works = [dist.reduce_scatter_single(rows, buffer, group=self.group, async_op=True)]
+            return Transfer(rows, works, buffer)
+        works = [dist.reduce(part, rank, group=self.group, async_op=True) for rank, part in self._parts(buffer)]
+        return Transfer(share, works, buffer)
 
     @in_phase("communication")
     def finish_average(self, transfer: Transfer) -> list[Tensor]:
         """Wait for the averages; return this rank's elements of each tensor, flat."""
-        transfer.work[0].wait()
-        return [transfer.buffer[place] for place in self.places[self.rank]]
+        transfer.wait()
+        rows = transfer.buffer if self.is_padded else transfer.buffer.clone()  # not to keep the shares of other ranks
+        start = self.shares[self.rank].start
+        return [rows[place.start - start : place.stop - start] for place in self.places[self.rank]]
+
+    def _parts(self, buffer: Tensor) -> list[tuple[int, Tensor]]:
+        """Return each rank that has elements, and its share of the buffer."""
+        return [(rank, buffer[share]) for rank, share in enumerate(self.shares) if share.start < share.stop]
+
+
+def _consecutive_slices(sizes: Sequence[int], start: int = 0) -> list[slice]:
+    return [slice(*ends) for ends in pairwise(accumulate(sizes, initial=start))]

@@ -72,13 +72,16 @@ def predict_training_memory(
     )
     recomputed = blocks[-1] if has_checkpointing else 0
     last_copies = copies // config.num_layers if has_checkpointing else copies
-    held = _held_bytes(parallel, world_size, weights, state, 4 * hidden // config.num_layers, head)
+    matrices = _hidden_matrices(config)
+    bucket = max(MAX_BUCKET_BYTES, head, *(4 * math.prod(shape) for shape in matrices))
+    held = _held_bytes(parallel, world_size, weights, state, 4 * hidden // config.num_layers, head, bucket)
     earlier = weights if gradient_accumulation_steps > 1 and parallel not in ("ddp", "zero1") else 0
     share = world_size if parallel in ("zero2", "fsdp") else 1
     state_share = 1 if parallel in ("none", "ddp") else world_size
     # Muon updates all matrices of a shape together: a float32 copy, two in the type of the products and some smaller
     # products; at the end the float32 result.
-    update = (4 + 3 * element) * _largest_shape(config) // state_share if optimizer == "muon" else 0
+    largest_shape = max(number * math.prod(shape) for shape, number in matrices.items())
+    update = (4 + 3 * element) * largest_shape // state_share if optimizer == "muon" else 0
     if device_type == "cuda":
         update = max(update, weights // state_share)  # AdamW's denominators
     peak = max(
@@ -112,15 +115,18 @@ class _Held(NamedTuple):
     at_update: int
 
 
-def _held_bytes(parallel: ParallelKind, world_size: int, weights: int, state: int, block: int, head: int) -> _Held:
+def _held_bytes(
+    parallel: ParallelKind, world_size: int, weights: int, state: int, block: int, head: int, bucket: int
+) -> _Held:
+    """``bucket``: bytes of weights that ShardedOptimizer gathers together, at least those of one tensor."""
     if parallel == "none":
         return _Held(weights + state, weights + state, 2 * weights + state, 2 * weights + state)
     if parallel in ("ddp", "zero1"):
         base = 2 * weights + (state if parallel == "ddp" else state // world_size)  # buckets hold the gradients
-        gathered = 0 if parallel == "ddp" else 2 * min(weights, 2 * MAX_BUCKET_BYTES)  # gloo has a copy of a buffer
+        gathered = 0 if parallel == "ddp" else 2 * min(weights, 2 * bucket)  # gloo has a copy of a buffer
         # The gradients of the bucket that is not sent yet, see lm.distributed.ddp.
-        bucket = min(weights, gradient_bucket_bytes(weights))
-        return _Held(base, base, base + bucket, base + gathered)
+        unsent = min(weights, gradient_bucket_bytes(weights))
+        return _Held(base, base, base + unsent, base + gathered)
     base = (weights + state) // world_size
     # A block's gradients, and those of the unit before in the buffer that is sent.
     sent = block + head + head // world_size
@@ -130,8 +136,8 @@ def _held_bytes(parallel: ParallelKind, world_size: int, weights: int, state: in
     return _Held(base + head, base + 2 * block + sent, base + gradients + 4 * block + head, base + gradients)
 
 
-def _largest_shape(config: ModelConfig) -> int:
-    """Return the elements of all hidden matrices of the shape that has the most."""
+def _hidden_matrices(config: ModelConfig) -> Counter[tuple[int, ...]]:
+    """Return the number of hidden matrices of each shape."""
     counts: Counter[tuple[int, ...]] = Counter()
     d, q, kv = config.d_model, config.num_heads * config.head_width, config.kv_heads * config.head_width
     for layer in range(config.num_layers):
@@ -143,9 +149,8 @@ def _largest_shape(config: ModelConfig) -> int:
             experts = config.moe.num_experts
             shapes += [(experts, width, d), (experts, d, width), *([(experts, width, d)] if _has_gate(config) else [])]
         shapes += [(dense_width, d), (d, dense_width), *([(dense_width, d)] if _has_gate(config) else [])]
-        for shape in shapes:
-            counts[shape] += math.prod(shape)
-    return max(counts.values())
+        counts.update(shapes)
+    return counts
 
 
 def _has_gate(config: ModelConfig) -> bool:
