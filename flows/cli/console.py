@@ -1,7 +1,10 @@
-"""The project's log lines in the terminal."""
+"""Log lines and messages of a command on stderr. If they cannot be written, the command goes on."""
 
 import logging
+import os
 import sys
+from contextlib import suppress
+from typing import TextIO
 
 from tqdm import tqdm
 
@@ -13,7 +16,10 @@ class _ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name != group_log.name or record.levelno > logging.INFO:  # a progress bar counts the parts
-            tqdm.write(self.format(record), file=sys.stderr)
+            try:
+                tqdm.write(self.format(record), file=sys.stderr)
+            except Exception:  # a log line that cannot be written must not end a training
+                self.handleError(record)
 
 
 _console_handler = _ConsoleHandler()
@@ -27,3 +33,28 @@ def log_to_console() -> None:
         logger.propagate = False  # the root logger has Prefect's console handler
         logger.setLevel(logging.INFO)
         logger.addHandler(_console_handler)
+
+
+def open_closed_streams() -> None:
+    """Open the null device in place of a stderr that was closed before the start."""
+    if sys.stderr is None:  # print and tqdm would write to stdout
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 # open until the process ends
+
+
+def print_message(message: str) -> None:
+    """Print a message to stderr, unless it cannot be written."""
+    with suppress(OSError):
+        print(message, file=sys.stderr)
+
+
+def flush_messages() -> None:
+    """Write what is left for stderr, or discard it: else Python fails when it flushes at the end."""
+    try:
+        sys.stderr.flush()
+    except OSError:
+        discard_stream(sys.stderr)
+
+
+def discard_stream(stream: TextIO) -> None:
+    """Discard what a stream has not written yet and will write."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -19,6 +19,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings  # type: ignore[attr-defined]
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
+from flows.cli.console import discard_stream, flush_messages, open_closed_streams, print_message
 from flows.config import PRESETS, PipelineConfig, StageName, preset_names, preset_path
 from flows.posttrain_config import POSTTRAIN_PRESETS, PosttrainConfig, PosttrainStage
 from flows.prefect_support.signals import STOPPED_MESSAGE, find_interrupt, is_sigterm, raise_terminated
@@ -271,6 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
     exceptions are bugs and propagate.
     """
     signal.signal(signal.SIGTERM, raise_terminated)
+    open_closed_streams()
     for name, value in _PREFECT_SETTINGS.items():
         os.environ.setdefault(name, value)
     try:
@@ -279,30 +281,26 @@ def main(arguments: list[str] | None = None) -> int:
             sys.stdout.flush()
     except BaseException as error:
         if interrupt := find_interrupt(error):
-            print(STOPPED_MESSAGE, file=sys.stderr)
+            print_message(STOPPED_MESSAGE)
             code = 143 if is_sigterm(interrupt) else 130
         elif isinstance(error, UserError):
-            print(f"textmill: {error}", file=sys.stderr)
+            print_message(f"textmill: {error}")
             code = 2
         elif isinstance(error, BrokenPipeError) and _is_output_closed():  # e.g. head has read enough
-            _discard_output()
+            discard_stream(sys.stdout)
             code = 141
         elif isinstance(error, OSError) and error.errno == errno.ENOSPC and _is_output_full():
-            _discard_output()
-            print(f"textmill: The output cannot be written: {error.strerror}.", file=sys.stderr)
+            discard_stream(sys.stdout)
+            print_message(f"textmill: The output cannot be written: {error.strerror}.")
             code = 2
         else:
             raise
+    flush_messages()
     if "flows.run_stages" in sys.modules:  # otherwise no flow can have run, and importing Prefect would take seconds
         from flows.prefect_support.liveness import exit_if_server_is_gone
 
         exit_if_server_is_gone(code)
     return code
-
-
-def _discard_output() -> None:
-    """Leave what is not written yet: else Python fails when it flushes at the end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_output_closed() -> bool:

@@ -132,6 +132,17 @@ def test_an_output_that_cannot_be_written_is_one_message(tmp_path: Path) -> None
     assert (done.stderr, done.returncode) == (message, 2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-"])
+def test_messages_that_cannot_be_written_do_not_end_a_command(redirection: str, tiny: Path) -> None:
+    script = f'exec "$@" {redirection}'
+    common = ["--config", str(tiny), "--root", str(tiny.parent)]
+    for arguments, code in ((["plan", *common, "--budget", "2h", "--train.steps", "9"], 0), (["rum"], 2)):
+        done = subprocess.run(["sh", "-c", script, "sh", *TEXTMILL, *arguments], stdout=subprocess.PIPE, check=False)
+        assert done.returncode == code
+        assert b"ingest" in done.stdout if code == 0 else not done.stdout
+
+
 def test_an_unknown_field_of_a_config_file_is_named(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
