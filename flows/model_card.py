@@ -11,6 +11,8 @@ from tasks.pages.markdown import code, table
 from tasks.runtime.output import Ref, open_output
 
 _DATA_SECTIONS = ("data", "dialogs")  # of the configuration of a run
+_SOURCE_FIELDS = ("train", "valid", "task_train", "task_test")  # of these sections
+_LOCAL_PROTOCOLS = ("file", "local")
 
 
 def training_details(model: RunModel) -> str:
@@ -37,7 +39,8 @@ def training_details(model: RunModel) -> str:
 def _data_tables(config: dict[str, Any]) -> Iterator[str]:
     sections = [config[name] for name in _DATA_SECTIONS if name in config]
     for section in sections:
-        yield table(("option", "value"), [(name, code(json.dumps(_public(value)))) for name, value in section.items()])
+        public = {name: [*map(_public, value)] if name in _SOURCE_FIELDS else value for name, value in section.items()}
+        yield table(("option", "value"), [(name, code(json.dumps(value))) for name, value in public.items()])
 
 
 def _digests(model: RunModel, record: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -55,8 +58,7 @@ def _options(parameters: dict[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield f"{prefix}{name}", value
 
 
-def _public(value: Any) -> Any:
-    """Return a value of the configuration without the directories of local paths."""
-    if isinstance(value, list):
-        return [_public(item) for item in value]
-    return Path(value).name if isinstance(value, str) and "/" in value and "://" not in value else value
+def _public(source: str) -> str:
+    """Return the URL or path of a source without the directories of a local path."""
+    protocol, separator, _ = source.partition("://")
+    return source if separator and protocol not in _LOCAL_PROTOCOLS else Path(source).name
