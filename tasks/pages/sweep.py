@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _MAX_ROWS = 100
 _MAX_NAMED_CURVES = 10  # the best; the others are grey
+_MAX_GRID_VALUES = 20  # of an axis of the heat map; a search has another value at each trial
 _MIN_LOG_RATIO = 4  # between the largest and the smallest value of an axis with a log scale
 
 
@@ -47,7 +48,8 @@ def sweep(
     for name in report.axes:
         yield from _loss_over_axis(report, results, name)
     if len(varied := [name for name in report.axes if len(_values(report, name)) > 1]) == 2:
-        yield _heat_map(report, results, *varied)
+        draw = _scatter if any(len(_values(report, name)) > _MAX_GRID_VALUES for name in varied) else _heat_map
+        yield draw(report, results, *varied)
     if law:
         yield from _scaling_law(law[0].json("law.json"), results[len(trials) :], _loss_axis(_has_validation(results)))
     path = out.directory / "best.yaml"
@@ -159,9 +161,13 @@ def _loss_over_axis(report: "SweepReport", results: "list[TrialResult]", name: s
     for index, result in enumerate(results):
         if result.state == "diverged":
             axes.axvline(report.value(index, name), color="tab:red", linewidth=1, linestyle=":")
-    if values[0] > 0 and values[-1] / values[0] >= _MIN_LOG_RATIO:
-        axes.set_xscale("log")
+    axes.set_xscale(_scale(values))
     yield embed_figure(figure, f"Loss over {name}; dotted red: diverged")
+
+
+def _scale(numbers: Sequence[float]) -> str:
+    """Return the scale of an axis with these numbers, which are sorted."""
+    return "log" if numbers[0] > 0 and numbers[-1] / numbers[0] >= _MIN_LOG_RATIO else "linear"
 
 
 def _is_number(value: Any) -> bool:
@@ -189,6 +195,22 @@ def _heat_map(report: "SweepReport", results: "list[TrialResult]", x_name: str, 
             text = "–" if math.isnan(loss) else f"{loss:.3f}"
             axes.text(column, row, text, ha="center", va="center", fontsize=8, bbox={"fc": "white", "alpha": 0.6})
     figure.colorbar(picture)
+    return embed_figure(figure, title)
+
+
+def _scatter(report: "SweepReport", results: "list[TrialResult]", x_name: str, y_name: str) -> str:
+    """Draw the loss of each finished point as the colour of a dot over two axes."""
+    title = f"Loss over {x_name} and {y_name}"
+    figure, axes = new_figure(title, x_name, y_name)
+    figure.set_size_inches(8, 6)
+    finished = [(index, loss) for index, result in enumerate(results) if (loss := _loss(result)) is not None]
+    places = []
+    for name, set_scale in ((x_name, axes.set_xscale), (y_name, axes.set_yscale)):
+        values, at = _values(report, name), [report.value(index, name) for index, _ in finished]
+        if is_numeric := all(map(_is_number, values)):
+            set_scale(_scale(values))
+        places.append([math.nan if value is None else value if is_numeric else _drawn(value) for value in at])
+    figure.colorbar(axes.scatter(*places, c=[loss for _, loss in finished], cmap="viridis_r"))
     return embed_figure(figure, title)
 
 
@@ -223,14 +245,13 @@ def _scaling_law(content: dict[str, Any], check: "list[TrialResult]", unit: str)
         for fields in law["parabolas"]
     ]
     yield table(header, rows)
-    names = {"parameters": "parameters", "tokens": "tokens", "loss": "loss"}
     laws = [
         (
-            title,
+            name,
             f"{law[name]['coefficient']:.4g} · FLOPs^{law[name]['exponent']:.4f}",
             f"{law[name]['exponent_error']:.4f}",
         )
-        for name, title in names.items()
+        for name in ("parameters", "tokens", "loss")
     ]
     yield table(("of the best size", "power law", "standard error of the exponent"), laws)
     if not prediction:

@@ -1,7 +1,10 @@
 """The flow ``sweep``: tables, cache, divergence, search, mistakes."""
 
+import base64
 import csv
+import io
 import math
+import re
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 from flows.chain import PIPELINE
 from flows.cli.parser import main
@@ -410,6 +414,14 @@ def test_a_dollar_sign_begins_no_formula(tmp_path: Path) -> None:
     cases = [{"variant": r"$\frac$"}, {"variant": "$x"}]
     axes = [Axis(cases=cases), Axis(option="train.max_lr", values=[0.1, 0.2])]
     assert r"$\frac$" in draw_page(SweepConfig(name="dollar", base=BASE, axes=axes), tmp_path)
+
+
+def test_a_search_is_drawn_as_dots_and_not_as_a_map_with_a_place_for_each_pair(tmp_path: Path) -> None:
+    cases = [{"train.max_lr": 10**-trial, "train.weight_decay": 0.01 * trial} for trial in range(1, 31)]
+    page = draw_page(SweepConfig(name="search", base=BASE, axes=[Axis(cases=cases)]), tmp_path)
+    drawn = re.search(r"!\[Loss over train.max_lr and train.weight_decay]\(data:image/png;base64,(.*?)\)", page)
+    assert drawn
+    assert Image.open(io.BytesIO(base64.b64decode(drawn[1]))).size == (1200, 900), "a map of 30 rows is higher"
 
 
 def test_the_isoflop_sweep_spends_its_budgets() -> None:
