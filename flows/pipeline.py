@@ -7,6 +7,7 @@ from pydantic import BeforeValidator
 
 from flows.chain import PIPELINE
 from flows.config import PipelineConfig, StageName, complete_config, load_preset
+from flows.prefect_support.deployed_run import check_deployment
 from flows.prefect_support.naming import name_run
 from flows.run_stages import TASK_RUNNER, check_device, run_stages
 
@@ -28,6 +29,9 @@ def pipeline(
         until: Last stage to run; default: all stages.
         refresh: Stages to run again even if they are cached.
     """
-    if until in (None, "train", "sample") and not config.execution.train_deployment:
-        check_device(config.execution.device)
+    if until in (None, "train", "sample"):  # before hours of other work
+        if config.execution.train_deployment:
+            check_deployment(config.execution.train_deployment)
+        else:
+            check_device(config.execution.device)
     return run_stages(PIPELINE, config, root, until, refresh)

@@ -72,7 +72,7 @@ def run_stages(chain: Chain, config: Any, root: str, until: str | None, refresh:
 
 
 def check_device(name: str) -> None:
-    """Raise UserError if the device is missing, before hours of other work."""
+    """Raise UserError if the device is missing."""
     if name not in ("auto", "cpu"):
         from lm.common.device import choose_device
 

@@ -19,15 +19,24 @@ _POLL_SECONDS = 2.0
 _PATIENCE_SECONDS = 300.0  # with a server that fails
 
 
+def check_deployment(name: str) -> None:
+    """Raise UserError if Prefect's server has no deployment ``flow/name``."""
+    with get_client(sync_client=True) as client:
+        try:
+            client.read_deployment_by_name(name)
+        except ObjectNotFound:
+            raise UserError(
+                f"There is no deployment {name}, which execution.train_deployment names; see prefect deployment ls."
+            ) from None
+
+
 def run_deployment_to_end(name: str, parameters: dict[str, Any]) -> None:
     """Run a deployment ``flow/name`` with these parameters. The run is cancelled if this one is stopped.
 
     Raises UserError if there is no such deployment, or if the run does not complete.
     """
-    try:
-        run: Any = run_deployment(name, parameters=parameters, timeout=0)
-    except ObjectNotFound:
-        raise UserError(f"There is no deployment {name}; see prefect deployment ls.") from None
+    check_deployment(name)
+    run: Any = run_deployment(name, parameters=parameters, timeout=0)
     log.info("Run %s of %s trains; it starts when a worker of its work pool is free.", run.name, name)
     with get_client(sync_client=True) as client:
         try:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
 from lm.common.cpu import available_cpus
+from lm.common.errors import UserError
 
 ParallelKind = Literal["none", "ddp", "zero1", "zero2", "fsdp"]
 AttentionForm = Literal["auto", "sdpa", "flash", "reference"]
@@ -72,6 +73,11 @@ class Execution:
 
     def __post_init__(self) -> None:
         validate_fields(self, "execution")
+        if self.train_deployment and not all(self.train_deployment.partition("/")):
+            raise UserError(
+                f"execution.train_deployment is {self.train_deployment!r}; it must be the names of a flow and its "
+                "deployment, such as pipeline/gpu-train."
+            )
 
     @property
     def workers(self) -> int:

@@ -78,6 +78,7 @@ def tiny(tmp_path: Path) -> Path:
         (["plan", "--data.train", "['latin/*.txt']"], r"caf.xe9\.txt' is not UTF-8; rename it"),
         (["verify", "~nosuchuser/x"], r"The root '~nosuchuser/x' cannot be used"),
         (["run", "--root", os.fsdecode(b"caf\xe9")], r"The root 'caf.udce9' cannot be used"),
+        (["plan", "--execution.train_deployment", "gpu-train"], r"train_deployment is 'gpu-train'.*pipeline/gpu-train"),
         (["rum"], r"rum"),
         ([], r"command"),
     ],

@@ -1,5 +1,6 @@
 """Waiting for a run of a deployment."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,10 @@ import httpx
 import pytest
 from tenacity import stop_after_attempt, wait_none
 
+from flows.pipeline import pipeline
 from flows.prefect_support import deployed_run
+from lm.common.errors import UserError
+from tests.helpers.deployed import TINY
 
 
 class FailingClient:
@@ -29,3 +33,11 @@ def test_a_failure_of_the_server_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(deployed_run._read_state.retry, "stop", stop_after_attempt(2))
     with pytest.raises(httpx.HTTPStatusError):
         deployed_run._read_state(FailingClient(3), "x")
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_missing_deployment_is_named_before_the_first_stage(tmp_path: Path) -> None:
+    config = TINY | {"execution": {"train_deployment": "pipeline/none"}}
+    with pytest.raises(UserError, match=r"no deployment pipeline/none, which execution\.train_deployment names"):
+        pipeline(config, str(tmp_path))
+    assert not list(tmp_path.glob("*/*/manifest.json"))
