@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 from flows.config import PipelineConfig, StageName
@@ -21,29 +22,63 @@ def run_pipeline(
 
 
 def run_flow(flow: Callable[..., R], *arguments: Any) -> R:
-    """Run a flow in this process and return its result. Raise UserError if Prefect's server is unreachable, or its
-    temporary server does not start."""
+    """Run a flow in this process and return its result. Raise UserError if Prefect's server is unreachable or refuses
+    the run, or if its temporary server does not start."""
     from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
 
-    from flows.prefect_support.liveness import is_server_unreachable
-
+    settings = get_current_settings()
+    if not settings.api.url:
+        _check_prefect_home(settings.home)
     # Without heartbeats the flow ends up to a second earlier. The liveness lock replaces them.
     with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
         try:
             return flow(*arguments)
         except Exception as error:
-            if "ephemeral Prefect API server" in str(error):
-                raise UserError(
-                    "Prefect's temporary server did not start in "
-                    f"{get_current_settings().server.ephemeral.startup_timeout_seconds} s. Run the same command again "
-                    "when the machine is less busy, or set PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS to more."
-                ) from error
-            if not is_server_unreachable(error):
-                raise
-            raise UserError(
-                f"Prefect's server at {get_current_settings().api.url} cannot be reached: {error}. Finished work is "
-                "kept; start the server and run the same command again, or unset PREFECT_API_URL to run without one."
-            ) from error
+            if explained := _explain_server_error(error, settings):
+                raise explained from error
+            raise
+
+
+def _check_prefect_home(home: Path) -> None:
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=home):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"Prefect's directory {home} cannot be written: {error.strerror}. Set PREFECT_HOME to another directory."
+        ) from None
+
+
+def _explain_server_error(error: Exception, settings: Any) -> UserError | None:
+    """Return a UserError for a failure of Prefect's server, and None for another error."""
+    from prefect.exceptions import PrefectHTTPStatusError
+
+    from flows.prefect_support.liveness import is_server_unreachable
+
+    if "ephemeral Prefect API server" in str(error):
+        return UserError(
+            "Prefect's temporary server did not start in "
+            f"{settings.server.ephemeral.startup_timeout_seconds} s. Run the same command again "
+            "when the machine is less busy, or set PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS to more."
+        )
+    server = f"Prefect's server at {settings.api.url}"
+    if is_server_unreachable(error):
+        return UserError(
+            f"{server} cannot be reached: {error}. Finished work is kept; start the server and run the same command "
+            "again, or unset PREFECT_API_URL to run without one."
+        )
+    if isinstance(error, PrefectHTTPStatusError) and error.response.status_code in (401, 403):
+        return UserError(
+            f"{server} refuses this client: {str(error).splitlines()[0]}. Set PREFECT_API_KEY, or for a server of your "
+            "own PREFECT_API_AUTH_STRING, to what it expects."
+        )
+    if "Failed to reach API" in str(error):
+        return UserError(
+            f"{server} does not answer like one. PREFECT_API_URL ends with /api, such as http://127.0.0.1:4200/api; "
+            "unset it to run without a server."
+        )
+    return None
 
 
 def is_server_configured() -> bool:

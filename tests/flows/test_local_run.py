@@ -1,0 +1,50 @@
+"""Flows in the process of a command: mistakes in Prefect's settings."""
+
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from prefect import flow
+from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
+
+from flows.cli.local_run import run_flow
+from lm.common.errors import UserError
+
+
+@flow
+def empty() -> None:
+    """Do nothing."""
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [(200, "does not answer like one.*ends with /api"), (404, "ends with /api"), (401, "PREFECT_API_KEY")],
+)
+def test_the_url_of_another_server_or_a_missing_key_is_one_message(status: int, message: str) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        do_POST = do_GET
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            with temporary_settings({PREFECT_API_URL: url}), pytest.raises(UserError, match=f"{url}.*{message}"):
+                run_flow(empty)
+        finally:
+            server.shutdown()
+
+
+def test_a_home_of_prefect_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    home = tmp_path / "file" / "home"
+    settings = temporary_settings({PREFECT_HOME: home}, restore_defaults={PREFECT_API_URL})
+    with settings, pytest.raises(UserError, match=f"{home} cannot be written.*PREFECT_HOME"):
+        run_flow(empty)
