@@ -1,10 +1,11 @@
 """Log lines and messages of a command on stderr. If they cannot be written, the command goes on."""
 
+import io
 import logging
 import os
 import sys
 from contextlib import suppress
-from typing import TextIO
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -35,10 +36,18 @@ def log_to_console() -> None:
         logger.addHandler(_console_handler)
 
 
-def open_closed_streams() -> None:
-    """Open the null device in place of a stderr that was closed before the start."""
+def prepare_streams() -> None:
+    """Escape characters that stdout cannot encode. Open the null device in place of a closed stdin or stderr."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    if sys.stdin is None:  # input would fail
+        sys.stdin = _open_null_device("r")
     if sys.stderr is None:  # print and tqdm would write to stdout
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 # open until the process ends
+        sys.stderr = _open_null_device("w")
+
+
+def _open_null_device(mode: str) -> Any:
+    return open(os.devnull, mode, encoding="utf-8")  # open until the process ends
 
 
 def print_message(message: str) -> None:

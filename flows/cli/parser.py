@@ -19,7 +19,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings  # type: ignore[attr-defined]
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
-from flows.cli.console import discard_stream, flush_messages, open_closed_streams, print_message
+from flows.cli.console import discard_stream, flush_messages, prepare_streams, print_message
 from flows.config import PRESETS, PipelineConfig, StageName, preset_names, preset_path
 from flows.posttrain_config import POSTTRAIN_PRESETS, PosttrainConfig, PosttrainStage
 from flows.prefect_support.signals import STOPPED_MESSAGE, find_interrupt, is_sigterm, raise_terminated
@@ -272,7 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
     exceptions are bugs and propagate.
     """
     signal.signal(signal.SIGTERM, raise_terminated)
-    open_closed_streams()
+    prepare_streams()
     for name, value in _PREFECT_SETTINGS.items():
         os.environ.setdefault(name, value)
     try:

@@ -4,6 +4,7 @@ import os
 import re
 import socket
 import subprocess
+import sys
 import threading
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from flows.cli import commands
+from flows.cli.console import prepare_streams
 from flows.cli.parser import build_parser, main, parse
 from flows.config import PRESETS, PipelineConfig, preset_path
 from flows.models import RunModel, resolve_model
@@ -142,6 +144,22 @@ def test_messages_that_cannot_be_written_do_not_end_a_command(redirection: str, 
         done = subprocess.run(["sh", "-c", script, "sh", *TEXTMILL, *arguments], stdout=subprocess.PIPE, check=False)
         assert done.returncode == code
         assert b"ingest" in done.stdout if code == 0 else not done.stdout
+
+
+@pytest.mark.slow
+def test_an_output_that_is_not_utf8_has_escapes(tmp_path: Path) -> None:
+    (tmp_path / "café").touch()
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([*TEXTMILL, "verify", tmp_path], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert r"caf\xe9" in done.stdout
+
+
+def test_a_closed_input_has_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    prepare_streams()
+    with pytest.raises(EOFError), sys.stdin:
+        input()
 
 
 def test_an_unknown_field_of_a_config_file_is_named(
