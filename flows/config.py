@@ -4,8 +4,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import yaml
-
+from flows.yaml_files import read_yaml
 from lm.common.config import PYDANTIC_CONFIG
 from lm.common.errors import UserError, did_you_mean
 from lm.common.runtime import Execution
@@ -92,7 +91,7 @@ def load_config(config_type: type[T], path: Path) -> T:
     """Return the configuration in a YAML file. Omitted fields have their defaults."""
     from pydantic import TypeAdapter
 
-    return TypeAdapter(config_type).validate_python(yaml.safe_load(path.read_text(encoding="utf-8")))
+    return TypeAdapter(config_type).validate_python(read_yaml(path))
 
 
 def has_demo_model(config: PipelineConfig) -> bool:

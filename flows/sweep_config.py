@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from flows.config import PRESETS, PipelineConfig, complete, load_preset, preset_names
+from flows.yaml_files import read_yaml
 from lm.common.config import PYDANTIC_CONFIG, bounded_field
 from lm.common.errors import UserError, did_you_mean
 from lm.common.runtime import Execution
@@ -176,26 +175,17 @@ def sweep_path(name: str) -> Path:
     )
 
 
-def _read_yaml(path: Path) -> Any:
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-
-
 def _read(path: Path) -> dict[str, Any]:
-    content = _read_yaml(path)
+    content = read_yaml(path, are_number_keys_text=True)  # the name of a size may be a number
     sizes = content.get("sizes", {}) if isinstance(content, dict) else {}
     if not isinstance(content, dict) or not isinstance(sizes, dict):
         raise UserError(f"{path} must have fields such as base, axes and sizes; see docs/experiments.md.")
-    if sizes:
-        content["sizes"] = sizes = {str(name): fields for name, fields in sizes.items()}
     for fields in (content, *sizes.values()):
         if not isinstance(fields or {}, dict) or not all(
             isinstance((fields or {}).get(name) or {}, dict) for name in _MERGED_FIELDS
         ):
             raise UserError(f"{path}: set and derive have a value for each option; see docs/experiments.md.")
-        if unknown := [str(name) for name in fields or {} if name not in _FILE_FIELDS]:
+        if unknown := [name for name in fields or {} if name not in _FILE_FIELDS]:
             raise UserError(f"{path} has an unknown field {unknown[0]!r}{did_you_mean(unknown[0], _FILE_FIELDS)}.")
     return content
 
@@ -207,7 +197,7 @@ def _base_config(base: str, folder: Path, options: Mapping[str, Any]) -> Pipelin
     """
     if Path(base).suffix in (".yaml", ".yml"):
         path = folder / Path(base).expanduser()
-        content = _read_yaml(path)
+        content = read_yaml(path)
         try:
             config: PipelineConfig = _validate(PipelineConfig, content)
         except UserError as error:

@@ -24,6 +24,7 @@ from flows.config import PRESETS, PipelineConfig, StageName, preset_names, prese
 from flows.posttrain_config import POSTTRAIN_PRESETS, PosttrainConfig, PosttrainStage
 from flows.prefect_support.signals import STOPPED_MESSAGE, find_interrupt, is_sigterm, raise_terminated
 from flows.sweep_config import SWEEP_PRESETS, load_sweep
+from flows.yaml_files import read_yaml
 from lm.common.errors import UserError, did_you_mean
 from lm.eval.config import EvaluationConfig, TeachConfig
 from lm.inference.config import Quantization, SampleConfig
@@ -88,6 +89,21 @@ class _Parser(ArgumentParser):
         raise UserError(f"{message}{hint}. See textmill --help, textmill run --help.")
 
 
+class _ConfigFile(ActionConfigFile):
+    """The option ``--config``. Its errors name the file."""
+
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
+        """Read the file, and set its options."""
+        if not Path(values).is_file():  # a text of options
+            super().__call__(parser, cfg, values, option_string)
+            return
+        read_yaml(Path(values))
+        try:
+            super().__call__(parser, cfg, values, option_string)
+        except UserError as error:
+            raise UserError(f"{values}: {error}") from None
+
+
 def build_parser(
     preset: str = "demo", posttrain_preset: str = "demo", sweep_base: PipelineConfig | None = None
 ) -> ArgumentParser:
@@ -105,7 +121,7 @@ def build_parser(
         command = add(name, description, default_config_files=[str(preset_path(preset, presets))])
         names = ", ".join(preset_names(presets))
         command.add_argument("--preset", type=str, default="demo", help=f"configuration to start from: {names}")
-        command.add_argument("--config", action=ActionConfigFile, help="YAML file of options; it overrides the preset")
+        command.add_argument("--config", action=_ConfigFile, help="YAML file of options; it overrides the preset")
         command.add_argument("--root", **_ROOT)
         if stages:
             known = ", ".join(get_args(stages))
@@ -250,8 +266,6 @@ def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
         raise UserError("An option's value has a class_path, which is not allowed.") from None
     except OverflowError as error:
         raise UserError(f"An option's number is out of range: {error}.") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"A file of --config is not UTF-8: {error}.") from None
     config = {
         **dict.fromkeys(_PIPELINE_COMMANDS, PipelineConfig),
         "posttrain": PosttrainConfig,

@@ -171,6 +171,25 @@ def test_an_unknown_field_of_a_config_file_is_named(
     assert re.search(r"train\.stepps.*did you mean '--train\.steps'", capfd.readouterr().err, re.DOTALL)
 
 
+@pytest.mark.parametrize("command", ["plan --config mine.yaml", "sweep mine.yaml --plan"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: {steps: 5, steps: 7}", "the key 'steps' is given twice"),
+        ("train: {1: 7}", "the key 1 is not text"),
+        ("- a", "mine.yaml"),
+    ],
+)
+def test_a_mistake_in_a_yaml_file_names_the_file(
+    command: str, text: str, message: str, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(text)
+    assert main(command.split()) == 2
+    error = capfd.readouterr().err
+    assert message in error and "mine.yaml" in error
+
+
 @pytest.mark.parametrize(
     "items",
     [["a.txt"], ["a b.txt", "c: d"], ["\U0001f600 #1", "-1", "null"], ['"q\'"', "a=b"]],
