@@ -16,6 +16,7 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
+import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings  # type: ignore[attr-defined]
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
@@ -240,7 +241,7 @@ def _join_lists(parser: ArgumentParser, arguments: list[str]) -> list[str]:
         return arguments
     actions = commands[arguments[0]]._option_string_actions
     types = {option: getattr(action, "_typehint", None) for option, action in actions.items()}
-    lists = {option for option, kind in types.items() if get_origin(kind) is list}
+    lists = {option: get_args(kind)[0] for option, kind in types.items() if get_origin(kind) is list}
     groups: list[list[str]] = [[]]  # each an option and the arguments after it; the first starts with the command
     for argument in arguments:
         if argument.startswith("--"):
@@ -250,12 +251,22 @@ def _join_lists(parser: ArgumentParser, arguments: list[str]) -> list[str]:
     for group in groups[1:]:
         option, equals, value = group[0].partition("=")
         items = [value, *group[1:]] if equals else group[1:]
-        is_list = len(items) == 1 and items[0].startswith("[")  # as jsonargparse takes it
-        if option in lists and items and not is_list:
+        if option in lists and items and not (len(items) == 1 and _is_list(items[0], lists[option])):
             joined.append(f"{option}={json.dumps(items, ensure_ascii=False)}")
         else:
             joined += group
     return joined
+
+
+def _is_list(text: str, item_type: Any) -> bool:
+    """Return whether a text is a list in JSON or YAML. A list of texts needs quotes: ``[END]`` is one text."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader) if text.startswith("[") else None
+    except yaml.YAMLError:
+        return False
+    if not isinstance(node, yaml.SequenceNode):
+        return False
+    return item_type is not str or all(item.style in ("'", '"') for item in node.value)
 
 
 def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:

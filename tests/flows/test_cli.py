@@ -66,7 +66,7 @@ def tiny(tmp_path: Path) -> Path:
         (["serve", "--host", ""], "--host is empty"),
         (["run", "--refresh", "merge,encod"], r"no stage 'encod' \(did you mean 'encode'"),
         (["run", "--tokenizer.vocab_size", "256"], r"vocab_size 256 is too small"),
-        (["run", "--tokenizer.special_tokens", "[a, a]"], r"given twice"),
+        (["run", "--tokenizer.special_tokens", "a", "a"], r"given twice"),
         (["run", "--tokenizer.special_tokens", "['<|endoftext|>', '']"], r"is empty"),
         (["run", "--data.separator", "<|end|>"], r"not among tokenizer\.special_tokens"),
         (["run", "--tokenizer.pattern", "(a"], r"not a regular expression"),
@@ -192,11 +192,21 @@ def test_a_mistake_in_a_yaml_file_names_the_file(
 
 @pytest.mark.parametrize(
     "items",
-    [["a.txt"], ["a b.txt", "c: d"], ["\U0001f600 #1", "-1", "null"], ['"q\'"', "a=b"]],
+    [
+        ["[END]"],
+        ["[1].txt"],
+        ["[WP] a, b"],
+        ["a.txt"],
+        ["a b.txt", "c: d"],
+        ["\U0001f600 #1", "-1", "null"],
+        ['"q\'"', "a=b"],
+    ],
 )
 def test_the_items_of_a_list_follow_its_option(items: list[str]) -> None:
     for arguments in (["--data.train", *items], [f"--data.train={items[0]}", *items[1:]]):
-        parsed = parse(build_parser(), ["plan", "--root", "r", *arguments, "--data.valid", "[v, w]", "--budget", "5m"])
+        parsed = parse(
+            build_parser(), ["plan", "--root", "r", *arguments, "--data.valid", "['v', \"w\"]", "--budget", "5m"]
+        )
         assert parsed.plan.data.train == items
         assert parsed.plan.data.valid == ["v", "w"] and parsed.plan.budget == "5m"
 
