@@ -4,24 +4,33 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+_MIN_DECIMAL, _MAX_DECIMAL = 0.001, 1e6  # of the numbers that are shown with three decimals
+
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Return a Markdown table. Columns of numbers are right-aligned."""
     rows = list(rows)
     columns = range(len(header))
-    rules = ["---:" if rows and all(_is_number(row[i]) for row in rows) else "---" for i in columns]
+    rules = ["---:" if rows and all(_is_right_aligned(row[i]) for row in rows) else "---" for i in columns]
     return "\n".join("| " + " | ".join(map(cell, row)) + " |" for row in [header, rules, *rows])
 
 
-def _is_number(value: Any) -> bool:
+def _is_right_aligned(value: Any) -> bool:
     return isinstance(value, (int, float)) or re.fullmatch(r"\**[\d.,e+-]+( %)?\**", value) is not None
 
 
+def plain(value: Any) -> str:
+    """Return a value as text; whole numbers have thousands separators, others three decimals or four digits."""
+    if isinstance(value, float):
+        return f"{value:,.3f}" if value == 0 or _MIN_DECIMAL <= abs(value) < _MAX_DECIMAL else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
 def cell(value: Any) -> str:
-    """Return a value as the text of a table cell; numbers have thousands separators."""
-    if isinstance(value, (int, float)):
-        return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
-    return str(value).replace("|", "\\|")
+    """Return a value as the text of a table cell, in one line. Prefect's UI takes a pipe after an odd number of
+    backslashes as text."""
+    line = re.sub(r"[\r\n]+", " ", plain(value))
+    return re.sub(r"(\\*)\|", lambda pipe: pipe[1] + "\\" * (1 + len(pipe[1]) % 2) + "|", line)
 
 
 def code(text: str | bytes) -> str:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tasks.pages.markdown import cell, table
+from tasks.pages.markdown import plain, table
 from tasks.pages.plots import embed_figure, new_figure
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _results_table(report: "SweepReport", results: "Sequence[TrialResult]", rows
 
 
 def _text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else cell(value)
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else plain(value)
 
 
 def _drawn(value: Any) -> str:

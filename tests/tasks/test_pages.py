@@ -20,7 +20,7 @@ from flows.pipeline import pipeline
 from flows.run_record import make_run, outputs_of
 from lm.common.errors import UserError
 from lm.tokenizer.tokenizer import Tokenizer
-from tasks.pages import experts, markdown, plots
+from tasks.pages import experts, markdown, plots, sweep
 from tasks.runtime.context import Attempt, RunContext
 from tasks.runtime.output import PAGE, read_output
 from tasks.runtime.stage import Stage
@@ -161,7 +161,7 @@ def test_any_text_as_code_is_one_table_cell(text: str | bytes) -> None:
     assert table.isprintable() or set(filter(lambda character: not character.isprintable(), table)) == {"\n"}
     row = table.split("\n")[2:]
     assert len(row) == 1
-    assert len(re.split(r"(?<!\\)\|", row[0])) == 4
+    assert sum(len(backslashes) % 2 == 0 for backslashes in re.findall(r"(\\*)\|", row[0])) == 3
     span = row[0].split(" | x |")[0].removeprefix("| ")
     fence = re.match("`+", span)
     assert fence
@@ -209,3 +209,11 @@ def test_the_heat_map_of_experts_has_a_colour_for_each_load() -> None:
     assert list(experts.expert_loads(rows[1:2], 0)) == []
     _, with_dense_block = experts.expert_loads(rows, 1)
     assert with_dense_block != picture, "the names of the blocks"
+
+
+@pytest.mark.parametrize("text", ["a|b", r"a\|b", r"a\\|b", "|\\", "a\nb\r\nc", "\n"])
+def test_a_cell_stays_one_cell_in_the_ui(text: str) -> None:
+    for row in (markdown.cell(text), sweep_cell := markdown.cell(sweep._text(text))):
+        assert not re.search(r"[\r\n]", row)
+        assert all(len(run) % 2 for run in re.findall(r"(\\*)\|", row)), "an even number of backslashes ends the cell"
+    assert sweep_cell == markdown.cell(text), "escaped once"
