@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
-from tasks.pages.markdown import cell, code, table
+from tasks.pages.markdown import cell, code, escape_markdown, table
 from tasks.runtime.output import Output
 
 
@@ -22,7 +22,7 @@ def report_text(record: dict[str, Any], outputs: dict[str, Output], failure: str
         [
             f"# Run {record['name']}",
             f"Root: {_link(record['root'])}",
-            *([f"**The run failed: {failure}**"] if failure else []),
+            *([f"**The run failed:** {escape_markdown(failure)}"] if failure else []),
             table(("stage", "state", "seconds", "figures", "made by"), rows),
             *pages,
         ]
@@ -30,11 +30,11 @@ def report_text(record: dict[str, Any], outputs: dict[str, Output], failure: str
 
 
 def format_figures(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the figures of a manifest as text: ``train tokens 1,234``. Omit figures that are zero or missing."""
+    """Yield the figures of a manifest as text: ``train tokens 1,234``. Omit missing figures."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from format_figures(value, f"{prefix}{name} ")
-        elif value:
+        elif value not in (None, ""):
             text = code(value) if isinstance(value, str) else cell(value)
             yield f"{prefix}{name.replace('_', ' ')} {text}"
 

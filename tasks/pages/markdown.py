@@ -1,6 +1,7 @@
 """Tables and code in Markdown."""
 
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -44,6 +45,11 @@ def code(text: str | bytes) -> str:
 
 
 def escape_markdown(text: str) -> str:
-    """Escape text so that Markdown shows it literally."""
-    lines = ("".join(filter(str.isprintable, line)) for line in text.split("\n"))
-    return "  \n".join(re.sub(r"([\\`*_{}\[\]<>()#+.!|~&-])", r"\\\1", line) for line in lines)
+    """Escape text so that Markdown shows it literally. Tabs become spaces, and spaces that begin a line stay."""
+    return "  \n".join(map(_escape_line, text.expandtabs(4).split("\n")))
+
+
+def _escape_line(line: str) -> str:
+    shown = "".join(filter(lambda character: character.isprintable() or unicodedata.category(character) == "Zs", line))
+    shown = re.sub("^ +", lambda spaces: "\u00a0" * len(spaces.group()), shown)  # four plain ones begin a code block
+    return re.sub(r"([\\`*_{}\[\]<>()#+.!~&=-])", r"\\\1", shown)

@@ -126,7 +126,7 @@ def test_the_report_of_a_failed_run(tmp_path: Path, record: dict[str, Any]) -> N
         pipeline(TINY | {"model": {"vocab_size": 7}}, record["root"])
     newest = max(Path(record["root"]).glob("runs/*.md"), key=lambda path: path.stat().st_mtime)
     text = newest.read_text(encoding="utf-8")
-    assert "**The run failed: model.vocab_size is 7" in text
+    assert r"**The run failed:** model\.vocab\_size is 7" in text
     assert "| encode | cached |" in text
     assert "## train" not in text
 
@@ -217,3 +217,14 @@ def test_a_cell_stays_one_cell_in_the_ui(text: str) -> None:
         assert not re.search(r"[\r\n]", row)
         assert all(len(run) % 2 for run in re.findall(r"(\\*)\|", row)), "an even number of backslashes ends the cell"
     assert sweep_cell == markdown.cell(text), "escaped once"
+
+
+def test_figures_are_shown_whether_zero_small_or_large() -> None:
+    figures = {"accuracy": 0.0, "steps": 0, "kl": 0.0003, "loss": 2.5, "flops": 1.5e18, "valid_loss": None}
+    shown = ["accuracy 0.000", "steps 0", "kl 0.0003", "loss 2.500", "flops 1.5e+18"]
+    assert list(report.format_figures(figures)) == shown
+
+
+def test_text_keeps_its_spaces_and_makes_no_heading_or_code_block() -> None:
+    escaped = markdown.escape_markdown("a\tb\u3000c\n===\n\tx | y\r")
+    assert escaped == "a   b\u3000c  \n\\=\\=\\=  \n\u00a0\u00a0\u00a0\u00a0x | y"
