@@ -76,7 +76,8 @@ def evaluate_model(
 
     def respond(missing: Sequence[tuple[int, Prompt]]) -> Iterator[tuple[int, Response]]:
         responses = answering.respond(missing, sampling)
-        yield from tqdm(responses, f"{config.task}", len(prompts), initial=len(prompts) - len(missing), unit="problem")
+        initial = len(prompts) - len(missing)
+        yield from tqdm(responses, f"{config.task}", len(prompts), initial=initial, unit="problem", disable=None)
 
     with RewardWorker({reward_name: 1.0}) as reward, ResponseFile(path, settings) as file:
         scored = evaluate(task.problems, prompts, respond, reward, file)

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 def absolute_root(root: str) -> str:
     """Return an absolute path for a local root, and a URL unchanged. Raises UserError for a path that leads nowhere."""
+    if not root:
+        raise UserError("--root is empty. It is a directory or a URL; without it, the root is artifacts.")
     if "://" in root:
         return root
     try:

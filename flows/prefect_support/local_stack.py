@@ -18,6 +18,7 @@ _WORK_POOLS = (WORK_POOL, "gpu")  # of the deployments in prefect.yaml; the work
 _START_SECONDS = 180
 _STOP_SECONDS = 45  # a worker gives its runs 30 s
 _POLL_SECONDS = 0.3
+_MAX_HEALTH_BYTES = 100  # a server of Prefect answers with true
 
 
 def start_local_stack(port: int) -> None:
@@ -89,7 +90,7 @@ def is_server_healthy(url: str) -> bool:
     """Return whether a Prefect server answers at ``url``."""
     try:
         with urllib.request.urlopen(f"{url}/api/health", timeout=5) as response:  # nosec B310 # always http://127.0.0.1
-            return bool(response.status == 200)
+            return bool(response.read(_MAX_HEALTH_BYTES).strip() == b"true")
     except (OSError, HTTPException):  # HTTPException: the port belongs to a service that is no web server
         return False
 

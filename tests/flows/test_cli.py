@@ -78,6 +78,7 @@ def tiny(tmp_path: Path) -> Path:
         (["plan", "--data.train", "['demo:none']"], r"names no demo corpus"),
         (["plan", "--config", "latin.yaml"], r"is not UTF-8"),
         (["plan", "--data.train", "['latin/*.txt']"], r"caf.xe9\.txt' is not UTF-8; rename it"),
+        (["plan", "--root", ""], "--root is empty"),
         (["verify", "~nosuchuser/x"], r"The root '~nosuchuser/x' cannot be used"),
         (["run", "--root", os.fsdecode(b"caf\xe9")], r"The root 'caf.udce9' cannot be used"),
         (["plan", "--execution.train_deployment", "gpu-train"], r"train_deployment is 'gpu-train'.*pipeline/gpu-train"),
@@ -217,14 +218,15 @@ def test_the_last_of_two_presets_wins(capfd: pytest.CaptureFixture[str], tmp_pat
     assert "none.txt does not exist" in capfd.readouterr().err
 
 
-def test_another_service_at_the_port_is_not_a_healthy_server() -> None:
+@pytest.mark.parametrize("answer", [b"SSH-2.0-x\r\n", b"HTTP/1.0 200 OK\r\n\r\n<html></html>"])
+def test_another_service_at_the_port_is_not_a_healthy_server(answer: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def respond() -> None:
             connection, _ = listener.accept()
             with connection:
                 connection.recv(1000)
-                connection.sendall(b"SSH-2.0-x\r\n")
+                connection.sendall(answer)
 
         thread = threading.Thread(target=respond)
         thread.start()
