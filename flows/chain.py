@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, get_args
 
-from flows.config import PipelineConfig, load_preset
+from flows.config import PipelineConfig, StageName, load_preset
 from flows.start_model import StartModel, check_continued, find_start, open_start, stated_fields
 from lm.common.errors import UserError
 from lm.model.config import ModelConfig
@@ -50,12 +50,22 @@ class Chain:
     """Returns what the first stages need, from the flow's config and the store."""
     stages: Callable[[Any, Any, Executor], Iterator[tuple[str, Ref]]]
     """Yields the name and the output of each stage when it is done, from config and inputs."""
-    check_until: Callable[[Any, str | None], None] = lambda config, until: None
-    """Raises UserError if a run with this config has no stage of the name ``until``."""
+    names: tuple[str, ...]
+    """Names of the stages in their order."""
+    check_stage: Callable[[Any, str | None], None]
+    """Raises UserError if a run with this config has no stage of a name; None is any."""
+
+    def check(self, config: Any, until: str | None, refresh: Sequence[str]) -> None:
+        """Raise UserError if a run with this config up to ``until`` does not reach a stage of ``refresh``."""
+        self.check_stage(config, until)
+        for name in refresh:
+            self.check_stage(config, name)
+            if until and self.names.index(name) > self.names.index(until):
+                raise UserError(f"To refresh {name} has no effect, because the run ends with {until}.")
 
     def run(self, config: Any, inputs: Any, executor: Executor, until: str | None) -> Iterator[tuple[str, Ref]]:
         """Yield the name and the output of each stage, up to and including ``until`` (None: all stages)."""
-        self.check_until(config, until)
+        self.check_stage(config, until)
         for name, ref in self.stages(config, inputs, executor):
             yield name, ref
             if name == until:
@@ -71,11 +81,11 @@ class PipelineInputs(NamedTuple):
     """The model of ``train.init_from``."""
 
 
-def _check_until(config: PipelineConfig, until: str | None) -> None:
-    if until == budget.name and not config.budget:
+def _check_stage(config: PipelineConfig, name: str | None) -> None:
+    if name == budget.name and not config.budget:
         raise UserError("There is no budget to choose a configuration for; give one, such as --budget 30m.")
-    if until in (count.name, merge.name) and config.train.init_from:
-        raise UserError(f"There is no stage {until}: the tokenizer is that of the model of train.init_from.")
+    if name in (count.name, merge.name) and config.train.init_from:
+        raise UserError(f"There is no stage {name}: the tokenizer is that of the model of train.init_from.")
 
 
 def _find_inputs(config: PipelineConfig, store: Store) -> PipelineInputs:
@@ -142,4 +152,4 @@ def _stages(config: PipelineConfig, inputs: PipelineInputs, executor: Executor) 
     yield "sample", executor.call(sample, trained, tokenizer, config.sample)
 
 
-PIPELINE = Chain(_find_inputs, _stages, _check_until)
+PIPELINE = Chain(_find_inputs, _stages, get_args(StageName), _check_stage)

@@ -1,11 +1,11 @@
 """The stages of the flow ``posttrain`` in their order. This is the only description of the order."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from flows.chain import Chain, Executor
 from flows.models import PRETRAINED_STAGES, latest_model
-from flows.posttrain_config import PosttrainConfig
+from flows.posttrain_config import PosttrainConfig, PosttrainStage
 from flows.start_model import StartModel, find_start, open_start
 from lm.common.errors import UserError
 from lm.text.sources import Source
@@ -32,9 +32,9 @@ class PosttrainInputs(NamedTuple):
     """Sources of the dialogs and the problems, see :func:`tasks.dialogs.find_dialog_sources`."""
 
 
-def _check_until(config: PosttrainConfig, until: str | None) -> None:
-    if until in METHODS and until not in config.methods:
-        raise UserError(f"There is no stage {until}: methods is {', '.join(config.methods)}. Add it, or name another.")
+def _check_stage(config: PosttrainConfig, name: str | None) -> None:
+    if name in METHODS and name not in config.methods:
+        raise UserError(f"There is no stage {name}: methods is {', '.join(config.methods)}. Add it, or name another.")
 
 
 def _find_inputs(config: PosttrainConfig, store: Store) -> PosttrainInputs:
@@ -60,4 +60,4 @@ def _stages(config: PosttrainConfig, inputs: PosttrainInputs, executor: Executor
     yield "evaluate", executor.call(evaluate, models, start, data, *rewards, config.evaluate)
 
 
-POSTTRAIN = Chain(_find_inputs, _stages, _check_until)
+POSTTRAIN = Chain(_find_inputs, _stages, get_args(PosttrainStage), _check_stage)

@@ -39,6 +39,7 @@ _find_inputs = Task(
 
 def run_stages(chain: Chain, config: Any, root: str, until: str | None, refresh: tuple[str, ...]) -> dict[str, Any]:
     """Run the stages up to ``until`` and return the record of the run. Call it in a Prefect flow."""
+    chain.check(config, until, refresh)
     reinstall_sigterm_handler()
     send_logs_to_prefect()
     hold_liveness_lock(flow_run.id, flow_run.run_count)

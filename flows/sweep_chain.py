@@ -9,12 +9,12 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from flows.chain import PIPELINE, Chain, Executor
 from flows.config import PipelineConfig
 from flows.plan import DryRunExecutor
-from flows.sweep_config import SweepConfig, pipeline_config
+from flows.sweep_config import SweepConfig, SweepStage, pipeline_config
 from lm.common.errors import UserError
 from lm.experiments.axes import Point
 from lm.experiments.config import SearchConfig
@@ -311,4 +311,9 @@ def _first_settings(config: SweepConfig) -> dict[str, Any]:
     return {name: value for axis in config.axes for name, value in axis.ends()[0].items()}
 
 
-SWEEP = Chain(_find_inputs, _stages)
+def _check_stage(config: SweepConfig, name: str | None) -> None:
+    if name == scaling_law.name and not config.law:
+        raise UserError(f"There is no stage {name}: the sweep {config.name} has no law.")
+
+
+SWEEP = Chain(_find_inputs, _stages, get_args(SweepStage), _check_stage)

@@ -94,6 +94,7 @@ def posttrain_command(options: Namespace) -> None:
 
     config = PosttrainConfig(**{name: options[name] for name in PosttrainConfig.__dataclass_fields__})
     until, refresh = _last_and_refreshed(options, PosttrainStage)
+    POSTTRAIN.check(config, until, refresh)
     log_to_console()
     if options.plan:
         _print_plan(plan(POSTTRAIN, config, options.root, until, refresh))
@@ -119,6 +120,7 @@ def sweep_command(options: Namespace) -> None:
 
     config = with_base(load_sweep(options.sweep, options.size), _pipeline_config(options))
     refresh = _stage_names(options.refresh, SweepStage)
+    SWEEP.check(config, None, refresh)
     log_to_console()
     if options.plan:
         _print_plan(plan(SWEEP, config, options.root, None, with_trials(refresh)))
@@ -316,7 +318,9 @@ def up_command(options: Namespace) -> None:
 
 
 def _pipeline_arguments(options: Namespace) -> tuple[PipelineConfig, str, StageName | None, tuple[StageName, ...]]:
-    return _pipeline_config(options), options.root, *_last_and_refreshed(options, StageName)
+    config, (until, refresh) = _pipeline_config(options), _last_and_refreshed(options, StageName)
+    PIPELINE.check(config, until, refresh)
+    return config, options.root, until, refresh
 
 
 def _pipeline_config(options: Namespace) -> PipelineConfig:
@@ -324,14 +328,10 @@ def _pipeline_config(options: Namespace) -> PipelineConfig:
 
 
 def _last_and_refreshed(options: Namespace, stages: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the last stage to run, None for all, and the stages to run again. Raise UserError if they do not fit."""
+    """Return the last stage to run, None for all, and the stages to run again."""
     until, refresh = (_stage_names(text, stages) for text in (options.until, options.refresh))
     if len(until) > 1:
         raise UserError(f"--until takes one stage, the last to run; it got {', '.join(until)}.")
-    order = get_args(stages)
-    for stage in refresh:
-        if until and order.index(stage) > order.index(until[0]):
-            raise UserError(f"--refresh {stage} has no effect, because the run ends with {until[0]}.")
     return until[0] if until else None, refresh
 
 
