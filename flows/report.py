@@ -30,11 +30,11 @@ def report_text(record: dict[str, Any], outputs: dict[str, Output], failure: str
 
 
 def format_figures(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the figures of a manifest as text: ``train tokens 1,234``. Omit missing figures."""
+    """Yield the figures of a manifest as text: ``train tokens 1,234``. Omit missing figures and zero counts."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from format_figures(value, f"{prefix}{name} ")
-        elif value not in (None, ""):
+        elif value or isinstance(value, float):  # an accuracy of 0.0 is a result
             text = code(value) if isinstance(value, str) else cell(value)
             yield f"{prefix}{name.replace('_', ' ')} {text}"
 

@@ -13,6 +13,7 @@ import select
 import signal
 import sys
 from dataclasses import asdict, is_dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
@@ -110,7 +111,8 @@ def build_parser(
 ) -> ArgumentParser:
     """Return the parser of all subcommands. Options that a command line omits come from the presets, and those of a
     sweep from its base."""
-    parser = _Parser(prog="textmill", description="Turn raw text into a language model, in cached stages.")
+    description = "Turn raw text into a language model, in cached stages."
+    parser = _Parser(prog="textmill", description=description, version=_installed_version())
     subcommands = parser.add_subcommands(required=True, dest="command")
 
     def add(name: str, description: str, **options: Any) -> ArgumentParser:
@@ -225,6 +227,13 @@ def build_parser(
     up = add("up", "Start Prefect's server, the deployments of prefect.yaml and a worker. Ctrl-C stops them.")
     up.add_argument("--port", type=int, default=4200, help="port of the server and its UI, on 127.0.0.1")
     return parser
+
+
+def _installed_version() -> str:
+    try:
+        return version("textmill")
+    except PackageNotFoundError:
+        return "unknown: the package is not installed"
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

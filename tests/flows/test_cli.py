@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import fields, is_dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,12 @@ def test_every_preset_is_valid() -> None:
         sections = {name: options[name] for name in PipelineConfig.__dataclass_fields__}
         assert PipelineConfig(**sections).model.d_model > 0
     assert preset_path("demo").exists()
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert version("textmill") in capsys.readouterr().out
 
 
 def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
