@@ -49,7 +49,8 @@ def read_yaml(path: Path, are_number_keys_text: bool = False) -> Any:
     """
     try:
         with path.open(encoding="utf-8") as file:
-            return yaml.load(file, Loader=_NumberKeyLoader if are_number_keys_text else _Loader)
+            loader = _NumberKeyLoader(file) if are_number_keys_text else _Loader(file)
+            return loader.get_single_data()
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8: {error}.") from None
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:

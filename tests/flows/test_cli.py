@@ -181,7 +181,7 @@ def test_an_unknown_field_of_a_config_file_is_named(
     ("text", "message"),
     [
         ("train: {steps: 5, steps: 7}", "the key 'steps' is given twice"),
-        ("train: {1: 7}", "the key 1 is not text"),
+        ("train: {yes: 7}", "the key True is not text"),
         ("- a", "mine.yaml"),
     ],
 )

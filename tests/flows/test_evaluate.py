@@ -241,6 +241,6 @@ def test_a_model_with_a_template_can_continue_text(tmp_path: Path) -> None:
     tokenizer = add_chat_tokens(PLAIN)
     save_hugging_face(make_model(tokenizer.size, 128).eval(), tokenizer, tmp_path / "llama")
     config = EvaluationConfig(task="addition", count=2, prompt="Q: {question}", is_plain=True, max_new_tokens=4)
-    result = evaluate_model(str(tmp_path / "llama"), config, "", "cpu", out=str(tmp_path / "out"))
+    result = evaluate_model(str(tmp_path / "llama"), config, str(tmp_path), "cpu", out=str(tmp_path / "out"))
     prompts = [f"Q: {problem.prompt}" for problem in load_task("addition", count=2).problems]
     assert [row["prompt"] for row in read_rows(result.responses)] == prompts
