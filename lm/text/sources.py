@@ -125,9 +125,9 @@ def source_version(url: str) -> tuple[int, str] | None:
 
 
 def remote_version(info: Mapping[str, Any]) -> tuple[str, str]:
-    """Return (version string, ETag) from fsspec's metadata of a remote file; each is empty if there is none.
+    """Return the version and the ETag of a file, from the metadata that fsspec has of it. A missing one is empty.
 
-    The version is the ETag or the time of the last modification. Each store has its own names for them.
+    The version is the ETag, or else the time of the last change. Each store has its own names for them.
     """
     etag = str(info.get("ETag") or info.get("etag") or "")
     times = (info.get(name) for name in _MODIFICATION_TIMES)
