@@ -6,12 +6,12 @@ are those of :mod:`benchmarks.moe`, :mod:`benchmarks.train`, :mod:`benchmarks.ge
 compiles once, not in each round. A part that fails prints its traceback, and the next one runs.
 
 Each part prints one line of JSON. Seconds are medians over steps and rounds. ``profile`` compares a step
-without waits between steps with the time in which a kernel runs (``busy``).
+without waits between steps with the time of it in which a kernel runs (``busy``). Both are of a steady run: after a
+wait, the clocks of a GPU are higher for a while.
 """
 
 import argparse
 import gc
-import gzip
 import json
 import shutil
 import statistics
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity
 
 from benchmarks import flash_attention, generate
 from benchmarks import train as training
@@ -144,24 +145,29 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
         out = Path(folder)
         make = partial(make_trainer, config, model, random_data(model.vocab_size), Execution(), out, options.device)
         profiled = profile_training(make, options.device, 10, out, threading.Event())
-        with gzip.open(out / TRACE_FILE, "rt") as trace:
-            busy = busy_seconds(json.load(trace)["traceEvents"]) / 2  # the trace has two steps
         if options.trace:
             shutil.move(out / TRACE_FILE, options.trace)
         files = {path.name: path.stat().st_size for path in out.iterdir() if path.is_file()}
         trainer = make()
         with trainer.loading() as load:
-            for number in range(25):
-                if number == 5:
-                    synchronize(options.device)
-                    started = time.perf_counter()
-                trainer.train_step(load(trainer.step), 1e-4)
-                trainer.step += 1
-            synchronize(options.device)
-        step = (time.perf_counter() - started) / 20
+
+            def run(steps: int) -> float:
+                started = time.perf_counter()
+                for _ in range(steps):
+                    trainer.train_step(load(trainer.step), 1e-4)
+                    trainer.step += 1
+                synchronize(options.device)
+                return (time.perf_counter() - started) / steps
+
+            run(5)
+            step = run(20)
+            with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as trace:
+                run(20)
+        events = [event for event in trace.events() or [] if event.device_type.name == "CUDA"]
+        share = busy_share([(event.time_range.start, event.time_range.end) for event in events])
     return {
         "step": step,
-        "busy": busy,
+        "busy": share * step,
         "step_with_waits": profiled.plain_seconds_per_step,
         "phases": profiled.phases,
         "mfu": profiled.mfu,
@@ -170,15 +176,15 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def busy_seconds(events: list[dict[str, Any]]) -> float:
-    """Return the seconds of a trace in which at least one kernel or copy runs."""
-    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
-    spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event.get("cat") in kinds)
-    total = end = 0.0
-    for start, stop in spans:
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total / 1e6
+def busy_share(spans: list[tuple[float, float]]) -> float:
+    """Return the share of the time of a trace, without its first and last fifth, in which at least one kernel runs."""
+    first, last = min(start for start, _ in spans), max(end for _, end in spans)
+    first, last = first + (last - first) / 5, last - (last - first) / 5
+    total, covered = 0.0, first
+    for start, end in sorted(spans):
+        total += max(0.0, min(end, last) - max(start, covered))
+        covered = max(covered, end)
+    return total / (last - first)
 
 
 def release_memory() -> None:

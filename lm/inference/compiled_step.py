@@ -52,9 +52,7 @@ class FlatWeights(nn.Module):
     @staticmethod
     def is_possible(model: TransformerLM) -> bool:
         """Return whether the kernel has the options of ``model``, and its weights are there in the plain layout."""
-        config, head = model.config, model.lm_head
-        is_known = config.norm_placement == "pre" and config.feed_forward == "swiglu" and config.moe is None
-        return is_known and getattr(head, "weight", None) is not None
+        return model.config.has_llama_blocks and getattr(model.lm_head, "weight", None) is not None
 
 
 def _matrices(layer: Any) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lm.inference.gpu_step import GpuStep, GpuWeights
 from lm.inference.kv_cache import KVCache, decode_step
 from lm.model.transformer import TransformerLM
 
@@ -16,12 +17,15 @@ _MIN_KEYS = 64
 
 
 class DecodeGraphs:
-    """:func:`lm.inference.kv_cache.decode_step` as one graph for each shape, captured at its first use."""
+    """:class:`lm.inference.gpu_step.GpuStep`, where it can, or :func:`lm.inference.kv_cache.decode_step` as one graph
+    for each shape, captured at its first use."""
 
     def __init__(self, model: TransformerLM, cache: KVCache) -> None:
         self._model, self._cache = model, cache
         _, self._rows, _, self._length, _ = cache.keys.shape
         self._inputs = torch.zeros(2, self._rows, dtype=torch.int64, device=cache.keys.device)
+        weights = getattr(model, "gpu_weights", None)
+        self._step = GpuStep(model, weights, cache) if isinstance(weights, GpuWeights) else None
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None  # shared memory: only one graph runs at a time
 
@@ -31,14 +35,18 @@ class DecodeGraphs:
         rows = min(_next_power_of_two(count), self._rows)
         keys = min(max(_MIN_KEYS, _next_power_of_two(max_position + 1)), self._length)
         self._inputs[:, :count] = inputs
-        if (rows, keys) not in self._graphs:
-            self._graphs[rows, keys] = self._capture(rows, keys)
-        graph, logits = self._graphs[rows, keys]
-        graph.replay()
+        with torch.cuda.device_of(self._inputs):
+            if (rows, keys) not in self._graphs:
+                self._graphs[rows, keys] = self._capture(rows, keys)
+            graph, logits = self._graphs[rows, keys]
+            graph.replay()
         return logits[:count]
 
     def _compute(self, rows: int, keys: int) -> Tensor:
-        return decode_step(self._model, self._cache, self._inputs[:, :rows], keys - 1)
+        inputs = self._inputs[:, :rows]
+        if self._step is not None and rows <= self._step.max_rows:
+            return self._step(inputs, keys - 1)
+        return decode_step(self._model, self._cache, inputs, keys - 1)
 
     def _capture(self, rows: int, keys: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         side_stream = torch.cuda.Stream()

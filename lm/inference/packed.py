@@ -20,6 +20,7 @@ from lm.inference.compiled_step import FlatWeights
 from lm.inference.config import Quantization
 from lm.inference.cpu_decode import AttentionKernel, NormKernel, multiply_few_rows
 from lm.inference.engine import Generation, generate
+from lm.inference.gpu_step import GpuWeights
 from lm.inference.kv_cache import CachedAttention
 from lm.inference.narrow import NarrowLinear
 from lm.kernels.jit import log_compilation
@@ -174,6 +175,8 @@ def prepare_for_inference(
         make_linear = _choose_linear(model, dtype, quantization)
         compile_kernels(dtype, quantization)
         _pack(model, make_linear)
+    if first.device.type == "cuda" and GpuWeights.is_possible(model):
+        model.gpu_weights = GpuWeights(model)
     return model
 
 

@@ -103,6 +103,11 @@ class ModelConfig:
         return self.moe is not None and layer >= self.moe.num_dense_layers
 
     @property
+    def has_llama_blocks(self) -> bool:
+        """Whether the blocks are those of Llama: a norm before each sublayer, SwiGLU, and no experts."""
+        return self.norm_placement == "pre" and self.feed_forward == "swiglu" and self.moe is None
+
+    @property
     def head_width(self) -> int:
         """Width of one query, key or value head: ``head_dim`` with its default filled in."""
         return self.head_dim or self.d_model // self.num_heads

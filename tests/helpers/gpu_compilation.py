@@ -1,10 +1,12 @@
-"""Compile the kernels of FlashAttention for NVIDIA GPUs, without a GPU. Prints one JSON object for each kernel.
+"""Compile Triton kernels for NVIDIA GPUs, without a GPU. Prints one JSON object for each kernel.
 
-``python -m tests.helpers.gpu_compilation WIDTH DTYPE``, in a process without TRITON_INTERPRET.
+``python -m tests.helpers.gpu_compilation (flash|step) WIDTH DTYPE``, in a process without TRITON_INTERPRET: the kernels
+of FlashAttention for heads of a width, or those of a decoding step for a model with such heads.
 """
 
 import json
 import sys
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,43 +15,72 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lm.model.ops import flash_attention_kernels as kernels
+from lm.inference import gpu_step, gpu_step_kernels
+from lm.model.ops import flash_attention_kernels
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+FLOAT32_POINTERS = ("log_sum_exp_ptr", "delta_ptr", "cos_ptr", "sin_ptr", "part_ptr")
+FLOATS = ("scale", "eps")
 
 
-def compile_kernel(name: str, capability: int, width: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Compile with the largest tile that the autotuner would measure."""
-    tuner = getattr(kernels, name)
-    constants = {"IS_CAUSAL": True, "PRECISION": "ieee", "WIDTH": width, "PADDED_WIDTH": triton.next_power_of_2(width)}
-    config = kernels._choose_tiles(
-        tuner.configs, {"q_ptr": SimpleNamespace(element_size=lambda: dtype.itemsize)}, **constants
-    )[0]
-    constants |= config.kwargs
-    function, signature, values, attributes = tuner.fn, {}, {}, {}
+def compile_kernel(
+    function: Any, capability: int, constants: Mapping[str, Any], dtype: torch.dtype, num_warps: int, num_stages: int
+) -> dict[str, Any]:
+    signature, values, attributes = {}, {}, {}
     for position, parameter in enumerate(function.arg_names):
         if parameter in constants:
             signature[parameter], values[(position,)] = "constexpr", constants[parameter]
         elif parameter.endswith("_ptr"):
-            is_float32 = parameter in ("log_sum_exp_ptr", "delta_ptr")
-            signature[parameter] = "*fp32" if is_float32 else f"*{TYPES[dtype]}"
+            pointed = "i64" if parameter == "positions_ptr" else TYPES[dtype]
+            signature[parameter] = "*fp32" if parameter in FLOAT32_POINTERS else f"*{pointed}"
             attributes[(position,)] = [["tt.divisibility", 16]]  # torch aligns tensors
         else:
-            signature[parameter] = "fp32" if parameter == "scale" else "i32"
+            signature[parameter] = "fp32" if parameter in FLOATS else "i32"
     source = ASTSource(function, signature, values, attributes)
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return {
-        "kernel": name,
+        "kernel": function.__name__,
         "capability": capability,
         "shared_bytes": compiled.metadata.shared,
         "has_tensor_cores": "mma" in compiled.asm["ptx"],
     }
 
 
+def compile_flash_attention(capability: int, width: int, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    """Compile with the largest tiles that the autotuner would measure."""
+    for name in ("forward_kernel", "key_value_gradient_kernel", "query_gradient_kernel"):
+        tuner = getattr(flash_attention_kernels, name)
+        constants = {"IS_CAUSAL": True, "PRECISION": "ieee", "WIDTH": width}
+        constants["PADDED_WIDTH"] = triton.next_power_of_2(width)
+        config = flash_attention_kernels._choose_tiles(
+            tuner.configs, {"q_ptr": SimpleNamespace(element_size=lambda: dtype.itemsize)}, **constants
+        )[0]
+        yield compile_kernel(
+            tuner.fn, capability, constants | config.kwargs, dtype, config.num_warps, config.num_stages
+        )
+
+
+def compile_step(capability: int, width: int, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    """Compile the products of one row and of several, and the attention of a whole row and of a part."""
+    shape = {"OUTPUTS": 11 * width, "INPUTS": 8 * width}
+    for rows in (1, 3) if dtype.itemsize == 2 else (1,):
+        for is_gated in (False, True):
+            outputs, inputs, warps, stages = gpu_step._TILE_OF_ROW if rows == 1 else gpu_step._TILE_OF_ROWS
+            constants = shape | {"PADDED_ROWS": 1 if rows == 1 else gpu_step._MAX_ROWS}
+            constants |= {"HAS_NORM": rows == 1, "IS_GATED": is_gated, "HAS_BIAS": True, "HAS_RESIDUAL": not is_gated}
+            constants |= {"BLOCK_OUTPUTS": outputs, "BLOCK_INPUTS": inputs}
+            yield compile_kernel(gpu_step_kernels.multiply, capability, constants, dtype, warps, stages)
+    padded = {"WIDTH": width, "PADDED_WIDTH": triton.next_power_of_2(width)}
+    for is_whole in (False, True):
+        constants = padded | {"HAS_NORM": True, "HAS_ROPE": True, "IS_WHOLE": is_whole, "PART_KEYS": 128}
+        yield compile_kernel(gpu_step_kernels.attend, capability, constants, dtype, 8, 3)
+    constants = padded | {"PARTS": 3, "PADDED_PARTS": 4}
+    yield compile_kernel(gpu_step_kernels.join_parts, capability, constants, dtype, 4, 3)
+
+
 if __name__ == "__main__":
-    for kernel_name in ("forward_kernel", "key_value_gradient_kernel", "query_gradient_kernel"):
-        for sm in (80, 90):
-            print(
-                json.dumps(compile_kernel(kernel_name, sm, int(sys.argv[1]), getattr(torch, sys.argv[2]))), flush=True
-            )
+    compile_kernels = {"flash": compile_flash_attention, "step": compile_step}[sys.argv[1]]
+    for sm in (80, 90):
+        for row in compile_kernels(sm, int(sys.argv[2]), getattr(torch, sys.argv[3])):
+            print(json.dumps(row), flush=True)

@@ -61,24 +61,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             safe_targets = targets[:, None].masked_fill(is_ignored, 0)
             # N / counted targets. On the device, so that the host does not wait. Exactly 1 if all targets count.
             correction = torch.full((), len(x), dtype=sum_dtype, device=x.device) / (~is_ignored).sum().clamp_(min=1)
+            softmax = _softmax_of_compiler if x.is_cuda and torch.compiler.is_compiling() else _softmax_in_place
             for start in range(0, len(x), rows):
                 chunk = slice(start, start + rows)
                 chunk_x, target, ignored = inputs[chunk], safe_targets[chunk], is_ignored[chunk]
-                logits = linear_forward(chunk_x, matrix).to(sum_dtype)
-                if softcap:
-                    tanh = logits.div_(softcap).tanh_()
-                    logits = tanh * softcap
-                max_logit, target_logit = logits.amax(-1, keepdim=True), logits.gather(-1, target)
-                grad = logits.sub_(max_logit).exp_()
-                exp_sum = grad.sum(-1, keepdim=True)
-                total += (exp_sum.log() + max_logit - target_logit).masked_fill_(ignored, 0).sum()
+                loss, grad = softmax(
+                    linear_forward(chunk_x, matrix).to(sum_dtype), target, ignored, softcap, needs_grad
+                )
+                total += loss
                 if grad_x is None or grad_weight is None:
                     continue
-                # Division by infinity zeroes the ignored rows without another pass over the logits.
-                grad.scatter_add_(-1, target, -exp_sum.masked_fill(ignored, 0))
-                grad.div_(exp_sum.masked_fill(ignored, torch.inf))
-                if softcap:
-                    grad.mul_(1 - tanh.square_())
                 grad = grad.to(dtype)
                 grad_x[chunk] = linear_forward(grad, matrix.T)
                 grad_weight += linear_weight_grad(chunk_x, grad)
@@ -91,3 +83,42 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x, grad_weight, correction = ctx.saved_tensors
         scale = grad / len(grad_x) * correction
         return grad_x * scale, grad_weight * scale, None, None, None, None, None
+
+
+def _softmax_in_place(
+    logits: Tensor, target: Tensor, ignored: Tensor, softcap: float, needs_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the summed loss of ``logits`` (N, V), which it overwrites, and its gradients for them if needed.
+
+    ``target`` and ``ignored`` are (N, 1).
+    """
+    if softcap:
+        tanh = logits.div_(softcap).tanh_()
+        logits = tanh * softcap
+    max_logit, target_logit = logits.amax(-1, keepdim=True), logits.gather(-1, target)
+    grad = logits.sub_(max_logit).exp_()
+    exp_sum = grad.sum(-1, keepdim=True)
+    loss = (exp_sum.log() + max_logit - target_logit).masked_fill_(ignored, 0).sum()
+    if needs_grad:
+        # Division by infinity zeroes the ignored rows without another pass over the logits.
+        grad.scatter_add_(-1, target, -exp_sum.masked_fill(ignored, 0))
+        grad.div_(exp_sum.masked_fill(ignored, torch.inf))
+        if softcap:
+            grad.mul_(1 - tanh.square_())
+    return loss, grad
+
+
+def _softmax_of_compiler(
+    logits: Tensor, target: Tensor, ignored: Tensor, softcap: float, needs_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """The same as :func:`_softmax_in_place`, in a form of which torch.compile makes one kernel for GPUs.
+
+    The kernel reads the logits twice, and writes the gradients once.
+    """
+    tanh = torch.tanh(logits / softcap) if softcap else None
+    capped = logits if tanh is None else tanh * softcap
+    log_sum = capped.logsumexp(-1, keepdim=True)
+    loss = (log_sum - capped.gather(-1, target)).masked_fill(ignored, 0).sum()
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == target
+    grad = ((capped - log_sum).exp() - is_target.to(logits.dtype)).masked_fill(ignored, 0)
+    return loss, grad if tanh is None else grad * (1 - tanh.square())

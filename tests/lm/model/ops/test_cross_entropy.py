@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lm.model.functional import IGNORE_INDEX, cross_entropy
-from lm.model.ops.cross_entropy import linear_cross_entropy
+from lm.model.ops.cross_entropy import _softmax_in_place, _softmax_of_compiler, linear_cross_entropy
 from tests.helpers.examples import examples
 from tests.helpers.tensors import assert_equal_with_gradients, row_counts, widths
 
@@ -150,3 +150,23 @@ def test_no_gradient_is_computed_under_no_grad(monkeypatch: pytest.MonkeyPatch) 
         loss = linear_cross_entropy(x, weight, targets)
     torch.testing.assert_close(loss, F.cross_entropy(x @ weight.T, targets))
     assert not loss.requires_grad
+
+
+@examples(40)
+@given(
+    rows=row_counts,
+    vocab=widths,
+    softcap=st.sampled_from([0.0, 2.0]),
+    has_ignored=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_the_form_for_compiled_kernels_of_gpus_equals_the_other(
+    rows: int, vocab: int, softcap: float, has_ignored: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    logits = 10 * torch.randn(rows, vocab, dtype=torch.float64)
+    targets = torch.randint(vocab, (rows, 1))
+    ignored = torch.rand(rows, 1) < (0.5 if has_ignored else 0)
+    expected = _softmax_in_place(logits.clone(), targets, ignored, softcap, needs_grad=True)
+    found = _softmax_of_compiler(logits, targets, ignored, softcap, needs_grad=True)
+    torch.testing.assert_close(found, expected)

@@ -1,0 +1,168 @@
+"""Triton kernels of a decoding step of few rows: products with what surrounds them, and attention over the cache.
+
+A step reads every weight once, so memory bandwidth limits its speed. Five kernels a layer leave little between the
+reads: norm and projections of queries, keys and values; attention; output projection and residual; norm and gated
+values; product and residual. Numbers are float32 between loads and stores, except for the factors of products of
+several rows.
+
+This module imports Triton, which is an extra; only :mod:`lm.inference.gpu_step` imports it.
+"""
+
+import triton
+import triton.language as tl
+
+IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # on the CPU, for tests
+
+
+@triton.jit
+def multiply(
+    x_ptr, weight_ptr, gain_ptr, bias_ptr, residual_ptr, out_ptr, eps, num_rows,
+    PADDED_ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    HAS_NORM: tl.constexpr, IS_GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
+):  # fmt: skip
+    """Write a block of the outputs (rows, OUTPUTS): ``norm(x) weightᵀ``, plus ``bias`` and ``residual``.
+
+    The norm is RMSNorm with ``gain``, best for one row: each program computes it again. If gated, the weight has twice
+    as many rows, and the result is that of SwiGLU: ``silu(x₁) ⊙ x₂`` with (x₁, x₂) = ``norm(x) weightᵀ``.
+    """
+    outputs = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+    is_output = outputs < OUTPUTS
+    weight_rows = weight_ptr + outputs.to(tl.int64)[:, None] * INPUTS
+    rows = tl.arange(0, PADDED_ROWS)
+    is_row = rows < num_rows
+    # One row: products are summed at the end. Several: tensor cores multiply.
+    total = tl.zeros((BLOCK_OUTPUTS, BLOCK_INPUTS) if PADDED_ROWS == 1 else (PADDED_ROWS, BLOCK_OUTPUTS), tl.float32)
+    value = total
+    squares = tl.zeros((PADDED_ROWS, BLOCK_INPUTS), tl.float32)
+    for start in range(0, INPUTS, BLOCK_INPUTS):
+        inputs = start + tl.arange(0, BLOCK_INPUTS)
+        is_input = inputs < INPUTS
+        is_weight = is_output[:, None] & is_input[None, :]
+        places = rows[:, None] * INPUTS + inputs[None, :]
+        x = tl.load(x_ptr + places, mask=is_row[:, None] & is_input[None, :], other=0.0).to(tl.float32)
+        if HAS_NORM:  # the factor of a row, 1 / rms, follows after the sum
+            squares += x * x
+            x *= tl.load(gain_ptr + inputs, mask=is_input, other=0.0).to(tl.float32)[None, :]
+        weight = tl.load(weight_rows + inputs[None, :], mask=is_weight, other=0.0)
+        total = _add_products(total, x, weight, PADDED_ROWS)
+        if IS_GATED:
+            weight = tl.load(weight_rows + OUTPUTS * INPUTS + inputs[None, :], mask=is_weight, other=0.0)
+            value = _add_products(value, x, weight, PADDED_ROWS)
+    factor = tl.rsqrt(tl.sum(squares, 1) / INPUTS + eps)[:, None] if HAS_NORM else 1.0
+    out = _sum_products(total, PADDED_ROWS) * factor
+    if IS_GATED:
+        out *= tl.sigmoid(out) * _sum_products(value, PADDED_ROWS) * factor
+    places = rows[:, None] * OUTPUTS + outputs[None, :]
+    is_place = is_row[:, None] & is_output[None, :]
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    if HAS_RESIDUAL:
+        out += tl.load(residual_ptr + places, mask=is_place, other=0.0).to(tl.float32)
+    tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=is_place)
+
+
+@triton.jit
+def _add_products(total, x, weight, PADDED_ROWS: tl.constexpr):
+    """Add the products of ``x`` (rows, inputs) with ``weight`` (outputs, inputs)."""
+    if PADDED_ROWS == 1:
+        total += weight.to(tl.float32) * x
+    else:
+        factor = x.to(weight.dtype)
+        if IS_INTERPRETED:  # the interpreter's own product reads the bits of bfloat16 as integers
+            factor, weight = factor.to(tl.float32), weight.to(tl.float32)
+        total = tl.dot(factor, tl.trans(weight), total)
+    return total
+
+
+@triton.jit
+def _sum_products(total, PADDED_ROWS: tl.constexpr):
+    """Return the sums (rows, outputs) of what :func:`_add_products` made."""
+    return tl.sum(total, 1)[None, :] if PADDED_ROWS == 1 else total
+
+
+@triton.jit
+def _rotate(x_ptr, gain_ptr, cos_ptr, sin_ptr, i, mask, eps, WIDTH, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr):
+    """Return a head (K,) with QK-norm, and with the rotary position of ``cos`` and ``sin``."""
+    x = tl.load(x_ptr + i, mask=mask, other=0.0).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
+    if HAS_NORM:
+        x *= factor * tl.load(gain_ptr + i, mask=mask, other=0.0).to(tl.float32)
+    if HAS_ROPE:
+        other = tl.load(x_ptr + (i ^ 1), mask=mask, other=0.0).to(tl.float32)  # of the same pair
+        if HAS_NORM:
+            other *= factor * tl.load(gain_ptr + (i ^ 1), mask=mask, other=0.0).to(tl.float32)
+        cos, sin = tl.load(cos_ptr + i // 2, mask=mask, other=0.0), tl.load(sin_ptr + i // 2, mask=mask, other=0.0)
+        x = x * cos + tl.where(i % 2 == 0, -other, other) * sin
+    return x
+
+
+@triton.jit
+def attend(
+    qkv_ptr, keys_ptr, values_ptr, positions_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, out_ptr, eps, scale,
+    length, heads, kv_heads,
+    WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr,
+    PART_KEYS: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Attend from a query to a part of its row of the cache. A part with the new token also stores its key and value.
+
+    The last axis of ``qkv`` is the queries, keys and values of all heads. ``out`` receives the attention (rows, heads,
+    K) if one part has all keys, or for :func:`join_parts` the weighted sum of values, the largest score and the sum of
+    weights (rows, heads, parts, K + 2), float32.
+    """
+    row, head, part = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)
+    group_size = heads // kv_heads
+    kv_head = head // group_size
+    position = tl.load(positions_ptr + row)
+    i = tl.arange(0, PADDED_WIDTH)
+    is_inside = i < WIDTH
+    row_ptr = qkv_ptr + row * (heads + 2 * kv_heads) * WIDTH
+    key_ptr = row_ptr + (heads + kv_head) * WIDTH
+    cos_ptr += position * (WIDTH // 2)
+    sin_ptr += position * (WIDTH // 2)
+    q = _rotate(
+        row_ptr + head * WIDTH, q_gain_ptr, cos_ptr, sin_ptr, i, is_inside, eps, WIDTH, HAS_NORM, HAS_ROPE
+    ) * scale  # fmt: skip
+    new_k = _rotate(key_ptr, k_gain_ptr, cos_ptr, sin_ptr, i, is_inside, eps, WIDTH, HAS_NORM, HAS_ROPE)
+    new_k = new_k.to(keys_ptr.dtype.element_ty)
+    new_v = tl.load(key_ptr + kv_heads * WIDTH + i, mask=is_inside, other=0.0)
+    base = (row * kv_heads + kv_head).to(tl.int64) * length * WIDTH
+    key = part * PART_KEYS + tl.arange(0, PART_KEYS)
+    places = base + key[:, None] * WIDTH + i[None, :]
+    is_old = (key < position)[:, None] & is_inside[None, :]
+    is_new = (key == position)[:, None] & is_inside[None, :]
+    k = tl.load(keys_ptr + places, mask=is_old, other=0.0)
+    v = tl.load(values_ptr + places, mask=is_old, other=0.0)
+    k, v = tl.where(is_new, new_k[None, :], k), tl.where(is_new, new_v[None, :], v)
+    if head % group_size == 0:
+        tl.store(keys_ptr + places, k, mask=is_new)
+        tl.store(values_ptr + places, v, mask=is_new)
+    is_seen = key <= position
+    scores = tl.where(is_seen, tl.sum(q[None, :] * k.to(tl.float32), 1), float("-inf"))
+    largest = tl.max(scores, 0)  # -inf in a part after the new token
+    weights = tl.exp(scores - tl.where(part * PART_KEYS <= position, largest, 0.0))
+    total, summed = tl.sum(weights, 0), tl.sum(weights[:, None] * v.to(tl.float32), 0)
+    if IS_WHOLE:
+        out = (summed / total).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + tl.program_id(0) * WIDTH + i, out, mask=is_inside)
+    else:
+        out_ptr += (tl.program_id(0) * tl.num_programs(1) + part) * (WIDTH + 2)
+        tl.store(out_ptr + i, summed, mask=is_inside)
+        tl.store(out_ptr + WIDTH, largest)
+        tl.store(out_ptr + WIDTH + 1, total)
+
+
+@triton.jit
+def join_parts(
+    part_ptr, out_ptr, PARTS: tl.constexpr, PADDED_PARTS: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr
+):  # fmt: skip
+    """Write the attention of a head (K,) from the parts of :func:`attend`."""
+    part, i = tl.arange(0, PADDED_PARTS), tl.arange(0, PADDED_WIDTH)
+    is_part = part < PARTS
+    rows = part_ptr + (tl.program_id(0) * PARTS + part) * (WIDTH + 2)
+    largest = tl.load(rows + WIDTH, mask=is_part, other=float("-inf"))
+    weights = tl.exp(largest - tl.max(largest, 0))
+    total = tl.sum(weights * tl.load(rows + WIDTH + 1, mask=is_part, other=0.0), 0)
+    summed = tl.load(rows[:, None] + i[None, :], mask=is_part[:, None] & (i < WIDTH)[None, :], other=0.0)
+    out = tl.sum(summed * weights[:, None], 0) / total
+    tl.store(out_ptr + tl.program_id(0) * WIDTH + i, out.to(out_ptr.dtype.element_ty), mask=i < WIDTH)

@@ -1,0 +1,115 @@
+"""The Triton kernels of a decoding step equal the plain step. Without a GPU they run in Triton's interpreter."""
+
+import copy
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lm.inference.gpu_step import GpuStep, GpuWeights
+from lm.inference.kv_cache import KVCache, decode_step
+from lm.model.transformer import TransformerLM
+from tests.helpers.examples import examples
+from tests.helpers.generating import make_model
+from tests.helpers.gpus import compile_for_gpus
+
+pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="the extra triton is not installed")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LENGTH = 12
+SHAPE: dict[str, Any] = {"context_length": LENGTH, "d_ff": 24, "num_layers": 1}
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"num_heads": 4, "num_kv_heads": 2, "tied_embeddings": True},
+    {"num_heads": 3, "num_kv_heads": 1, "head_dim": 6, "qkv_bias": True},
+    {"qk_norm": True, "logit_softcap": 5.0},
+    {"position_encoding": "none", "head_dim": 5},
+]
+
+
+def random_caches(model: TransformerLM, rows: int, dtype: torch.dtype) -> list[KVCache]:
+    caches = [KVCache(model.config, rows, LENGTH, torch.device(DEVICE), dtype) for _ in range(2)]
+    for cache in caches:
+        cache.keys.normal_(generator=torch.Generator(DEVICE).manual_seed(1))
+        cache.values.normal_(generator=torch.Generator(DEVICE).manual_seed(2))
+    return caches
+
+
+def check(model: TransformerLM, positions: list[int], tolerance: float, dtype: torch.dtype = torch.float32) -> None:
+    """Compare logits and caches with those of ``decode_step``, in float64 on the CPU for the weights of ``model``."""
+    model = model.to(DEVICE, dtype).requires_grad_(False)
+    exact_model = copy.deepcopy(model).double()
+    cache, exact = random_caches(model, len(positions) + 1, dtype)
+    exact.keys, exact.values = exact.keys.double(), exact.values.double()
+    ids = torch.arange(len(positions), device=DEVICE) * 7 % (model.config.vocab_size or 1)
+    inputs = torch.stack([ids, torch.tensor(positions, device=DEVICE)])
+    with torch.inference_mode():
+        expected = decode_step(exact_model, exact, inputs, max(positions))
+        logits = GpuStep(model, GpuWeights(model), cache)(inputs, max(positions))
+    assert logits.dtype == torch.float32
+    assert_near(logits, expected, tolerance)
+    assert_near(cache.keys, exact.keys, tolerance)
+    assert_near(cache.values, exact.values, tolerance)
+
+
+def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert (found.double() - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+@pytest.mark.parametrize("part_numbers", [32, 1 << 12])
+def test_a_step_equals_the_plain_one(
+    options: dict[str, Any], part_numbers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lm.inference.gpu_step._PART_NUMBERS", part_numbers)
+    model = make_model(**SHAPE, **options)
+    for parameter in model.parameters():
+        parameter.data.add_(0.1 * torch.randn(parameter.shape))  # gains and biases that are not those of the start
+    check(copy.deepcopy(model), [7], 1e-5)
+    check(model, [0, LENGTH - 1, 5], 0.03, torch.bfloat16)
+
+
+@examples(10)
+@given(st.lists(st.integers(0, LENGTH - 1), min_size=2, max_size=16), st.sampled_from([8, 16, 32, 1 << 12]))
+def test_any_positions(positions: list[int], part_numbers: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lm.inference.gpu_step._PART_NUMBERS", part_numbers)
+        check(make_model(**SHAPE), positions, 0.03, torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "dtype"), [(128, "bfloat16"), (80, "bfloat16"), (64, "float32")])
+def test_the_kernels_compile_for_gpus(width: int, dtype: str) -> None:
+    kernels = compile_for_gpus("step", width, dtype)
+    assert len(kernels) == 2 * (7 if dtype == "bfloat16" else 5)
+    assert any(kernel["has_tensor_cores"] for kernel in kernels) == (dtype == "bfloat16")
+
+
+def test_the_joined_weights_are_those_of_the_model() -> None:
+    model = make_model(**SHAPE, qkv_bias=True).requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    weights = GpuWeights(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    model.layers[0].attn.k_proj.weight.fill_(3)
+    assert (weights.layers[0].qkv == 3).any()
+
+
+def test_kernels_that_do_not_work_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: object, **options: object) -> Tensor:
+        raise RuntimeError("no C compiler\nmore")
+
+    monkeypatch.setattr("lm.inference.gpu_step.multiply", fail)
+    with caplog.at_level("WARNING"):
+        assert not GpuWeights.is_possible(make_model().to("meta"))
+    assert "decoding runs without it: no C compiler" in caplog.text and "more" not in caplog.text
+
+
+def test_models_that_the_kernels_do_not_compute() -> None:
+    assert not GpuWeights.is_possible(make_model(norm_placement="post"))
+    assert not GpuWeights.is_possible(make_model().double())
