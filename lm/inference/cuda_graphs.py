@@ -55,7 +55,7 @@ class DecodeGraphs:
             self._compute(rows, keys)  # warm-up: libraries allocate their workspaces
         torch.cuda.current_stream().wait_stream(side_stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=side_stream):
             logits = self._compute(rows, keys)
         self._pool = graph.pool()
         return graph, logits

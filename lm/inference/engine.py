@@ -189,7 +189,7 @@ class Engine:
         positions = [min(length, self.max_seq_len) - 1 for length in lengths]
         logits = self._decode_step(torch.tensor([last_ids, positions], device=self.device), max(positions))
         if overlong_rows:
-            logits[overlong_rows] = self._prefill(overlong_rows, uses_prefix_cache=False)
+            logits[overlong_rows] = self._prefill(overlong_rows, uses_prefix_cache=False).to(logits.dtype)
         return logits
 
     def _guess(self, generation: Generation) -> list[int]:

@@ -1,4 +1,4 @@
-"""A decoding step of few rows on a GPU in five Triton kernels a layer: :mod:`lm.inference.gpu_step_kernels`."""
+"""A decoding step of few rows on a GPU in five to eight kernels a layer: :mod:`lm.inference.gpu_step_kernels`."""
 
 import logging
 from functools import cache
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.inference.kv_cache import KVCache
+from lm.model.config import ModelConfig
 from lm.model.norm import RMSNorm
 from lm.model.transformer import TransformerLM
 
@@ -17,9 +18,11 @@ log = logging.getLogger(__name__)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_ROWS = 16  # of a product on tensor cores; with more, cuBLAS is faster
-_PART_NUMBERS = 1 << 14  # keys · width that a program of the attention reads; a longer row is divided among several
+_PART_ELEMENTS = 1 << 14  # of the keys that a program of the attention reads; a longer row is divided among several
+_BLOCK_PARTS = 16
 # Outputs and inputs of a tile of a product, its warps, and the stages of its pipeline.
 _TILE_OF_ROW, _TILE_OF_ROWS = (4, 1024, 8, 3), (16, 256, 4, 4)
+_WIDTH_OF_TRIAL = 64  # of the head of the model that tries the kernels
 
 
 class _Layer(NamedTuple):
@@ -39,18 +42,19 @@ class _Layer(NamedTuple):
 class GpuWeights(nn.Module):
     """The weights of a model as :class:`GpuStep` needs them: the matrices of a layer become views of joined ones.
 
-    It is a module only because the model holds it: it has no forward pass.
+    It is a module, without a forward pass, because a model's attributes are declared as modules or tensors.
     """
 
     def __init__(self, model: TransformerLM) -> None:
         super().__init__()
         self.layers = [_join_layer(layer) for layer in model.layers]
+        self.head = _contiguous(model.head_weight)
 
     @staticmethod
     def is_possible(model: TransformerLM) -> bool:
         """Return whether the kernels have the options of ``model``, and work here."""
         head = model.head_weight
-        return model.config.has_llama_blocks and head.dtype in _DTYPES and _works(head.device)
+        return model.config.has_llama_blocks and head.dtype in _DTYPES and _works(head.device, head.dtype)
 
 
 def _join_layer(layer: Any) -> _Layer:
@@ -66,11 +70,17 @@ def _join_layer(layer: Any) -> _Layer:
         qkv_bias=_join([projection.bias for projection in projections]) if has_bias else None,
         q_norm=q_norm,
         k_norm=k_norm,
-        output=attention.output_proj.weight.detach(),
+        output=_contiguous(attention.output_proj.weight),
         norm2=layer.ln2.weight.detach(),
         w1_w3=_join([ffn.w1.weight, ffn.w3.weight]),
-        w2=ffn.w2.weight.detach(),
+        w2=_contiguous(ffn.w2.weight),
     )
+
+
+def _contiguous(parameter: Tensor) -> Tensor:
+    """Return the parameter with its rows one after the other in memory, as the kernels read it."""
+    parameter.data = parameter.data.contiguous()
+    return parameter.detach()
 
 
 def _join(parameters: list[Tensor]) -> Tensor:
@@ -84,15 +94,15 @@ def _join(parameters: list[Tensor]) -> Tensor:
 class GpuStep:
     """Computes one new token in each of the first B ≤ ``max_rows`` rows of ``cache``.
 
-    The same as :func:`lm.inference.kv_cache.decode_step`, but rounded to the dtype of the weights less often. Tensor
-    cores round float32, so of float32 only one row is computed.
+    The result is that of :func:`lm.inference.kv_cache.decode_step`, with fewer roundings to the dtype of the weights.
+    With several rows, tensor cores would round float32 to TF32, so in float32 ``max_rows`` is 1.
     """
 
     def __init__(self, model: TransformerLM, weights: GpuWeights, cache: KVCache) -> None:
         self._model, self._weights, self._cache = model, weights, cache
         config, width = model.config, model.config.head_width
         self.max_rows = _MAX_ROWS if cache.keys.itemsize == 2 else 1
-        self._part_keys = max(1, _PART_NUMBERS // _next_power_of_two(width))
+        self._part_keys = max(1, _PART_ELEMENTS // _next_power_of_two(width))
         rope, empty = model.rope, cache.keys.new_empty(0)
         self._angles = (rope.cos, rope.sin) if rope else (empty, empty)
         self._attention = {
@@ -112,6 +122,7 @@ class GpuStep:
     def __call__(self, inputs: Tensor, max_position: int) -> Tensor:
         """Return logits (B, V), float32; ``inputs`` (2, B) are ids and positions, at most ``max_position``."""
         ids, positions = inputs
+        assert len(ids) <= self.max_rows
         eps, model = self._model.config.norm_eps, self._model
         x: Tensor = model.token_embeddings(ids)
         for layer, keys, values in zip(self._weights.layers, self._cache.keys, self._cache.values, strict=True):
@@ -121,7 +132,7 @@ class GpuStep:
             hidden = multiply(x, layer.w1_w3, gain=layer.norm2, eps=eps, is_gated=True)
             x = multiply(hidden, layer.w2, residual=x)
         gain: Any = model.ln_final.weight
-        return model.cap_logits(multiply(x, model.head_weight, gain=gain, eps=eps, dtype=torch.float32))
+        return model.cap_logits(multiply(x, self._weights.head, gain=gain, eps=eps, dtype=torch.float32))
 
     def _attend(
         self, layer: _Layer, qkv: Tensor, keys: Tensor, values: Tensor, positions: Tensor, max_position: int
@@ -136,8 +147,8 @@ class GpuStep:
             qkv, keys, values, positions, *self._angles, *gains, target, **self._attention, IS_WHOLE=parts == 1
         )
         if parts > 1:
-            padded = {"PADDED_PARTS": _next_power_of_two(parts), "PADDED_WIDTH": self._attention["PADDED_WIDTH"]}
-            _kernels().join_parts[(rows * heads,)](target, out, PARTS=parts, WIDTH=width, **padded)
+            sizes = {"WIDTH": width, "PADDED_WIDTH": _next_power_of_two(width), "BLOCK_PARTS": _BLOCK_PARTS}
+            _kernels().join_parts[(rows * heads,)](target, out, parts, **sizes)
         return out
 
 
@@ -152,12 +163,15 @@ def multiply(
     is_gated: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return ``residual + norm(x) weightᵀ + bias`` (B, V), of ``dtype``, by default that of ``x``, for few rows.
+    """Return ``residual + norm(x) weightᵀ + bias`` (B, outputs), of ``dtype``, by default that of ``x``.
 
-    The norm is RMSNorm with ``gain`` (D,) and ``eps``. If ``is_gated``, the first and second half of the weight give
-    x₁ and x₂, and the product is ``silu(x₁) ⊙ x₂``.
+    ``x`` (B, inputs) has at most ``_MAX_ROWS`` rows, ``weight`` is (outputs, inputs), or twice that if gated.
+
+    The norm is RMSNorm with ``gain`` (inputs,) and ``eps``. If ``is_gated``, the first and second half of the weight
+    give x₁ and x₂, and the product is ``silu(x₁) ⊙ x₂``.
     """
     (outputs, inputs), rows = weight.shape, len(x)
+    assert rows <= _MAX_ROWS
     if rows > 1 and gain is not None:  # each program would compute it for all rows again
         x, gain = F.rms_norm(x, gain.shape, gain, eps), None
     outputs = outputs // 2 if is_gated else outputs
@@ -195,15 +209,21 @@ def _kernels() -> ModuleType:
 
 
 @cache
-def _works(device: torch.device) -> bool:
+def _works(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the kernels run on ``device``; with a warning if Triton is there and they do not."""
-    x = torch.ones(4, 4, device=device)
+    config = ModelConfig(4, 2 * _PART_ELEMENTS // _WIDTH_OF_TRIAL, _WIDTH_OF_TRIAL, 1, 1, d_ff=4)
+    model = TransformerLM(config, device, dtype).requires_grad_(False)
     try:
-        with torch.cuda.device_of(x):
-            multiply(x[:1], x)
+        _kernels()
+        with torch.cuda.device_of(model.head_weight), torch.inference_mode():
+            cache = KVCache(config, 2, config.context_length, device, dtype)
+            step = GpuStep(model, GpuWeights(model), cache)
+            for rows in {1, min(2, step.max_rows)}:
+                for last in (0, config.context_length - 1):  # in one part, and in several
+                    step(torch.zeros(2, rows, dtype=torch.int64, device=device), last).sum().item()
     except ModuleNotFoundError:
         return False
-    except Exception as error:  # of many kinds: Triton compiles C
+    except Exception as error:  # of many kinds: Triton compiles C, and the GPU may lack an instruction or memory
         log.warning("Triton does not work here, decoding runs without it: %s", str(error).partition("\n")[0])
         return False
     return True

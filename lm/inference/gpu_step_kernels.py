@@ -1,9 +1,9 @@
 """Triton kernels of a decoding step of few rows: products with what surrounds them, and attention over the cache.
 
-A step reads every weight once, so memory bandwidth limits its speed. Five kernels a layer leave little between the
-reads: norm and projections of queries, keys and values; attention; output projection and residual; norm and gated
-values; product and residual. Numbers are float32 between loads and stores, except for the factors of products of
-several rows.
+A step reads every weight once, so memory bandwidth limits its speed. Few kernels leave little time between the reads.
+Those of a layer are: norm and projections of queries, keys and values; attention; output projection and residual; norm
+and gated values; product and residual. Numbers are float32 between loads and stores, except for the factors of products
+of several rows.
 
 This module imports Triton, which is an extra; only :mod:`lm.inference.gpu_step` imports it.
 """
@@ -153,16 +153,21 @@ def attend(
 
 
 @triton.jit
-def join_parts(
-    part_ptr, out_ptr, PARTS: tl.constexpr, PADDED_PARTS: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr
-):  # fmt: skip
+def join_parts(part_ptr, out_ptr, parts, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, BLOCK_PARTS: tl.constexpr):
     """Write the attention of a head (K,) from the parts of :func:`attend`."""
-    part, i = tl.arange(0, PADDED_PARTS), tl.arange(0, PADDED_WIDTH)
-    is_part = part < PARTS
-    rows = part_ptr + (tl.program_id(0) * PARTS + part) * (WIDTH + 2)
-    largest = tl.load(rows + WIDTH, mask=is_part, other=float("-inf"))
-    weights = tl.exp(largest - tl.max(largest, 0))
-    total = tl.sum(weights * tl.load(rows + WIDTH + 1, mask=is_part, other=0.0), 0)
-    summed = tl.load(rows[:, None] + i[None, :], mask=is_part[:, None] & (i < WIDTH)[None, :], other=0.0)
-    out = tl.sum(summed * weights[:, None], 0) / total
-    tl.store(out_ptr + tl.program_id(0) * WIDTH + i, out.to(out_ptr.dtype.element_ty), mask=i < WIDTH)
+    i = tl.arange(0, PADDED_WIDTH)
+    largest, total = float("-inf"), 0.0
+    summed = tl.zeros((PADDED_WIDTH,), tl.float32)
+    for start in range(0, parts, BLOCK_PARTS):  # the first block has a key
+        part = start + tl.arange(0, BLOCK_PARTS)
+        is_part = part < parts
+        rows = part_ptr + (tl.program_id(0) * parts + part) * (WIDTH + 2)
+        part_largest = tl.load(rows + WIDTH, mask=is_part, other=float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(part_largest, 0))
+        factor, weights = tl.exp(largest - new_largest), tl.exp(part_largest - new_largest)
+        values = tl.load(rows[:, None] + i[None, :], mask=is_part[:, None] & (i < WIDTH)[None, :], other=0.0)
+        total = total * factor + tl.sum(weights * tl.load(rows + WIDTH + 1, mask=is_part, other=0.0), 0)
+        summed = summed * factor + tl.sum(values * weights[:, None], 0)
+        largest = new_largest
+    out = (summed / total).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + tl.program_id(0) * WIDTH + i, out, mask=i < WIDTH)

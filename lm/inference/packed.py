@@ -1,10 +1,10 @@
-"""Prepare a model for generation: its weights, in a form in which products with few rows are fast on CPUs.
+"""Prepare a model for generation: its weights, in a form in which products with few rows are fast.
 
-A decoding step reads every weight once, so memory bandwidth limits its speed. :mod:`lm.inference.compiled_step` reads
-them as fast as memory gives them, in the plain layout. Products with many rows are faster with oneDNN, in a memory
-layout of its own; the model then has both, unless they would take a quarter of the machine's memory. Larger matrices
-are faster, so matrices with the same input are concatenated. Weights of 8 bits, and of 16 where the CPU cannot multiply
-them, are those of :mod:`lm.inference.narrow`.
+On GPUs that is the form of :mod:`lm.inference.gpu_step`. On CPUs a decoding step reads every weight once, so memory
+bandwidth limits its speed. :mod:`lm.inference.compiled_step` reads them as fast as memory gives them, in the plain
+layout. Products with many rows are faster with oneDNN, in a memory layout of its own; the model then has both, unless
+they would take a quarter of the machine's memory. Larger matrices are faster, so matrices with the same input are
+concatenated. Weights of 8 bits, and of 16 where the CPU cannot multiply them, are those of :mod:`lm.inference.narrow`.
 """
 
 import os
@@ -158,8 +158,9 @@ def prepare_for_inference(
 ) -> TransformerLM:
     """Convert ``model`` in place to ``dtype`` (default: the embedding's) and packed weights, and return it.
 
-    With the quantization int8 its matrices are int8, all else is float32. It can no longer be trained or saved. Raises
-    UserError for quantization on another device than the CPU.
+    With the quantization int8 its matrices are int8, all else is float32. On a GPU, matrices with the same input become
+    views of one, if the kernels of :mod:`lm.inference.gpu_step` can compute the model. It can no longer be trained,
+    saved, cast or moved. Raises UserError for quantization on another device than the CPU.
     """
     model.requires_grad_(False)
     first = next(model.parameters())
@@ -177,6 +178,7 @@ def prepare_for_inference(
         _pack(model, make_linear)
     if first.device.type == "cuda" and GpuWeights.is_possible(model):
         model.gpu_weights = GpuWeights(model)
+        torch.cuda.empty_cache()  # of the matrices before they were joined
     return model
 
 

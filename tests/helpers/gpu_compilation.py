@@ -6,7 +6,7 @@ of FlashAttention for heads of a width, or those of a decoding step for a model 
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +24,13 @@ FLOATS = ("scale", "eps")
 
 
 def compile_kernel(
-    function: Any, capability: int, constants: Mapping[str, Any], dtype: torch.dtype, num_warps: int, num_stages: int
+    function: Any,
+    capability: int,
+    constants: Mapping[str, Any],
+    dtype: torch.dtype,
+    num_warps: int,
+    num_stages: int,
+    float32_pointers: Sequence[str] = FLOAT32_POINTERS,
 ) -> dict[str, Any]:
     signature, values, attributes = {}, {}, {}
     for position, parameter in enumerate(function.arg_names):
@@ -32,7 +38,7 @@ def compile_kernel(
             signature[parameter], values[(position,)] = "constexpr", constants[parameter]
         elif parameter.endswith("_ptr"):
             pointed = "i64" if parameter == "positions_ptr" else TYPES[dtype]
-            signature[parameter] = "*fp32" if parameter in FLOAT32_POINTERS else f"*{pointed}"
+            signature[parameter] = "*fp32" if parameter in float32_pointers else f"*{pointed}"
             attributes[(position,)] = [["tt.divisibility", 16]]  # torch aligns tensors
         else:
             signature[parameter] = "fp32" if parameter in FLOATS else "i32"
@@ -63,24 +69,30 @@ def compile_flash_attention(capability: int, width: int, dtype: torch.dtype) -> 
 
 def compile_step(capability: int, width: int, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     """Compile the products of one row and of several, and the attention of a whole row and of a part."""
-    shape = {"OUTPUTS": 11 * width, "INPUTS": 8 * width}
+    with_float32_out = (*FLOAT32_POINTERS, "out_ptr")
     for rows in (1, 3) if dtype.itemsize == 2 else (1,):
         for is_gated in (False, True):
             outputs, inputs, warps, stages = gpu_step._TILE_OF_ROW if rows == 1 else gpu_step._TILE_OF_ROWS
-            constants = shape | {"PADDED_ROWS": 1 if rows == 1 else gpu_step._MAX_ROWS}
-            constants |= {"HAS_NORM": rows == 1, "IS_GATED": is_gated, "HAS_BIAS": True, "HAS_RESIDUAL": not is_gated}
-            constants |= {"BLOCK_OUTPUTS": outputs, "BLOCK_INPUTS": inputs}
-            yield compile_kernel(gpu_step_kernels.multiply, capability, constants, dtype, warps, stages)
+            constants = {"OUTPUTS": 11 * width, "INPUTS": 8 * width, "BLOCK_OUTPUTS": outputs, "BLOCK_INPUTS": inputs}
+            constants |= {"PADDED_ROWS": 1 if rows == 1 else gpu_step._MAX_ROWS, "HAS_NORM": rows == 1}
+            constants |= {"IS_GATED": is_gated, "HAS_BIAS": True, "HAS_RESIDUAL": not is_gated}
+            pointers = FLOAT32_POINTERS if is_gated else with_float32_out  # the head's logits are float32
+            yield compile_kernel(gpu_step_kernels.multiply, capability, constants, dtype, warps, stages, pointers)
     padded = {"WIDTH": width, "PADDED_WIDTH": triton.next_power_of_2(width)}
+    part_keys = gpu_step._PART_ELEMENTS // padded["PADDED_WIDTH"]
     for is_whole in (False, True):
-        constants = padded | {"HAS_NORM": True, "HAS_ROPE": True, "IS_WHOLE": is_whole, "PART_KEYS": 128}
-        yield compile_kernel(gpu_step_kernels.attend, capability, constants, dtype, 8, 3)
-    constants = padded | {"PARTS": 3, "PADDED_PARTS": 4}
+        constants = padded | {"HAS_NORM": True, "HAS_ROPE": True, "IS_WHOLE": is_whole, "PART_KEYS": part_keys}
+        pointers = FLOAT32_POINTERS if is_whole else with_float32_out
+        yield compile_kernel(gpu_step_kernels.attend, capability, constants, dtype, 8, 3, pointers)
+    constants = padded | {"BLOCK_PARTS": gpu_step._BLOCK_PARTS}
     yield compile_kernel(gpu_step_kernels.join_parts, capability, constants, dtype, 4, 3)
 
 
 if __name__ == "__main__":
-    compile_kernels = {"flash": compile_flash_attention, "step": compile_step}[sys.argv[1]]
-    for sm in (80, 90):
+    compile_kernels, capabilities = {
+        "flash": (compile_flash_attention, (80, 90)),
+        "step": (compile_step, (86, 90)),
+    }[sys.argv[1]]
+    for sm in capabilities:
         for row in compile_kernels(sm, int(sys.argv[2]), getattr(torch, sys.argv[3])):
             print(json.dumps(row), flush=True)

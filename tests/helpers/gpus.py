@@ -6,11 +6,11 @@ import subprocess
 import sys
 from typing import Any
 
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # of a program, by compute capability
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # of a program, by compute capability
 
 
 def compile_for_gpus(kernels: str, width: int, dtype: str) -> list[dict[str, Any]]:
-    """Compile kernels for sm_80 and sm_90 by :mod:`tests.helpers.gpu_compilation`; check their shared memory."""
+    """Compile kernels for two kinds of GPUs by :mod:`tests.helpers.gpu_compilation`; check their shared memory."""
     command = [sys.executable, "-m", "tests.helpers.gpu_compilation", kernels, str(width), dtype]
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout

@@ -11,6 +11,7 @@ from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Engine, Generation, generate, stream
 from lm.inference.logit_edits import LogitEdits
+from lm.inference.packed import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from tests.helpers.examples import examples
 from tests.helpers.generating import fixed_model, make_model
@@ -80,6 +81,13 @@ def test_sequence_beyond_the_context_continues_from_its_last_tokens(prompt: list
     generate(model, [companion, generation])
     assert generation.ids == generate_without_cache(model, prompt, 20)[0]
     assert companion.ids == generate_ids(model, [1], 25)
+
+
+def test_a_sequence_beyond_the_context_beside_others_in_bfloat16() -> None:
+    model = prepare_for_inference(make_model(context_length=20), torch.bfloat16)
+    generations = [Generation([1] * 18, 6, GREEDY), Generation([2], 6, GREEDY)]
+    generate(model, generations)
+    assert [len(generation.ids) for generation in generations] == [6, 6]
 
 
 def test_ids_depend_on_the_seed_and_not_on_the_batch() -> None:

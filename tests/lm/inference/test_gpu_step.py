@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lm.inference.gpu_step import GpuStep, GpuWeights
+from lm.inference.gpu_step import GpuStep, GpuWeights, _works
 from lm.inference.kv_cache import KVCache, decode_step
 from lm.model.transformer import TransformerLM
 from tests.helpers.examples import examples
@@ -23,7 +23,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTH = 12
 SHAPE: dict[str, Any] = {"context_length": LENGTH, "d_ff": 24, "num_layers": 1}
 VARIANTS: list[dict[str, Any]] = [
-    {},
+    {"num_layers": 2},
     {"num_heads": 4, "num_kv_heads": 2, "tied_embeddings": True},
     {"num_heads": 3, "num_kv_heads": 1, "head_dim": 6, "qkv_bias": True},
     {"qk_norm": True, "logit_softcap": 5.0},
@@ -40,7 +40,7 @@ def random_caches(model: TransformerLM, rows: int, dtype: torch.dtype) -> list[K
 
 
 def check(model: TransformerLM, positions: list[int], tolerance: float, dtype: torch.dtype = torch.float32) -> None:
-    """Compare logits and caches with those of ``decode_step``, in float64 on the CPU for the weights of ``model``."""
+    """Compare logits and caches with those of ``decode_step`` in float64."""
     model = model.to(DEVICE, dtype).requires_grad_(False)
     exact_model = copy.deepcopy(model).double()
     cache, exact = random_caches(model, len(positions) + 1, dtype)
@@ -61,12 +61,12 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
-@pytest.mark.parametrize("part_numbers", [32, 1 << 12])
+@pytest.mark.parametrize("part_elements", [32, 1 << 12])
 def test_a_step_equals_the_plain_one(
-    options: dict[str, Any], part_numbers: int, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], part_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lm.inference.gpu_step._PART_NUMBERS", part_numbers)
-    model = make_model(**SHAPE, **options)
+    monkeypatch.setattr("lm.inference.gpu_step._PART_ELEMENTS", part_elements)
+    model = make_model(**SHAPE | options)
     for parameter in model.parameters():
         parameter.data.add_(0.1 * torch.randn(parameter.shape))  # gains and biases that are not those of the start
     check(copy.deepcopy(model), [7], 1e-5)
@@ -74,11 +74,17 @@ def test_a_step_equals_the_plain_one(
 
 
 @examples(10)
-@given(st.lists(st.integers(0, LENGTH - 1), min_size=2, max_size=16), st.sampled_from([8, 16, 32, 1 << 12]))
-def test_any_positions(positions: list[int], part_numbers: int) -> None:
+@given(
+    positions=st.lists(st.integers(0, LENGTH - 1), min_size=2, max_size=16),
+    part_elements=st.sampled_from([8, 16, 32, 1 << 12]),
+    block_parts=st.sampled_from([1, 2, 16]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+)
+def test_any_positions(positions: list[int], part_elements: int, block_parts: int, dtype: torch.dtype) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lm.inference.gpu_step._PART_NUMBERS", part_numbers)
-        check(make_model(**SHAPE), positions, 0.03, torch.bfloat16)
+        patch.setattr("lm.inference.gpu_step._PART_ELEMENTS", part_elements)
+        patch.setattr("lm.inference.gpu_step._BLOCK_PARTS", block_parts)
+        check(make_model(**SHAPE), positions, 0.03, dtype)
 
 
 @pytest.mark.slow
@@ -98,16 +104,32 @@ def test_the_joined_weights_are_those_of_the_model() -> None:
     assert (weights.layers[0].qkv == 3).any()
 
 
+def test_the_kernels_read_weights_of_any_layout() -> None:
+    model = make_model(**SHAPE)
+    for name in ("lm_head.weight", "layers.0.attn.output_proj.weight", "layers.0.ffn.w2.weight"):
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.data.T.contiguous().T
+    check(model, [7], 1e-5)
+
+
 def test_kernels_that_do_not_work_are_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*arguments: object, **options: object) -> Tensor:
-        raise RuntimeError("no C compiler\nmore")
-
+    model = make_model(**SHAPE).to(DEVICE)
+    monkeypatch.setattr("lm.inference.gpu_step._PART_ELEMENTS", 128)  # of the model that tries the kernels, too
+    _works.cache_clear()
+    assert GpuWeights.is_possible(model) and GpuWeights.is_possible(model.bfloat16())
     monkeypatch.setattr("lm.inference.gpu_step.multiply", fail)
+    assert GpuWeights.is_possible(model)  # tried only once
+    _works.cache_clear()
     with caplog.at_level("WARNING"):
-        assert not GpuWeights.is_possible(make_model().to("meta"))
+        assert not GpuWeights.is_possible(model)
     assert "decoding runs without it: no C compiler" in caplog.text and "more" not in caplog.text
+    _works.cache_clear()
+
+
+def fail(*arguments: object, **options: object) -> Tensor:
+    raise RuntimeError("no C compiler\nmore")
 
 
 def test_models_that_the_kernels_do_not_compute() -> None:
