@@ -11,7 +11,6 @@ from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Engine, Generation, generate, stream
 from lm.inference.logit_edits import LogitEdits
-from lm.inference.packed import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from tests.helpers.examples import examples
 from tests.helpers.generating import fixed_model, make_model
@@ -84,10 +83,14 @@ def test_sequence_beyond_the_context_continues_from_its_last_tokens(prompt: list
 
 
 def test_a_sequence_beyond_the_context_beside_others_in_bfloat16() -> None:
-    model = prepare_for_inference(make_model(context_length=20), torch.bfloat16)
-    generations = [Generation([1] * 18, 6, GREEDY), Generation([2], 6, GREEDY)]
-    generate(model, generations)
-    assert [len(generation.ids) for generation in generations] == [6, 6]
+    engine = Engine(make_model().bfloat16(), 2)
+    decode_step = engine._decode_step
+    engine._decode_step = lambda inputs, last: decode_step(inputs, last).float()  # as the compiled steps do
+    generations = [Generation([1, 2, 3], 6, GREEDY), Generation([2], 3, GREEDY)]
+    engine.add(generations)
+    while engine.active:
+        engine.step()
+    assert [len(generation.ids) for generation in generations] == [6, 3]
 
 
 def test_ids_depend_on_the_seed_and_not_on_the_batch() -> None:
