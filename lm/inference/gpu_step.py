@@ -122,7 +122,8 @@ class GpuStep:
     def __call__(self, inputs: Tensor, max_position: int) -> Tensor:
         """Return logits (B, V), float32; ``inputs`` (2, B) are ids and positions, at most ``max_position``."""
         ids, positions = inputs
-        assert len(ids) <= self.max_rows
+        if len(ids) > self.max_rows:
+            raise ValueError(f"{len(ids)} rows are more than {self.max_rows}")
         eps, model = self._model.config.norm_eps, self._model
         x: Tensor = model.token_embeddings(ids)
         for layer, keys, values in zip(self._weights.layers, self._cache.keys, self._cache.values, strict=True):
@@ -171,7 +172,8 @@ def multiply(
     give x₁ and x₂, and the product is ``silu(x₁) ⊙ x₂``.
     """
     (outputs, inputs), rows = weight.shape, len(x)
-    assert rows <= _MAX_ROWS
+    if rows > _MAX_ROWS:
+        raise ValueError(f"{rows} rows are more than {_MAX_ROWS}")
     if rows > 1 and gain is not None:  # each program would compute it for all rows again
         x, gain = F.rms_norm(x, gain.shape, gain, eps), None
     outputs = outputs // 2 if is_gated else outputs

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lm.inference.gpu_step import GpuStep, GpuWeights, _works
+from lm.inference.gpu_step import GpuStep, GpuWeights, _works, multiply
 from lm.inference.kv_cache import KVCache, decode_step
 from lm.model.transformer import TransformerLM
 from tests.helpers.examples import examples
@@ -130,6 +130,13 @@ def test_kernels_that_do_not_work_are_not_used(
 
 def fail(*arguments: object, **options: object) -> Tensor:
     raise RuntimeError("no C compiler\nmore")
+
+
+def test_more_rows_than_a_tile_has_are_refused() -> None:
+    with pytest.raises(ValueError, match="17 rows are more than 16"):
+        multiply(torch.zeros(17, 4, device=DEVICE), torch.zeros(4, 4, device=DEVICE))
+    with pytest.raises(ValueError, match="2 rows are more than 1"):
+        check(make_model(**SHAPE), [0, 1], 1e-5)  # float32
 
 
 def test_models_that_the_kernels_do_not_compute() -> None:
