@@ -83,6 +83,7 @@ def _draw_bars(comparison: "Comparison", label: str, figure: Callable[[str, str]
         places = [place - 0.4 + (number + 0.5) * width for place in range(len(texts))]
         bars = axes.bar(places, [figure(text, name) for text in texts], width, label=f"tokenizer {number}")
         axes.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
+    axes.margins(y=0.1)  # room for the labels
     axes.set_xticks(range(len(texts)), texts, parse_math=False)  # a dollar sign begins no formula
     legend = axes.legend(fontsize=8, ncols=len(names), loc="upper center", bbox_to_anchor=(0.5, -0.12))
     for entry, name in zip(legend.get_texts(), names, strict=True):
