@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm.inference.gpu_step import GpuStep, GpuWeights
+from lm.inference.gpu_step import GpuStep, GpuWeights, next_power_of_two
 from lm.inference.kv_cache import KVCache, decode_step
 from lm.model.transformer import TransformerLM
 
@@ -32,8 +32,8 @@ class DecodeGraphs:
     def __call__(self, inputs: Tensor, max_position: int) -> Tensor:
         """Return logits (B, V) as ``decode_step`` does. The next call overwrites them."""
         count = inputs.shape[1]
-        rows = min(_next_power_of_two(count), self._rows)
-        keys = min(max(_MIN_KEYS, _next_power_of_two(max_position + 1)), self._length)
+        rows = min(next_power_of_two(count), self._rows)
+        keys = min(max(_MIN_KEYS, next_power_of_two(max_position + 1)), self._length)
         self._inputs[:, :count] = inputs
         with torch.cuda.device_of(self._inputs):
             if (rows, keys) not in self._graphs:
@@ -59,7 +59,3 @@ class DecodeGraphs:
             logits = self._compute(rows, keys)
         self._pool = graph.pool()
         return graph, logits
-
-
-def _next_power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()

@@ -102,7 +102,7 @@ class GpuStep:
         self._model, self._weights, self._cache = model, weights, cache
         config, width = model.config, model.config.head_width
         self.max_rows = _MAX_ROWS if cache.keys.itemsize == 2 else 1
-        self._part_keys = max(1, _PART_ELEMENTS // _next_power_of_two(width))
+        self._part_keys = max(1, _PART_ELEMENTS // next_power_of_two(width))
         rope, empty = model.rope, cache.keys.new_empty(0)
         self._angles = (rope.cos, rope.sin) if rope else (empty, empty)
         self._attention = {
@@ -112,7 +112,7 @@ class GpuStep:
             "heads": config.num_heads,
             "kv_heads": config.kv_heads,
             "WIDTH": width,
-            "PADDED_WIDTH": _next_power_of_two(width),
+            "PADDED_WIDTH": next_power_of_two(width),
             "HAS_NORM": config.qk_norm,
             "HAS_ROPE": rope is not None,
             "PART_KEYS": self._part_keys,
@@ -148,7 +148,7 @@ class GpuStep:
             qkv, keys, values, positions, *self._angles, *gains, target, **self._attention, IS_WHOLE=parts == 1
         )
         if parts > 1:
-            sizes = {"WIDTH": width, "PADDED_WIDTH": _next_power_of_two(width), "BLOCK_PARTS": _BLOCK_PARTS}
+            sizes = {"WIDTH": width, "PADDED_WIDTH": next_power_of_two(width), "BLOCK_PARTS": _BLOCK_PARTS}
             _kernels().join_parts[(rows * heads,)](target, out, parts, **sizes)
         return out
 
@@ -231,5 +231,6 @@ def _works(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def _next_power_of_two(number: int) -> int:
+def next_power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least ``number``, from 1."""
     return 1 << (number - 1).bit_length()

@@ -61,7 +61,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             safe_targets = targets[:, None].masked_fill(is_ignored, 0)
             # N / counted targets. On the device, so that the host does not wait. Exactly 1 if all targets count.
             correction = torch.full((), len(x), dtype=sum_dtype, device=x.device) / (~is_ignored).sum().clamp_(min=1)
-            softmax = _softmax_of_compiler if x.is_cuda and torch.compiler.is_compiling() else _softmax_in_place
+            softmax = _softmax_to_compile if x.is_cuda and torch.compiler.is_compiling() else _softmax_in_place
             for start in range(0, len(x), rows):
                 chunk = slice(start, start + rows)
                 chunk_x, target, ignored = inputs[chunk], safe_targets[chunk], is_ignored[chunk]
@@ -108,12 +108,12 @@ def _softmax_in_place(
     return loss, grad
 
 
-def _softmax_of_compiler(
+def _softmax_to_compile(
     logits: Tensor, target: Tensor, ignored: Tensor, softcap: float, needs_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """The same as :func:`_softmax_in_place`, in a form of which torch.compile makes one kernel for GPUs.
+    """Compute what :func:`_softmax_in_place` does in plain operations, which torch.compile fuses into one kernel.
 
-    The kernel reads the logits twice, and writes the gradients once.
+    On a GPU the kernel reads the logits twice and writes the gradients once.
     """
     tanh = torch.tanh(logits / softcap) if softcap else None
     capped = logits if tanh is None else tanh * softcap

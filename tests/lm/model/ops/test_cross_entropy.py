@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lm.model.functional import IGNORE_INDEX, cross_entropy
-from lm.model.ops.cross_entropy import _softmax_in_place, _softmax_of_compiler, linear_cross_entropy
+from lm.model.ops.cross_entropy import _softmax_in_place, _softmax_to_compile, linear_cross_entropy
 from tests.helpers.examples import examples
 from tests.helpers.tensors import assert_equal_with_gradients, row_counts, widths
 
@@ -168,5 +168,5 @@ def test_the_form_for_compiled_kernels_of_gpus_equals_the_other(
     targets = torch.randint(vocab, (rows, 1))
     ignored = torch.rand(rows, 1) < (0.5 if has_ignored else 0)
     expected = _softmax_in_place(logits.clone(), targets, ignored, softcap, needs_grad=True)
-    found = _softmax_of_compiler(logits, targets, ignored, softcap, needs_grad=True)
+    found = _softmax_to_compile(logits, targets, ignored, softcap, needs_grad=True)
     torch.testing.assert_close(found, expected)
