@@ -214,7 +214,8 @@ def _kernels() -> ModuleType:
 def _works(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the kernels run on ``device``; with a warning if Triton is there and they do not."""
     config = ModelConfig(4, 2 * _PART_ELEMENTS // _WIDTH_OF_TRIAL, _WIDTH_OF_TRIAL, 1, 1, d_ff=4)
-    model = TransformerLM(config, device, dtype).requires_grad_(False)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # the weights change no draw of the caller
+        model = TransformerLM(config, device, dtype).requires_grad_(False)
     try:
         _kernels()
         with torch.cuda.device_of(model.head_weight), torch.inference_mode():

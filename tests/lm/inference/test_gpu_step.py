@@ -118,7 +118,9 @@ def test_kernels_that_do_not_work_are_not_used(
     model = make_model(**SHAPE).to(DEVICE)
     monkeypatch.setattr("lm.inference.gpu_step._PART_ELEMENTS", 128)  # of the model that tries the kernels, too
     _works.cache_clear()
+    generators = torch.get_rng_state(), torch.cuda.get_rng_state_all()
     assert GpuWeights.is_possible(model) and GpuWeights.is_possible(model.bfloat16())
+    torch.testing.assert_close((torch.get_rng_state(), torch.cuda.get_rng_state_all()), generators)
     monkeypatch.setattr("lm.inference.gpu_step.multiply", fail)
     assert GpuWeights.is_possible(model)  # tried only once
     _works.cache_clear()
