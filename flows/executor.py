@@ -88,11 +88,13 @@ class PrefectExecutor:
         calls = [stage.bind(item, *arguments) for item in items]
         outputs = stage.look_up(self.run, calls)
         missing = [index for index, (_, is_cached) in enumerate(outputs) if not is_cached]
-        log.info("%s: %s of %s parts are cached.", title, len(items) - len(missing), len(items))
         if missing:
-            log.info("%s runs: %s.", title, stage.explain(self.run, calls[missing[0]]))
+            reason = stage.explain(self.run, calls[missing[0]])
+            log.info("%s: %s of %s parts run: %s.", title, len(missing), len(items), reason)
             self._make(stage, title, calls, missing)
             stage.note_latest(self.run, outputs[-1][0])
+        else:
+            log.info("%s: %s of %s parts are cached.", title, len(items), len(items))
         return [ref for ref, _ in outputs]
 
     def _make(self, stage: Stage, title: str, calls: Sequence[dict[str, Any]], missing: Sequence[int]) -> None:
