@@ -29,7 +29,7 @@ _CHECK_SECONDS = 5.0  # between two looks whether the cluster is alive, and how 
 
 
 class PrefectExecutor:
-    """Runs each stage as a Prefect task, and the parts of a mapped stage in parallel. A context manager.
+    """Runs each stage as a Prefect task, and the groups of a mapped stage in parallel. A context manager.
 
     ``config`` is the flow's.
     """
@@ -46,7 +46,7 @@ class PrefectExecutor:
 
     @functools.cached_property
     def _runner(self) -> Runner:
-        """Opened by the first part that is not cached: a cached run needs no cluster."""
+        """Opened by the first group that is not cached: a cached run needs no cluster."""
         return self._resources.enter_context(open_runner(self.run, [*self.config.data.train, *self.config.data.valid]))
 
     def call(self, stage: Stage, *arguments: Any) -> Ref:
@@ -68,8 +68,8 @@ class PrefectExecutor:
             run_deployment_to_end(self.run.execution.train_deployment, parameters)
             if not open_output(self.run.store, ref):
                 raise UserError(
-                    f"{self.run.execution.train_deployment} made another output than this run needs. Install the same "
-                    "version of textmill and of its libraries there."
+                    f"{self.run.execution.train_deployment} did not make the output that this run needs. It needs a "
+                    "root that both machines see, and the same version of textmill and of its libraries."
                 )
         return ref
 
@@ -90,18 +90,18 @@ class PrefectExecutor:
         missing = [index for index, (_, is_cached) in enumerate(outputs) if not is_cached]
         if missing:
             reason = stage.explain(self.run, calls[missing[0]])
-            log.info("%s: %s of %s parts run: %s.", title, len(missing), len(items), reason)
+            log.info("%s: %s of %s groups run: %s.", title, len(missing), len(items), reason)
             self._make(stage, title, calls, missing)
             stage.note_latest(self.run, outputs[-1][0])
         else:
-            log.info("%s: %s of %s parts are cached.", title, len(items), len(items))
+            log.info("%s: %s of %s groups are cached.", title, len(items), len(items))
         return [ref for ref, _ in outputs]
 
     def _make(self, stage: Stage, title: str, calls: Sequence[dict[str, Any]], missing: Sequence[int]) -> None:
         running: dict[PrefectFuture[Any], int] = {}
         finished: SimpleQueue[PrefectFuture[Any]] = SimpleQueue()
         done = len(calls) - len(missing)
-        with show_progress(title, len(calls), "part", self.run.label) as progress:
+        with show_progress(title, len(calls), "group", self.run.label) as progress:
             progress(done)
             try:
                 size = -(-len(missing) // self._runner.max_task_runs())
@@ -159,4 +159,4 @@ class PrefectExecutor:
         if "_runner" not in vars(self):  # the error came before the connection, which is not tried again
             return None
         message = self._runner.explain(error)
-        return UserError(f"{message} Finished parts are kept; run the same command again.") if message else None
+        return UserError(f"{message} Finished groups are kept; run the same command again.") if message else None

@@ -53,8 +53,8 @@ class DryRunExecutor:
         missing = [item for item, (_, is_cached) in zip(items, outputs, strict=True) if not is_cached]
         if missing:
             reason = self._run_reason(stage, (missing[0], *arguments))
-            return [self._add_pending(stage, title, f"{len(missing)} of {len(items)} parts: {reason}")]
-        self.rows.append((title, f"cached, {len(items)} parts"))
+            return [self._add_pending(stage, title, f"{len(missing)} of {len(items)} groups: {reason}")]
+        self.rows.append((title, f"cached, {len(items)} groups"))
         return [ref for ref, _ in outputs]
 
     def _add_pending(self, stage: Stage, name: str, action: str) -> Ref:

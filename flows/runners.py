@@ -1,4 +1,4 @@
-"""Where the parts of a mapped stage run: in threads of this process, or in the workers of a Dask or Ray cluster.
+"""Where the groups of a mapped stage run: in threads of this process, or in the workers of a Dask or Ray cluster.
 
 The libraries of the clusters are imported when they are used. A cluster runner is entered inside the flow, and is not
 the flow's own task runner: otherwise Prefect would connect each task on a worker to the cluster again.
@@ -98,7 +98,7 @@ class DaskRunner:
         """Explain a lost scheduler, or a task whose workers died."""
         name = type(error).__name__
         if name == "KilledWorker":
-            return "Several workers died one after the other while they ran the same part. Do they have enough memory?"
+            return "Several workers died one after the other while they did the same group. Do they have enough memory?"
         if isinstance(error, (OSError, TimeoutError)) or name in ("CancelledError", "FutureCancelledError"):
             return f"The Dask scheduler at {self._address} is lost. Start it again."
         return ""

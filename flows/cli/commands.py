@@ -284,7 +284,7 @@ def verify_command(options: Namespace) -> int:
     if counts["damaged"]:
         print("Damaged outputs are never used: the next run that needs them makes them again.")
     if counts.keys() - {"damaged"}:
-        print("Unfinished and orphaned files are never used and do no harm; textmill gc lists what can be deleted.")
+        print("Orphaned files are never used. A training may go on from unfinished ones. textmill gc lists both.")
     return 1 if counts["damaged"] else 0
 
 

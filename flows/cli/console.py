@@ -16,7 +16,7 @@ class _ConsoleHandler(logging.Handler):
     """Prints log lines above a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name != group_log.name or record.levelno > logging.INFO:  # a progress bar counts the parts
+        if record.name != group_log.name or record.levelno > logging.INFO:  # a progress bar counts the groups
             try:
                 tqdm.write(self.format(record), file=sys.stderr)
             except Exception:  # a log line that cannot be written must not end a training

@@ -55,7 +55,7 @@ _DEVICE: dict[str, Any] = {"type": str, "default": "auto", "help": "cpu, cuda, m
 _QUANTIZE: dict[str, Any] = {
     "choices": get_args(Quantization),
     "default": "none",
-    "help": "int8: weights of 8 bits, on CPUs: faster and smaller, and a little less exact",
+    "help": "how weights are stored: none: as saved; int8: on CPUs only. Fewer bits are faster and a little less exact",
 }
 
 _PIPELINE_COMMANDS = {
@@ -179,15 +179,15 @@ def build_parser(
     serve.add_argument("--quantize", **_QUANTIZE)
     serve.add_argument("--host", type=str, default="127.0.0.1", help="address to listen on")
     serve.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free port")
-    serve.add_argument("--max-batch-size", type=PositiveInt, default=16, help="completions computed at the same time")
+    serve.add_argument("--max_batch_size", type=PositiveInt, default=16, help="completions computed at the same time")
     cache_help = "memory for the beginnings of recent prompts, which are not computed again, in MB; 0: none"
-    serve.add_argument("--prefix-cache-mb", type=NonNegativeInt, default=256, help=cache_help)
+    serve.add_argument("--prefix_cache_mb", type=NonNegativeInt, default=256, help=cache_help)
     guess_help = "tokens to guess in a step from repetitions in a text, at most; 0: none"
-    serve.add_argument("--speculative-tokens", type=NonNegativeInt, default=0, help=guess_help)
+    serve.add_argument("--speculative_tokens", type=NonNegativeInt, default=0, help=guess_help)
     key_help = "key that clients must send; the variable TEXTMILL_API_KEY holds it out of sight of other users"
-    serve.add_argument("--api-key", type=str, default=None, help=key_help)
+    serve.add_argument("--api_key", type=str, default=None, help=key_help)
     limit_help = "requests of one IP address at a time; 0: no limit"
-    serve.add_argument("--max-requests-per-client", type=NonNegativeInt, default=0, help=limit_help)
+    serve.add_argument("--max_requests_per_client", type=NonNegativeInt, default=0, help=limit_help)
 
     evaluate = add("evaluate", "Ask a model the problems of a task, and show how many of its answers are right.")
     evaluate.add_argument("--model", **_MODEL | {"help": f"{_MODEL['help']}; or the URL of a server with OpenAI's API"})
@@ -218,10 +218,10 @@ def build_parser(
     export.add_argument("--root", **_ROOT)
 
     verify = add("verify", "Check all digests under a root. The exit code is 1 if files are damaged.")
-    verify.add_argument("root", nargs="?", **_ROOT)
+    verify.add_argument("--root", **_ROOT)
 
     gc = add("gc", "List outputs that no run needs, and unfinished or superseded attempts.")
-    gc.add_argument("root", nargs="?", **_ROOT)
+    gc.add_argument("--root", **_ROOT)
     gc.add_argument("--delete", action="store_true", help="delete the listed files")
 
     up = add("up", "Start Prefect's server, the deployments of prefect.yaml and a worker. Ctrl-C stops them.")
@@ -243,8 +243,9 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in sections} | fields
 
 
-def _join_lists(parser: ArgumentParser, arguments: list[str]) -> list[str]:
-    """Return the arguments with the texts after an option that takes a list as one value, which jsonargparse needs."""
+def _normalize(parser: ArgumentParser, arguments: list[str]) -> list[str]:
+    """Return the arguments as jsonargparse needs them: options with underscores, and as one value the texts after an
+    option that takes a list."""
     commands = parser._subcommands_action._name_parser_map if parser._subcommands_action else {}
     if not arguments or arguments[0] not in commands:
         return arguments
@@ -255,6 +256,9 @@ def _join_lists(parser: ArgumentParser, arguments: list[str]) -> list[str]:
     for argument in arguments:
         if argument.startswith("--"):
             groups.append([])
+            name, equals, value = argument.partition("=")
+            if (underscored := f"--{name[2:].replace('-', '_')}") in actions:
+                argument = underscored + equals + value
         groups[-1].append(argument)
     joined = groups[0]
     for group in groups[1:]:
@@ -281,7 +285,7 @@ def _is_list(text: str, item_type: Any) -> bool:
 def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
     """Return the command and its options. Raise UserError if they are invalid."""
     try:
-        parsed: Namespace = parser.parse_args(_join_lists(parser, arguments))
+        parsed: Namespace = parser.parse_args(_normalize(parser, arguments))
     except ImportError:
         raise UserError("An option's value has a class_path, which is not allowed.") from None
     except OverflowError as error:

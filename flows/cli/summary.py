@@ -175,5 +175,9 @@ def format_teaching(result: "TeachResult") -> str:
             [f"  and {len(result.failures) - _MAX_FAILURES:,} more"] if len(result.failures) > _MAX_FAILURES else []
         )
     if kept:
-        lines += ["", "Try next:", f'  textmill posttrain --dialogs.train "[\'{result.file}\']" --methods "[sft]"']
+        lines += [
+            "",
+            "Try next:",
+            f"  textmill posttrain --preset dialogs --dialogs.train {shlex.quote(str(result.file))}",
+        ]
     return "\n".join(lines)

@@ -40,7 +40,7 @@ _MAX_SCORES = 1 << 22  # log-probabilities of a response: about 400 MB, and seco
 _MAX_WAITING_COMPLETIONS = 256
 _SHUTDOWN_SECONDS = 5  # time for open responses when the server stops
 _OUT_OF_MEMORY = (
-    "The KV cache and the prefix cache do not fit into memory; lower --max-batch-size or --prefix-cache-mb."
+    "The KV cache and the prefix cache do not fit into memory; lower --max_batch_size or --prefix_cache_mb."
 )
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status code; nobody receives it
 

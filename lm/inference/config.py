@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
 
-Quantization = Literal["none", "int8"]
-"""How the weights are stored for inference. int8: 8 bits a weight, for CPUs: faster, and a little less exact."""
+Quantization = Literal["none", "bfloat16", "int8"]
+"""How the weights are stored for inference. none: as they are; int8: 8 bits a weight, for CPUs. Fewer bits are faster,
+and a little less exact."""
 
 
 @dataclass(frozen=True)

@@ -158,18 +158,18 @@ def prepare_for_inference(
 ) -> TransformerLM:
     """Convert ``model`` in place to ``dtype`` (default: the embedding's) and packed weights, and return it.
 
-    With the quantization int8 its matrices are int8, all else is float32. On a GPU, matrices with the same input become
-    views of one, if the kernels of :mod:`lm.inference.gpu_step` can compute the model. It can no longer be trained,
-    saved, cast or moved. Raises UserError for quantization on another device than the CPU.
+    The quantization bfloat16 is that dtype. With int8 the matrices are int8, all else is float32. On a GPU, matrices
+    with the same input become views of one, if the kernels of :mod:`lm.inference.gpu_step` can compute the model. It
+    can no longer be trained, saved, cast or moved. Raises UserError for int8 on another device than the CPU.
     """
     model.requires_grad_(False)
     first = next(model.parameters())
-    if quantization != "none" and first.device.type != "cpu":
+    if quantization == "int8" and first.device.type != "cpu":
         raise UserError(
-            f"The quantization {quantization} is for CPUs, and the model is on {first.device}: choose the device cpu, "
-            "or no quantization."
+            f"The quantization int8 is for CPUs, and the model is on {first.device}: choose the device cpu, or the "
+            "quantization bfloat16 or none."
         )
-    dtype = torch.float32 if quantization == "int8" else dtype or first.dtype
+    dtype = {"int8": torch.float32, "bfloat16": torch.bfloat16}.get(quantization, dtype or first.dtype)
     for parameter in model.parameters():  # the rotary buffers stay float32
         parameter.data = parameter.data.to(dtype)
     if first.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):

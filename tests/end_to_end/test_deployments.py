@@ -92,7 +92,7 @@ def test_the_log_of_a_task_explains_why_it_ran_or_was_cached(prefect_deployed: D
     reason = ("merge", "merge runs: changed since its last result: parameters.config.vocab_size.")
     wait_for(lambda: reason in lines(), 60, "log of merge")  # logs are sent in batches
     assert any(name == "count" and "is cached: run " in message for name, message in lines())
-    assert (None, "count: 5 of 5 parts are cached.") in lines()
+    assert (None, "count: 5 of 5 groups are cached.") in lines()
 
 
 def test_missing_config_fields_are_those_of_the_deployment(prefect_deployed: Deployed, tmp_path: Path) -> None:

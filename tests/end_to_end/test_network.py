@@ -132,7 +132,7 @@ def test_a_plan_retries(flaky_url: str, tmp_path: Path, monkeypatch: pytest.Monk
     config = load_preset("demo")
     config.data.train[:] = [flaky_url]
     (first, _) = plan(PIPELINE, config, str(tmp_path), "ingest", ())
-    assert first == ("ingest-train", "1 of 1 parts: runs: it has no result yet")
+    assert first == ("ingest-train", "1 of 1 groups: runs: it has no result yet")
     assert not FlakyHandler.replies
 
 

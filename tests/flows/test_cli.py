@@ -83,7 +83,7 @@ def tiny(tmp_path: Path) -> Path:
         (["posttrain", "--plan", "--refresh", "ppo"], "There is no stage ppo"),
         (["sweep", "learning-rate", "--plan", "--refresh", "scaling_law"], "There is no stage scaling_law"),
         (["plan", "--root", ""], "--root is empty"),
-        (["verify", "~nosuchuser/x"], r"The root '~nosuchuser/x' cannot be used"),
+        (["verify", "--root", "~nosuchuser/x"], r"The root '~nosuchuser/x' cannot be used"),
         (["run", "--root", os.fsdecode(b"caf\xe9")], r"The root 'caf.udce9' cannot be used"),
         (["plan", "--execution.train_deployment", "gpu-train"], r"train_deployment is 'gpu-train'.*pipeline/gpu-train"),
         (["rum"], r"rum"),
@@ -113,7 +113,7 @@ def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path) -> None:
     for number in range(2000):  # more lines than a pipe holds
         (tmp_path / f"a-file-that-no-run-makes-{number}").touch()
     process = subprocess.Popen(
-        [*TEXTMILL, "verify", tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*TEXTMILL, "verify", "--root", tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout and process.stderr and process.stdout.readline()
     process.stdout.close()
@@ -123,7 +123,7 @@ def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_closed_output_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "a-file-that-no-run-makes").touch()
-    command = ["sh", "-c", 'exec "$@" >&-', "sh", *TEXTMILL, "verify", str(tmp_path)]
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", *TEXTMILL, "verify", "--root", str(tmp_path)]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -134,7 +134,7 @@ def test_an_output_that_cannot_be_written_is_one_message(tmp_path: Path) -> None
     (tmp_path / "a-file-that-no-run-makes").touch()
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [*TEXTMILL, "verify", tmp_path], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            [*TEXTMILL, "verify", "--root", tmp_path], stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
     message = "textmill: The output cannot be written: No space left on device.\n"
     assert (done.stderr, done.returncode) == (message, 2)
@@ -155,7 +155,9 @@ def test_messages_that_cannot_be_written_do_not_end_a_command(redirection: str, 
 def test_an_output_that_is_not_utf8_has_escapes(tmp_path: Path) -> None:
     (tmp_path / "café").touch()
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([*TEXTMILL, "verify", tmp_path], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*TEXTMILL, "verify", "--root", tmp_path], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert r"caf\xe9" in done.stdout
 
@@ -214,6 +216,14 @@ def test_the_items_of_a_list_follow_its_option(items: list[str]) -> None:
         )
         assert parsed.plan.data.train == items
         assert parsed.plan.data.valid == ["v", "w"] and parsed.plan.budget == "5m"
+
+
+def test_an_option_may_have_dashes() -> None:
+    arguments = ["--max-batch-size", "3", "--prefix_cache_mb=4", "--speculative-tokens=5"]
+    serve = parse(build_parser(), ["serve", *arguments]).serve
+    assert (serve.max_batch_size, serve.prefix_cache_mb, serve.speculative_tokens) == (3, 4, 5)
+    prompts = parse(build_parser(), ["sample", "--max-new-tokens", "6", "--prompt", "a-b"]).sample
+    assert (prompts.max_new_tokens, prompts.prompt) == (6, ["a-b"])
 
 
 def test_the_last_of_two_presets_wins(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

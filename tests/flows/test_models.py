@@ -15,7 +15,7 @@ from lm.checkpoint.training_state import save_training
 from lm.common.errors import UserError
 from lm.data.chat_template import add_chat_tokens
 from lm.inference.completion import complete
-from lm.inference.config import SampleConfig
+from lm.inference.config import Quantization, SampleConfig
 from lm.inference.packed import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from lm.text.pretokenize import END_OF_TEXT
@@ -209,11 +209,16 @@ def test_the_commands_take_any_model(root: RunContext, tmp_path: Path, capsys: p
     assert "chat_template" in json.loads((again / "tokenizer_config.json").read_text())
     config = SampleConfig(prompts=["Once"], max_new_tokens=9, temperature=0)
     expected = complete(make_trained(261, 4), CHAT, config)[0].text
-    rounded = complete(prepare_for_inference(make_trained(261, 4), quantization="int8"), CHAT, config)[0].text
+    quantizations: list[Quantization] = ["bfloat16", "int8"]
+    rounded = [
+        complete(prepare_for_inference(make_trained(261, 4), quantization=quantization), CHAT, config)[0].text
+        for quantization in quantizations
+    ]
     for name in (POSTTRAINED, str(exported)):
         arguments = ["--prompt", "Once", "--max_new_tokens", "9", "--temperature", "0", "--device", "cpu"]
-        assert main(["sample", *options, name, *arguments, "--quantize", "int8"]) == 0
-        assert f"> Once|{rounded}\n" in capsys.readouterr().out
+        for quantization, text in zip(quantizations, rounded, strict=True):
+            assert main(["sample", *options, name, *arguments, "--quantize", quantization]) == 0
+            assert f"> Once|{text}\n" in capsys.readouterr().out
         for more in ([], ["--speculative_tokens", "3"]):
             assert main(["sample", *options, name, *arguments, *more]) == 0
             assert f"> Once|{expected}\n" in capsys.readouterr().out

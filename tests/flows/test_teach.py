@@ -172,7 +172,7 @@ def test_the_command_prints_a_table_and_the_next_command(tmp_path: Path, capsys:
         "kept                31 (79.5% of the answers)",
         "tokens              195 of prompts, 117 of answers",
         "  prompt 14: status 400: too long",
-        f'  textmill posttrain --dialogs.train "[\'{tmp_path}/taught.jsonl\']" --methods "[sft]"',
+        f"  textmill posttrain --preset dialogs --dialogs.train {tmp_path}/taught.jsonl",
     ):
         assert line in output.splitlines()
 

@@ -214,9 +214,9 @@ def test_a_link_is_refused(
     if what != "manifest":
         with pytest.raises(UserError, match="is a link"):
             output.is_intact()
-    assert main(["verify", str(run.root)]) == 1
+    assert main(["verify", "--root", str(run.root)]) == 1
     assert "is a link" in capsys.readouterr().out
-    main(["gc", str(run.root), "--delete"])
+    main(["gc", "--root", str(run.root), "--delete"])
     assert sorted(target.rglob("*")) == before, "nothing is written or deleted through a link"
     assert CALLS == ["letters"]
 
@@ -276,7 +276,7 @@ def test_a_record_with_an_invalid_key(run: RunContext, ref: Ref, key: Any, capsy
     assert materialize(letters, run, "y", 1) != ref  # reads latest.json for the reason
     assert main(["sample", "--root", run.root]) == 2
     assert "has no finished model" in capsys.readouterr().err
-    assert main(["gc", run.root, "--delete"]) == 2
+    assert main(["gc", "--root", run.root, "--delete"]) == 2
     assert read_output(run.store, ref).is_intact()
 
 

@@ -60,10 +60,10 @@ def test_gc_deletes_nothing_while_a_run_is_at_work(root: str, capsys: pytest.Cap
     run = leased(root)
     with use_root(run):
         ref = materialize(letters, run, "a", 1)
-        assert main(["gc", root, "--delete"]) == 2
+        assert main(["gc", "--root", root, "--delete"]) == 2
         assert f"Run {run.lease} uses" in capsys.readouterr().err
         assert read_output(run.store, ref).is_intact()
-    assert main(["gc", root, "--delete"]) == 0
+    assert main(["gc", "--root", root, "--delete"]) == 0
     assert f"letters/{ref.key}: no run record needs it" in capsys.readouterr().out
     assert set(Store(root).list_files()) == {"letters/latest.json"}
 

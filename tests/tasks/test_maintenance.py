@@ -214,19 +214,19 @@ def test_gc_refuses_a_root_in_use_and_a_run_waits_for_gc(tmp_path: Path, capsys:
     arguments = (ROOT_USER, tmp_path, "shared")
     with python_process(*arguments) as first, python_process(*arguments) as second:
         assert [read_line(first), read_line(second)] == ["locked", "locked"]
-        assert main(["gc", str(tmp_path), "--delete"]) == 2
+        assert main(["gc", "--root", str(tmp_path), "--delete"]) == 2
         assert "A run or another gc uses" in capsys.readouterr().err
-        assert main(["gc", str(tmp_path)]) == 0, "listing needs no lock"
+        assert main(["gc", "--root", str(tmp_path)]) == 0, "listing needs no lock"
         first.kill()
         first.wait()
-        assert main(["gc", str(tmp_path), "--delete"]) == 2
+        assert main(["gc", "--root", str(tmp_path), "--delete"]) == 2
     assert read_output(run.store, other).is_intact()
     with python_process(ROOT_USER, tmp_path, "exclusive") as holder:
         assert read_line(holder) == "locked"
         with python_process(ROOT_USER, tmp_path, "shared") as waiting:
             holder.kill()
             assert read_line(waiting) == "locked"
-    assert main(["gc", str(tmp_path), "--delete"]) == 0
+    assert main(["gc", "--root", str(tmp_path), "--delete"]) == 0
     assert not Path(run.store.path(*other)).exists()
 
 
@@ -290,30 +290,30 @@ def test_gc_only_lists_garbage_on_a_store_without_conditional_writes(
 ) -> None:
     run, *_ = make_root(f"memory://{tmp_path.name}")
     other = materialize(letters, run, "other", 1)
-    assert main(["gc", f"memory://{tmp_path.name}"]) == 0
+    assert main(["gc", "--root", f"memory://{tmp_path.name}"]) == 0
     assert other.key in capsys.readouterr().out
     monkeypatch.setattr(Store, "create_file", lambda self, data, *parts: True)
-    assert main(["gc", f"memory://{tmp_path.name}", "--delete"]) == 2
+    assert main(["gc", "--root", f"memory://{tmp_path.name}", "--delete"]) == 2
     assert "has no conditional writes" in capsys.readouterr().err
     assert read_output(run.store, other).is_intact()
 
 
 def test_the_commands_print_their_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, low, _ = make_root(tmp_path)
-    assert main(["verify", str(tmp_path)]) == 0
+    assert main(["verify", "--root", str(tmp_path)]) == 0
     assert "All outputs under" in capsys.readouterr().out
     other = materialize(letters, run, "other", 1000)
-    assert main(["gc", str(tmp_path)]) == 0
+    assert main(["gc", "--root", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert f"0.0 MB  letters/{other.key}: no run record needs it" in out
     assert "1 in all, 0.0 MB. Nothing is deleted yet" in out
     read_output(run.store, low).path("a.txt").write_text("xxy")
-    assert main(["verify", str(tmp_path)]) == 1
+    assert main(["verify", "--root", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert f"damaged     {'/'.join(read_output(run.store, low).location)}/a.txt: its content has changed\n" in out
     assert "1 damaged" in out
     for command in (["verify"], ["gc"], ["gc", "--delete"]):
-        assert main([*command, str(tmp_path / "nowhere")]) == 2
+        assert main([*command, "--root", str(tmp_path / "nowhere")]) == 2
         assert "There is no root at" in capsys.readouterr().err
     assert not (tmp_path / "nowhere").exists()
 

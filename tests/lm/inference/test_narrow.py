@@ -1,5 +1,7 @@
 """Matrices of 8-bit integers, and of bfloat16."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -71,6 +73,14 @@ def test_weights_in_bfloat16_are_computed_in_float32() -> None:
     assert model(torch.tensor([[1, 2]])).dtype == torch.float32
 
 
-def test_a_model_on_another_device_is_refused() -> None:
+def test_a_model_becomes_bfloat16() -> None:
+    model = make_model(300, 40)
+    expected = prepare_for_inference(copy.deepcopy(model), torch.bfloat16)
+    model = prepare_for_inference(model, quantization="bfloat16")
+    ids = torch.tensor([[1, 2]])
+    assert model(ids).dtype == torch.bfloat16 and torch.equal(model(ids), expected(ids))
+
+
+def test_int8_on_another_device_is_refused() -> None:
     with pytest.raises(UserError, match="int8 is for CPUs, and the model is on meta"):
         prepare_for_inference(make_model().to("meta"), quantization="int8")
