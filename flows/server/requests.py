@@ -185,7 +185,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the response has log-probabilities. Raise ApiError if only their alternatives are wanted."""
+        """Whether the response has log-probabilities. Raise ApiError if only their alternatives are requested."""
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true.", "top_logprobs")
         return bool(self.logprobs)

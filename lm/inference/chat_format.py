@@ -1,14 +1,25 @@
-"""How a model gets a dialog: in the chat template that it was trained on, or else as plain text."""
+"""How a model gets a dialog: in the chat template that it was trained on, or else as plain text.
+
+The plain format has no special tokens, so a user who types ``Assistant:`` on a new line can imitate the other side:
+
+    System: You are kind.
+    User: Hello!
+    Assistant: Hi.
+    User: How are you?
+    Assistant:
+
+The model's answer ends before the next ``User:`` line.
+"""
 
 from collections.abc import Sequence
 
 from lm.data.chat_template import encode_chat_prompt, has_chat_tokens
 from lm.data.dialogs import Message
-from lm.inference.chat_template import PLAIN_STOP, render_plain
 from lm.inference.completion import encode_prompt
 from lm.tokenizer.text_tokenizer import TextTokenizer
 from lm.tokenizer.tokenizer import Tokenizer
 
+PLAIN_STOP = "\nUser:"
 PLAIN_NOTICE = (
     "This model was not trained on textmill's chat template. It gets the dialog as lines of plain text, so its answers "
     "may not fit; fine-tune it to chat."
@@ -19,7 +30,7 @@ class ChatFormat:
     """The form of dialogs for the model of a tokenizer.
 
     A tokenizer with the special tokens of :mod:`lm.data.chat_template` belongs to a model that was trained on that
-    template. Other models get the plain format of :mod:`lm.inference.chat_template`.
+    template. Other models get the plain format.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
@@ -51,3 +62,9 @@ class Answer:
         piece = piece if self.text or self._has_template else piece.lstrip()
         self.text += piece
         return piece
+
+
+def render_plain(messages: Sequence[Message]) -> str:
+    """Return the prompt for the answer to ``messages`` in the plain format."""
+    lines = [f"{message['role'].capitalize()}: {message['content'].strip()}\n" for message in messages]
+    return "".join(lines) + "Assistant:"

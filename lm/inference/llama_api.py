@@ -12,10 +12,10 @@ import torch
 from lm.checkpoint.external import load_any_model
 from lm.common.errors import UserError
 from lm.data.dialogs import Message
-from lm.inference.chat_template import encode_llama_dialog
 from lm.inference.completion import check_vocabulary
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate, stream
+from lm.inference.llama_chat import encode_llama_dialog
 from lm.inference.llama_tokenizer import LlamaTokenizer
 from lm.inference.packed import prepare_for_inference
 from lm.model.transformer import TransformerLM
@@ -142,7 +142,7 @@ class Llama:
 
         ``default_system`` is the system message of dialogs without one. A dialog with a tag of the chat format in a
         message is answered with ``TAGS_ANSWER``, without tokens. Raises UserError as :meth:`generate` and
-        :func:`lm.inference.chat_template.encode_llama_dialog` do.
+        :func:`lm.inference.llama_chat.encode_llama_dialog` do.
         """
         self._check_batch_size(dialogs)
         sampling = SampleConfig(temperature=temperature, top_p=top_p)

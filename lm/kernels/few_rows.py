@@ -27,7 +27,7 @@ class Matrix(NamedTuple):
     columns: Int
 
 
-_TILE: int = 16  # outputs whose weights stay in the processor's cache for all rows
+_TILE: int = 16  # outputs whose weights stay in the CPU's cache for all rows
 _BLOCK = np.int64(64)  # columns that the vector instructions compute; the rest is added one by one
 
 

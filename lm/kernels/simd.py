@@ -214,7 +214,7 @@ def _dot_products(outputs: int, rows: int, lanes: int, parts: int) -> Any:
         """Return the products of ``weights[at : at + count]`` with ``x[xt : xt + count]``, of all pairs of rows.
 
         Rows are ``stride`` apart. 64 divides ``count``. The numbers of the weights are those of :func:`read_float`. The
-        next rows are prefetched: the processor does so by itself only where one row is read after the other.
+        next rows are prefetched: the CPU does so by itself only where one row is read after the other.
         """
         vector, item_bytes = ir.VectorType(_F32, lanes), args[0].dtype.bitwidth // 8
         totals = [cgutils.alloca_once_value(builder, ir.Constant(vector, None)) for _ in range(num_products * parts)]
@@ -300,15 +300,15 @@ def read_shared(context: Any, builder: Any, args: Any, array: Any, index: Any) -
 
 @_operation(lambda: types.void())
 def pause(context: Any, builder: Any, args: Any) -> None:
-    """Tell the processor that this thread waits in a loop."""
+    """Tell the CPU that this thread waits in a loop."""
     if llvmlite.binding.get_process_triple().startswith("x86_64"):
         function_type = ir.FunctionType(ir.VoidType(), [])
         builder.call(cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.sse2.pause"), [])
 
 
 @_operation(lambda: types.void())
-def yield_processor(context: Any, builder: Any, args: Any) -> None:
-    """Let another thread run on this processor."""
+def yield_cpu(context: Any, builder: Any, args: Any) -> None:
+    """Let another thread run on this CPU."""
     function_type = ir.FunctionType(_I32, [])
     builder.call(cgutils.get_or_insert_function(builder.module, function_type, "sched_yield"), [])
 

@@ -13,7 +13,7 @@ import numpy as np
 from lm.kernels.decode_step import AttentionLayer, KVCache, attend_pair, exp, normalize_rows, store_pair
 from lm.kernels.few_rows import Floats, Matrix, Weights, multiply_part
 from lm.kernels.jit import Int64s, fastmath_helper, fastmath_kernel
-from lm.kernels.simd import pause, read, read_shared, take_number, write, yield_processor
+from lm.kernels.simd import pause, read, read_shared, take_number, write, yield_cpu
 
 _ZERO, _ONE = np.int64(0), np.int64(1)  # not literals: numba would compile a helper for each value
 _NO_BIAS = np.int64(-1)
@@ -85,7 +85,7 @@ def _wait(step: Step, section: int, size: int) -> int:
         if pauses < _PAUSES_BEFORE_YIELD:
             pause()
         else:
-            yield_processor()
+            yield_cpu()
     return section + 1
 
 

@@ -8,7 +8,7 @@ from lm.text.config import DataConfig
 from lm.text.pretokenize import find_safe_cut
 from lm.text.sources import open_ranges
 
-_WINDOW_BYTES = 1 << 16  # first read backwards from the wanted cut
+_WINDOW_BYTES = 1 << 16  # first read backwards from the requested cut
 _CONTINUATION_BYTES = bytes(range(0x80, 0xC0))  # all but the first byte of a UTF-8 character
 
 

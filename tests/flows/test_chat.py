@@ -10,8 +10,7 @@ from flows.cli import chat
 from flows.prefect_support.signals import Terminated
 from lm.common.errors import UserError
 from lm.data.chat_template import add_chat_tokens, encode_chat_prompt
-from lm.inference.chat_format import PLAIN_NOTICE, ChatFormat
-from lm.inference.chat_template import PLAIN_STOP
+from lm.inference.chat_format import PLAIN_NOTICE, PLAIN_STOP, ChatFormat
 from lm.inference.completion import complete
 from lm.inference.config import SampleConfig
 from lm.tokenizer.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI
 
 from flows.server.app import build_app
-from lm.inference.chat_template import PLAIN_STOP, render_plain
+from lm.inference.chat_format import PLAIN_STOP, render_plain
 from lm.inference.completion import complete
 from lm.inference.config import SampleConfig
 from tests.helpers.generating import make_model

@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 
 from flows.server.app import build_app
 from flows.server.logprobs import TokenNames
-from lm.inference.chat_template import render_plain
+from lm.inference.chat_format import render_plain
 from lm.model.transformer import TransformerLM
 from tests.helpers.generating import fixed_model, make_model
 from tests.helpers.tokenizers import bytes_tokenizer

@@ -6,8 +6,7 @@ import pytest
 
 from lm.common.errors import UserError
 from lm.data.chat_template import add_chat_tokens, encode_chat_prompt
-from lm.inference.chat_format import Answer, ChatFormat
-from lm.inference.chat_template import PLAIN_STOP, render_plain
+from lm.inference.chat_format import PLAIN_STOP, Answer, ChatFormat, render_plain
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.sentencepiece import SentencePieceTokenizer
 from tests.helpers.llamas import make_dialog, train_small_llama_tokenizer
@@ -24,6 +23,11 @@ def test_a_tokenizer_with_the_tokens_has_the_template() -> None:
     assert chat_format.encode(DIALOG) == encode_chat_prompt(TEMPLATE, DIALOG)
     with pytest.raises(UserError, match="message 1 has the role 'user', not 'assistant'"):
         chat_format.encode([*make_dialog("Hi"), *make_dialog("Ho")])
+
+
+def test_plain_dialog() -> None:
+    dialog = make_dialog(" Hi!\n", "Ho.", "?", system="Be kind.")
+    assert render_plain(dialog) == "System: Be kind.\nUser: Hi!\nAssistant: Ho.\nUser: ?\nAssistant:"
 
 
 def test_other_tokenizers_have_the_plain_format(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from lm.checkpoint.hugging_face import save_hugging_face
 from lm.checkpoint.meta import load_meta
 from lm.checkpoint.training_state import save_training
 from lm.common.errors import UserError
-from lm.inference.chat_template import LLAMA_TAGS, encode_llama_dialog
 from lm.inference.llama_api import TAGS_ANSWER, Llama
+from lm.inference.llama_chat import LLAMA_TAGS, encode_llama_dialog
 from lm.inference.llama_tokenizer import LlamaTokenizer
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM

@@ -1,15 +1,4 @@
-"""Chat formats: plain text for models without a format of their own, and the tags of Llama 2's chat models.
-
-The plain format has no special tokens, so a user who types ``Assistant:`` on a new line can imitate the other side:
-
-    System: You are kind.
-    User: Hello!
-    Assistant: Hi.
-    User: How are you?
-    Assistant:
-
-The model's answer ends before the next ``User:`` line.
-"""
+"""The chat format of Llama 2: dialogs with the tags of its chat models. Source: Meta's inference code."""
 
 from collections.abc import Sequence
 
@@ -17,14 +6,7 @@ from lm.common.errors import UserError
 from lm.data.dialogs import Message, find_role_problem
 from lm.inference.llama_tokenizer import LlamaTokenizer
 
-PLAIN_STOP = "\nUser:"
 LLAMA_TAGS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
-
-
-def render_plain(messages: Sequence[Message]) -> str:
-    """Return the prompt for the answer to ``messages`` in the plain format."""
-    lines = [f"{message['role'].capitalize()}: {message['content'].strip()}\n" for message in messages]
-    return "".join(lines) + "Assistant:"
 
 
 def encode_llama_dialog(

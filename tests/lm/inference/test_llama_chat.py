@@ -1,4 +1,4 @@
-"""Chat formats: the plain one, and Llama 2's token for token."""
+"""Llama 2's chat format, token for token."""
 
 from pathlib import Path
 from typing import Any
@@ -6,15 +6,9 @@ from typing import Any
 import pytest
 
 from lm.common.errors import UserError
-from lm.data.dialogs import Message
-from lm.inference.chat_template import encode_llama_dialog, render_plain
+from lm.inference.llama_chat import encode_llama_dialog
 from lm.inference.llama_tokenizer import LlamaTokenizer
 from tests.helpers.llamas import make_dialog, train_small_llama_tokenizer
-
-
-def test_plain_dialog() -> None:
-    dialog: list[Message] = make_dialog(" Hi!\n", "Ho.", "?", system="Be kind.")
-    assert render_plain(dialog) == "System: Be kind.\nUser: Hi!\nAssistant: Ho.\nUser: ?\nAssistant:"
 
 
 def test_llama_dialog_token_for_token(tmp_path: Path) -> None:
