@@ -15,7 +15,7 @@ from flows.chain import PIPELINE, Chain, Executor
 from flows.config import PipelineConfig
 from flows.plan import DryRunExecutor
 from flows.sweep_config import SweepConfig, SweepStage, pipeline_config
-from lm.common.errors import UserError
+from lm.common.errors import TransientError, UserError
 from lm.experiments.axes import Point
 from lm.experiments.config import SearchConfig
 from lm.experiments.report import SweepReport
@@ -113,21 +113,15 @@ class _Sweep:
         seen = config.train.steps * config.train.batch_size * config.model.context_length
         return seen / tokens if isinstance(tokens, int) else 0.0
 
-    def find_too_many_epochs(self, points: Sequence[Point]) -> UserError | None:
-        """Return the error of the first point that reads the training text more than ``max_epochs`` times."""
+    def check_epochs(self, points: Sequence[Point]) -> None:
+        """Raise UserError for the first point that reads the training text more than ``max_epochs`` times."""
         limit = self.config.max_epochs
         for point in points if limit else ():
             if (epochs := self.epochs(point)) > (limit or math.inf):
-                return UserError(
+                raise UserError(
                     f"The point with {point.title} reads the training text {epochs:.2f} times, and max_epochs is "
                     f"{limit:g}. Add text, or lower the steps."
                 )
-        return None
-
-    def check_epochs(self, points: Sequence[Point]) -> None:
-        """Raise UserError for a point that reads the training text more than ``max_epochs`` times."""
-        if error := self.find_too_many_epochs(points):
-            raise error
 
     def train(self, points: Sequence[Point]) -> None:
         """Run the trials of points: one after the other, or as many at once as the machine or the cluster may."""
@@ -154,22 +148,20 @@ class _Sweep:
         """Run the trials of a search, each after the results of the earlier ones."""
         search = Search(config, self.config.axes)
         for number in range(1, config.trials + 1):
-            refusal: UserError | None
-            try:
+            try:  # only the corners of the axes are checked before anything runs
                 point = self.config.point(search.ask(), f"trial {number}")
-            except UserError as error:  # only the corners of the axes are checked before anything runs
-                refusal = error
-            else:
                 for _ in self.share(point):
                     pass
-                refusal = self.find_too_many_epochs([point])
-            if refusal:
+                self.check_epochs([point])
+                ref = self._train_one(point, f"Trial {number} of {config.trials}", search.limits())
+            except TransientError:
+                raise
+            except UserError as refusal:
                 if number == config.trials and not self.trials:
-                    raise refusal
+                    raise
                 self._log("Trial %d is left out. %s", number, refusal)
                 search.leave_out()
                 continue
-            ref = self._train_one(point, f"Trial {number} of {config.trials}", search.limits())
             self.points.append(point)
             self.trials.append(ref)
             (result,) = self.executor.read(_read_results, [ref])
@@ -179,7 +171,12 @@ class _Sweep:
 
     def _train_one(self, point: Point, title: str, limits: dict[str, float] | None = None) -> Ref:
         self._log("%s: %s.", title, point.title)
-        return self.executor.call(trial, _trial_config(point, limits), *self.shared(point))
+        try:
+            return self.executor.call(trial, _trial_config(point, limits), *self.shared(point))
+        except TransientError:
+            raise
+        except UserError as error:  # that only the training finds, such as too little memory
+            raise UserError(f"The point with {point.title} cannot be trained. {error}") from None
 
     def _log(self, message: str, *values: Any) -> None:
         if not isinstance(self.executor, DryRunExecutor):

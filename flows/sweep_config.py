@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +14,17 @@ from flows.yaml_files import read_yaml
 from lm.common.config import PYDANTIC_CONFIG, bounded_field
 from lm.common.errors import UserError, did_you_mean
 from lm.common.runtime import Execution
-from lm.experiments.axes import Axis, Point, Settings, corners, describe_settings, expand, make_point
+from lm.experiments.axes import (
+    MODEL_COSTS,
+    Axis,
+    Point,
+    Settings,
+    corners,
+    describe_settings,
+    expand,
+    make_point,
+    read_numbers,
+)
 from lm.experiments.config import LawConfig, SearchConfig
 
 SWEEP_PRESETS = PRESETS / "sweeps"
@@ -43,7 +54,7 @@ class SweepConfig:
     axes: list[Axis] = field(default_factory=list)
     """Options that vary. The points are all combinations of their values; with a search, some of them."""
     derive: dict[str, str | int | float] = field(default_factory=dict)
-    """Options that follow from others, in order: an expression such as 2 * train.batch_size by option."""
+    """Options that follow from others: an expression such as 2 * train.batch_size by option."""
     search: SearchConfig | None = None
     """Search for the best point, by the library Optuna. Default: train all points."""
     law: LawConfig | None = None
@@ -72,19 +83,23 @@ class SweepConfig:
             raise UserError("execution.train_deployment does not work in a sweep; use execution.runner dask or ray.")
         if self.base.budget:
             raise UserError("A sweep chooses the configurations of its points itself; leave the budget out.")
-        if "point" in (*self.derive, *(name for axis in self.axes for name in axis.names)):
+        names = {*self.derive, *(name for axis in self.axes for name in axis.names)}
+        if "point" in names:
             raise UserError(f"The sweep {self.name} has a variable point; the table has a column of that name.")
+        if taken := sorted(names.intersection(MODEL_COSTS)):
+            raise UserError(f"The sweep {self.name} has a variable {taken[0]}; in expressions, that is the model's.")
         if self.search and self.law:
             raise UserError(f"The sweep {self.name} has a search and a law; a law needs all points of the grid.")
         if self.search and any(name.startswith("data.") for axis in self.axes for name in axis.names):
             raise UserError("A search varies no option of the section data; use a grid, or a sweep for each text.")
         if self.law:
-            names = (self.law.budget, self.law.size)
-            if missing := [name for name in names if any(name not in point for point in expand(self.axes))]:
+            read = (self.law.budget, self.law.size)
+            if missing := [name for name in read if any(name not in point for point in expand(self.axes))]:
                 raise UserError(f"The law of the sweep {self.name} reads {missing[0]}, which not every point sets.")
-            for name, point in itertools.product(names, expand(self.axes)):
-                if isinstance(point[name], bool) or not isinstance(point[name], (int, float)):
-                    raise UserError(f"The law of the sweep {self.name} needs numbers, and {name} is {point[name]!r}.")
+            for name, point in itertools.product(read, expand(self.axes)):
+                value = point[name]
+                if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+                    raise UserError(f"The law of the sweep {self.name} needs numbers above 0, and {name} is {value!r}.")
         for number, settings in enumerate(corners(self.axes) if self.search else expand(self.axes), start=1):
             self.point(settings, f"point {number}")
         if self.law and self.law.check_budget:
@@ -99,6 +114,7 @@ class SweepConfig:
     def point(self, settings: Settings, name: str) -> Point:
         """Return the point with these settings of the axes. Raises UserError, with its ``name``, if it is not valid."""
         try:
+            settings = {option: read_numbers(value) for option, value in settings.items()}
             point = make_point(self._base_fields, settings, self.derive)
             if pipeline_config(point).train.init_from:
                 raise UserError("the points of a sweep train new models; leave train.init_from out")
@@ -151,12 +167,12 @@ def load_sweep(name: str, size: str = "") -> SweepConfig:
         known = f"Sizes: {', '.join(sizes)}." if sizes else "It has no sizes; leave --size out."
         raise UserError(f"The sweep {name} has no size {size!r}{did_you_mean(size, sizes)}. {known}")
     chosen = size or next(iter(sizes), "")
-    for key, value in (sizes[chosen] or {}).items() if chosen else ():
+    for key, value in (sizes[chosen] or {}).items() if sizes else ():
         fields[key] = {**(fields.get(key) or {}), **value} if key in _MERGED_FIELDS else value
-    base = _base_config(str(fields.pop("base", "demo")), path.parent, fields.pop("set", None) or {})
-    content = {"name": f"{path.stem}-{chosen}" if chosen else path.stem, **fields, "base": base}
+    content = {"name": f"{path.stem}-{chosen}" if chosen else path.stem, **fields}
     try:
-        config: SweepConfig = _validate(SweepConfig, content)
+        base = _base_config(str(content.pop("base", None) or "demo"), path.parent, content.pop("set", None) or {})
+        config: SweepConfig = _validate(SweepConfig, content | {"base": base})
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     return config
@@ -166,9 +182,10 @@ def sweep_path(name: str) -> Path:
     """Return the file of a sweep: of one that ships, or a file of the user's own."""
     if name in preset_names(SWEEP_PRESETS):
         return SWEEP_PRESETS / f"{name}.yaml"
-    path = Path(name).expanduser()
-    if path.suffix in (".yaml", ".yml") and path.is_file():
-        return path
+    with suppress(OSError, RuntimeError):  # a name that is too long, or the home of an unknown user
+        path = Path(name).expanduser()
+        if path.suffix in (".yaml", ".yml") and path.is_file():
+            return path
     names = preset_names(SWEEP_PRESETS)
     raise UserError(
         f"There is no sweep {name!r}{did_you_mean(name, names)}: neither one of {', '.join(names)}, nor a .yaml file."
@@ -196,7 +213,10 @@ def _base_config(base: str, folder: Path, options: Mapping[str, Any]) -> Pipelin
     The path of a file is relative to ``folder``.
     """
     if Path(base).suffix in (".yaml", ".yml"):
-        path = folder / Path(base).expanduser()
+        try:
+            path = folder / Path(base).expanduser()
+        except RuntimeError as error:
+            raise UserError(f"The base {base} cannot be found: {str(error).rstrip('.')}.") from None
         content = read_yaml(path)
         try:
             config: PipelineConfig = _validate(PipelineConfig, content)

@@ -15,8 +15,9 @@ class _Loader(yaml.SafeLoader):
 
     are_number_keys_text = False
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping of a node."""
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Return the node of a mapping, before other mappings are merged into it: these may have the same keys."""
+        node = super().compose_mapping_node(anchor)
         keys = set[str]()
         for key_node, _ in node.value:
             if key_node.tag == _MERGE_TAG:
@@ -33,7 +34,7 @@ class _Loader(yaml.SafeLoader):
                 keys.add(key)
                 continue
             raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-        return super().construct_mapping(node, deep)
+        return node
 
 
 class _NumberKeyLoader(_Loader):

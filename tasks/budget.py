@@ -28,7 +28,7 @@ CONFIG_FILE = "config.yaml"
 _CHOICE_FILE = "choice.json"
 
 
-@stage("budget", page=pages.budget, slot=lambda execution: training_slot(execution.max_trainings))
+@stage("budget", page=pages.budget, slot=training_slot)
 def budget(out: Attempt, texts: Output, amount: str, machine: str) -> None:
     """Write ``choice.json`` and ``config.yaml``. ``machine`` is its kind: another one has another speed."""
     from lm.experiments.dial import choose_configuration
@@ -62,7 +62,8 @@ def budget(out: Attempt, texts: Output, amount: str, machine: str) -> None:
 
 
 def machine_kind(execution: Execution) -> str:
-    """Return what decides the speed of this machine's trainings: the number and the kind of its CPUs or GPUs."""
+    """Return what decides the speed of this machine's trainings: the number and the kind of its CPUs or GPUs, and the
+    processes that train."""
     from lm.common.device import choose_device
 
     device = choose_device(execution.device)
@@ -72,7 +73,8 @@ def machine_kind(execution: Execution) -> str:
         return f"{execution.processes} x {torch.cuda.get_device_name(device)}"
     import llvmlite.binding
 
-    return f"{device.type}: {execution.workers} x {llvmlite.binding.get_host_cpu_name()}"
+    shared = f" in {execution.processes} processes" if execution.processes > 1 else ""
+    return f"{device.type}: {execution.workers} x {llvmlite.binding.get_host_cpu_name()}{shared}"
 
 
 def read_choice(store: Store, choice: Ref, tokenizer: TokenizerConfig) -> Sequence[Any]:

@@ -10,7 +10,7 @@ from tasks.runtime.stage import stage
 from tasks.runtime.training import best_checkpoint, run_training
 
 
-@stage("ppo", page=pages.training, slot=lambda execution: training_slot(execution.max_trainings), is_resumable=True)
+@stage("ppo", page=pages.training, slot=training_slot, is_resumable=True)
 def ppo(out: Attempt, model: Output, reward_model: Output, tokenizer: Output, data: Output, config: PPOConfig) -> None:
     """Learn from the rewards of a reward model (PPO)."""
     job = make_posttrain_job(out, "ppo", model, tokenizer, data, config.train, config)

@@ -10,9 +10,7 @@ from tasks.runtime.stage import stage
 from tasks.runtime.training import run_training
 
 
-@stage(
-    "preference", page=pages.training, slot=lambda execution: training_slot(execution.max_trainings), is_resumable=True
-)
+@stage("preference", page=pages.training, slot=training_slot, is_resumable=True)
 def preference(out: Attempt, model: Output, tokenizer: Output, data: Output, config: PreferenceConfig) -> None:
     """Learn from pairs of answers (DPO)."""
     job = make_posttrain_job(out, "preference", model, tokenizer, data, config.train, config)

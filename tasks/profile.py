@@ -48,7 +48,7 @@ def profile(
     job = ProfileJob.of(job, steps)
     path = out / "job.json"
     job.write(path)
-    with training_slot(run.execution.max_trainings):
+    with training_slot(run):
         log.info("Measuring %d steps.", steps)
         if job.execution.processes > 1:
             run_processes(job.module, path, job.execution.processes, lambda: None, run.stopping)

@@ -10,9 +10,7 @@ from tasks.runtime.stage import stage
 from tasks.runtime.training import run_training
 
 
-@stage(
-    "reinforce", page=pages.training, slot=lambda execution: training_slot(execution.max_trainings), is_resumable=True
-)
+@stage("reinforce", page=pages.training, slot=training_slot, is_resumable=True)
 def reinforce(out: Attempt, model: Output, tokenizer: Output, data: Output, config: ReinforceConfig) -> None:
     """Learn from rewards of the model's own responses."""
     job = make_posttrain_job(out, "reinforce", model, tokenizer, data, config.train, config)

@@ -13,7 +13,7 @@ from tasks.runtime.training import run_training
 @stage(
     "reward_model",
     page=pages.training,
-    slot=lambda execution: training_slot(execution.max_trainings),
+    slot=training_slot,
     is_resumable=True,
 )
 def reward_model(out: Attempt, model: Output, tokenizer: Output, data: Output, config: RewardModelConfig) -> None:

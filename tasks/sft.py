@@ -10,7 +10,7 @@ from tasks.runtime.stage import stage
 from tasks.runtime.training import run_training
 
 
-@stage("sft", page=pages.training, slot=lambda execution: training_slot(execution.max_trainings), is_resumable=True)
+@stage("sft", page=pages.training, slot=training_slot, is_resumable=True)
 def sft(out: Attempt, model: Output, tokenizer: Output, data: Output, config: TrainConfig) -> None:
     """Learn the answers of dialogs."""
     run_training(out, make_posttrain_job(out, "sft", model, tokenizer, data, config), pages.unfinished)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lm.train.job import Job
 
 
-@stage("train", page=pages.train, slot=lambda execution: training_slot(execution.max_trainings), is_resumable=True)
+@stage("train", page=pages.train, slot=training_slot, is_resumable=True)
 def train(
     out: Attempt,
     index: Output,

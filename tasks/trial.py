@@ -91,6 +91,8 @@ def _read_rows(run: RunContext, ref: Ref) -> list[dict[str, Any]]:
 @contextmanager
 def _stopping(outer: RunContext, run: RunContext, ref: Ref, config: TrialConfig) -> Iterator[None]:
     """Stop the training of ``run`` with the whole run, or as soon as it is pruned."""
+    earlier = _newest_attempt(run, ref)  # whose last rows a new attempt may train again
+    size_read = 0
 
     def check() -> bool:
         if outer.stopping.is_set() or (config.limits and is_pruned()):
@@ -98,8 +100,13 @@ def _stopping(outer: RunContext, run: RunContext, ref: Ref, config: TrialConfig)
         return run.stopping.is_set()
 
     def is_pruned() -> bool:
+        nonlocal size_read
         with suppress(FileNotFoundError):  # the training replaces its checkpoints meanwhile
-            return find_prune_step(_read_rows(run, ref), config.limits) is not None
+            attempt = _newest_attempt(run, ref)
+            size = (attempt / "metrics.jsonl").stat().st_size if attempt and attempt != earlier else size_read
+            if size != size_read:
+                size_read = size
+                return find_prune_step(_read_rows(run, ref), config.limits) is not None
         return False
 
     with run_periodically(check, _POLL_SECONDS):

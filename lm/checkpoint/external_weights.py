@@ -81,6 +81,7 @@ def assemble_model(
     """
     model = create_empty_model(config, sum(map(len, shards)), str(directory))
     external_names = {name: translate_name(name, names) for name in model.state_dict()}
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     weights = {}
     for name, expected in model.state_dict().items():
         parts = collect_parts(shards, external_names[name], directory)
@@ -92,7 +93,9 @@ def assemble_model(
                 f"{tuple(expected.shape)} as one tensor, in equal copies or in equal pieces. Use all files of one "
                 "model, with its own config."
             )
-        weights[name] = weight.to(device, dtype, copy=True)  # a copy does not depend on the memory-mapped file
+        # A copy does not depend on the memory-mapped file. Buffers keep their dtype: a bias in the choice of experts
+        # that is rounded chooses others.
+        weights[name] = weight.to(device, dtype if name in parameters else expected.dtype, copy=True)
     known = set(external_names.values())
     if unknown := [name for name in chain(*shards) if name not in known and not name.endswith(_DERIVED_TENSORS)]:
         raise UserError(f"{directory} has {unknown[0]}, which no Llama of its config has; use the weights' own config.")

@@ -134,9 +134,6 @@ def load_hugging_face(
     if model_type in ARCHITECTURES:
         tensors = join_experts(tensors, model_type, directory)
     model = assemble_model(config, [tensors], _module_names(model_type), directory, device, dtype)
-    for name, buffer in model.named_buffers():
-        if name.endswith("expert_bias"):
-            buffer.data = buffer.data.float()  # whatever the dtype of the weights
     is_rotary = _find_rotary(model)
     for name, parameter in model.named_parameters():
         if is_rotary[name]:

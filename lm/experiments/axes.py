@@ -4,19 +4,22 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal
 
 from lm.common.config import PYDANTIC_CONFIG
 from lm.common.errors import UserError, did_you_mean
-from lm.experiments.expression import evaluate_expression
+from lm.experiments.expression import evaluate_expression, find_names
 
 Settings = dict[str, Any]  # value by option, as train.max_lr, or by variable, which has no dot
 
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 _MAX_POINTS = 10_000
-_FIXED = ("execution.", "name")  # options that have no effect on results
+_MAX_NUMBER = 1e300
+_FIXED = ("execution.", "sample.", "name")  # options that have no effect on a training
+MODEL_COSTS = ("parameters", "flops_per_token")  # of the model of a point, for expressions
 
 
 @dataclass(frozen=True)
@@ -48,14 +51,26 @@ class Axis:
         has_range = self.low is not None and self.high is not None
         if bool(self.cases) == bool(self.option) or (self.cases and (self.values or has_range)):
             raise UserError(f"An axis has either cases, or an option with values or a range; not {self._describe()}.")
+        if self.cases and not self.names:
+            raise UserError("An axis has cases that set no option.")
+        for name, value in self._given():
+            _check_is_json(name, value)
         if self.option and bool(self.values) == has_range:
             raise UserError(f"The axis {self.option} needs either values, or low and high.")
         if has_range and not self._low < self._high:
             raise UserError(f"The axis {self.option} has low {self.low} and high {self.high}; low must be below high.")
-        if self.points is not None and self.points < 2:
-            raise UserError(f"The axis {self.option} has {self.points} points; a range needs at least 2.")
+        if has_range and max(abs(self._low), abs(self._high)) > _MAX_NUMBER:
+            raise UserError(f"The axis {self.option} has an end beyond ±{_MAX_NUMBER:g}.")
+        if self.points is not None and not 2 <= self.points <= _MAX_POINTS:
+            raise UserError(f"The axis {self.option} has {self.points} points; a range has 2 to {_MAX_POINTS:,}.")
         if has_range and self.scale == "log" and self._low <= 0:
             raise UserError(f"The axis {self.option} has low {self.low}; a log scale needs a number above 0.")
+
+    def _given(self) -> Iterator[tuple[str, Any]]:
+        """Yield each value that the axis names, and its option or variable."""
+        yield from ((self.option, value) for value in self.values)
+        for case in self.cases:
+            yield from case.items()
 
     def _describe(self) -> str:
         given = {"option": self.option, "values": self.values, "low": self.low, "high": self.high, "cases": self.cases}
@@ -82,9 +97,9 @@ class Axis:
     def choices(self) -> list[Settings]:
         """Return the settings of each position on the axis. Raises UserError for a range without ``points``."""
         if self.cases:
-            return [{name: _number(value) for name, value in case.items()} for case in self.cases]
+            return [{name: read_numbers(value) for name, value in case.items()} for case in self.cases]
         if self.values:
-            return [{self.option: _number(value)} for value in self.values]
+            return [{self.option: read_numbers(value)} for value in self.values]
         if self.points is None:
             raise UserError(f"The axis {self.option} has a range without points; say how many, or add a search.")
         steps = [index / (self.points - 1) for index in range(self.points)]
@@ -104,9 +119,26 @@ class Axis:
         return [{self.option: self.at(0)}, {self.option: self.at(1)}] if is_open else self.choices()
 
 
-def _number(value: Any) -> Any:
-    """Return a number for a string such as "1e-3": YAML 1.1 has exponents with a decimal point only."""
-    return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
+def _check_is_json(name: str, value: Any) -> None:
+    """Raise UserError unless the table and the keys can have the value of an axis."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise UserError(
+            f"The axis {name} has the value {value!r}; it may have text, finite numbers, true, false, null, and lists "
+            "and mappings of these. A date needs quotes."
+        ) from None
+
+
+def read_numbers(value: Any) -> Any:
+    """Return ``value`` with numbers for texts such as "1e-3": YAML 1.1 has exponents with a decimal point only."""
+    if isinstance(value, list):
+        return [read_numbers(item) for item in value]
+    if isinstance(value, dict):
+        return {name: read_numbers(item) for name, item in value.items()}
+    if isinstance(value, str) and _EXPONENT.fullmatch(value):
+        return float(value)
+    return value
 
 
 def expand(axes: Sequence[Axis]) -> list[Settings]:
@@ -162,25 +194,43 @@ def format_value(value: Any) -> str:
 def make_point(base: Mapping[str, Any], settings: Settings, derive: Mapping[str, Any]) -> Point:
     """Return the point with these settings of the axes. ``base`` is the configuration without them.
 
-    ``derive`` has an expression for each derived option or variable, in the order in which they are computed; see
-    :func:`lm.experiments.expression.evaluate_expression`. An expression may also use ``parameters`` and
-    ``flops_per_token`` of the model so far. Raises UserError for an unknown option, or an expression without a value.
+    ``derive`` has an expression for each derived option or variable; see
+    :func:`lm.experiments.expression.evaluate_expression`. An expression may use other derived ones, in any order, and
+    ``parameters`` and ``flops_per_token`` of the point's model. Raises UserError for an unknown option, an expression
+    without a value, or two that need each other.
     """
     config = {name: dict(value) if isinstance(value, dict) else value for name, value in base.items()}
     variables: Settings = {}
     for name, value in settings.items():
         _set(config, variables, name, value)
-    derived: Settings = {}
-    for name, expression in derive.items():
+    derived: Settings = dict.fromkeys(derive)
+    for name in _order(derive):
         if name in settings:
             raise UserError(f"{name} is derived and is on an axis too; leave one of them out.")
         values = {**_numbers(config), **variables}
-        text = str(expression)
-        if re.search(r"\b(parameters|flops_per_token)\b", text):
+        expression = str(derive[name])
+        if find_names(expression).intersection(MODEL_COSTS):
             values |= _model_costs(config)
-        derived[name] = evaluate_expression(text, values)
+        derived[name] = evaluate_expression(expression, values)
         _set(config, variables, name, derived[name])
     return Point({**settings, **derived}, config)
+
+
+def _order(derive: Mapping[str, Any]) -> list[str]:
+    """Return the derived names so that each follows those that its expression needs.
+
+    The order of ``derive`` does not count: a database may not keep that of a flow's parameters.
+    """
+    needs = {}
+    for name, expression in derive.items():
+        needs[name] = find_names(str(expression)) & derive.keys()
+        if find_names(str(expression)).intersection(MODEL_COSTS):
+            needs[name] |= {other for other in derive if other.startswith("model.") or other == "tokenizer.vocab_size"}
+        needs[name].discard(name)  # the value of the base
+    try:
+        return list(TopologicalSorter(needs).static_order())
+    except CycleError as error:
+        raise UserError(f"{' and '.join(error.args[1][:2])} are derived from each other; give one a value.") from None
 
 
 def _set(config: dict[str, Any], variables: Settings, name: str, value: Any) -> None:
@@ -205,9 +255,12 @@ def _model_costs(config: Mapping[str, Any]) -> Settings:
     from lm.model.config import ModelConfig
     from lm.model.flops import flops_per_token, parameter_count
 
-    fields = config["model"]
+    fields = config["model"] | {"vocab_size": config["model"]["vocab_size"] or config["tokenizer"]["vocab_size"]}
+    for name, value in fields.items():
+        if isinstance(value, float) and value.is_integer():  # YAML has numbers such as 5.12e+2 as floats
+            fields[name] = int(value)
     try:
-        model = ModelConfig(**fields | {"vocab_size": fields["vocab_size"] or config["tokenizer"]["vocab_size"]})
+        model = ModelConfig(**fields)
     except TypeError as error:  # such as an unknown field of model.moe
         raise UserError(f"The model is not valid: {error}.") from None
     return {"parameters": parameter_count(model)["total"], "flops_per_token": flops_per_token(model)}

@@ -30,7 +30,7 @@ def parse_budget(text: str) -> Budget:
     text = text.strip()
     if _TIME.fullmatch(text):
         seconds = sum(float(number) * _SECONDS[unit] for number, unit in re.findall(r"([\d.]+)([smhd])", text))
-        if seconds:
+        if 0 < seconds < float("inf"):
             return Budget(seconds, "seconds")
     if match := _AMOUNT.fullmatch(text):
         number, prefix, name = match.groups()

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 from lm.common.errors import UserError
-from lm.experiments.budget import Budget
+from lm.experiments.budget import Budget, BudgetUnit
 from lm.experiments.law import best_flops_per_token, best_lr
 from lm.experiments.speed import Speed
 from lm.model.config import ModelConfig
@@ -61,22 +62,22 @@ def choose_configuration(
     configuration; the first that is measured follows from ``guess``. ``largest_batch`` returns how many sequences fit
     the memory.
 
-    Raises UserError if the budget is too small for this text, or a text is too short for it.
+    Raises UserError if the budget is too small for this text, a text is too short for it, or no model fits the memory.
     """
+
+    def choose(amount: float, unit: BudgetUnit = "flops") -> Choice:
+        choose_shape = _choose_for_tokens if unit == "tokens" else _choose_for_flops
+        return _fit_machine(partial(choose_shape, amount, train_bytes), processes, largest_batch)
+
     if budget.unit != "seconds":
-        if budget.unit == "flops":
-            choice = _choose_for_flops(budget.amount, train_bytes)
-        else:
-            choice = _choose_for_tokens(budget.amount, train_bytes)
-        choice = _fit_machine(choice, processes, largest_batch)
+        choice = choose(budget.amount, budget.unit)
         return _check(replace(choice, reasons=[*choice.reasons, *_describe(choice, train_bytes)]), valid_bytes)
     left = budget.amount - _OTHER_SECONDS - (train_bytes + valid_bytes) / (_PREPARATION_BYTES_PER_SECOND * threads)
     flops_per_second = guess()
     speeds: list[tuple[tuple[ModelConfig, int], Speed]] = []
     probing_seconds = 0.0
     while len(speeds) < _MIN_PROBES or (len(speeds) < _MAX_PROBES and probing_seconds < _PROBING_SHARE * budget.amount):
-        choice = _choose_for_flops(max(1e9, flops_per_second * left), train_bytes)
-        choice = _fit_machine(choice, processes, largest_batch)
+        choice = choose(max(1e9, flops_per_second * left))
         probe = (choice.model, choice.train.batch_size)
         if known := [speed for measured, speed in speeds if measured == probe]:
             speed = known[-1]
@@ -103,7 +104,7 @@ def choose_configuration(
     )
     if (left_over := seconds - choice.train.steps * speed.step_seconds) > 0.05 * budget.amount:
         reason += f" {left_over:,.0f} s are left over, because {_MAX_EPOCHS} epochs of the text take less time."
-    return _check(replace(choice, reasons=[reason, *_describe(choice, train_bytes)]), valid_bytes)
+    return _check(replace(choice, reasons=[reason, *choice.reasons, *_describe(choice, train_bytes)]), valid_bytes)
 
 
 def _spend(
@@ -140,8 +141,18 @@ def _check(choice: Choice, valid_bytes: int) -> Choice:
     return choice
 
 
-def _fit_machine(choice: Choice, processes: int, largest_batch: FindLargestBatch) -> Choice:
-    """Give each process a sequence of each batch, and divide the batch into micro-batches that fit the memory."""
+def _fit_machine(choose: Callable[[float], Choice], processes: int, largest_batch: FindLargestBatch) -> Choice:
+    """Take the largest model that fits the memory with a sequence for each process, of those that ``choose`` returns.
+
+    ``choose`` gets a number of FLOPs per token that the model must stay below. Each process gets a sequence of each
+    batch, and the batch is divided into micro-batches that fit the memory.
+    """
+    choice = choose(math.inf)
+    parameters = parameter_count(choice.model)["total"]
+    while largest_batch(choice.model, choice.train) < processes:
+        choice = choose(estimate_flops_per_token(choice.model))
+        reason = f"A model of {parameters:,} parameters does not fit the memory, so this one is the largest that does."
+        choice = replace(choice, reasons=[*choice.reasons, reason])
     train = choice.train
     if train.batch_size < processes:
         train = _with_steps(replace(train, batch_size=processes), train.steps * train.batch_size // processes)
@@ -151,19 +162,22 @@ def _fit_machine(choice: Choice, processes: int, largest_batch: FindLargestBatch
     return replace(choice, train=replace(train, gradient_accumulation_steps=parts))
 
 
-def _choose_for_tokens(tokens: float, train_bytes: int) -> Choice:
-    """Choose the model whose best number of tokens is ``tokens``, or four epochs of the text if they are fewer."""
+def _choose_for_tokens(tokens: float, train_bytes: int, below: float) -> Choice:
+    """Choose the model whose best number of tokens is ``tokens``, or four epochs of the text if they are fewer.
+
+    It has less than ``below`` FLOPs per token.
+    """
     low, high = 1e6, 1e27
     while high / low > 1.01:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if middle / best_flops_per_token(middle) < tokens else (low, middle)
-    shape = _nearest_shape(best_flops_per_token(low), train_bytes)
+    shape = _nearest_shape(best_flops_per_token(low), train_bytes, below)
     most_tokens = _most_tokens(train_bytes, shape.vocab_size or 0)
     if tokens > most_tokens:
         reason = f"The text has {most_tokens / 1e6:,.1f} million tokens in {_MAX_EPOCHS} epochs: less than the budget."
-        choice = _choose_for_tokens(most_tokens, train_bytes)
+        choice = _choose_for_tokens(most_tokens, train_bytes, below)
         return replace(choice, reasons=[reason, *choice.reasons])
-    choice = _choose_for_flops(low, train_bytes)
+    choice = _choose_for_flops(low, train_bytes, below)
     return replace(choice, train=_with_tokens(choice, tokens))
 
 
@@ -171,22 +185,26 @@ def _most_tokens(train_bytes: int, vocab_size: int) -> float:
     return _MAX_EPOCHS * train_bytes / bytes_per_token(vocab_size)
 
 
-def _choose_for_flops(flops: float, train_bytes: int) -> Choice:
-    """Choose the model that learns most from ``flops``, with at most four epochs of the text."""
+def _choose_for_flops(flops: float, train_bytes: int, below: float) -> Choice:
+    """Choose the model that learns most from ``flops``, with at most four epochs of the text.
+
+    It has less than ``below`` FLOPs per token.
+    """
     target = best_flops_per_token(flops)
-    best = _nearest_shape(target, train_bytes)
+    best = _nearest_shape(target, train_bytes, below)
     most_tokens = _most_tokens(train_bytes, best.vocab_size or 0)
     reason = f"The scaling law gives {target:.3g} FLOPs a token to a training of {flops:.3g} FLOPs."
     if flops / flops_per_token(best) > most_tokens:
-        best = _nearest_shape(flops / most_tokens, train_bytes)
+        best = _nearest_shape(flops / most_tokens, train_bytes, below)
         most_tokens = _most_tokens(train_bytes, best.vocab_size or 0)
         reason += f" More than {_MAX_EPOCHS} epochs of the text would be needed, so the model is larger."
     choice = Choice(best.vocab_size or 0, best, TrainConfig(), [reason])
     return replace(choice, train=_with_tokens(choice, min(flops / flops_per_token(best), most_tokens)))
 
 
-def _nearest_shape(target: float, train_bytes: int) -> ModelConfig:
-    """Return the model whose FLOPs per token are nearest to ``target``, and for which the text has enough tokens."""
+def _nearest_shape(target: float, train_bytes: int, below: float) -> ModelConfig:
+    """Return the model whose FLOPs per token are nearest to ``target``, but less than ``below``, and for which the text
+    has enough tokens."""
 
     def has_enough_tokens(shape: ModelConfig) -> bool:
         fewest = _MIN_STEPS * _MIN_BATCH_SIZE * shape.context_length
@@ -195,7 +213,9 @@ def _nearest_shape(target: float, train_bytes: int) -> ModelConfig:
     if not (shapes := list(filter(has_enough_tokens, _shapes(train_bytes)))):
         tokens = _most_tokens(train_bytes, _VOCAB_SIZES[0])
         raise UserError(f"The text is too short to train on: {_MAX_EPOCHS} epochs have about {tokens:,.0f} tokens.")
-    return min(shapes, key=lambda shape: abs(math.log(estimate_flops_per_token(shape) / target)))
+    if not (smaller := [shape for shape in shapes if estimate_flops_per_token(shape) < below]):
+        raise UserError("Not even the smallest model fits the memory. Free memory, or train in fewer processes.")
+    return min(smaller, key=lambda shape: abs(math.log(estimate_flops_per_token(shape) / target)))
 
 
 def estimate_flops_per_token(shape: ModelConfig) -> int:

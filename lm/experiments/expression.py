@@ -51,6 +51,15 @@ def evaluate_expression(expression: str, values: Mapping[str, Any]) -> int | flo
     return int(result) if result == int(result) else float(result)
 
 
+def find_names(expression: str) -> set[str]:
+    """Return the options and variables that an expression reads; none if it cannot be read."""
+    try:
+        nodes = ast.walk(ast.parse(expression.strip(), mode="eval")) if len(expression) <= _MAX_CHARACTERS else ()
+    except (SyntaxError, ValueError):
+        return set()
+    return {ast.unparse(node) for node in nodes if isinstance(node, (ast.Name, ast.Attribute))}
+
+
 def _evaluate(node: ast.AST, values: Mapping[str, Any]) -> Any:
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):

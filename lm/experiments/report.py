@@ -58,13 +58,17 @@ def table_rows(report: SweepReport, results: Sequence[TrialResult]) -> list[dict
 
     A result with the name of a setting, such as the variable ``flops``, is called ``trained_flops``.
     """
-    names = {name: f"trained_{name}" if name in report.columns else name for name in RESULT_COLUMNS}
+    names = {name: _free_name(name, report.columns) for name in RESULT_COLUMNS}
     rows = []
     for index in rank(results):
         settings = {name: report.value(index, name) for name in report.columns}
         result = {column: getattr(results[index], name) for name, column in names.items()}
         rows.append({"point": index + 1, **settings, **result})
     return rows
+
+
+def _free_name(name: str, taken: Sequence[str]) -> str:
+    return _free_name(f"trained_{name}", taken) if name in taken else name
 
 
 def format_csv(rows: Sequence[Mapping[str, Any]]) -> str:

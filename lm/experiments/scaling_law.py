@@ -179,7 +179,10 @@ def predict(runs: Sequence[Measurement], law: ScalingLaw, budget: float) -> Pred
     scatter = law.law_noise * math.sqrt(1 + 1 / len(log_budgets) + offset**2 / spread)
     noise = scatter * np.random.default_rng(_SEED + 1).standard_normal(len(slopes))
     low, high = np.exp(np.percentile(slopes * math.log(budget) + intercepts + noise, (2.5, 97.5)))
-    return Prediction(budget, law.parameters(budget), law.tokens(budget), law.loss(budget), float(low), float(high))
+    loss = law.loss(budget)
+    # Draws without a minimum are left out, so near an edge of the sizes the interval may lie beside the prediction.
+    low, high = min(float(low), loss), max(float(high), loss)
+    return Prediction(budget, law.parameters(budget), law.tokens(budget), loss, low, high)
 
 
 def _by_budget(runs: Sequence[Measurement]) -> list[list[Measurement]]:

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from lm.common.device import choose_device, choose_precision
-from lm.common.runtime import Execution
+from lm.common.runtime import Execution, ParallelKind
 from lm.model.config import ModelConfig
 from lm.model.flops import peak_flops
-from lm.model.memory import TrainingMemory, largest_micro_batch
+from lm.model.memory import TrainingMemory, largest_micro_batch, predict_training_memory
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
-from lm.train.parallel import available_memory, predict_memory
+from lm.train.parallel import available_memory
 from lm.train.pretraining import TrainData, make_trainer
 
 _WARM_UP_STEPS = 2
@@ -93,13 +93,29 @@ def measure_speed(model: ModelConfig, config: TrainConfig, seconds: float, execu
 
 
 def find_largest_batch(model: ModelConfig, config: TrainConfig, execution: Execution) -> int:
-    """Return how many sequences of a batch the memory of the training processes holds, by formula."""
-    device = choose_device(execution.device)
-    config = replace(config, precision=choose_precision(config.precision, device))
+    """Return how many sequences of a batch the memory of the training processes holds, by formula; 0 if not one each.
 
-    def predict(sequences: int) -> TrainingMemory:
-        return predict_memory(sequences, execution, config, model, "none", device)
-
-    processes = execution.processes
+    If not even one fits a process that holds the whole model, the processes may divide it.
+    """
+    device, processes = choose_device(execution.device), execution.processes
+    is_bfloat16 = choose_precision(config.precision, device) == "bfloat16"
     available = available_memory(device) // (1 if device.type == "cuda" else processes)  # each has a GPU
-    return processes * largest_micro_batch(available, predict)
+
+    def largest(kind: ParallelKind) -> int:
+        def predict(sequences: int) -> TrainingMemory:
+            return predict_training_memory(
+                model,
+                sequences,
+                config.optimizer,
+                is_bfloat16,
+                execution.activation_checkpointing,
+                config.gradient_accumulation_steps,
+                kind,
+                processes,
+                device.type,
+            )
+
+        return processes * largest_micro_batch(available, predict)
+
+    divided: ParallelKind = "fsdp" if execution.parallel == "auto" else execution.parallel
+    return largest("none") or (largest(divided) if processes > 1 else 0)

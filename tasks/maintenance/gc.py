@@ -15,8 +15,9 @@ from tasks.runtime.store import Store
 def find_garbage(store: Store) -> list[Finding]:
     """Return the outputs that no run record needs, replaced and unfinished attempts, and files of killed processes.
 
-    A run record needs its outputs and the inputs of each. An output names its inputs by content, so if two outputs have
-    the same content, both are needed. Hold the root exclusively (:func:`tasks.runtime.root_lock.own_root`) until the
+    A run record needs its outputs, all others that the run has made, such as the trainings of a sweep that was stopped,
+    and the inputs of each. An output names its inputs by content, so if two outputs have the same content, both are
+    needed. Hold the root exclusively (:func:`tasks.runtime.root_lock.own_root`) until the
     garbage is deleted. Raises UserError if a manifest or run record is damaged: the outputs that it needs are unknown.
     """
     result = scan(store)
@@ -31,6 +32,8 @@ def find_garbage(store: Store) -> list[Finding]:
     unvisited = [
         Ref(stage, use["key"]) for record in result.records.values() for stage, use in record["stages"].items()
     ]
+    names = {record["name"] for record in result.records.values()}
+    unvisited += [ref for ref, output in result.outputs.items() if output.manifest["made"]["run"] in names]
     needed: set[Ref] = set()
     while unvisited:
         ref = unvisited.pop()

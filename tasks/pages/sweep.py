@@ -95,13 +95,17 @@ def _text(value: Any) -> str:
 
 
 def _drawn(value: Any) -> str:
-    return _text(value).replace("$", r"\$")  # a dollar sign begins no formula
+    return "–" if value is None else _text(value).replace("$", r"\$")  # a dollar sign begins no formula
 
 
 def _values(report: "SweepReport", name: str) -> list[Any]:
+    """Return the different values of an option; numbers in their order, None first."""
     values = [report.value(index, name) for index in range(len(report.settings))]
-    unique = list({str(value): value for value in values if value is not None}.values())  # some are lists or dicts
-    return sorted(unique) if all(isinstance(value, (int, float)) for value in unique) else unique
+    unique = list({str(value): value for value in values}.values())  # some are lists or dicts
+    numbers = [value for value in unique if value is not None]
+    if all(isinstance(value, (int, float)) for value in numbers):
+        return [None] * (len(unique) - len(numbers)) + sorted(numbers)
+    return unique
 
 
 def _curves(report: "SweepReport", results: "list[TrialResult]", rows: list[dict[str, Any]], unit: str) -> str:
@@ -146,21 +150,21 @@ def _loss_over_axis(report: "SweepReport", results: "list[TrialResult]", name: s
 
     An option that only some cases set belongs to those cases, so the loss is not drawn over it.
     """
-    values = _values(report, name)
+    values = [value for value in _values(report, name) if value is not None]
     is_set_everywhere = all(name in settings for settings in report.settings)
     if len(values) < 2 or not is_set_everywhere or not all(_is_number(value) for value in values):
         return
-    points = [
-        (report.value(index, name), loss) for index, result in enumerate(results) if (loss := _loss(result)) is not None
-    ]
+    at_number = [(index, report.value(index, name)) for index in range(len(results))]
+    at_number = [(index, value) for index, value in at_number if value is not None]
+    points = [(value, loss) for index, value in at_number if (loss := _loss(results[index])) is not None]
     figure, axes = new_figure(f"Loss over {name}", name, _loss_axis(_has_validation(results)))
     if points:
         axes.plot(*zip(*points, strict=True), "o", markersize=4, color="0.6")
         best = {value: min(loss for at, loss in points if at == value) for value, _ in sorted(points)}
         axes.plot(list(best), list(best.values()), linewidth=1.5)
-    for index, result in enumerate(results):
-        if result.state == "diverged":
-            axes.axvline(report.value(index, name), color="tab:red", linewidth=1, linestyle=":")
+    for index, value in at_number:
+        if results[index].state == "diverged":
+            axes.axvline(value, color="tab:red", linewidth=1, linestyle=":")
     axes.set_xscale(_scale(values))
     yield embed_figure(figure, f"Loss over {name}; dotted red: diverged")
 
@@ -180,7 +184,7 @@ def _heat_map(report: "SweepReport", results: "list[TrialResult]", x_name: str, 
     grid = [[math.nan for _ in x_values] for _ in y_values]
     for index, result in enumerate(results):
         x, y = report.value(index, x_name), report.value(index, y_name)
-        if (loss := _loss(result)) is not None and x is not None and y is not None:
+        if (loss := _loss(result)) is not None:
             row, column = y_values.index(y), x_values.index(x)
             grid[row][column] = loss if math.isnan(grid[row][column]) else min(loss, grid[row][column])
     title = f"Loss over {x_name} and {y_name}"
@@ -206,10 +210,11 @@ def _scatter(report: "SweepReport", results: "list[TrialResult]", x_name: str, y
     finished = [(index, loss) for index, result in enumerate(results) if (loss := _loss(result)) is not None]
     places = []
     for name, set_scale in ((x_name, axes.set_xscale), (y_name, axes.set_yscale)):
-        values, at = _values(report, name), [report.value(index, name) for index, _ in finished]
+        values = [value for value in _values(report, name) if value is not None]
+        at = [report.value(index, name) for index, _ in finished]
         if is_numeric := all(map(_is_number, values)):
             set_scale(_scale(values))
-        places.append([math.nan if value is None else value if is_numeric else _drawn(value) for value in at])
+        places.append([(math.nan if value is None else value) if is_numeric else _drawn(value) for value in at])
     figure.colorbar(axes.scatter(*places, c=[loss for _, loss in finished], cmap="viridis_r"))
     return embed_figure(figure, title)
 

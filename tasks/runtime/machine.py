@@ -1,14 +1,14 @@
 """Resources that all runs of a user share on one machine: slots for trainings."""
 
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from filelock import FileLock, Timeout
 
 from lm.common.cache import cache_directory
-from lm.common.errors import UserError
+from lm.common.errors import Stopped, UserError
+from tasks.runtime.context import RunContext
 
 log = logging.getLogger(__name__)
 
@@ -16,11 +16,13 @@ _POLL_SECONDS = 0.5
 
 
 @contextmanager
-def training_slot(max_trainings: int) -> Iterator[None]:
-    """Hold one of ``max_trainings`` slots of this machine; wait until one is free. 0: no limit.
+def training_slot(run: RunContext) -> Iterator[None]:
+    """Hold one of the ``execution.max_trainings`` slots of this machine; wait until one is free. 0: no limit.
 
-    The slots are file locks of the operating system, which releases them when the process ends.
+    The slots are file locks of the operating system, which releases them when the process ends. Raises Stopped once
+    ``run`` is being stopped.
     """
+    max_trainings = run.execution.max_trainings
     if not max_trainings:
         yield
         return
@@ -44,4 +46,5 @@ def training_slot(max_trainings: int) -> Iterator[None]:
         if not is_logged:
             log.info("Waiting for another training on this machine (execution.max_trainings is %d).", max_trainings)
             is_logged = True
-        time.sleep(_POLL_SECONDS)
+        if run.stopping.wait(_POLL_SECONDS):
+            raise Stopped("The run is being stopped.")

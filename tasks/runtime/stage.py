@@ -59,7 +59,7 @@ class Stage:
     """Yields the paragraphs of the output's Markdown page. Takes the arguments of the body, after the body."""
     is_mapped: bool = False
     """Whether the stage is called for each group of chunks."""
-    slot: Callable[[Execution], AbstractContextManager[Any]] = nullcontext
+    slot: Callable[[RunContext], AbstractContextManager[Any]] = nullcontext
     """Context manager that is held while an output is made."""
     at_once: Callable[[Execution], int] | None = None
     """How many calls of a mapped stage run in threads at the same time. Default: ``execution.workers``."""
@@ -125,7 +125,7 @@ class Stage:
         ref, ingredients = self._key(run, arguments)
         output = self._cached_output(run, ref)
         if not output:
-            with self._lock(run, ref), self.slot(run.execution):
+            with self._lock(run, ref), self.slot(run):
                 output = self._cached_output(run, ref)  # another run may have made it in the meantime
                 if not output:
                     check_not_edited(self.modules, self.code)

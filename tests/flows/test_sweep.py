@@ -1,19 +1,14 @@
-"""The flow ``sweep``: tables, cache, divergence, search, mistakes."""
+"""The flow ``sweep``: tables, cache, divergence, search, law."""
 
-import base64
 import csv
-import io
 import math
-import re
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
-from PIL import Image
 
 from flows.chain import PIPELINE
 from flows.cli.parser import main
@@ -22,13 +17,12 @@ from flows.executor import PrefectExecutor
 from flows.models import RunModel, resolve_model
 from flows.plan import cached_run, plan
 from flows.sweep import sweep
-from flows.sweep_chain import SWEEP, _report
-from flows.sweep_config import SWEEP_PRESETS, SweepConfig, load_sweep, with_base
+from flows.sweep_chain import SWEEP
+from flows.sweep_config import SweepConfig
 from lm.common.errors import UserError
 from lm.common.runtime import Execution
 from lm.experiments.axes import Axis
 from lm.experiments.config import LawConfig, SearchConfig
-from lm.experiments.report import table_rows
 from lm.experiments.trial import TrialConfig, TrialResult, make_result
 from lm.model.config import ModelConfig
 from lm.model.flops import parameter_count
@@ -37,7 +31,6 @@ from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig
 from tasks.count import count_group
 from tasks.maintenance.gc import find_garbage
-from tasks.pages import sweep as pages
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Output, Ref, read_output
 from tasks.trial import trial
@@ -191,112 +184,6 @@ def test_a_search_prunes_and_a_second_start_is_all_cached(tmp_path: Path) -> Non
     assert again["stages"]["sweep"]["key"] == record["stages"]["sweep"]["key"]
 
 
-def write(path: Path, **fields: Any) -> str:
-    path.write_text(yaml.safe_dump(fields))
-    return str(path)
-
-
-FILE: dict[str, Any] = {
-    "base": "demo",
-    "set": {"data.train": ["demo:100"], "tokenizer.vocab_size": 300, "train.steps": 12, "train.warmup_steps": 1},
-    "axes": [{"option": "train.max_lr", "values": [0.003, 0.01]}],
-}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"axes": [{"option": "train.warmup_steps", "values": [1, 12]}]},
-            r"point 2 \(train.warmup_steps 12\): train: train.warmup_steps 12 must be below train.steps 12",
-        ),
-        (
-            {"axes": [{"option": "train.max_lrs", "values": [1]}]},
-            "point 1 (train.max_lrs 1): There is no option train.max_l",
-        ),
-        ({"axes": [{"option": "train.max_lr", "values": ["high"]}]}, "point 1 (train.max_lr high): train.max_lr"),
-        ({"axes": []}, "has no axes"),
-        ({"axis": []}, "unknown field 'axis' (did you mean 'axes'?)"),
-        ({"set": {"train.step": 1}}, "There is no option train.step (did you mean 'train.steps'?)"),
-        ({"derive": {"train.steps": "lr"}}, "there is no option or variable lr"),
-        ({"law": {"budget": "budget"}}, "reads budget, which not every point sets"),
-        (
-            {"search": {}, "axes": [{"option": "data.train", "values": [["demo:10"]]}]},
-            "varies no option of the section data",
-        ),
-        (
-            {"search": {}, "axes": [{"option": "train.warmup_steps", "low": 5, "high": 40}]},
-            "point 2 (train.warmup_steps 40): train:",
-        ),
-        (
-            {
-                "law": {"budget": "train.max_lr", "size": "train.seed"},
-                "axes": [{"cases": [{"train.max_lr": 0.1, "train.seed": 1}, {"train.max_lr": 0.2}]}],
-            },
-            "reads train.seed, which not every point sets",
-        ),
-        ({"base": "demos"}, "There is no preset 'demos' (did you mean 'demo'?)"),
-        ({"derive": {"point": "2"}}, "has a variable point; the table has a column of that name"),
-        (
-            {
-                "axes": [{"cases": [{"model.moe": {"num_expert": 8}}]}],
-                "derive": {"train.steps": "12 + parameters // 10**9"},
-            },
-            "point 1 (model.moe {'num_expert': 8}): The model is not valid: ",
-        ),
-        ({"base": "nowhere.yaml"}, "nowhere.yaml cannot be read: [Errno 2] No such file"),
-        ({"base": "mine.yaml"}, "mine.yaml is not valid: axes: "),
-        ({"set": {"execution.train_deployment": "pipeline/x"}}, "does not work in a sweep"),
-    ],
-)
-def test_an_invalid_sweep_is_refused_before_anything_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
-) -> None:
-    file = write(tmp_path / "mine.yaml", **FILE | {"set": FILE["set"] | changes.pop("set", {})} | changes)
-    assert main(["sweep", file, "--root", str(tmp_path / "root")]) == 2
-    assert message.replace("\\", "") in capsys.readouterr().err
-    assert not (tmp_path / "root").exists()
-
-
-def test_the_name_of_a_size_may_be_a_number(tmp_path: Path) -> None:
-    sizes = {number: {"set": {"train.steps": 20 * number}} for number in (1, 2)}
-    file = write(tmp_path / "mine.yaml", **FILE | {"sizes": sizes})
-    assert load_sweep(file, "2").base.train.steps == 40
-    with pytest.raises(UserError, match=r"Sizes: 1, 2\."):
-        load_sweep(file, "3")
-
-
-def test_the_base_may_be_a_file_beside_that_of_the_sweep(tmp_path: Path) -> None:
-    write(tmp_path / "base.yaml", train={"steps": 777})
-    file = write(tmp_path / "mine.yaml", **FILE | {"base": "base.yaml", "set": {"train.max_lr": 0.5}})
-    assert replace(load_sweep(file).base.train, max_lr=0.5) == replace(PipelineConfig().train, max_lr=0.5, steps=777)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["learning-rat"], "There is no sweep 'learning-rat' (did you mean 'learning-rate'?)"),
-        (["learning-rate", "--size", "huge"], "has no size 'huge'. Sizes: demo, stories."),
-        (["learning-rate", "--train.max_lr", "0.5"], "varies train.max_lr itself; leave --train.max_lr out"),
-        (["learning-rate", "--budget", "30m"], "leave the budget out"),
-        (["learning-rate", "--train.stepz", "5"], "did you mean '--train.steps'"),
-    ],
-)
-def test_a_mistake_on_the_command_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
-    assert main(["sweep", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_options_of_the_command_line_replace_those_of_the_base(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = write(tmp_path / "mine.yaml", **FILE)
-    assert main(["sweep", file, "--plan", "--root", str(tmp_path / "root"), "--data.train", "['nowhere.txt']"]) == 2
-    assert "nowhere.txt" in capsys.readouterr().err
-    assert main(["sweep", file, "--plan", "--root", str(tmp_path / "root"), "--train.seed", "3"]) == 0
-    assert capsys.readouterr().out.count("\ntrial ") == 2
-
-
 def test_a_diverging_sweep_exits_with_0(
     finished: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -306,8 +193,9 @@ def test_a_diverging_sweep_exits_with_0(
         options |= {f"{section}.{name}": value for name, value in fields.items()}
     axes = [{"option": "train.max_lr", "values": [DIVERGING]}]
     derive = {"train.warmup_steps": "train.steps // 6"}
-    file = write(tmp_path / "mine.yaml", set=options, axes=axes, derive=derive)
-    assert main(["sweep", file, "--root", str(finished[0])]) == 0
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump({"set": options, "axes": axes, "derive": derive}))
+    assert main(["sweep", str(file), "--root", str(finished[0])]) == 0
     shown = capsys.readouterr().out
     assert "diverged" in shown
     assert "best.yaml" not in shown
@@ -331,6 +219,34 @@ def test_a_search_leaves_out_points_that_are_not_valid(tmp_path: Path, caplog: p
     left_out = caplog.text.count(" is left out. The sweep heads has an invalid point, trial ")
     assert left_out > 0 and len(rows) == 5 - left_out
     assert {row["model.num_heads"] for row in rows} <= {"1", "2", "4", "8"}
+
+
+@pytest.mark.slow
+def test_a_point_that_only_its_training_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("optuna", reason="Optuna is not installed")
+    axis = Axis(option="model.context_length", values=[16, 100_000])  # more than the text has
+    config = SweepConfig(name="contexts", base=BASE, axes=[axis], search=SearchConfig(trials=4))
+    with caplog.at_level("INFO"):
+        rows = table(tmp_path, sweep(config, str(tmp_path)))
+    message = "The point with model.context_length 100000 cannot be trained. The training text has "
+    left_out = caplog.text.count(f"is left out. {message}")
+    assert 0 < left_out == 4 - len(rows) < 4
+    with pytest.raises(UserError, match=message):
+        sweep(replace(config, search=None), str(tmp_path))
+
+
+@pytest.mark.slow
+def test_gc_keeps_what_a_stopped_sweep_has_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flows.sweep_chain._Sweep.check_law", lambda state: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sweep(replace(GRID, axes=[Axis(option="train.max_lr", values=[0.003, 0.01])]), str(tmp_path))
+    store = RunContext(str(tmp_path), "").store
+    assert len(list(tmp_path.glob("trial/*/manifest.json"))) == 2
+    assert [finding for finding in find_garbage(store) if finding.path.startswith(("trial/", "train/"))] == []
+    for record in tmp_path.glob("runs/*.json"):
+        record.unlink()
+    paths = [finding.path for finding in find_garbage(store)]
+    assert sum(path.startswith(("trial/", "train/")) for path in paths) == 4
 
 
 @pytest.mark.slow
@@ -374,75 +290,6 @@ def test_a_law_without_a_minimum_says_so_after_its_trainings(tmp_path: Path) -> 
         sweep(config, str(tmp_path))
     assert len(list(tmp_path.glob("sweep/*/*/table.csv"))) == 1, "the table shows which sizes to add"
     assert len(list(tmp_path.glob("trial/*/manifest.json"))) == 2, "flops is a variable: equal trainings are one"
-
-
-@pytest.mark.parametrize("path", sorted(SWEEP_PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_sweep_that_ships_is_valid_in_all_sizes_and_states_its_cost(path: Path) -> None:
-    assert {"demo", "stories"} <= yaml.safe_load(path.read_text())["sizes"].keys()
-    assert "# Cost on two CPU cores: " in path.read_text()
-    for size in ("demo", "stories"):
-        config = load_sweep(path.stem, size)
-        assert config.name == f"{path.stem}-{size}"
-        assert config.description
-        assert len({str(point.config) for point in config.points()}) == len(config.points())
-        assert with_base(config, config.base) == config
-
-
-def draw_page(config: SweepConfig, folder: Path) -> str:
-    """Return the page of a sweep whose points all finished, after a check of its table."""
-    report = _report(config, config.points())
-    curve = [{"step": 5, "valid_loss": 3.0, "valid_bits_per_byte": 1.5}]
-    results = [
-        TrialResult("finished", "", 10, 100, 1000, 1e9, 3.0, 2.0 + index, 1.0 + index, curve)
-        for index in range(len(report.settings))
-    ]
-    rows = table_rows(report, results)
-    assert {row[axis] for row in rows for axis in report.axes if axis == "flops"} <= {2e10, 5e10, 1.2e11}
-    trials: Any = [SimpleNamespace(json=lambda name, result=result: asdict(result)) for result in results]
-    out: Any = SimpleNamespace(figures={"finished": len(results)}, directory=folder)
-    text = "\n\n".join(pages.sweep(out, trials, [], [], [], report))
-    assert f"**{len(results):,}** points" in text
-    return text
-
-
-@pytest.mark.parametrize("path", sorted(SWEEP_PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_sweep_that_ships_has_table_and_page(path: Path, tmp_path: Path) -> None:
-    draw_page(load_sweep(path.stem, "demo"), tmp_path)
-
-
-def test_a_dollar_sign_begins_no_formula(tmp_path: Path) -> None:
-    cases = [{"variant": r"$\frac$"}, {"variant": "$x"}]
-    axes = [Axis(cases=cases), Axis(option="train.max_lr", values=[0.1, 0.2])]
-    assert r"$\frac$" in draw_page(SweepConfig(name="dollar", base=BASE, axes=axes), tmp_path)
-
-
-def test_a_search_is_drawn_as_dots_and_not_as_a_map_with_a_place_for_each_pair(tmp_path: Path) -> None:
-    cases = [{"train.max_lr": 10**-trial, "train.weight_decay": 0.01 * trial} for trial in range(1, 31)]
-    page = draw_page(SweepConfig(name="search", base=BASE, axes=[Axis(cases=cases)]), tmp_path)
-    drawn = re.search(r"!\[Loss over train.max_lr and train.weight_decay]\(data:image/png;base64,(.*?)\)", page)
-    assert drawn
-    assert Image.open(io.BytesIO(base64.b64decode(drawn[1]))).size == (1200, 900), "a map of 30 rows is higher"
-
-
-def test_the_isoflop_sweep_spends_its_budgets() -> None:
-    from lm.model.flops import flops_per_token
-
-    for size, vocab_size in (("demo", 512), ("stories", 2048)):
-        config = load_sweep("isoflop", size)
-        assert len({point.settings["flops"] for point in config.points()}) == 3
-        for point in config.points():
-            model = ModelConfig(**point.config["model"] | {"vocab_size": vocab_size})
-            tokens = point.config["train"]["steps"] * point.config["train"]["batch_size"] * model.context_length
-            assert tokens * flops_per_token(model) == pytest.approx(point.settings["flops"], rel=0.05)
-
-
-def test_silu_and_swiglu_have_equally_many_parameters() -> None:
-    for size in ("demo", "stories"):
-        points = {point.settings["variant"]: point.config["model"] for point in load_sweep("ablations", size).points()}
-        swiglu, silu = (
-            parameter_count(ModelConfig(**points[name] | {"vocab_size": 512}))["total"] for name in ("base", "SiLU")
-        )
-        assert swiglu == silu
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,26 @@
 """The limit of trainings that run on a machine at the same time."""
 
 import subprocess
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from lm.common.errors import Stopped
+from lm.common.runtime import Execution
+from tasks.runtime.context import RunContext
+from tasks.runtime.machine import training_slot
 from tests.helpers.processes import python_process, read_line
 
 TRAINING = """
 import logging, sys
+from lm.common.runtime import Execution
+from tasks.runtime.context import RunContext
 from tasks.runtime.machine import training_slot
 logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
-with training_slot(int(sys.argv[1])):
+with training_slot(RunContext("root", "run", execution=Execution(max_trainings=int(sys.argv[1])))):
     print("started", flush=True)
     sys.stdin.read()
 """
@@ -38,6 +45,16 @@ def test_a_training_waits_while_too_many_run(
         end(first)
         assert read_line(waiting) == "started"
         assert [process.poll() for process in others] == [None] * (limit - 1)
+
+
+def test_a_training_that_waits_ends_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    run = RunContext(str(tmp_path), "run", execution=Execution(max_trainings=1))
+    stopping = threading.Timer(0.2, run.stopping.set)
+    with training_slot(run):
+        stopping.start()
+        with pytest.raises(Stopped), training_slot(run):
+            raise AssertionError("the slot is taken")
 
 
 def test_no_training_waits_with_a_limit_of_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -396,6 +396,17 @@ def test_experts_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     assert_same_weights(load_hugging_face(tmp_path / "theirs"), loaded)
 
 
+def test_the_bias_of_experts_is_not_rounded(tmp_path: Path) -> None:
+    ours, _ = make_exported(tmp_path / "out", **_MOE_EXPORTS["Glm4Moe"])
+    for name, buffer in ours.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer += torch.linspace(-0.3, 0.3, len(buffer))
+    save_hugging_face(ours.bfloat16(), make_tokenizer(), tmp_path / "biased")
+    loaded = load_hugging_face(tmp_path / "biased", dtype=torch.bfloat16)
+    assert_same_weights(loaded, ours)
+    assert {buffer.dtype for name, buffer in loaded.named_buffers() if name.endswith("bias")} == {torch.float32}
+
+
 def test_the_auxiliary_loss_keeps_its_strength(tmp_path: Path) -> None:
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral", reason="the reference")
     make_exported(tmp_path / "out", moe=MoEConfig(num_experts=8, top_k=2, aux_loss_weight=0.03), num_layers=3)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from datetime import date
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ BASE: dict[str, Any] = {
     "execution": {"threads": None},
 }
 
+RECURSIVE: list[Any] = [1]
+RECURSIVE.append(RECURSIVE)
 _CHOICES = st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True)
 
 
@@ -71,7 +74,16 @@ def test_exponents_without_a_point_are_numbers() -> None:
         ({}, "either cases, or an option"),
         ({"option": "x", "low": 2, "high": 1}, "low must be below high"),
         ({"option": "x", "low": 0, "high": 1}, "needs a number above 0"),
-        ({"option": "x", "low": 1, "high": 2, "points": 1}, "at least 2"),
+        ({"option": "x", "low": 1, "high": 2, "points": 1}, "a range has 2 to 10,000"),
+        ({"option": "x", "low": 1, "high": 2, "points": 10**9}, "a range has 2 to 10,000"),
+        ({"option": "x", "low": 1, "high": math.inf}, "an end beyond"),
+        ({"option": "x", "low": 1, "high": 10**400}, "an end beyond"),
+        ({"option": "x", "low": 1, "high": math.nan}, "low must be below high"),
+        ({"cases": [{}]}, "cases that set no option"),
+        ({"option": "x", "values": [math.nan]}, "has the value nan; it may have text, finite numbers"),
+        ({"option": "x", "values": [{1}]}, "has the value {1}"),
+        ({"cases": [{"x": date(2024, 1, 1)}]}, "A date needs quotes"),
+        ({"option": "x", "values": RECURSIVE}, "The axis x has the value"),
     ],
 )
 def test_a_wrong_axis_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -114,6 +126,21 @@ def test_derived_options_follow_in_their_order() -> None:
     assert before == BASE
 
 
+@given(st.permutations(["model.d_model", "model.d_ff", "n", "train.steps", "last"]))
+def test_the_order_of_derived_options_does_not_count(order: list[str]) -> None:
+    derive: dict[str, Any] = {
+        "model.d_model": "8 * width",
+        "model.d_ff": "2 * model.d_model",
+        "n": "parameters",
+        "train.steps": "train.steps + n // 100",  # of the base
+        "last": "train.steps + model.d_ff",
+    }
+    expected = make_point(BASE, {"width": 4}, derive)
+    point = make_point(BASE, {"width": 4}, {name: derive[name] for name in order})
+    assert point == expected and list(point.settings) == ["width", *order]
+    assert point.settings["last"] == point.settings["train.steps"] + 64
+
+
 def test_costs_of_the_model_are_those_of_the_point() -> None:
     from lm.model.config import ModelConfig
     from lm.model.flops import flops_per_token, parameter_count
@@ -135,6 +162,8 @@ def test_costs_of_the_model_are_those_of_the_point() -> None:
         ({"name": "y"}, {}, "name has no effect"),
         ({"train.steps": 1}, {"train.steps": "2"}, r"train\.steps is derived and is on an axis"),
         ({"x": 1}, {"train.steps": "x / 0"}, "has no value"),
+        ({}, {"a": "b + 1", "b": "2 * c", "c": "a"}, "are derived from each other; give one a value"),
+        ({}, {"model.d_ff": "parameters // 1000", "model.d_model": "flops_per_token // 9"}, "derived from each other"),
     ],
 )
 def test_a_wrong_setting_is_refused(settings: Settings, derive: dict[str, str], message: str) -> None:

@@ -10,7 +10,7 @@ from lm.experiments.dial import Choice, bytes_per_token, choose_configuration, e
 from lm.experiments.law import best_flops_per_token, best_lr
 from lm.experiments.speed import Speed
 from lm.model.config import ModelConfig
-from lm.model.flops import flops_per_token
+from lm.model.flops import flops_per_token, parameter_count
 from lm.train.compile import repays_compilation
 from lm.train.config import TrainConfig
 from tests.helpers.tensors import FEW_EXAMPLES
@@ -191,7 +191,7 @@ def test_a_validation_text_shorter_than_the_context_is_refused() -> None:
 
 def test_each_process_has_a_sequence_of_each_batch() -> None:
     one, many_processes = (
-        choose_configuration(Budget(1e12, "flops"), STORIES_BYTES, 0, 2, processes, guess, never, lambda *_: 0)
+        choose_configuration(Budget(1e12, "flops"), STORIES_BYTES, 0, 2, processes, guess, never, lambda *_: 64)
         for processes in (1, 64)
     )
     assert one.train.batch_size < 64 == many_processes.train.batch_size
@@ -199,7 +199,19 @@ def test_each_process_has_a_sequence_of_each_batch() -> None:
     assert tokens_of(many_processes) == pytest.approx(tokens_of(one), rel=0.05)
 
 
-@pytest.mark.parametrize(("largest", "parts"), [(10**9, 1), (8, 4), (5, 8), (0, 32)])
+@pytest.mark.parametrize(("largest", "parts"), [(10**9, 1), (8, 4), (5, 8), (1, 32)])
 def test_a_batch_that_does_not_fit_is_accumulated(largest: int, parts: int) -> None:
     choice = choose_configuration(Budget(2.5e7, "tokens"), 10**12, 0, 2, 1, guess, never, lambda model, train: largest)
     assert (choice.train.batch_size, choice.train.gradient_accumulation_steps) == (32, parts)
+
+
+@pytest.mark.parametrize("budget", [Budget(1e17, "flops"), Budget(1e9, "tokens"), Budget(1e6, "seconds")])
+def test_a_model_that_does_not_fit_the_memory_is_not_chosen(budget: Budget) -> None:
+    def largest_batch(model: ModelConfig, train: TrainConfig) -> int:
+        return 4 if parameter_count(model)["total"] < 10**7 else 0
+
+    choice = choose_configuration(budget, 10**12, 0, 2, 1, guess, speed_of(1e11)[0], largest_batch)
+    assert 7 * 10**6 < parameter_count(choice.model)["total"] < 10**7, "the largest that fits"
+    assert any("parameters does not fit the memory" in reason for reason in choice.reasons)
+    with pytest.raises(UserError, match="Not even the smallest model fits the memory"):
+        choose_configuration(budget, 10**12, 0, 2, 1, guess, speed_of(1e11)[0], lambda *_: 0)

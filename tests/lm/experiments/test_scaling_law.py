@@ -68,6 +68,28 @@ def test_a_minimum_outside_the_sizes_is_marked() -> None:
     assert parabola.best_parameters == pytest.approx(1e6)
 
 
+def test_a_prediction_lies_in_its_interval() -> None:
+    """Sizes on one side of the minimum, so that many draws have none: they would all lie on one side of the fit."""
+    sizes, generator = (1e5, 1.2e5, 1.5e5, 2e5), np.random.default_rng(0)
+    outside = 0
+    for _ in range(300):
+        noise = generator.standard_normal((2, len(sizes)))
+        runs = [
+            Measurement(
+                budget, size, budget / (6 * size), 2 + 0.05 * math.log(size / 9e4) ** 2 + 0.006 * noise[row, column]
+            )
+            for row, budget in enumerate((1e12, 1e13))
+            for column, size in enumerate(sizes)
+        ]
+        try:
+            prediction = predict(runs, fit_scaling_law(runs), 1e15)
+        except UserError:  # no minimum
+            continue
+        outside += prediction.loss in (prediction.low, prediction.high)
+        assert prediction.low <= prediction.loss <= prediction.high
+    assert outside, "the fits include some whose draws lie beside the prediction"
+
+
 def test_the_error_of_a_power_law_is_that_of_a_line() -> None:
     x = np.array([1.0, 2.0, 5.0, 9.0])
     y = 3 * x**0.7 * np.array([1.01, 0.98, 1.02, 0.99])

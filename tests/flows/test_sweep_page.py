@@ -1,0 +1,81 @@
+"""The page of a sweep, of results that are made up."""
+
+import base64
+import io
+import re
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from flows.config import PipelineConfig
+from flows.sweep_chain import _report
+from flows.sweep_config import SWEEP_PRESETS, SweepConfig, load_sweep
+from lm.experiments.axes import Axis
+from lm.experiments.report import table_rows
+from lm.experiments.trial import TrialResult
+from lm.train.config import TrainConfig
+from tasks.pages import sweep as pages
+
+BASE = PipelineConfig(train=TrainConfig(min_lr=0))
+
+
+def draw_page(config: SweepConfig, folder: Path) -> str:
+    """Return the page of a sweep whose points all finished, after a check of its table."""
+    report = _report(config, config.points())
+    curve = [{"step": 5, "valid_loss": 3.0, "valid_bits_per_byte": 1.5}]
+    results = [
+        TrialResult("finished", "", 10, 100, 1000, 1e9, 3.0, 2.0 + index, 1.0 + index, curve)
+        for index in range(len(report.settings))
+    ]
+    rows = table_rows(report, results)
+    assert {row[axis] for row in rows for axis in report.axes if axis == "flops"} <= {2e10, 5e10, 1.2e11}
+    trials: Any = [SimpleNamespace(json=lambda name, result=result: asdict(result)) for result in results]
+    out: Any = SimpleNamespace(figures={"finished": len(results)}, directory=folder)
+    text = "\n\n".join(pages.sweep(out, trials, [], [], [], report))
+    assert f"**{len(results):,}** points" in text
+    return text
+
+
+@pytest.mark.parametrize("path", sorted(SWEEP_PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_sweep_that_ships_has_table_and_page(path: Path, tmp_path: Path) -> None:
+    draw_page(load_sweep(path.stem, "demo"), tmp_path)
+
+
+def test_a_dollar_sign_begins_no_formula(tmp_path: Path) -> None:
+    cases = [{"variant": r"$\frac$"}, {"variant": "$x"}]
+    axes = [Axis(cases=cases), Axis(option="train.max_lr", values=[0.1, 0.2])]
+    assert r"$\frac$" in draw_page(SweepConfig(name="dollar", base=BASE, axes=axes), tmp_path)
+
+
+def test_a_search_is_drawn_as_dots_and_not_as_a_map_with_a_place_for_each_pair(tmp_path: Path) -> None:
+    cases = [{"train.max_lr": 10**-trial, "train.weight_decay": 0.01 * trial} for trial in range(1, 31)]
+    page = draw_page(SweepConfig(name="search", base=BASE, axes=[Axis(cases=cases)]), tmp_path)
+    drawn = re.search(r"!\[Loss over train.max_lr and train.weight_decay]\(data:image/png;base64,(.*?)\)", page)
+    assert drawn
+    assert Image.open(io.BytesIO(base64.b64decode(drawn[1]))).size == (1200, 900), "a map of 30 rows is higher"
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        [Axis(option="model.num_kv_heads", values=[None, 1, 2]), Axis(option="train.patience", values=[None, 3, 10])],
+        [Axis(option="model.moe", values=[None, {"num_experts": 4}]), Axis(option="train.patience", values=[None, 3])],
+    ],
+    ids=["numbers", "a mapping"],
+)
+def test_null_is_a_value_of_an_axis(axes: list[Axis], tmp_path: Path) -> None:
+    page = draw_page(SweepConfig(name="null", base=BASE, axes=axes), tmp_path)
+    assert f"![Loss over {axes[0].option} and {axes[1].option}]" in page
+    assert ("![Loss over train.patience;" in page) == (len(axes[1].values) > 2), "two numbers beside null"
+
+
+def test_variables_with_the_names_of_results_keep_their_columns() -> None:
+    axes = [Axis(cases=[{"flops": 1e9, "trained_flops": 2}])]
+    config = SweepConfig(name="names", base=BASE, axes=axes)
+    result = TrialResult("finished", "", 10, 100, 1000, 5e9, 3.0, 2.0, 1.0, [])
+    (row,) = table_rows(_report(config, config.points()), [result])
+    assert (row["flops"], row["trained_flops"], row["trained_trained_flops"]) == (1e9, 2, 5e9)
