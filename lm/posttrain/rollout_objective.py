@@ -181,15 +181,15 @@ class RolloutObjective(ABC):
             speed = {}
         else:
             # A reward may depend on time; the stored one counts.
-            verdicts = {(row.problem, row.text): Verdict(row.rewards, row.error) for row in stored}
+            verdicts = {(row.problem, row.text): Verdict(row.rewards) for row in stored if row.error is None}
             sampled = self._sample(verdicts)
             self.annotate(sampled)
             self._responses = [row for part in all_gather(sampled) for row in part]
             tokens_per_second = sum(len(row.ids) for row in self._responses) / (time.perf_counter() - started)
             speed = {"rollout_tokens_per_second": float(round(tokens_per_second))}
+            self._check_errors()
             if self.rank == 0:
                 append_rows(self.out / _ROLLOUTS, map(asdict, self._responses))
-        self._check_errors()
         metrics = self.prepare()
         self._rollout_metrics = {
             **(self._reward_metrics() if self.reward else {}),
@@ -206,7 +206,7 @@ class RolloutObjective(ABC):
         if len(errors) == len(self._responses):
             raise UserError(
                 f"The reward function failed for all {len(errors)} responses of a rollout: {errors[0]}. Name a reward "
-                "that fits the task."
+                "that fits the task, or raise reward_seconds if the time was too short."
             )
         if errors and not self._has_warned and self.rank == 0:
             self._has_warned = True

@@ -299,6 +299,20 @@ def test_a_reward_that_fails_is_told_and_one_that_always_fails_ends_the_training
         objective.micro_batches(1)
 
 
+def test_failed_rewards_are_computed_again_by_the_next_attempt(model: TransformerLM, tmp_path: Path) -> None:
+    objective = make_objective(model, tmp_path)
+    objective.reward = FailingReward(successes=3)
+    objective.micro_batches(0)
+    with pytest.raises(UserError, match="failed for all 8 responses"):
+        objective.micro_batches(1)
+    again = make_objective(model, tmp_path)
+    again.restore(tmp_path, 0)
+    for step in (0, 1):
+        again.micro_batches(step)
+        assert all(row.error is None for row in again._responses)
+    assert isinstance(again.reward, LetterReward) and again.reward.calls == 5 + 8
+
+
 def test_prompts_that_leave_no_room_are_left_out(
     model: TransformerLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
