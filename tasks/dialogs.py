@@ -40,6 +40,6 @@ def dialogs(
             rows = getattr(split, kind)
             write_rows(out.directory / f"{kind}-{name}.jsonl", rows)
             out.figures.setdefault(kind, {})[name] = len(rows)
-    out.figures |= {"damaged": damaged.count}
+    out.figures |= {"damaged": damaged.count, "left_out": splits[0].left_out}
     content = {"reward": reward, "damaged": damaged.names}
     (out.directory / "examples.json").write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")

@@ -21,7 +21,8 @@ class DialogsConfig:
     valid: list[str] = field(default_factory=list)
     """Held-out dialogs or pairs, in the same forms. Empty (the default): use part of train, see valid_fraction."""
     valid_fraction: float = bounded_field(0.05, ge=0, lt=1)
-    """Fraction of the dialogs and pairs to hold out if valid is empty. The hash of the prompt decides."""
+    """Fraction of the dialogs and pairs to hold out if valid is empty. The hash of the messages up to the user's
+    first decides."""
     task: str = ""
     """Problems with a reward. addition:1-3, of numbers with one to three digits, and reasoning-gym:DATASET are
     generated. gsm8k, math, mmlu and words are read from task_train and task_test. Empty: no problems."""

@@ -23,6 +23,8 @@ class Examples:
     dialogs: list[Dialog] = field(default_factory=list)
     pairs: list[PreferencePair] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    left_out: int = 0
+    """Examples for training that were left out because a held-out one begins with the same message of the user."""
 
 
 def read_examples(
@@ -54,13 +56,12 @@ def read_examples(
             _read_problems(config, "test", task_test, config.test_problems, damaged),
         )
         reward = tasks[0].reward
-        tested = {problem.prompt for problem in tasks[1].problems}
-        splits[0].problems = [problem for problem in tasks[0].problems if problem.prompt not in tested]
-        splits[1].problems = tasks[1].problems
-        if config.solutions != 0:
-            for split, count in zip(splits, (config.solutions, None), strict=True):
-                solved = [problem for problem in split.problems if problem.solution]
-                split.dialogs += [_solution(problem) for problem in solved[:count]]
+        splits[0].problems, splits[1].problems = tasks[0].problems, tasks[1].problems
+    _leave_out_held_out(*splits)
+    if config.solutions != 0:
+        for split, count in zip(splits, (config.solutions, None), strict=True):
+            solved = [problem for problem in split.problems if problem.solution]
+            split.dialogs += [_solution(problem) for problem in solved[:count]]
     return *splits, reward, damaged
 
 
@@ -75,11 +76,30 @@ def _solution(problem: Problem) -> Dialog:
     return Dialog(messages)
 
 
+def _opening(example: Dialog | PreferencePair) -> tuple[Message, ...]:
+    """Return the messages up to the user's first."""
+    messages = example.messages if isinstance(example, Dialog) else example.prompt
+    return messages[: 2 if messages[0]["role"] == "system" else 1]
+
+
 def _is_held_out(example: Dialog | PreferencePair, fraction: float) -> bool:
-    """Return whether the hash of the prompt holds the example out. All examples of a prompt are in one split."""
-    prompt = example.messages[:-1] if isinstance(example, Dialog) else example.prompt
-    digest = hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()
+    """Return whether the hash of the opening holds the example out. All examples of an opening are in one split."""
+    digest = hashlib.sha256(json.dumps(_opening(example), sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+
+def _leave_out_held_out(train: Examples, valid: Examples) -> None:
+    """Take the examples out of ``train`` that ask what a held-out one asks, and count them."""
+
+    def asked(example: Dialog | PreferencePair | Problem) -> str:
+        return example.prompt if isinstance(example, Problem) else _opening(example)[-1]["content"]
+
+    held_out = {asked(example) for example in (*valid.dialogs, *valid.pairs, *valid.problems)}
+    for kind in ("dialogs", "pairs", "problems"):
+        examples = getattr(train, kind)
+        kept = [example for example in examples if asked(example) not in held_out]
+        setattr(train, kind, kept)
+        train.left_out += len(examples) - len(kept)
 
 
 def write_rows(path: Path, rows: Iterable[Any]) -> None:

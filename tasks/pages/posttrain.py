@@ -50,6 +50,8 @@ def dialogs(out: "Attempt", **inputs: Any) -> Iterator[str]:
     if content["damaged"]:
         shown = [(code(name),) for name in content["damaged"][:_MAX_DAMAGED]]
         yield f"**{out.figures['damaged']:,} damaged rows were skipped.** The first:\n\n" + table(("row",), shown)
+    if out.figures["left_out"]:
+        yield f"{out.figures['left_out']:,} examples for training were left out: held-out ones ask the same."
     rows = []
     with (out.directory / "dialogs-train.jsonl").open(encoding="utf-8") as file:
         for line, _ in zip(file, range(5), strict=False):

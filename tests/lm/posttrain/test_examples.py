@@ -12,6 +12,7 @@ from lm.data.dialogs import Dialog, PreferencePair
 from lm.eval.tasks import Problem
 from lm.posttrain.config import DialogsConfig
 from lm.posttrain.examples import (
+    Examples,
     read_dialog_rows,
     read_examples,
     read_pair_rows,
@@ -49,6 +50,33 @@ def test_named_held_out_files_leave_the_training_rows_alone(tmp_path: Path) -> N
     ]
     train, valid, _, _ = read_examples(DialogsConfig(valid_fraction=0.9), paths[:1], paths[1:], [], [])
     assert (len(train.dialogs), len(valid.dialogs)) == (9, 9)
+
+
+def test_nothing_held_out_is_trained_on(tmp_path: Path) -> None:
+    numbers = range(60)
+    rows: list[object] = []
+    for number in numbers:
+        start = [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": "a"}]
+        more = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "b"}]
+        system = {"role": "system", "content": "Be kind."}
+        rows += [{"messages": start}, {"messages": start + more}, {"messages": [system, *start]}]
+        rows.append({"prompt": f"{number}?", "chosen": "a", "rejected": "b"})
+    path = write_file(tmp_path / "rows.jsonl", rows)
+    gsm8k = [{"question": f"{number}?", "answer": f"#### {number}"} for number in numbers]
+    test = [{"question": f"{number}?", "answer": f"#### {number}"} for number in (3, 4)]
+    task_train, task_test = (write_file(tmp_path / f"{len(part)}.jsonl", [*part]) for part in (gsm8k, test))
+    config = DialogsConfig(task="gsm8k", valid_fraction=0.2)
+    train, valid, _, _ = read_examples(config, [path], [], [task_train], [task_test])
+
+    def asked(split: Examples) -> set[str]:
+        messages = [example.messages for example in split.dialogs] + [example.prompt for example in split.pairs]
+        firsts = {next(m["content"] for m in part if m["role"] == "user") for part in messages}
+        return firsts | {problem.prompt for problem in split.problems}
+
+    assert not asked(train) & asked(valid)
+    assert asked(train) | asked(valid) == {f"{number}?" for number in numbers} and {"3?", "4?"} < asked(valid)
+    kept = sum(len(split.dialogs) + len(split.pairs) for split in (train, valid)) - len(test)  # and solutions for training
+    assert train.left_out == len(rows) + len(gsm8k) - kept > 0
 
 
 def test_generated_problems_of_training_and_test_differ() -> None:
