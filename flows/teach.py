@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from lm.eval.answer_cache import AnswerCache
 from lm.eval.chat_client import ChatClient, ChatFailure
 from lm.eval.config import TeachConfig
 from lm.eval.reward_worker import RewardWorker
+from lm.eval.rewards import REWARD_TOLERANCE, perfect_rewards
 from lm.eval.teach import Outcome, ask_missing, make_requests, read_questions, select_answers, write_rows
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ def teach(config: TeachConfig) -> TeachResult:
     questions, repeated, rewards = read_questions(config, damaged)
     if damaged.count:
         log.warning("%s", damaged)
+    threshold = _find_threshold(config, rewards)
     client = ChatClient(config.url, config.model, config.api_key_variable, config.max_in_flight)
     requests = [*make_requests(questions, config)]
     all_requests = {key: request for part in requests for key, request in part.items()}
@@ -69,7 +72,7 @@ def teach(config: TeachConfig) -> TeachResult:
                         log.warning("The first prompt without an answer: %s", answer.error)
                     failed[key] = answer
         answers = {key: cache.answers[key] for key in all_requests if key in cache.answers}
-        selected = select_answers(questions, requests, answers, reward, config.threshold)
+        selected = select_answers(questions, requests, answers, reward, threshold)
         outcomes = [*tqdm(selected, "rewards", len(answers), disable=None)]
         write_rows(path, (row for outcome, row in outcomes if outcome == "kept"))
     return TeachResult(
@@ -90,6 +93,15 @@ def teach(config: TeachConfig) -> TeachResult:
         file=path,
         answers_file=cache.path,
     )
+
+
+def _find_threshold(config: TeachConfig, rewards: Mapping[str, float]) -> float:
+    full = perfect_rewards(rewards)["reward"]
+    if config.threshold is None:
+        return full
+    if rewards and config.threshold > full + REWARD_TOLERANCE:
+        raise UserError(f"threshold is {config.threshold:g}, but the full reward is {full:g}; lower it.")
+    return config.threshold
 
 
 def _check_out(config: TeachConfig) -> Path:

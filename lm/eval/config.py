@@ -76,8 +76,8 @@ class TeachConfig:
     rewards: dict[str, float] = field(default_factory=dict)
     """Weights of rewards by name, see docs/posttraining.md. Default: the task's; without a task, all answers are
     kept."""
-    threshold: float = bounded_field(1.0, gt=-math.inf, lt=math.inf)
-    """Least reward of an answer that is kept."""
+    threshold: float | None = bounded_field(None, gt=-math.inf, lt=math.inf)
+    """Least reward of an answer that is kept. Default: the full reward."""
     token_budget: int | None = bounded_field(None, ge=1)
     """Tokens of prompts and answers, of earlier runs too, after which no prompt is sent. Default: no limit."""
     max_in_flight: int = bounded_field(100, ge=1, le=10_000)

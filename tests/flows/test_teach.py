@@ -76,6 +76,9 @@ def test_right_answers_are_kept_and_asked_for_once(tmp_path: Path) -> None:
         lenient = run(endpoint, tmp_path, file=file, task="gsm8k", threshold=0.0)
         assert (len(rows_of(lenient.file)), lenient.earlier_answers) == (40, 40)
         assert len(endpoint.requests) == 40  # another threshold, the same answers
+        for weight in (0.1, 3.0):  # by default, the full reward is needed whatever the weights are
+            weighted = run(endpoint, tmp_path, file=file, task="gsm8k", rewards={"gsm8k": weight, "exact": -1.0})
+            assert rows_of(weighted.file) == expected_rows()
         more = run(endpoint, tmp_path, file=file, task="gsm8k", samples=2)
         assert (more.answers, more.earlier_answers, more.outcomes["repeated"]) == (80, 40, 32)
         assert rows_of(more.file) == expected_rows()
@@ -184,6 +187,7 @@ def test_the_command_prints_a_table_and_the_next_command(tmp_path: Path, capsys:
         (["--url", "http://127.0.0.1:1"], "cannot be reached"),
         (["--task", "gsm9k"], "There is no task 'gsm9k' (did you mean 'gsm8k'?)"),
         (["--rewards", "{gsm9k: 1}"], "There is no reward 'gsm9k'"),
+        (["--rewards", "{gsm8k: 0.5}", "--threshold", "0.6"], "threshold is 0.6, but the full reward is 0.5; lower it"),
         (["--samples", "0"], "teach.samples is 0; it must be at least 1"),
         (["--out", "taught.json"], "must end with .jsonl"),
         (["--prompt", "x"], "has no {question}"),
