@@ -112,9 +112,10 @@ class ReinforceConfig:
     """Expert iteration: responses with at least this reward are learned like answers of a fine-tuning, others are left
     out. The advantage is then 1, whatever baseline and advantage_normalizer are. Default: policy gradients."""
     baseline: Literal["mean", "none"] = "mean"
-    """What is subtracted from a reward: the mean of its group, or nothing."""
+    """What is subtracted from a reward: the mean of its group, or nothing. The mean needs groups of several."""
     advantage_normalizer: Literal["std", "none", "mean"] = "std"
-    """What the difference is divided by: the standard deviation of the group, nothing, or the mean of the group."""
+    """What the difference is divided by: the standard deviation of the group (with the baseline mean), nothing, or the
+    mean of the group."""
     advantage_eps: float = bounded_field(1e-6, gt=0, lt=math.inf)
     """Added to that divisor."""
     importance_reweighting: Literal["none", "noclip", "grpo", "gspo", "cispo"] = "none"
@@ -138,6 +139,18 @@ class ReinforceConfig:
             raise UserError(
                 f"reinforce.train.batch_size {self.train.batch_size} times reinforce.updates_per_epoch "
                 f"{self.updates_per_epoch} must be a multiple of reinforce.group_size {self.group_size}."
+            )
+        if self.reward_threshold is not None:
+            return
+        if self.baseline == "mean" and self.group_size == 1:
+            raise UserError(
+                "reinforce.group_size is 1, so each response is the mean of its group, and nothing is learned; raise it, "
+                "or set reinforce.baseline to none."
+            )
+        if self.baseline == "none" and self.advantage_normalizer == "std":
+            raise UserError(
+                "reinforce.baseline is none, but a group of equal rewards has no standard deviation to divide by; set "
+                "reinforce.advantage_normalizer to none or mean."
             )
 
 

@@ -248,6 +248,12 @@ def test_bad_settings_and_prompts_are_named(model: TransformerLM, tmp_path: Path
         UserError, match=r"reinforce.train.batch_size 4 .* must be a multiple of reinforce.group_size 3"
     ):
         ReinforceConfig(train=quick_config(), group_size=3)
+    with pytest.raises(UserError, match=r"group_size is 1, so .* nothing is learned"):
+        ReinforceConfig(group_size=1, advantage_normalizer="none")
+    with pytest.raises(UserError, match=r"baseline is none, but a group of equal rewards has no standard deviation"):
+        ReinforceConfig(baseline="none")
+    ReinforceConfig(group_size=1, baseline="none", advantage_normalizer="none")
+    ReinforceConfig(group_size=1, reward_threshold=1.0)
     for method in (ReinforceConfig, PPOConfig):
         with pytest.raises(UserError, match="There is no reward 'nope'"):
             method(rewards={"nope": 1.0})
