@@ -6,6 +6,8 @@ from typing import Any
 
 _NUMBER = re.compile(r"(?:(?<![\w.)])[-\u2212])?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")
 _AFTER_LETTER = r"(?:[.):,]|\W*$)"  # no other character: a word may follow the article A
+# Within a sentence. After a colon or a line break, an A before a word may be the article.
+_BEFORE_LETTER = r"(?:[^\w.!?:\n]{0,5}|[^\w.!?]{0,6}(?!A\s+(?!(?:as|because|is|since)\b)[a-z]))"
 _THINK_THEN_ANSWER = re.compile(r"</think>\s*<answer>")
 _BRACES = re.compile(r"\\?[{}]")
 
@@ -14,23 +16,27 @@ def parse_mmlu_response(example: Mapping[str, Any], output: str) -> str | None:
     r"""Return the letter of the option that ``output`` chooses, or None.
 
     ``example`` has the ``options`` (or ``choices``). In order: the choice of the last ``\boxed{…}``; the last letter
-    after ``answer is``, ``answer:`` and the like; a letter at the start; the text of an option alone; the only letter
-    before a punctuation mark or the end.
+    after ``answer is``, ``answer:`` and the like, or else after ``option`` or ``choice``; a letter at the start; the text
+    of an option alone; the only letter before a punctuation mark or the end.
     """
     boxed = extract_boxed(output)
     if boxed is not None and (letter := parse_mmlu_response(example, boxed)):
         return letter
-    options = [str(option).strip().lower() for option in example.get("options") or example.get("choices") or "ABCD"]
+    options = [_bare(str(option)) for option in example.get("options") or example.get("choices") or "ABCD"]
     letters = "".join(chr(ord("A") + index) for index in range(len(options)))
-    stated = re.findall(rf"(?i:answer|option|choice)(?i:\s+is|\s*:)?\W{{0,5}}([{letters}])(?![\w'])", output)
-    if stated:
-        return stated[-1]
+    for name in (r"answer(?:\s+is)?(?:\s+option|\s+choice)?", r"(?:option|choice)(?:\s+is)?"):
+        if stated := re.findall(rf"(?i:{name}){_BEFORE_LETTER}([{letters}])(?![\w'])", output):
+            return stated[-1]
     if leading := re.match(rf"\W{{0,5}}([{letters}]){_AFTER_LETTER}", output):
         return leading[1]
-    if options.count(output.strip(" .\n").lower()) == 1:
-        return letters[options.index(output.strip(" .\n").lower())]
+    if output.strip() and options.count(bare := _bare(output)) == 1:
+        return letters[options.index(bare)]
     mentioned = set(re.findall(rf"(?<![\w'])([{letters}]){_AFTER_LETTER}", output))
     return mentioned.pop() if len(mentioned) == 1 else None
+
+
+def _bare(text: str) -> str:
+    return text.strip().rstrip(". \n").lower()
 
 
 def parse_gsm8k_response(output: str) -> str | None:

@@ -53,6 +53,17 @@ EXAMPLE = {
         (r"\boxed{A good river}", None),
         ("A good river flows there", None),
         ("**A good** river", None),
+        ("A river fits each option. A town has few, so I pick C.", "C"),
+        ("I do not know the answer. A guess would be C.", "C"),
+        ("The answer is: A combination of both, that is D.", "D"),
+        ("### Answer\n\nA combination of both, that is D.", "D"),
+        ("### Answer\n\nA\nbecause of the map", "A"),
+        ("Answer: A because of the map", "A"),
+        ("Answer: B because of the map", "B"),
+        ("Option A fits the map", "A"),
+        ("The answer is C. Option A is wrong, and option B too.", "C"),
+        ("The answer is option C, as option A is wrong.", "C"),
+        ("I choose **Option (C)**, not choice D.", "D"),
     ],
 )
 def test_multiple_choice(output: str, letter: str | None) -> None:
@@ -64,6 +75,14 @@ def test_number_of_options() -> None:
     assert parse_mmlu_response(five, "The answer is E.") == "E"
     assert parse_mmlu_response({}, "The answer is D.") == "D"
     assert parse_mmlu_response({"options": ["x", "x"]}, "x") is None
+
+
+def test_the_text_of_an_option_counts_with_and_without_its_period() -> None:
+    for option in ("It rises.", "It rises", " it rises. "):
+        for output in ("It rises.", "it rises", "\tIt rises.\r\n"):
+            assert parse_mmlu_response({"options": ["It falls.", option]}, output) == "B"
+    points = {"options": [".5", "5", "."]}
+    assert [parse_mmlu_response(points, output) for output in (".5", "5.", ".", "")] == ["A", "B", "C", None]
 
 
 @pytest.mark.parametrize(
