@@ -1,7 +1,8 @@
 """Evaluation of responses to problems: rewards, categories, and accuracy with a confidence interval."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from math import sqrt
 from typing import Any, Literal, NamedTuple
 
@@ -46,6 +47,8 @@ class ScoredResponse:
     finish_reason: str | None = None
     error: str | None = None
     """Why the rewards could not be computed, and are 0."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Of the named rewards."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ def score_responses(
             response.tokens,
             response.finish_reason,
             verdict.error,
+            reward.weights,
         )
 
 
@@ -158,12 +162,18 @@ def evaluate(
     """Return the responses to all problems with their rewards, in the order of the problems.
 
     Each response is appended to ``file`` when it arrives; ``respond`` is asked only for those that the file does not
-    have. At the end, the file is in the order of the problems. Raises UserError if a row of the file is damaged or
-    belongs to another problem, or if ``respond`` leaves out a prompt.
+    have. The rewards of a response in the file are computed again if they failed or were others. At the end, the file
+    is in the order of the problems. Raises UserError if a row of the file is damaged or belongs to another problem, if
+    ``respond`` leaves out a prompt, or if the reward failed for all responses.
     """
     done = {row["index"]: _parse_row(row, problems, prompts, file) for row in file.rows if row["index"] < len(problems)}
     missing = [(index, prompt) for index, prompt in enumerate(prompts) if index not in done]
-    for scored in score_responses(problems, prompts, respond(missing) if missing else (), reward):
+    stale = [
+        (row.index, Response(row.response, row.tokens, row.finish_reason))
+        for row in done.values()
+        if row.error is not None or row.weights != reward.weights
+    ]
+    for scored in score_responses(problems, prompts, chain(stale, respond(missing) if missing else ()), reward):
         file.append(asdict(scored))
         done[scored.index] = scored
     if len(done) < len(problems):
@@ -172,6 +182,11 @@ def evaluate(
             f"to ask for them; {file.path} has the others."
         )
     file.sort()
+    if all(row.error is not None for row in done.values()):
+        raise UserError(
+            f"The reward failed for all {len(done):,} responses: {done[0].error}. Name a reward that fits the task; "
+            f"{file.path} has the responses."
+        )
     return [done[index] for index in range(len(problems))]
 
 

@@ -17,8 +17,8 @@ class ResponseFile:
     """Responses, one JSON object a line, each with its ``index``; the first line has the settings.
 
     Use it in a ``with``: one process at a time has the file. Raises UserError if another process has it, if it cannot
-    be written, if its settings are not ``settings``, or if a line is damaged. A last line without an end, as a kill
-    leaves it, is dropped.
+    be written, if its settings other than the ``reward`` are not ``settings``, or if a line is damaged. A last line
+    without an end, as a kill leaves it, is dropped.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -53,8 +53,8 @@ class ResponseFile:
             file.write(_format(row))
 
     def sort(self) -> None:
-        """Put the responses into the order of their indices."""
-        self.rows.sort(key=lambda row: row["index"])
+        """Put the responses into the order of their indices. The last row of an index counts."""
+        self.rows = sorted({row["index"]: row for row in self.rows}.values(), key=lambda row: row["index"])
         self._rewrite()
 
     def _read(self) -> None:
@@ -83,6 +83,7 @@ class ResponseFile:
         if not isinstance(theirs, dict):
             raise UserError(f"{self.path} is no file of responses; use another directory.")
         names = [name for name in {**theirs, **self.settings} if theirs.get(name) != self.settings.get(name)]
+        names = [name for name in names if name != "reward"]  # computed again from the response
         if names:
             differences = "; ".join(
                 f"{name} was {theirs.get(name)!r} and is now {self.settings.get(name)!r}" for name in names

@@ -197,6 +197,11 @@ def test_a_refused_prompt_is_asked_again_by_the_next_command(tmp_path: Path, cap
             evaluate_model(url, **arguments, model_name="other")
         with pytest.raises(UserError, match="cannot be quantized here"):
             evaluate_model(url, **arguments, quantization="int8")
+        check_known_outputs(read_rows(result.responses), problems)
+        other = EvaluationConfig(task="gsm8k", file=str(tmp_path / "test.jsonl"), prompt="r1_zero")
+        assert evaluate_model(url, **arguments | {"config": other}).summary.accuracy == 5 / 6  # the last number counts
+        assert len(stub.requests) == 1
+        assert evaluate_model(url, **arguments) == result
     check_known_outputs(read_rows(result.responses), problems)
 
 

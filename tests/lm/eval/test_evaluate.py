@@ -131,10 +131,12 @@ class Echo:
             raise KeyboardInterrupt
 
 
-def run(path: Path, respond: Echo, problems: Sequence[Problem] = PROBLEMS, **settings: Any) -> list[ScoredResponse]:
+def run(
+    path: Path, respond: Echo, problems: Sequence[Problem] = PROBLEMS, reward: str = "exact", **settings: Any
+) -> list[ScoredResponse]:
     prompts: list[Prompt] = [problem.prompt for problem in problems]
-    with RewardWorker({"exact": 1.0}) as reward, ResponseFile(path, SETTINGS | settings) as file:
-        return evaluate(problems, prompts, respond, reward, file)
+    with RewardWorker({reward: 1.0}) as worker, ResponseFile(path, SETTINGS | settings) as file:
+        return evaluate(problems, prompts, respond, worker, file)
 
 
 def test_the_file_is_in_the_order_of_the_problems(tmp_path: Path) -> None:
@@ -155,6 +157,7 @@ def test_the_file_is_in_the_order_of_the_problems(tmp_path: Path) -> None:
         "tokens": 0,
         "finish_reason": "stop",
         "error": None,
+        "weights": {"exact": 1.0},
     }
 
 
@@ -192,6 +195,20 @@ def test_more_and_fewer_problems(tmp_path: Path) -> None:
     assert len(run(path, respond)) == 20 and sorted(respond.asked) == list(range(5, 20))
     assert [row.index for row in run(path, Echo(stop_after=0), PROBLEMS[:3])] == [0, 1, 2]
     assert len(path.read_bytes().splitlines()) == 21, "responses are never deleted"
+
+
+def test_another_reward_is_computed_from_the_same_responses(tmp_path: Path) -> None:
+    path = tmp_path / "responses.jsonl"
+    with pytest.raises(UserError, match=r"failed for all 20 responses: .*AttributeError.*\. Name a reward that fits"):
+        run(path, Echo(), reward="multiple_choice")
+    nothing_asked = Echo(stop_after=0)
+    assert run(path, nothing_asked) == run(tmp_path / "other.jsonl", Echo())
+    header, *rows = path.read_text().splitlines()
+    assert len(rows) == 20
+    rows[3] = json.dumps(json.loads(rows[3]) | {"rewards": {}, "error": "too slow"})
+    path.write_text("\n".join([header, *rows, ""]))
+    assert run(path, nothing_asked) == run(tmp_path / "other.jsonl", nothing_asked), "a failure is computed again"
+    assert {row.rewards["answer_reward"] for row in run(path, nothing_asked, reward="ends_properly")} == {0.0}
 
 
 def test_other_settings_are_refused(tmp_path: Path) -> None:
