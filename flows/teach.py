@@ -106,8 +106,12 @@ def _find_threshold(config: TeachConfig, rewards: Mapping[str, float]) -> float:
 
 def _check_out(config: TeachConfig) -> Path:
     path = Path(config.out)
-    if path.suffix != ".jsonl":
-        raise UserError(f"out is {config.out!r}; its name must end with .jsonl.")
-    if path.is_dir() or (path.exists() and Path(config.file).exists() and path.samefile(config.file)):
-        raise UserError(f"out is {config.out!r}, which is a directory or the file of the prompts. Name another file.")
+    if path.suffix != ".jsonl" or path.stem.endswith(".answers"):
+        raise UserError(
+            f"out is {config.out!r}; its name must end with .jsonl, but not with .answers.jsonl, where a run keeps all "
+            "answers."
+        )
+    for file in (path, path.with_suffix(".answers.jsonl")):
+        if file.is_dir() or (file.exists() and Path(config.file).exists() and file.samefile(config.file)):
+            raise UserError(f"{file} would be written, and is a directory or the file of the prompts. Name another out.")
     return path

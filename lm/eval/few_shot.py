@@ -31,7 +31,9 @@ class PromptFormat:
             raise UserError(f"The template of the prompt, {template[:60]!r}, has no {_QUESTION} in it.")
         self._template, self._shots, self._is_plain = template, shots, is_plain
         self._examples = [example for example in examples if example.solution]
-        self.stop = [_SEPARATOR + template.partition(_QUESTION)[0].rstrip()] if shots and is_plain else []
+        stop = _SEPARATOR + template.partition(_QUESTION)[0].rstrip()
+        is_in_solution = any(stop in (example.solution or "").strip() for example in self._examples[: shots + 1])
+        self.stop = [stop] if shots and is_plain and not is_in_solution else []
         """Texts that start the next example. A model that continues text would go on with it."""
 
     def format(self, problem: Problem) -> Prompt:

@@ -190,6 +190,7 @@ def test_the_command_prints_a_table_and_the_next_command(tmp_path: Path, capsys:
         (["--rewards", "{gsm8k: 0.5}", "--threshold", "0.6"], "threshold is 0.6, but the full reward is 0.5; lower it"),
         (["--samples", "0"], "teach.samples is 0; it must be at least 1"),
         (["--out", "taught.json"], "must end with .jsonl"),
+        (["--out", "taught.answers.jsonl"], "not with .answers.jsonl, where a run keeps all"),
         (["--prompt", "x"], "has no {question}"),
         (["--file", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
@@ -204,9 +205,13 @@ def test_mistakes_are_messages(
 
 
 def test_the_prompts_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = write_gsm8k(tmp_path / "p.answers.jsonl")
     with serve_chat(double) as endpoint:
-        assert main(arguments(endpoint, tmp_path, "--out", str(tmp_path / "gsm8k.jsonl"))) == 2
-    assert "the file of the prompts" in capsys.readouterr().err
+        for options in (["--out", str(tmp_path / "gsm8k.jsonl")], ["--file", answers, "--out", str(tmp_path / "p.jsonl")]):
+            assert main(arguments(endpoint, tmp_path, *options)) == 2
+            assert "the file of the prompts" in capsys.readouterr().err
+        assert endpoint.requests == []
+    assert len(rows_of(Path(answers))) == NUMBERS
 
 
 def test_a_wrong_key_is_a_message(

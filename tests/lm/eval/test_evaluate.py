@@ -278,6 +278,10 @@ def test_prompts_with_examples() -> None:
     assert plain.format(Problem("5 {x}", "10")) == "Q: 1 + 1 =\nA: 2\n\nQ: 3 + 3 =\nA: 6\n\nQ: 5 {x}\nA:"
     assert (plain.stop, chat.stop) == (["\n\nQ:"], [])
     assert PromptFormat(is_plain=True).format(EXAMPLES[0]) == "1 + 1 =" and PromptFormat(is_plain=True).stop == []
+    blank_line = [*EXAMPLES[:2], Problem("7 + 7 =", "14", "7 + 7\n\n14"), *EXAMPLES[2:]]
+    assert PromptFormat(shots=1, examples=EXAMPLES, is_plain=True).stop == ["\n\n"]
+    assert PromptFormat(shots=1, examples=blank_line, is_plain=True).stop == [], "a solution goes on after it"
+    assert PromptFormat("Q: {question}", 1, blank_line, is_plain=True).stop == ["\n\nQ:"]
     with pytest.raises(UserError, match="2 solved examples are requested, and there are 1"):
         plain.format(EXAMPLES[0])
     with pytest.raises(UserError, match=r"has no \{question\} in it"):
