@@ -21,7 +21,7 @@ REWARD_TOLERANCE = 1e-9  # rounding of a weighted sum of rewards
 
 RewardFunction = Callable[[str, Any], Mapping[str, float]]
 GroundTruth = str | float | list[str | float]
-"""An accepted answer, or several. A number counts as its text."""
+"""An accepted answer, or several. A number counts as its text, without an exponent."""
 
 _SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]]*\s*\Z")
 _LENGTH_NAME = re.compile(r"length:(\d+)-(\d+)")
@@ -181,4 +181,6 @@ def _list(ground_truth: GroundTruth) -> list[str]:
 
 
 def _text(answer: str | float) -> str:
-    return str(answer) if isinstance(answer, int | float) else answer
+    if isinstance(answer, float):
+        return format(Decimal(repr(answer)), "f")
+    return str(answer) if isinstance(answer, int) else answer

@@ -68,8 +68,11 @@ def load_task(
     ``reasoning-gym:DATASET`` are generated from ``split`` and ``seed``, 200 problems by default. gsm8k, math, mmlu and
     words are read, at most ``count`` problems, by default all.
 
-    Raises UserError for an unknown name, and as :func:`read_task` and :func:`make_reasoning_gym_task` do.
+    Raises UserError for an unknown name, for files of a generated task, and as :func:`read_task` and
+    :func:`make_reasoning_gym_task` do.
     """
+    if files and is_generated(name):
+        raise UserError(f"The task {name} is generated; leave out the file {files[0]}, or name the task of its problems.")
     generated = _DEFAULT_GENERATED if count is None else count
     if match := _ADDITION.fullmatch(name):
         low, high = (int(digits) if digits else default for digits, default in zip(match.groups(), (2, 3), strict=True))

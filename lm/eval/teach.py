@@ -164,6 +164,10 @@ def _parse_row(row: Row) -> tuple[tuple[Message, ...], Any]:
         raise ValueError(problem)
     if not messages[-1]["content"].strip():
         raise ValueError("the prompt is blank")
+    try:
+        json.dumps(row.get("ground_truth"))
+    except TypeError as error:  # of Parquet
+        raise ValueError(f"the ground_truth is not plain data: {error}") from None
     dialog = tuple(Message(role=message["role"], content=message["content"]) for message in messages)
     return dialog, row.get("ground_truth")
 

@@ -8,7 +8,7 @@ import pytest
 
 from lm.common.errors import UserError
 from lm.data.json_rows import DamagedRows
-from lm.eval import get_reward, make_addition_task, make_reasoning_gym_task, read_task
+from lm.eval import get_reward, load_task, make_addition_task, make_reasoning_gym_task, read_task
 from lm.eval.tasks import R1_ZERO_PROMPT, Problem
 
 
@@ -126,6 +126,9 @@ def test_the_solution_of_a_grid_is_right(dataset: str) -> None:
 def test_mistakes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"no task 'gsmk8' \(did you mean 'gsm8k'\?\); choose one of gsm8k, math, mmlu"):
         read_task("gsmk8", "x.jsonl", DamagedRows())
+    for name in ("addition", "addition:1-3", "reasoning-gym:simple_equations"):
+        with pytest.raises(UserError, match=f"The task {name} is generated; leave out the file x.jsonl"):
+            load_task(name, ["x.jsonl"])
     with pytest.raises(UserError, match="has no usable row"):
         read(tmp_path, "gsm8k", {"question": "x"})
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)

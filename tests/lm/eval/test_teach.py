@@ -3,9 +3,13 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -68,6 +72,16 @@ def test_rows_of_prompts_and_dialogs(tmp_path: Path) -> None:
         "the prompt is blank",
         "no text named prompt and no list named messages",
     ]
+
+
+@pytest.mark.parametrize("truth", [Decimal("1.5"), date(2026, 1, 2), b"x"])
+def test_a_ground_truth_that_json_has_not_is_damaged(truth: Any, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.parquet"
+    rows = [{"prompt": "a", "ground_truth": truth}, {"prompt": "b", "ground_truth": None}]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    damaged = DamagedRows()
+    assert [question.question for question in read_questions(replace(CONFIG, file=str(path)), damaged).questions] == ["b"]
+    assert damaged.count == 1 and "row 1: the ground_truth is not plain data" in damaged.names[0]
 
 
 def test_problems_of_a_task_and_their_reward(tmp_path: Path) -> None:
