@@ -23,13 +23,14 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from flows.cli.console import discard_stream, flush_messages, prepare_streams, print_message
 from flows.config import PRESETS, PipelineConfig, StageName, preset_names, preset_path
-from flows.posttrain_config import POSTTRAIN_PRESETS, PosttrainConfig, PosttrainStage
+from flows.posttrain_config import POSTTRAIN_PRESETS, Method, PosttrainConfig, PosttrainStage
 from flows.prefect_support.signals import STOPPED_MESSAGE, find_interrupt, is_sigterm, raise_terminated
 from flows.sweep_config import SWEEP_PRESETS, load_sweep
 from flows.yaml_files import read_yaml
 from lm.common.errors import UserError, did_you_mean
 from lm.eval.config import EvaluationConfig, TeachConfig
 from lm.inference.config import Quantization, SampleConfig
+from lm.train.config import TrainConfig
 
 # Prefect and its ephemeral server read these settings when they are imported.
 _PREFECT_SETTINGS = {
@@ -299,7 +300,19 @@ def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
     for name in (name for name, kind in types.items() if is_dataclass(kind)):
         if not isinstance(section := parsed[parsed.command].get(name, Namespace()), Namespace):
             raise UserError(f"{name} is {section!r}; it must be a section of options, each with a name and a value.")
+    if parsed.command == "posttrain":
+        _check_trainings(parsed.posttrain)
     return parsed
+
+
+def _check_trainings(config: Namespace) -> None:
+    """Raise UserError for a mistake in a training of ``posttrain``. Its message names the options of that training."""
+    for method in get_args(Method):
+        section = "sft" if method == "sft" else f"{method}.train"
+        try:
+            TrainConfig(**vars(config[section]))
+        except UserError as error:
+            raise UserError(re.sub(r"\btrain\.", f"{section}.", str(error))) from None
 
 
 def main(arguments: list[str] | None = None) -> int:
