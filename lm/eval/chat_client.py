@@ -33,6 +33,7 @@ _MAX_MESSAGE_CHARACTERS = 300  # of a server's error message
 _RATE_LIMITED_STATUS = 429
 _RETRIED_STATUSES = {408, _RATE_LIMITED_STATUS}  # and 500 to 599
 _PAUSE_STATUSES = {_RATE_LIMITED_STATUS, 503}  # their Retry-After is honoured
+_REFUSED_KEY_STATUSES = {401, 403}
 _REFUSED_PROMPT_STATUSES = {400, 413, 422}  # the prompt may be the reason, e.g. if it is too long
 
 _jitter = random.Random()  # the seeded generator of the module stays untouched
@@ -71,6 +72,7 @@ class ChatFailure:
     """Why a request has no answer: the server refused it, or the retries are used up."""
 
     error: str
+    is_refused: bool = False
 
 
 class ChatClient:
@@ -138,12 +140,14 @@ class ChatClient:
     def list_models(self) -> list[dict[str, Any]]:
         """Return the server's models, each with its ``id``, or none if it lists none.
 
-        Raises UserError if the server cannot be reached.
+        Raises UserError if the server cannot be reached, and without a name of the model, if it refuses the key.
         """
         try:
             response = httpx.get(self._sibling_url("models"), headers=self._headers, timeout=_CONNECT_SECONDS)
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
+        if response.status_code in _REFUSED_KEY_STATUSES and not self.model:  # some keys are for answers alone
+            raise self._refusal(response, response.content)
         match _parse_json(response.content):
             case {"data": [*models]}:
                 return [model for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)]
@@ -167,7 +171,7 @@ class ChatClient:
                 attempts += 1
                 failures += not (failure.is_rate_limited and self._answer_count > answer_count)
                 if not failure.can_retry or failures > self._max_retries:
-                    return ChatFailure(str(failure))
+                    return ChatFailure(str(failure), is_refused=not failure.can_retry)
                 self._pause(failure.retry_after_seconds)
                 await asyncio.sleep(_backoff_seconds(attempts))
             else:
@@ -209,8 +213,7 @@ class ChatClient:
         answer = _parse_answer(body) if response.is_success else None
         if answer:
             return answer
-        status = response.status_code
-        message = f"status {status}: {self._error_message(body) or response.reason_phrase}"
+        status, message = response.status_code, self._describe(response, body)
         if response.is_success:
             raise _FailedAttemptError(f"the answer is malformed; {message}")
         if status in _RETRIED_STATUSES or status >= 500:
@@ -218,7 +221,7 @@ class ChatClient:
             raise _FailedAttemptError(message, True, status == _RATE_LIMITED_STATUS, delay)
         if status in _REFUSED_PROMPT_STATUSES:
             raise _FailedAttemptError(message, can_retry=False)
-        raise UserError(f"{self.url} answers with {message.removesuffix('.')}. {self._advise(status)}")
+        raise self._refusal(response, body)
 
     def _sibling_url(self, name: str) -> str:
         """Return the URL of another endpoint of the server."""
@@ -228,15 +231,18 @@ class ChatClient:
     def _unreachable(self, error: httpx.HTTPError) -> UserError:
         return UserError(f"{self.url} cannot be reached: {error}. Check the URL, and that the server runs.")
 
-    def _error_message(self, body: bytes) -> str:
-        """Return the message of a server's error without the key, which some servers repeat."""
-        return _error_message(body.replace(self._key.encode(), "…".encode()) if self._key else body)
-
-    def _advise(self, status: int) -> str:
-        if status in (401, 403):
+    def _refusal(self, response: httpx.Response, body: bytes) -> UserError:
+        if response.status_code in _REFUSED_KEY_STATUSES:
             state = "has the right key" if self._key else "is set; now it is empty"
-            return f"Check that the environment variable {self._key_variable} {state}."
-        return f"Check the URL and the name of the model, {self.model!r}."
+            advice = f"Check that the environment variable {self._key_variable} {state}."
+        else:
+            advice = f"Check the URL and the name of the model, {self.model!r}."
+        return UserError(f"{self.url} answers with {self._describe(response, body).removesuffix('.')}. {advice}")
+
+    def _describe(self, response: httpx.Response, body: bytes) -> str:
+        """Return the status and the message of a server's error without the key, which some servers repeat."""
+        message = _error_message(body.replace(self._key.encode(), "…".encode()) if self._key else body)
+        return f"status {response.status_code}: {message or response.reason_phrase}"
 
 
 class _FailedAttemptError(Exception):
@@ -260,7 +266,12 @@ def _chat_url(text: str) -> str:
         raise UserError(f"The URL of the model cannot be used: {error}.") from None
     if url.userinfo:
         raise UserError("The URL of the model has a user or a password. Put the key in an environment variable.")
-    if url.scheme not in ("http", "https") or not url.host:
+    try:
+        host = url.host
+        url.raw_host.decode().encode("idna")  # as the request does
+    except UnicodeError:
+        host = ""
+    if url.scheme not in ("http", "https") or not host or not 0 <= (url.port or 0) < 1 << 16:
         raise UserError(f"{text!r} is not the URL of a server; give one such as http://127.0.0.1:8000.")
     path = url.path.rstrip("/").removesuffix("/chat/completions") or "/v1"
     return str(url.copy_with(path=f"{path}/chat/completions"))

@@ -57,6 +57,7 @@ class Stub:
         """Prompts that get status 400."""
         self.delay_seconds = delay_seconds
         self.models = ["known"]
+        self.list_status = 200
 
     def answer(self, request: dict[str, Any]) -> tuple[int, Any]:
         self.requests.append(request)
@@ -75,7 +76,7 @@ def run_stub(stub: Stub) -> Iterator[str]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self._send(200 if stub.models else 404, {"data": [{"id": name} for name in stub.models]})
+            self._send(stub.list_status if stub.models else 404, {"data": [{"id": name} for name in stub.models]})
 
         def do_POST(self) -> None:
             assert self.path == "/v1/chat/completions"
@@ -218,6 +219,19 @@ def test_the_name_of_the_model_at_a_url(tmp_path: Path) -> None:
             name = f"named-{len(stub.models)}"
             result = evaluate_model(url, config, "", model_name=name, out=str(tmp_path / name))
             assert stub.requests[-1]["model"] == name and result.model == f"{name} of {url}"
+
+
+def test_a_server_that_lists_its_models_for_a_key_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-wrong")
+    stub = Stub(write_gsm8k(tmp_path / "test.jsonl", 1))
+    stub.list_status = 401
+    config = r1_zero(tmp_path / "test.jsonl")
+    with run_stub(stub) as url:
+        with pytest.raises(UserError, match="answers with status 401: .* OPENAI_API_KEY has the right key"):
+            evaluate_model(url, config, "", out=str(tmp_path))
+        assert evaluate_model(url, config, "", model_name="known", out=str(tmp_path)).summary.accuracy == 1.0
 
 
 def test_a_url_without_a_server(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_a_refused_prompt_fails_without_a_retry() -> None:
     too_long = Reply(status=400, body=b'{"error": {"message": "too long\\u001b[2J by\\n9 tokens"}}')
     with serve_chat(lambda asked, attempt: too_long if asked.prompt == "long" else echo(asked, attempt)) as endpoint:
         answers = ask(endpoint, "long", "short")
-    assert answers["long"] == ChatFailure("status 400: too long [2J by 9 tokens")
+    assert answers["long"] == ChatFailure("status 400: too long [2J by 9 tokens", is_refused=True)
     assert isinstance(answers["short"], ChatAnswer)
     assert sorted(endpoint.prompts) == ["long", "short"]
 
@@ -241,6 +241,7 @@ def test_the_path_of_the_url(url: str, expected: str) -> None:
         ("ftp://h", "not the URL of a server"),
         ("http://", "not the URL of a server"),
         ("http://h:port", "cannot be used"),
+        *((url, f"'{url}' is not the URL of a server") for url in ("http://a..b", "http://xn--a", "http://h:99999")),
         ("http://me:secret@h", "Put the key in an environment variable"),
     ],
 )
