@@ -52,7 +52,9 @@ def evaluate_model(
     files = [config.file] if config.file else []
     task = load_task(config.task, files, "test", config.count, config.seed, damaged)
     examples = (
-        load_task(config.task, _example_files(config), "train", seed=config.seed).problems if config.shots else []
+        load_task(config.task, _example_files(config), "train", None, config.seed, damaged).problems
+        if config.shots
+        else []
     )
     if damaged.count:
         log.warning("%s", damaged)

@@ -113,5 +113,5 @@ def _check_out(config: TeachConfig) -> Path:
         )
     for file in (path, path.with_suffix(".answers.jsonl")):
         if file.is_dir() or (file.exists() and Path(config.file).exists() and file.samefile(config.file)):
-            raise UserError(f"{file} would be written, and is a directory or the file of the prompts. Name another out.")
+            raise UserError(f"{file} would be written, and is a directory or the file of the prompts; change out.")
     return path

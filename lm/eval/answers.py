@@ -16,8 +16,8 @@ def parse_mmlu_response(example: Mapping[str, Any], output: str) -> str | None:
     r"""Return the letter of the option that ``output`` chooses, or None.
 
     ``example`` has the ``options`` (or ``choices``). In order: the choice of the last ``\boxed{…}``; the last letter
-    after ``answer is``, ``answer:`` and the like, or else after ``option`` or ``choice``; a letter at the start; the text
-    of an option alone; the only letter before a punctuation mark or the end.
+    after ``answer is``, ``answer:`` and the like, or else after ``option`` or ``choice``; a letter at the start; the
+    text of an option alone; the only letter before a punctuation mark or the end.
     """
     boxed = extract_boxed(output)
     if boxed is not None and (letter := parse_mmlu_response(example, boxed)):

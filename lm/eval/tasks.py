@@ -17,14 +17,14 @@ from typing import Any, Literal
 from lm.common.errors import UserError, did_you_mean
 from lm.data.dialogs import check_text, final_answer
 from lm.data.json_rows import DamagedRows, Row, read_rows
-from lm.eval.answers import extract_boxed
+from lm.eval.answers import extract_boxed, parse_gsm8k_response
 
 Split = Literal["train", "test"]
 
 _ADDITION = re.compile("addition(?::([0-9])-([0-9]))?")
 _REASONING_GYM = "reasoning-gym:"
 _DEFAULT_GENERATED = 200
-_TEST_SEED = 1 << 62  # added to the seed of reasoning-gym's problems for the test
+_TEST_SEED = 1 << 30  # added to the seed of reasoning-gym's problems for the test; numpy takes seeds below 1 << 32
 
 R1_ZERO_PROMPT = """\
 A user asks a question, and an assistant answers it. First the assistant reasons about the question, between the tags \
@@ -72,7 +72,7 @@ def load_task(
     :func:`make_reasoning_gym_task` do.
     """
     if files and is_generated(name):
-        raise UserError(f"The task {name} is generated; leave out the file {files[0]}, or name the task of its problems.")
+        raise UserError(f"The task {name} is generated; leave out the file {files[0]}, or name the task of its rows.")
     generated = _DEFAULT_GENERATED if count is None else count
     if match := _ADDITION.fullmatch(name):
         low, high = (int(digits) if digits else default for digits, default in zip(match.groups(), (2, 3), strict=True))
@@ -80,7 +80,7 @@ def load_task(
             raise UserError(f"The task is {name!r}; the fewest digits must be 1 to the most digits.")
         return make_addition_task(generated, seed, (low, high), split)
     if name.startswith(_REASONING_GYM):
-        seed = (seed + (_TEST_SEED if split == "test" else 0)) % (1 << 63)
+        seed = seed % _TEST_SEED + (_TEST_SEED if split == "test" else 0)
         return make_reasoning_gym_task(name.removeprefix(_REASONING_GYM), generated, seed)
     _check_file_task(name)
     if not files:
@@ -165,18 +165,23 @@ def _additions(generator: random.Random, low: int, high: int, split: Split) -> I
 def _parse_gsm8k(row: Row) -> Problem:
     match row:
         case {"question": str(question), "answer": str(answer)}:
-            return Problem(question, final_answer(answer), answer)
+            final = final_answer(answer)
+            if parse_gsm8k_response(final) is None:
+                raise ValueError(f"the final answer {reprlib.repr(final)} is no number")
+            return Problem(question, final, answer)
     raise ValueError("no texts named question and answer")
 
 
 def _parse_math(row: Row) -> Problem:
     match row:
         case {"problem": str(problem), "answer": str(answer)}:
+            check_text("the answer", answer)
             return Problem(problem, answer, row.get("solution") if isinstance(row.get("solution"), str) else None)
         case {"problem": str(problem), "solution": str(solution)}:
             boxed = extract_boxed(solution)
             if boxed is None:
                 raise ValueError("the solution has no \\boxed answer")
+            check_text("the answer", boxed)
             return Problem(problem, boxed, solution)
     raise ValueError("no text named problem with a text named answer or solution")
 
@@ -202,7 +207,9 @@ def _are_options(options: Any) -> bool:
 
 def _parse_words(row: Row) -> Problem:
     match row:
-        case {"prompt": str(prompt), "words": [_, *_] as words} if all(isinstance(word, str) for word in words):
+        case {"prompt": str(prompt), "words": [_, *_] as words} if all(
+            isinstance(word, str) and word.strip() for word in words
+        ):
             return Problem(prompt, words, row.get("response") if isinstance(row.get("response"), str) else None)
     raise ValueError("no prompt with a list of words")
 

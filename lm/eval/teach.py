@@ -21,7 +21,7 @@ from lm.eval.reward_worker import RewardWorker
 from lm.eval.rewards import REWARD_TOLERANCE
 from lm.eval.tasks import Problem, load_task
 
-Outcome = Literal["kept", "low reward", "reward failed", "cut at the maximum", "blank", "repeated"]
+Outcome = Literal["kept", "low reward", "reward failed", "cut at the maximum", "not finished", "blank", "repeated"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 _MAX_REFUSED = 20  # requests, if none has an answer
@@ -138,6 +138,8 @@ def select_answers(
                 outcome = "blank"
             elif answer.finish_reason == "length":
                 outcome = "cut at the maximum"
+            elif answer.finish_reason not in ("stop", None):
+                outcome = "not finished"
             elif text in rows:
                 outcome = "repeated"
             elif reward:

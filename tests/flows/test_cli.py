@@ -81,7 +81,7 @@ def tiny(tmp_path: Path) -> Path:
         (["plan", "--data.train", "['latin/*.txt']"], r"caf.xe9\.txt' is not UTF-8; rename it"),
         (["plan", "--refresh", "budget"], "There is no budget"),
         (["posttrain", "--plan", "--refresh", "ppo"], "There is no stage ppo"),
-        (["posttrain", "--sft.steps", "10"], r"sft\.warmup_steps \d+ must be below sft\.steps 10, .* reaches sft\.max_lr"),
+        (["posttrain", "--sft.steps", "10"], r"sft\.warmup_steps \d+ must be below sft\.steps 10, .* sft\.max_lr"),
         (["posttrain", "--ppo.train.min_lr", "1"], r"ppo\.train\.min_lr 1.0 must not be above ppo\.train\.max_lr"),
         (["posttrain", "--reinforce.train.steps", "0"], r" reinforce\.train\.steps is 0; it must be at least 1"),
         (["sweep", "learning-rate", "--plan", "--refresh", "scaling_law"], "There is no stage scaling_law"),

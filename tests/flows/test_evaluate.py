@@ -157,6 +157,19 @@ def test_gsm8k_end_to_end_with_known_outputs(tmp_path: Path, capsys: pytest.Capt
     assert [row["index"] for row in summary["examples"]["wrong answer"]] == [2, 7, 12]
 
 
+def test_damaged_rows_of_the_examples_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    problems = write_gsm8k(tmp_path / "test.jsonl", 1)
+    rows = [{"question": "1?", "answer": "#### 1"}, {"question": "2?", "answer": "#### two"}]
+    (tmp_path / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = r1_zero(tmp_path / "test.jsonl", shots=1, examples=str(tmp_path / "examples.jsonl"))
+    stub = Stub(problems)
+    stub.models = []
+    with run_stub(stub) as url, pytest.raises(UserError, match="Name the model"):
+        evaluate_model(url, config, "", out=str(tmp_path))
+    assert "1 damaged row was skipped: " in caplog.text
+    assert "examples.jsonl, line 2: the final answer 'two' is no number" in caplog.text
+
+
 def test_a_summary_that_cannot_be_written_is_a_user_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stub = Stub(write_gsm8k(tmp_path / "test.jsonl", 1))
     (tmp_path / "out" / "summary.json").mkdir(parents=True)

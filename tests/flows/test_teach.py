@@ -207,7 +207,8 @@ def test_mistakes_are_messages(
 def test_the_prompts_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answers = write_gsm8k(tmp_path / "p.answers.jsonl")
     with serve_chat(double) as endpoint:
-        for options in (["--out", str(tmp_path / "gsm8k.jsonl")], ["--file", answers, "--out", str(tmp_path / "p.jsonl")]):
+        overwriting = ["--out", str(tmp_path / "gsm8k.jsonl")]
+        for options in (overwriting, ["--file", answers, "--out", str(tmp_path / "p.jsonl")]):
             assert main(arguments(endpoint, tmp_path, *options)) == 2
             assert "the file of the prompts" in capsys.readouterr().err
         assert endpoint.requests == []

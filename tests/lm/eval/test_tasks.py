@@ -21,9 +21,14 @@ def read(tmp_path: Path, name: str, *rows: dict[str, Any]) -> tuple[list[Problem
 
 def test_gsm8k(tmp_path: Path) -> None:
     row = {"question": "1+1?", "answer": "It is 2.\n#### 1,002"}
-    assert read(tmp_path, "gsm8k", row, {"question": "x", "answer": "2"}, {"question": "x"}) == (
+    wrong = [{"question": "x", "answer": "2"}, {"question": "x"}, {"question": "x", "answer": "#### abc"}]
+    assert read(tmp_path, "gsm8k", row, *wrong) == (
         [Problem("1+1?", "1002", row["answer"])],
-        ["the answer has no #### before its final answer", "no texts named question and answer"],
+        [
+            "the answer has no #### before its final answer",
+            "no texts named question and answer",
+            "the final answer 'abc' is no number",
+        ],
     )
 
 
@@ -33,12 +38,16 @@ def test_math(tmp_path: Path) -> None:
         {"problem": "b?", "answer": "3", "solution": 5},
         {"problem": "c?", "solution": "none"},
         {"problem": 4, "answer": "3"},
+        {"problem": "d?", "answer": " "},
+        {"problem": "e?", "solution": r"\boxed{}"},
     ]
     problems, reasons = read(tmp_path, "math", *rows)
     assert problems == [Problem("a?", r"\frac{1}{2}", rows[0]["solution"]), Problem("b?", "3")]
     assert reasons == [
         r"the solution has no \boxed answer",
         "no text named problem with a text named answer or solution",
+        "the answer is blank",
+        "the answer is blank",
     ]
 
 
@@ -61,11 +70,11 @@ def test_mmlu(tmp_path: Path) -> None:
 
 
 def test_words(tmp_path: Path) -> None:
-    problems, reasons = read(
-        tmp_path, "words", {"prompt": "Use a, b.", "words": ["a", "b"], "response": "a b"}, {"prompt": "x", "words": []}
-    )
+    row = {"prompt": "Use a, b.", "words": ["a", "b"], "response": "a b"}
+    wrong = [{"prompt": "x", "words": words} for words in ([], [""], ["a", " "])]
+    problems, reasons = read(tmp_path, "words", row, *wrong)
     assert problems == [Problem("Use a, b.", ["a", "b"], "a b")]
-    assert reasons == ["no prompt with a list of words"]
+    assert reasons == ["no prompt with a list of words"] * 3
 
 
 @pytest.mark.parametrize(("name", "file", "count"), [("gsm8k", "gsm8k_test", 1319), ("words", "words_valid", 271)])
@@ -111,6 +120,13 @@ def test_reasoning_gym() -> None:
         make_reasoning_gym_task("no_such_set", 5, seed=1)
     with pytest.raises(UserError, match="cannot make the data set 'simple_equations'"):
         make_reasoning_gym_task("simple_equations", 5, seed=1, no_such_option=2)
+
+
+@pytest.mark.parametrize("seed", [0, 1, (1 << 31) - 1, (1 << 63) - 1])
+def test_the_splits_of_reasoning_gym_have_seeds_that_numpy_takes(seed: int) -> None:
+    pytest.importorskip("reasoning_gym", reason="has the tasks")
+    train, test = (load_task("reasoning-gym:pool_matrix", [], split, 3, seed).problems for split in ("train", "test"))
+    assert len({problem.prompt for problem in (*train, *test)}) == 6
 
 
 @pytest.mark.parametrize("dataset", ["arc_agi", "rearc"])

@@ -80,7 +80,8 @@ def test_a_ground_truth_that_json_has_not_is_damaged(truth: Any, tmp_path: Path)
     rows = [{"prompt": "a", "ground_truth": truth}, {"prompt": "b", "ground_truth": None}]
     pq.write_table(pa.Table.from_pylist(rows), path)
     damaged = DamagedRows()
-    assert [question.question for question in read_questions(replace(CONFIG, file=str(path)), damaged).questions] == ["b"]
+    questions = read_questions(replace(CONFIG, file=str(path)), damaged).questions
+    assert [question.question for question in questions] == ["b"]
     assert damaged.count == 1 and "row 1: the ground_truth is not plain data" in damaged.names[0]
 
 
@@ -220,7 +221,9 @@ def test_answers_are_kept_by_reward() -> None:
     assert [outcome for outcome, _ in selected] == ["kept", "low reward", "blank", "repeated", "kept", "low reward"]
     assert selected[0][1] == {"prompt": "1+1?", "response": "so 2"}
     assert {outcome for outcome, _ in select(texts[:2], "2", {}, finish_reason="length")} == {"cut at the maximum"}
-    assert [outcome for outcome, _ in select(texts[:2], "2", {})] == ["kept", "kept"]
+    assert {outcome for outcome, _ in select(texts[:2], "2", {}, finish_reason="content_filter")} == {"not finished"}
+    for reason in ("stop", None):
+        assert [outcome for outcome, _ in select(texts[:2], "2", {}, finish_reason=reason)] == ["kept", "kept"]
     assert [outcome for outcome, _ in select(texts[:1], None, {"gsm8k": 1.0})] == ["reward failed"]
 
 
