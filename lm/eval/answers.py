@@ -4,7 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_NUMBER = re.compile(r"(?:(?<![\w.)])[-\u2212])?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")
+_SIGN = r"(?:(?<![\w.)])[-\u2212](?:\\?[$€£])?)?"
+_NUMBER = re.compile(_SIGN + r"(?:\d+(?:(?:\\?,|\{,\})\d{3})*(?:\.\d+)?|\.\d+)")
 _AFTER_LETTER = r"(?:[.):,]|\W*$)"  # no other character: a word may follow the article A
 # Within a sentence. After a colon or a line break, an A before a word may be the article.
 _BEFORE_LETTER = r"(?:[^\w.!?:\n]{0,5}|[^\w.!?]{0,6}(?!A\s+(?!(?:as|because|is|since)\b)[a-z]))"
@@ -42,10 +43,11 @@ def _bare(text: str) -> str:
 def parse_gsm8k_response(output: str) -> str | None:
     """Return the last number in ``output`` without its commas, such as ``-1234.5``, or None.
 
-    Its sign may be a hyphen or U+2212, the minus sign of typesetting.
+    Its sign may be a hyphen or U+2212, the minus sign of typesetting, before a sign of a currency. Commas may be those
+    of LaTeX.
     """
     numbers: list[str] = _NUMBER.findall(output)
-    return numbers[-1].replace(",", "").replace("\u2212", "-") if numbers else None
+    return re.sub(r"[^-\d.]", "", numbers[-1].replace("\u2212", "-")) if numbers else None
 
 
 def extract_boxed(text: str) -> str | None:

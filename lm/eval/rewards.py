@@ -23,7 +23,7 @@ RewardFunction = Callable[[str, Any], Mapping[str, float]]
 GroundTruth = str | float | list[str | float]
 """An accepted answer, or several. A number counts as its text, without an exponent."""
 
-_SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]]*\s*\Z")
+_SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]]*\Z")
 _LENGTH_NAME = re.compile(r"length:(\d+)-(\d+)")
 _GRID_DATASETS = ("arc_agi", "rearc")  # of reasoning-gym; they compare tuples, which are lists in JSON
 
@@ -70,13 +70,15 @@ def required_words_reward(response: str, ground_truth: str | list[str]) -> dict[
 
 def ends_properly_reward(response: str, ground_truth: Any = None) -> dict[str, float]:
     """1 if the response ends with the end of a sentence, maybe in quotes."""
-    return _form_rewards(bool(_SENTENCE_END.search(response[-20:])))
+    return _form_rewards(bool(_SENTENCE_END.search(response.rstrip()[-20:])))
 
 
 def length_reward(response: str, ground_truth: Any, min_characters: int, max_characters: int) -> dict[str, float]:
     """1 if the response has ``min_characters`` to ``max_characters``, else the ratio of its length and the nearer."""
-    length = max(len(response), 1)
-    return _form_rewards(min(1.0, length / max(min_characters, 1), max_characters / length))
+    length = len(response)
+    if length < min_characters:
+        return _form_rewards(length / min_characters)
+    return _form_rewards(1.0 if length <= max_characters else max_characters / length)
 
 
 def reasoning_gym_reward(response: str, ground_truth: Mapping[str, Any]) -> dict[str, float]:

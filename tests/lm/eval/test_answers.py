@@ -101,6 +101,13 @@ def test_the_text_of_an_option_counts_with_and_without_its_period() -> None:
         ("", None),
         ("so \u22125", "-5"),
         ("7\u22125", "5"),
+        ("It lost -$5.", "-5"),
+        ("\u2212\\$1,250.50", "-1250.50"),
+        ("$20-$5", "5"),
+        ("$-5", "-5"),
+        (r"\boxed{1{,}000}", "1000"),
+        (r"1\,000\,000.5", "1000000.5"),
+        ("1{,}00", "00"),
     ],
 )
 def test_gsm8k(output: str, number: str | None) -> None:

@@ -60,10 +60,15 @@ OPTIONS = {"options": ["red", "blue"], "answer": "B"}
         ("ends_properly", 'He said: "Go!" \n', None, (1.0, 1.0, 0.0)),
         ("ends_properly", "He left. Then the", None, NO_FORMAT),
         ("ends_properly", "", None, NO_FORMAT),
+        ("ends_properly", "Done." + " \n" * 50, None, (1.0, 1.0, 0.0)),
         ("length:10-20", "x" * 10, None, (1.0, 1.0, 0.0)),
         ("length:10-20", "x" * 5, None, (0.5, 0.5, 0.0)),
         ("length:10-20", "x" * 40, None, (0.5, 0.5, 0.0)),
-        ("length:10-20", "", None, (0.1, 0.1, 0.0)),
+        ("length:10-20", "", None, NO_FORMAT),
+        ("length:1-50", "", None, NO_FORMAT),
+        ("length:0-50", "", None, (1.0, 1.0, 0.0)),
+        ("length:0-0", "", None, (1.0, 1.0, 0.0)),
+        ("length:0-0", "x", None, NO_FORMAT),
     ],
 )
 def test_hand_worked_rewards(name: str, response: str, truth: Any, expected: tuple[float, float, float]) -> None:
