@@ -27,12 +27,12 @@ def dialogs(
     task_test: list[Source],
     config: DialogsConfig,
 ) -> None:
-    """Write ``{dialogs,pairs,problems}-{train,valid}.jsonl`` and ``examples.json``."""
+    """Write ``{dialogs,pairs,problems}-{train,valid}.jsonl``, ``problems-test.jsonl`` and ``examples.json``."""
     from lm.posttrain.examples import read_examples, write_rows
 
     out.sources = [*train, *valid, *task_train, *task_test]
     urls = [[source.url for source in sources] for sources in (train, valid, task_train, task_test)]
-    *splits, reward, damaged = retry_reading(read_examples, config, *urls)
+    *splits, test, damaged = retry_reading(read_examples, config, *urls)
     for source in out.sources:
         retry_reading(check_unchanged, source)
     for name, split in zip(("train", "valid"), splits, strict=True):
@@ -40,6 +40,8 @@ def dialogs(
             rows = getattr(split, kind)
             write_rows(out.directory / f"{kind}-{name}.jsonl", rows)
             out.figures.setdefault(kind, {})[name] = len(rows)
+    write_rows(out.directory / "problems-test.jsonl", test.problems)
+    out.figures["problems"]["test"] = len(test.problems)
     out.figures |= {"damaged": damaged.count, "left_out": splits[0].left_out}
-    content = {"reward": reward, "damaged": damaged.names}
+    content = {"reward": test.reward, "damaged": damaged.names}
     (out.directory / "examples.json").write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")

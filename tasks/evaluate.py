@@ -29,7 +29,7 @@ def evaluate(
     from lm.posttrain.examples import read_dialog_rows, read_problem_rows
 
     dialogs = read_dialog_rows(data.path("dialogs-valid.jsonl"))
-    problems = read_problem_rows(data.path("problems-valid.jsonl"))
+    problems = read_problem_rows(data.path("problems-test.jsonl"))
     weights = reward_weights(data, rewards) if problems else {}
     content = {}
     with RewardWorker(weights, reward_seconds) if weights else nullcontext() as reward:

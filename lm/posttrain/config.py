@@ -21,8 +21,8 @@ class DialogsConfig:
     valid: list[str] = field(default_factory=list)
     """Held-out dialogs or pairs, in the same forms. Empty (the default): use part of train, see valid_fraction."""
     valid_fraction: float = bounded_field(0.05, ge=0, lt=1)
-    """Fraction of the dialogs and pairs to hold out if valid is empty. The hash of the messages up to the user's
-    first decides."""
+    """Fraction of the dialogs and pairs to hold out if valid is empty, and of the problems to train on, which choose
+    the checkpoint. The hash of the messages up to the user's first decides."""
     task: str = ""
     """Problems with a reward. addition:1-3, of numbers with one to three digits, and reasoning-gym:DATASET are
     generated. gsm8k, math, mmlu and words are read from task_train and task_test. Empty: no problems."""
@@ -130,7 +130,8 @@ class ReinforceConfig:
     kl_weight: float = bounded_field(0.0, ge=0, lt=math.inf)
     """Weight of the KL divergence from the model at the start, a penalty per token."""
     valid_problems: int = bounded_field(64, ge=0)
-    """Problems that an evaluation during the training answers, always the same. At the end, all are answered."""
+    """Held-out problems that an evaluation during the training answers, always the same. At the end, all are
+    answered."""
 
     def __post_init__(self) -> None:
         validate_fields(self, "reinforce")
@@ -144,8 +145,8 @@ class ReinforceConfig:
             return
         if self.baseline == "mean" and self.group_size == 1:
             raise UserError(
-                "reinforce.group_size is 1, so each response is the mean of its group, and nothing is learned; raise it, "
-                "or set reinforce.baseline to none."
+                "reinforce.group_size is 1, so each response is the mean of its group, and nothing is learned; raise "
+                "it, or set reinforce.baseline to none."
             )
         if self.baseline == "none" and self.advantage_normalizer == "std":
             raise UserError(
@@ -188,7 +189,8 @@ class PPOConfig:
     reward_seconds: float = bounded_field(10.0, gt=0, lt=math.inf)
     """Time limit for the true reward of a response. A response that takes longer gets 0."""
     valid_problems: int = bounded_field(64, ge=0)
-    """Prompts that an evaluation during the training answers, always the same. At the end, all are answered."""
+    """Held-out prompts that an evaluation during the training answers, always the same. At the end, all are
+    answered."""
 
     def __post_init__(self) -> None:
         validate_fields(self, "ppo")

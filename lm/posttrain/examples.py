@@ -14,6 +14,7 @@ from lm.eval.tasks import Problem, Split, Task, is_generated, load_task
 from lm.posttrain.config import DialogsConfig
 
 T = TypeVar("T")
+Example = Dialog | PreferencePair | Problem
 
 
 @dataclass
@@ -24,7 +25,7 @@ class Examples:
     pairs: list[PreferencePair] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     left_out: int = 0
-    """Examples for training that were left out because a held-out one begins with the same message of the user."""
+    """Examples for training that were left out because a held-out one, or a tested problem, asks the same."""
 
 
 def read_examples(
@@ -33,8 +34,8 @@ def read_examples(
     valid: Sequence[str],
     task_train: Sequence[str],
     task_test: Sequence[str],
-) -> tuple[Examples, Examples, str, DamagedRows]:
-    """Return the examples for training and the held-out ones, the name of the task's reward, and the damaged rows.
+) -> tuple[Examples, Examples, Task, DamagedRows]:
+    """Return the examples for training, those held out of them, the tested problems, and the damaged rows.
 
     The four lists are the files of ``config``'s fields of these names. Raises UserError for an unreadable file or an
     unknown task.
@@ -49,20 +50,20 @@ def read_examples(
                     split.dialogs.append(example)
                 else:
                     split.pairs.append(example)
-    reward = ""
+    test = Task("", [], "")
     if config.task:
-        tasks = (
-            _read_problems(config, "train", task_train, config.train_problems, damaged),
-            _read_problems(config, "test", task_test, config.test_problems, damaged),
-        )
-        reward = tasks[0].reward
-        splits[0].problems, splits[1].problems = tasks[0].problems, tasks[1].problems
-    _leave_out_held_out(*splits)
+        problems = _read_problems(config, "train", task_train, config.train_problems, damaged).problems
+        test = _read_problems(config, "test", task_test, config.test_problems, damaged)
+        tested = {problem.prompt for problem in test.problems}
+        for problem in problems:
+            is_held_out = problem.prompt not in tested and _is_held_out(problem, config.valid_fraction)
+            splits[is_held_out].problems.append(problem)
+    _leave_out_held_out(*splits, test)
     if config.solutions != 0:
         for split, count in zip(splits, (config.solutions, None), strict=True):
             solved = [problem for problem in split.problems if problem.solution]
             split.dialogs += [_solution(problem) for problem in solved[:count]]
-    return *splits, reward, damaged
+    return *splits, test, damaged
 
 
 def _read_problems(config: DialogsConfig, split: Split, urls: Sequence[str], count: int, damaged: DamagedRows) -> Task:
@@ -76,30 +77,33 @@ def _solution(problem: Problem) -> Dialog:
     return Dialog(messages)
 
 
-def _opening(example: Dialog | PreferencePair) -> tuple[Message, ...]:
+def _opening(example: Example) -> tuple[Message, ...]:
     """Return the messages up to the user's first."""
+    if isinstance(example, Problem):
+        return (Message(role="user", content=example.prompt),)
     messages = example.messages if isinstance(example, Dialog) else example.prompt
     return messages[: 2 if messages[0]["role"] == "system" else 1]
 
 
-def _is_held_out(example: Dialog | PreferencePair, fraction: float) -> bool:
+def _is_held_out(example: Example, fraction: float) -> bool:
     """Return whether the hash of the opening holds the example out. All examples of an opening are in one split."""
     digest = hashlib.sha256(json.dumps(_opening(example), sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
-def _leave_out_held_out(train: Examples, valid: Examples) -> None:
-    """Take the examples out of ``train`` that ask what a held-out one asks, and count them."""
+def _leave_out_held_out(train: Examples, valid: Examples, test: Task) -> None:
+    """Take the examples out of ``train`` that ask what a held-out one or a tested problem asks, and count them."""
 
-    def asked(example: Dialog | PreferencePair | Problem) -> str:
-        return example.prompt if isinstance(example, Problem) else _opening(example)[-1]["content"]
+    def asked(example: Example) -> str:
+        return _opening(example)[-1]["content"]
 
-    held_out = {asked(example) for example in (*valid.dialogs, *valid.pairs, *valid.problems)}
+    examples: list[Example] = [*valid.dialogs, *valid.pairs, *valid.problems, *test.problems]
+    held_out = {asked(example) for example in examples}
     for kind in ("dialogs", "pairs", "problems"):
-        examples = getattr(train, kind)
-        kept = [example for example in examples if asked(example) not in held_out]
+        given = getattr(train, kind)
+        kept = [example for example in given if asked(example) not in held_out]
         setattr(train, kind, kept)
-        train.left_out += len(examples) - len(kept)
+        train.left_out += len(given) - len(kept)
 
 
 def write_rows(path: Path, rows: Iterable[Any]) -> None:

@@ -42,8 +42,9 @@ _FIGURES = (
 
 def dialogs(out: "Attempt", **inputs: Any) -> Iterator[str]:
     """Show the number of examples, the damaged rows, and the first examples."""
-    kinds = ("dialogs", "pairs", "problems")
-    yield table(("examples", "training", "held out"), [(kind, *out.figures[kind].values()) for kind in kinds])
+    counts = [(kind, out.figures[kind]) for kind in ("dialogs", "pairs", "problems")]
+    cells = [(kind, count["train"], count["valid"], count.get("test", "")) for kind, count in counts]
+    yield table(("examples", "training", "held out", "test"), cells)
     content = json.loads((out.directory / "examples.json").read_text(encoding="utf-8"))
     if content["reward"]:
         yield f"Reward of the problems: {code(content['reward'])}."

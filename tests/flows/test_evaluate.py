@@ -234,15 +234,13 @@ def test_the_name_of_the_model_at_a_url(tmp_path: Path) -> None:
             assert stub.requests[-1]["model"] == name and result.model == f"{name} of {url}"
 
 
-def test_a_server_that_lists_its_models_for_a_key_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_lists_its_models_for_a_key_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-wrong")
     stub = Stub(write_gsm8k(tmp_path / "test.jsonl", 1))
     stub.list_status = 401
     config = r1_zero(tmp_path / "test.jsonl")
     with run_stub(stub) as url:
-        with pytest.raises(UserError, match="answers with status 401: .* OPENAI_API_KEY has the right key"):
+        with pytest.raises(UserError, match=r"answers with status 401: .* OPENAI_API_KEY has the right key"):
             evaluate_model(url, config, "", out=str(tmp_path))
         assert evaluate_model(url, config, "", model_name="known", out=str(tmp_path)).summary.accuracy == 1.0
 

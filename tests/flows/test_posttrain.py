@@ -90,7 +90,9 @@ def test_all_stages_run_once_and_each_page_shows_its_curves(trained_root: Path, 
     again = cached_run(POSTTRAIN, config, str(trained_root), None)
     assert again is not None and made(again) == []
     pages = {stage: output(trained_root, record, stage).page or "" for stage in stages[1:]}
-    assert "dialogs | 4" in pages["dialogs"].replace("| dialogs", "dialogs")
+    counts = output(trained_root, record, "dialogs").manifest["figures"]["problems"]
+    assert counts["train"] + counts["valid"] == 40 and counts["valid"] and counts["test"] == 4
+    assert f"| problems | {counts['train']} | {counts['valid']} | 4 |" in pages["dialogs"]
     assert "![reward](data:image/png" in pages["reinforce"] and "![loss](" in pages["sft"]
     assert "![margin between the rewards of a pair](" in pages["preference"]
     assert "| prompt | base | sft | preference | reinforce |" in pages["evaluate"]

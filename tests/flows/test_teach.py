@@ -219,7 +219,7 @@ def test_a_server_that_refuses_each_request_is_a_message(tmp_path: Path) -> None
     refused = Reply(status=400, body=b'{"error": {"message": "max_tokens is too large"}}')
     options: dict[str, Any] = {"file": write_gsm8k(tmp_path / "gsm8k.jsonl"), "task": "gsm8k", "max_in_flight": 4}
     with serve_chat(lambda *_: refused) as endpoint:
-        with pytest.raises(UserError, match="refuses all requests: status 400: max_tokens is too large. Check"):
+        with pytest.raises(UserError, match=r"refuses all requests: status 400: max_tokens is too large\. Check"):
             run(endpoint, tmp_path, **options)
         assert 20 <= len(endpoint.requests) < 24
     with serve_chat(lambda asked, _: double(asked, 0) if " 7?" in asked.prompt else refused) as endpoint:

@@ -33,8 +33,8 @@ def test_dialogs_and_pairs_are_divided_by_their_prompts(tmp_path: Path) -> None:
     ]
     rows += [{"prompt": f"question {number}", "chosen": "a", "rejected": "b"} for number in range(50)]
     path = write_file(tmp_path / "rows.jsonl", [*rows, "not json", {"other": 1}])
-    train, valid, reward, damaged = read_examples(DialogsConfig(valid_fraction=0.3), [path], [], [], [])
-    assert reward == "" and damaged.count == 2 and "line 251: not JSON" in damaged.names[0]
+    train, valid, test, damaged = read_examples(DialogsConfig(valid_fraction=0.3), [path], [], [], [])
+    assert test.reward == "" and damaged.count == 2 and "line 251: not JSON" in damaged.names[0]
     assert len(train.dialogs) + len(valid.dialogs) == 200 and len(train.pairs) + len(valid.pairs) == 50
     prompts = [{example.messages[0]["content"] for example in split.dialogs} for split in (train, valid)]
     assert not prompts[0] & prompts[1] and 5 < len(prompts[1]) < 25
@@ -63,27 +63,31 @@ def test_nothing_held_out_is_trained_on(tmp_path: Path) -> None:
         rows.append({"prompt": f"{number}?", "chosen": "a", "rejected": "b"})
     path = write_file(tmp_path / "rows.jsonl", rows)
     gsm8k = [{"question": f"{number}?", "answer": f"#### {number}"} for number in numbers]
-    test = [{"question": f"{number}?", "answer": f"#### {number}"} for number in (3, 4)]
-    task_train, task_test = (write_file(tmp_path / f"{len(part)}.jsonl", [*part]) for part in (gsm8k, test))
+    task_train, task_test = (write_file(tmp_path / f"{len(part)}.jsonl", [*part]) for part in (gsm8k, gsm8k[3:5]))
     config = DialogsConfig(task="gsm8k", valid_fraction=0.2)
-    train, valid, _, _ = read_examples(config, [path], [], [task_train], [task_test])
+    train, valid, test, _ = read_examples(config, [path], [], [task_train], [task_test])
 
     def asked(split: Examples) -> set[str]:
         messages = [example.messages for example in split.dialogs] + [example.prompt for example in split.pairs]
         firsts = {next(m["content"] for m in part if m["role"] == "user") for part in messages}
         return firsts | {problem.prompt for problem in split.problems}
 
-    assert not asked(train) & asked(valid)
-    assert asked(train) | asked(valid) == {f"{number}?" for number in numbers} and {"3?", "4?"} < asked(valid)
-    kept = sum(len(split.dialogs) + len(split.pairs) for split in (train, valid)) - len(test)  # and solutions for training
-    assert train.left_out == len(rows) + len(gsm8k) - kept > 0
+    tested = {problem.prompt for problem in test.problems}
+    assert tested == {"3?", "4?"} and not asked(train) & (asked(valid) | tested)
+    assert asked(train) | asked(valid) | tested == {f"{number}?" for number in numbers}
+    chosen_on = {problem.prompt for problem in valid.problems}
+    assert chosen_on and not chosen_on & tested
+    kept = sum(len(split.dialogs) + len(split.pairs) for split in (train, valid))  # with the solutions of the problems
+    assert train.left_out == len(rows) + len(gsm8k) - kept >= 2
 
 
 def test_generated_problems_of_training_and_test_differ() -> None:
     config = DialogsConfig(task="addition:1-2", train_problems=3000, test_problems=100)
-    train, valid, reward, _ = read_examples(config, [], [], [], [])
-    assert reward == "exact" and len(valid.problems) == 100
-    assert not {problem.prompt for problem in train.problems} & {problem.prompt for problem in valid.problems}
+    train, valid, test, _ = read_examples(config, [], [], [], [])
+    assert test.reward == "exact" and len(test.problems) == 100
+    assert len(train.problems) + len(valid.problems) == 3000 and 100 < len(valid.problems) < 200
+    prompts = [{problem.prompt for problem in part.problems} for part in (train, valid, test)]
+    assert len(set.union(*prompts)) == sum(map(len, prompts))
     assert [example.messages[1]["content"] for example in train.dialogs] == [p.solution for p in train.problems]
     for solutions in (0, 7):
         few = read_examples(DialogsConfig(task="addition:1-2", solutions=solutions), [], [], [], [])
@@ -94,10 +98,10 @@ def test_problems_of_files_have_their_reward(tmp_path: Path) -> None:
     rows = [{"question": f"{n}?", "answer": f"so\n#### {n}"} for n in range(4)]
     train, test = (write_file(tmp_path / f"{name}.jsonl", [*part]) for name, part in (("a", rows[:3]), ("b", rows[2:])))
     config = DialogsConfig(task="gsm8k", task_train=[train], task_test=[test])
-    split, valid, reward, _ = read_examples(config, [], [], [train], [test])
-    assert reward == "gsm8k"
+    split, _, task, _ = read_examples(config, [], [], [train], [test])
+    assert task.reward == "gsm8k"
     assert [problem.prompt for problem in split.problems] == ["0?", "1?"], "a tested problem is not trained on"
-    assert [problem.ground_truth for problem in valid.problems] == ["2", "3"]
+    assert [problem.ground_truth for problem in task.problems] == ["2", "3"]
 
 
 @pytest.mark.parametrize(
