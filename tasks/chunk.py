@@ -11,6 +11,7 @@ from tasks.pages.plots import QUARTER_OCTAVES
 from tasks.runtime.chunk_input import write_groups
 from tasks.runtime.context import Attempt
 from tasks.runtime.output import Output
+from tasks.runtime.source_records import keep_unchanged
 from tasks.runtime.stage import stage
 from tasks.runtime.text_groups import OpenTextGroup
 
@@ -21,7 +22,8 @@ def chunk_group(
 ) -> None:
     """Write ``chunks.jsonl``, the byte ranges of each chunk, and ``groups.json``, the groups of chunks."""
     chunks = cut_chunks(group.urls, special_tokens, config.target_bytes, pattern, group.ranges)
-    sizes = write_groups(out.directory, chunks, group.bytes_before)
+    with keep_unchanged(group.sources, out.run.store):
+        sizes = write_groups(out.directory, chunks, group.bytes_before)
     out.figures = {
         "chunks": len(sizes),
         "bytes": sum(sizes),

@@ -6,7 +6,7 @@ from pathlib import Path
 from lm.common.errors import UserError
 from lm.text.sources import Source
 from tasks.runtime.context import Attempt
-from tasks.runtime.source_records import describe_sources
+from tasks.runtime.source_records import describe_sources, keep_unchanged
 from tasks.runtime.stage import stage
 from tasks.runtime.store import Store
 
@@ -31,10 +31,10 @@ def import_model(out: Attempt, files: list[Source]) -> None:
     from lm.tokenizer.text_tokenizer import require_byte_level
 
     directory = Path(files[0].url.removeprefix("file://")).parent
-    model, tokenizer = load_external(directory, "cpu")
-    require_byte_level(tokenizer, str(directory)).save(out.directory / "tokenizer")
     out.sources = files
-    with torch.random.fork_rng(devices=[]):
+    with keep_unchanged(files, out.run.store), torch.random.fork_rng(devices=[]):
+        model, tokenizer = load_external(directory, "cpu")
+        require_byte_level(tokenizer, str(directory)).save(out.directory / "tokenizer")
         torch.manual_seed(0)  # a checkpoint holds the state of the generator
         save_training(out.directory / step_name(0), model.float(), [], 0, {})
     (out.directory / "training.json").write_text(json.dumps({"best": step_name(0)}), encoding="utf-8")

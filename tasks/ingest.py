@@ -2,6 +2,7 @@
 
 import json
 import logging
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -9,6 +10,7 @@ from lm.text.config import DataConfig
 from lm.text.ingest import (
     HELD_OUT,
     GroupTexts,
+    Text,
     combine_groups,
     join_files,
     read_group,
@@ -19,10 +21,10 @@ from lm.text.sources import Source
 from tasks.pages import stages as pages
 from tasks.runtime.context import Attempt
 from tasks.runtime.output import Output
-from tasks.runtime.source_records import describe_sources
+from tasks.runtime.source_records import describe_sources, keep_unchanged
 from tasks.runtime.stage import stage
 from tasks.runtime.store import Store
-from tasks.runtime.text_groups import read_texts, text_url
+from tasks.runtime.text_groups import read_texts, text_sources, text_url
 
 log = logging.getLogger(__name__)
 
@@ -47,13 +49,14 @@ def ingest(out: Attempt, train: list[Output], valid: list[Output], fraction: flo
     """Choose the training and the validation text; ``text_groups.json`` lists the parts of both."""
     outputs = [*train, *valid]
     groups = out.run.store.map(read_texts, outputs)
-    splits = combine_groups(
-        groups[: len(train)],
-        groups[len(train) :],
-        data,
-        fraction,
-        lambda number, text: text_url(outputs[number], text),
-    )
+    with ExitStack() as read:
+
+        def url_of(number: int, text: Text) -> str:
+            """Return the place of a text that is read again."""
+            read.enter_context(keep_unchanged(text_sources(outputs[number], text), out.run.store))
+            return text_url(outputs[number], text)
+
+        splits = combine_groups(groups[: len(train)], groups[len(train) :], data, fraction, url_of)
     content: dict[str, Any] = {
         name: [
             {

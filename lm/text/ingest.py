@@ -22,9 +22,11 @@ from lm.text.sources import (
     Source,
     can_read_in_place,
     check_unchanged,
+    check_version,
     detect_format,
     is_local_file,
     open_ranges,
+    source_version,
 )
 from lm.text.statistics import TextStatistics
 from lm.text.utf8 import decode_utf8_blocks
@@ -151,6 +153,8 @@ def read_group(sources: Sequence[Source], config: DataConfig, fraction: float, o
                     str(out / text.file) if text.file else sources[text.source or 0].url, held_out
                 ) as blocks:
                     file.writelines(blocks)
+                if text.source is not None:
+                    check_version(sources[text.source], reader.version)
                 if held_out[-1][1] > text.bytes:  # the last document lacks its separator in the file
                     file.write(config.separator.encode())
             edges = [0, *chain.from_iterable(held_out), text.bytes]
@@ -175,6 +179,7 @@ class _TextReader:
     config: DataConfig
     hash_limit: int
     text: Text = field(default_factory=lambda: Text(None, None, 0, []))
+    version: tuple[int, str] | None = None  # of the source, if the text stays in place
     size: int = 0
     held_out_ranges: list[tuple[int, int]] = field(default_factory=list)
     statistics: TextStatistics = field(default_factory=TextStatistics)
@@ -243,7 +248,7 @@ def _read_in_place(source: Source, number: int, config: DataConfig, hash_limit: 
     """Read plain text without a copy. Returns None if a copy is needed."""
     if not can_read_in_place(source.url):
         return None
-    reader = _TextReader(config, hash_limit, Text(None, number, source.bytes, []))
+    reader = _TextReader(config, hash_limit, Text(None, number, source.bytes, []), source_version(source.url))
     for _ in reader.read(source):
         pass
     return None if reader.statistics.replaced else reader

@@ -152,7 +152,20 @@ def check_unchanged(source: Source, sha256: str | None = None) -> None:
     ``sha256`` is the digest of its bytes as they were read. By default they are read again.
     """
     if (sha256 or hash_source(source.url).sha256) != source.sha256:
-        raise UserError(f"{source.url} changed while the pipeline ran; run it again.")
+        raise _changed(source)
+
+
+def check_version(source: Source, version: tuple[int, str] | None) -> None:
+    """Raise UserError if a source no longer has ``version``. One that has none is read to compare its bytes."""
+    current = source_version(source.url)
+    if version is None or current is None:
+        check_unchanged(source)
+    elif current != version:
+        raise _changed(source)
+
+
+def _changed(source: Source) -> UserError:
+    return UserError(f"{source.url} changed while the pipeline ran; run it again.")
 
 
 @contextmanager

@@ -3,13 +3,14 @@
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 
 from lm.common.cpu import available_cpus
 from lm.common.errors import UserError
 from lm.text.retry import retry_reading
-from lm.text.sources import Source, expand_urls, hash_source, source_version
+from lm.text.sources import Source, check_unchanged, check_version, expand_urls, hash_source, source_version
 from tasks.runtime.schemas import SourceRecord, read_record
 from tasks.runtime.store import Store
 
@@ -27,6 +28,23 @@ def describe_sources(patterns: Sequence[str], store: Store) -> list[Source]:
         if any("\ud800" <= character <= "\udfff" for character in url):  # as Python reads other bytes
             raise UserError(f"The name of the file {os.fsencode(url)!r} is not UTF-8; rename it.")
     return store.map(lambda url: retry_reading(_describe, url, store), urls, available_cpus())
+
+
+@contextmanager
+def keep_unchanged(sources: Sequence[Source], store: Store) -> Iterator[None]:
+    """Raise UserError if a source is not what was described, or changes inside the ``with``.
+
+    A source is read only if its version is not the one that was recorded, or if it has none.
+    """
+
+    def check(source: Source) -> tuple[int, str] | None:
+        if version := source_version(source.url):
+            check_unchanged(source, _describe(source.url, store).sha256)
+        return version
+
+    versions = store.map(lambda source: retry_reading(check, source), sources)
+    yield
+    store.map(lambda pair: retry_reading(check_version, *pair), [*zip(sources, versions, strict=True)])
 
 
 def _describe(url: str, store: Store) -> Source:

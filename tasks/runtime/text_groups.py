@@ -6,7 +6,7 @@ from typing import Any
 
 from lm.common.errors import UserError
 from lm.text.ingest import GroupTexts, Selection, Text
-from lm.text.sources import ByteRanges
+from lm.text.sources import ByteRanges, Source
 from tasks.runtime.output import Output, Ref, read_output
 from tasks.runtime.store import Store
 
@@ -17,6 +17,8 @@ class OpenTextGroup:
 
     urls: list[str]
     """Path or URL of each text."""
+    sources: list[Source]
+    """Those of the texts that are sources, which stay in place."""
     ranges: list[ByteRanges]
     """The byte ranges of each text."""
     bytes_before: int
@@ -47,7 +49,8 @@ class TextGroup:
             raise UserError(f"{url} is damaged. Run the pipeline again: it makes it again.")
         texts = self.selection.texts(read_texts(output))
         urls = [text_url(output, text) for text, _ in texts]
-        return OpenTextGroup(urls, [ranges for _, ranges in texts], self.bytes_before)
+        sources = [source for text, _ in texts for source in text_sources(output, text)]
+        return OpenTextGroup(urls, sources, [ranges for _, ranges in texts], self.bytes_before)
 
     def find_damaged_url(self, store: Store) -> str:
         """Return the path or URL of a damaged file of the output; empty if there is none."""
@@ -66,10 +69,15 @@ def read_texts(output: Output) -> GroupTexts:
 
 def text_url(output: Output, text: Text) -> str:
     """Return the path or URL of a text, to read ranges of it."""
+    return output.file_url(text.file) if text.file is not None else text_sources(output, text)[0].url
+
+
+def text_sources(output: Output, text: Text) -> list[Source]:
+    """Return the source that a text is; none if it is a file of the output."""
     if text.file is not None:
-        return output.file_url(text.file)
+        return []
     try:
-        return str(output.manifest["sources"][text.source]["url"])
+        return [Source(**output.manifest["sources"][text.source])]
     except (IndexError, TypeError):
         raise UserError(f"{output.url} refers to a source that it does not list. Refresh the ingest stage.") from None
 
