@@ -22,6 +22,7 @@ from lm.common.errors import TransientError, UserError
 from lm.text.demo_corpus import demo_stories
 
 BLOCK_BYTES = 1 << 20  # per read
+_STREAM_READ_BYTES = 1 << 16  # small: each short stream copies the rest of what was read
 _RANGE_BLOCK_BYTES = 8 << 20  # per request, when ranges of a remote file are read in order
 ByteRanges = Sequence[tuple[int, int]]  # (start, end) of parts of a file, ascending
 
@@ -29,12 +30,37 @@ ByteRanges = Sequence[tuple[int, int]]  # (start, end) of parts of a file, ascen
 _MODIFICATION_TIMES = ("Last-Modified", "LastModified", "updated", "last_modified", "mtime", "created")
 _RANGED_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"}
 
+
+def _read_to_end(stream: Any) -> Iterator[bytes]:
+    while block := stream.read(BLOCK_BYTES):
+        yield block
+
+
+def _read_streams(raw: Any, new_decompressor: Callable[[], Any]) -> Iterator[bytes]:
+    """Yield the bytes of streams of bz2 or xz, which zeros may follow. Python's readers end at a damaged stream."""
+    decompressor = new_decompressor()
+    while True:
+        stored = b""
+        if decompressor.eof:
+            stored = decompressor.unused_data.lstrip(b"\0")
+            while not stored and (block := raw.read(_STREAM_READ_BYTES)):
+                stored = block.lstrip(b"\0")
+            if not stored:
+                return
+            decompressor = new_decompressor()
+        elif decompressor.needs_input and not (stored := raw.read(_STREAM_READ_BYTES)):
+            raise EOFError("The last compressed stream has no end.")
+        if block := decompressor.decompress(stored, BLOCK_BYTES):
+            yield block
+
+
 # Not fsspec's table: its zstd may be the package zstandard, which does not notice a truncated file.
-_DECOMPRESSORS: dict[str, Callable[[Any], Any]] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".zst": lambda raw: import_module("pyarrow").CompressedInputStream(raw, "zstd"),  # slow to import
+_DECOMPRESSORS: dict[str, Callable[[Any], Iterator[bytes]]] = {
+    "": _read_to_end,
+    ".gz": lambda raw: _read_to_end(gzip.open(raw)),
+    ".bz2": lambda raw: _read_streams(raw, bz2.BZ2Decompressor),
+    ".xz": lambda raw: _read_streams(raw, lzma.LZMADecompressor),
+    ".zst": lambda raw: _read_to_end(import_module("pyarrow").CompressedInputStream(raw, "zstd")),  # slow to import
 }
 # Names of exception classes, because their libraries (aiohttp, botocore) may not be installed.
 _CONNECTION_ERRORS = {
@@ -271,11 +297,7 @@ def open_decompressed(url: str, digest: "hashlib._Hash | None" = None) -> Iterat
         def read() -> Iterator[bytes]:
             stored = _HashedFile(raw, digest) if digest else raw
             try:
-                with _DECOMPRESSORS[compression](stored) if compression else stored as stream:
-                    while block := stream.read(BLOCK_BYTES):
-                        yield block
-                    while digest and stored.read(BLOCK_BYTES):  # bz2 ends at bytes that are not compressed
-                        pass
+                yield from _DECOMPRESSORS[compression](stored)
             except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
                 if is_transient_error(error):
                     raise

@@ -69,7 +69,7 @@ WRITERS: dict[str, Callable[[Path, str], object]] = {
     "a.jsonl": lambda path, document: write_jsonl(path, json.dumps({"text": document})),
     "a.parquet": lambda path, document: write_parquet(path, text=[document]),
     "a.txt.gz": lambda path, document: path.write_bytes(gzip.compress(document.encode())),
-    "a.txt.bz2": lambda path, document: path.write_bytes(bz2.compress(document.encode()) + b"not compressed" * 99_999),
+    "a.txt.bz2": lambda path, document: path.write_bytes(bz2.compress(document.encode()) + bytes(2_000_000)),
     "a.jsonl.xz": lambda path, document: path.write_bytes(lzma.compress(json.dumps({"text": document}).encode())),
 }
 

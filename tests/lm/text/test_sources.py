@@ -230,6 +230,37 @@ def test_concatenated_compressed_files_are_read_to_the_end(tmp_path: Path, suffi
 
 
 @compressed
+@pytest.mark.parametrize("damaged_byte", [0, 2, -2], ids=["first", "header", "near the end"])
+def test_damage_of_a_later_stream_raises_a_user_error(tmp_path: Path, suffix: str, damaged_byte: int) -> None:
+    path, compress = tmp_path / f"a.txt{suffix}", COMPRESSIONS[suffix]
+    later = bytearray(compress(TEXT.encode()))
+    later[damaged_byte] ^= 0x55
+    path.write_bytes(compress(b"one") + later + compress(b"three"))
+    with pytest.raises(UserError, match="is corrupt or truncated"):
+        read_text(str(path))
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz"])
+@pytest.mark.parametrize("zeros", [4, 1 << 17])
+def test_zeros_may_follow_a_compressed_stream(tmp_path: Path, suffix: str, zeros: int) -> None:
+    path, compress = tmp_path / f"a.txt{suffix}", COMPRESSIONS[suffix]
+    path.write_bytes((compress(TEXT.encode()) + bytes(zeros)) * 2)
+    assert read_text(str(path)) == TEXT * 2
+
+
+@pytest.mark.parametrize("suffix", [".bz2", ".xz"])
+@pytest.mark.parametrize("read_bytes", [1, 7, 100])
+def test_streams_do_not_depend_on_the_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, read_bytes: int
+) -> None:
+    monkeypatch.setattr("lm.text.sources._STREAM_READ_BYTES", read_bytes)
+    monkeypatch.setattr("lm.text.sources.BLOCK_BYTES", 3)
+    path, compress = tmp_path / f"a.txt{suffix}", COMPRESSIONS[suffix]
+    path.write_bytes(compress(b"one") + compress(b"") + bytes(8) + compress(b"two and three"))
+    assert read_text(str(path)) == "onetwo and three"
+
+
+@compressed
 @pytest.mark.parametrize("left", [0.5, 0.99])
 def test_a_truncated_file_raises_a_user_error(tmp_path: Path, suffix: str, left: float) -> None:
     path = tmp_path / f"a.txt{suffix}"
