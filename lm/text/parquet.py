@@ -20,10 +20,14 @@ def open_parquet(url: str) -> Iterator[Any]:
 
     if detect_format(url)[1]:
         raise UserError(f"{url}: Parquet is compressed inside; decompress the file itself.")
-    with open_raw(url) as raw:
+    with open_raw(url, is_ranged=True) as raw:
         try:
             yield pq.ParquetFile(raw)
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             if is_transient_error(error):
                 raise
             raise UserError(f"{url} is not a readable Parquet file: {error}") from None
+        except ValueError:  # of fsspec
+            if not url.startswith(("http://", "https://")):
+                raise
+            raise UserError(f"{url}: the web server serves no byte ranges. Download the file, and name that.") from None

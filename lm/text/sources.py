@@ -6,6 +6,8 @@ import gzip
 import hashlib
 import io
 import lzma
+import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -57,11 +59,12 @@ def _read_streams(raw: Any, new_decompressor: Callable[[], Any]) -> Iterator[byt
 # Not fsspec's table: its zstd may be the package zstandard, which does not notice a truncated file.
 _DECOMPRESSORS: dict[str, Callable[[Any], Iterator[bytes]]] = {
     "": _read_to_end,
-    ".gz": lambda raw: _read_to_end(gzip.open(raw)),
+    ".gz": lambda raw: _read_to_end(gzip.GzipFile(fileobj=raw, mode="rb")),
     ".bz2": lambda raw: _read_streams(raw, bz2.BZ2Decompressor),
     ".xz": lambda raw: _read_streams(raw, lzma.LZMADecompressor),
     ".zst": lambda raw: _read_to_end(import_module("pyarrow").CompressedInputStream(raw, "zstd")),  # slow to import
 }
+_ARCHIVES = {".tar", ".tgz", ".zip"}
 # Names of exception classes, because their libraries (aiohttp, botocore) may not be installed.
 _CONNECTION_ERRORS = {
     *("ConnectionError", "TimeoutError", "ClientConnectionError", "ClientPayloadError", "HTTPClientError"),
@@ -88,46 +91,63 @@ def expand_urls(patterns: Iterable[str]) -> list[str]:
             urls.append(pattern)
             continue
         fs, path = open_filesystem(pattern)
+        is_local = isinstance(fs, LocalFileSystem)
+        if "::" in pattern and not is_local:
+            if glob.has_magic(pattern):
+                raise UserError(f"{pattern}: a URL with :: takes no pattern; name each file.")
+            urls.append(pattern)
+            continue
         try:
-            is_literal = not glob.has_magic(path) or fs.exists(path)
-            found = {path: {"type": "file"}} if is_literal else fs.glob(path, detail=True)
-            # The listing tells files from directories, except for links.
-            matches = sorted(
-                name
-                for name, info in found.items()
-                if info["type"] == "file" or (info.get("islink") and fs.isfile(name))
-            )
+            if not glob.has_magic(path) or fs.exists(path):
+                matches = [path]
+            elif is_local:  # unlike fsspec, follow links to directories, and leave out hidden files
+                matches = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+            else:
+                matches = sorted(name for name, info in fs.glob(path, detail=True).items() if info["type"] == "file")
         except Exception as error:  # each file system has its own exceptions
             raise _source_error(f"{pattern} cannot be listed", error) from error
         if not matches:
             raise UserError(f"No file matches {pattern}.")
-        urls += matches if isinstance(fs, LocalFileSystem) else map(fs.unstrip_protocol, matches)
+        urls += matches if is_local else map(fs.unstrip_protocol, matches)
     return urls
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
-    """Return (fsspec file system, path) of a URL. Raises UserError for an unknown or unusable protocol.
+    """Return (fsspec file system, path) of a path or URL. Raises UserError for an unknown or unusable protocol.
+
+    A name without ``://`` is a local path, also with the ``:`` and ``::`` that are part of fsspec's URLs.
 
     Directory listings are not cached, because other processes write files too. Timeouts and retries are set so that
     an unresponsive server fails within two minutes. The defaults of s3fs and botocore need more than six minutes.
     """
-    protocol = url.partition("://")[0]
     options: dict[str, Any] = {"use_listings_cache": False}
+    if _is_local(url):
+        fs = fsspec.filesystem("file", **options)
+        return fs, fs._strip_protocol(url)
+    protocol = url.partition("://")[0]
     if protocol in ("http", "https"):
         from aiohttp import ClientTimeout  # slow to import
 
-        # The default timeout ends each download after five minutes, even one that makes progress.
-        options["client_kwargs"] = {"timeout": ClientTimeout(total=None, sock_connect=30, sock_read=60)}
+        options["client_kwargs"] = {
+            # The default timeout ends each download after five minutes, even one that makes progress.
+            "timeout": ClientTimeout(total=None, sock_connect=30, sock_read=60),
+            "headers": {"Accept-Encoding": "identity"},
+            "auto_decompress": not detect_format(url)[1],  # some servers call a .gz file an encoding of its text
+        }
     is_s3 = protocol in ("s3", "s3a")
     if is_s3 and "config_kwargs" not in fsspec.config.conf.get(protocol, {}):
         options["config_kwargs"] = {"retries": {"total_max_attempts": 1}}
     try:
         fs, path = fsspec.core.url_to_fs(url, **options)
-    except (ValueError, ImportError, OSError) as error:
-        raise UserError(f"{url} cannot be used: {error}") from None
+    except Exception as error:  # each file system has its own exceptions
+        raise _source_error(f"{url} cannot be used", error) from None
     if is_s3:
         fs.retries = 2  # of 15 seconds each; some operations retry in nested loops
     return fs, path
+
+
+def _is_local(url: str) -> bool:
+    return "://" not in url or url.startswith(("file:", "local:"))
 
 
 def source_version(url: str) -> tuple[int, str] | None:
@@ -161,7 +181,8 @@ def remote_version(info: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def hash_source(url: str) -> Source:
-    """Read a source once and return its size and SHA-256. Raises UserError if it is missing, empty or unreadable."""
+    """Read a source once and return its size and SHA-256. Raises UserError if it is missing, empty or no text."""
+    detect_format(url)  # refuses an archive
     digest, size = hashlib.sha256(), 0
     with open_raw(url) as raw:
         while block := raw.read(BLOCK_BYTES):
@@ -210,8 +231,8 @@ def open_raw(url: str, is_ranged: bool = False) -> Iterator[IO[bytes]]:
     options = {}
     if is_ranged and not isinstance(fs, LocalFileSystem):
         options["block_size"] = _RANGE_BLOCK_BYTES
-    elif url.startswith(("http://", "https://")) and detect_format(url)[0] != "parquet":
-        options["block_size"] = 0  # stream: many web servers ignore byte ranges, which only Parquet needs
+    elif url.startswith(("http://", "https://")):
+        options["block_size"] = 0  # stream: many web servers ignore byte ranges
     try:
         file = fs.open(path, "rb", **options)
     except Exception as error:  # each file system has its own exceptions
@@ -262,11 +283,21 @@ def _http_status(error: BaseException | None) -> int | None:
 def detect_format(url: str) -> tuple[str, str]:
     """Return (format, compression suffix) by the file name.
 
-    The format is ``text``, ``jsonl`` or ``parquet``. The suffix is for example ``.gz``; empty if not compressed.
+    The format is ``text``, ``jsonl`` or ``parquet``. The suffix is for example ``.gz``; empty if not compressed. Raises
+    UserError for an archive, which holds several files.
     """
-    path = Path((url.partition("?")[0] if "://" in url else url).lower())
+    name = url
+    if "://" in url and not _is_local(url):
+        name = next(part for part in url.split("::") if "://" in part)  # the first file of a chain is the text
+    if name.startswith(("http://", "https://")):
+        name = re.split("[?#]", name)[0]
+    elif name.startswith(("s3://", "s3a://")):
+        name = name.partition("?versionId=")[0]
+    path = Path(name.lower())
     compression = path.suffix if path.suffix in _DECOMPRESSORS else ""
     suffix = path.with_suffix("").suffix if compression else path.suffix
+    if suffix in _ARCHIVES:
+        raise UserError(f"{url} is an archive; unpack it first and name the files in it.")
     return {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}.get(suffix, "text"), compression
 
 

@@ -7,8 +7,11 @@ import http.server
 import json
 import lzma
 import os
+import re
 import time
+import zipfile
 from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +123,45 @@ def test_matches_of_a_glob_are_sorted_and_patterns_keep_their_order(
     assert expand_urls([f"file://{tmp_path}/a.txt"]) == [str(tmp_path / "a.txt")]
 
 
-def test_an_unknown_protocol_raises_a_user_error() -> None:
+def test_a_local_glob_follows_links_to_directories_and_leaves_out_hidden_files(tmp_path: Path) -> None:
+    for name in ("corpora/a/1", "corpora/a/.hidden", "corpora/.hidden/2", "other/3", "other/deep/4"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"{name}.txt").write_text("x")
+    (tmp_path / "corpora/b").symlink_to("../other")
+    for pattern, names in (("*/*.txt", ["a/1", "b/3"]), ("**/*.txt", ["a/1", "b/3", "b/deep/4"])):
+        assert expand_urls([f"{tmp_path}/corpora/{pattern}"]) == [f"{tmp_path}/corpora/{name}.txt" for name in names]
+
+
+@pytest.mark.parametrize("name", ["x::y.txt", "data:x.txt", "memory::x.txt", "root:x.txt"])
+def test_a_local_name_may_look_like_a_url_of_fsspec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    for other in ("x", "y.txt", "x.txt"):
+        (tmp_path / other).write_text("another file")
+    (tmp_path / name).write_text(name)
+    for pattern in (name, f"{name[:4]}*t", f"file://{tmp_path}/{name}", f"file:{name}"):
+        assert expand_urls([pattern]) == [str(tmp_path / name)]
+    for path in (name, str(tmp_path / name)):
+        assert read_text(path) == name
+        assert is_plain_local_file(path)
+
+
+def test_a_chain_of_urls_is_read_and_takes_no_glob(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
+        archive.writestr("a.txt", "in the archive")
+    url = f"zip://a.txt::{tmp_path}/archive.zip"
+    assert expand_urls([url]) == [url]
+    assert read_text(url) == "in the archive"
+    with pytest.raises(UserError, match=r"zip://\*\.txt::.* takes no pattern; name each file"):
+        expand_urls([f"zip://*.txt::{tmp_path}/archive.zip"])
+    assert expand_urls([f"simplecache::memory://{tmp_path.name}.txt"]) == [f"simplecache::memory://{tmp_path.name}.txt"]
+
+
+@pytest.mark.parametrize("url", ["foo://bar", "zip://a.txt::{path}", "reference://x", "dir://"])
+def test_a_url_that_opens_no_file_system_raises_a_user_error(tmp_path: Path, url: str) -> None:
+    url = url.format(path=write_text(tmp_path / "a.txt", "not a zip file"))
     for reader in (lambda url: expand_urls([url]), hash_source, read_documents, source_version):
-        with pytest.raises(UserError, match=r"foo://bar cannot be used: .*foo"):
-            reader("foo://bar")
+        with pytest.raises(UserError, match=rf"^{re.escape(url)} cannot be used: .+"):
+            reader(url)
 
 
 @pytest.mark.parametrize("url", ["demo:", "demo:0", "demo:-3", "demo:many", "demo:1.5", "demo: 5", "demo:²"])
@@ -194,11 +232,25 @@ def test_a_version_changes_with_a_file_that_keeps_its_size_and_mtime(tmp_path: P
         ("a.parquet", ("parquet", "")),
         ("a.gz", ("text", ".gz")),
         ("https://host/a.jsonl.xz?download=1.parquet", ("jsonl", ".xz")),
+        ("https://host/a.jsonl#part.txt", ("jsonl", "")),
         ("what?.jsonl", ("jsonl", "")),
+        ("memory://what?.jsonl", ("jsonl", "")),
+        ("s3://bucket/what?#.jsonl", ("jsonl", "")),
+        ("s3://bucket/a.jsonl?versionId=b", ("jsonl", "")),
+        ("zip://a.jsonl.gz::file:///b.zip", ("jsonl", ".gz")),
+        ("simplecache::memory://a.jsonl", ("jsonl", "")),
+        ("file:///a::b.jsonl", ("jsonl", "")),
     ],
 )
 def test_format_and_compression_follow_from_the_name(url: str, expected: tuple[str, str]) -> None:
     assert detect_format(url) == expected
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz", "A.TGZ", "a.zip", "a.tar.zst"])
+def test_an_archive_raises_a_user_error(tmp_path: Path, name: str) -> None:
+    for reader in (hash_source, read_documents):
+        with pytest.raises(UserError, match=rf"{name} is an archive; unpack it first"):
+            reader(str(write_text(tmp_path / name, "text")))
 
 
 def test_blocks_of_open_bytes_join_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,6 +406,31 @@ def test_a_long_source_on_a_web_server_without_byte_ranges(web: str, web_folder:
 def test_parquet_on_the_web(web: str, web_folder: Path) -> None:
     write_parquet(web_folder / "a.parquet", text=["one", "two"])
     assert read_documents(f"{web}/a.parquet") == [f"one{EOT}", f"two{EOT}"]
+
+
+def test_parquet_of_a_web_server_without_byte_ranges(
+    web: str, web_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lm.text.sources._RANGE_BLOCK_BYTES", 100)  # a shorter file is read as a whole
+    path, url = write_parquet(web_folder / "b.parquet", text=["one", "two"]), f"{web}/b.parquet"
+    assert hash_source(url) == Source(url, *astuple(hash_source(path))[1:])
+    with pytest.raises(UserError, match=r"b\.parquet: the web server serves no byte ranges. Download the file"):
+        read_documents(url)
+
+
+class EncodingHandler(QuietHandler):
+    """Sends gzip as the encoding of a text, though the client asks for none, as some servers do."""
+
+    def end_headers(self) -> None:
+        self.send_header("Content-Encoding", "gzip")
+        super().end_headers()
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_a_web_server_may_encode_a_text(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(gzip.compress(TEXT.encode()))
+    with serve_http(functools.partial(EncodingHandler, directory=str(tmp_path))) as url:
+        assert read_text(f"{url}/{name}") == TEXT
 
 
 def test_a_source_missing_on_the_web_raises_a_user_error(web: str) -> None:
