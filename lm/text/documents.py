@@ -33,7 +33,7 @@ def stream_documents(
     else:
         rows = _parquet_rows(url, config, statistics)
     for row_name, document in rows:
-        if config.separator in document:
+        if _first_separator(document, config.separator) < len(document):
             if config.separator_in_document == "error":
                 raise UserError(
                     f"{url}, {row_name}: the document contains the separator {config.separator}. "
@@ -42,8 +42,16 @@ def stream_documents(
             while config.separator in document:  # a removal may join two halves to another separator
                 statistics.separators_removed += document.count(config.separator)
                 document = document.replace(config.separator, "")
+            while (start := _first_separator(document, config.separator)) < len(document):
+                statistics.separators_removed += 1
+                document = document[:start]
         statistics.add_document(len(document))
         yield document + config.separator
+
+
+def _first_separator(document: str, separator: str) -> int:
+    """Return where the first separator begins in a document and the separator after it: the end may be part of one."""
+    return (document + separator).index(separator)
 
 
 def _stream_text(
@@ -125,6 +133,8 @@ def _parquet_rows(url: str, config: DataConfig, statistics: TextStatistics) -> I
         schema = file.schema_arrow
         if field not in schema.names:
             raise UserError(f"{url}: no column {field!r} among {schema.names}; set data.text_field.")
+        if schema.names.count(field) > 1:
+            raise UserError(f"{url}: several columns are called {field!r}; rename all but one.")
         kind = schema.field(field).type
         if pa.types.is_dictionary(kind):
             kind = kind.value_type

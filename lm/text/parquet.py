@@ -27,7 +27,7 @@ def open_parquet(url: str) -> Iterator[Any]:
             if is_transient_error(error):
                 raise
             raise UserError(f"{url} is not a readable Parquet file: {error}") from None
-        except ValueError:  # of fsspec
-            if not url.startswith(("http://", "https://")):
+        except ValueError as error:  # of fsspec
+            if isinstance(error, UserError) or not url.startswith(("http://", "https://")):
                 raise
             raise UserError(f"{url}: the web server serves no byte ranges. Download the file, and name that.") from None

@@ -4,11 +4,13 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -115,6 +117,10 @@ def test_parquet_documents(tmp_path: Path) -> None:
 def test_a_parquet_file_without_the_text_column_raises_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a\.parquet: no column 'text' among \['body'\]; set data.text_field"):
         read_documents(write_parquet(tmp_path / "a.parquet", body=["x"]))
+    twice = pa.table([["a"], ["b"]], names=["text", "text"])
+    pq.write_table(twice, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet: several columns are called 'text'; rename all but one"):
+        read_documents(str(tmp_path / "a.parquet"))
     with pytest.raises(UserError, match="column 'text' is not text"):
         read_documents(write_parquet(tmp_path / "a.parquet", text=[1]))
 
@@ -160,6 +166,30 @@ def test_a_separator_inside_a_document_is_reported_or_removed(tmp_path: Path, ki
     documents = read_documents(url, DataConfig(separator_in_document="remove"), statistics)
     assert documents == [f"good{EOT}", f"abc{EOT}", f"nested  end{EOT}"]
     assert statistics.separators_removed == 4
+
+
+@given(
+    documents=st.lists(st.text("ab#", max_size=8), min_size=1, max_size=5),
+    separator=st.sampled_from(["##", "aba", "abab", "a", "#a#a#"]),
+)
+def test_a_separator_that_overlaps_itself_is_removed_at_the_end_of_a_document(
+    documents: list[str], separator: str
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        url = write_jsonl(Path(folder, "a.jsonl"), *(json.dumps({"text": document}) for document in documents))
+        statistics, config = TextStatistics(), DataConfig(separator=separator, separator_in_document="remove")
+        text = "".join(read_documents(url, config, statistics))
+        *read, rest = text.split(separator)
+        assert (len(read), rest) == (len(documents), "")
+        for before, after in zip(documents, read, strict=True):
+            if (before + separator).split(separator) == [before, ""]:
+                assert after == before
+        if read != documents:
+            assert statistics.separators_removed
+            with pytest.raises(UserError, match="the document contains the separator"):
+                read_documents(url, DataConfig(separator=separator))
+        else:
+            assert read_documents(url, DataConfig(separator=separator)) == [d + separator for d in documents]
 
 
 @pytest.mark.parametrize(

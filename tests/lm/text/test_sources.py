@@ -20,6 +20,7 @@ import pyarrow as pa
 import pytest
 
 from lm.common.errors import UserError
+from lm.text.config import DataConfig
 from lm.text.demo_corpus import demo_stories
 from lm.text.sources import (
     Source,
@@ -416,6 +417,9 @@ def test_parquet_of_a_web_server_without_byte_ranges(
     assert hash_source(url) == Source(url, *astuple(hash_source(path))[1:])
     with pytest.raises(UserError, match=r"b\.parquet: the web server serves no byte ranges. Download the file"):
         read_documents(url)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="no column 'body'"):
+        read_documents(url, DataConfig(text_field="body"))
 
 
 class EncodingHandler(QuietHandler):
