@@ -158,10 +158,11 @@ class Stage:
             if previous
             else set()
         )
-        attempt = new_attempt_name()
-        out = Attempt(store.create_attempt_directory(*ref, attempt), store.url(*ref, attempt), run, unfinished, damaged)
         started, clock, cpu_clock = time.time(), time.perf_counter(), time.thread_time()
         inputs = {name: open_input(value, store) for name, value in arguments.items()}
+        _check_inputs(inputs, ingredients["parameters"])
+        attempt = new_attempt_name()
+        out = Attempt(store.create_attempt_directory(*ref, attempt), store.url(*ref, attempt), run, unfinished, damaged)
         try:
             with _translate_errors(self.name, store, arguments, inputs):
                 self.body(out, **inputs)
@@ -280,6 +281,15 @@ def open_input(value: Any, store: Store) -> Any:
     if isinstance(value, list):
         return store.map(lambda item: open_input(item, store), value)
     return value
+
+
+def _check_inputs(inputs: dict[str, Any], parameters: dict[str, Any]) -> None:
+    """Raise UserError if an output that was opened is not the one in the key: another run may have refreshed it."""
+    for name, value in inputs.items():
+        items, identities = (value, parameters[name]) if isinstance(value, list) else ([value], [parameters[name]])
+        for item, identity in zip(items, identities, strict=False):  # of ranges, the identity is one digest
+            if isinstance(item, Output) and identity != {item.ref.stage: item.digest}:
+                raise UserError(f"{item.url} changed while this run waited; run the same command again.")
 
 
 @contextmanager

@@ -6,7 +6,9 @@ import pickle
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from tasks.runtime.context import Attempt, RunContext
 from tasks.runtime.machine import training_slot
 from tasks.runtime.output import Output, read_output
 from tasks.runtime.stage import Stage, stage
+from tasks.runtime.store import Store
 from tasks.runtime.text_groups import TextGroup
 from tasks.sample import sample
 from tasks.train import train
@@ -121,6 +124,46 @@ def test_an_output_is_not_published_if_its_input_was_damaged_in_the_meantime(tmp
     with pytest.raises(UserError, match=r"letters/.*/a\.txt changed or was damaged while reading read it"):
         materialize(reading, run, ref)
     assert not list(tmp_path.glob("reading/*/manifest.json"))
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_an_input_that_another_run_refreshes_during_a_wait_is_not_used(tmp_path: Path, is_list: bool) -> None:
+    @stage("random")
+    def random(out: Attempt) -> None:  # as a training on a GPU, which is not deterministic
+        (out.directory / "a.txt").write_text(out.run.name)
+
+    @contextmanager
+    def wait_while_another_run_refreshes(run: RunContext) -> Iterator[None]:
+        materialize(random, RunContext(run.root, "other", refresh))
+        yield
+
+    def body(out: Attempt, first: Output, others: list[Output]) -> None:
+        (out.directory / "b.txt").touch()
+
+    run, refresh = run_context(tmp_path), frozenset({"random"})
+    fixed, changing = materialize(letters, run, "x", 3), materialize(random, run)
+    inputs = (fixed, [fixed, changing]) if is_list else (changing, [fixed])
+    waiting = Stage("waiting", body, slot=wait_while_another_run_refreshes)
+    with pytest.raises(UserError, match=r"random/.* changed while this run waited; run the same command again"):
+        materialize(waiting, run, *inputs)
+    refresh = frozenset()
+    materialize(waiting, run_context(tmp_path), *inputs)
+
+
+def test_an_input_that_cannot_be_opened_leaves_no_directory(tmp_path: Path) -> None:
+    class Damaged:
+        identity = "group"
+
+        def open(self, store: Store) -> None:
+            raise UserError("damaged")
+
+    @stage("reading")
+    def reading(out: Attempt, group: None) -> None:
+        pass
+
+    with pytest.raises(UserError, match="damaged"):
+        materialize(reading, run_context(tmp_path), Damaged())
+    assert not [path for path in tmp_path.glob("reading/*/*") if path.is_dir()]
 
 
 def test_an_os_error_becomes_a_user_error(tmp_path: Path) -> None:
@@ -330,7 +373,7 @@ def test_of_two_concurrent_runs_the_second_uses_the_output_of_the_first(tmp_path
         bodies.append(text)
         (out.directory / "text.txt").write_text(text)
 
-    limited = Stage("limited", body, slot=lambda execution: training_slot(execution.max_trainings))
+    limited = Stage("limited", body, slot=training_slot)
     with ThreadPoolExecutor(2) as pool:
         refs = list(pool.map(lambda name: materialize(limited, RunContext(str(tmp_path), name), "a"), ["one", "two"]))
     assert refs[0] == refs[1]
