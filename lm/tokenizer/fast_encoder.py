@@ -81,10 +81,10 @@ class FastEncoder:
 
     @classmethod
     def from_arrays(
-        cls, arrays: TokenizerArrays, dtype: np.dtype[np.unsignedinteger], pattern: Pattern, specials: Collection[int]
+        cls, arrays: TokenizerArrays, dtype: np.dtype[np.unsignedinteger], pattern: Pattern, added: Collection[int]
     ) -> "FastEncoder":
         """Create an encoder as :meth:`from_merges` did from the same tokenizer. The whole tokens are all but
-        ``specials`` if the arrays say ``ignore_merges``, else none."""
+        ``added`` if the arrays say ``ignore_merges``, else none."""
         lengths, is_text = np.diff(arrays.ends), arrays.is_text.astype(bool)
         length_by_id = np.zeros(arrays.ids.max() + 1, np.int32)
         length_by_id[arrays.ids] = lengths
@@ -93,7 +93,7 @@ class FastEncoder:
         is_byte = is_text & (lengths == 1)
         token_ids[arrays.data[arrays.ends[:-1][is_byte]]] = arrays.ids[is_byte]
         token_ids[256:] = merges[:, 2]
-        is_whole = is_text & (lengths > 0) & ~np.isin(arrays.ids, list(specials)) & arrays.ignore_merges
+        is_whole = is_text & (lengths > 0) & ~np.isin(arrays.ids, list(added)) & arrays.ignore_merges
         whole = arrays.data[np.repeat(is_whole, lengths)], lengths[is_whole], arrays.ids[is_whole].astype(np.int64)
         return cls._from_ids(token_ids, merges[:, :2], arrays.used, length_by_id[token_ids], whole, dtype, pattern)
 

@@ -46,7 +46,7 @@ class Tokenizer:
     which they were learned. Special tokens missing from the vocabulary are appended to it. If special tokens overlap in
     a text, the leftmost is encoded, and of several at one position the longest. ``pattern`` is a regular expression, a
     name in :data:`lm.text.patterns.PATTERNS`, or jieba for Chinese words; or a sequence of them, each of which splits
-    the pretokens of the one before. ``ignore_merges``: a pretoken that is in the vocabulary, and not a special token,
+    the pretokens of the one before. ``ignore_merges``: a pretoken that is in the vocabulary, and not an added token,
     is one token even if the merges do not make it (Llama 3). ``normalizer``: the normalization form of the text between
     special tokens, such as "NFC" (Qwen); decoding does not undo it. ``added_tokens``: tokens that are found like
     special tokens, but are not special or have flags.
@@ -353,7 +353,7 @@ class Tokenizer:
         self._set_options(*tokenizer_config.parse_config(arrays.options)[2:])
         self._added_ids = arrays.options["added_ids"]
         self.size = int(arrays.ids.max()) + 1
-        options = token_dtype(self.size), self.pattern, list(self.special_ids.values())
+        options = token_dtype(self.size), self.pattern, list(self._added_ids.values())
         self._fast_encoder = FastEncoder.from_arrays(arrays, *options)
         return self
 
@@ -411,8 +411,8 @@ class Tokenizer:
 
     @property
     def _whole_tokens(self) -> dict[bytes, int]:
-        """The tokens that a pretoken becomes whatever the merges. Text never becomes a special token by this way."""
+        """The tokens that a pretoken becomes whatever the merges. Text never becomes an added token by this way."""
         if not self.ignore_merges:
             return {}
-        specials = set(self.special_ids.values())
-        return {token: token_id for token, token_id in self._text_ids.items() if token and token_id not in specials}
+        added = set(self._added_ids.values())
+        return {token: token_id for token, token_id in self._text_ids.items() if token and token_id not in added}

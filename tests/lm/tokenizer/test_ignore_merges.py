@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lm.common.errors import UserError
 from lm.text.demo_corpus import demo_stories
 from lm.text.patterns import PATTERNS
+from lm.tokenizer.added_tokens import AddedToken
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.examples import examples
 from tests.helpers.naive_bpe import naive_encode
@@ -81,6 +82,21 @@ def test_text_does_not_become_a_special_token() -> None:
     assert tokenizer.encode("!!") == [256]
     assert tokenizer.encode("!!", allowed_special=()) == [ord("!")] * 2
     assert tokenizer.encode_reference("!!", []) == [ord("!")] * 2
+
+
+@pytest.mark.parametrize("min_cached_size", [1, 1 << 30], ids=["from the cache", "from the file"])
+def test_a_normalized_text_does_not_become_an_added_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, min_cached_size: int
+) -> None:
+    """The added token is searched for in the text before it is normalized."""
+    monkeypatch.setattr("lm.tokenizer.tokenizer._MIN_CACHED_SIZE", min_cached_size)
+    vocab, added = bytes_tokenizer([]).vocab, [AddedToken("\uac00", special=False)]
+    Tokenizer(vocab, [], ignore_merges=True, normalizer="NFC", added_tokens=added).save(tmp_path)
+    decomposed = "\u1100\u1161"
+    for _ in range(2):  # the second is from the cache, if any is
+        [(tokenizer, hf_tokenizer)] = with_hugging_face([Tokenizer.load(tmp_path)], tmp_path / "hf.json")
+        for text, ids in (("\uac00", [256]), (decomposed, list("\uac00".encode()))):
+            assert tokenizer.encode(text) == tokenizer.encode_reference(text) == hf_tokenizer.encode(text).ids == ids
 
 
 def test_save_and_load_keep_ignore_merges(whole_tokenizers: list[Tokenizer], tmp_path: Path) -> None:
