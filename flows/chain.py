@@ -8,6 +8,7 @@ from flows.config import PipelineConfig, StageName, load_preset
 from flows.start_model import StartModel, check_continued, find_start, open_start, stated_fields
 from lm.common.errors import UserError
 from lm.model.config import ModelConfig
+from lm.text.chinese_words import JIEBA, jieba_version
 from lm.text.held_out import valid_fraction
 from lm.text.ingest import group_sources
 from lm.text.sources import Source
@@ -130,9 +131,10 @@ def _stages(config: PipelineConfig, inputs: PipelineInputs, executor: Executor) 
     valid_cuts = executor.map(chunk_group, "chunk-valid", valid_texts, specials, pattern, chunk_config)
     chunks = executor.call(chunk, train_cuts, valid_cuts)
     yield "chunk", chunks
+    versions = [jieba_version()] if pattern == JIEBA else []  # only then an argument, and part of the keys
     train_groups = executor.read(read_groups, chunks, train_texts, train_cuts, "train")
     if start is None:
-        parts = executor.map(count_group, "count", train_groups, specials, pattern)
+        parts = executor.map(count_group, "count", train_groups, specials, pattern, *versions)
         while len(parts) > _COUNTS_PER_SUM:
             batches = [parts[first : first + _COUNTS_PER_SUM] for first in range(0, len(parts), _COUNTS_PER_SUM)]
             parts = executor.map(count_sum, "count-sum", batches)
@@ -141,8 +143,8 @@ def _stages(config: PipelineConfig, inputs: PipelineInputs, executor: Executor) 
         tokenizer = executor.call(merge, counts, tokenizer_config)
         yield "merge", tokenizer
     valid_groups = executor.read(read_groups, chunks, valid_texts, valid_cuts, "valid")
-    train_shards = executor.map(encode_group, "encode-train", train_groups, tokenizer, separator)
-    valid_shards = executor.map(encode_group, "encode-valid", valid_groups, tokenizer, separator)
+    train_shards = executor.map(encode_group, "encode-train", train_groups, tokenizer, separator, *versions)
+    valid_shards = executor.map(encode_group, "encode-valid", valid_groups, tokenizer, separator, *versions)
     index = executor.call(encode, train_shards, valid_shards, tokenizer, separator)
     yield "encode", index
     trained = executor.call(

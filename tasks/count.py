@@ -8,8 +8,8 @@ from tasks.runtime.stage import stage
 
 
 @stage("count-group", libraries=("regex",), is_mapped=True)
-def count_group(out: Attempt, group: Ranges, special_tokens: list[str], pattern: str) -> None:
-    """Count the pretokens of one group."""
+def count_group(out: Attempt, group: Ranges, special_tokens: list[str], pattern: str, jieba: str = "") -> None:
+    """Count the pretokens of one group. ``jieba``: its version, if the pattern is jieba, for the key."""
     from lm.tokenizer.pretoken_counts import count_to_file
 
     texts = (blocks for blocks, _ in open_ranges(group, out.run.stopping))

@@ -32,8 +32,11 @@ def _load_tokenizer_once(directory: Path) -> "Tokenizer":
 
 
 @stage("encode-group", libraries=("regex",), is_mapped=True)
-def encode_group(out: Attempt, group: Ranges, tokenizer: Output, separator: str) -> None:
-    """Encode one group to a shard: ``tokens.bin``, ``documents.npy``, and the totals in ``shard.json``."""
+def encode_group(out: Attempt, group: Ranges, tokenizer: Output, separator: str, jieba: str = "") -> None:
+    """Encode one group to a shard: ``tokens.bin``, ``documents.npy``, and the totals in ``shard.json``.
+
+    ``jieba``: its version, if the pattern is jieba, for the key.
+    """
     from lm.data.token_shards import write_shard
 
     loaded_tokenizer = _load_tokenizer(tokenizer.directory("tokenizer"))

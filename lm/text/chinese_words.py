@@ -6,7 +6,7 @@ cross words. Segmentation first keeps merges within words.
 
 import functools
 from collections.abc import Iterator
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import Any
 
 import regex
@@ -14,6 +14,7 @@ import regex
 from lm.common.errors import UserError
 
 JIEBA = "jieba"
+_MISSING = "tokenizer.pattern jieba needs an extra: pip install 'textmill[jieba]'."
 
 _RUN = regex.compile(r"( ?)(\p{Han}+)|\P{Han}+")
 
@@ -33,12 +34,20 @@ def split_chinese_words(pretoken: str) -> Iterator[str]:
             space = ""
 
 
+def jieba_version() -> str:
+    """Return the version of jieba, whose dictionary decides the words. Raises UserError if it is not installed."""
+    try:
+        return metadata.version("jieba")
+    except ImportError:
+        raise UserError(_MISSING) from None
+
+
 @functools.cache
 def _segmenter() -> Any:
     try:
         jieba = import_module("jieba")
     except ImportError:
-        raise UserError("tokenizer.pattern jieba needs an extra: pip install 'textmill[jieba]'.") from None
+        raise UserError(_MISSING) from None
     segmenter = jieba.Tokenizer()
     # Without this, jieba would read a file that any user of this machine may have written to the temporary directory.
     segmenter.FREQ, segmenter.total = segmenter.gen_pfdict(segmenter.get_dict_file())

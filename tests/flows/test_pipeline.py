@@ -32,6 +32,7 @@ from lm.train.config import TrainConfig
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Output, Ref, read_output
 from tasks.runtime.root_lock import use_root
+from tasks.runtime.stage import Stage
 from tests.helpers.roots import letters
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -106,6 +107,31 @@ def test_a_change_reruns_the_stages_that_depend_on_it(run: Runner, config: Pipel
     smaller = replace(config, tokenizer=TokenizerConfig(vocab_size=290))
     assert run(smaller) == ["merge", "encode", "train", "sample"]
     assert not run.groups("count-group", made_in_last_run=True)
+
+
+def test_the_version_of_jieba_enters_the_keys_of_what_it_decides(
+    config: PipelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Calls:
+        """Runs nothing, and notes the arguments of mapped stages."""
+
+        def call(self, stage: Stage, *arguments: Any) -> Ref:
+            return Ref(stage.name, "")
+
+        def read(self, function: Any, *arguments: Any) -> list[Ref]:
+            return [Ref("groups", "")]
+
+        def map(self, stage: Stage, title: str, items: Any, *arguments: Any) -> list[Ref]:
+            bound[title] = stage.bind(None, *arguments)
+            return [Ref(stage.name, "")]
+
+    monkeypatch.setattr("flows.chain.jieba_version", lambda: "0.42")
+    inputs = PIPELINE.find_inputs(config, RunContext(str(tmp_path / "root"), "").store)
+    for pattern, version in (("gpt2", None), ("jieba", "0.42")):
+        bound = dict[str, Any]()
+        changed = replace(config, tokenizer=TokenizerConfig(vocab_size=300, pattern=pattern))
+        list(PIPELINE.run(changed, inputs, Calls(), "encode"))
+        assert [bound[title].get("jieba") for title in ("count", "encode-train", "encode-valid")] == [version] * 3
 
 
 def test_until_stops_and_refresh_reruns(run: Runner, config: PipelineConfig) -> None:
