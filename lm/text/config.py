@@ -47,8 +47,9 @@ class DataConfig:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Fields that enter the cache key. Sources enter it by their content, not by train and valid."""
-        return {name: value for name, value in asdict(self).items() if name not in ("train", "valid")}
+        """Fields that enter the cache key. Sources enter it by their content, and the fraction by its effect."""
+        others = ("train", "valid", "valid_fraction", "valid_max_bytes")
+        return {name: value for name, value in asdict(self).items() if name not in others}
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
-"""The stage ``ingest``: warnings about its sources."""
+"""The stage ``ingest``: its key, and warnings about its sources."""
 
 from pathlib import Path
 
 import pytest
 
 from lm.text.config import DataConfig
-from tasks.ingest import find_sources
+from lm.text.sources import Source
+from tasks.ingest import find_sources, ingest_group
 from tests.helpers.corpora import write_text
 from tests.helpers.roots import run_context
 
@@ -25,3 +26,12 @@ def test_sources_with_the_same_bytes_are_named(tmp_path: Path, caplog: pytest.Lo
     find_sources(DataConfig(train=many), store)
     names = ", ".join(many[:6])
     assert caplog.messages == [f"The training text holds the same source more than once: {names} and 2 more."]
+
+
+def test_only_the_fraction_that_is_held_out_enters_the_key(tmp_path: Path) -> None:
+    run, group = run_context(tmp_path), [Source("/a.txt", 3, "ab" * 32)]
+    configs = [DataConfig(), DataConfig(valid_fraction=0.5), DataConfig(valid_max_bytes=3, train=["b"], valid=["c"])]
+    calls = [(0.1, config) for config in configs] + [(0.2, DataConfig()), (0.1, DataConfig(text_field="body"))]
+    refs = ingest_group.look_up(run, [ingest_group.bind(group, *call) for call in calls])
+    assert refs[0] == refs[1] == refs[2]
+    assert len(set(refs)) == 3
