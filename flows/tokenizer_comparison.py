@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,7 @@ def _label(arguments: Iterable[str], kind: str) -> dict[str, str]:
     labelled: dict[str, str] = {}
     for argument in arguments:
         label, has_label, name = argument.partition("=")
-        if not has_label or "/" in label:
+        if not has_label or "/" in label or os.access(argument, os.F_OK):  # a file may have "=" in its name
             file = Path(argument).resolve().name
             label, name = file.lstrip(".").partition(".")[0] or file if argument else "latest run", argument
         label = replace_surrogates(label)
@@ -70,13 +71,16 @@ def _label(arguments: Iterable[str], kind: str) -> dict[str, str]:
 
 
 def _read_text(pattern: str) -> str:
+    """Return the documents, joined by line breaks."""
     config = DataConfig(train=[pattern], invalid_utf8="replace", separator_in_document="remove")
     pieces: list[str] = []
     length = 0
     for url in expand_urls(config.train):
         for piece in stream_documents(url, config, TextStatistics()):
-            pieces.append(piece[: _MAX_CHARACTERS - length].removesuffix(config.separator))
+            if piece.endswith(config.separator):
+                piece = piece.removesuffix(config.separator) + "\n"
+            pieces.append(piece[: _MAX_CHARACTERS - length])
             length += len(pieces[-1])
             if length >= _MAX_CHARACTERS:
                 return "".join(pieces)
-    return "".join(pieces)
+    return "".join(pieces).removesuffix("\n")

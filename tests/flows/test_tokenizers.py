@@ -44,9 +44,9 @@ def test_the_command(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert content["texts"]["german"] == {"bytes": 1650, "characters": 1550}
     figures = {name: content["tokenizers"][name]["encodings"]["plain"] for name in ("small", "big", "bytes")}
     small, big, plain = (figures[name]["tokens"] for name in figures)
-    assert figures["small"]["bytes_per_token"] == 662 / small
-    assert plain == 662 > small > big
-    assert re.search(rf"^plain +662 +{662 / small:.3f} +{662 / big:.3f} +1.000$", shown, re.MULTILINE)
+    assert figures["small"]["bytes_per_token"] == 663 / small
+    assert plain == 663 > small > big
+    assert re.search(rf"^plain +663 +{663 / small:.3f} +{663 / big:.3f} +1.000$", shown, re.MULTILINE)
     page = (out / "comparison.md").read_text()
     assert page.count("](data:image/png;base64,") == 2 and "| german |" in page
 
@@ -63,6 +63,22 @@ def test_names_are_drawn_and_written_as_they_are(place: Path, monkeypatch: pytes
     monkeypatch.setattr(Text, "draw", lambda text, renderer: drawn.append((text.get_text(), text.get_parse_math())))
     comparison_page(Comparison(result.comparison.texts, {"_$b$": result.comparison.tokenizers["small"]}))
     assert {("_$a$", False), ("_$b$", False)} <= set(drawn)
+
+
+def test_documents_are_joined_by_line_breaks_and_a_file_may_have_an_equals_sign(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    Path("lang=de").mkdir()
+    Path("lang=de/part.jsonl").write_text('{"text": "hello"}\n{"text": ""}\n{"text": "world\\n"}\n')
+    result = compare(["small"], ["lang=de/part.jsonl", "lang=plain.txt"], str(place), str(place / "out"))
+    texts = {"part": "hello\n\nworld\n", "lang": "The cat sat. " * 50 + "\nThe dog ran."}
+    assert {label: length for label, (_, length) in result.comparison.texts.items()} == {
+        label: len(text) for label, text in texts.items()
+    }
+    monkeypatch.setattr("flows.tokenizer_comparison._MAX_CHARACTERS", 7)
+    result = compare(["small"], ["lang=plain.txt"], str(place), str(place / "out"))
+    assert result.comparison.texts["lang"] == (7, 7)
 
 
 @pytest.mark.usefixtures("prefect_server")
