@@ -131,9 +131,12 @@ class Store:
                 return
             os.makedirs(os.path.dirname(path), exist_ok=True)
             temporary = f"{path}.{uuid.uuid4().hex}.tmp"
-            Path(temporary).write_bytes(data)
-            sync_path(temporary)
-            os.replace(temporary, path)
+            try:
+                Path(temporary).write_bytes(data)
+                sync_path(temporary)
+                os.replace(temporary, path)
+            finally:
+                Path(temporary).unlink(missing_ok=True)
             sync_path(os.path.dirname(path))
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror or error}.") from None

@@ -29,30 +29,30 @@ class VerifiedFiles:
         self._digests: dict[str, tuple[str, str]] = {}
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
-        if not self._open(path, is_read):
+        for _ in range(2):
+            try:
+                self._open(path, is_read)
+                return
+            except (sqlite3.Error, OSError) as error:
+                log.debug("%s cannot be used: %s", path, error)
+                if isinstance(error, (sqlite3.OperationalError, OSError)):  # it is busy, or the disk is full
+                    return
             with suppress(OSError):  # a damaged file is replaced
                 path.unlink(missing_ok=True)
-            self._open(path, is_read)
 
-    def _open(self, path: Path, is_read: bool) -> bool:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            connection = sqlite3.connect(path, _BUSY_TIMEOUT_SECONDS, isolation_level=None, check_same_thread=False)
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = OFF")
-            connection.execute(
-                "CREATE TABLE IF NOT EXISTS digests (path TEXT PRIMARY KEY, fingerprint TEXT, sha256 TEXT)"
-            )
+    def _open(self, path: Path, is_read: bool) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        connection = sqlite3.connect(path, _BUSY_TIMEOUT_SECONDS, isolation_level=None, check_same_thread=False)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = OFF")
+        connection.execute("CREATE TABLE IF NOT EXISTS digests (path TEXT PRIMARY KEY, fingerprint TEXT, sha256 TEXT)")
+        with suppress(sqlite3.OperationalError):  # another process is writing
             # A replaced row gets a new rowid.
             connection.execute("DELETE FROM digests WHERE rowid <= (SELECT max(rowid) FROM digests) - ?", (_MAX_ROWS,))
-            rows = connection.execute("SELECT path, fingerprint, sha256 FROM digests").fetchall()
-        except (sqlite3.Error, OSError) as error:
-            log.debug("%s cannot be used: %s", path, error)
-            return False
+        rows = connection.execute("SELECT path, fingerprint, sha256 FROM digests").fetchall()
         self._connection = connection
         if is_read:
             self._digests = {name: (fingerprint, digest) for name, fingerprint, digest in rows}
-        return True
 
     def digest(self, path: str, fingerprint: str) -> str | None:
         """Return the digest of the file, if it was checked under this fingerprint."""

@@ -33,6 +33,7 @@ from tasks.runtime.store import Store
 from tasks.runtime.text_groups import TextGroup
 from tasks.sample import sample
 from tasks.train import train
+from tests.helpers.full_disk import full_disk
 from tests.helpers.roots import CALLS, letters, materialize, run_context, upper
 
 
@@ -290,6 +291,13 @@ def test_an_unreachable_root_on_s3(bucket: Any, monkeypatch: pytest.MonkeyPatch)
     type(bucket).clear_instance_cache()
     with pytest.raises(UserError, match=r"cannot be (reached|written)"):
         materialize(letters, RunContext("s3://corpus/root", "test"), "x", 3)
+
+
+def test_a_write_to_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
+    store = run_context(tmp_path).store
+    with full_disk(10), pytest.raises(UserError, match=r"a\.txt cannot be written"):
+        store.write_text("x" * 100, "files", "a.txt")
+    assert store.list_names("files") == []
 
 
 def test_an_unusable_root_is_a_user_error(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import re
 import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,20 @@ def test_without_a_cache_directory_every_file_is_read(
     assert len(hashed) == 3
     assert CALLS == ["letters"]
     assert open_output(RunContext(str(tmp_path / "root"), "later").store, ref)
+
+
+def test_digests_are_kept_while_another_process_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verified_module, "_BUSY_TIMEOUT_SECONDS", 0.05)
+    path = tmp_path / "digests.sqlite"
+    VerifiedFiles(path).add([("a", "1", "x")])
+    with closing(sqlite3.connect(path, isolation_level=None)) as writer:
+        writer.execute("BEGIN IMMEDIATE")
+        verified = VerifiedFiles(path)
+        assert verified.digest("a", "1") == "x"
+        writer.execute("COMMIT")
+    verified.add([("b", "2", "y")])
+    again = VerifiedFiles(path)
+    assert (again.digest("a", "1"), again.digest("b", "2")) == ("x", "y")
 
 
 def test_two_processes_can_write_digests(tmp_path: Path) -> None:
