@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 _ENDPOINTS = frozenset({"/", "/health", "/metrics", "/v1/completions", "/v1/chat/completions", "/v1/models"})
 _MAX_BODY_BYTES = 1 << 20
-_MAX_SCORES = 1 << 22  # log-probabilities of a response: about 400 MB, and seconds to write
+_MAX_SCORES = 1 << 18  # log-probabilities of a response: about 10 MB; json keeps the other threads waiting meanwhile
 _MAX_WAITING_COMPLETIONS = 256
 _SHUTDOWN_SECONDS = 5  # time for open responses when the server stops
 _OUT_OF_MEMORY = (
@@ -207,12 +207,12 @@ class _EventStream(StreamingResponse):
 
 async def _wait_for_response(request: Request, response: GenerationResponse, scheduler: Scheduler) -> Response:
     """Wait for the whole response, and cancel the generation if the client disconnects."""
-    body, disconnect = asyncio.ensure_future(response.body()), asyncio.ensure_future(_wait_for_disconnect(request))
+    whole, disconnect = asyncio.ensure_future(response.whole()), asyncio.ensure_future(_wait_for_disconnect(request))
     try:
-        await asyncio.wait({body, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        return JSONResponse(body.result()) if body.done() else Response(status_code=_CLIENT_CLOSED_REQUEST)
+        await asyncio.wait({whole, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        return whole.result() if whole.done() else Response(status_code=_CLIENT_CLOSED_REQUEST)
     finally:
-        body.cancel()
+        whole.cancel()
         disconnect.cancel()
         _cancel(response, scheduler)
 

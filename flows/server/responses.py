@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from fastapi.responses import JSONResponse, Response
+
 from flows.server.logprobs import ChatLogprobs, CompletionLogprobs, ScoredToken, TokenNames
 from flows.server.requests import ApiError, ChatRequest, CompletionRequest
 from lm.inference.chat_format import Answer, ChatFormat
@@ -195,16 +197,19 @@ class GenerationResponse:
             },
         }
 
-    async def body(self) -> dict[str, Any]:
+    async def whole(self) -> Response:
         """Return the whole response when it is complete. Raise ApiError if the model fails."""
         texts: dict[Choice, str] = dict.fromkeys(self.choices, "")
         last_updates: dict[Choice, Update] = {}
         async for update in self._iterate_updates():
             texts[update.choice] += update.text
             last_updates[update.choice] = update
-        best = self._best_choices()
-        choices = [choice.to_json(last_updates[choice]._replace(text=texts[choice])) for choice in best]
-        return {**self._header, "choices": choices, "usage": self._usage()}
+        updates = {choice: update._replace(text=texts[choice]) for choice, update in last_updates.items()}
+        return await asyncio.to_thread(self._render, updates)  # many log-probabilities take long
+
+    def _render(self, updates: dict[Choice, Update]) -> Response:
+        choices = [choice.to_json(updates[choice]) for choice in self._best_choices()]
+        return JSONResponse({**self._header, "choices": choices, "usage": self._usage()})
 
     def _best_choices(self) -> list[Choice]:
         """Return the choices of the response. With best_of, they are the most likely of each prompt."""
@@ -220,16 +225,26 @@ class GenerationResponse:
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the response as server-sent events."""
-        has_usage = self.request.stream_options is not None and self.request.stream_options.include_usage
+        has_usage = self.request.stream_options is not None and bool(self.request.stream_options.include_usage)
         try:
             async for update in self._iterate_updates():
-                if choice := update.choice.to_json(update):
-                    yield _event({**self._header, "choices": [choice], **({"usage": None} if has_usage else {})})
+                if self.request.wants_logprobs:
+                    chunk = await asyncio.to_thread(self._chunk, update, has_usage)  # a prompt's take long
+                else:
+                    chunk = self._chunk(update, has_usage)
+                if chunk:
+                    yield chunk
             if has_usage:
                 yield _event({**self._header, "choices": [], "usage": self._usage()})
         except ApiError as error:
             yield _event(error.body)
         yield "data: [DONE]\n\n"
+
+    def _chunk(self, update: Update, has_usage: bool) -> str:
+        """Return the event of an update; an empty text if it has nothing to send."""
+        if (choice := update.choice.to_json(update)) is None:
+            return ""
+        return _event({**self._header, "choices": [choice], **({"usage": None} if has_usage else {})})
 
 
 def _event(data: dict[str, Any]) -> str:

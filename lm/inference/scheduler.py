@@ -78,8 +78,8 @@ class Scheduler:
 
         Raises UserError for a bad prompt, QueueFull if the queue is full, and RuntimeError after :meth:`close`.
         """
-        for generation in generations:
-            self._engine.check_prompt(generation)
+        for generation in {id(generation.prompt): generation for generation in generations}.values():
+            self._engine.check_prompt(generation)  # once for all copies of a prompt
         with self._changed:
             if self._is_closed:
                 raise SchedulerClosed("The scheduler is closed.")
@@ -119,6 +119,9 @@ class Scheduler:
                     generation.finish_reason = "stop"  # the engine removes it
             with self._changed:
                 finished = [generation for generation in self._on_finish if generation.finish_reason]
+                if finished:  # those that waited and were cancelled would stay until a row is free
+                    unfinished = (deque(one for one in request if not one.finish_reason) for request in self._waiting)
+                    self._waiting = deque(filter(None, unfinished))
             self._notify([generation for generation in finished if generation not in failed], None)
             self._notify([generation for generation in finished if generation in failed], error)
         self._notify(list(self._on_finish), SchedulerClosed("The scheduler was closed."))

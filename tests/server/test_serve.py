@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +20,9 @@ import uvicorn
 from flows.cli import commands
 from flows.cli.parser import main
 from flows.server.app import build_app
-from lm.inference import chat_template
+from flows.server.logprobs import CompletionLogprobs
+from lm.data.dialogs import Message
+from lm.inference.chat_format import PLAIN_STOP, render_plain
 from lm.inference.completion import complete
 from lm.inference.config import SampleConfig
 from lm.inference.scheduler import Scheduler
@@ -140,7 +143,7 @@ def test_a_stream_ends_in_done(server: RunningServer) -> None:
 
 
 def test_chat(server: RunningServer) -> None:
-    dialog: list[chat_template.Message] = [
+    dialog: list[Message] = [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "Hi!"},
     ]
@@ -148,13 +151,13 @@ def test_chat(server: RunningServer) -> None:
         {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]},
         {"role": "user", "content": "Hi!"},
     ]
-    expected = server.expected_text(chat_template.render_plain(dialog), 30, stop=[chat_template.PLAIN_STOP]).lstrip()
+    expected = server.expected_text(render_plain(dialog), 30, stop=[PLAIN_STOP]).lstrip()
     request: dict[str, Any] = {"model": "tiny", "messages": messages, "temperature": 0, "max_completion_tokens": 30}
     completion = server.client.chat.completions.create(**request)
     message = completion.choices[0].message
     assert (message.role, message.content) == ("assistant", expected)
     assert completion.object == "chat.completion"
-    assert completion.usage.prompt_tokens == len(chat_template.render_plain(dialog))
+    assert completion.usage.prompt_tokens == len(render_plain(dialog))
     chunks = list(server.client.chat.completions.create(**request, stream=True))
     assert "".join(chunk.choices[0].delta.content for chunk in chunks) == expected
     assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
@@ -303,6 +306,29 @@ def test_too_many_log_probabilities_are_refused(server: RunningServer, monkeypat
     refused = server.post({**request, "n": 3})
     assert refused.status_code == 400 and "63 log-probabilities are requested; at most 42" in refused.text
     assert server.post({**request, "n": 3, "logprobs": None}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_other_requests_do_not_wait_for_log_probabilities(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    is_rendering, is_healthy, to_json = threading.Event(), threading.Event(), CompletionLogprobs.to_json
+
+    def wait(*arguments: Any) -> Any:
+        is_rendering.set()
+        assert is_healthy.wait(CLIENT_TIMEOUT_SECONDS)
+        return to_json(*arguments)
+
+    monkeypatch.setattr(CompletionLogprobs, "to_json", wait)
+    with ThreadPoolExecutor() as pool:
+        request = {"prompt": "ab", "echo": True, "logprobs": 2, "max_tokens": 2, "stream": stream}
+        response = pool.submit(server.post, request)
+        assert is_rendering.wait(CLIENT_TIMEOUT_SECONDS)
+        try:
+            assert httpx.get(f"{server.url}/health", timeout=10 * TIMEOUT_SCALE).status_code == 200
+        finally:
+            is_healthy.set()
+        assert response.result().status_code == 200
 
 
 def test_openais_client_raises_its_own_exceptions(server: RunningServer) -> None:

@@ -1,7 +1,7 @@
 """The scheduler: queueing, cancellation and failures with many clients."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -130,6 +130,23 @@ def test_cancelled_generations_free_their_rows(scheduler: Scheduler) -> None:
     assert len(scheduler) == 0
 
 
+def test_a_cancelled_generation_leaves_the_queue_while_all_rows_are_taken(scheduler: Scheduler) -> None:
+    finished = FinishRecorder()
+    active = [make_generation([1], 10**9), make_generation([2], 10**9)]
+    waiting = [make_generation([3]), make_generation([4])]
+    scheduler.submit(active, finished)
+    scheduler.submit(waiting, finished)
+    scheduler.cancel(waiting[0])
+    finished.wait(waiting[0])
+    assert [[*request] for request in scheduler._waiting] == [[waiting[1]]]
+    scheduler.cancel(waiting[1])
+    finished.wait(waiting[1])
+    assert not scheduler._waiting and not {*active} & {*finished.errors}
+    for generation in active:
+        scheduler.cancel(generation)
+    finished.wait(*active)
+
+
 def test_failure_ends_active_generations_only(scheduler: Scheduler) -> None:
     def fail(token_id: int) -> bool:
         raise MemoryError("no room")
@@ -171,6 +188,18 @@ def test_bad_prompt_is_refused_by_submit(scheduler: Scheduler) -> None:
         with pytest.raises(UserError):
             scheduler.submit([make_generation([1]), make_generation(bad)], FinishRecorder())
     assert len(scheduler) == 0
+
+
+def test_each_distinct_prompt_is_checked_once(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Sequence[int]] = []
+    monkeypatch.setattr(scheduler._engine, "check_prompt", lambda generation: checked.append(generation.prompt))
+    prompts, finished = ([1, 2], [3]), FinishRecorder()
+    gate = Gate()
+    generations = [make_generation(prompt, on_token=gate) for prompt in prompts for _ in range(2)]
+    scheduler.submit(generations, finished)
+    assert checked[:2] == [*prompts] and len(checked) <= 4
+    gate.opened.set()
+    finished.wait(*generations)
 
 
 def test_close_ends_unfinished_generations(model: TransformerLM) -> None:
