@@ -5,6 +5,7 @@ import logging
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,12 +39,27 @@ class ResolvedModel(ABC):
     """The run, or the directory, for display."""
 
     @abstractmethod
-    def load(self, device: str) -> "tuple[TransformerLM, TextTokenizer]":
-        """Load the model to ``device`` in evaluation mode, and its tokenizer. Raises UserError if a file is damaged."""
+    def _read(self, device: str) -> "tuple[TransformerLM, TextTokenizer]":
+        """See :meth:`load`. Out-of-memory errors are torch's."""
 
     @abstractmethod
     def identify(self) -> str:
         """Return a text that changes with the model."""
+
+    def load(self, device: str) -> "tuple[TransformerLM, TextTokenizer]":
+        """Load the model to ``device`` in evaluation mode, and its tokenizer.
+
+        Raises UserError if a file is damaged, and if the memory is too small.
+        """
+        with self._explain_out_of_memory():
+            return self._read(device)
+
+    def _explain_out_of_memory(self) -> AbstractContextManager[None]:
+        from lm.common.device import explain_out_of_memory
+
+        return explain_out_of_memory(
+            f"The model {self.name} does not fit into memory; use a smaller one, or a machine with more memory."
+        )
 
     def load_for_inference(
         self, device: str, quantization: Quantization = "none"
@@ -55,8 +71,9 @@ class ResolvedModel(ABC):
         from lm.inference.packed import prepare_for_inference
 
         torch.set_num_threads(min(torch.get_num_threads(), available_cpus()))  # torch knows no quota of a container
-        model, tokenizer = self.load(device)
-        return prepare_for_inference(model, quantization=quantization), tokenizer
+        with self._explain_out_of_memory():
+            model, tokenizer = self._read(device)
+            return prepare_for_inference(model, quantization=quantization), tokenizer
 
 
 @dataclass(frozen=True)
@@ -66,8 +83,7 @@ class RunModel(ResolvedModel):
     model: Output
     tokenizer: Output
 
-    def load(self, device: str) -> "tuple[TransformerLM, TextTokenizer]":
-        """See :meth:`ResolvedModel.load`."""
+    def _read(self, device: str) -> "tuple[TransformerLM, TextTokenizer]":
         return load_trained(self.model, self.tokenizer, device)
 
     def identify(self) -> str:
@@ -81,8 +97,7 @@ class DirectoryModel(ResolvedModel):
 
     directory: Path
 
-    def load(self, device: str) -> "tuple[TransformerLM, TextTokenizer]":
-        """See :meth:`ResolvedModel.load`."""
+    def _read(self, device: str) -> "tuple[TransformerLM, TextTokenizer]":
         from lm.checkpoint.external import load_external
         from lm.common.device import choose_device
 

@@ -10,11 +10,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from lm.common.device import explain_out_of_memory
 from lm.common.errors import UserError, did_you_mean
 from lm.model.config import ModelConfig
 from lm.model.rope import RotaryEmbedding
 from lm.model.transformer import TransformerLM
 
+_MAX_ROTARY_NUMBERS = 1 << 28  # 1 GiB; contexts of 1 M tokens with heads of 128 need half of it
 PathOrFile = str | os.PathLike[str] | IO[bytes]
 
 
@@ -60,9 +62,11 @@ def is_state_dict(value: Any) -> bool:
 
 
 def is_plain_tensor(value: Any) -> bool:
-    """Return whether ``value`` is a dense tensor with its data in memory: not sparse, quantized or on ``meta``."""
-    is_strided = isinstance(value, Tensor) and value.layout == torch.strided
-    return is_strided and not value.is_meta and not value.is_quantized
+    """Return whether ``value`` is a dense tensor with its data in memory: not sparse, quantized or on ``meta``, and not
+    a small one that is expanded to a large shape."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta or value.is_quantized:
+        return False
+    return value.untyped_storage().nbytes() >= value.numel() * value.itemsize
 
 
 def load_weights(model: nn.Module, weights: Any, name: str, assign: bool = False) -> None:
@@ -102,11 +106,21 @@ def create_empty_model(config: ModelConfig, num_tensors: int, name: str) -> Tran
 
 
 def assign_weights(model: TransformerLM, weights: dict[str, Tensor], name: str, device: str | torch.device) -> None:
-    """Make ``weights`` the parameters of an empty model. Raises UserError as :func:`load_weights` does."""
+    """Make ``weights`` the parameters of an empty model.
+
+    Raises UserError as :func:`load_weights` does, and if the model's context is too long for the memory.
+    """
     load_weights(model, weights, name, assign=True)
     if model.rope is not None:  # all blocks share this module
         config = model.config
-        rope = RotaryEmbedding(config.rope_theta, config.head_width, config.context_length, device, config.rope_scaling)
+        length, width = config.context_length, config.head_width
+        message = f"{name}: the rotary table for a context of {length:,} tokens and heads of {width:,}"
+        if length * width > _MAX_ROTARY_NUMBERS:
+            raise UserError(
+                f"{message} has more than {_MAX_ROTARY_NUMBERS:,} numbers; lower the context in its config."
+            )
+        with explain_out_of_memory(f"{message} does not fit into memory; lower the context in its config."):
+            rope = RotaryEmbedding(config.rope_theta, width, length, device, config.rope_scaling)
         model.rope.cos, model.rope.sin = rope.cos, rope.sin
 
 

@@ -4,6 +4,7 @@ import codecs
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from lm.common.device import explain_out_of_memory
 from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate, stream
@@ -12,6 +13,9 @@ from lm.model.transformer import TransformerLM
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.text_tokenizer import TextTokenizer
 
+OUT_OF_MEMORY = (
+    "The model's KV cache does not fit into memory; lower the maximum of new tokens, or the number of samples."
+)
 _BEGIN_OF_TEXT = "<|begin_of_text|>"
 
 
@@ -129,7 +133,8 @@ def complete(
         )
         for index, prompt in enumerate(prompts)
     ]
-    generate(model, [generation for generation, _ in runs], max_batch_size)
+    with explain_out_of_memory(OUT_OF_MEMORY):
+        generate(model, [generation for generation, _ in runs], max_batch_size)
     return [
         Completion(
             prompt,
@@ -150,7 +155,8 @@ def stream_text(
     pieces: list[str] = []
     ids = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else prompt
     generation, text = create_text_generation(tokenizer, ids, config, config.seed, pieces.append)
-    for _ in stream(model, generation):
-        yield from filter(None, pieces)
-        pieces.clear()
+    with explain_out_of_memory(OUT_OF_MEMORY):
+        for _ in stream(model, generation):
+            yield from filter(None, pieces)
+            pieces.clear()
     yield text.finish()

@@ -7,7 +7,7 @@ from lm.common.device import explain_out_of_memory
 from lm.common.errors import UserError
 from lm.data.dialogs import Message
 from lm.inference.chat_format import Answer, ChatFormat
-from lm.inference.completion import TextStream, check_vocabulary, create_text_generation, encode_prompt
+from lm.inference.completion import OUT_OF_MEMORY, TextStream, check_vocabulary, create_text_generation, encode_prompt
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate_each
 from lm.model.transformer import TransformerLM
@@ -58,7 +58,7 @@ def respond(
         pieces: list[str] = []
         generation, text = create_text_generation(tokenizer, ids, sampling, config.seed + index, pieces.append)
         runs[generation] = index, text, pieces
-    with explain_out_of_memory("The model's KV cache does not fit into memory; lower the maximum of new tokens."):
+    with explain_out_of_memory(OUT_OF_MEMORY):
         for generation in generate_each(model, list(runs), _MAX_BATCH_SIZE):
             index, text, pieces = runs[generation]
             response = "".join(pieces) + text.finish()

@@ -178,6 +178,17 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
         resolved.load("cpu")
 
 
+def test_too_little_memory_for_the_weights_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_hugging_face(make_trained(257, 5), PLAIN, tmp_path / "model")
+    resolved = resolve_model(str(tmp_path / "model"), str(tmp_path / "root"))
+    monkeypatch.setattr("lm.inference.packed.prepare_for_inference", lambda *_, **__: torch.empty(1 << 60))
+    with pytest.raises(UserError, match=r"The model .* does not fit into memory; use a smaller one"):
+        resolved.load_for_inference("cpu")
+    monkeypatch.setattr("lm.checkpoint.external.load_external", lambda *_: torch.empty(1 << 60))
+    with pytest.raises(UserError, match=r"The model .* does not fit into memory; use a smaller one"):
+        resolved.load("cpu")
+
+
 def test_a_run_comes_before_a_directory_of_its_name(
     root: RunContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

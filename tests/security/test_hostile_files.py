@@ -5,6 +5,7 @@ import json
 import os
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
 from lm.checkpoint.meta import load_meta
+from lm.checkpoint.safe_load import assign_weights, create_empty_model
 from lm.checkpoint.single_file import load_checkpoint, save_checkpoint
 from lm.checkpoint.training_state import load_model, load_training, newest_checkpoint, read_description, save_training
 from lm.common.errors import TransientError, UserError
@@ -264,6 +266,7 @@ NOT_PLAIN = {
     "text": "a",
     "list": [1.0],
     "none": None,
+    "expanded": torch.zeros(1).expand(257, 4),
 }
 
 
@@ -313,6 +316,24 @@ def test_hugging_face_config_with_huge_numbers_is_refused(tmp_path: Path, change
         load_hugging_face(directory)
 
 
+@pytest.mark.parametrize(
+    ("context", "width", "message"),
+    [
+        (1 << 24, 18, "16,777,216 tokens and heads of 18 has more than 268,435,456 numbers"),
+        (1 << 20, 128, "1,048,576 tokens and heads of 128 does not fit into memory.*can't allocate memory"),
+    ],
+)
+def test_a_huge_rotary_table_is_refused(
+    monkeypatch: pytest.MonkeyPatch, context: int, width: int, message: str
+) -> None:
+    """A context of 1 M tokens, as published models have it, is within the bound; here, the memory is too small for it."""
+    model = create_empty_model(replace(CONFIG, context_length=context, d_model=width, num_heads=1), 9, "model")
+    weights = {name: torch.zeros(tensor.shape) for name, tensor in model.state_dict().items()}
+    monkeypatch.setattr("lm.checkpoint.safe_load.RotaryEmbedding", lambda *_: torch.empty(1 << 60))
+    with pytest.raises(UserError, match=message):
+        assign_weights(model, weights, "model", "cpu")
+
+
 @pytest.mark.parametrize("changes", [{"dim": 10**400}, {"ffn_dim_multiplier": 1e308}, {"multiple_of": 10**30}])
 def test_meta_params_with_huge_numbers_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     params = {"dim": 4, "n_layers": 1, "n_heads": 2, "vocab_size": -1, **changes}
@@ -322,7 +343,7 @@ def test_meta_params_with_huge_numbers_are_refused(tmp_path: Path, changes: dict
         load_meta(tmp_path, 8)
 
 
-@pytest.mark.parametrize("kind", ["sparse", "meta"])
+@pytest.mark.parametrize("kind", ["sparse", "meta", "expanded"])
 def test_meta_weight_that_is_not_a_plain_tensor_is_refused(tmp_path: Path, kind: str) -> None:
     (tmp_path / "params.json").write_text('{"dim": 4, "n_layers": 1, "n_heads": 2, "vocab_size": -1}')
     torch.save({"tok_embeddings.weight": NOT_PLAIN[kind]}, tmp_path / "consolidated.00.pth")

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,6 +99,16 @@ def test_stop_text_ends_a_sample(tokenizer: Tokenizer) -> None:
         SampleConfig(prompts=["b"], stop=["aaa"], temperature=0, max_new_tokens=99),
     )
     assert completion.text == "" and completion.num_tokens == 3
+
+
+def test_too_little_memory_is_a_user_error(tokenizer: Tokenizer) -> None:
+    model = make_model(257)
+    config = SampleConfig(prompts=["b"], max_new_tokens=5)
+    model.hidden_states = lambda *_: torch.empty(1 << 60)  # type: ignore[method-assign,assignment]
+    with pytest.raises(UserError, match="KV cache does not fit into memory"):
+        complete(model, tokenizer, config)
+    with pytest.raises(UserError, match="KV cache does not fit into memory"):
+        list(stream_text(model, tokenizer, "b", config))
 
 
 texts = st.text(st.sampled_from("ab ßé漢😀\n"), max_size=30)
