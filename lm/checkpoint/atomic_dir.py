@@ -47,6 +47,27 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def fill_directory(directory: Path, last: str) -> Iterator[Path]:
+    """Yield a temporary directory, whose files are in ``directory``, an empty one, after the ``with`` block.
+
+    For a directory that cannot be replaced: somebody works in it, or it is a mount point. The files are synced to disk
+    first. The file ``last`` comes last, so where it is, all are. After an exception ``directory`` is empty.
+    """
+    temporary = directory / f".{os.getpid()}.tmp"
+    temporary.mkdir()
+    try:
+        yield temporary
+        paths = sorted(temporary.iterdir(), key=lambda path: path.name == last)
+        for path in paths:
+            sync_path(path)
+        for path in paths:
+            path.replace(directory / path.name)
+        sync_path(directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
 def prevent_cleanup(directory: Path) -> Iterator[None]:
     """Hold a shared lock on ``directory``, so that :func:`remove_abandoned_directories` leaves it alone."""
     descriptor = os.open(directory, os.O_RDONLY)

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lm.checkpoint.atomic_dir import atomic_directory
+from lm.checkpoint.atomic_dir import atomic_directory, fill_directory
 from lm.checkpoint.external_weights import (
     FieldTable,
     assemble_model,
@@ -142,7 +142,8 @@ def load_hugging_face(
 
 
 def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Path, details: str = "") -> None:
-    """Write a directory for transformers' ``AutoModelForCausalLM`` and ``AutoTokenizer``, atomically.
+    """Write a directory for transformers' ``AutoModelForCausalLM`` and ``AutoTokenizer``, atomically; into one that
+    exists and is empty, ``config.json`` last.
 
     A model with QK-norm becomes a Qwen3, one with biases a Qwen2, others a Llama; with experts, a Qwen3-MoE, a Mixtral
     or, with sigmoid affinities, a GLM-4-MoE. The weights keep the model's dtype. Generation stops at any special token.
@@ -206,7 +207,8 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
             **template,
         },
     }
-    with translate_write_errors(directory, (OSError, SafetensorError)), atomic_directory(directory) as temporary:
+    target = fill_directory(directory, "config.json") if directory.exists() else atomic_directory(directory)
+    with translate_write_errors(directory, (OSError, SafetensorError)), target as temporary:
         save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})  # transformers 4 requires it
         tokenizer.save_tokenizer_json(temporary / "tokenizer.json")
         card = make_model_card(directory.name, _CLASSES[model_type], model, tokenizer, details)

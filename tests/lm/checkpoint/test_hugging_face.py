@@ -144,7 +144,9 @@ def test_transformers_reads_the_dtype_and_no_default_ids(tmp_path: Path, dtype: 
 def test_export_refuses_an_existing_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out").mkdir()
     monkeypatch.chdir(tmp_path / "out")
+    (tmp_path / "out").chmod(0o700)
     model, tokenizer = make_exported(Path())
+    assert Path.cwd().samefile(tmp_path / "out") and (tmp_path / "out").stat().st_mode & 0o777 == 0o700, "not replaced"
     files = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert files == [
         *(
@@ -168,9 +170,12 @@ def test_export_refuses_an_existing_directory(tmp_path: Path, monkeypatch: pytes
 def test_export_to_a_full_disk_is_a_user_error(tmp_path: Path) -> None:
     """The writer of safetensors has an exception of its own."""
     model, tokenizer = make_exported(tmp_path / "other")
-    with pytest.raises(UserError, match=r"out cannot be written: .*File too large"), full_disk(100):
-        save_hugging_face(model, tokenizer, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["other"], "no temporary file is left"
+    (tmp_path / "empty").mkdir()
+    for name in ("out", "empty"):
+        with pytest.raises(UserError, match=rf"{name} cannot be written: .*File too large"), full_disk(100):
+            save_hugging_face(model, tokenizer, tmp_path / name)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["empty", "other"] and not [*(tmp_path / "empty").iterdir()], "no temporary file is left"
 
 
 def test_the_model_card_runs(
