@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from lm.checkpoint.external_weights import read_json_object
 from lm.checkpoint.hugging_face import load_hugging_face
 from lm.checkpoint.meta import load_meta
 from lm.checkpoint.training_state import load_model
@@ -29,6 +30,7 @@ _RANK = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+")  # a line of tiktoken's files; 
 _LLAMA3_SPECIAL_TOKENS = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
 _LLAMA3_NUM_SPECIAL_TOKENS = 256
 
+_MAX_NAMED_TOKENS = 5
 _META_CONTEXT_LENGTH = 2048  # of Llama 1, the shortest; Meta's files do not state it
 
 
@@ -38,13 +40,31 @@ def load_external(
     """Load a model in evaluation mode, and the tokenizer beside it.
 
     The model is read as :func:`load_any_model` does, the tokenizer as :func:`load_any_tokenizer` does. Rows of the
-    embedding and the head that only pad the vocabulary are removed. Raises UserError if a file is missing or damaged,
-    or if model and tokenizer do not belong together.
+    embedding and the head that only pad the vocabulary are removed, as are those of tokens that files of transformers
+    add to another tokenizer's, with a warning. Raises UserError if a file is missing or damaged, or if model and
+    tokenizer do not belong together.
     """
     model = load_any_model(directory, device)
     tokenizer = load_any_tokenizer(directory)
+    if lost := _added_tokens(directory, tokenizer.size):
+        named = ", ".join(lost[:_MAX_NAMED_TOKENS]) + (" and more" if len(lost) > _MAX_NAMED_TOKENS else "")
+        log.warning(
+            "%s adds tokens to its tokenizer's file, which is not supported: the model neither reads nor writes %s.",
+            directory,
+            named,
+        )
     shrink_vocabulary(model, tokenizer.size)
     return model, tokenizer
+
+
+def _added_tokens(directory: Path, size: int) -> list[str]:
+    """Return the tokens that the files of transformers add to a vocabulary of ``size`` ids."""
+    paths = (directory / "added_tokens.json", directory / "tokenizer_config.json")
+    added, config = (read_json_object(path) if path.exists() else {} for path in paths)
+    ids = {name: str(token_id) for name, token_id in added.items()}
+    if isinstance(decoder := config.get("added_tokens_decoder"), dict):
+        ids |= {str(about.get("content")): key for key, about in decoder.items() if isinstance(about, dict)}
+    return [name for name, token_id in ids.items() if re.fullmatch("[0-9]{1,9}", token_id) and int(token_id) >= size]
 
 
 def load_any_model(

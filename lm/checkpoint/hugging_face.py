@@ -67,13 +67,21 @@ _FIELDS: FieldTable = {
     "tie_word_embeddings": ("tied_embeddings", False),
 }
 _FIXED_FIELDS = {"hidden_act": "silu", "attention_bias": False}
-# By model_type. Qwen2 has no such field for its biases. Qwen3's heads are 128 wide unless its config says otherwise.
+# By model_type. Qwen2 has no such field for its biases.
 _FIXED_FIELDS_OF = {
     "llama": {"mlp_bias": False},
     "qwen2": {"use_sliding_window": False},
     "qwen3": {"use_sliding_window": False},
 }
-_DEFAULTS_OF: dict[str, dict[str, int]] = {"qwen3": {"head_dim": 128}}
+# Of transformers, where they differ from those of _FIELDS. Llama has as many key-value heads as heads.
+_DEFAULTS_OF: dict[str, dict[str, float]] = {
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
+    "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
+    "mixtral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "qwen3_moe": {"num_key_value_heads": 4, "max_position_embeddings": 32768},
+    "glm4_moe": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
+}
 _CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",

@@ -194,7 +194,7 @@ def split_experts(weights: dict[str, Tensor], model_type: str, config: ModelConf
 def join_experts(weights: dict[str, Tensor], model_type: str, directory: Path) -> dict[str, Tensor]:
     """Stack the matrices of experts: the reverse of :func:`split_experts`. Raises UserError if one is missing."""
     ours_of = {theirs: ours for ours, theirs in ARCHITECTURES[model_type].matrix_names.items()}
-    pattern = re.compile(rf"(.*\.experts)\.([0-9]+)\.({'|'.join(ours_of)})\.weight")
+    pattern = re.compile(rf"(.*\.experts)\.([0-9]{{1,6}})\.({'|'.join(ours_of)})\.weight")
     stacks: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
     joined: dict[str, Tensor] = {}
     for name, tensor in weights.items():

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
@@ -25,6 +25,7 @@ from lm.common.errors import TransientError, UserError
 from lm.common.runtime import Execution
 from lm.inference.llama_tokenizer import LlamaTokenizer
 from lm.model.config import ModelConfig
+from lm.model.moe_config import MoEConfig
 from lm.model.transformer import TransformerLM
 from lm.optim.adamw import AdamW
 from lm.tokenizer.pretoken_counts import SCHEMA, merge_counts, read_counts, write_counts
@@ -349,6 +350,18 @@ def test_meta_weight_that_is_not_a_plain_tensor_is_refused(tmp_path: Path, kind:
     torch.save({"tok_embeddings.weight": NOT_PLAIN[kind]}, tmp_path / "consolidated.00.pth")
     with pytest.raises(UserError, match="dict of plain tensors"):
         load_meta(tmp_path, 8)
+
+
+def test_an_expert_with_a_number_of_5000_digits_is_refused(tmp_path: Path) -> None:
+    directory = tmp_path / "mixtral"
+    config = replace(CONFIG, moe=MoEConfig(3, 2))
+    save_hugging_face(TransformerLM(config), bytes_tokenizer(["<|endoftext|>"]), directory)
+    weights = load_file(directory / "model.safetensors")
+    name = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
+    weights[name.replace(".0.w1", f".{'1' * 5000}.w1")] = weights.pop(name)
+    save_file(weights, directory / "model.safetensors")
+    with pytest.raises(UserError, match=r"the experts of .* are not complete"):
+        load_hugging_face(directory)
 
 
 def test_safetensors_of_complex_numbers_are_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Models with their tokenizers from directories of all formats."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,30 @@ def test_meta_with_sentencepiece(tmp_path: Path, vocab_size: int) -> None:
     llama = Llama.build(tmp_path, tmp_path, 64, 2)
     ids, _ = llama.generate([llama.tokenizer.encode(prompt, True, False) for prompt in config.prompts], 9, 0)
     assert [completion.text for completion in complete(model, tokenizer, config)] == [*map(tokenizer.decode, ids)]
+
+
+def test_a_warning_names_tokens_that_are_added_to_sentencepiece(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    params = GROUPED | {"vocab_size": PIECES + 4}
+    write_meta(tmp_path, params, meta_weights(params))
+    train_small_llama_tokenizer(tmp_path / "tokenizer.model")
+    decoder = {
+        "1": {"content": "<s>"},
+        str(PIECES + 1): {"content": "<|im_end|>"},
+        "9" * 5000: {"content": "x"},
+        "2": 5,
+    }
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": PIECES, "<unk>": 0, "odd": "a"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
+    model, _ = load_external(tmp_path)
+    assert model.config.vocab_size == PIECES
+    assert "the model neither reads nor writes <pad>, <|im_end|>." in caplog.text
+    (tmp_path / "added_tokens.json").unlink()
+    (tmp_path / "tokenizer_config.json").unlink()
+    caplog.clear()
+    load_external(tmp_path)
+    assert not caplog.text, "padding needs no warning"
 
 
 def test_a_checkpoint_of_this_project_beside_its_tokenizer(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate
+from lm.model.config import ModelConfig
+from lm.model.moe_config import MoEConfig
+from lm.model.transformer import TransformerLM
 from tests.helpers.llamas import assert_same_logits, assert_same_weights
 from tests.helpers.tokenizers import bytes_tokenizer
 
@@ -117,6 +121,41 @@ def test_import_and_export_are_exact(tmp_path: Path, name: str) -> None:
             assert torch.equal(weight, weights[key]), key
         if dtype == torch.float32:
             assert_same_logits(again, back)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe"])
+def test_a_missing_field_has_the_default_of_its_architecture(tmp_path: Path, model_type: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="the reference")
+    theirs = transformers.AutoConfig.for_model(model_type, hidden_size=64, num_attention_heads=32)
+    head_dim = getattr(theirs, "head_dim", None)
+    experts = {
+        "mixtral": MoEConfig(3, 2, d_expert=8),
+        "qwen3_moe": MoEConfig(3, 2, d_expert=8),
+        "glm4_moe": MoEConfig(3, 2, d_expert=8, num_shared_experts=1, affinity="sigmoid", aux_loss_weight=0.0),
+    }
+    expected = ModelConfig(
+        vocab_size=_TOKENIZER.size,
+        context_length=theirs.max_position_embeddings,
+        d_model=64,
+        num_layers=1,
+        num_heads=32,
+        num_kv_heads=theirs.num_key_value_heads,
+        head_dim=None if head_dim == 2 else head_dim,
+        d_ff=8,
+        norm_eps=theirs.rms_norm_eps,
+        rope_theta=theirs.rope_parameters["rope_theta"],
+        tied_embeddings=theirs.tie_word_embeddings,
+        qk_norm=model_type.startswith("qwen3"),
+        qkv_bias=model_type == "qwen2",
+        moe=experts.get(model_type),
+    )
+    save_hugging_face(TransformerLM(expected), _TOKENIZER, tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text()) | {"model_type": model_type, "sliding_window": None}
+    for name in ("num_key_value_heads", "max_position_embeddings", "head_dim", "rms_norm_eps", "tie_word_embeddings"):
+        del content[name]
+    del content["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert replace(load_hugging_face(tmp_path).config, moe=expected.moe) == expected
 
 
 def test_the_fields_of_transformers_4_are_read(tmp_path: Path) -> None:
