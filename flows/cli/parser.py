@@ -19,7 +19,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings  # type: ignore[attr-defined]
-from jsonargparse.typing import NonNegativeInt, PositiveInt
+from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
 
 from flows.cli.console import discard_stream, flush_messages, prepare_streams, print_message
 from flows.config import PRESETS, PipelineConfig, StageName, preset_names, preset_path
@@ -58,6 +58,9 @@ _QUANTIZE: dict[str, Any] = {
     "default": "none",
     "help": "how weights are stored: none: as saved; int8: on CPUs only. Fewer bits are faster and a little less exact",
 }
+
+_BatchSize = restricted_number_type("BatchSize", int, [(">=", 1), ("<=", 1 << 16)])
+_Megabytes = restricted_number_type("Megabytes", int, [(">=", 0), ("<=", 1 << 30)])
 
 _PIPELINE_COMMANDS = {
     "run": "Run the pipeline. Unchanged stages are taken from the cache.",
@@ -180,9 +183,9 @@ def build_parser(
     serve.add_argument("--quantize", **_QUANTIZE)
     serve.add_argument("--host", type=str, default="127.0.0.1", help="address to listen on")
     serve.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free port")
-    serve.add_argument("--max_batch_size", type=PositiveInt, default=16, help="completions computed at the same time")
+    serve.add_argument("--max_batch_size", type=_BatchSize, default=16, help="completions computed at the same time")
     cache_help = "memory for the beginnings of recent prompts, which are not computed again, in MB; 0: none"
-    serve.add_argument("--prefix_cache_mb", type=NonNegativeInt, default=256, help=cache_help)
+    serve.add_argument("--prefix_cache_mb", type=_Megabytes, default=256, help=cache_help)
     guess_help = "tokens to guess in a step from repetitions in a text, at most; 0: none"
     serve.add_argument("--speculative_tokens", type=NonNegativeInt, default=0, help=guess_help)
     key_help = "key that clients must send; the variable TEXTMILL_API_KEY holds it out of sight of other users"

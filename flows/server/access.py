@@ -1,10 +1,11 @@
-"""Who may send requests: an API key, and a limit of requests at a time for each client.
+"""Who may send requests: an API key, the name of the server, and a limit of requests at a time for each client.
 
-Both are checked before the body of a request is read, so a refused request costs nothing.
+All are checked before the body of a request is read, so a refused request costs nothing.
 """
 
 import hashlib
 import hmac
+import re
 from collections import Counter
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -13,6 +14,7 @@ from flows.server.requests import ApiError
 
 OPEN_PATHS = frozenset({"/", "/health"})
 """The page, which asks for the key itself, and the check of a load balancer."""
+_LOOPBACK_HOST = re.compile(rb"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]+)?", re.IGNORECASE)
 
 
 class AccessControl:
@@ -20,16 +22,26 @@ class AccessControl:
 
     The key is sent as ``Authorization: Bearer KEY``. A client is an IP address: that of the connection, or behind a
     proxy on this machine that of its ``X-Forwarded-For``. Without a key, and with 0 as the limit, all may send.
+
+    With ``is_private``, the answer is 421 to a ``Host`` that does not name this machine: a web page that points its own
+    name at this machine ("DNS rebinding") could use the server through the browser of someone here.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str | None = None, max_requests_per_client: int = 0) -> None:
-        self._app = app
+    def __init__(
+        self, app: ASGIApp, api_key: str | None = None, max_requests_per_client: int = 0, is_private: bool = False
+    ) -> None:
+        self._app, self._is_private = app, is_private
         self._key_digest = None if api_key is None else _digest(api_key.encode())
         self._max_requests = max_requests_per_client
         self._requests_of: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse the request, or pass it to the application."""
+        hosts = [value for name, value in scope["headers"] if name == b"host"] if self._is_private else []
+        if not all(map(_LOOPBACK_HOST.fullmatch, hosts)):
+            message = "Without an API key, the server answers requests to localhost, 127.0.0.1 or [::1] only."
+            await ApiError(421, message).response()(scope, receive, send)
+            return
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return

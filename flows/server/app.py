@@ -1,6 +1,8 @@
 """``textmill serve``: an HTTP server for a model with the completion and chat endpoints of OpenAI's API."""
 
 import asyncio
+import hashlib
+import ipaddress
 import logging
 import socket
 import time
@@ -56,10 +58,11 @@ def build_app(
     max_requests_per_client: int = 0,
     speculative_tokens: int = 0,
     identity: str = "",
+    is_private: bool = False,
 ) -> FastAPI:
     """Return the web application for ``model``, which clients call ``name``. ``app.state.scheduler`` is its scheduler.
 
-    ``api_key`` and ``max_requests_per_client`` are those of :class:`flows.server.access.AccessControl`,
+    ``api_key``, ``max_requests_per_client`` and ``is_private`` are those of :class:`flows.server.access.AccessControl`,
     ``speculative_tokens`` is that of :class:`lm.inference.config.SampleConfig`. ``identity`` is a text that changes
     with the model.
     Raises UserError if the model and the tokenizer do not match.
@@ -81,7 +84,9 @@ def build_app(
     for error_type in (ApiError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(error_type, _error_response)
     app.state.scheduler = scheduler
-    app.add_middleware(AccessControl, api_key=api_key, max_requests_per_client=max_requests_per_client)
+    app.add_middleware(
+        AccessControl, api_key=api_key, max_requests_per_client=max_requests_per_client, is_private=is_private
+    )
     app.add_middleware(CountRequests, metrics=metrics, endpoints=_ENDPOINTS)  # the outer one: it counts refusals too
 
     async def generate(http_request: Request, request_type: type[CompletionRequest] | type[ChatRequest]) -> Response:
@@ -126,8 +131,9 @@ def build_app(
         return await generate(request, ChatRequest)
 
     model_json = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "textmill"}
-    # Not OpenAI's; textmill evaluate reads them.
+    # Not OpenAI's; textmill evaluate and the page read them.
     model_json |= {"has_chat_template": chat_format.has_template, "identity": identity}
+    model_json["special_tokens"] = list(tokenizer.special_ids)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -250,6 +256,7 @@ def serve(
             f"Cannot listen on {host}, port {port}: {str(error).rstrip('.')}. Change --host or --port."
         ) from None
     with listener, suppress(KeyboardInterrupt):
+        address, port, *_ = listener.getsockname()
         model, tokenizer = resolved.load_for_inference(device, quantization)
         with explain_out_of_memory(_OUT_OF_MEMORY):
             app = build_app(
@@ -261,10 +268,12 @@ def serve(
                 api_key=api_key,
                 max_requests_per_client=max_requests_per_client,
                 speculative_tokens=speculative_tokens,
-                identity=f"{resolved.identify()} {quantization}",
+                # Hashed: it may hold the path of a directory, which is not for clients.
+                identity=hashlib.sha256(f"{resolved.identify()} {quantization}".encode()).hexdigest()[:16],
+                is_private=api_key is None and ipaddress.ip_address(address).is_loopback,
             )
         url_host = f"[{host}]" if ":" in host else host
-        url = f"http://{url_host}:{listener.getsockname()[1]}"
+        url = f"http://{url_host}:{port}"
         print(f"Serving {resolved.name} on {url}/v1 (model: textmill). Ctrl-C stops the server.", flush=True)
         print(f"Chat in a browser: {url}/", flush=True)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_SECONDS + 2)

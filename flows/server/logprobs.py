@@ -51,8 +51,9 @@ class TokenNames:
 class CompletionLogprobs:
     """Log-probabilities in the form of ``/v1/completions``, for one choice, part by part."""
 
-    def __init__(self, names: TokenNames, has_alternatives: bool) -> None:
-        self._names, self._has_alternatives = names, has_alternatives
+    def __init__(self, names: TokenNames, has_alternatives: bool, num_echoed: int) -> None:
+        """The first ``num_echoed`` tokens are the prompt's, a text of their own."""
+        self._names, self._has_alternatives, self._num_echoed = names, has_alternatives, num_echoed
         self._stream = TextStream(names.text_bytes)
         self._offset = 0
 
@@ -62,6 +63,9 @@ class CompletionLogprobs:
         for token in tokens:
             offsets.append(self._offset)
             self._offset += len(self._stream.add(token.token_id))
+            self._num_echoed -= 1
+            if self._num_echoed == 0:
+                self._offset += len(self._stream.finish())
         return {
             "tokens": [self._names.name(token.token_id) for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],

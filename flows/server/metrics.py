@@ -57,10 +57,12 @@ class ServerMetrics:
             Gauge(name, help_text, registry=registry).set_function(get)
 
     def record_completion(self, choice: Choice) -> None:
-        """Count a finished completion. It may have no token, if its client disconnected."""
+        """Count a finished completion. It may have no token, if its client disconnected. A prompt counts once, if it was
+        computed."""
         generation = choice.generation
-        self._prompt_tokens.inc(len(generation.prompt))
-        self._cached_tokens.inc(generation.num_cached_tokens)
+        if choice.is_first_of_prompt and generation.is_prefilled:
+            self._prompt_tokens.inc(len(generation.prompt))
+            self._cached_tokens.inc(generation.num_cached_tokens)
         self._completion_tokens.inc(len(generation.ids))
         self._guessed_tokens.inc(generation.num_guessed_tokens)
         self._accepted_tokens.inc(generation.num_accepted_tokens)

@@ -31,6 +31,7 @@ def _refuse_unless_empty(value: T) -> T:
 _Empty = Annotated[T, AfterValidator(_refuse_unless_empty)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
+_MAX_COUNT = 1 << 31  # numbers of thousands of digits cannot be written into a message
 _MAX_ALTERNATIVES = 20
 _MAX_BIASES = 1024
 _MAX_STOPS = 16  # OpenAI's limit is 4; tasks of evaluation harnesses have more
@@ -72,7 +73,7 @@ class GenerationRequest(_StrictModel):
     """
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=0, le=_MAX_COUNT)
     temperature: float | None = Field(None, ge=0, le=2)
     top_k: int | None = Field(None, ge=0, le=1 << 30)
     top_p: float | None = Field(None, ge=0, le=1)
@@ -81,7 +82,7 @@ class GenerationRequest(_StrictModel):
     frequency_penalty: _Penalty | None = None
     presence_penalty: _Penalty | None = None
     logit_bias: Annotated[dict[str, _Bias], Field(max_length=_MAX_BIASES)] | None = None
-    n: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=_MAX_COUNT)
     stop: str | Annotated[list[str], Field(max_length=_MAX_STOPS)] | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stream: bool | None = None
@@ -111,7 +112,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: str | _List[str] | _List[int] | _List[_List[int]]
     suffix: _Empty[str] | None = None
-    best_of: int | None = Field(None, ge=1)
+    best_of: int | None = Field(None, ge=1, le=_MAX_COUNT)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=_MAX_ALTERNATIVES)
 
@@ -179,7 +180,7 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[_List[_ChatMessage], Field(min_length=1)]
     tools: _Empty[list[Any]] | None = None
     response_format: _ResponseFormat | None = None
-    max_completion_tokens: int | None = Field(None, ge=0)
+    max_completion_tokens: int | None = Field(None, ge=0, le=_MAX_COUNT)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=_MAX_ALTERNATIVES)
 

@@ -39,6 +39,7 @@ class Choice:
     ) -> None:
         request, tokenizer = response.request, response.chat_format.tokenizer
         self.index = index
+        self.is_first_of_prompt = index % response.generated_count == 0
         self.created_at = time.monotonic()
         self.first_token_at: float | None = None
         self._response = response
@@ -50,7 +51,9 @@ class Choice:
         self._logprobs: ChatLogprobs | CompletionLogprobs = (
             ChatLogprobs(response.token_names)
             if response.is_chat
-            else CompletionLogprobs(response.token_names, request.num_alternatives > 0)
+            else CompletionLogprobs(
+                response.token_names, request.num_alternatives > 0, len(prompt) if self._has_echo else 0
+            )
         )
         self.generation, self._text = create_text_generation(
             tokenizer,
@@ -145,13 +148,13 @@ class GenerationResponse:
         self.speculative_tokens = speculative_tokens
         self.request, self.chat_format, self.token_names = request, chat_format, token_names
         self.edits = request.logit_edits(chat_format.tokenizer.size)
-        self._count, self._generated_count = request.n or 1, request.completions_per_prompt  # for each prompt
-        self.has_best_of = self._generated_count > self._count
+        self._count, self.generated_count = request.n or 1, request.completions_per_prompt  # for each prompt
+        self.has_best_of = self.generated_count > self._count
         self.is_chat = isinstance(request, ChatRequest)
         self._prompt_tokens = sum(map(len, prompts))
         self._loop, self._updates = asyncio.get_running_loop(), asyncio.Queue[Update]()
         seed = random.randrange(1 << 63) if request.seed is None else request.seed
-        repeated_prompts = [prompt for prompt in prompts for _ in range(self._generated_count)]
+        repeated_prompts = [prompt for prompt in prompts for _ in range(self.generated_count)]
         self.choices = [
             Choice(self, index, prompt, _max_tokens(request, len(prompt), context_length), (seed + index) % (1 << 63))
             for index, prompt in enumerate(repeated_prompts)
@@ -180,7 +183,7 @@ class GenerationResponse:
 
     def _usage(self) -> dict[str, Any]:
         completion_tokens = sum(len(choice.generation.ids) for choice in self.choices)
-        first_choices = self.choices[:: self._generated_count]  # a prompt counts once
+        first_choices = self.choices[:: self.generated_count]  # a prompt counts once
         cached_tokens = sum(choice.generation.num_cached_tokens for choice in first_choices)
         guessed, accepted = (
             sum(getattr(choice.generation, name) for choice in self.choices)
@@ -216,8 +219,8 @@ class GenerationResponse:
         if not self.has_best_of:
             return self.choices
         best = []
-        for start in range(0, len(self.choices), self._generated_count):
-            group = self.choices[start : start + self._generated_count]
+        for start in range(0, len(self.choices), self.generated_count):
+            group = self.choices[start : start + self.generated_count]
             best += sorted(group, key=lambda choice: -choice.mean_logprob)[: self._count]
         for index, choice in enumerate(best):
             choice.index = index

@@ -28,7 +28,8 @@ def choose_device(device: str) -> torch.device:
         present.append("mps")
     try:
         chosen = torch.device(present[-1] if device == "auto" else device)
-        torch.empty(0, device=chosen)
+        if torch.empty(0, device=chosen).is_meta:
+            raise ValueError("It computes nothing.")
     except Exception as error:  # the exception's type depends on the backend
         reason = str(error).partition("\n")[0]
         raise UserError(

@@ -19,7 +19,7 @@ class SampleConfig:
 
     temperature: float = bounded_field(0.8, ge=0, lt=math.inf)
     """Divides the logits. Lower values are more predictable; 0 always takes the most likely token."""
-    top_k: int = bounded_field(0, ge=0)
+    top_k: int = bounded_field(0, ge=0, le=1 << 30)
     """Samples from this many most likely tokens; 0 for all."""
     top_p: float = bounded_field(0.95, ge=0, le=1)
     """Samples from the smallest set of most likely tokens with at least this total probability; 1 for all."""

@@ -61,6 +61,8 @@ class Generation:
     """Log-probabilities of the prompt's ids, except the first."""
     prompt_alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
     """``alternatives`` for the prompt's ids, except the first."""
+    is_prefilled: bool = False
+    """Whether the prompt was computed."""
     num_cached_tokens: int = 0
     """Number of the prompt's tokens that were in the prefix cache."""
     num_guessed_tokens: int = 0
@@ -248,7 +250,7 @@ class Engine:
         prefilled = self.prefill(list(map(PrefillJob, rows, sequences, needs_scores)), uses_prefix_cache)
         for generation, tokens, result, is_scored in zip(generations, sequences, prefilled, needs_scores, strict=True):
             if not generation.ids:
-                generation.num_cached_tokens = result.num_cached
+                generation.is_prefilled, generation.num_cached_tokens = True, result.num_cached
             if is_scored:
                 self._score_prompt(generation, result.hidden[:-1], tokens)
         return self.model.logits(torch.stack([result.hidden[-1] for result in prefilled]))

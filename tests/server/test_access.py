@@ -2,7 +2,9 @@
 
 import asyncio
 import hmac
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from flows.cli.parser import main
 from flows.server import access
 from flows.server.access import AccessControl
 from flows.server.app import build_app
+from lm.checkpoint.hugging_face import save_hugging_face
 from lm.inference.scheduler import Scheduler
 from tests.helpers.examples import examples
 from tests.helpers.generating import LoadedModel, make_model
@@ -78,6 +81,67 @@ def test_a_request_without_the_key_costs_nothing(
     monkeypatch.setattr("flows.server.app.parse_request", fail)
     monkeypatch.setattr(Scheduler, "submit", fail)
     assert call(client.app, path, headers) == 401
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        (b"localhost:8000", 200),
+        (b"LOCALHOST", 200),
+        (b"127.0.0.1:8000", 200),
+        (b"127.0.0.1", 200),
+        (b"[::1]:8000", 200),
+        (None, 200),
+        (b"evil.example", 421),
+        (b"evil.example:8000", 421),
+        (b"127.0.0.1.evil.example", 421),
+        (b"localhost.evil.example", 421),
+        (b"10.0.0.1", 421),
+        (b"", 421),
+        (b"\xff", 421),
+    ],
+)
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models"])
+def test_a_private_server_answers_only_by_the_names_of_its_machine(path: str, host: bytes | None, status: int) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    headers = [] if host is None else [(b"host", host)]
+    assert call(AccessControl(answer, is_private=True), path, headers) == status
+    assert call(AccessControl(answer), path, headers) == 200
+    if status == 421:
+        assert call(AccessControl(answer, is_private=True), path, [(b"host", b"localhost"), *headers]) == 421
+
+
+def test_the_command_is_private_on_a_loopback_address_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "resolve_model", lambda *_: LoadedModel(make_model(257, 8).eval(), TOKENIZER))
+    found: list[bool] = []
+
+    def record(*_: Any, **options: Any) -> Any:
+        found.append(options["is_private"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flows.server.app.build_app", record)
+    for arguments in ([], ["--host", "localhost"], ["--host", "0.0.0.0"], ["--api-key", "a"]):
+        main(["serve", "--port", "0", *arguments])
+    assert found == [True, True, False, False]
+
+
+def test_clients_are_told_no_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The identity of a model is the same as long as its files are."""
+    for name in ("one", "two"):
+        save_hugging_face(make_model(257, 8).eval(), TOKENIZER, tmp_path / name)
+    found: list[str] = []
+
+    def record(*_: Any, **options: Any) -> Any:
+        found.append(options["identity"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flows.server.app.build_app", record)
+    for arguments in (["one"], ["one"], ["two"], ["one", "--quantize", "bfloat16"]):
+        main(["serve", "--port", "0", "--model", str(tmp_path / arguments[0]), *arguments[1:]])
+    assert found[0] == found[1] and len({*found}) == 3
+    assert all(re.fullmatch("[0-9a-f]{16}", identity) for identity in found)
 
 
 def test_the_answer_without_the_key_is_openais(client: TestClient) -> None:
@@ -158,7 +222,7 @@ def test_metrics_count_requests_tokens_and_latencies(client: TestClient) -> None
 
     before = read()
     assert before["textmill_running_completions",] == before["textmill_waiting_completions",] == 0
-    body = {"prompt": ["ab", "cde"], "max_tokens": 4, "n": 1, "logit_bias": {"256": -100}}  # without an end of text
+    body = {"prompt": ["ab", "cde"], "max_tokens": 4, "n": 2, "logit_bias": {"256": -100}}  # without an end of text
     assert client.post("/v1/completions", json=body, headers=bearer(KEY)).status_code == 200
     assert client.post("/v1/completions", json=body | {"stream": True}, headers=bearer(KEY)).status_code == 200
     client.post("/v1/completions", json={}, headers=bearer(KEY))
@@ -169,15 +233,15 @@ def test_metrics_count_requests_tokens_and_latencies(client: TestClient) -> None
     assert after["textmill_requests_total", "/v1/completions", "400"] == 1
     assert after["textmill_requests_total", "/v1/completions", "401"] == 1
     assert after["textmill_requests_total", "other", "404"] == 1, "clients cannot make new labels"
-    assert after["textmill_prompt_tokens_total",] == 10 and after["textmill_completion_tokens_total",] == 16
+    assert after["textmill_prompt_tokens_total",] == 10 and after["textmill_completion_tokens_total",] == 32
     assert after["textmill_request_seconds_count", "/v1/completions"] == 4
-    assert after["textmill_time_to_first_token_seconds_count",] == 4
-    assert after["textmill_time_per_output_token_seconds_count",] == 4
+    assert after["textmill_time_to_first_token_seconds_count",] == 8
+    assert after["textmill_time_per_output_token_seconds_count",] == 8
     first, whole = (
         after["textmill_time_to_first_token_seconds_sum",],
         after["textmill_request_seconds_sum", "/v1/completions"],
     )
-    assert 0 < first < 2 * whole
+    assert 0 < first < 4 * whole
     assert after["process_resident_memory_bytes",] > 1e6
 
 

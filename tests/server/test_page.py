@@ -131,6 +131,11 @@ def test_chat_with_edit_retry_and_settings() -> None:
         page.keyboard.press("Escape")
         expect(page.locator("article")).to_have_count(4)
         page.get_by_role("button", name="Edit").first.click()
+        page.get_by_label("Edited message").fill("  ")
+        page.get_by_role("button", name="Send again").click()
+        page.get_by_role("button", name="Cancel").click()
+        expect(page.locator("article")).to_have_count(4)
+        page.get_by_role("button", name="Edit").first.click()
         page.get_by_label("Edited message").fill("Other")
         page.get_by_role("button", name="Send again").click()
         expect(page.locator("article")).to_have_count(2)
@@ -214,6 +219,29 @@ def test_completion_shows_probabilities_and_alternatives() -> None:
         opened.expect_status("Done.")
         expect(tokens.first).to_have_class("token unscored")
         assert "".join(tokens.nth(i).text_content() or "" for i in range(4)) == "Once"
+
+
+def test_a_special_token_does_not_become_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands before a text that was empty, and is an alternative that continues no text, also after a completion."""
+    model = fixed_model(
+        [9.0 if token_id == ord("a") else 8.0 if token_id == 256 else 0.0 for token_id in range(257)], 64
+    )
+    slow_down(model, monkeypatch, 0.3)
+    with open_server(model) as opened:
+        page = opened.page
+        opened.set(temperature="0", max_tokens="9")
+        page.get_by_role("tab", name="Completion").click()
+        page.get_by_label("Text to continue").fill("")
+        page.get_by_label("Colour the prompt too").check()
+        page.get_by_role("button", name="Complete").click()
+        page.locator(".token").nth(3).click()
+        opened.expect_status("Done.")
+        entries = page.get_by_role("dialog", name="Alternatives").locator("li button")
+        expect(page.locator(".token").first).to_have_text("<|endoftext|>")
+        expect(entries.nth(1)).to_contain_text("<|endoftext|>")
+        expect(entries.nth(1)).to_be_disabled()
+        entries.first.click()
+        expect(page.get_by_label("Text to continue")).to_have_value("aaa")
 
 
 def test_hostile_output_is_text() -> None:

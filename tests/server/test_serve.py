@@ -214,6 +214,9 @@ def test_echo_and_logprobs(server: RunningServer) -> None:
     assert END not in nothing.text and nothing.logprobs.text_offset[:2] == [0, 0]
     plain = server.client.completions.create(**{**request, "logprobs": None}, max_tokens=3).choices[0]
     assert plain.text == longer.text and plain.logprobs is None
+    bias = {"logit_bias": {str(0xA9): 100}, "max_tokens": 2}
+    cut = server.client.completions.create(**{**request, "prompt": [0x61, 0xC3]}, **bias).choices[0]
+    assert cut.text == "a\ufffd" + 2 * "\ufffd" and cut.logprobs.text_offset == [0, 1, 2, 3], "the prompt is a text"
 
 
 @pytest.mark.parametrize(
@@ -241,6 +244,15 @@ def test_echo_and_logprobs(server: RunningServer) -> None:
         ("chat/completions", {"messages": [{"role": "user", "content": None}]}, 400, "messages"),
         ("completions", {"prompt": "a", "n": 0}, 400, "n"),
         ("completions", {"prompt": "a", "n": 10**9}, 400, "n"),
+        ("completions", b'{"prompt": ["a", "b"], "n": ' + b"9" * 4300 + b"}", 400, "n"),
+        ("completions", b'{"prompt": "a", "best_of": ' + b"9" * 4300 + b"}", 400, "best_of"),
+        ("completions", b'{"prompt": "a", "max_tokens": ' + b"9" * 4300 + b"}", 400, "max_tokens"),
+        (
+            "chat/completions",
+            b'{"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": ' + b"9" * 4300 + b"}",
+            400,
+            "max_completion_tokens",
+        ),
         ("completions", {"prompt": ["a"] * 99}, 400, "n"),
         ("completions", {"prompt": "a", "seed": 1 << 63}, 400, "seed"),
         ("completions", {"prompt": "a", "stop": ["a"] * 17}, 400, "stop"),
@@ -402,6 +414,8 @@ def test_a_disconnect_cancels_the_generation(slow: RunningServer, stream: bool) 
         slow.wait_for_generations(0)
     assert slow.post({"prompt": "a", "max_tokens": 1}).status_code == 200
     assert time.monotonic() - started < 40, "500 tokens take at least 50 s"
+    metrics = httpx.get(f"{slow.url}/metrics", timeout=CLIENT_TIMEOUT_SECONDS).text
+    assert "\ntextmill_prompt_tokens_total 2.0\n" in metrics, "without the one that left the queue"
 
 
 def test_a_full_queue_is_reported_as_429(slow: RunningServer) -> None:
@@ -446,7 +460,8 @@ def test_the_command_prints_its_url(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(uvicorn.Server, "run", run)
     assert main(["serve", "--port", "0"]) == 0
     assert "Change --host or --port" in capsys.readouterr().err
-    assert main(["serve", "--max-batch-size", "0"]) == 2
+    for option in (["--max-batch-size", "0"], ["--max-batch-size", str(10**17)], ["--prefix-cache-mb", str(10**15)]):
+        assert main(["serve", *option]) == 2
 
 
 def test_an_empty_answer_may_be_null(server: RunningServer) -> None:

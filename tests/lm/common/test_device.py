@@ -36,7 +36,7 @@ def test_absent_device_is_a_user_error() -> None:
 def test_devices() -> None:
     assert choose_device("cpu") == torch.device("cpu")
     assert choose_device("auto").type in ("cpu", "cuda", "mps")
-    for device in ("gpu", "", "CPU", "tpu:0"):
+    for device in ("gpu", "", "CPU", "tpu:0", "meta"):
         with pytest.raises(UserError, match="cannot be used; this machine has"):
             choose_device(device)
 

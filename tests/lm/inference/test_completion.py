@@ -148,6 +148,7 @@ def test_text_stream_yields_whole_characters_up_to_the_first_stop(
         {"top_p": math.nan},
         {"max_new_tokens": -1},
         {"samples": 0},
+        {"top_k": 10**400},
     ],
     ids=str,
 )
