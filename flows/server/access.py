@@ -37,12 +37,15 @@ class AccessControl:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse the request, or pass it to the application."""
-        hosts = [value for name, value in scope["headers"] if name == b"host"] if self._is_private else []
-        if not all(map(_LOOPBACK_HOST.fullmatch, hosts)):
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        hosts = [value for name, value in scope["headers"] if name == b"host"]
+        if self._is_private and not all(map(_LOOPBACK_HOST.fullmatch, hosts)):
             message = "Without an API key, the server answers requests to localhost, 127.0.0.1 or [::1] only."
             await ApiError(421, message).response()(scope, receive, send)
             return
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         if not self._has_key(scope):

@@ -57,8 +57,8 @@ class ServerMetrics:
             Gauge(name, help_text, registry=registry).set_function(get)
 
     def record_completion(self, choice: Choice) -> None:
-        """Count a finished completion. It may have no token, if its client disconnected. A prompt counts once, if it was
-        computed."""
+        """Count a finished completion. It may have no token, if its client disconnected. A prompt that was computed
+        counts once."""
         generation = choice.generation
         if choice.is_first_of_prompt and generation.is_prefilled:
             self._prompt_tokens.inc(len(generation.prompt))

@@ -464,6 +464,19 @@ def test_the_command_prints_its_url(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         assert main(["serve", *option]) == 2
 
 
+def test_a_private_server_serves_local_clients() -> None:
+    application = build_app(make_model(257, CONTEXT).eval(), TOKENIZER, "tiny", 1, is_private=True)
+    with serve_app(application) as url:
+        for host in ("127.0.0.1", "localhost"):
+            client = openai.OpenAI(base_url=f"{url}/v1".replace("127.0.0.1", host), api_key="none", max_retries=0)
+            assert (
+                client.completions.create(model="tiny", prompt="a", max_tokens=2, temperature=0).usage.completion_tokens
+                == 2
+            )
+        assert httpx.get(f"{url}/health", headers={"Host": "evil.example"}).status_code == 421
+    assert not application.state.scheduler.is_running, "it ends with the server"
+
+
 def test_an_empty_answer_may_be_null(server: RunningServer) -> None:
     dialog = [("user", "a"), ("assistant", None), ("user", "b")]
     messages = [{"role": role, "content": content} for role, content in dialog]
