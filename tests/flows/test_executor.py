@@ -19,7 +19,7 @@ from lm.common.runtime import Execution
 from tests.helpers.roots import letters, run_context
 
 ADDRESS = "tcp://scheduler:1"
-LOST = rf"^The Dask scheduler at {ADDRESS} is lost\. Start it again\. Finished parts are kept; run the same command"
+LOST = rf"^The Dask scheduler at {ADDRESS} is lost\. Start it again\. Finished groups are kept; run the same command"
 
 
 class CancelledError(Exception):
@@ -78,7 +78,7 @@ class Site:
         yield DaskRunner(self.cluster, self.run.execution)
 
     def map(self, error: BaseException | None = None) -> None:
-        """Run two parts of a stage whose tasks fail with ``error``."""
+        """Run two groups of a stage whose tasks fail with ``error``."""
         if error:
             self.cluster = Cluster(error)
         config = SimpleNamespace(data=SimpleNamespace(train=[], valid=[]))

@@ -156,4 +156,4 @@ def test_a_cache_that_is_too_large_is_explained(
     monkeypatch.setattr(app, "Scheduler", fail)
     monkeypatch.setattr(commands, "resolve_model", lambda *_: LoadedModel(make_model(TEMPLATE.size, 8), TEMPLATE))
     assert main(["serve", "--port", "0"]) == 2
-    assert "lower --max-batch-size or --prefix-cache-mb. (900 GiB)" in capsys.readouterr().err
+    assert "lower --max_batch_size or --prefix_cache_mb. (900 GiB)" in capsys.readouterr().err
