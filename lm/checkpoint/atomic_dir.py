@@ -51,7 +51,7 @@ def fill_directory(directory: Path, last: str) -> Iterator[Path]:
     """Yield a temporary directory, whose files are in ``directory``, an empty one, after the ``with`` block.
 
     For a directory that cannot be replaced: somebody works in it, or it is a mount point. The files are synced to disk
-    first. The file ``last`` comes last, so where it is, all are. After an exception ``directory`` is empty.
+    first. The file ``last`` is moved last: if it is there, all files are. After an exception ``directory`` is empty.
     """
     temporary = directory / f".{os.getpid()}.tmp"
     temporary.mkdir()

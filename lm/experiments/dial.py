@@ -142,10 +142,10 @@ def _check(choice: Choice, valid_bytes: int) -> Choice:
 
 
 def _fit_machine(choose: Callable[[float], Choice], processes: int, largest_batch: FindLargestBatch) -> Choice:
-    """Take the largest model that fits the memory with a sequence for each process, of those that ``choose`` returns.
+    """Return what ``choose`` chooses, or a smaller model if that one does not fit the memory.
 
-    ``choose`` gets a number of FLOPs per token that the model must stay below. Each process gets a sequence of each
-    batch, and the batch is divided into micro-batches that fit the memory.
+    ``choose`` gets the FLOPs per token that the model must stay below. Each process gets a sequence of each batch, and
+    the batch is divided into micro-batches that fit the memory.
     """
     choice = choose(math.inf)
     parameters = parameter_count(choice.model)["total"]

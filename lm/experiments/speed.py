@@ -13,10 +13,10 @@ from lm.common.device import choose_device, choose_precision
 from lm.common.runtime import Execution, ParallelKind
 from lm.model.config import ModelConfig
 from lm.model.flops import peak_flops
-from lm.model.memory import TrainingMemory, largest_micro_batch, predict_training_memory
+from lm.model.memory import TrainingMemory, largest_micro_batch
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
-from lm.train.parallel import available_memory
+from lm.train.parallel import available_memory, predict_memory
 from lm.train.pretraining import TrainData, make_trainer
 
 _WARM_UP_STEPS = 2
@@ -98,22 +98,12 @@ def find_largest_batch(model: ModelConfig, config: TrainConfig, execution: Execu
     If not even one fits a process that holds the whole model, the processes may divide it.
     """
     device, processes = choose_device(execution.device), execution.processes
-    is_bfloat16 = choose_precision(config.precision, device) == "bfloat16"
+    config = replace(config, precision=choose_precision(config.precision, device))
     available = available_memory(device) // (1 if device.type == "cuda" else processes)  # each has a GPU
 
     def largest(kind: ParallelKind) -> int:
         def predict(sequences: int) -> TrainingMemory:
-            return predict_training_memory(
-                model,
-                sequences,
-                config.optimizer,
-                is_bfloat16,
-                execution.activation_checkpointing,
-                config.gradient_accumulation_steps,
-                kind,
-                processes,
-                device.type,
-            )
+            return predict_memory(sequences, execution, config, model, kind, processes, device)
 
         return processes * largest_micro_batch(available, predict)
 

@@ -49,7 +49,7 @@ def choose_parallel(
     available = min(all_gather(available_memory(device)))  # all ranks choose the same
     sequences = config.batch_size // (config.gradient_accumulation_steps * world_size)
     for kind in _KINDS:
-        memory = predict_memory(sequences, execution, config, model_config, kind, device)
+        memory = predict_memory(sequences, execution, config, model_config, kind, world_size, device)
         if memory.peak <= available:
             break
     log.info(
@@ -67,10 +67,11 @@ def predict_memory(
     config: TrainConfig,
     model_config: ModelConfig,
     kind: ParallelKind,
+    world_size: int,
     device: torch.device,
 ) -> TrainingMemory:
-    """Predict the memory of this process with micro-batches of ``sequences`` full contexts, divided as ``kind`` says;
-    see :func:`lm.model.memory.predict_training_memory`."""
+    """Predict the memory of each of ``world_size`` processes with micro-batches of ``sequences`` full contexts, divided
+    as ``kind`` says; see :func:`lm.model.memory.predict_training_memory`."""
     return predict_training_memory(
         model_config,
         sequences,
@@ -79,7 +80,7 @@ def predict_memory(
         execution.activation_checkpointing,
         config.gradient_accumulation_steps,
         kind,
-        get_world_size(),
+        world_size,
         device.type,
     )
 

@@ -162,6 +162,7 @@ def profile_training(
         config=config,
         model_config=trainer.model.config,
         kind=kind,
+        world_size=trainer.world_size,
         device=device,
     )
     micro_batch = config.batch_size // (config.gradient_accumulation_steps * trainer.world_size)
