@@ -3,7 +3,6 @@
 import gzip
 import json
 import threading
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -55,8 +54,8 @@ def check_memory(measured: TrainingMemory, predicted: TrainingMemory) -> None:
 def test_the_phases_add_up_to_the_step(profile: tuple[Path, Profile]) -> None:
     check_phases(asdict(profile[1]))
     phases = profile[1].phases
-    assert phases["backward"] > phases["forward"] > 0 and phases["optimizer"] > 0
-    assert phases["communication"] < 0.05 * profile[1].seconds_per_step
+    assert all(phases[name] > 0 for name in ("data", "forward", "backward", "optimizer"))
+    assert phases["communication"] < phases["backward"], "one process waits for no other"
 
 
 @pytest.mark.parametrize(
@@ -107,19 +106,19 @@ def test_two_processes(tmp_path: Path, kind: Any) -> None:
         assert measured[name] == pytest.approx(predicted[name], rel=0.1), name
 
 
-def test_the_clock_counts_a_phase_without_the_phases_inside_it() -> None:
+def test_the_clock_counts_a_phase_without_the_phases_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100
+    monkeypatch.setattr("lm.train.profile.time.perf_counter", lambda: now)
     clock = PhaseClock(CPU)
-    started = time.perf_counter()
     with observe_phases(clock.measure), phase("backward"):
-        time.sleep(0.02)
+        now += 1
         with phase("communication"), phase("communication"):
-            time.sleep(0.05)
-        time.sleep(0.02)
-    total = time.perf_counter() - started
-    assert clock.seconds["communication"] >= 0.05 and clock.seconds["backward"] >= 0.04
-    assert clock.seconds["backward"] + clock.seconds["communication"] == pytest.approx(total, rel=0.05)
+            now += 10
+        now += 100
+    assert clock.seconds["communication"] == 10 and clock.seconds["backward"] == 101
+    now += 1000
     with phase("forward"):
-        pass
+        now += 1
     assert clock.seconds["forward"] == 0, "nothing observes"
 
 
