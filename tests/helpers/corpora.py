@@ -1,6 +1,9 @@
 """Small text sources for tests, and a reader for them."""
 
+import bz2
+import gzip
 import http.server
+import lzma
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,9 +16,27 @@ import pyarrow.parquet as pq
 from lm.text.config import DataConfig
 from lm.text.documents import stream_documents
 from lm.text.pretokenize import END_OF_TEXT
+from lm.text.sources import open_decompressed
 from lm.text.statistics import TextStatistics
+from lm.text.utf8 import decode_utf8_blocks
 
 EOT = END_OF_TEXT
+TEXT = "".join(f"Story {i}: naïve 日本語 🙂\n{EOT}\n" for i in range(300))
+
+
+def zstd(data: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+COMPRESSIONS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}
+
+
+def read_text(url: str) -> str:
+    with open_decompressed(url) as blocks:
+        return "".join(decode_utf8_blocks(blocks, url))
 
 
 def read_documents(url: str, config: DataConfig | None = None, statistics: TextStatistics | None = None) -> list[str]:
