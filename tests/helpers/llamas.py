@@ -10,7 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lm.checkpoint.hugging_face import save_hugging_face
+from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
+from lm.tokenizer.tokenizer import Tokenizer
+from tests.helpers.tokenizers import make_tokenizer
 
 # params.json without and with grouped-query attention.
 UNGROUPED = {"dim": 24, "n_layers": 2, "n_heads": 4, "vocab_size": 52, "multiple_of": 4, "norm_eps": 1e-5}
@@ -112,6 +116,23 @@ def assert_same_weights(a: TransformerLM, b: TransformerLM) -> None:
     for (name, one), other in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
         assert one.dtype == other.dtype, name
         assert torch.equal(one, other), name
+
+
+def make_exported(directory: Path, **options: Any) -> tuple[TransformerLM, Tokenizer]:
+    """Return a model and its tokenizer, exported to ``directory``."""
+    tokenizer = make_tokenizer()
+    config = ModelConfig(
+        **{"vocab_size": tokenizer.size, "context_length": 64, "d_model": 40, "num_layers": 2, "num_heads": 4}
+        | {"num_kv_heads": 2, "d_ff": 56, "rope_theta": 777.0, "norm_eps": 1e-4}
+        | options
+    )
+    torch.manual_seed(3)
+    model = TransformerLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)  # norm gains are 1, and some matrices 0, in a new model
+    save_hugging_face(model, tokenizer, directory)
+    return model, tokenizer
 
 
 def removed_file(name: str) -> Callable[[Path], None]:
