@@ -108,7 +108,7 @@ def make_base(directory: Path) -> tuple[Path, Path]:
     model_path, tokenizer_path = directory / "model", directory / "tokenizer"
     if not model_path.exists():
         root = directory / "root"
-        program = "from flows.cli.parser import main; raise SystemExit(main())"
+        program = "from flows.cli.main import main; raise SystemExit(main())"
         command = [sys.executable, "-c", program, "run", "--preset", "stories-fast"]
         files = {split: str([str(DATA / f"stories_{split}.txt.xz")]) for split in ("train", "valid")}
         subprocess.run(

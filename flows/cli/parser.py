@@ -4,14 +4,8 @@ each subcommand.
 The options that configure the pipeline come from the config dataclasses.
 """
 
-import argparse
-import errno
 import json
-import os
 import re
-import select
-import signal
-import sys
 from dataclasses import asdict, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,30 +15,14 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings  # type: ignore[attr-defined]
 from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
 
-from flows.cli.console import discard_stream, flush_messages, prepare_streams, print_message
 from flows.config import PRESETS, PipelineConfig, StageName, preset_names, preset_path
 from flows.posttrain_config import POSTTRAIN_PRESETS, Method, PosttrainConfig, PosttrainStage
-from flows.prefect_support.signals import STOPPED_MESSAGE, find_interrupt, is_sigterm, raise_terminated
-from flows.sweep_config import SWEEP_PRESETS, load_sweep
+from flows.sweep_config import SWEEP_PRESETS
 from flows.yaml_files import read_yaml
 from lm.common.errors import UserError, did_you_mean
 from lm.eval.config import EvaluationConfig, TeachConfig
 from lm.inference.config import Quantization, SampleConfig
 from lm.train.config import TrainConfig
-
-# Prefect and its ephemeral server read these settings when they are imported.
-_PREFECT_SETTINGS = {
-    # The console shows the project's own log lines. Prefect's UI shows Prefect's.
-    "PREFECT_LOGGING_LEVEL": "CRITICAL",
-    "PREFECT_LOGGING_ROOT_LEVEL": "CRITICAL",
-    "PREFECT_INTERNAL_LOGGING_LEVEL": "CRITICAL",
-    "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",
-    # Send no telemetry.
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "DO_NOT_TRACK": "1",
-    # On a busy machine, the ephemeral server needs more than the default 20 s to start.
-    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
-}
 
 _ROOT: dict[str, Any] = {"type": str, "default": "artifacts", "help": "directory or URL of all outputs"}
 _MODEL: dict[str, Any] = {
@@ -316,89 +294,3 @@ def _check_trainings(config: Namespace) -> None:
             TrainConfig(**vars(config[section]))
         except UserError as error:
             raise UserError(re.sub(r"\btrain\.", f"{section}.", str(error))) from None
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run a command and return its exit code.
-
-    0: success, also of ``serve``, which runs until it is stopped. 1: ``verify`` found damage. 2: a user error, printed
-    as one message. 130: stopped by Ctrl-C. 141: nobody reads the output any more. 143: stopped by SIGTERM. Other
-    exceptions are bugs and propagate.
-    """
-    signal.signal(signal.SIGTERM, raise_terminated)
-    prepare_streams()
-    for name, value in _PREFECT_SETTINGS.items():
-        os.environ.setdefault(name, value)
-    try:
-        code = _run(sys.argv[1:] if arguments is None else arguments)
-        if sys.stdout is not None:  # None: it was closed before the start
-            sys.stdout.flush()
-    except BaseException as error:
-        if interrupt := find_interrupt(error):
-            print_message(STOPPED_MESSAGE)
-            code = 143 if is_sigterm(interrupt) else 130
-        elif isinstance(error, UserError):
-            print_message(f"textmill: {error}")
-            code = 2
-        elif isinstance(error, BrokenPipeError) and _is_output_closed():  # e.g. head has read enough
-            discard_stream(sys.stdout)
-            code = 141
-        elif isinstance(error, OSError) and error.errno == errno.ENOSPC and _is_output_full():
-            discard_stream(sys.stdout)
-            print_message(f"textmill: The output cannot be written: {error.strerror}.")
-            code = 2
-        else:
-            raise
-    flush_messages()
-    if "flows.run_stages" in sys.modules:  # otherwise no flow can have run, and importing Prefect would take seconds
-        from flows.prefect_support.liveness import exit_if_server_is_gone
-
-        exit_if_server_is_gone(code)
-    return code
-
-
-def _is_output_closed() -> bool:
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)  # it reports errors in any case
-    return bool(poll.poll(0))
-
-
-def _is_output_full() -> bool:
-    try:
-        os.write(sys.stdout.fileno(), b"\n")
-    except OSError:
-        return True
-    return False
-
-
-def _run(arguments: list[str]) -> int:
-    preset = _preset_name(arguments)
-    is_posttrain = "posttrain" in arguments[:1]
-    sweep_base = _sweep_base(arguments) if "sweep" in arguments[:1] else None
-    parser = build_parser(**{"posttrain_preset" if is_posttrain else "preset": preset}, sweep_base=sweep_base)
-    parsed = parse(parser, arguments)
-    options: Namespace = parser.instantiate(parsed)[parsed.command]
-    if options.get("preset", preset) != preset:  # named in a file or by an abbreviation, which _preset_name ignores
-        raise UserError(f"Name the preset on the command line: --preset {options.preset}")
-    from flows.cli import commands
-
-    return getattr(commands, f"{parsed.command.replace('-', '_')}_command")(options) or 0
-
-
-def _preset_name(arguments: list[str]) -> str:
-    """Return the preset, which is needed to build the parser."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--preset", nargs="?", const="demo", default="demo")
-    return str(parser.parse_known_args(arguments)[0].preset)
-
-
-def _sweep_base(arguments: list[str]) -> PipelineConfig | None:
-    """Return the base of the sweep that a command line names, which is needed to build the parser."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--size", nargs="?", default="")
-    size, rest = parser.parse_known_args(arguments[1:])
-    if not rest or {"-h", "--help"} & {*rest}:
-        return None
-    if rest[0].startswith("-"):  # without its base, the sweep's options would be those of another configuration
-        raise UserError("Name the sweep first: textmill sweep NAME [options].")
-    return load_sweep(rest[0], size.size or "").base

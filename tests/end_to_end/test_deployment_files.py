@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from flows.cli.parser import main
+from flows.cli.main import main
 from flows.config import PRESETS, PipelineConfig, StageName, complete_config, load_preset, preset_parameters
 from flows.pipeline import pipeline
 from flows.posttrain import posttrain

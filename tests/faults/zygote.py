@@ -13,7 +13,7 @@ from importlib import import_module
 
 from tenacity import wait_random
 
-from flows.cli.parser import main
+from flows.cli.main import main
 from lm.text.retry import retry_reading, retry_request
 
 _LAZY_IMPORTS = ("matplotlib.figure", "s3fs", "torch._dynamo", "flows.posttrain")  # imported on first use

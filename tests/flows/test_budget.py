@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from flows.chain import PIPELINE
-from flows.cli.parser import build_parser, main, parse
+from flows.cli.main import main
+from flows.cli.parser import build_parser, parse
 from flows.config import PipelineConfig, has_demo_model, load_preset
 from flows.models import resolve_model
 from flows.plan import plan

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from flows.cli import commands
-from flows.cli.parser import build_parser, main, parse
+from flows.cli.main import main
+from flows.cli.parser import build_parser, parse
 from flows.config import PRESETS, PipelineConfig, preset_path
 from flows.models import RunModel, resolve_model
 from flows.prefect_support.local_stack import is_server_healthy

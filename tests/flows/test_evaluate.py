@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flows.cli.parser import main
+from flows.cli.main import main
 from flows.evaluate import evaluate_model
 from flows.server.app import build_app
 from lm.checkpoint.hugging_face import save_hugging_face

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from flows.cli.parser import main
+from flows.cli.main import main
 from flows.models import DirectoryModel, RunModel, resolve_model
 from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
 from lm.checkpoint.training_state import save_training

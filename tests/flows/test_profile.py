@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from prefect.artifacts import Artifact
 
-from flows.cli.parser import main
+from flows.cli.main import main
 from flows.config import PipelineConfig
 from flows.profile_training import profile_training
 from flows.run_record import make_run

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from flows.chain import PIPELINE
-from flows.cli.parser import main
+from flows.cli.main import main
 from flows.config import PipelineConfig, load_config
 from flows.executor import PrefectExecutor
 from flows.models import RunModel, resolve_model

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.cli.parser import main
+from flows.cli.main import main
 from flows.config import PipelineConfig
 from flows.sweep_config import SWEEP_PRESETS, load_sweep, with_base
 from lm.common.errors import UserError

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flows.cli.parser import main
+from flows.cli.main import main
 from flows.server.app import build_app
 from flows.teach import TeachResult, teach
 from lm.common.errors import UserError

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.text import Text
 from prefect.artifacts import Artifact
 
-from flows.cli.parser import main
+from flows.cli.main import main
 from flows.models import resolve_tokenizer
 from flows.tokenizer_comparison import compare
 from lm.common.errors import UserError

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from flows.cli.parser import main
+from flows.cli.main import main
 from flows.models import resolve_model
 from lm.checkpoint.training_state import read_description
 from lm.common.checksum import dumps_with_checksum, loads_with_checksum

@@ -15,7 +15,7 @@ import torch
 import yaml
 from torch import nn
 
-from flows.cli.parser import main
+from flows.cli.main import main
 from lm.checkpoint.hugging_face import load_hugging_face
 from lm.checkpoint.meta import load_meta
 from lm.checkpoint.safe_load import read_tensors

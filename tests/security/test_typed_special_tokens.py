@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flows.cli import commands
-from flows.cli.parser import main
+from flows.cli.main import main
 from flows.server.requests import ChatRequest, CompletionRequest, parse_request
 from lm.inference.chat_format import ChatFormat
 from lm.inference.completion import complete, encode_prompt, stream_text

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message, Receive, Scope, Send
 
 from flows.cli import commands
-from flows.cli.parser import main
+from flows.cli.main import main
 from flows.server import access
 from flows.server.access import AccessControl
 from flows.server.app import build_app

@@ -11,7 +11,7 @@ import torch
 from fastapi.testclient import TestClient
 
 from flows.cli import commands
-from flows.cli.parser import main
+from flows.cli.main import main
 from flows.server import app
 from flows.server.app import build_app
 from lm.data.chat_template import add_chat_tokens, encode_chat_prompt

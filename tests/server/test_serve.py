@@ -8,7 +8,7 @@ import pytest
 import uvicorn
 
 from flows.cli import commands
-from flows.cli.parser import main
+from flows.cli.main import main
 from flows.server.app import build_app
 from lm.data.dialogs import Message
 from lm.inference.chat_format import PLAIN_STOP, render_plain

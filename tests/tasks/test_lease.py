@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.parser import main
+from flows.cli.main import main
 from lm.common.errors import Stopped, UserError
 from tasks.maintenance.gc import find_garbage
 from tasks.maintenance.verify import verify

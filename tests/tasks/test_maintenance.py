@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tenacity import wait_none
 
-from flows.cli.parser import main
+from flows.cli.main import main
 from lm.checkpoint.training_state import read_description
 from lm.common.errors import TransientError, UserError
 from lm.text import retry
