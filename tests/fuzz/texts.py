@@ -144,8 +144,11 @@ def sources(choices: Choices, folder: Path) -> None:
     data = _COMPRESS[compression](data)
     path = folder / f"text{kind}{compression}"
     path.write_bytes(mutate_bytes(data, choices) if choices.below(2) else data)
-    invalid_utf8, separator_in_document = choices.pick(["error", "replace"]), choices.pick(["error", "remove"])
-    config = DataConfig([str(path)], invalid_utf8=invalid_utf8, separator_in_document=separator_in_document)
+    config = DataConfig(
+        [str(path)],
+        invalid_utf8=choices.pick(["error", "replace"]),
+        separator_in_document=choices.pick(["error", "remove"]),
+    )
     for piece in stream_documents(str(path), config, TextStatistics()):
         piece.encode()
 

@@ -31,7 +31,13 @@ def zstd(data: bytes) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-COMPRESSIONS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}
+COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstd,
+}
 
 
 def read_text(url: str) -> str:

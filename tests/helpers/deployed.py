@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
 from uuid import UUID
@@ -102,7 +103,7 @@ class Deployed:
 
     def latest(self) -> FlowRun:
         """Return the run that was created last."""
-        return max(self.client.read_flow_runs(), key=lambda run: run.created)
+        return max(self.client.read_flow_runs(), key=attrgetter("created"))
 
     def task_runs(self, run_id: UUID) -> list[TaskRun]:
         return self.client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run_id])), limit=200)

@@ -3,6 +3,7 @@
 import torch
 
 from lm.model.config import ModelConfig
+from lm.model.norm import RMSNorm
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.text_tokenizer import TextTokenizer
 
@@ -38,6 +39,7 @@ def fixed_model(logits: list[float], context_length: int = 2) -> TransformerLM:
     """Return a model whose next-token logits are always ``logits``."""
     config = ModelConfig(len(logits), context_length, d_model=4, num_layers=1, num_heads=1, d_ff=4)
     model = TransformerLM(config)
+    assert isinstance(model.ln_final, RMSNorm) and model.lm_head is not None
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()

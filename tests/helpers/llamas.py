@@ -130,7 +130,7 @@ def make_exported(directory: Path, **options: Any) -> tuple[TransformerLM, Token
     model = TransformerLM(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)  # norm gains are 1, and some matrices 0, in a new model
+            parameter.add_(0.05 * torch.randn_like(parameter))  # norm gains are 1, and some matrices 0, in a new model
     save_hugging_face(model, tokenizer, directory)
     return model, tokenizer
 

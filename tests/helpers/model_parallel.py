@@ -24,13 +24,14 @@ from tests.helpers.ranks import rank_of_test, run_ranks
 
 _BATCH, _CONTEXT, _VOCAB = 8, 12, 33
 _MAX_NORM = 0.5
+Kind = Literal["none", "tensor", "tensor+fsdp", "1f1b", "gpipe"]
 
 
 @dataclass(frozen=True)
 class Case:
     """A training."""
 
-    kind: Literal["none", "tensor", "tensor+fsdp", "1f1b", "gpipe"]
+    kind: Kind
     is_tied: bool = False
     num_kv_heads: int = 4
     has_qk_norm: bool = False

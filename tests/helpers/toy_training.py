@@ -20,6 +20,8 @@ from tests.helpers.ranks import rank_of_test
 class ToyModel(nn.Module):
     """Tied, frozen and unused weights, a buffer, and two dtypes."""
 
+    offset: Tensor
+
     def __init__(self, has_double_head: bool = True) -> None:
         super().__init__()
         self.has_double_head = has_double_head

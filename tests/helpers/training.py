@@ -99,7 +99,9 @@ def write_job(
     for name, size in (("train", 2000), ("valid", 300)):
         random_tokens(size, generator).astype("<u2").tofile(directory / f"{name}.bin")
     byte_tokenizer().save(directory / "tokenizer")
-    execution = {"threads": 1, "device": "cpu", "compile": False, "log_interval": 1, "parallel": parallel}
+    execution = Execution(
+        processes=processes, threads=1, device="cpu", compile=False, log_interval=1, parallel=parallel
+    )
     job = Job(
         config=train_config(**{**quiet, **settings}),
         model=model,
@@ -109,7 +111,7 @@ def write_job(
         bytes_per_token=1.5,
         digests={"tokenizer": "t"},
         out=".",
-        execution=Execution(processes=processes, **execution),
+        execution=execution,
     )
     job.write(out / "job.json")
     return out / "job.json"

@@ -52,7 +52,7 @@ def make_model(seed: int = 0, **options: Any) -> TransformerLM:
     model = TransformerLM(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)  # gains are 1 in a new model
+            parameter.add_(0.05 * torch.randn_like(parameter))  # gains are 1 in a new model
     return model
 
 
@@ -83,7 +83,7 @@ def expected_tensors(model: TransformerLM, directory: Path) -> dict[str, torch.T
     tensors = {names[name]: tensor.float() for name, tensor in theirs.items()}
     if not model.config.qk_norm:
         for layer, block in enumerate(model.layers):
-            for name, values in block.attn.named_parameters():
+            for name, values in block.get_submodule("attn").named_parameters():
                 if name[0] in "qk":
                     tensors[f"blk.{layer}.attn_{name[0]}.{name.rpartition('.')[2]}"] = values.detach().float()
     return tensors
@@ -135,7 +135,7 @@ def test_scaled_rotary_positions(tmp_path: Path) -> None:
     save_gguf(make_model(rope_scaling=scaling, head_dim=32), TOKENIZER, tmp_path / "llama3.gguf")
     divisors = read_tensors(tmp_path / "llama3.gguf")["rope_freqs.weight"]
     assert divisors.shape == (16,)
-    assert (divisors[0], divisors[-1]) == (1, 8), "high frequencies are kept, low ones divided"
+    assert divisors[[0, -1]].tolist() == [1, 8], "high frequencies are kept, low ones divided"
     assert len(set(divisors.tolist())) > 2
 
 

@@ -18,7 +18,7 @@ from tests.helpers.llamas import (
 )
 from tests.helpers.tokenizers import make_tokenizer
 
-_MOE_EXPORTS = {
+_MOE_EXPORTS: dict[str, dict[str, Any]] = {
     "Mixtral": {"moe": MoEConfig(d_expert=24)},
     "Mixtral tied": {"moe": MoEConfig(num_experts=4, top_k=4), "tied_embeddings": True, "d_ff": 64},
     "Qwen3Moe": {"moe": MoEConfig(normalized_gates=False, num_dense_layers=1), "qk_norm": True},

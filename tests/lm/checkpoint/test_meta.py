@@ -86,6 +86,7 @@ def test_dtype_is_kept_or_converted(tmp_path: Path) -> None:
     for dtype, expected in ((None, torch.bfloat16), (torch.float32, torch.float32)):
         model = load_meta(tmp_path, 8, dtype=dtype)
         assert {tensor.dtype for tensor in model.state_dict().values()} == {expected}
+        assert model.lm_head is not None
         assert torch.equal(model.lm_head.weight, weights["output.weight"].to(expected))
         assert torch.isfinite(model(torch.arange(8)[None])).all()
 

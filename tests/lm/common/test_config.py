@@ -18,7 +18,7 @@ from lm.common.errors import UserError
 from lm.common.runtime import Execution
 from lm.model.config import ModelConfig
 
-SECTIONS = {name: kind for name, kind in get_type_hints(PipelineConfig).items() if is_dataclass(kind)}
+SECTIONS: dict[str, Any] = {name: kind for name, kind in get_type_hints(PipelineConfig).items() if is_dataclass(kind)}
 SCHEMA = TypeAdapter(PipelineConfig).json_schema()
 
 # Listed explicitly, so that the loss of a bound fails a test. "(0" means above 0, "[0" at least 0.
@@ -83,7 +83,7 @@ EXPECTED = {
     },
 }
 # Other fields of the section that must change for a value at the bound to be valid.
-COMPANIONS = {
+COMPANIONS: dict[str, dict[str, Any]] = {
     "tokenizer.vocab_size": {"special_tokens": []},
     "model.d_model": {"num_heads": 1},
     "train.max_lr": {"min_lr": 0},

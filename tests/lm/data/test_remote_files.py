@@ -22,6 +22,7 @@ from lm.data.batches import gather_batch
 from lm.data.remote_files import fetch_directory, fetch_files
 from lm.data.token_shards import TokenShards
 from lm.text import retry
+from lm.text.sources import open_filesystem
 
 Shards = tuple[list[Path], list[str], dict[str, str]]
 
@@ -134,7 +135,12 @@ def test_the_sizes_of_files_past_the_limit_are_not_requested(
 ) -> None:
     requested: list[str] = []
     monkeypatch.setattr(remote_files, "_MAX_CONCURRENT_REQUESTS", 2)
-    monkeypatch.setattr(type(bucket), "size", lambda fs, path: requested.append(path) or 100)
+
+    def size(fs: Any, path: str) -> int:
+        requested.append(path)
+        return 100
+
+    monkeypatch.setattr(type(bucket), "size", size)
     _, urls, checksums = shards
     assert fetch_files([*urls, *urls], checksums, 50) == [*urls, *urls]
     assert sorted(requested) == ["corpus/0.bin", "corpus/1.bin"]
@@ -231,7 +237,7 @@ def test_a_request_that_fails_once_is_repeated(
     from botocore.exceptions import EndpointConnectionError  # of the extra s3, as the bucket is
 
     _, urls, _ = shards
-    fs, path = remote_files.open_filesystem(urls[0])
+    fs, path = open_filesystem(urls[0])
     failures = [EndpointConnectionError(endpoint_url="http://store")]
     original = fs.cat_file
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +15,7 @@ from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 from tests.helpers.model_parallel import Case, check_cases
 
-_SMALL = {"d_model": 32, "num_heads": 4, "d_ff": 96}
+_SMALL: dict[str, Any] = {"d_model": 32, "num_heads": 4, "d_ff": 96}
 
 
 @pytest.mark.slow

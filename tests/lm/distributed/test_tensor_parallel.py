@@ -1,6 +1,7 @@
 """A training with tensor parallelism equals the training in one process."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from lm.common.errors import UserError
 from lm.distributed import apply_tensor_parallel
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
-from tests.helpers.model_parallel import Case, check_cases
+from tests.helpers.model_parallel import Case, Kind, check_cases
 
 
 class MeshStub:
@@ -23,7 +24,7 @@ class MeshStub:
         return self.shape[0]
 
 
-def model_with(**fields: int) -> TransformerLM:
+def model_with(**fields: Any) -> TransformerLM:
     return TransformerLM(ModelConfig(**{"vocab_size": 33, "d_model": 48, "num_heads": 4, "d_ff": 64} | fields))
 
 
@@ -40,9 +41,10 @@ def test_two_processes_have_the_weights_of_one(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("is_double", [True, False])
 def test_four_processes_have_the_weights_of_one(tmp_path: Path, is_double: bool) -> None:
+    kinds: list[tuple[Kind, int]] = [("tensor", 8), ("tensor", 4), ("tensor+fsdp", 2)]
     cases = [
         Case(kind, is_tied, num_kv_heads, has_qk_norm=is_tied, has_checkpointing=is_tied, is_double=is_double, steps=10)
-        for kind, num_kv_heads in (("tensor", 8), ("tensor", 4), ("tensor+fsdp", 2))
+        for kind, num_kv_heads in kinds
         for is_tied in (False, True)
     ]
     cases.append(Case("tensor", feed_forward="relu2", norm_placement="post", logit_softcap=3.0, is_double=is_double))

@@ -4,6 +4,7 @@ The toy model has tied, frozen and unused weights, a buffer, and two dtypes.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.toy_training import ToyModel, make_adamw, toy_batches, train, trained
 
 SLOW_KINDS = ["1", "bfloat16", "AdamW", "300", str(1 << 20), "zero2", "torch.AdamW"]
-TOLERANCES = {"bfloat16": {"rtol": 0.02, "atol": 0.005}}
+TOLERANCES: dict[str, dict[str, Any]] = {"bfloat16": {"rtol": 0.02, "atol": 0.005}}
 
 
 @pytest.mark.parametrize("kind", ["fsdp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS)])

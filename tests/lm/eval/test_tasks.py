@@ -33,7 +33,7 @@ def test_gsm8k(tmp_path: Path) -> None:
 
 
 def test_math(tmp_path: Path) -> None:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"problem": "a?", "solution": r"so \boxed{\frac{1}{2}}"},
         {"problem": "b?", "answer": "3", "solution": 5},
         {"problem": "c?", "solution": "none"},
@@ -52,7 +52,7 @@ def test_math(tmp_path: Path) -> None:
 
 
 def test_mmlu(tmp_path: Path) -> None:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"question": "Which?", "options": ["red", "blue"], "answer": "B", "subject": "art"},
         {"question": "Which?", "choices": [1, 2, 3], "answer": 2},
         {"question": "Which?", "options": ["red"], "answer": "B"},

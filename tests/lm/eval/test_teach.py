@@ -99,7 +99,7 @@ def test_the_template_is_for_the_last_message(tmp_path: Path) -> None:
 
 
 def test_an_equal_question_is_asked_once(tmp_path: Path) -> None:
-    rows = [{"prompt": prompt, "ground_truth": truth} for prompt, truth in ["a1", "b1", "a1", "a2", "b1"]]
+    rows = [{"prompt": row[0], "ground_truth": row[1]} for row in ("a1", "b1", "a1", "a2", "b1")]
     (questions, repeated, _), _ = read(tmp_path, *rows)
     assert [(question.question, question.ground_truth) for question in questions] == [
         ("a", "1"),

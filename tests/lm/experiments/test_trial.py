@@ -48,7 +48,7 @@ def test_without_validation_text_the_training_loss_counts() -> None:
 
 @pytest.mark.parametrize("loss", [math.inf, math.nan, None])
 def test_a_last_loss_that_is_not_finite_is_a_divergence(loss: float | None) -> None:
-    rows = [ROWS[1], {"step": 4, "valid_loss": loss, "valid_bits_per_byte": loss}]
+    rows: list[dict[str, Any]] = [ROWS[1], {"step": 4, "valid_loss": loss, "valid_bits_per_byte": loss}]
     made = result(rows=rows, training={"steps": 4, "valid_loss": loss, "valid_bits_per_byte": loss})
     assert (made.state, made.steps, made.objective) == ("diverged", 4, None)
     assert "not finite" in made.reason

@@ -104,7 +104,7 @@ def test_stop_text_ends_a_sample(tokenizer: Tokenizer) -> None:
 def test_too_little_memory_is_a_user_error(tokenizer: Tokenizer) -> None:
     model = make_model(257)
     config = SampleConfig(prompts=["b"], max_new_tokens=5)
-    model.hidden_states = lambda *_: torch.empty(1 << 60)  # type: ignore[method-assign,assignment]
+    model.hidden_states = lambda *_: torch.empty(1 << 60)  # type: ignore[method-assign]
     with pytest.raises(UserError, match="KV cache does not fit into memory"):
         complete(model, tokenizer, config)
     with pytest.raises(UserError, match="KV cache does not fit into memory"):

@@ -100,7 +100,8 @@ def test_the_joined_weights_are_those_of_the_model() -> None:
     before = copy.deepcopy(model.state_dict())
     weights = GpuWeights(model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    model.layers[0].attn.k_proj.weight.fill_(3)
+    layers: Any = model.layers
+    layers[0].attn.k_proj.weight.fill_(3)
     assert (weights.layers[0].qkv == 3).any()
 
 

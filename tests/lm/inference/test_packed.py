@@ -46,7 +46,7 @@ def test_quantized_model_generates_the_ids_of_its_rounded_weights(variant: dict[
                 for matrix in () if stack is None else stack.data:
                     matrix[:] = dequantize(*quantize(matrix))
     if model.lm_head is None:  # the embedding is rounded only as the head
-        model.lm_head = Linear(16, 300)  # type: ignore[assignment]
+        model.lm_head = Linear(16, 300)
         model.lm_head.weight.data = dequantize(*quantize(model.token_embeddings.weight))
     check_same_ids(model, quantized)
 
@@ -73,10 +73,11 @@ def test_packed_product_with_any_number_of_rows(rows: int) -> None:
 
 def test_packed_product_adds_biases() -> None:
     layers = [Linear(24, rows, has_bias=True).requires_grad_(False) for rows in (40, 8)]
-    for layer in layers:
-        layer.bias.normal_()
+    biases: list[Any] = [layer.bias for layer in layers]
+    for bias in biases:
+        bias.normal_()
     x = torch.randn(2, 3, 24)
-    packed = PackedLinear(*(layer.weight for layer in layers), biases=[layer.bias for layer in layers])
+    packed = PackedLinear(*(layer.weight for layer in layers), biases=biases)
     expected = torch.cat([F.linear(x, layer.weight, layer.bias) for layer in layers], -1)
     torch.testing.assert_close(packed(x), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(torch.cat([layer(x) for layer in layers], -1), expected, atol=1e-5, rtol=1e-5)

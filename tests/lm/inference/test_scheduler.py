@@ -99,7 +99,11 @@ def test_requests_take_turns_in_free_rows(scheduler: Scheduler) -> None:
     gate, finished, started = Gate(), FinishRecorder(), list[str]()
 
     def record(name: str) -> Callable[[int], bool]:
-        return lambda token_id: bool(started.append(name))
+        def on_token(token_id: int) -> bool:
+            started.append(name)
+            return False
+
+        return on_token
 
     scheduler.submit([first := make_generation([1], on_token=gate)], finished)
     assert gate.reached.wait(20)

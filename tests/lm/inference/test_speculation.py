@@ -44,7 +44,7 @@ def make_models(**options: Any) -> list[TransformerLM]:
         torch.manual_seed(seed)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter += 0.1 * torch.randn_like(parameter)
+                parameter.add_(0.1 * torch.randn_like(parameter))
         models.append(model)
     return models
 

@@ -64,6 +64,6 @@ def test_indices_out_of_bounds_raise(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_no_index_of_the_kernel_tests_is_out_of_bounds() -> None:
     files = [PROJECT / "tests" / "lm" / name for name in _TEST_FILES]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--numprocesses=0", *files]
+    command: list[str | Path] = [sys.executable, "-m", "pytest", "-q", "-x", "--numprocesses=0", *files]
     done = subprocess.run(command, cwd=PROJECT, env=_debug_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-10_000:]

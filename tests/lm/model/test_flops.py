@@ -175,7 +175,8 @@ def test_counts_follow_the_roles_of_a_new_layer(monkeypatch: pytest.MonkeyPatch)
 
     def build_with_extra_matrix(self: TransformerLM, config: ModelConfig, device: str) -> None:
         build(self, config, device)
-        self.layers[0].ffn.w4 = Linear(24, 40, device, role="feed_forward")
+        layers: Any = self.layers
+        layers[0].ffn.w4 = Linear(24, 40, device, role="feed_forward")
 
     monkeypatch.setattr(TransformerLM, "__init__", build_with_extra_matrix)
     changed = replace(config, rope_theta=501.0)

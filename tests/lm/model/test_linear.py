@@ -43,7 +43,9 @@ def test_embedding_equals_torch(seed: int, shape: tuple[int, ...]) -> None:
     [(lambda: Linear(300, 500), math.sqrt(2 / 800)), (lambda: Embedding(500, 300), 1.0)],
     ids=["linear", "embedding"],
 )
-def test_initial_weights_are_normal_truncated_at_three_sigma(make: Callable[[], nn.Module], std: float) -> None:
+def test_initial_weights_are_normal_truncated_at_three_sigma(
+    make: Callable[[], Linear | Embedding], std: float
+) -> None:
     torch.manual_seed(0)
     weight = make().weight.detach() / std
     # The variance of a standard normal truncated at ±c is 1 - 2 c φ(c) / P(|x| < c).

@@ -65,16 +65,13 @@ def test_the_largest_micro_batch_fits_and_one_more_sequence_does_not(fields: dic
 def test_the_peak_of_a_divided_training(tmp_path: Path, world_size: int) -> None:
     """Of the rank with the lowest peak: gloo may hold a buffer for longer in the others."""
     kinds: list[ParallelKind] = ["ddp", "zero1", "zero2", "fsdp"]
-    cases = [
-        Case(kind, **fields)
-        for kind in kinds
-        for fields in (
-            {},
-            {"vocab_size": 4096, "sequences": 2, "optimizer": "muon"},
-            {"model": {"num_layers": 8}, "sequences": 1},
-            {"model": {"num_layers": 8}, "sequences": 1, "has_checkpointing": True},
-        )
+    options: list[dict[str, Any]] = [
+        {},
+        {"vocab_size": 4096, "sequences": 2, "optimizer": "muon"},
+        {"model": {"num_layers": 8}, "sequences": 1},
+        {"model": {"num_layers": 8}, "sequences": 1, "has_checkpointing": True},
     ]
+    cases = [Case(kind, **fields) for kind in kinds for fields in options]
     (tmp_path / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
     run_ranks("tests.helpers.training_memory", tmp_path, world_size=world_size)
     peaks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world_size)]

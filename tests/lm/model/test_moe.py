@@ -43,7 +43,7 @@ def reference_moe(x: Tensor, moe: MoE, weights: dict[str, Tensor], form: Form) -
     activation = "relu2" if form == "relu2" else "silu"
     out = functional.mix_experts(x, gates, *stacks, activation)
     if moe.shared is not None:
-        shared = (weights[f"shared.{name}.weight"][None] for name in ("w1", "w2"))
+        shared = weights["shared.w1.weight"][None], weights["shared.w2.weight"][None]
         gate = weights["shared.w3.weight"][None] if form == "swiglu" else None
         out = out + functional.mix_experts(x, torch.ones_like(x[:, :1]), *shared, gate, activation)
     return out

@@ -55,7 +55,8 @@ def test_a_model_that_is_cast_keeps_its_buffers(dtype: torch.dtype) -> None:
     """Rotary tables and the experts' bias are float32, moved with the model and not rounded."""
     config = replace(SMALL_CONFIG, moe=MoEConfig(num_experts=4, top_k=4, bias_update_rate=0.1))
     model, ids = seeded_model(config), tokens_for(config, 2, 12)
-    for layer in model.layers:
+    layers: Any = model.layers
+    for layer in layers:
         layer.ffn.expert_bias.fill_(1 / 3)
     expected, logits = {name: x.clone() for name, x in model.named_buffers()}, model(ids)
     model.to(dtype)

@@ -67,7 +67,8 @@ def test_the_kernel_of_gpus_equals_the_lists(
     group = {"lr": 0.01, "betas": (beta1, 0.95), "eps": 1e-8, "weight_decay": weight_decay}
     found_inf = torch.tensor(is_skipped, device=device)
     update(rows[0], step, group, (~found_inf).float())
-    _update(*([x] for x in rows[1]), step, group, found_inf)
+    params, grads, m, v = ([x] for x in rows[1])
+    _update(params, grads, m, v, step, group, found_inf)
     for index in (0, 2, 3):
         torch.testing.assert_close(rows[0][index], rows[1][index], rtol=1e-5, atol=1e-6)
 

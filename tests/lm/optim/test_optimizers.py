@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from lm.optim.adamw import AdamW
@@ -14,9 +14,11 @@ from lm.optim.muon import Muon
 from lm.optim.sgd import SGD
 from tests.helpers.optimizers import assert_all_close, make_parameters, set_gradients
 
+AnyOptimizer = type[SGD] | type[AdamW] | type[Muon]
+
 
 @pytest.mark.parametrize("optimizer_class", [SGD, AdamW, Muon])
-def test_restored_optimizer_continues_exactly(optimizer_class: type[torch.optim.Optimizer]) -> None:
+def test_restored_optimizer_continues_exactly(optimizer_class: AnyOptimizer) -> None:
     shapes = [(3, 4), (3, 4), (6, 2)]
     uninterrupted = make_parameters(shapes)
     optimizer = optimizer_class(uninterrupted)
@@ -34,7 +36,7 @@ def test_restored_optimizer_continues_exactly(optimizer_class: type[torch.optim.
 
 
 @pytest.mark.parametrize("optimizer_class", [SGD, AdamW, Muon])
-def test_parameters_without_gradient_do_not_change(optimizer_class: type[torch.optim.Optimizer]) -> None:
+def test_parameters_without_gradient_do_not_change(optimizer_class: AnyOptimizer) -> None:
     """Weight decay does not change them either, as in torch."""
     params = make_parameters([(3, 4), (3, 4)])
     before = params[1].detach().clone()
@@ -44,23 +46,23 @@ def test_parameters_without_gradient_do_not_change(optimizer_class: type[torch.o
 
 
 @pytest.mark.parametrize("optimizer_class", [SGD, AdamW, Muon])
-def test_closure_is_evaluated_with_gradients(optimizer_class: type[torch.optim.Optimizer]) -> None:
+def test_closure_is_evaluated_with_gradients(optimizer_class: AnyOptimizer) -> None:
     params = make_parameters([(3, 4)])
     optimizer = optimizer_class(params, lr=1e-2)
 
-    def closure() -> Tensor:
+    def closure() -> float:
         optimizer.zero_grad()
         loss = params[0].square().sum()
         loss.backward()
-        return loss
+        return loss.item()
 
-    losses = [optimizer.step(closure).item() for _ in range(5)]
+    losses: list[Any] = [optimizer.step(closure) for _ in range(5)]
     assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
     assert params[0].requires_grad
 
 
 @pytest.mark.parametrize("optimizer_class", [SGD, AdamW, Muon])
-def test_step_without_closure_returns_none(optimizer_class: type[torch.optim.Optimizer]) -> None:
+def test_step_without_closure_returns_none(optimizer_class: AnyOptimizer) -> None:
     assert optimizer_class(make_parameters([(2, 2)])).step() is None
 
 
@@ -79,7 +81,7 @@ def test_step_without_closure_returns_none(optimizer_class: type[torch.optim.Opt
         (Muon, {"weight_decay": -0.1}),
     ],
 )
-def test_invalid_hyperparameters(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+def test_invalid_hyperparameters(optimizer_class: AnyOptimizer, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         optimizer_class(make_parameters([(2, 2)]), **options)
 

@@ -31,7 +31,8 @@ def test_sequences_and_labels(tmp_path: Path) -> None:
     dataset = PackedSFTDataset(BYTES, write_rows(tmp_path / "rows.jsonl", ROWS), 32, shuffle=False)
     stream = [token_id for row in ROWS for token_id in document(row)]
     assert len(dataset) == (len(stream) - 1) // 32
-    for number, item in enumerate(dataset):  # type: ignore[arg-type]
+    for number in range(len(dataset)):
+        item = dataset[number]
         assert item["input_ids"].tolist() == stream[32 * number : 32 * number + 32]
         assert item["labels"].tolist() == stream[32 * number + 1 : 32 * number + 33]
         assert item["input_ids"].dtype == item["labels"].dtype == torch.int64
@@ -57,7 +58,7 @@ def test_shuffling_keeps_documents_whole_and_follows_the_seed(tmp_path: Path) ->
     def responses(seed: int) -> list[int]:
         torch.manual_seed(seed)
         dataset = PackedSFTDataset(BYTES, str(path), 1, shuffle=True)
-        stream = [int(item["input_ids"]) for item in dataset]  # type: ignore[arg-type]
+        stream = [int(dataset[number]["input_ids"]) for number in range(len(dataset))]
         text = BYTES.decode(stream)
         return [int(part.rpartition("\n")[2]) for part in text.split(END_OF_TEXT)]
 
@@ -79,6 +80,7 @@ def test_batches_cover_an_epoch(tmp_path: Path, shuffle: bool) -> None:
     batches = iterate_batches(dataset, 4, shuffle)
     assert len(batches) == math.ceil(len(dataset) / 4)
     rows = [row for batch in batches for row in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)]
-    expected = [(item["input_ids"].tolist(), item["labels"].tolist()) for item in dataset]  # type: ignore[arg-type]
+    items = [dataset[number] for number in range(len(dataset))]
+    expected = [(item["input_ids"].tolist(), item["labels"].tolist()) for item in items]
     assert sorted(rows) == sorted(expected)
     assert (rows == expected) is not shuffle

@@ -109,7 +109,7 @@ def test_masked_tokens_with_extreme_ratios_leave_no_nan() -> None:
     log_probs = torch.tensor([[-1.0, 0.0], [-2.0, 0.0]], requires_grad=True)
     old, mask = torch.tensor([[-1.0, -1e30], [-2.0, math.nan]]), torch.tensor([[1, 0], [1, 0]])
     for method in ("noclip", "grpo", "gspo", "cispo"):
-        loss, _ = compute_policy_gradient_loss(torch.tensor([0.0, 1.0]), log_probs, method, old, 0.2, mask)  # type: ignore[arg-type]
+        loss, _ = compute_policy_gradient_loss(torch.tensor([0.0, 1.0]), log_probs, method, old, 0.2, mask)
         total = aggregate_loss_across_microbatch(loss, mask)
         (grad,) = torch.autograd.grad(total, log_probs)
         assert total.isfinite() and torch.equal(grad, torch.tensor([[0.0, 0.0], [-0.5, 0.0]])), method
@@ -128,7 +128,8 @@ def test_masked_tokens_with_extreme_ratios_leave_no_nan() -> None:
 )
 def test_invalid_arguments_are_refused(changed: dict[str, Any], message: str) -> None:
     log_probs = torch.zeros(1, 2)
-    arguments = {"importance_reweighting_method": "grpo", "old_log_probs": log_probs, "cliprange": 0.2} | changed
+    defaults = {"importance_reweighting_method": "grpo", "old_log_probs": log_probs, "cliprange": 0.2}
+    arguments: dict[str, Any] = {**defaults, **changed}
     with pytest.raises(UserError, match=message):
         compute_policy_gradient_loss(torch.ones(1), log_probs, **arguments)
 

@@ -184,7 +184,7 @@ def test_later_updates_are_reweighted(model: TransformerLM, tmp_path: Path, meth
     assert metrics.get("clip_fraction", 0.0) == 0
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
+            parameter.add_(0.05 * torch.randn_like(parameter))
     used = [[*map(tuple, batch.input_ids.tolist())] for step in range(4) for batch in objective.micro_batches(step)]
     assert objective._responses is sampled
     assert len({row for batch in used for row in batch}) >= 15, "both epochs use all responses"

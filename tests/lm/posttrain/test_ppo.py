@@ -62,7 +62,8 @@ def test_gae_by_hand(
     advantages: list[float],
     returns: list[float],
 ) -> None:
-    result = compute_gae(*(torch.tensor([row]) for row in (rewards, values)), torch.ones(1, len(rewards)), gamma, lam)
+    mask = torch.ones(1, len(rewards))
+    result = compute_gae(torch.tensor([rewards]), torch.tensor([values]), mask, gamma, lam)
     assert [row.tolist()[0] for row in result] == [pytest.approx(advantages), pytest.approx(returns)]
 
 

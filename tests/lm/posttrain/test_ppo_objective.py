@@ -23,7 +23,8 @@ from tests.lm.posttrain.test_policy_gradient_objective import LetterReward
 
 def make_objective(model: TransformerLM, out: Path, **settings: Any) -> ProximalPolicyOptimization:
     train = quick_config(batch_size=8, gradient_accumulation_steps=settings.pop("gradient_accumulation_steps", 2))
-    config = PPOConfig(**({"train": train, "max_new_tokens": 6, "epochs_per_rollout": 2} | settings))
+    options: dict[str, Any] = {"train": train, "max_new_tokens": 6, "epochs_per_rollout": 2, **settings}
+    config = PPOConfig(**options)
     judge = add_reward_head(chat_policy(seed=5))
     return ProximalPolicyOptimization(config, model, judge, CHAT, PROBLEMS, PROBLEMS[:3], LetterReward(), {}, out)
 
@@ -66,8 +67,8 @@ def plain_loss(model: TransformerLM, reference: TransformerLM, objective: Proxim
         rewards[-1] += score_dialogs(objective.reward_model, [ended], 1)[0]
         errors = rewards + config.gamma * torch.cat([value[1:], torch.zeros(1)]) - value
         decay = config.gamma * config.gae_lambda
-        advantage = [sum(decay**k * error for k, error in enumerate(errors[t:])) for t in range(len(errors))]
-        advantages.append(torch.stack([torch.as_tensor(number) for number in advantage]).detach())
+        discounted = [sum(decay**k * error for k, error in enumerate(errors[t:])) for t in range(len(errors))]
+        advantages.append(torch.stack([torch.as_tensor(number) for number in discounted]).detach())
         targets.append(advantages[-1] + value.detach())
         log_probs.append(log_prob)
         values.append(value)

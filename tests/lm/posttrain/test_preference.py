@@ -34,7 +34,8 @@ def reference_loss(log_probs: list[float], beta: float, smoothing: float) -> flo
 @given(seeds, st.sampled_from([0.1, 0.5, 2.0]), st.sampled_from([0.0, 0.1, 0.4]))
 def test_loss_equals_the_reference(seed: int, beta: float, smoothing: float) -> None:
     log_probs = random_normal(4, 3, seed=seed, scale=2.0).double()
-    loss, metadata = compute_dpo_loss(*log_probs, beta, smoothing)
+    chosen, rejected, reference_chosen, reference_rejected = log_probs
+    loss, metadata = compute_dpo_loss(chosen, rejected, reference_chosen, reference_rejected, beta, smoothing)
     expected = [reference_loss(column.tolist(), beta, smoothing) for column in log_probs.T]
     torch.testing.assert_close(loss, torch.tensor(expected).double())
     margin = metadata["chosen_reward"] - metadata["rejected_reward"]
@@ -52,8 +53,9 @@ def test_equal_models_have_the_loss_log_2_and_push_both_answers() -> None:
 
 @pytest.mark.parametrize(("beta", "smoothing"), [(0.0, 0.0), (-1.0, 0.0), (0.1, 0.5), (0.1, -0.1), (math.nan, 0.0)])
 def test_invalid_options_are_refused(beta: float, smoothing: float) -> None:
+    zero = torch.zeros(1)
     with pytest.raises(UserError, match="beta must be above 0"):
-        compute_dpo_loss(*torch.zeros(4, 1), beta, smoothing)
+        compute_dpo_loss(zero, zero, zero, zero, beta, smoothing)
 
 
 def test_sequence_log_probs() -> None:
@@ -132,7 +134,7 @@ def test_loss_and_gradient_equal_those_of_trl(tmp_path: Path, loss_type: str, ba
     model.zero_grad()
 
     ids, mask = batch["input_ids"], batch["completion_mask"][:, 1:]
-    log_probs = []
+    log_probs: list[Tensor] = []
     for scored in (model, trainer.ref_model):
         per_token = get_response_log_probs(scored, ids[:, :-1], ids[:, 1:], return_token_entropy=False)["log_probs"]
         log_probs += compute_sequence_log_probs(per_token, mask, loss_type == "sigmoid_norm").chunk(2)

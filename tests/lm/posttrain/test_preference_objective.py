@@ -49,7 +49,7 @@ def test_the_loss_of_a_step_is_that_of_its_pairs(tmp_path: Path) -> None:
     assert sum(objective.loss_sum(model, batch).item() for batch in first) == pytest.approx(4 * 0.693147, rel=1e-4)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.02 * torch.randn_like(parameter)
+            parameter.add_(0.02 * torch.randn_like(parameter))
     seen: set[int] = set()
     for step in (0, 1):
         batches = objective.micro_batches(step)
@@ -69,7 +69,7 @@ def test_held_out_pairs_are_evaluated(tmp_path: Path) -> None:
     objective.micro_batches(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.02 * torch.randn_like(parameter)
+            parameter.add_(0.02 * torch.randn_like(parameter))
         losses = [float(plain_loss(model, reference, example, 0.5)) for example in PAIRS[:3]]
         metrics = objective.evaluate(model, is_final=True)
     assert metrics["valid_loss"] == pytest.approx(sum(losses) / 3, rel=1e-4)

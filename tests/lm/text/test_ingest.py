@@ -32,7 +32,7 @@ def test_plain_local_files_are_referenced(tmp_path: Path) -> None:
 
 
 def test_mixed_sources_keep_their_order(tmp_path: Path) -> None:
-    urls = [
+    urls: list[str | Path] = [
         write_jsonl(tmp_path / "1.jsonl", '{"text": "1"}'),
         write_text(tmp_path / "2.txt", f"2{EOT}\n"),
         tmp_path / "3.txt.gz",
@@ -112,10 +112,10 @@ def test_plain_text_in_a_bucket_is_read_in_place(bucket: Any, tmp_path: Path) ->
     bucket.pipe_file("corpus/a.txt", stories.encode())
     bucket.pipe_file("corpus/b.txt.gz", gzip.compress(stories.encode()))
     write_text(tmp_path / "a.txt", stories)
-    fields = {"valid_fraction": 0.1}
+    config = DataConfig(valid_fraction=0.1)
     remote_sources, local_sources = sources("s3://corpus/a.txt"), sources(tmp_path / "a.txt")
-    remote = ingest_sources(remote_sources, [], DataConfig(**fields), tmp_path / "remote")
-    local = ingest_sources(local_sources, [], DataConfig(**fields), tmp_path / "local")
+    remote = ingest_sources(remote_sources, [], config, tmp_path / "remote")
+    local = ingest_sources(local_sources, [], config, tmp_path / "local")
     assert remote == local
     assert [text["source"] for text in remote["train"]] == [0], "only the validation text is copied"
     assert (tmp_path / "remote/0/held-out.txt").read_bytes() == (tmp_path / "local/0/held-out.txt").read_bytes()

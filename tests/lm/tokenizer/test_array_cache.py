@@ -17,7 +17,7 @@ from lm.tokenizer import array_cache
 from lm.tokenizer import tokenizer as module
 from lm.tokenizer.added_tokens import AddedToken
 from lm.tokenizer.array_cache import make_arrays
-from lm.tokenizer.formats import gpt2, tiktoken
+from lm.tokenizer.formats import gpt2, tiktoken, tokenizer_config
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.examples import examples
 from tests.helpers.families import family_json
@@ -97,7 +97,7 @@ def test_any_vocabulary(others: set[bytes], ignore_merges: bool, start: int, tex
     vocab = {**base.vocab, **{start + 1000 + i: token for i, token in enumerate(others - set(base.vocab.values()))}}
     flagged = [AddedToken("é!", special=False, lstrip=True), AddedToken("ababa", id=start + 2000)]
     first = Tokenizer(vocab, base.merges, SPECIALS[:2], "gpt2", ignore_merges, None, flagged)
-    options = module.tokenizer_config.format_config(first.parts) | {"added_ids": first._added_ids, "ignored": []}
+    options = tokenizer_config.format_config(first.parts) | {"added_ids": first._added_ids, "ignored": []}
     assert first._fast_encoder
     tables = first.vocab, first._text_ids, first.merges, first._fast_encoder.used_merges
     arrays = make_arrays(*tables, json.loads(json.dumps(options)))

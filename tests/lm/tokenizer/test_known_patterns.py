@@ -96,6 +96,7 @@ def test_a_tokenizer_json_of_deepseek_is_read_and_written(tmp_path: Path) -> Non
 def test_the_log_says_once_that_a_pattern_is_slow(caplog: pytest.LogCaptureFixture) -> None:
     warn_of_slow_pattern.cache_clear()
     slow, fast = (Tokenizer(bytes_tokenizer().vocab, [], pattern=pattern) for pattern in (r"\w+|\W+", "gpt2"))
+    assert isinstance(slow.pattern, str)
     assert fast.encode("a b") == slow.encode("a b") == slow.encode("a b")
     assert list(count_pretokens([[b"a b"]], [], slow.pattern))
     [message] = [record.getMessage() for record in caplog.records if record.name == warn_of_slow_pattern.__module__]

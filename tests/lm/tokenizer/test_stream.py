@@ -2,7 +2,7 @@
 
 import gzip
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_counts_of_files_equal_the_reference(
 
 def test_counts_of_files_with_a_custom_pattern(files: Sequence[Path], contents: list[str], part_bytes: int) -> None:
     expected = sum((reference_counts(text, SPECIALS, CUSTOM_PATTERN) for text in contents), Counter())
-    assert to_counter([count_files(map(str, files), SPECIALS, CUSTOM_PATTERN, threads=2)]) == expected
+    assert to_counter([count_files(list(map(str, files)), SPECIALS, CUSTOM_PATTERN, threads=2)]) == expected
 
 
 @pytest.mark.parametrize("threads", THREADS)
@@ -88,13 +88,17 @@ def test_encoded_files_have_the_ids_of_the_texts(
 
 def test_one_tokenizer_in_eight_threads(contents: list[str]) -> None:
     tokenizer = make_tokenizer()
+
+    def encode_lazily(text: str) -> list[int]:
+        return list(tokenizer.encode_iterable([text]))
+
     texts = [text[i:] for i in range(8) for text in contents]
     expected = [tokenizer.encode_reference(text, SPECIALS) for text in texts]
-    lazy_expected = [list(tokenizer.encode_iterable([text])) for text in texts[::3]]
+    lazy_expected = [encode_lazily(text) for text in texts[::3]]
     with ThreadPoolExecutor(8) as pool:
         for _ in range(3):
             eager = [pool.submit(tokenizer.encode, text) for text in texts]
-            lazy = [pool.submit(lambda text=text: list(tokenizer.encode_iterable([text]))) for text in texts[::3]]
+            lazy = [pool.submit(encode_lazily, text) for text in texts[::3]]
             assert [future.result() for future in eager] == expected
             assert [future.result() for future in lazy] == lazy_expected
 
@@ -102,6 +106,7 @@ def test_one_tokenizer_in_eight_threads(contents: list[str]) -> None:
 def test_an_abandoned_encoding_does_not_affect_others(tokenizer: Tokenizer, contents: list[str]) -> None:
     for text in contents:
         iterator = tokenizer.encode_iterable([text])
+        assert isinstance(iterator, Generator)
         first = list(islice(iterator, 10))
         expected = tokenizer.encode_reference(text, SPECIALS)
         assert tokenizer.encode(text) == expected

@@ -27,8 +27,12 @@ QUIET: dict[str, Any] = {"sample_prompts": [], "eval_interval": 1000, "checkpoin
 FIGURES = {"expert_load_max", "expert_load_entropy", "dead_experts", "aux_loss", "z_loss", "expert_loads"}
 
 
+def layers_of(trainer: Trainer) -> Any:
+    return trainer.model.layers
+
+
 def biases(trainer: Trainer) -> Tensor:
-    return torch.stack([layer.ffn.expert_bias for layer in trainer.model.layers[1:]])
+    return torch.stack([layer.ffn.expert_bias for layer in layers_of(trainer)[1:]])
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -63,7 +67,7 @@ def test_a_step_in_another_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 def test_losses_are_those_of_the_papers(tmp_path: Path) -> None:
     trainer = small_trainer(tmp_path, None, replace(MIXTURE, num_layers=2), gradient_accumulation_steps=2)
-    layer, balance = trainer.model.layers[1], trainer.balance
+    layer, balance = layers_of(trainer)[1], trainer.balance
     assert balance is not None
     balance.start_step()
     inputs: list[Tensor] = []
@@ -119,14 +123,14 @@ def test_the_auxiliary_loss_balances_a_router(tmp_path: Path) -> None:
     for weight in (0.1, 0.0):
         trainer = make_unbalanced(tmp_path / str(weight), 60, 1e-2, aux_loss_weight=weight)
         with torch.no_grad():  # prefers expert 0
-            trainer.model.layers[1].ffn.router.weight *= torch.tensor([3.0, 0.1, 0.1, 0.1])[:, None]
+            layers_of(trainer)[1].ffn.router.weight *= torch.tensor([3.0, 0.1, 0.1, 0.1])[:, None]
         loads.append(np.mean(highest_loads(trainer)[-10:]))
     assert loads[0] < loads[1] - 0.4
 
 
 def test_the_bias_balances_a_router_that_does_not_learn(tmp_path: Path) -> None:
     trainer = make_unbalanced(tmp_path, 60, 0.0, bias_update_rate=0.02)
-    trainer.model.layers[1].ffn.expert_bias[0] = 0.6  # every token chooses expert 0
+    layers_of(trainer)[1].ffn.expert_bias[0] = 0.6  # every token chooses expert 0
     loads = highest_loads(trainer)
     assert loads[0] == 2.0 and np.mean(loads[-10:]) < 1.3
 

@@ -44,7 +44,7 @@ def step_results(trainer: Trainer, batch: Batch) -> dict[str, Any]:
     trainer.loss_sum = partial(masked_loss, trainer.model)
     gradients: dict[str, Tensor] = {}
     for optimizer in trainer.optimizers:
-        optimizer.step = lambda: gradients.update(  # type: ignore[method-assign, assignment, misc]
+        optimizer.step = lambda: gradients.update(  # type: ignore[method-assign, assignment]
             {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
         )
     parts = trainer.config.gradient_accumulation_steps

@@ -49,7 +49,7 @@ def random_inputs(
 
 
 def output_and_gradients(
-    attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, grad: Tensor, is_causal: bool
+    attention: Callable[..., Tensor], is_causal: bool, q: Tensor, k: Tensor, v: Tensor, grad: Tensor
 ) -> list[Tensor]:
     inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     out = attention(*inputs, is_causal)
@@ -61,8 +61,8 @@ def assert_equals_reference(form: Form, *inputs: Tensor, is_causal: bool) -> Non
 
     The saved output is rounded to the inputs' dtype. So an error of the size of the output enters all gradients.
     """
-    results = output_and_gradients(form.apply, *inputs, is_causal)
-    exact_results = output_and_gradients(reference, *(x.double() for x in inputs), is_causal)
+    results = output_and_gradients(form.apply, is_causal, *inputs)
+    exact_results = output_and_gradients(reference, is_causal, *(x.double() for x in inputs))
     tolerance = TOLERANCES[inputs[0].dtype] * max(1.0, *(float(x.detach().abs().max()) for x in exact_results))
     for name, result, exact in zip(("out", "q", "k", "v"), results, exact_results, strict=True):
         assert result.dtype == inputs[0].dtype and result.shape == exact.shape
@@ -141,8 +141,8 @@ def test_large_scores_do_not_overflow(form: Form, is_causal: bool, sign: int) ->
     q, k, v, grad = random_inputs(1, 2, 35, 16)
     q, k = 75.0 + 0.1 * q, sign * (1.0 + 0.001 * k)  # scores are 16 · ±75 / 4
     with block_sizes(16, 32):
-        results = output_and_gradients(form.apply, q, k, v, grad, is_causal)
-    exact_results = output_and_gradients(reference, *(x.double() for x in (q, k, v, grad)), is_causal)
+        results = output_and_gradients(form.apply, is_causal, q, k, v, grad)
+    exact_results = output_and_gradients(reference, is_causal, *(x.double() for x in (q, k, v, grad)))
     for result, exact in zip(results, exact_results, strict=True):
         torch.testing.assert_close(result, exact.float(), rtol=1e-3, atol=1e-3)
 
@@ -186,7 +186,7 @@ def test_memory_of_the_torch_form_grows_with_the_length() -> None:
 
     def peak(attention: Callable[..., Tensor], length: int) -> int:
         inputs = random_inputs(1, 1, length, 16)
-        return peak_tensor_bytes(lambda: output_and_gradients(attention, *inputs, True))
+        return peak_tensor_bytes(lambda: output_and_gradients(attention, True, *inputs))
 
     with block_sizes(32, 32):
         assert peak(FlashAttentionTorch.apply, 1024) < 2.1 * peak(FlashAttentionTorch.apply, 512)
@@ -197,7 +197,7 @@ def test_memory_of_the_torch_form_grows_with_the_length() -> None:
 def test_results_of_the_kernels_are_the_same_in_each_run() -> None:
     inputs = random_inputs(1, 3, 50, 16)
     with block_sizes(16, 16):
-        first, second = (output_and_gradients(FlashAttentionTriton.apply, *inputs, True) for _ in range(2))
+        first, second = (output_and_gradients(FlashAttentionTriton.apply, True, *inputs) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -207,7 +207,7 @@ def test_compiled_attention_has_the_same_gradients(form: Form) -> None:
     inputs = random_inputs(2, 2, 40, 16)
     compiled = torch.compile(lambda *arguments: form.apply(*arguments), fullgraph=True, backend="aot_eager")
     with block_sizes(16, 16):
-        results = [output_and_gradients(attention, *inputs, True) for attention in (form.apply, compiled)]
+        results = [output_and_gradients(attention, True, *inputs) for attention in (form.apply, compiled)]
     torch.testing.assert_close(results[1], results[0])
 
 
