@@ -88,7 +88,8 @@ class Rounds:
 
     def _outputs(self, root: Path, number: int) -> dict[str, Any]:
         """Return the content of each stage that the runs of a configuration made."""
-        store, outputs = Store(str(root)), {}
+        store = Store(str(root))
+        outputs: dict[str, Any] = {}
         for name in store.list_names("runs"):
             record = read_record(RunRecord, store, "runs", name) if name.endswith(".json") else None
             if record and record["config"]["tokenizer"]["vocab_size"] == VOCAB_SIZES[number]:

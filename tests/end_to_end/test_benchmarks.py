@@ -148,8 +148,8 @@ def test_the_orchestration_benchmark_downloads_no_text(tmp_path: Path, monkeypat
         return subprocess.CompletedProcess(command, 0, json.dumps({"wall": 1.0, "idle": 0.5, "cpu": 1.0}))
 
     monkeypatch.setattr(orchestration, "wait_for_server", lambda *_: None)
-    monkeypatch.setattr(orchestration.subprocess, "Popen", lambda *_, **__: MagicMock())
-    monkeypatch.setattr(orchestration.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: MagicMock())
+    monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(sys, "argv", ["orchestration", "--rounds", "1"])
     orchestration.main()
     assert [command[-1] for command in commands] == ["direct", "prefect"]

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 
@@ -84,7 +85,7 @@ def test_the_log_of_a_task_explains_why_it_ran_or_was_cached(prefect_deployed: D
     done = prefect_deployed.run("full", root=root, config=config, until="merge")
     assert done.returncode == 0, done.stdout + done.stderr
     run = prefect_deployed.latest()
-    tasks = {task.id: task.name for task in prefect_deployed.task_runs(run.id)}
+    tasks: dict[UUID | None, str] = {task.id: task.name for task in prefect_deployed.task_runs(run.id)}
 
     def lines() -> list[tuple[str | None, str]]:
         return [(tasks.get(line.task_run_id), line.message) for line in prefect_deployed.logs(run.id)]

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -44,9 +45,9 @@ def postgres() -> Iterator[str]:
         if user:
             shutil.chown(home, user)
             options |= {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
-        command = [initdb, "--pgdata", home / "data", "--username=textmill", "--auth=trust", "--no-sync"]
+        command = [initdb, "--pgdata", str(home / "data"), "--username=textmill", "--auth=trust", "--no-sync"]
         subprocess.run(command, **options)
-        control = [pg_ctl, "--pgdata", home / "data", "--wait", "--log", home / "log"]
+        control = [pg_ctl, "--pgdata", str(home / "data"), "--wait", "--log", str(home / "log")]
         server = f"-c listen_addresses=127.0.0.1 -c port={port} -c unix_socket_directories={home} -c fsync=off"
         subprocess.run([*control, "--options", server, "start"], **options | {"capture_output": False})
         try:
@@ -81,7 +82,7 @@ def test_three_runs_at_once(either: Deployed, tmp_path: Path, roots: int) -> Non
     create = either.client.create_flow_run_from_deployment  # faster than the prefect command
     runs = [create(deployment.id, parameters=values).id for values in parameters]
     for run_id in runs:
-        wait_for(lambda run_id=run_id: either.is_final(run_id), 300, "end of a run")
+        wait_for(partial(either.is_final, run_id), 300, "end of a run")
         check_finished(either, run_id)
     starts, ends = zip(*((run.start_time, run.end_time) for run in map(either.flow_run, runs)), strict=True)
     assert max(starts) < min(ends)  # they ran at the same time

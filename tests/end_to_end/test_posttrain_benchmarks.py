@@ -82,7 +82,7 @@ def test_figures_of_stories() -> None:
 def test_the_experiment_of_additions_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    short = {"steps": 2, "warmup_steps": 0, "eval_interval": 1, "checkpoint_interval": 1}
+    short: dict[str, Any] = {"steps": 2, "warmup_steps": 0, "eval_interval": 1, "checkpoint_interval": 1}
     monkeypatch.setattr(addition, "SFT", replace(addition.SFT, **short))
     monkeypatch.setattr(addition, "REINFORCE", replace(addition.REINFORCE, batch_size=16, **short))
     monkeypatch.setattr(addition, "TEST_PROBLEMS", 4)

@@ -149,8 +149,8 @@ def test_two_machines_train_as_one_process_does_and_resume_from_the_mirror(netwo
                 node.wait(200 * TIMEOUT_SCALE)
                 assert node.returncode == 0, logs()
         finally:
-            for node in range(2):
-                network.kill(node)
+            for number in range(2):
+                network.kill(number)
         assert "Training resumes at step" in logs()
         losses = read_losses(files.cat_file(f"{out}/metrics.jsonl"))
         log = run_textmill("run", root, environment, "--until", "train")

@@ -56,8 +56,8 @@ def main() -> int:
     if options.list:
         print("\n".join(f"{name} in {stage}" for stage, name in cases), list_excluded(flow), sep="\n")
         return 0
-    for number in (signal.SIGINT, signal.SIGTERM):  # print the table also if a background job is stopped
-        signal.signal(number, signal.default_int_handler)
+    for stop in (signal.SIGINT, signal.SIGTERM):  # print the table also if a background job is stopped
+        signal.signal(stop, signal.default_int_handler)
     count = len(cases) if options.rounds is None else options.rounds
     numbers = range(options.first, options.first + count) if options.round is None else [options.round]
     rounds: list[Round] = []

@@ -19,7 +19,8 @@ import yaml
 from tests.faults.flows import PIPELINE, TestedFlow
 from tests.faults.object_store import KEYS, ObjectStore
 from tests.helpers.cluster import DaskCluster, Installation
-from tests.helpers.deployed import PROJECT, Server
+from tests.helpers.deployed import Server
+from tests.helpers.processes import PROJECT
 
 _POLL_SECONDS = 0.02
 _HANG_SECONDS = 240.0  # long enough to compile the kernels on a busy machine

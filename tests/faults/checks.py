@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 from unittest.mock import patch
 
@@ -68,7 +68,7 @@ def check_outputs(expected: dict[str, dict[str, str]], root: str) -> list[str]:
     return sorted(problems)
 
 
-def check_exit(run: Process, exit_codes: set[int], pattern: str) -> list[str]:
+def check_exit(run: Process, exit_codes: Set[int], pattern: str) -> list[str]:
     """Return the problems with the end of a run after a fault.
 
     The run must succeed, or exit with one of ``exit_codes`` and a message of ``textmill:`` that matches ``pattern``. A

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +45,7 @@ class Scene:
 class Fault:
     """A fault: ``prepare`` runs before the flow, ``inject`` while it runs, ``undo`` after its end."""
 
-    exit_codes: ClassVar[set[int]] = {2}
+    exit_codes: Set[int] = frozenset({2})
     """The exit codes, other than 0, that a run with this fault may have."""
     message = ""
     """A regular expression for the error message."""
@@ -267,7 +268,7 @@ class WorkerKilled(Fault):
     """A worker of the cluster is killed. The run goes on."""
 
     on_threads = False
-    exit_codes: ClassVar[set[int]] = set()
+    exit_codes = frozenset[int]()
 
     def inject(self, scene: Scene) -> None:
         assert scene.bench.cluster

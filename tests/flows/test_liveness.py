@@ -3,12 +3,14 @@
 import os
 import signal
 from pathlib import Path
+from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
 from prefect import flow, task
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling, Completed, Pending, Running, Scheduled
 
@@ -44,13 +46,14 @@ def locks(prefect_server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return next(tmp_path.glob(f"textmill/runs/*/{run_id}_1.lock")).parent
 
 
-def create_run(state: object) -> UUID:
+def create_run(state: State[Any]) -> UUID:
     """Create a flow run in a state, with a task run that is Running and another that is Completed."""
     with get_client(sync_client=True) as client:
         run_id = client.create_flow_run(empty_flow).id
-        for number, task_state in enumerate((Running(), Completed())):
+        task_states: list[State[Any]] = [Running(), Completed()]
+        for number, task_state in enumerate(task_states):
             client.create_task_run(empty_task, run_id, str(number), name=task_state.name, state=task_state)
-        client.set_flow_run_state(run_id, state, force=True)  # type: ignore[arg-type]
+        client.set_flow_run_state(run_id, state, force=True)
     return run_id
 
 
@@ -64,7 +67,7 @@ def states(run_id: UUID) -> tuple[str | None, dict[str, str | None]]:
 @pytest.mark.parametrize(
     ("before", "after"), [(Running(), "Crashed"), (Cancelling(), "Cancelled"), (Completed(), "Completed")], ids=str
 )
-def test_a_dead_run_gets_a_final_state(locks: Path, before: object, after: str) -> None:
+def test_a_dead_run_gets_a_final_state(locks: Path, before: State[Any], after: str) -> None:
     dead = create_run(before)
     lock = locks / f"{dead}_1.lock"
     lock.touch()
@@ -88,7 +91,7 @@ def test_a_live_run_keeps_its_state_until_its_process_is_killed(locks: Path) -> 
 
 
 @pytest.mark.parametrize("state", [Scheduled(), Pending()], ids=str)
-def test_a_run_that_waits_for_its_next_start_keeps_its_state(locks: Path, state: object) -> None:
+def test_a_run_that_waits_for_its_next_start_keeps_its_state(locks: Path, state: State[Any]) -> None:
     waiting = create_run(state)
     (locks / f"{waiting}_1.lock").touch()
     hold_liveness_lock(str(uuid4()), 1)

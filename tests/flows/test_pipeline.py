@@ -6,6 +6,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -312,7 +313,7 @@ def test_a_run_with_a_wrapped_interrupt_is_reported_as_a_crash(
     with pytest.raises(Terminated):
         pipeline(config, str(tmp_path / "root"))
     with get_client(sync_client=True) as client:
-        latest = max(client.read_flow_runs(), key=lambda flow_run: flow_run.created)
+        latest = max(client.read_flow_runs(), key=attrgetter("created"))
     assert latest.state_name == "Crashed"
 
 

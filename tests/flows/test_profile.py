@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prefect.artifacts import Artifact
@@ -63,7 +64,7 @@ def test_the_command(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixt
     root = Path(tiny[-1])
     assert not (root / "train").exists(), "no model is kept"
     label = make_run(PipelineConfig(name="tiny"), str(root), "").label
-    artifact = Artifact.get(f"{label}-profile")
+    artifact: Any = Artifact.get(f"{label}-profile")
     assert artifact is not None and pictures(str(artifact.data)) == 2
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from prefect import flow
@@ -26,6 +26,7 @@ from flows.prefect_support.signals import (
 from lm.common.errors import UserError
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
 
+Error = TypeVar("Error", bound=BaseException)
 SIGNALS = [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
 
 
@@ -155,12 +156,12 @@ def test_an_error_caused_by_prefects_sigterm_handler_counts_as_stopped() -> None
             raise ValueError("Task run is not set")  # noqa: B904
 
 
-def caused_by(error: BaseException, cause: BaseException) -> BaseException:
+def caused_by(error: Error, cause: BaseException) -> Error:
     error.__cause__ = cause
     return error
 
 
-def raised_after(error: BaseException, context: BaseException) -> BaseException:
+def raised_after(error: Error, context: BaseException) -> Error:
     """Return an error as ``raise … from None`` makes it while ``context`` is handled."""
     error.__context__, error.__suppress_context__ = context, True
     return error

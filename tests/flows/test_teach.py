@@ -1,11 +1,12 @@
 """``textmill teach`` against a local endpoint: kills, time, budget and messages."""
 
 import json
+import math
 import os
 import random
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -240,13 +241,13 @@ def test_a_wrong_key_is_a_message(
     assert "sk-wrong" not in error + "".join(path.read_text() for path in tmp_path.iterdir())
 
 
-def start(endpoint: ChatEndpoint, tmp_path: Path, is_killed: Callable[[], bool], number: int) -> tuple[int, str]:
-    """Run the command, send it the signal ``number`` when it is to be killed, and return its exit code and output."""
+def start(endpoint: ChatEndpoint, tmp_path: Path, answers: float, number: signal.Signals) -> tuple[int, str]:
+    """Run the command, send it the signal ``number`` after ``answers`` answers, and return its exit code and output."""
     command = [*TEXTMILL, *arguments(endpoint, tmp_path, "--max_in_flight", "5", "--samples", "2")]
     environment = {**os.environ, **own_environment(tmp_path)}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=PROJECT, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
-        wait_for(lambda: is_killed() or process.poll() is not None, 120, "moment of the kill")
+        wait_for(lambda: len(endpoint.answered) >= answers or process.poll() is not None, 120, "moment of the kill")
         process.send_signal(number)
         output, error = process.communicate()
     return process.returncode, output + error
@@ -257,20 +258,20 @@ _SIGTERM = pytest.param(signal.SIGTERM, marks=pytest.mark.long)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, _SIGTERM])
-def test_a_killed_command_continues(number: int, tmp_path: Path) -> None:
+def test_a_killed_command_continues(number: signal.Signals, tmp_path: Path) -> None:
     def reply(asked: Asked, attempt: int) -> Reply:
         return Reply(double(asked, 0).body, delay=random.uniform(0.0, 0.1))
 
     with serve_chat(reply) as endpoint:
         for answers in (10, 35, 60):
-            code, output = start(endpoint, tmp_path, lambda count=answers: len(endpoint.answered) >= count, number)
+            code, output = start(endpoint, tmp_path, answers, number)
             assert code == {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}[number], output
             assert "Traceback" not in output
             assert not (tmp_path / "taught.jsonl").exists()
         asked_before = len(endpoint.requests)
         kept = (tmp_path / "taught.answers.jsonl").read_bytes().count(b"\n")
         assert kept >= 60 - 3 * 5
-        code, output = start(endpoint, tmp_path, lambda: False, signal.SIGKILL)
+        code, output = start(endpoint, tmp_path, math.inf, signal.SIGKILL)
         assert code == 0, output
         assert len(endpoint.requests) - asked_before == 80 - kept  # no answer in the file is asked for
         assert len(endpoint.requests) <= 80 + 3 * 5  # again at most those in flight at each kill

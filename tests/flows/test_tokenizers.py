@@ -4,6 +4,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.text import Text
@@ -86,7 +87,7 @@ def test_the_flow_publishes_the_page(place: Path) -> None:
     from flows.tokenizers import tokenizers
 
     result = tokenizers([str(place / "large")], [str(place / "plain.txt")], str(place / "root"), str(place / "out"))
-    artifact = Artifact.get("comparison-tokenizers")
+    artifact: Any = Artifact.get("comparison-tokenizers")
     assert artifact and result.page in str(artifact.data)
 
 

@@ -21,7 +21,7 @@ from tests.helpers.deployed import TINY
 from tests.helpers.training import read_rows
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
-CONFIG = TINY | {"execution": {"compile": False}}
+CONFIG: Any = TINY | {"execution": {"compile": False}}  # Prefect makes a PipelineConfig of it
 POSITIONS = 22
 
 

@@ -16,7 +16,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from flows.cli import commands
 from flows.cli.main import main
-from flows.server import access
 from flows.server.access import AccessControl
 from flows.server.app import build_app
 from lm.checkpoint.hugging_face import save_hugging_face
@@ -169,7 +168,7 @@ def test_keys_are_compared_in_constant_time(key: bytes) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(access.hmac, "compare_digest", record)
+        patch.setattr(hmac, "compare_digest", record)
         status = call(AccessControl(answer, KEY), "/v1/models", [(b"authorization", b"Bearer " + key)])
     assert status == (200 if key.strip() == KEY.encode() else 401)
     [(a, b)] = compared

@@ -92,8 +92,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if request.param == "chat":
         tokenizer = add_chat_tokens(tokenizer)
     model = make_model(tokenizer.size, CONTEXT, d_model=32, num_heads=4, num_kv_heads=2).eval()
+    assert model.lm_head is not None
     with torch.no_grad():
-        model.lm_head.weight *= 8
+        model.lm_head.weight.mul_(8)
     directory = tmp_path_factory.mktemp("exported")
     save_hugging_face(model, tokenizer, directory / "model")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32).eval()

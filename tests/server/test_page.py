@@ -22,7 +22,7 @@ from tests.helpers.serving import serve_app
 from tests.helpers.tokenizers import bytes_tokenizer
 
 pytest.importorskip("playwright", reason="playwright, which drives a browser, is not installed")
-from playwright.sync_api import Page, expect
+from playwright.sync_api import ConsoleMessage, Page, expect
 
 from tests.helpers.browser import UI_TIMEOUT_MS, find_browser, open_page
 
@@ -44,7 +44,12 @@ class OpenPage:
         self.page, self.url, self.scheduler = page, url, scheduler
         self.problems: list[str] = []
         self.requested: list[str] = []
-        page.on("console", lambda message: message.type == "error" and self.problems.append(message.text))
+
+        def record_error(message: ConsoleMessage) -> None:
+            if message.type == "error":
+                self.problems.append(message.text)
+
+        page.on("console", record_error)
         page.on("pageerror", lambda error: self.problems.append(str(error)))
         page.on("request", lambda request: self.requested.append(request.url))
         page.goto(url)

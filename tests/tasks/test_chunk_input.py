@@ -91,8 +91,8 @@ def test_groups_give_the_tokens_and_counts_of_single_chunks(tmp_path: Path, monk
     groups = [[part for ranges in islice(remaining, group["chunks"]) for part in ranges] for group in groups_of(chunks)]
     assert len(groups) < len(chunks) / 2
 
-    def tokens_and_counts(parts: list[list], name: str) -> tuple[np.ndarray, np.ndarray, dict[bytes, int]]:
-        tokens, ends, counts = [], [], dict[bytes, int]()
+    def tokens_and_counts(parts: list[list[Any]], name: str) -> tuple[np.ndarray, np.ndarray, dict[bytes, int]]:
+        tokens, ends, counts = list[np.ndarray](), list[np.ndarray](), dict[bytes, int]()
         for number, ranges in enumerate(parts, start=1):
             out = tmp_path / f"{name}-{number}"
             out.mkdir()
@@ -184,7 +184,7 @@ def test_threads_load_a_tokenizer_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tokenizer, "load", load)
     encode._load_tokenizer_once.cache_clear()
     with ThreadPoolExecutor(8) as pool:
-        tokenizers = list(pool.map(encode._load_tokenizer, [Path("somewhere")] * 8))
+        tokenizers: list[Any] = list(pool.map(encode._load_tokenizer, [Path("somewhere")] * 8))
     encode._load_tokenizer_once.cache_clear()
     assert tokenizers == ["a tokenizer"] * 8
     assert len(loaded) == 1

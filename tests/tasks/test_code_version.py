@@ -161,8 +161,9 @@ def test_a_field_that_a_newer_python_adds_empty_does_not_change_the_digest() -> 
     digest = code_version.code_digest(tree)
     for node in ast.walk(tree):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-            node._fields = (*node._fields, "new_list", "new_value")
-            node.new_list, node.new_value = [], None
+            newer: Any = node
+            newer._fields = (*node._fields, "new_list", "new_value")
+            newer.new_list, newer.new_value = [], None
         elif isinstance(node, ast.JoinedStr):
             node.values.append(ast.Constant(""))
     assert code_version.code_digest(tree) == digest

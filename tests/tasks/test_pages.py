@@ -27,6 +27,7 @@ from tasks.runtime.stage import Stage
 from tests.helpers.deployed import TINY
 from tests.helpers.roots import materialize
 
+CONFIG: Any = TINY  # Prefect makes a PipelineConfig of it
 STAGES = ["ingest", "chunk", "count", "merge", "encode", "train", "sample"]
 PAGE_TEXTS = {
     "ingest": "| documents |",
@@ -42,7 +43,7 @@ PAGE_TEXTS = {
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory, prefect_server: None) -> dict[str, Any]:
     """Return the record of a run of all stages."""
-    return pipeline(TINY, str(tmp_path_factory.mktemp("pages")))
+    return pipeline(CONFIG, str(tmp_path_factory.mktemp("pages")))
 
 
 def page_of(record: dict[str, Any], stage: str) -> str:
@@ -86,7 +87,7 @@ def test_the_pages_tell_what_rare_pretokens_cost(record: dict[str, Any]) -> None
     total = outputs_of(RunContext(record["root"], ""), record)["count"].manifest["figures"]["unique"]
     left_out = total - int(row[1].replace(",", ""))
     assert left_out > 0
-    run = pipeline(TINY | {"tokenizer": {"vocab_size": 300, "min_count": 2}}, record["root"], until="merge")
+    run = pipeline(CONFIG | {"tokenizer": {"vocab_size": 300, "min_count": 2}}, record["root"], until="merge")
     sentence = f"{left_out:,} rare pretokens, {100 - float(row[2]):.2f} % of all occurrences, were left out"
     assert sentence in page_of(run, "merge")
 
@@ -104,7 +105,7 @@ def test_the_artifacts_are_the_pages_and_a_report_of_them_all(record: dict[str, 
 
 
 def test_a_run_that_makes_nothing_uploads_a_table_alone(record: dict[str, Any]) -> None:
-    again = pipeline(TINY, record["root"], until="merge")
+    again = pipeline(CONFIG, record["root"], until="merge")
     assert {stage["state"] for stage in again["stages"].values()} == {"cached"}
     shown = artifacts(again["name"])
     assert set(shown) == {"report"}
@@ -123,7 +124,7 @@ def test_artifacts_of_other_roots_and_configurations_have_other_keys() -> None:
 
 def test_the_report_of_a_failed_run(tmp_path: Path, record: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"model\.vocab_size is 7"):
-        pipeline(TINY | {"model": {"vocab_size": 7}}, record["root"])
+        pipeline(CONFIG | {"model": {"vocab_size": 7}}, record["root"])
     newest = max(Path(record["root"]).glob("runs/*.md"), key=lambda path: path.stat().st_mtime)
     text = newest.read_text(encoding="utf-8")
     assert r"**The run failed:** model\.vocab\_size is 7" in text
@@ -196,14 +197,11 @@ def test_the_heat_map_of_experts_has_a_colour_for_each_load() -> None:
     assert "| step 20 |" in table and "| experts without a token | 1 |" in table
     image = Image.open(io.BytesIO(base64.b64decode(picture.partition("base64,")[2].rstrip(")")))).convert("RGB")
     width, height = image.size
+    counts: list[Any] = image.getcolors(width * height) or []
     colours = matplotlib.colormaps["RdBu_r"]
     for load, cells in ((2.0, 1), (0.0, 1), (1.0, 6)):
         red, green, blue = (round(255 * part) for part in colours(load / 2)[:3])
-        pixels = sum(
-            count
-            for count, (r, g, b) in image.getcolors(width * height) or []
-            if abs(r - red) + abs(g - green) + abs(b - blue) < 6
-        )
+        pixels = sum(count for count, (r, g, b) in counts if abs(r - red) + abs(g - green) + abs(b - blue) < 6)
         # The map covers about half of the picture, and each of the 8 cells an equal part of it.
         assert cells / 8 * 0.3 < pixels / (width * height) < cells / 8 * 0.9, load
     assert list(experts.expert_loads(rows[1:2], 0)) == []

@@ -1,6 +1,8 @@
 """Progress artifacts follow the work, end at 100 percent, and never delay the work."""
 
 import threading
+from functools import partial
+from operator import contains
 from typing import Any
 
 import pytest
@@ -38,7 +40,7 @@ def test_the_percentage_follows_the_work(monkeypatch: pytest.MonkeyPatch) -> Non
         with progress.show_progress("sort", 4, "card", "demo") as show:
             for number in (1, 2, 3):
                 show(number)
-                wait_for(lambda number=number: 25.0 * number in artifacts.percents, 10, "an update")
+                wait_for(partial(contains, artifacts.percents, 25.0 * number), 10, "an update")
             show(4)
 
     work()
@@ -67,13 +69,16 @@ def test_pages_follow_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     texts = [""]
 
+    def is_last(text: str) -> bool:
+        return shown[-1:] == [f"demo-sort-so-far{text}"]
+
     @flow
     def work() -> None:
         with progress.show_progress("sort", 2, "card", "demo", lambda: texts[-1]):
             wait_for(lambda: bool(artifacts.created), 10, "the progress artifact")
             for text in ("a", "b"):
                 texts.append(text)
-                wait_for(lambda text=text: shown[-1:] == [f"demo-sort-so-far{text}"], 10, "a page")
+                wait_for(partial(is_last, text), 10, "a page")
 
     work()
     assert shown == ["demo-sort-so-fara", "demo-sort-so-farb"], "each page once, and no empty page"

@@ -69,7 +69,7 @@ def test_a_source_that_changes_after_its_group_was_read_ends_the_run(
 def test_a_document_that_changes_before_it_is_held_out_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, open_ranges = write_text(tmp_path / "a.txt", f"apple{END_OF_TEXT}" * 40), text_ingest.open_ranges
+    path, open_ranges = write_text(tmp_path / "a.txt", f"apple{END_OF_TEXT}" * 40), sources.open_ranges
 
     def change(url: str, ranges: sources.ByteRanges) -> object:
         write_text(path, f"mango{END_OF_TEXT}" * 41)
@@ -86,7 +86,12 @@ def test_only_a_source_with_another_version_is_read_to_compare_it(
     store, path = run_context(tmp_path / "root").store, write_text(tmp_path / "a.txt", "apple")
     described, hashed = describe_sources([str(path)], store), list[str]()
     hash_source = sources.hash_source
-    monkeypatch.setattr("tasks.runtime.source_records.hash_source", lambda url: hashed.append(url) or hash_source(url))
+
+    def record(url: str) -> object:
+        hashed.append(url)
+        return hash_source(url)
+
+    monkeypatch.setattr("tasks.runtime.source_records.hash_source", record)
     with keep_unchanged(described, store):
         pass
     assert hashed == []
