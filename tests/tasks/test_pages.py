@@ -3,6 +3,7 @@
 import base64
 import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,8 @@ def test_a_failing_page_does_not_fail_the_stage(tmp_path: Path, caplog: pytest.L
     def body(out: Attempt, text: str) -> None:
         (out.directory / "text.txt").write_text(text)
 
-    def page(out: Attempt, text: str) -> str:
+    def page(out: Attempt, text: str) -> Iterator[str]:
+        yield "the first paragraph"
         raise ZeroDivisionError
 
     run = RunContext(str(tmp_path), "run")
