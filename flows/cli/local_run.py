@@ -7,6 +7,7 @@ from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 from flows.config import PipelineConfig, StageName
+from flows.prefect_support.temporary_server import tie_temporary_server
 from lm.common.errors import UserError
 
 R = TypeVar("R")
@@ -29,6 +30,7 @@ def run_flow(flow: Callable[..., R], *arguments: Any) -> R:
     settings = get_current_settings()
     if not settings.api.url:
         _check_prefect_home(settings.home)
+        tie_temporary_server()
     # Without heartbeats the flow ends up to a second earlier. The liveness lock replaces them.
     with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
         try:

@@ -1,6 +1,9 @@
-"""Flows in the process of a command: mistakes in Prefect's settings."""
+"""Flows in the process of a command: mistakes in Prefect's settings, and the end of its temporary server."""
 
+import os
+import subprocess
 import threading
+import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -10,6 +13,9 @@ from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
 from flows.cli.local_run import run_flow
 from lm.common.errors import UserError
+from tests.helpers.deployed import TEXTMILL, own_environment
+from tests.helpers.limits import wait_for
+from tests.helpers.processes import processes_with_variable
 
 
 @flow
@@ -48,3 +54,26 @@ def test_a_home_of_prefect_that_cannot_be_written_is_named(tmp_path: Path) -> No
     settings = temporary_settings({PREFECT_HOME: home}, restore_defaults={PREFECT_API_URL})
     with settings, pytest.raises(UserError, match=f"{home} cannot be written.*PREFECT_HOME"):
         run_flow(empty)
+
+
+@pytest.mark.slow
+def test_the_temporary_server_ends_with_a_killed_run_and_not_by_ctrl_c(tmp_path: Path) -> None:
+    """Ctrl-C reaches the process group of a command. A server that it ends cannot learn how the run ended."""
+    variable = ("TEMPORARY_SERVER_TEST", uuid.uuid4().hex)
+
+    def servers() -> list[int]:
+        commands = {process: Path(f"/proc/{process}/cmdline") for process in processes_with_variable(*variable)}
+        return [process for process, path in commands.items() if path.exists() and b"uvicorn" in path.read_bytes()]
+
+    run = subprocess.Popen(
+        [*TEXTMILL, "run", "--root", str(tmp_path / "root")],
+        env=os.environ | own_environment(tmp_path) | dict([variable]),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with run:
+        assert run.stderr and any("ingest" in line for line in run.stderr), "until the first stage runs"
+        (server,) = servers()
+        assert os.getpgid(server) != os.getpgid(run.pid)
+        run.kill()
+    wait_for(lambda: not servers(), 60, "end of the server")

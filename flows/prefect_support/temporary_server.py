@@ -1,0 +1,38 @@
+"""Prefect's temporary server, which Prefect starts for a run without a server of the user."""
+
+import atexit
+import subprocess
+from types import SimpleNamespace
+from typing import Any
+
+
+def tie_temporary_server() -> None:
+    """Have Prefect start its temporary server so that it ends when this process has ended, and not earlier.
+
+    Prefect's own start leaves it in the terminal's process group: Ctrl-C would end the server first, and Prefect would
+    then wait for it for a minute. And Prefect ends it at the exit of the interpreter only, so that it would stay for
+    good after a process that was killed. Prefect has no option for either.
+    """
+    from prefect.server.api import server
+
+    module: Any = server
+    module.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": _start_tied})
+
+
+def _start_tied(*arguments: Any, **options: Any) -> Any:
+    process = subprocess.Popen(*arguments, **options, start_new_session=True)
+    null = subprocess.DEVNULL
+    watcher = subprocess.Popen(
+        ["sh", "-c", 'read -r _; kill "$1"', "sh", str(process.pid)],
+        stdin=subprocess.PIPE,  # it reads the end of the file when this process has ended
+        stdout=null,
+        stderr=null,
+        start_new_session=True,
+    )
+    atexit.register(_end, watcher)
+    return process
+
+
+def _end(watcher: "subprocess.Popen[bytes]") -> None:
+    watcher.kill()
+    watcher.wait()
