@@ -63,14 +63,14 @@ set_parsing_settings(
 class _Parser(ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise UserError with the closest option, instead of printing the usage of 60 options."""
-        known = [option for option in self._option_string_actions if "." in option]
+        known = [*self._option_string_actions]
         for command in self._subcommands_action._name_parser_map.values() if self._subcommands_action else ():
             known += command._option_string_actions
         wrong = re.search(r"(?<=unrecognized arguments: )\S+|(?<=option ')[\w.]+", message)
         hint = did_you_mean("--" + wrong.group().partition("=")[0].lstrip("-"), known) if wrong else ""
         if missing := re.search(r"(?<=required: ).*", message):  # named as COMMAND.ARGUMENT
             message = message.replace(missing.group(), re.sub(r"\b\w+\.(?=\w)", "", missing.group()))
-        raise UserError(f"{message}{hint}. See textmill --help, textmill run --help.")
+        raise UserError(f"{message.rstrip('.')}{hint}. See textmill --help, textmill run --help.")
 
 
 class _ConfigFile(ActionConfigFile):
@@ -89,10 +89,16 @@ class _ConfigFile(ActionConfigFile):
 
 
 def build_parser(
-    preset: str = "demo", posttrain_preset: str = "demo", sweep_base: PipelineConfig | None = None
+    preset: str = "demo",
+    posttrain_preset: str = "demo",
+    sweep_base: PipelineConfig | None = None,
+    only: str | None = None,
 ) -> ArgumentParser:
     """Return the parser of all subcommands. Options that a command line omits come from the presets, and those of a
-    sweep from its base."""
+    sweep from its base.
+
+    ``only``: the subcommand that will be parsed. The others have no options of the pipeline then, which saves 0.3 s.
+    """
     description = "Turn raw text into a language model, in cached stages."
     parser = _Parser(prog="textmill", description=description, version=_installed_version())
     subcommands = parser.add_subcommands(required=True, dest="command")
@@ -103,6 +109,8 @@ def build_parser(
         return subparser
 
     def add_flow(name: str, description: str, preset: str, presets: Path, config: type, stages: Any) -> ArgumentParser:
+        if only not in (None, name):
+            return add(name, description)
         command = add(name, description, default_config_files=[str(preset_path(preset, presets))])
         names = ", ".join(preset_names(presets))
         command.add_argument("--preset", type=str, default="demo", help=f"configuration to start from: {names}")
@@ -134,7 +142,8 @@ def build_parser(
     sweep.add_argument("--root", **_ROOT)
     sweep.add_argument("--refresh", type=str, default="", help="stages to run again, separated by commas")
     sweep.add_argument("--plan", action="store_true", help="show what a run would do and why, without running it")
-    sweep.add_class_arguments(PipelineConfig)
+    if only in (None, "sweep"):
+        sweep.add_class_arguments(PipelineConfig)
     if sweep_base:
         sweep.set_defaults(_flat(asdict(sweep_base)))
 

@@ -23,7 +23,7 @@ def _start_tied(*arguments: Any, **options: Any) -> Any:
     process = subprocess.Popen(*arguments, **options, start_new_session=True)
     null = subprocess.DEVNULL
     watcher = subprocess.Popen(
-        ["sh", "-c", 'read -r _; kill "$1"', "sh", str(process.pid)],
+        ["/bin/sh", "-c", 'read -r _; kill "$1"', "sh", str(process.pid)],
         stdin=subprocess.PIPE,  # it reads the end of the file when this process has ended
         stdout=null,
         stderr=null,

@@ -55,6 +55,7 @@ def tiny(tmp_path: Path) -> Path:
     [
         (["run", "--preset", "tinystoris"], r"no preset 'tinystoris' \(did you mean 'tinystories'\?\)\. Presets: demo"),
         (["run", "--model.d_modle", "3"], r"--model\.d_modle.*did you mean '--model\.d_model'"),
+        (["sample", "--tempratur", "3"], r"--tempratur.*did you mean '--temperature'"),
         (["run", "--train.steps", "many"], r"train\.steps"),
         (["run", "--train.optimizer", "adam"], r"train\.optimizer"),
         (["run", "--until", "trian"], r"no stage 'trian' \(did you mean 'train'"),
