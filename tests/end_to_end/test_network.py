@@ -116,6 +116,7 @@ def test_the_flow_retries(flaky_url: str, tmp_path: Path, no_retry_wait: None, r
     assert text.read_bytes() == TEXT, "validation documents stay in the file"
 
 
+@pytest.mark.slow
 def test_the_flow_gives_up_after_three_retries(flaky_url: str, tmp_path: Path, no_retry_wait: None) -> None:
     FlakyHandler.replies[:] = [500] * 99
     config = load_preset("demo")

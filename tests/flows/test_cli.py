@@ -154,7 +154,8 @@ def test_a_mistake_in_a_yaml_file_names_the_file(
 def test_the_items_of_a_list_follow_its_option(items: list[str]) -> None:
     for arguments in (["--data.train", *items], [f"--data.train={items[0]}", *items[1:]]):
         parsed = parse(
-            build_parser(), ["plan", "--root", "r", *arguments, "--data.valid", "['v', \"w\"]", "--budget", "5m"]
+            build_parser(only="plan"),
+            ["plan", "--root", "r", *arguments, "--data.valid", "['v', \"w\"]", "--budget", "5m"],
         )
         assert parsed.plan.data.train == items
         assert parsed.plan.data.valid == ["v", "w"] and parsed.plan.budget == "5m"

@@ -135,6 +135,7 @@ def test_the_version_of_jieba_enters_the_keys_of_what_it_decides(
         assert [bound[title].get("jieba") for title in ("count", "encode-train", "encode-valid")] == [version] * 3
 
 
+@pytest.mark.slow
 def test_until_stops_and_refresh_reruns(run: Runner, config: PipelineConfig) -> None:
     assert run(config, until="merge") == STAGES[:4]
     assert run(config) == STAGES[4:]

@@ -41,6 +41,7 @@ def run_once(name: str, data: bytes, folder: Path) -> None:
         raise AssertionError(f"{name} fails on {data!r}") from error
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name in TARGETS if not name.startswith("kernels-")])
 def test_hostile_input_is_read_or_refused(name: str, tmp_path: Path) -> None:
@@ -50,6 +51,7 @@ def test_hostile_input_is_read_or_refused(name: str, tmp_path: Path) -> None:
         run_once(name, source.randbytes(source.randrange(300)), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_equal_their_references(name: str, tmp_path: Path) -> None:
     assert make_target(f"kernels-{name}", tmp_path)(b"\0") > 0

@@ -24,6 +24,7 @@ def check_weights_and_figures(directory: Path, cases: list[Case], world_size: in
                 assert error.max() <= tolerance, f"{name} of {case}"
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_weights_of_one(tmp_path: Path) -> None:
     # With AdamW a gradient that is missing in the first step is seen for long.
     cases = [Case(kind, is_tied=True, optimizer="muon", steps=4) for kind in KINDS]

@@ -79,6 +79,7 @@ def test_tokens_are_at_most_four_epochs() -> None:
         choose_configuration(Budget(5e7, "tokens"), 20_000, 0, 2, 1, guess, never, many)
 
 
+@pytest.mark.slow
 @FEW_EXAMPLES
 @given(st.floats(60, 1e6), st.floats(1e9, 1e15), st.integers(10**4, 10**11), st.floats(0, 60))
 def test_time_is_spent(seconds: float, rate: float, train_bytes: int, start: float) -> None:
@@ -205,6 +206,7 @@ def test_a_batch_that_does_not_fit_is_accumulated(largest: int, parts: int) -> N
     assert (choice.train.batch_size, choice.train.gradient_accumulation_steps) == (32, parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [Budget(1e17, "flops"), Budget(1e9, "tokens"), Budget(1e6, "seconds")])
 def test_a_model_that_does_not_fit_the_memory_is_not_chosen(budget: Budget) -> None:
     def largest_batch(model: ModelConfig, train: TrainConfig) -> int:

@@ -33,6 +33,7 @@ def test_prepared_model_generates_the_same_ids(variant: dict[str, Any]) -> None:
     check_same_ids(model, prepare_for_inference(copy.deepcopy(model)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_quantized_model_generates_the_ids_of_its_rounded_weights(variant: dict[str, Any]) -> None:
     model = make_model(300, 40, **variant)

@@ -200,6 +200,7 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return totals
 
 
+@pytest.mark.slow
 def test_hard_texts_are_encoded_and_counted_in_linear_time(
     tokenizer: Tokenizer, text: str, bytes_read: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +221,7 @@ def test_hard_texts_are_encoded_and_counted_in_linear_time(
         assert len(data) <= bytes_read["count_pretokens"] <= 6 * len(data)
 
 
+@pytest.mark.slow
 def test_hard_texts_with_wide_ids_and_an_empty_cache(text: str) -> None:
     tokenizer = with_wide_ids(make_tokenizer())
     expected = tokenizer.encode_reference(text, [])

@@ -22,6 +22,7 @@ from lm.train.trainer import Trainer
 from tests.helpers.training import MODEL, small_trainer, weights_equal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", ["at once", "after the backward pass", "none"])
 def test_failing_compilation_warns_and_trains_without(
     tmp_path: Path, finished: Trainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: str
