@@ -162,7 +162,7 @@ class Trainer:
         )
         if self.step % self.config.checkpoint_interval and best_step != self.step:
             self.off_schedule_checkpoint = self.out / name
-        log.info("Training resumes at step %s from %s.", f"{self.step:,}", previous / name)
+        log.info("Training resumes at step %s from %s.", f"{self.step:,}", previous.resolve() / name)
         return True
 
     def run(
