@@ -171,7 +171,7 @@ print("compiled:", sum(sum(kernel.stats.cache_misses.values()) for kernel in KER
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_pattern_and_wider_ids_are_compiled_ahead_of_time(copy: Path, tmp_path: Path) -> None:
     arguments = "import sys; sys.argv[1:] = ['--pattern', 'llama3', '--id-bits', '32']; "
     start(copy, arguments + COMPILE_ALL, tmp_path / "cache")
@@ -203,7 +203,7 @@ print("never run:", [kernel.py_func.__name__ for kernel in KERNELS if not kernel
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_pipeline_compiles_nothing_after_compilation_ahead_of_time(copy: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     (copy / "text.txt").write_text("One day.<|endoftext|>Two days, \u20ac 3.\n" * 40)

@@ -119,7 +119,7 @@ def random_texts(count: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["demo", *PATTERNS])
+@pytest.mark.parametrize("name", ["demo", *(pytest.param(name, marks=pytest.mark.long) for name in PATTERNS)])
 def test_ids_equal_the_reference_on_100_000_texts(request: pytest.FixtureRequest, name: str) -> None:
     if name == "gpt2":
         tokenizer = request.getfixturevalue("gpt2")

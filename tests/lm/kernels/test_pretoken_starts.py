@@ -46,7 +46,7 @@ def test_starts_equal_the_pattern_at_the_end_of_a_block(filler: str, pattern: st
             assert find_starts(data, after=b"s \x80e", pattern=pattern) == expected_starts(data, pattern), data
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 def test_starts_equal_the_pattern_for_every_character(pattern: str) -> None:
     """All characters of all planes, each after a letter, a digit, a space and itself."""

@@ -15,9 +15,11 @@ from tests.helpers.examples import examples
 from tests.helpers.tokenizers import stable_text
 from tests.lm.tokenizer.test_families import LANGUAGES
 
+_FIRST, *_OTHERS = QUICKTOK
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pattern", QUICKTOK)
+@pytest.mark.parametrize("pattern", [_FIRST, *(pytest.param(name, marks=pytest.mark.long) for name in _OTHERS)])
 def test_a_published_vocabulary_gives_the_ids_of_tiktoken(pattern: str) -> None:
     quicktok: Any = pytest.importorskip("quicktok", reason="quicktok is not installed")
     tiktoken: Any = pytest.importorskip("tiktoken", reason="tiktoken is not installed")
