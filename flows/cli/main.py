@@ -86,10 +86,10 @@ def _is_output_full() -> bool:
 
 def _run(arguments: list[str]) -> int:
     preset = _preset_name(arguments)
-    is_posttrain = "posttrain" in arguments[:1]
-    sweep_base = _sweep_base(arguments) if "sweep" in arguments[:1] else None
-    presets = {"posttrain_preset" if is_posttrain else "preset": preset}
-    parser = build_parser(**presets, sweep_base=sweep_base, only=arguments[0] if arguments else None)
+    command = arguments[0] if arguments else None
+    presets = {"posttrain_preset" if command == "posttrain" else "preset": preset}
+    sweep_base = _sweep_base(arguments) if command == "sweep" else None
+    parser = build_parser(**presets, sweep_base=sweep_base, only=command)
     parsed = parse(parser, arguments)
     options: Namespace = parser.instantiate(parsed)[parsed.command]
     if options.get("preset", preset) != preset:  # named in a file or by an abbreviation, which _preset_name ignores

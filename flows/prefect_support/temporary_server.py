@@ -29,7 +29,7 @@ def _start_tied(*arguments: Any, **options: Any) -> Any:
         stderr=null,
         start_new_session=True,
     )
-    atexit.register(_end, watcher)
+    atexit.register(_end, watcher)  # Prefect registers later, so it has ended the server by then
     return process
 
 
