@@ -14,9 +14,13 @@ import fsspec
 import pytest
 from hypothesis import settings
 
+from tests.helpers.kernel_cache import cache_with_kernels
 from tests.helpers.limits import TIMEOUT_SCALE
 
 if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadFileScheduling
+
     from lm.tokenizer.tokenizer import Tokenizer
     from lm.train.trainer import Trainer
     from tests.helpers.deployed import Deployed
@@ -38,18 +42,32 @@ settings.register_profile("ci", max_examples=100, deadline=None)
 settings.load_profile("developer")
 
 _SERVER_FIXTURES = {"prefect_deployed", "postgres", "over_postgres"}
-if not _IS_XDIST_WORKER:  # pytest-xdist's workers inherit the variable, so all processes share one cache of kernels
-    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="textmill-tests-")
+_FILES_OF_ONE_SERVER = {f"tests/end_to_end/test_{name}.py" for name in ("cancelled_runs", "deployments", "ui")}
+if not _IS_XDIST_WORKER:  # pytest-xdist's workers inherit the variable
+    os.environ["XDG_CACHE_HOME"] = cache_with_kernels(Path(tempfile.mkdtemp(prefix="textmill-tests-")))
 
 
 def pytest_unconfigure() -> None:
-    """Remove the cache of this test run."""
+    """Remove the cache of this test run, but not the kernels."""
     if not _IS_XDIST_WORKER:
         shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--not-passed-in", metavar="XML", help="leave out the tests that passed in a run's --junitxml")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "LoadFileScheduling | None":
+    """Give the files whose tests use ``prefect_deployed`` to one process, so that one server starts and not three."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path: str = super()._split_scope(nodeid)
+            return "prefect_deployed" if path in _FILES_OF_ONE_SERVER else path
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

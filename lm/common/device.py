@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Literal
 
 import torch
@@ -36,8 +37,14 @@ def choose_device(device: str) -> torch.device:
             f"The device {device!r} cannot be used; this machine has {', '.join(present)}. ({reason})"
         ) from None
     if device == "auto":
-        log.info("Using device %s, chosen from: %s.", chosen, ", ".join(present))
+        _tell(chosen)
     return chosen
+
+
+@cache
+def _tell(chosen: torch.device) -> None:
+    """Log the choice, once a process."""
+    log.info("Using device %s%s.", chosen, ": torch finds no GPU" if chosen.type == "cpu" else "")
 
 
 def choose_precision(precision: str, device: torch.device) -> Literal["float32", "bfloat16"]:

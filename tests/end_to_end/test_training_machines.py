@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.cluster import s3_files, s3_server
-from tests.helpers.deployed import TEXTMILL, cache_with_kernels
+from tests.helpers.deployed import TEXTMILL
+from tests.helpers.kernel_cache import cache_with_kernels
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
 from tests.helpers.processes import PROJECT
 

@@ -9,11 +9,13 @@ import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lm.kernels.disk_cache import CACHE_DIR
 from tests.helpers.deployed import free_port
 from tests.helpers.limits import wait_for
 from tests.helpers.processes import PROJECT
@@ -72,10 +74,12 @@ class Installation:
             shutil.copytree(PROJECT / package, self.code / package, ignore=shutil.ignore_patterns("__pycache__"))
 
     def compile_kernels(self) -> None:
-        """Compile the kernels of a pipeline run once for all workers."""
+        """Compile the kernels of a pipeline run once for all workers. Those of this process are taken over."""
         environment = {**os.environ, "PYTHONPATH": str(self.code), "XDG_CACHE_HOME": str(self.cache)}
-        command = [sys.executable, "-m", "lm.kernels", "--id-bits", "16"]
-        subprocess.run(command, cwd=self.code, env=environment, check=True)
+        run = partial(subprocess.run, cwd=self.code, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+        folder = run([sys.executable, "-c", "from lm.kernels.disk_cache import CACHE_DIR; print(CACHE_DIR)"])
+        shutil.copytree(CACHE_DIR, folder.stdout.strip(), ignore=shutil.ignore_patterns("*.lock"), dirs_exist_ok=True)
+        run([sys.executable, "-m", "lm.kernels", "--id-bits", "16"])
 
 
 class Workers:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
@@ -19,8 +19,8 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, LogFi
 from prefect.client.schemas.objects import FlowRun, Log, TaskRun
 
 from flows.config import StageName
-from lm.common.cache import cache_directory
 from lm.text.pretokenize import GPT2_PATTERN
+from tests.helpers.kernel_cache import cache_with_kernels
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
 from tests.helpers.processes import PROJECT, processes_with_variable
 
@@ -186,16 +186,6 @@ class Services(Server):
             done = self.prefect(*arguments)
             assert done.returncode == 0, done.stdout + done.stderr
         self.start_missing("worker")
-
-
-def cache_with_kernels(folder: Path) -> str:
-    """Return a folder for ``XDG_CACHE_HOME`` that shares only the compiled kernels with this process."""
-    kernels, own = cache_directory() / "kernels", folder / cache_directory().name
-    kernels.mkdir(parents=True, exist_ok=True)
-    own.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        (own / "kernels").symlink_to(kernels.resolve())
-    return str(folder)
 
 
 def own_environment(home: Path) -> dict[str, str]:

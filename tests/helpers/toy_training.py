@@ -1,6 +1,9 @@
-"""A toy training in one process and divided. ``python -m tests.helpers.toy_training DIRECTORY KIND`` runs one rank;
-``KIND`` is the size of DDP's buckets in bytes, ``fsdp``, ``zero2``, ``bfloat16`` (fsdp in that dtype), or a class that
-ShardedOptimizer wraps."""
+"""A toy training in one process and divided.
+
+``python -m tests.helpers.toy_training DIRECTORY KIND…`` is one rank that trains in one kind after another. A kind is
+the size of DDP's buckets in bytes, ``fsdp``, ``zero2``, ``bfloat16`` (fsdp in that dtype), or a class that
+ShardedOptimizer wraps.
+"""
 
 import sys
 from collections.abc import Callable
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import lm.common.buckets
+from lm.common.buckets import MAX_BUCKET_BYTES
 from lm.distributed import DDP, FSDP, ShardedOptimizer
 from lm.optim import AdamW
 from tests.helpers.ranks import rank_of_test
@@ -77,25 +81,30 @@ def make_adamw(params: list[nn.Parameter], make: Callable[..., torch.optim.Optim
 
 
 def main() -> None:
-    directory, kind = Path(sys.argv[1]), sys.argv[2]
+    directory, *kinds = sys.argv[1:]
     with rank_of_test() as rank:
-        torch.manual_seed(rank)
-        batches = [batch.chunk(2)[rank] for batch in toy_batches()]
-        if kind.isdecimal():
-            lm.common.buckets.MAX_BUCKET_BYTES = int(kind)
-        module: DDP | FSDP
-        if kind == "bfloat16":
-            module = FSDP(ToyModel(has_double_head=False), torch.bfloat16, reduce_dtype=torch.float32)
-        elif kind in ("zero2", "fsdp"):
-            module = FSDP(ToyModel(), is_resharded_after_forward=kind == "fsdp")
-        else:
-            module = DDP(ToyModel())
-        optimizer = None
-        if optimizer_cls := {"AdamW": AdamW, "torch.AdamW": torch.optim.AdamW}.get(kind):
-            optimizer = make_adamw(trained(module), partial(ShardedOptimizer, optimizer_cls=optimizer_cls))
-        train(module, batches, optimizer=optimizer)
-        weights = module.gather_full_params() if isinstance(module, FSDP) else dict(module.module.named_parameters())
-        torch.save({name: p.detach() for name, p in weights.items()}, directory / f"{rank}.pt")
+        for kind in kinds:
+            torch.save(train_in_kind(kind, rank), Path(directory) / f"{kind}-{rank}.pt")
+
+
+def train_in_kind(kind: str, rank: int) -> dict[str, Tensor]:
+    """Train on this process's half of each batch, and return the weights."""
+    torch.manual_seed(rank)
+    batches = [batch.chunk(2)[rank] for batch in toy_batches()]
+    lm.common.buckets.MAX_BUCKET_BYTES = int(kind) if kind.isdecimal() else MAX_BUCKET_BYTES
+    module: DDP | FSDP
+    if kind == "bfloat16":
+        module = FSDP(ToyModel(has_double_head=False), torch.bfloat16, reduce_dtype=torch.float32)
+    elif kind in ("zero2", "fsdp"):
+        module = FSDP(ToyModel(), is_resharded_after_forward=kind == "fsdp")
+    else:
+        module = DDP(ToyModel())
+    optimizer = None
+    if optimizer_cls := {"AdamW": AdamW, "torch.AdamW": torch.optim.AdamW}.get(kind):
+        optimizer = make_adamw(trained(module), partial(ShardedOptimizer, optimizer_cls=optimizer_cls))
+    train(module, batches, optimizer=optimizer)
+    weights = module.gather_full_params() if isinstance(module, FSDP) else dict(module.module.named_parameters())
+    return {name: p.detach() for name, p in weights.items()}
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from lm.common.device import choose_device, choose_precision, has_bfloat16, is_out_of_memory
+from lm.common.device import _tell, choose_device, choose_precision, has_bfloat16, is_out_of_memory
 from lm.common.errors import UserError
 
 
@@ -39,6 +39,14 @@ def test_devices() -> None:
     for device in ("gpu", "", "CPU", "tpu:0", "meta"):
         with pytest.raises(UserError, match="cannot be used; this machine has"):
             choose_device(device)
+
+
+def test_the_choice_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    _tell.cache_clear()
+    with caplog.at_level(logging.INFO, logger="lm"):
+        chosen = {choose_device("auto") for _ in range(3)}
+    assert len(caplog.messages) == len(chosen) == 1
+    assert caplog.messages[0].startswith(f"Using device {chosen.pop()}")
 
 
 @pytest.mark.parametrize(
