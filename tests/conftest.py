@@ -18,9 +18,6 @@ from tests.helpers.kernel_cache import cache_with_kernels
 from tests.helpers.limits import TIMEOUT_SCALE
 
 if TYPE_CHECKING:
-    from xdist.remote import Producer
-    from xdist.scheduler import LoadFileScheduling
-
     from lm.tokenizer.tokenizer import Tokenizer
     from lm.train.trainer import Trainer
     from tests.helpers.deployed import Deployed
@@ -58,11 +55,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "LoadFileScheduling | None":
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give the files whose tests use ``prefect_deployed`` to one process, so that one server starts and not three."""
     from xdist.scheduler import LoadFileScheduling
 
-    class Scheduling(LoadFileScheduling):
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
         def _split_scope(self, nodeid: str) -> str:
             path: str = super()._split_scope(nodeid)
             return "prefect_deployed" if path in _FILES_OF_ONE_SERVER else path
