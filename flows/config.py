@@ -148,10 +148,11 @@ def complete(config: Any, default: Any) -> Any:
     base = asdict(default)
     if deployment.id:
         with get_client(sync_client=True) as client:
-            base = _deep_merge(base, client.read_deployment(deployment.id).parameters.get("config", {}))
-    return _deep_merge(base, config)
+            base = merge_fields(base, client.read_deployment(deployment.id).parameters.get("config", {}))
+    return merge_fields(base, config)
 
 
-def _deep_merge(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+def merge_fields(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a configuration, with those of ``override`` in their place. A section keeps the others."""
     sections = [name for name in base if isinstance(base[name], dict) and isinstance(override.get(name), dict)]
-    return base | override | {name: _deep_merge(base[name], override[name]) for name in sections}
+    return base | override | {name: merge_fields(base[name], override[name]) for name in sections}

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from flows.config import PRESETS, PipelineConfig, complete, load_preset, preset_names
+from flows.config import PRESETS, PipelineConfig, complete, load_preset, merge_fields, preset_names
 from flows.yaml_files import read_yaml
 from lm.common.config import PYDANTIC_CONFIG, bounded_field
 from lm.common.errors import UserError, did_you_mean
@@ -210,7 +210,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _base_config(base: str, folder: Path, options: Mapping[str, Any]) -> PipelineConfig:
     """Return a preset, or the configuration of a YAML file, with options such as train.steps replaced.
 
-    The path of a file is relative to ``folder``.
+    The path of a file is relative to ``folder``. What the file leaves out is as in the preset ``demo``, as for
+    ``textmill run --config``.
     """
     if Path(base).suffix in (".yaml", ".yml"):
         try:
@@ -218,6 +219,8 @@ def _base_config(base: str, folder: Path, options: Mapping[str, Any]) -> Pipelin
         except RuntimeError as error:
             raise UserError(f"The base {base} cannot be found: {str(error).rstrip('.')}.") from None
         content = read_yaml(path)
+        if isinstance(content, dict):
+            content = merge_fields(asdict(load_preset("demo")), content)
         try:
             config: PipelineConfig = _validate(PipelineConfig, content)
         except UserError as error:

@@ -31,7 +31,7 @@ _CHOICE_FILE = "choice.json"
 @stage("budget", page=pages.budget, slot=training_slot)
 def budget(out: Attempt, texts: Output, amount: str, machine: str) -> None:
     """Write ``choice.json`` and ``config.yaml``. ``machine`` is its kind: another one has another speed."""
-    from lm.experiments.dial import choose_configuration
+    from lm.experiments.budget_choice import choose_configuration
     from lm.experiments.speed import find_largest_batch, guess_flops_per_second, measure_speed
 
     statistics, execution = texts.json("text_groups.json")["statistics"], out.run.execution

@@ -66,7 +66,7 @@ def run_command(options: Namespace) -> None:
             if compiler:
                 compiler.terminate()
     print(format_summary(record))
-    if has_demo_model(config):
+    if "train" in record["stages"] and has_demo_model(config):
         print(
             f"\nThis is the demo's model: {config.model.num_layers} layers of {config.model.d_model}, trained for "
             f"{config.train.steps} steps. For one that suits your text, run the same command with --budget 30m."

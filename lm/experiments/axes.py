@@ -40,7 +40,7 @@ class Axis:
     """Lowest value of a range. If both ends are whole numbers, so are the values between."""
     high: int | float | None = None
     """Highest value of a range."""
-    points: int | None = None
+    num_values: int | None = None
     """Number of values of the range, with both ends. A search has none: it picks any value of the range."""
     scale: Literal["log", "linear"] = "log"
     """How the values of a range are spaced."""
@@ -61,8 +61,8 @@ class Axis:
             raise UserError(f"The axis {self.option} has low {self.low} and high {self.high}; low must be below high.")
         if has_range and max(abs(self._low), abs(self._high)) > _MAX_NUMBER:
             raise UserError(f"The axis {self.option} has an end beyond ±{_MAX_NUMBER:g}.")
-        if self.points is not None and not 2 <= self.points <= _MAX_POINTS:
-            raise UserError(f"The axis {self.option} has {self.points} points; a range has 2 to {_MAX_POINTS:,}.")
+        if self.num_values is not None and not 2 <= self.num_values <= _MAX_POINTS:
+            raise UserError(f"The axis {self.option} has {self.num_values} values; a range has 2 to {_MAX_POINTS:,}.")
         if has_range and self.scale == "log" and self._low <= 0:
             raise UserError(f"The axis {self.option} has low {self.low}; a log scale needs a number above 0.")
 
@@ -95,14 +95,14 @@ class Axis:
         return list(dict.fromkeys(name for case in self.cases for name in case)) if self.cases else [self.option]
 
     def choices(self) -> list[Settings]:
-        """Return the settings of each position on the axis. Raises UserError for a range without ``points``."""
+        """Return the settings of each position on the axis. Raises UserError for a range without ``num_values``."""
         if self.cases:
             return [{name: read_numbers(value) for name, value in case.items()} for case in self.cases]
         if self.values:
             return [{self.option: read_numbers(value)} for value in self.values]
-        if self.points is None:
-            raise UserError(f"The axis {self.option} has a range without points; say how many, or add a search.")
-        steps = [index / (self.points - 1) for index in range(self.points)]
+        if self.num_values is None:
+            raise UserError(f"The axis {self.option} has a range without num_values; set it, or add a search.")
+        steps = [index / (self.num_values - 1) for index in range(self.num_values)]
         return [{self.option: value} for value in dict.fromkeys(map(self.at, steps))]
 
     def at(self, fraction: float) -> int | float:
@@ -114,8 +114,8 @@ class Axis:
         return round(value) if self.is_whole else float(f"{value:.6g}")
 
     def ends(self) -> list[Settings]:
-        """Return all choices, or the ends of a range without ``points``: a search stays between them."""
-        is_open = not self.cases and not self.values and self.points is None
+        """Return all choices, or the ends of a range without ``num_values``: a search stays between them."""
+        is_open = not self.cases and not self.values and self.num_values is None
         return [{self.option: self.at(0)}, {self.option: self.at(1)}] if is_open else self.choices()
 
 

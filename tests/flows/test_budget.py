@@ -125,6 +125,14 @@ def test_options_that_a_budget_replaces_are_named(tmp_path: Path, capfd: pytest.
     assert "The budget chooses tokenizer.vocab_size, train.seed: what you set has no effect." in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("prefect_server")
+def test_a_run_that_stops_before_the_training_speaks_of_no_model(
+    text: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", *text, "--until", "ingest"]) == 0
+    assert "demo's model" not in capsys.readouterr().out
+
+
 def test_own_text_without_a_budget_gets_the_model_of_the_demo() -> None:
     demo = load_preset("demo")
     own = replace(demo, data=replace(demo.data, train=["mine.txt"]))

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from flows.cli.main import main
-from flows.config import PipelineConfig
+from flows.config import load_preset
 from flows.sweep_config import SWEEP_PRESETS, load_sweep, with_base
 from lm.common.errors import UserError
 from lm.model.config import ModelConfig
@@ -83,7 +83,7 @@ FILE: dict[str, Any] = {
             {"law": {"budget": "flops", "size": "train.seed"}, "axes": [{"cases": [{"flops": 0, "train.seed": 1}]}]},
             "needs numbers above 0, and flops is 0",
         ),
-        ({"axes": [{"option": "train.seed", "low": 1, "high": 5, "points": 10**9}]}, "a range has 2 to 10,000"),
+        ({"axes": [{"option": "train.seed", "low": 1, "high": 5, "num_values": 10**9}]}, "a range has 2 to 10,000"),
     ],
 )
 def test_an_invalid_sweep_is_refused_before_anything_runs(
@@ -106,7 +106,8 @@ def test_the_name_of_a_size_may_be_a_number(tmp_path: Path) -> None:
 def test_the_base_may_be_a_file_beside_that_of_the_sweep(tmp_path: Path) -> None:
     write(tmp_path / "base.yaml", train={"steps": 777})
     file = write(tmp_path / "mine.yaml", **FILE | {"base": "base.yaml", "set": {"train.max_lr": 0.5}})
-    assert replace(load_sweep(file).base.train, max_lr=0.5) == replace(PipelineConfig().train, max_lr=0.5, steps=777)
+    demo = load_preset("demo")  # as with textmill run --config base.yaml
+    assert load_sweep(file).base == replace(demo, train=replace(demo.train, max_lr=0.5, steps=777))
 
 
 @pytest.mark.parametrize(

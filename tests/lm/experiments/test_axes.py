@@ -49,15 +49,16 @@ def test_points_are_those_of_nested_loops(drawn: list[tuple[list[int], bool]]) -
 
 
 @given(st.floats(1e-6, 1e3), st.floats(1.1, 1e6), st.integers(2, 20), st.sampled_from(["log", "linear"]), st.booleans())
-def test_a_range_has_both_ends_and_even_spaces(low: float, ratio: float, points: int, scale: Any, whole: bool) -> None:
+def test_a_range_has_both_ends_and_even_spaces(low: float, ratio: float, count: int, scale: Any, whole: bool) -> None:
     start, stop = (math.ceil(low), math.ceil(low * ratio) + 1) if whole else (low, low * ratio)
-    values = [choice["x"] for choice in Axis(option="x", low=start, high=stop, points=points, scale=scale).choices()]
+    axis = Axis(option="x", low=start, high=stop, num_values=count, scale=scale)
+    values = [choice["x"] for choice in axis.choices()]
     assert values == sorted(set(values))
     assert values[0] == pytest.approx(start, rel=1e-5)
     assert values[-1] == pytest.approx(stop, rel=1e-5)
     if whole:
         assert all(isinstance(value, int) for value in values)
-    elif len(values) == points > 2:
+    elif len(values) == count > 2:
         gaps = [math.log(b / a) if scale == "log" else b - a for a, b in zip(values, values[1:], strict=False)]
         assert gaps == pytest.approx([sum(gaps) / len(gaps)] * len(gaps), rel=0.02, abs=1e-5 * stop)
 
@@ -74,8 +75,8 @@ def test_exponents_without_a_point_are_numbers() -> None:
         ({}, "either cases, or an option"),
         ({"option": "x", "low": 2, "high": 1}, "low must be below high"),
         ({"option": "x", "low": 0, "high": 1}, "needs a number above 0"),
-        ({"option": "x", "low": 1, "high": 2, "points": 1}, "a range has 2 to 10,000"),
-        ({"option": "x", "low": 1, "high": 2, "points": 10**9}, "a range has 2 to 10,000"),
+        ({"option": "x", "low": 1, "high": 2, "num_values": 1}, "a range has 2 to 10,000"),
+        ({"option": "x", "low": 1, "high": 2, "num_values": 10**9}, "a range has 2 to 10,000"),
         ({"option": "x", "low": 1, "high": math.inf}, "an end beyond"),
         ({"option": "x", "low": 1, "high": 10**400}, "an end beyond"),
         ({"option": "x", "low": 1, "high": math.nan}, "low must be below high"),

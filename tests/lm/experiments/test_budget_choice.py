@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lm.common.errors import UserError
 from lm.experiments.budget import Budget
-from lm.experiments.dial import Choice, bytes_per_token, choose_configuration, estimate_flops_per_token
+from lm.experiments.budget_choice import Choice, bytes_per_token, choose_configuration, estimate_flops_per_token
 from lm.experiments.law import best_flops_per_token, best_lr
 from lm.experiments.speed import Speed
 from lm.model.config import ModelConfig
