@@ -36,7 +36,7 @@ class Search:
 
     def _suggest(self, axis: Axis) -> Settings:
         name, is_log = axis.names[0], axis.scale == "log"
-        if axis.cases or axis.values or axis.points is not None:
+        if axis.cases or axis.values or axis.num_values is not None:
             choices = axis.choices()
             return choices[self._trial.suggest_categorical(name, list(range(len(choices))))]
         if axis.is_whole:

@@ -71,7 +71,7 @@ def test_the_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     parser_of = functools.cache(build_parser)  # it takes part of a second to build one
     for command in commands():
         words = shlex.split(command)
-        if "--help" not in words and "--print_config" not in words:
+        if not words[-1].endswith("help") and "--print_config" not in words:
             preset = words[words.index("--preset") + 1] if "--preset" in words else "demo"
             options = {"posttrain_preset" if "posttrain" in words else "preset": preset}
             parser = parser_of(**options, only=words[1])
