@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol, get_args
 from flows.config import PipelineConfig, StageName, load_preset
 from flows.start_model import StartModel, check_continued, find_start, open_start, stated_fields
 from lm.common.errors import UserError
+from lm.experiments.budget import parse_budget
 from lm.model.config import ModelConfig
 from lm.text.chinese_words import JIEBA, jieba_version
 from lm.text.held_out import valid_fraction
@@ -118,7 +119,7 @@ def _stages(config: PipelineConfig, inputs: PipelineInputs, executor: Executor) 
     texts = executor.call(ingest, train_ingested, valid_ingested, fraction, config.data)
     yield "ingest", texts
     if config.budget:
-        choice = executor.call(budget, texts, config.budget, machine_kind(config.execution))
+        choice = executor.call(budget, texts, parse_budget(config.budget), machine_kind(config.execution))
         yield "budget", choice
         settings = [*executor.read(read_choice, choice, config.tokenizer)]
     # A choice that is not made yet stands for all settings.

@@ -92,6 +92,7 @@ class PrefectExecutor:
             reason = stage.explain(self.run, calls[missing[0]])
             log.info("%s: %s of %s groups run: %s.", title, len(missing), len(items), reason)
             self._make(stage, title, calls, missing)
+            self.run.made.update(outputs[index][0] for index in missing)  # workers have their own copy of the run
             stage.note_latest(self.run, outputs[-1][0])
         else:
             log.info("%s: %s of %s groups are cached.", title, len(items), len(items))

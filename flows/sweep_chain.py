@@ -15,8 +15,8 @@ from flows.chain import PIPELINE, Chain, Executor
 from flows.config import PipelineConfig
 from flows.plan import DryRunExecutor
 from flows.sweep_config import SweepConfig, SweepStage, pipeline_config
-from lm.common.errors import TransientError, UserError
-from lm.experiments.axes import Point
+from lm.common.errors import StorageError, TransientError, UserError
+from lm.experiments.axes import Point, corners
 from lm.experiments.config import SearchConfig
 from lm.experiments.report import SweepReport
 from lm.experiments.search import Search
@@ -154,7 +154,7 @@ class _Sweep:
                     pass
                 self.check_epochs([point])
                 ref = self._train_one(point, f"Trial {number} of {config.trials}", search.limits())
-            except TransientError:
+            except (TransientError, StorageError):
                 raise
             except UserError as refusal:
                 if number == config.trials and not self.trials:
@@ -171,12 +171,10 @@ class _Sweep:
 
     def _train_one(self, point: Point, title: str, limits: dict[str, float] | None = None) -> Ref:
         self._log("%s: %s.", title, point.title)
-        try:
-            return self.executor.call(trial, _trial_config(point, limits), *self.shared(point))
-        except TransientError:
-            raise
-        except UserError as error:  # that only the training finds, such as too little memory
-            raise UserError(f"The point with {point.title} cannot be trained. {error}") from None
+        config, shared = _trial_config(point, limits), self.shared(point)
+        if self.config.execution.runner == "threads":
+            return self.executor.call(trial, config, *shared)
+        return self.executor.map(trial, "trial", [config], *shared)[0]  # in a worker of the cluster
 
     def _log(self, message: str, *values: Any) -> None:
         if not isinstance(self.executor, DryRunExecutor):
@@ -227,7 +225,9 @@ def _shared_key(config: PipelineConfig) -> str:
 
 def _trial_config(point: Point, limits: dict[str, float] | None = None) -> TrialConfig:
     config = pipeline_config(point)
-    return TrialConfig(config.model, config.train, limits or {})
+    # At its last step, a training has nothing left to save.
+    limits = {step: limit for step, limit in (limits or {}).items() if int(step) < config.train.steps}
+    return TrialConfig(config.model, config.train, limits, point.title)
 
 
 def _distance(point: Point, vocab_size: int, parameters: float) -> float:
@@ -275,7 +275,7 @@ def _report(config: SweepConfig, points: Sequence[Point]) -> SweepReport:
 def _stages(config: SweepConfig, inputs: dict[str, Any], executor: Executor) -> Iterator[tuple[str, Ref]]:
     state = _Sweep(config, inputs, executor)
     if config.search:
-        yield from state.share(config.point(_first_settings(config), "the base"))
+        yield from state.share(config.point(corners(config.axes)[0], "the base"))
         state.search(config.search)
     else:
         points = config.points()
@@ -302,10 +302,6 @@ def _stages(config: SweepConfig, inputs: dict[str, Any], executor: Executor) -> 
     yield "sweep", output
     if failure:
         raise failure
-
-
-def _first_settings(config: SweepConfig) -> dict[str, Any]:
-    return {name: value for axis in config.axes for name, value in axis.ends()[0].items()}
 
 
 def _check_stage(config: SweepConfig, name: str | None) -> None:

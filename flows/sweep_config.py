@@ -90,8 +90,10 @@ class SweepConfig:
             raise UserError(f"The sweep {self.name} has a variable {taken[0]}; in expressions, that is the model's.")
         if self.search and self.law:
             raise UserError(f"The sweep {self.name} has a search and a law; a law needs all points of the grid.")
-        if self.search and any(name.startswith("data.") for axis in self.axes for name in axis.names):
+        if self.search and any(name.startswith("data.") for name in names):
             raise UserError("A search varies no option of the section data; use a grid, or a sweep for each text.")
+        if self.law and self.law.check_budget and any(name.startswith("data.") for name in self.derive):
+            raise UserError("The training that checks a law reads the text of the points; derive no option of data.")
         if self.law:
             read = (self.law.budget, self.law.size)
             if missing := [name for name in read if any(name not in point for point in expand(self.axes))]:
@@ -162,7 +164,7 @@ def load_sweep(name: str, size: str = "") -> SweepConfig:
     """
     path = sweep_path(name)
     fields = _read(path)
-    sizes = fields.pop("sizes", {})
+    sizes = fields.pop("sizes", None) or {}
     if size and size not in sizes:
         known = f"Sizes: {', '.join(sizes)}." if sizes else "It has no sizes; leave --size out."
         raise UserError(f"The sweep {name} has no size {size!r}{did_you_mean(size, sizes)}. {known}")
@@ -194,7 +196,7 @@ def sweep_path(name: str) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     content = read_yaml(path, are_number_keys_text=True)  # the name of a size may be a number
-    sizes = content.get("sizes", {}) if isinstance(content, dict) else {}
+    sizes = (content.get("sizes") or {}) if isinstance(content, dict) else {}
     if not isinstance(content, dict) or not isinstance(sizes, dict):
         raise UserError(f"{path} must have fields such as base, axes and sizes; see docs/experiments.md.")
     for fields in (content, *sizes.values()):

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from lm.common.runtime import Execution
-from lm.experiments.budget import parse_budget
+from lm.experiments.budget import Budget
 from lm.model.config import ModelConfig
 from lm.text.config import ChunkConfig
 from lm.tokenizer.config import TokenizerConfig
@@ -26,10 +26,11 @@ log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
 _CHOICE_FILE = "choice.json"
+_OPTIONS_OF_SPEED = ("attention", "compile", "activation_checkpointing", "parallel")
 
 
 @stage("budget", page=pages.budget, slot=training_slot)
-def budget(out: Attempt, texts: Output, amount: str, machine: str) -> None:
+def budget(out: Attempt, texts: Output, amount: Budget, machine: str) -> None:
     """Write ``choice.json`` and ``config.yaml``. ``machine`` is its kind: another one has another speed."""
     from lm.experiments.budget_choice import choose_configuration
     from lm.experiments.speed import find_largest_batch, guess_flops_per_second, measure_speed
@@ -37,7 +38,7 @@ def budget(out: Attempt, texts: Output, amount: str, machine: str) -> None:
     statistics, execution = texts.json("text_groups.json")["statistics"], out.run.execution
     train_bytes, valid_bytes = (statistics[split]["bytes"] for split in ("train", "valid"))
     choice = choose_configuration(
-        parse_budget(amount),
+        amount,
         train_bytes,
         valid_bytes,
         execution.workers,
@@ -58,23 +59,25 @@ def budget(out: Attempt, texts: Output, amount: str, machine: str) -> None:
     text = "".join(f"# {reason}\n" for reason in choice.reasons) + yaml.safe_dump(sections, sort_keys=False)
     (out.directory / CONFIG_FILE).write_text(text, encoding="utf-8")
     out.figures = {"machine": machine, "vocab_size": choice.vocab_size, "steps": choice.train.steps}
-    log.info("The budget of %s buys (in %s):\n%s", amount, out.directory / CONFIG_FILE, text.rstrip())
+    log.info("The budget buys (in %s):\n%s", out.directory / CONFIG_FILE, text.rstrip())
 
 
 def machine_kind(execution: Execution) -> str:
-    """Return what decides the speed of this machine's trainings: the number and the kind of its CPUs or GPUs, and the
-    processes that train."""
+    """Return what decides the speed of this machine's trainings: the number and the kind of its CPUs or GPUs, the
+    processes that train, and the options of the execution that are not the default."""
     from lm.common.device import choose_device
 
-    device = choose_device(execution.device)
+    device, usual = choose_device(execution.device), Execution()
+    values = {name: getattr(execution, name) for name in _OPTIONS_OF_SPEED}
+    options = "".join(f", {name} {value}" for name, value in values.items() if value != getattr(usual, name))
     if device.type == "cuda":
         import torch
 
-        return f"{execution.processes} x {torch.cuda.get_device_name(device)}"
+        return f"{execution.processes} x {torch.cuda.get_device_name(device)}{options}"
     import llvmlite.binding
 
     shared = f" in {execution.processes} processes" if execution.processes > 1 else ""
-    return f"{device.type}: {execution.workers} x {llvmlite.binding.get_host_cpu_name()}{shared}"
+    return f"{device.type}: {execution.workers} x {llvmlite.binding.get_host_cpu_name()}{shared}{options}"
 
 
 def read_choice(store: Store, choice: Ref, tokenizer: TokenizerConfig) -> Sequence[Any]:

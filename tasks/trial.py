@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.common.cpu import available_cpus
-from lm.common.errors import Stopped, UserError
+from lm.common.errors import Stopped, StorageError, TransientError, UserError
 from lm.common.periodic import run_periodically
 from lm.common.runtime import Execution
 from lm.experiments.trial import TrialConfig, as_json, find_prune_step, make_result
@@ -54,10 +54,12 @@ def trial(
         rows = _read_rows(run, ref)
         if out.run.stopping.is_set() or find_prune_step(rows, config.limits) is None:
             raise
-    except UserError:
+    except (TransientError, StorageError):
+        raise
+    except UserError as error:
         attempt = _newest_attempt(run, ref)
-        if attempt is None or not (attempt / "diverged.json").exists():
-            raise
+        if attempt is None or not (attempt / "diverged.json").exists():  # such as too little memory
+            raise UserError(f"The point with {config.title} cannot be trained. {error}") from None
         divergence = json.loads((attempt / "diverged.json").read_text(encoding="utf-8"))
         rows = _read_rows(run, ref)
     else:
@@ -71,8 +73,12 @@ def trial(
 
 
 def _share_of_threads(execution: Execution) -> Execution:
-    """Return the settings of a training that shares this machine with others: ``threads``, or else an equal share."""
-    share = max(1, available_cpus() // _trainings_at_once(execution))
+    """Return the settings of a training that may share this machine with others: ``threads``, or else an equal share.
+
+    A training in the main thread is alone: others run in threads, or in the workers of a cluster.
+    """
+    is_alone = threading.current_thread() is threading.main_thread()
+    share = max(1, available_cpus() // (1 if is_alone else _trainings_at_once(execution)))
     return replace(execution, threads=execution.threads or share)
 
 

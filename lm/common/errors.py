@@ -14,6 +14,10 @@ class TransientError(UserError):
     """A network or server failure. A retry may succeed."""
 
 
+class StorageError(UserError):
+    """A file cannot be read or written, or changed while it was read. No configuration is at fault."""
+
+
 class Stopped(Exception):
     """The run was told to stop."""
 
@@ -34,12 +38,12 @@ class InvalidUtf8Error(UserError):
 
 @contextmanager
 def translate_write_errors(path: Path, kinds: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
-    """Raise UserError if the ``with`` block cannot write ``path``. ``kinds`` are the exceptions of its writers."""
+    """Raise StorageError if the ``with`` block cannot write ``path``. ``kinds`` are the exceptions of its writers."""
     try:
         yield
     except kinds as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{path} cannot be written: {reason}. Repair that and run the command again.") from error
+        raise StorageError(f"{path} cannot be written: {reason}. Repair that and run the command again.") from error
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -41,7 +41,7 @@ class Axis:
     high: int | float | None = None
     """Highest value of a range."""
     num_values: int | None = None
-    """Number of values of the range, with both ends. A search has none: it picks any value of the range."""
+    """Number of values of the range, with both ends. Without it, a search picks any value of the range."""
     scale: Literal["log", "linear"] = "log"
     """How the values of a range are spaced."""
     cases: list[dict[str, Any]] = field(default_factory=list)
@@ -51,6 +51,8 @@ class Axis:
         has_range = self.low is not None and self.high is not None
         if bool(self.cases) == bool(self.option) or (self.cases and (self.values or has_range)):
             raise UserError(f"An axis has either cases, or an option with values or a range; not {self._describe()}.")
+        if (self.cases or self.values) and (self.low, self.high, self.num_values) != (None, None, None):
+            raise UserError(f"An axis has low, high and num_values only for a range; not {self._describe()}.")
         if self.cases and not self.names:
             raise UserError("An axis has cases that set no option.")
         for name, value in self._given():

@@ -20,10 +20,18 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
+
+
+def _round(*values: Any) -> int:
+    if len(values) != 1:
+        raise UserError("round takes one number, and returns a whole number")
+    return round(values[0])
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "min": min,
     "max": max,
-    "round": lambda value: round(value),
+    "round": _round,
     "floor": math.floor,
     "ceil": math.ceil,
     "sqrt": math.sqrt,

@@ -1,6 +1,7 @@
 """Search by the library Optuna, with pruning by medians (Golovin et al. 2017, Google Vizier)."""
 
 import logging
+import math
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
@@ -53,17 +54,16 @@ class Search:
 
     def leave_out(self) -> None:
         """Add that the trial that was asked for has an invalid configuration."""
-        self._study.tell(self._trial, state=self._optuna.trial.TrialState.FAIL)
+        self._study.tell(self._trial, math.inf)  # Optuna would learn nothing from a failure, and ask for it again
 
     def tell(self, result: TrialResult) -> None:
         """Add the result of the trial that was asked for."""
-        state = self._optuna.trial.TrialState
         for step, loss in result.eval_losses.items():
             self._trial.report(loss, step)
         if result.state == "pruned":
-            self._study.tell(self._trial, state=state.PRUNED)
-        elif result.objective is None:
-            self._study.tell(self._trial, state=state.FAIL)
+            self._study.tell(self._trial, state=self._optuna.trial.TrialState.PRUNED)
+        elif result.objective is None:  # it diverged
+            self._study.tell(self._trial, math.inf)
         else:
             self._study.tell(self._trial, result.objective)
             self._finished.append(result.eval_losses)

@@ -21,6 +21,13 @@ class TrialConfig:
     limits: dict[str, float] = field(default_factory=dict)
     """Pruning: bits per byte of the validation text by step, above which the training stops. JSON has no numbers as
     keys."""
+    title: str = ""
+    """Names the point in messages."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Fields that enter the cache key."""
+        return {"model": self.model.identity, "train": self.train.identity, "limits": self.limits}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ they would take a quarter of the machine's memory. Larger matrices are faster, s
 concatenated. Weights of 8 bits, and of 16 where the CPU cannot multiply them, are those of :mod:`lm.inference.narrow`.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.common.errors import UserError
+from lm.common.memory import machine_memory
 from lm.inference.compiled_step import FlatWeights
 from lm.inference.config import Quantization
 from lm.inference.cpu_decode import AttentionKernel, NormKernel, multiply_few_rows
@@ -188,9 +188,8 @@ def _choose_linear(model: TransformerLM, dtype: torch.dtype, quantization: Quant
         has_onednn = has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if quantization == "int8" or not has_onednn:
         return partial(NarrowLinear, quantization=quantization)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     bytes_of_both = 2 * sum(parameter.nbytes for parameter in model.parameters())
-    return partial(PackedLinear, has_both=bytes_of_both < memory / 4)
+    return partial(PackedLinear, has_both=bytes_of_both < machine_memory() / 4)
 
 
 def compile_kernels(dtype: torch.dtype, quantization: Quantization = "none") -> None:

@@ -1,7 +1,6 @@
 """The choice of how a training's processes divide the model, and the whole model of a divided one."""
 
 import logging
-import os
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 
 from lm.checkpoint.safe_load import assign_weights, create_empty_model
 from lm.common.errors import UserError
+from lm.common.memory import machine_memory
 from lm.common.runtime import Execution, ParallelKind
 from lm.distributed.parallel import Parallel
 from lm.distributed.process_group import (
@@ -91,11 +91,10 @@ def available_memory(device: torch.device) -> int:
 
 
 def _memory_bytes(device: torch.device) -> int:
-    """Return the memory of a GPU, or this process's share of the machine's."""
+    """Return the memory of a GPU, or this process's share of the machine's or container's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return total // get_local_world_size()
+    return machine_memory() // get_local_world_size()
 
 
 def check_directory_is_shared(out: Path) -> None:

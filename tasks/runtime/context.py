@@ -29,6 +29,8 @@ class RunContext:
     """Name of the run's lease, see :mod:`tasks.runtime.lease`. Empty: locks of the operating system suffice."""
     digests: dict[tuple[str, str], str] = field(default_factory=dict, compare=False)
     """Content digests of the outputs that this run has checked or used, by their Refs."""
+    made: set[tuple[str, str]] = field(default_factory=set, compare=False)
+    """Refs of the outputs that this run has made: a refresh makes each once."""
     is_worker: bool = False
     """Whether this is the copy of the run in a worker of a cluster."""
 

@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lm.common.errors import Stopped, TransientError, UserError
+from lm.common.errors import Stopped, StorageError, TransientError, UserError
 from lm.common.runtime import Execution
 from tasks.runtime.code_version import check_not_edited, code_identity, find_modules, module_digests
 from tasks.runtime.context import Attempt, RunContext
@@ -104,19 +104,22 @@ class Stage:
         ingredients = {"parameters": parameters, **self.code_ingredients()}
         return Ref(self.name, json_digest({"stage": self.name, **ingredients})), ingredients
 
-    def _is_refreshed(self, run: RunContext) -> bool:
-        return self.name.partition("-")[0] in run.refresh  # a stage includes its groups and sums
+    def _is_refreshed(self, run: RunContext, ref: Ref) -> bool:
+        """Return whether an output has to be made although it is cached: once in a run."""
+        return (
+            self.name.partition("-")[0] in run.refresh and ref not in run.made
+        )  # a stage includes its groups and sums
 
     def _cached_output(self, run: RunContext, ref: Ref) -> Output | None:
-        output = None if self._is_refreshed(run) else open_output(run.store, ref)
+        output = None if self._is_refreshed(run, ref) else open_output(run.store, ref)
         return output if output and output.is_intact() else None
 
     def look_up(self, run: RunContext, calls: Sequence[dict[str, Any]]) -> list[tuple[Ref, bool]]:
         """Return the Ref of each call's output, and whether it is cached: finished, and all its files intact."""
         refs = [self._key(run, arguments)[0] for arguments in calls]
-        if self._is_refreshed(run):
-            return [(ref, False) for ref in refs]
-        digests = run.store.map(lambda ref: intact_digest(run.store, ref), refs)
+        digests = run.store.map(
+            lambda ref: None if self._is_refreshed(run, ref) else intact_digest(run.store, ref), refs
+        )
         run.digests.update((ref, digest) for ref, digest in zip(refs, digests, strict=True) if digest)
         return [(ref, digest is not None) for ref, digest in zip(refs, digests, strict=True)]
 
@@ -134,6 +137,7 @@ class Stage:
                     else:
                         self.log.info("%s runs: %s.", self.name, self._explain(run, ref, ingredients))
                     self._make(run, ref, ingredients, arguments)
+                    run.made.add(ref)
                     return ref, False
         message = "%s is cached: run %s made it, and nothing that decides it has changed."
         self.log.info(message, self.name, output.manifest["made"]["run"])
@@ -152,7 +156,7 @@ class Stage:
     def _make(self, run: RunContext, ref: Ref, ingredients: dict[str, Any], arguments: dict[str, Any]) -> None:
         """Run the body in a new attempt directory, publish the files, and write the manifest last."""
         store, previous = run.store, open_output(run.store, ref)
-        unfinished = store.attempt_directories(*ref) if self.is_resumable and not self._is_refreshed(run) else []
+        unfinished = store.attempt_directories(*ref) if self.is_resumable and not self._is_refreshed(run, ref) else []
         damaged = (
             {store.local_directory(*previous.location) / name for name in previous.find_damaged()}
             if previous
@@ -220,7 +224,7 @@ class Stage:
         return self._explain(run, *self._key(run, arguments))
 
     def _explain(self, run: RunContext, ref: Ref, ingredients: dict[str, Any]) -> str:
-        if self._is_refreshed(run):
+        if self._is_refreshed(run, ref):
             return "a refresh was asked for"
         if open_output(run.store, ref):
             return "its files are damaged or missing"
@@ -294,7 +298,7 @@ def _check_inputs(inputs: dict[str, Any], parameters: dict[str, Any]) -> None:
 
 @contextmanager
 def _translate_errors(name: str, store: Store, arguments: dict[str, Any], inputs: dict[str, Any]) -> Iterator[None]:
-    """Raise UserError for an OSError, and if an input changed while the stage read it."""
+    """Raise StorageError for an OSError, and if an input changed while the stage read it."""
     failure: Exception | None = None
     try:
         yield
@@ -303,9 +307,9 @@ def _translate_errors(name: str, store: Store, arguments: dict[str, Any], inputs
     except Exception as error:
         failure = error
     if url := _find_damaged_input(store, arguments, inputs, failure is not None):
-        raise UserError(f"{url} changed or was damaged while {name} read it. Run the pipeline again.") from failure
+        raise StorageError(f"{url} changed or was damaged while {name} read it. Run the pipeline again.") from failure
     if isinstance(failure, OSError):
-        raise UserError(f"{name} cannot continue: {failure}. Finished outputs are kept.") from failure
+        raise StorageError(f"{name} cannot continue: {failure}. Finished outputs are kept.") from failure
     if failure:
         raise failure
 

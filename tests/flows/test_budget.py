@@ -22,6 +22,7 @@ from lm.model.flops import flops_per_token
 from lm.text.config import DataConfig
 from lm.text.demo_corpus import demo_stories
 from lm.train.config import TrainConfig
+from tasks.budget import machine_kind
 from tasks.runtime.output import Ref, read_output
 from tasks.runtime.store import Store
 
@@ -78,9 +79,9 @@ def test_a_choice_for_a_time_is_kept(
     rows = dict(plan(PIPELINE, config, str(tmp_path / "root"), None, ()))
     assert rows["budget"].startswith("runs if") and rows["merge"].startswith("runs if")
     assert not measured
-    for _ in range(2):
+    for amount in ("2m", "120s"):
         compiler.reset_mock()
-        assert main(["run", *text, "--budget", "2m", "--until", "budget"]) == 0
+        assert main(["run", *text, "--budget", amount, "--until", "budget"]) == 0
     compile_in_background.assert_called_with("gpt2", 16)
     count = len(measured)
     assert 1 <= count <= 3
@@ -115,6 +116,13 @@ def test_mistakes(
     monkeypatch.setattr(speed, "measure_speed", lambda model, train, seconds, execution: Speed(1.0, 0.1, 3.0, 1e9))
     assert main(["run", *text, *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_options_that_decide_the_speed_are_part_of_the_kind_of_machine() -> None:
+    usual = machine_kind(Execution(threads=2))
+    for options in ({"threads": 1}, {"compile": False}, {"parallel": "ddp"}, {"activation_checkpointing": True}):
+        assert machine_kind(Execution(**{"threads": 2} | options)) != usual
+    assert machine_kind(Execution(threads=2, log_interval=5, verify="full")) == usual
 
 
 def test_options_that_a_budget_replaces_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """The flow ``sweep``: tables, cache, divergence, search, law."""
 
 import csv
+import errno
 import math
 import shutil
 from dataclasses import replace
@@ -19,7 +20,7 @@ from flows.plan import cached_run, plan
 from flows.sweep import sweep
 from flows.sweep_chain import SWEEP
 from flows.sweep_config import SweepConfig
-from lm.common.errors import UserError
+from lm.common.errors import StorageError, UserError
 from lm.common.runtime import Execution
 from lm.experiments.axes import Axis
 from lm.experiments.config import LawConfig, SearchConfig
@@ -33,6 +34,7 @@ from tasks.count import count_group
 from tasks.maintenance.gc import find_garbage
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Output, Ref, read_output
+from tasks.train import train
 from tasks.trial import trial
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -231,8 +233,24 @@ def test_a_point_that_only_its_training_refuses(tmp_path: Path, caplog: pytest.L
     message = "The point with model.context_length 100000 cannot be trained. The training text has "
     left_out = caplog.text.count(f"is left out. {message}")
     assert 0 < left_out == 4 - len(rows) < 4
-    with pytest.raises(UserError, match=message):
-        sweep(replace(config, search=None), str(tmp_path))
+    for max_trainings in (1, 2):
+        base = replace(BASE, execution=replace(BASE.execution, max_trainings=max_trainings))
+        with pytest.raises(UserError, match=message):
+            sweep(replace(config, base=base, search=None), str(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes no point invalid."""
+    pytest.importorskip("optuna", reason="Optuna is not installed")
+
+    def fail(*arguments: Any, **inputs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(train, "body", fail)
+    axis = Axis(option="train.max_lr", low=0.001, high=0.01)
+    with pytest.raises(StorageError, match=r"train cannot continue: .*No space left"):
+        sweep(SweepConfig(name="full", base=BASE, axes=[axis], search=SearchConfig(trials=4)), str(tmp_path))
 
 
 @pytest.mark.slow

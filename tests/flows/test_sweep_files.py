@@ -50,6 +50,15 @@ FILE: dict[str, Any] = {
             {"search": {}, "axes": [{"option": "data.train", "values": [["demo:10"]]}]},
             "varies no option of the section data",
         ),
+        ({"search": {}, "derive": {"data.valid_fraction": "train.max_lr"}}, "varies no option of the section data"),
+        (
+            {
+                "law": {"budget": "flops", "size": "train.seed", "check_budget": 9, "check_sizes": [3]},
+                "axes": [{"option": "flops", "values": [1, 2]}, {"option": "train.seed", "values": [1, 2]}],
+                "derive": {"data.valid_max_bytes": "flops * 1000"},
+            },
+            "derive no option of data",
+        ),
         (
             {"search": {}, "axes": [{"option": "train.warmup_steps", "low": 5, "high": 40}]},
             "point 2 (train.warmup_steps 40): train:",
@@ -101,6 +110,10 @@ def test_the_name_of_a_size_may_be_a_number(tmp_path: Path) -> None:
     assert load_sweep(file, "2").base.train.steps == 40
     with pytest.raises(UserError, match=r"Sizes: 1, 2\."):
         load_sweep(file, "3")
+
+
+def test_empty_sizes_are_none(tmp_path: Path) -> None:
+    assert load_sweep(write(tmp_path / "mine.yaml", **FILE | {"sizes": None})).base.train.steps == 12
 
 
 def test_the_base_may_be_a_file_beside_that_of_the_sweep(tmp_path: Path) -> None:

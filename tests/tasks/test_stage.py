@@ -66,6 +66,15 @@ def test_the_key_depends_on_parameters_but_not_on_execution_or_root(tmp_path: Pa
     assert materialize(letters, run_context(tmp_path / "1"), "x", 4) != first
 
 
+def test_a_refresh_makes_an_output_once_in_a_run(tmp_path: Path) -> None:
+    materialize(letters, run_context(tmp_path), "x", 3)
+    run = run_context(tmp_path, refresh=frozenset({"letters"}))
+    for _ in range(3):
+        materialize(letters, run, "x", 3)
+    assert CALLS == ["letters", "letters"]
+    assert letters.look_up(run, [letters.bind("x", 3)])[0][1], "cached for the rest of the run"
+
+
 def test_records_are_not_content(tmp_path: Path) -> None:
     """Two attempts with different records have the same content digest."""
     run = run_context(tmp_path)

@@ -1,17 +1,20 @@
-"""Pruning: a trial watches the metrics of its training."""
+"""Trials: pruning by the metrics of the training, threads, and the key."""
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lm.common.runtime import Execution
 from lm.experiments.trial import TrialConfig
 from lm.model.config import ModelConfig
 from lm.train.config import TrainConfig
 from tasks.runtime.output import Ref
-from tasks.runtime.stage import new_attempt_name
-from tasks.trial import _stopping
+from tasks.runtime.stage import _config_identity, new_attempt_name
+from tasks.trial import _share_of_threads, _stopping
 from tests.helpers.roots import run_context
 
 REF = Ref("train", "0" * 64)
@@ -42,6 +45,25 @@ def test_a_training_is_stopped_by_its_own_rows_only(tmp_path: Path, monkeypatch:
         assert not run.stopping.is_set()
         write(attempt, 2)
         assert run.stopping.wait(30)
+
+
+@pytest.mark.parametrize(("max_trainings", "threads"), [(1, 8), (2, 4), (3, 2), (0, 1)])
+def test_trainings_at_once_share_the_cores_and_one_alone_has_all(
+    monkeypatch: pytest.MonkeyPatch, max_trainings: int, threads: int
+) -> None:
+    for module in ("tasks.trial", "lm.common.runtime"):
+        monkeypatch.setattr(f"{module}.available_cpus", lambda: 8)
+    execution = Execution(max_trainings=max_trainings)
+    assert _share_of_threads(execution).threads == 8, "a search, and the check of a law, train in the main thread"
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(_share_of_threads, execution).result().threads == threads
+        assert pool.submit(_share_of_threads, replace(execution, threads=5)).result().threads == 5
+
+
+def test_the_name_of_a_point_does_not_enter_the_key() -> None:
+    configs = [TrialConfig(ModelConfig(), TrainConfig(), {"4": 3.0}, title) for title in ("", "train.max_lr 0.1")]
+    assert _config_identity(configs[0]) == _config_identity(configs[1])
+    assert _config_identity(configs[0]) != _config_identity(replace(configs[0], limits={}))
 
 
 def counting(method, checks):  # type: ignore[no-untyped-def]

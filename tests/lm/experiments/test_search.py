@@ -1,5 +1,8 @@
 """Searches by Optuna: equal results give equal trials, and pruning is that of Optuna's MedianPruner."""
 
+import math
+from statistics import median
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,14 +49,33 @@ def test_trials_follow_from_seed_and_results_and_lie_on_the_axes() -> None:
         assert settings["v"] == (1 if settings["model.qk_norm"] else 2)
 
 
-def test_a_search_finds_better_values_than_its_first() -> None:
-    search = Search(SearchConfig(trials=30, seed=0), AXES[:1])
-    losses = []
-    for _ in range(30):
-        lr = search.ask()["train.max_lr"]
-        losses.append(abs(lr - 0.03) / 0.03)
-        search.tell(result([losses[-1]]))
-    assert min(losses[10:]) < min(losses[:10])
+def test_later_trials_are_nearer_to_the_best_value() -> None:
+    early, late = [], []
+    for seed in range(4):
+        search, losses = Search(SearchConfig(trials=30, seed=seed), AXES[:1]), []
+        for _ in range(30):
+            losses.append(abs(math.log(search.ask()["train.max_lr"] / 0.03)))
+            search.tell(result(losses[-1:]))
+        early += losses[:10]
+        late += losses[20:]
+    assert median(late) < 0.7 * median(early)  # 0.6 times; with points at random 1.6
+
+
+@pytest.mark.parametrize("is_invalid", [False, True])
+def test_a_search_avoids_what_diverges_and_what_is_invalid(is_invalid: bool) -> None:
+    edge, bad = 0.05, 0  # half of the axis, on its log scale, lies above the edge
+    for seed in range(6):
+        search = Search(SearchConfig(trials=30, seed=seed), [Axis(option="train.max_lr", low=1e-4, high=100)])
+        for number in range(30):
+            lr = search.ask()["train.max_lr"]
+            bad += number >= 10 and lr > edge
+            if lr <= edge:
+                search.tell(result([1 + abs(math.log(lr / 0.04))]))
+            elif is_invalid:
+                search.leave_out()
+            else:
+                search.tell(diverged())
+    assert bad < 75  # 56 of 120; with Optuna's state FAIL for them 93
 
 
 @given(st.lists(st.lists(st.floats(0.5, 9), min_size=4, max_size=4), min_size=2, max_size=12))
