@@ -106,9 +106,8 @@ class Stage:
 
     def _is_refreshed(self, run: RunContext, ref: Ref) -> bool:
         """Return whether an output has to be made although it is cached: once in a run."""
-        return (
-            self.name.partition("-")[0] in run.refresh and ref not in run.made
-        )  # a stage includes its groups and sums
+        whole_stage = self.name.partition("-")[0]  # that includes its groups and sums
+        return whole_stage in run.refresh and ref not in run.made
 
     def _cached_output(self, run: RunContext, ref: Ref) -> Output | None:
         output = None if self._is_refreshed(run, ref) else open_output(run.store, ref)

@@ -1,4 +1,4 @@
-"""Folders for ``XDG_CACHE_HOME`` that share only the compiled kernels with the user's cache."""
+"""Compiled kernels: test runs share them, and nothing else of the cache."""
 
 from contextlib import suppress
 from pathlib import Path
