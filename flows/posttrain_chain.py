@@ -8,6 +8,7 @@ from flows.models import PRETRAINED_STAGES, latest_model
 from flows.posttrain_config import PosttrainConfig, PosttrainStage
 from flows.start_model import StartModel, find_start, open_start
 from lm.common.errors import UserError
+from lm.eval.tasks import problem_libraries, reward_libraries
 from lm.text.sources import Source
 from tasks.base import base
 from tasks.dialogs import dialogs, find_dialog_sources
@@ -45,19 +46,26 @@ def _find_inputs(config: PosttrainConfig, store: Store) -> PosttrainInputs:
 def _stages(config: PosttrainConfig, inputs: PosttrainInputs, executor: Executor) -> Iterator[tuple[str, Ref]]:
     start = executor.call(base, *open_start(inputs.model, executor.call))
     yield "base", start
-    data = executor.call(dialogs, *inputs.sources, config.dialogs)
+    task = config.dialogs.task
+    data = executor.call(dialogs, *inputs.sources, config.dialogs, *_if_any(problem_libraries(task)))
     yield "dialogs", data
     models, outputs = [start], dict[str, Ref]()
     for name, stage in METHODS.items():
         if name in config.methods:
-            judges = [outputs["reward_model"]] if name == "ppo" else []
-            outputs[name] = executor.call(stage, models[-1], *judges, start, data, getattr(config, name))
+            judges, section = [outputs["reward_model"]] if name == "ppo" else [], getattr(config, name)
+            has_rewards = name in ("reinforce", "ppo")
+            libraries = _if_any(reward_libraries(task, section.rewards)) if has_rewards else []
+            outputs[name] = executor.call(stage, models[-1], *judges, start, data, section, *libraries)
             yield name, outputs[name]
             if name != "reward_model":
                 models.append(outputs[name])
     judged = config.ppo if "ppo" in config.methods else config.reinforce  # its rewards are those of the comparison
-    rewards = judged.rewards, judged.reward_seconds
-    yield "evaluate", executor.call(evaluate, models, start, data, *rewards, config.evaluate)
+    rewards, libraries = (judged.rewards, judged.reward_seconds), _if_any(reward_libraries(task, judged.rewards))
+    yield "evaluate", executor.call(evaluate, models, start, data, *rewards, config.evaluate, *libraries)
+
+
+def _if_any(libraries: dict[str, str]) -> list[dict[str, str]]:
+    return [libraries] if libraries else []  # only then an argument, and part of the key
 
 
 POSTTRAIN = Chain(_find_inputs, _stages, get_args(PosttrainStage), _check_stage)

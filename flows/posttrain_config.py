@@ -65,6 +65,12 @@ class PosttrainConfig:
                 raise UserError(
                     f"{name} starts from the model before it; name the first one in base, not in init_from."
                 )
+        if self.execution.train_deployment:
+            raise UserError("execution.train_deployment is for the pipeline; leave it out of a post-training.")
+        if {"reinforce", "ppo"} <= {*self.methods} and self.reinforce.rewards != self.ppo.rewards:
+            raise UserError("reinforce.rewards and ppo.rewards differ; the comparison of the models needs equal ones.")
+        if not self.dialogs.task and (self.dialogs.task_train or self.dialogs.task_test):
+            raise UserError("dialogs.task_train and task_test are files of a task; name it in dialogs.task.")
         if not self.methods:
             raise UserError(f"methods is empty; name at least one of {', '.join(get_args(Method))}.")
         if "ppo" in self.methods and "reward_model" not in self.methods:

@@ -99,6 +99,8 @@ def _find_threshold(config: TeachConfig, rewards: Mapping[str, float]) -> float:
     full = perfect_rewards(rewards)["reward"]
     if config.threshold is None:
         return full
+    if not rewards:
+        raise UserError("threshold is the least reward of an answer to keep, and there is no reward; name rewards.")
     if rewards and config.threshold > full + REWARD_TOLERANCE:
         raise UserError(f"threshold is {config.threshold:g}, but the full reward is {full:g}; lower it.")
     return config.threshold

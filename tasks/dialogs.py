@@ -26,8 +26,12 @@ def dialogs(
     task_train: list[Source],
     task_test: list[Source],
     config: DialogsConfig,
+    libraries: dict[str, str] | None = None,
 ) -> None:
-    """Write ``{dialogs,pairs,problems}-{train,valid}.jsonl``, ``problems-test.jsonl`` and ``examples.json``."""
+    """Write ``{dialogs,pairs,problems}-{train,valid}.jsonl``, ``problems-test.jsonl`` and ``examples.json``.
+
+    ``libraries``: versions of those that make the problems, for the key.
+    """
     from lm.posttrain.examples import read_examples, write_rows
 
     out.sources = [*train, *valid, *task_train, *task_test]

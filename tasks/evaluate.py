@@ -22,8 +22,12 @@ def evaluate(
     rewards: dict[str, float],
     reward_seconds: float,
     config: ComparisonConfig,
+    libraries: dict[str, str] | None = None,
 ) -> None:
-    """Write ``answers.json``: the greedy responses of each model to the prompts of the config and to the problems."""
+    """Write ``answers.json``: the greedy responses of each model to the prompts of the config and to the problems.
+
+    ``libraries``: versions of those that compute rewards, for the key.
+    """
     from lm.eval.reward_worker import RewardWorker
     from lm.posttrain.comparison import compare_model
     from lm.posttrain.examples import read_dialog_rows, read_problem_rows

@@ -11,8 +11,17 @@ from tasks.runtime.training import best_checkpoint, run_training
 
 
 @stage("ppo", page=pages.training, slot=training_slot, is_resumable=True)
-def ppo(out: Attempt, model: Output, reward_model: Output, tokenizer: Output, data: Output, config: PPOConfig) -> None:
-    """Learn from the rewards of a reward model (PPO)."""
+def ppo(
+    out: Attempt,
+    model: Output,
+    reward_model: Output,
+    tokenizer: Output,
+    data: Output,
+    config: PPOConfig,
+    libraries: dict[str, str] | None = None,
+) -> None:
+    """Learn from the rewards of a reward model (PPO). ``libraries``: versions of those that compute rewards, for the
+    key."""
     job = make_posttrain_job(out, "ppo", model, tokenizer, data, config.train, config)
     job.reward_model = best_checkpoint(out, reward_model)
     job.digests["reward_model"] = reward_model.digest

@@ -11,8 +11,16 @@ from tasks.runtime.training import run_training
 
 
 @stage("reinforce", page=pages.training, slot=training_slot, is_resumable=True)
-def reinforce(out: Attempt, model: Output, tokenizer: Output, data: Output, config: ReinforceConfig) -> None:
-    """Learn from rewards of the model's own responses."""
+def reinforce(
+    out: Attempt,
+    model: Output,
+    tokenizer: Output,
+    data: Output,
+    config: ReinforceConfig,
+    libraries: dict[str, str] | None = None,
+) -> None:
+    """Learn from rewards of the model's own responses. ``libraries``: versions of those that compute rewards, for the
+    key."""
     job = make_posttrain_job(out, "reinforce", model, tokenizer, data, config.train, config)
     job.rewards = reward_weights(data, config.rewards)
     run_training(out, job, pages.unfinished)

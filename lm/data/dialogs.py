@@ -1,7 +1,7 @@
 """Chat data: dialogs and preference pairs, read from files with any of four kinds of rows.
 
 ``{"messages": [{"role", "content"}, …]}``, ``{"prompt", "response"}``, ``{"prompt", "chosen", "rejected"}``, and
-``{"question", "answer"}`` with the final answer after ``####`` (Cobbe et al. 2021, GSM8K).
+``{"question", "answer"}`` as in GSM8K (Cobbe et al. 2021). Rows of the first two kinds may also have a ``question``.
 """
 
 import reprlib
@@ -25,10 +25,11 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class Dialog:
-    """Messages to learn from; the last is the assistant's. ``ground_truth`` is the final answer of a GSM8K row."""
+    """Messages to learn from; the last is the assistant's."""
 
     messages: tuple[Message, ...]
-    ground_truth: str | None = None
+    question: str | None = None
+    """The last message of the user before it was put into a template, if it was."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,9 @@ def parse_row(row: Row) -> Dialog | PreferencePair:
     """Return the dialog or the pair of a row. Raises ValueError with the reason if the row is damaged."""
     match row:
         case {"messages": [*messages]}:
-            return Dialog(_check_messages(messages))
+            return Dialog(_check_messages(messages), _question(row))
         case {"prompt": str(prompt), "response": str(response)}:
-            return Dialog(_exchange(prompt, response))
+            return Dialog(_exchange(prompt, response), _question(row))
         case {"prompt": str(prompt), "chosen": str(chosen), "rejected": str(rejected)}:
             user_message, _ = _exchange(prompt, chosen)
             _exchange(prompt, rejected)
@@ -63,7 +64,7 @@ def parse_row(row: Row) -> Dialog | PreferencePair:
                 raise ValueError("chosen and rejected are equal")
             return PreferencePair((user_message,), chosen, rejected)
         case {"question": str(question), "answer": str(answer)}:
-            return Dialog(_exchange(question, answer), final_answer(answer))
+            return Dialog(_exchange(question, answer))
     raise ValueError(
         "no messages, no texts prompt and response, none of prompt, chosen and rejected, none of question and answer"
     )
@@ -104,6 +105,11 @@ def check_text(name: str, text: str) -> None:
         raise ValueError(f"{name} has {len(text):,} characters, more than {_MAX_TEXT_CHARACTERS:,}")
     if not text.strip():
         raise ValueError(f"{name} is blank")
+
+
+def _question(row: Row) -> str | None:
+    question = row.get("question")
+    return question if isinstance(question, str) else None
 
 
 def _exchange(question: str, answer: str) -> tuple[Message, ...]:

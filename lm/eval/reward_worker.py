@@ -20,10 +20,9 @@ from typing import IO, Any, cast
 
 from lm.common.child_process import start_child
 from lm.common.errors import UserError
-from lm.eval.rewards import REWARD_KEYS, combine_rewards
+from lm.eval.rewards import REWARD_KEYS, REWARD_LIBRARIES, combine_rewards
 
 _MAX_MEMORY_BYTES = 4 << 30  # of the worker's address space
-_LIBRARIES = {"boxed_math": "math_verify", "r1_zero": "math_verify", "reasoning_gym": "reasoning_gym"}
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def main(weights: str, seconds: str) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     _limit_memory()
     reward = combine_rewards(json.loads(weights))
-    for library in {_LIBRARIES[name] for name in json.loads(weights) if name in _LIBRARIES}:
+    for library in {REWARD_LIBRARIES[name] for name in json.loads(weights) if name in REWARD_LIBRARIES}:
         with contextlib.suppress(ImportError):  # the reward explains it
             import_module(library)  # does not count as a response's time
     for line in sys.stdin.buffer:

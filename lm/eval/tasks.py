@@ -8,8 +8,10 @@ import random
 import re
 import reprlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from itertools import islice
 from string import ascii_uppercase
 from typing import Any, Literal
@@ -18,6 +20,7 @@ from lm.common.errors import UserError, did_you_mean
 from lm.data.dialogs import check_text, final_answer
 from lm.data.json_rows import DamagedRows, Row, read_rows
 from lm.eval.answers import extract_boxed, parse_gsm8k_response
+from lm.eval.rewards import REWARD_LIBRARIES
 
 Split = Literal["train", "test"]
 
@@ -96,6 +99,25 @@ def is_generated(name: str) -> bool:
         return True
     _check_file_task(name)
     return False
+
+
+def problem_libraries(name: str) -> dict[str, str]:
+    """Return the version of the library that makes the problems of a task, by its name; empty if none does."""
+    return _versions({"reasoning_gym"} if name.startswith(_REASONING_GYM) else ())
+
+
+def reward_libraries(name: str, rewards: Iterable[str]) -> dict[str, str]:
+    """Return the versions of the libraries that compute the named rewards, or without any that of a task."""
+    names = {*rewards} or {"reasoning_gym" if name.startswith(_REASONING_GYM) else _FILE_TASKS.get(name, (None, ""))[1]}
+    return _versions(REWARD_LIBRARIES[name] for name in names if name in REWARD_LIBRARIES)
+
+
+def _versions(libraries: Iterable[str]) -> dict[str, str]:
+    found = {}
+    for library in sorted(set(libraries)):
+        with suppress(metadata.PackageNotFoundError):  # what needs it says so
+            found[library] = metadata.version(library)
+    return found
 
 
 def read_task(name: str, url: str, damaged: DamagedRows) -> Task:

@@ -4,10 +4,11 @@ This is rejection sampling, one round of expert iteration with another model (Yu
 """
 
 import json
+import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from lm.common.errors import UserError, translate_write_errors
 from lm.common.fsync import sync_path
@@ -22,7 +23,8 @@ from lm.eval.rewards import REWARD_TOLERANCE
 from lm.eval.tasks import Problem, load_task
 
 Outcome = Literal["kept", "low reward", "reward failed", "cut at the maximum", "not finished", "blank", "repeated"]
-OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+
+log = logging.getLogger(__name__)
 
 _MAX_REFUSED = 20  # requests, if none has an answer
 
@@ -126,9 +128,11 @@ def select_answers(
     """Yield each answer as a row for supervised fine-tuning, and whether to keep it.
 
     ``requests`` has the keys of the answers to each question. The order is that of the questions and samples. Only an
-    answer with a reward of at least ``threshold`` is kept, if there is a ``reward``.
+    answer with a reward of at least ``threshold`` is kept, if there is a ``reward``. Raises UserError at the end if the
+    reward failed for all answers that it got.
     """
     rows: set[str] = set()
+    scored, errors = 0, list[str]()
     for question, keys in zip(questions, requests, strict=True):
         for answer in (answers[key] for key in keys if key in answers):
             row = _make_row(question, answer.text)
@@ -144,13 +148,22 @@ def select_answers(
                 outcome = "repeated"
             elif reward:
                 verdict = reward.score(answer.text, question.ground_truth)
+                scored += 1
                 if verdict.error:
+                    if not errors:
+                        log.warning("The first answer whose reward failed: %s", verdict.error)
+                    errors.append(verdict.error)
                     outcome = "reward failed"
                 elif verdict.rewards["reward"] < threshold - REWARD_TOLERANCE:
                     outcome = "low reward"
             if outcome == "kept":
                 rows.add(text)
             yield outcome, row
+    if errors and len(errors) == scored:
+        raise UserError(
+            f"The reward function failed for all {scored:,} answers: {errors[0]}. Name rewards that fit the prompts; "
+            "the answers are kept, and the same command does not ask for them again."
+        )
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
@@ -185,7 +198,7 @@ def _parse_row(row: Row) -> tuple[tuple[Message, ...], Any]:
 
 def _make_row(question: Question, answer: str) -> Row:
     *context, last = question.messages
-    if context:
-        return {"messages": [*question.messages, Message(role="assistant", content=answer)]}
     asked = {} if last["content"] == question.question else {"question": question.question}
+    if context:
+        return {"messages": [*question.messages, Message(role="assistant", content=answer)], **asked}
     return {"prompt": last["content"], "response": answer, **asked}

@@ -88,7 +88,8 @@ class ReinforceConfig:
     """Policy gradients on rewards of the model's own responses: REINFORCE, GRPO and its variants, expert iteration.
 
     GRPO is the default with importance_reweighting grpo. Dr. GRPO: advantage_normalizer none, loss_normalization
-    constant. DAPO: loss_normalization token, clip_high above clip_low. GSPO, CISPO: by importance_reweighting.
+    constant. DAPO: loss_normalization token, clip_high above clip_low. GSPO: importance_reweighting gspo, clip_low
+    and clip_high of some 1e-4. CISPO: importance_reweighting cispo, loss_normalization token.
     """
 
     __pydantic_config__ = PYDANTIC_CONFIG

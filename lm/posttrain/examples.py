@@ -78,11 +78,14 @@ def _solution(problem: Problem) -> Dialog:
 
 
 def _opening(example: Example) -> tuple[Message, ...]:
-    """Return the messages up to the user's first."""
+    """Return the messages up to the user's first, as they were before they were put into a template."""
     if isinstance(example, Problem):
         return (Message(role="user", content=example.prompt),)
     messages = example.messages if isinstance(example, Dialog) else example.prompt
-    return messages[: 2 if messages[0]["role"] == "system" else 1]
+    opening = messages[: 2 if messages[0]["role"] == "system" else 1]
+    if isinstance(example, Dialog) and example.question is not None and len(messages) == len(opening) + 1:
+        return (*opening[:-1], Message(role="user", content=example.question))  # it is of the user's last message
+    return opening
 
 
 def _is_held_out(example: Example, fraction: float) -> bool:
@@ -114,7 +117,7 @@ def write_rows(path: Path, rows: Iterable[Any]) -> None:
 
 def read_dialog_rows(path: Path) -> list[Dialog]:
     """Read dialogs that :func:`write_rows` wrote."""
-    return _read_rows(path, lambda row: Dialog(tuple(row["messages"]), row["ground_truth"]))
+    return _read_rows(path, lambda row: Dialog(tuple(row["messages"]), row["question"]))
 
 
 def read_pair_rows(path: Path) -> list[PreferencePair]:

@@ -1,6 +1,7 @@
 """The part of an objective on the model's own responses that does not depend on its loss: rollouts and their record."""
 
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ from lm.data.dialogs import PreferencePair
 from lm.data.shuffle import shuffled_indices
 from lm.distributed.process_group import all_gather, all_reduce_mean, get_rank, get_world_size
 from lm.eval.reward_worker import RewardWorker, Verdict
+from lm.eval.rewards import REWARD_KEYS
 from lm.eval.tasks import Problem
 from lm.inference.completion import Completion
 from lm.model.transformer import TransformerLM
@@ -31,7 +33,6 @@ from lm.train.metrics_file import append_rows, iterate_metrics
 log = logging.getLogger(__name__)
 
 _ROLLOUTS = "rollouts.jsonl"
-_REWARDS = ("reward", "format_reward", "answer_reward")
 RolloutConfig = ReinforceConfig | PPOConfig
 PromptSource = Problem | PreferencePair  # only a problem has a ground truth; the answers of a pair are not used
 
@@ -188,6 +189,7 @@ class RolloutObjective(ABC):
             tokens_per_second = sum(len(row.ids) for row in self._responses) / (time.perf_counter() - started)
             speed = {"rollout_tokens_per_second": float(round(tokens_per_second))}
             self._check_errors()
+            self._check_finite()
             if self.rank == 0:
                 append_rows(self.out / _ROLLOUTS, map(asdict, self._responses))
         metrics = self.prepare()
@@ -199,6 +201,16 @@ class RolloutObjective(ABC):
             "entropy": -_mean(log_prob for row in self._responses for log_prob in row.log_probs),
             **speed,
         }
+
+    def _check_finite(self) -> None:
+        """Raise UserError if the model gave a response a number that is not finite."""
+        for row in self._responses:
+            learned = [] if row.learned_reward is None else [row.learned_reward]
+            if not all(map(math.isfinite, [*row.log_probs, *row.reference_log_probs, *row.values, *learned])):
+                raise UserError(
+                    f"At step {self._rollout_step + 1:,} the model gives a response numbers that are not finite: the "
+                    "training has diverged. Lower train.max_lr."
+                )
 
     def _check_errors(self) -> None:
         """Warn of the first responses whose reward failed. Raise UserError if it failed for all of a rollout."""
@@ -221,7 +233,7 @@ class RolloutObjective(ABC):
     def _reward_metrics(self) -> dict[str, float]:
         rows = self._responses
         return {
-            **{name: _mean(row.rewards[name] for row in rows) for name in _REWARDS},
+            **{name: _mean(row.rewards[name] for row in rows) for name in REWARD_KEYS},
             "reward_std": float(np.std([row.rewards["reward"] for row in rows])),
             "reward_errors": float(sum(row.error is not None for row in rows)),
         }

@@ -82,7 +82,9 @@ def made(record: dict[str, Any]) -> list[str]:
     return [name for name, stage in record["stages"].items() if stage["state"] == "made"]
 
 
-def test_all_stages_run_once_and_each_page_shows_its_curves(trained_root: Path, config: PosttrainConfig) -> None:
+def test_all_stages_run_once_and_each_page_shows_its_curves(
+    trained_root: Path, config: PosttrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     record = posttrain(config, str(trained_root))
     stages = ["base", "dialogs", "sft", "preference", "reinforce", "evaluate"]
     assert made(record) == stages
@@ -96,6 +98,9 @@ def test_all_stages_run_once_and_each_page_shows_its_curves(trained_root: Path, 
     assert "![reward](data:image/png" in pages["reinforce"] and "![loss](" in pages["sft"]
     assert "![margin between the rewards of a pair](" in pages["preference"]
     assert "| prompt | base | sft | preference | reinforce |" in pages["evaluate"]
+    monkeypatch.setattr("flows.posttrain_chain.reward_libraries", lambda task, rewards: {"math_verify": "9"})
+    rows = dict(plan(POSTTRAIN, config, str(trained_root), None, ()))
+    assert rows["preference"] == "cached" and "parameters.libraries.math_verify" in rows["reinforce"]
     figures = output(trained_root, record, "evaluate").manifest["figures"]
     assert figures.keys() == {"base", "sft", "preference", "reinforce"}
     assert all(0 <= part["reward"] <= 1 and part["answer_loss"] > 0 for part in figures.values())
@@ -169,6 +174,12 @@ def test_mistakes_are_named(trained_root: Path, tmp_path: Path, config: Posttrai
         posttrain(replace(config, base="other"), str(trained_root))
     with pytest.raises(UserError, match="methods has ppo without reward_model"):
         replace(config, methods=["sft", "ppo"])
+    with pytest.raises(UserError, match=r"reinforce\.rewards and ppo\.rewards differ"):
+        replace(config, methods=["reward_model", "reinforce", "ppo"], ppo=replace(config.ppo, rewards={"exact": 0.5}))
+    with pytest.raises(UserError, match=r"train_deployment is for the pipeline"):
+        replace(config, execution=replace(config.execution, train_deployment="pipeline/gpu-train"))
+    with pytest.raises(UserError, match=r"files of a task; name it in dialogs\.task"):
+        replace(config, dialogs=replace(config.dialogs, task="", task_test=["test.jsonl"]))
     with pytest.raises(UserError, match="sft reads its examples in shuffled epochs in any case; leave data_order out"):
         replace(config, sft=replace(config.sft, data_order="shuffled_epochs"))
     with pytest.raises(UserError, match="There is no stage ppo: methods is sft, preference, reinforce"):

@@ -205,6 +205,15 @@ def test_mistakes_are_messages(
     assert message in capsys.readouterr().err
 
 
+def test_a_threshold_needs_a_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    with serve_chat(double) as endpoint:
+        options = ["--task", "", "--file", str(tmp_path / "prompts.jsonl"), "--threshold", "0.5"]
+        assert main(arguments(endpoint, tmp_path, *options)) == 2
+        assert endpoint.requests == []
+    assert "there is no reward; name rewards" in capsys.readouterr().err
+
+
 def test_the_prompts_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answers = write_gsm8k(tmp_path / "p.answers.jsonl")
     with serve_chat(double) as endpoint:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lm.data.dialogs import Dialog, PreferencePair, find_role_problem, parse_row, read_dialogs
+from lm.data.dialogs import Dialog, PreferencePair, final_answer, find_role_problem, parse_row, read_dialogs
 from lm.data.json_rows import DamagedRows
 from tests.helpers.llamas import make_dialog
 
@@ -23,8 +23,11 @@ GSM8K = tuple(make_dialog("1+1?", "It is 2.\n#### 1,002 "))
         ({"messages": list(LONG)}, Dialog(LONG)),
         ({"messages": [{**message, "name": None} for message in HI], "id": 3}, Dialog(HI)),
         ({"prompt": "Hi.", "response": "Ho.", "words": ["a"]}, Dialog(HI)),
+        ({"prompt": "Hi.", "response": "Ho.", "question": "Hey?"}, Dialog(HI, "Hey?")),
+        ({"messages": list(LONG), "question": "Hey?"}, Dialog(LONG, "Hey?")),
+        ({"question": "Hi.", "answer": "Ho."}, Dialog(HI)),
         ({"prompt": "Hi.", "chosen": "Ho.", "rejected": "No."}, PreferencePair(HI[:1], "Ho.", "No.")),
-        ({"question": "1+1?", "answer": "It is 2.\n#### 1,002 "}, Dialog(GSM8K, "1002")),
+        ({"question": "1+1?", "answer": "It is 2.\n#### 1,002 "}, Dialog(GSM8K)),
     ],
 )
 def test_the_four_kinds_of_rows(row: dict[str, Any], expected: Dialog | PreferencePair) -> None:
@@ -53,8 +56,7 @@ def test_the_four_kinds_of_rows(row: dict[str, Any], expected: Dialog | Preferen
         ({"prompt": "x" * 10_000_000, "response": "b"}, "message 0 has 10,000,000 characters, more than 1,000,000"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "message 1 is blank"),
-        ({"question": "a", "answer": "2"}, "no #### before its final answer"),
-        ({"question": "a", "answer": "2 ####"}, "no #### before its final answer"),
+        ({"question": "a", "answer": " "}, "message 1 is blank"),
     ],
 )
 def test_damaged_rows(row: dict[str, Any], reason: str) -> None:
@@ -85,4 +87,4 @@ def test_real_files(shared_data: Path, name: str, count: int) -> None:
     assert len(dialogs) == count and not damaged.count
     if name == "gsm8k_test":
         for row in dialogs:
-            assert isinstance(row, Dialog) and row.ground_truth and math.isfinite(float(row.ground_truth))
+            assert isinstance(row, Dialog) and math.isfinite(float(final_answer(row.messages[1]["content"])))

@@ -9,7 +9,7 @@ import pytest
 from lm.common.errors import UserError
 from lm.data.json_rows import DamagedRows
 from lm.eval import get_reward, load_task, make_addition_task, make_reasoning_gym_task, read_task
-from lm.eval.tasks import R1_ZERO_PROMPT, Problem
+from lm.eval.tasks import R1_ZERO_PROMPT, Problem, problem_libraries, reward_libraries
 
 
 def read(tmp_path: Path, name: str, *rows: dict[str, Any]) -> tuple[list[Problem], list[str]]:
@@ -155,3 +155,14 @@ def test_mistakes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_the_r1_zero_prompt_takes_any_question() -> None:
     prompt = R1_ZERO_PROMPT.format(question="What is {x}?")
     assert "What is {x}?" in prompt and prompt.endswith("<think>")
+
+
+def test_versions_of_the_libraries_that_decide_problems_and_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lm.eval.tasks.metadata.version", lambda library: f"version of {library}")
+    math, gym = ({name: f"version of {name}"} for name in ("math_verify", "reasoning_gym"))
+    assert problem_libraries("reasoning-gym:dice") == gym
+    assert problem_libraries("math") == problem_libraries("") == {}
+    assert reward_libraries("math", []) == reward_libraries("gsm8k", ["exact", "r1_zero"]) == math
+    assert reward_libraries("reasoning-gym:dice", []) == gym
+    for task, rewards in (("math", ["exact"]), ("gsm8k", []), ("addition:1-2", []), ("", [])):
+        assert reward_libraries(task, rewards) == {}

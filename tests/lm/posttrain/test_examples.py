@@ -61,6 +61,9 @@ def test_nothing_held_out_is_trained_on(tmp_path: Path) -> None:
         system = {"role": "system", "content": "Be kind."}
         rows += [{"messages": start}, {"messages": start + more}, {"messages": [system, *start]}]
         rows.append({"prompt": f"{number}?", "chosen": "a", "rejected": "b"})
+        templated = {"role": "user", "content": f"Think first. {number}?"}
+        rows.append({"prompt": templated["content"], "response": "c", "question": f"{number}?"})  # as teach writes them
+        rows.append({"messages": [system, templated, start[1]], "question": f"{number}?"})
     path = write_file(tmp_path / "rows.jsonl", rows)
     gsm8k = [{"question": f"{number}?", "answer": f"#### {number}"} for number in numbers]
     task_train, task_test = (write_file(tmp_path / f"{len(part)}.jsonl", [*part]) for part in (gsm8k, gsm8k[3:5]))
@@ -70,7 +73,7 @@ def test_nothing_held_out_is_trained_on(tmp_path: Path) -> None:
     def asked(split: Examples) -> set[str]:
         messages = [example.messages for example in split.dialogs] + [example.prompt for example in split.pairs]
         firsts = {next(m["content"] for m in part if m["role"] == "user") for part in messages}
-        return firsts | {problem.prompt for problem in split.problems}
+        return {first.removeprefix("Think first. ") for first in firsts} | {row.prompt for row in split.problems}
 
     tested = {problem.prompt for problem in test.problems}
     assert tested == {"3?", "4?"} and not asked(train) & (asked(valid) | tested)

@@ -195,6 +195,63 @@ def test_later_updates_are_reweighted(model: TransformerLM, tmp_path: Path, meth
     assert objective._responses is not sampled
 
 
+def loss_of_token(method: str, advantage: float, log_prob: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:
+    """The losses of the papers, with the clip range of the test below."""
+    if method == "none":
+        return -advantage * log_prob
+    if method == "noclip":
+        return -advantage * ratio
+    if method == "cispo":
+        return -advantage * min(ratio.item(), 1.05) * log_prob
+    bounded = min(max(ratio.item(), 0.98), 1.05)
+    is_bounded = advantage * bounded < advantage * ratio.item()
+    return -advantage * (torch.tensor(bounded) if is_bounded else ratio)
+
+
+@pytest.mark.parametrize("method", ["none", "noclip", "grpo", "gspo", "cispo"])
+def test_the_second_epoch_has_the_gradient_of_a_loop(model: TransformerLM, tmp_path: Path, method: str) -> None:
+    objective = make_objective(
+        model, tmp_path, importance_reweighting=method, epochs_per_rollout=2, clip_low=0.02, clip_high=0.05
+    )
+    objective.micro_batches(0)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    actual = gradients(model, objective, step=1)
+    metrics = objective.step_metrics()
+    assert method in ("none", "noclip") or 0.1 < metrics["clip_fraction"] < 0.9
+    model.zero_grad()
+    for row, advantage in zip(objective._responses, objective._advantages.tolist(), strict=True):
+        logits = model(torch.tensor([[*row.prompt_ids, *row.ids][:-1]]))[0, len(row.prompt_ids) - 1 :]
+        log_probs = torch.log_softmax(logits.float(), -1)[range(len(row.ids)), row.ids]
+        ratios = (log_probs - torch.tensor(row.log_probs)).exp()
+        if method == "gspo":
+            ratios = ratios.log().mean().exp().expand(len(row.ids))
+        losses = [loss_of_token(method, advantage, *pair) for pair in zip(log_probs, ratios, strict=True)]
+        if (loss := torch.stack(losses).mean() / len(objective._responses)).requires_grad:  # not if all are clipped
+            loss.backward()
+    expected = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert any(gradient.abs().max() > 1e-4 for gradient in expected)
+    for gradient, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-3, atol=1e-5)
+
+
+def test_numbers_that_are_not_finite_are_a_user_error(model: TransformerLM, tmp_path: Path) -> None:
+    objective = make_objective(model, tmp_path)
+    sample = objective._sample
+
+    def sample_diverged(verdicts: Any) -> Any:
+        rows = sample(verdicts)
+        rows[3].log_probs[0] = float("nan")
+        return rows
+
+    objective._sample = sample_diverged  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=r"At step 1 the model gives .* the training has diverged"):
+        objective.micro_batches(0)
+    assert not (tmp_path / "rollouts.jsonl").exists()
+
+
 def test_a_resumed_training_uses_the_stored_responses(model: TransformerLM, tmp_path: Path) -> None:
     objective = make_objective(model, tmp_path, updates_per_epoch=2)
     objective.micro_batches(0)
