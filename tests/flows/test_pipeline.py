@@ -4,13 +4,14 @@ import logging
 import pickle
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
@@ -369,6 +370,26 @@ def test_many_groups_share_few_task_runs_and_a_tree_of_sums(
     assert other(config, until="encode", refresh=("count",)) == ["count"]
     made = other.groups("count-sum", made_in_last_run=True)
     assert len(made) == len(other.groups("count-sum")), "a refresh of count includes its sums"
+
+
+class _ChangingSet(set[tuple[str, str]]):
+    """A set that another thread always changes."""
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        raise RuntimeError("Set changed size during iteration")
+
+
+@pytest.mark.slow
+def test_prefect_does_not_look_into_what_the_threads_of_a_run_change(config: PipelineConfig, tmp_path: Path) -> None:
+    run = RunContext(str(tmp_path), "x", made=_ChangingSet())
+
+    def make_letters() -> list[Ref]:
+        with PrefectExecutor(run, config) as executor:
+            return [*executor.map(letters, "letters", ["a", "b"], 2), executor.call(letters, "c", 2)]
+
+    with use_root(run):
+        refs = Flow(make_letters, name="letters")()
+    assert [read_output(run.store, ref).path("a.txt").read_text() for ref in refs] == ["aa", "bb", "cc"]
 
 
 def test_a_task_on_a_worker_works_on_several_groups_at_a_time(config: PipelineConfig, tmp_path: Path) -> None:
