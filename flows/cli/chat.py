@@ -2,6 +2,7 @@
 
 import io
 import sys
+from contextlib import suppress
 from dataclasses import replace
 
 from flows.prefect_support.signals import Terminated
@@ -26,6 +27,8 @@ def chat(model: TransformerLM, tokenizer: TextTokenizer, config: SampleConfig, s
         print(PLAIN_NOTICE)
     print("Ctrl-C stops an answer; Ctrl-D or /quit ends the chat.")
     messages = [Message(role="system", content=system)] if system else []
+    with suppress(ImportError):
+        import readline  # noqa: F401  # input() then has arrow keys and a history
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a line that is not UTF-8 must not end the dialog
     while True:

@@ -30,6 +30,8 @@ _PREFECT_SETTINGS = {
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
 }
 
+_KEEP_NOTHING = {"sample", "chat", "tokenizers", "export"}  # commands whose work is lost if they are stopped
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code.
@@ -42,13 +44,15 @@ def main(arguments: list[str] | None = None) -> int:
     prepare_streams()
     for name, value in _PREFECT_SETTINGS.items():
         os.environ.setdefault(name, value)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    command = arguments[0] if arguments else ""
     try:
-        code = _run(sys.argv[1:] if arguments is None else arguments)
+        code = _run(arguments)
         if sys.stdout is not None:  # None: it was closed before the start
             sys.stdout.flush()
     except BaseException as error:
         if interrupt := find_interrupt(error):
-            print_message(STOPPED_MESSAGE)
+            print_message("textmill: stopped." if command in _KEEP_NOTHING else STOPPED_MESSAGE)
             code = 143 if is_sigterm(interrupt) else 130
         elif isinstance(error, UserError):
             print_message(f"textmill: {error}")

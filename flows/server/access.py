@@ -14,7 +14,9 @@ from flows.server.requests import ApiError
 
 OPEN_PATHS = frozenset({"/", "/health"})
 """The page, which asks for the key itself, and the check of a load balancer."""
-_LOOPBACK_HOST = re.compile(rb"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]+)?", re.IGNORECASE)
+_LOOPBACK = rb"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]+)?"
+_LOOPBACK_HOST = re.compile(_LOOPBACK, re.IGNORECASE)
+_LOOPBACK_ORIGIN = re.compile(rb"https?://" + _LOOPBACK, re.IGNORECASE)
 
 
 class AccessControl:
@@ -24,7 +26,8 @@ class AccessControl:
     proxy on this machine that of its ``X-Forwarded-For``. Without a key, and with 0 as the limit, all may send.
 
     With ``is_private``, the answer is 421 to a ``Host`` that does not name this machine: a web page that points its own
-    name at this machine ("DNS rebinding") could use the server through the browser of someone here.
+    name at this machine ("DNS rebinding") could use the server through the browser of someone here. It is 403 to an
+    ``Origin`` of another machine: a web page can have a browser here send requests, though it cannot read the answers.
     """
 
     def __init__(
@@ -40,10 +43,8 @@ class AccessControl:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        hosts = [value for name, value in scope["headers"] if name == b"host"]
-        if self._is_private and not all(map(_LOOPBACK_HOST.fullmatch, hosts)):
-            message = "Without an API key, the server answers requests to localhost, 127.0.0.1 or [::1] only."
-            await ApiError(421, message).response()(scope, receive, send)
+        if self._is_private and (error := _find_foreign_header(scope)):
+            await error.response()(scope, receive, send)
             return
         if scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
@@ -74,6 +75,17 @@ class AccessControl:
         scheme, _, key = (values[0] if len(values) == 1 else b"").partition(b" ")
         # Digests have one length, so that the time of the comparison says nothing about the key.
         return hmac.compare_digest(_digest(key.strip()), self._key_digest) and scheme.lower() == b"bearer"
+
+
+def _find_foreign_header(scope: Scope) -> ApiError | None:
+    """Return what is wrong with a request that names another machine than this; None if it names none."""
+    for name, value in scope["headers"]:
+        if name == b"host" and not _LOOPBACK_HOST.fullmatch(value):
+            message = "Without an API key, the server answers requests to localhost, 127.0.0.1 or [::1] only."
+            return ApiError(421, message)
+        if name == b"origin" and not _LOOPBACK_ORIGIN.fullmatch(value):
+            return ApiError(403, "Without an API key, the server answers no web pages of other machines.")
+    return None
 
 
 def _digest(key: bytes) -> bytes:

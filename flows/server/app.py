@@ -102,7 +102,7 @@ def build_app(
             request, prompts, chat_format, token_names, model.config.context_length, speculative_tokens
         )
         choices = {choice.generation: choice for choice in response.choices}
-        if (num_scores := sum(map(_count_scores, choices))) > _MAX_SCORES:
+        if request.wants_logprobs and (num_scores := sum(map(_count_scores, choices))) > _MAX_SCORES:
             message = f"{num_scores:,} log-probabilities are requested; at most {_MAX_SCORES:,} are possible."
             raise ApiError(400, message, "logprobs")
 
@@ -165,8 +165,6 @@ def build_app(
 
 def _count_scores(generation: Generation) -> int:
     """Return the most log-probabilities that the response has for a completion."""
-    if not generation.wants_logprobs:
-        return 0
     echoed = len(generation.prompt) if generation.wants_prompt_logprobs else 0
     return (echoed + generation.max_new_tokens) * (1 + generation.num_alternatives)
 

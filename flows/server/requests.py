@@ -45,7 +45,9 @@ class ApiError(Exception):
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        error_type = {429: "rate_limit_error", 500: "server_error"}.get(status, "invalid_request_error")
+        error_type = (
+            "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+        )
         self.status = status
         self.body = {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 

@@ -203,7 +203,11 @@ def test_a_command_that_needs_a_model_fails_without_one(
 
 @pytest.mark.parametrize(("interrupt", "code"), [(KeyboardInterrupt(), 130), (Terminated(), 143)], ids=repr)
 def test_an_interrupt_in_the_error_of_a_library_counts_as_stopped(
-    interrupt: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    interrupt: BaseException,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     def verify(options: Any) -> int:
         raise BaseExceptionGroup("unhandled errors in a TaskGroup", [interrupt])
@@ -211,6 +215,9 @@ def test_an_interrupt_in_the_error_of_a_library_counts_as_stopped(
     monkeypatch.setattr(commands, "verify_command", verify)
     assert main(["verify"]) == code
     assert capfd.readouterr().err == f"{STOPPED_MESSAGE}\n"
+    monkeypatch.setattr(commands, "export_command", verify)
+    assert main(["export", str(tmp_path)]) == code
+    assert capfd.readouterr().err == "textmill: stopped.\n", "an export keeps nothing"
 
 
 def test_every_preset_is_valid() -> None:

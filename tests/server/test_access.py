@@ -100,7 +100,7 @@ def test_a_request_without_the_key_costs_nothing(
         (b"\xff", 421),
     ],
 )
-@pytest.mark.parametrize("path", ["/", "/health", "/v1/models"])
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/v1/completions"])
 def test_a_private_server_answers_only_by_the_names_of_its_machine(path: str, host: bytes | None, status: int) -> None:
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -108,7 +108,11 @@ def test_a_private_server_answers_only_by_the_names_of_its_machine(path: str, ho
     headers = [] if host is None else [(b"host", host)]
     assert call(AccessControl(answer, is_private=True), path, headers) == status
     assert call(AccessControl(answer), path, headers) == 200
+    page = [*headers, (b"origin", b"https://" + host)] if host is not None else []
+    assert call(AccessControl(answer, is_private=True), path, page) == status
     if status == 421:
+        web_page = [(b"host", b"localhost"), (b"origin", b"https://" + (host or b""))]
+        assert call(AccessControl(answer, is_private=True), path, web_page) == 403
         assert call(AccessControl(answer, is_private=True), path, [(b"host", b"localhost"), *headers]) == 421
 
 

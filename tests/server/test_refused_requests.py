@@ -107,6 +107,8 @@ def test_too_many_log_probabilities_are_refused(server: RunningServer, monkeypat
     refused = server.post({**request, "n": 3})
     assert refused.status_code == 400 and "63 log-probabilities are requested; at most 42" in refused.text
     assert server.post({**request, "n": 3, "logprobs": None}).status_code == 200
+    monkeypatch.setattr("flows.server.app._MAX_SCORES", 1)
+    assert server.post({"prompt": "a", "max_tokens": 2, "best_of": 3}).status_code == 200, "it returns no scores"
 
 
 def test_openais_client_raises_its_own_exceptions(server: RunningServer) -> None:

@@ -125,19 +125,20 @@ def test_impossible_tokens_have_a_finite_score() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_token_that_ends_a_text_is_scored_too(stream: bool) -> None:
     """Evaluation harnesses ask for one token beyond the text, and drop its score."""
-    model = fixed_model([9.0 if token_id == 256 else 0.0 for token_id in range(257)], 16).eval()
+    model = fixed_model([9.0 if token_id == 256 else 0.0 for token_id in range(257)], 64).eval()
     with TestClient(build_app(model, TOKENIZER, "tiny", 1)) as client:
         body: dict[str, Any] = {"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 1}
         found = events(client, "completions", **body) if stream else [complete(client, **body)]
         chat = {"messages": MESSAGES, "logprobs": True, "max_tokens": 1, "temperature": 0}
-        answer = client.post("/v1/chat/completions", json=chat | {"messages": MESSAGES[:1]})
+        answer = client.post("/v1/chat/completions", json=chat).json()["choices"][0]
     choices = [event["choices"][0] for event in found]
     assert [token for choice in choices for token in choice["logprobs"]["tokens"]] == ["a", "b", "<|endoftext|>"]
     assert choices[-1]["finish_reason"] == "stop" and "".join(choice["text"] for choice in choices) == "ab"
     assert choices[-1]["logprobs"]["token_logprobs"][-1] > -0.1
     if not stream:
         assert found[0]["usage"]["completion_tokens"] == 0
-    assert answer.status_code == 400 and "context" in answer.text
+    [score] = answer["logprobs"]["content"]
+    assert answer["message"]["content"] == "" and score["token"] == "<|endoftext|>" and score["logprob"] > -0.1
 
 
 def test_best_of_does_not_prefer_an_empty_text() -> None:
