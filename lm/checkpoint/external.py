@@ -75,7 +75,8 @@ def load_any_model(
     ``max_seq_len`` is its context length; default: that of the files, and 2,048 for Meta's, which state none. A
     checkpoint of this project has its own. Raises UserError if a file is missing, damaged or unknown.
     """
-    if (directory / "params.json").exists():
+    has_meta_weights = any(directory.glob("consolidated.*.pth"))
+    if (directory / "params.json").exists() and (has_meta_weights or not (directory / "config.json").exists()):
         return load_meta(directory, _META_CONTEXT_LENGTH if max_seq_len is None else max_seq_len, device)
     if (directory / "config.json").exists():
         return load_hugging_face(directory, max_seq_len, device)
@@ -128,4 +129,4 @@ def _load_llama3(path: Path) -> Tokenizer:
         f"<|{_LLAMA3_SPECIAL_TOKENS.get(index) or next(reserved)}|>": first + index
         for index in range(_LLAMA3_NUM_SPECIAL_TOKENS)
     }
-    return Tokenizer.from_tiktoken(path, special_tokens, PATTERNS["llama3"])
+    return Tokenizer.from_tiktoken(path, special_tokens, PATTERNS["llama3"], begin_token="<|begin_of_text|>")

@@ -145,3 +145,11 @@ def check_is_expressible(config: ModelConfig, expressible: Collection[str], read
                 f"model.{option} {value!r} cannot be exported: {reader} supports only {default!r}; train a model with "
                 "that."
             )
+
+
+def reorder_rotary_rows(weight: Tensor, rows: int, columns: int) -> Tensor:
+    """Transpose the rows of each head, seen as a grid (rows, columns), to (columns, rows).
+
+    (2, K/2) turns Hugging Face's order, pairs (i, i + K/2), into adjacent pairs; (K/2, 2) reverses that.
+    """
+    return weight.unflatten(0, (-1, rows, columns)).transpose(1, 2).flatten(0, 2)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from torch import Tensor
 
-from lm.checkpoint.external_weights import check_is_expressible
+from lm.checkpoint.external_weights import check_is_expressible, reorder_rotary_rows
 from lm.common.errors import UserError, translate_write_errors
 from lm.common.fsync import sync_path
 from lm.data.chat_template import END_TOKEN, has_chat_tokens, make_jinja_template
@@ -17,8 +17,9 @@ from lm.model.config import ModelConfig
 from lm.model.rope import rotary_frequencies
 from lm.model.transformer import TransformerLM
 from lm.text.patterns import PATTERNS
-from lm.text.pretokenize import END_OF_TEXT, Pattern
+from lm.text.pretokenize import Pattern
 from lm.tokenizer.formats.gpt2 import bytes_to_unicode, format_vocab
+from lm.tokenizer.text_ends import find_text_ends
 from lm.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_typ
             for name, weight, tensor_type in weights:
                 # llama.cpp's qwen3 rotates the pairs (i, i + K/2); its llama rotates adjacent pairs, as we do.
                 if config.qk_norm and _ROTARY_NAME.search(name):
-                    weight = _order_as_halves(weight, config.head_width)
+                    weight = reorder_rotary_rows(weight, config.head_width // 2, 2)
                 writer.write_tensor_data(quantize(weight.cpu().float().contiguous().numpy(), tensor_type))
             writer.close()
             sync_path(temporary)
@@ -219,9 +220,10 @@ def _add_tokenizer_metadata(writer: "GGUFWriter", tokenizer: Tokenizer, config: 
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges([f"{bytes_to_unicode(left)} {bytes_to_unicode(right)}" for left, right in tokenizer.merges])
-    end_id = tokenizer.special_ids.get(END_OF_TEXT, min(special_ids))
-    writer.add_bos_token_id(end_id)
-    writer.add_add_bos_token(False)
+    begin, end = find_text_ends(tokenizer)
+    end_id = tokenizer.special_ids[end] if end else min(special_ids)
+    writer.add_bos_token_id(tokenizer.special_ids[begin] if begin else end_id)
+    writer.add_add_bos_token(tokenizer.begin_token is not None)
     writer.add_add_eos_token(False)
     if has_chat_tokens(tokenizer):
         end_id = tokenizer.special_ids[END_TOKEN]
@@ -242,8 +244,3 @@ def _frequency_divisors(config: ModelConfig) -> Tensor:
     """Return by what llama3's scaling divides each rotary frequency (K/2)."""
     theta, width = config.rope_theta, config.head_width
     return rotary_frequencies(theta, width) / rotary_frequencies(theta, width, config.rope_scaling)
-
-
-def _order_as_halves(weight: Tensor, head_dim: int) -> Tensor:
-    """Reorder the rows of each head from adjacent pairs (2i, 2i + 1) to pairs (i, i + head_dim/2)."""
-    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)

@@ -21,6 +21,7 @@ from lm.checkpoint.external_weights import (
     read_field,
     read_json_object,
     read_model_config,
+    reorder_rotary_rows,
     translate_name,
 )
 from lm.checkpoint.hugging_face_moe import (
@@ -39,7 +40,7 @@ from lm.common.json_files import read_json
 from lm.data.chat_template import END_TOKEN, has_chat_tokens, make_jinja_template
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
-from lm.text.pretokenize import END_OF_TEXT
+from lm.tokenizer.text_ends import find_text_ends
 from lm.tokenizer.tokenizer import Tokenizer
 
 _MODULE_NAMES = {  # ours → Hugging Face's
@@ -145,7 +146,7 @@ def load_hugging_face(
     is_rotary = _find_rotary(model)
     for name, parameter in model.named_parameters():
         if is_rotary[name]:
-            parameter.data = _reorder_rotary_rows(parameter.data, 2, config.head_width // 2)
+            parameter.data = reorder_rotary_rows(parameter.data, 2, config.head_width // 2)
     return model
 
 
@@ -173,7 +174,7 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
     is_rotary, weights = _find_rotary(model), {}
     for name, weight in model.state_dict().items():
         if is_rotary.get(name):
-            weight = _reorder_rotary_rows(weight, config.head_width // 2, 2)
+            weight = reorder_rotary_rows(weight, config.head_width // 2, 2)
         weights[translate_name(name, _module_names(model_type))] = weight.cpu().contiguous()
     moe_fields: dict[str, Any] = {}
     if config.moe is not None:
@@ -181,13 +182,13 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
     rope = rope_fields(config.rope_theta, config.rope_scaling)
     if "partial_rotary_factor" in moe_fields:
         rope["rope_parameters"]["partial_rotary_factor"] = 1.0
-    end_of_text = END_OF_TEXT if END_OF_TEXT in tokenizer.special_ids else None
-    end_token, template = end_of_text, {}
+    begin_token, end_token = find_text_ends(tokenizer)
+    template = {}
     if has_chat_tokens(tokenizer):
         end_token, template = END_TOKEN, {"chat_template": make_jinja_template(tokenizer)}
     # Written even if null: the defaults of transformers are ids 1 and 2.
     special_ids = {
-        "bos_token_id": tokenizer.special_ids.get(END_OF_TEXT),
+        "bos_token_id": tokenizer.special_ids.get(begin_token or ""),
         "eos_token_id": [*tokenizer.special_ids.values()] or None,
     }
     contents = {
@@ -208,7 +209,7 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
         "generation_config.json": special_ids,
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": end_of_text,
+            "bos_token": begin_token,
             "eos_token": end_token,
             "model_max_length": config.context_length,
             "clean_up_tokenization_spaces": False,
@@ -275,11 +276,3 @@ def _read_all_safetensors(directory: Path) -> dict[str, Tensor]:
     for path in paths:
         tensors |= read_safetensors(path)
     return tensors
-
-
-def _reorder_rotary_rows(weight: Tensor, rows: int, columns: int) -> Tensor:
-    """Transpose the rows of each head, seen as a grid (rows, columns), to (columns, rows).
-
-    (2, K/2) turns Hugging Face's order, pairs (i, i + K/2), into adjacent pairs; (K/2, 2) reverses that.
-    """
-    return weight.unflatten(0, (-1, rows, columns)).transpose(1, 2).flatten(0, 2)

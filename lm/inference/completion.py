@@ -16,7 +16,6 @@ from lm.tokenizer.text_tokenizer import TextTokenizer
 OUT_OF_MEMORY = (
     "The model's KV cache does not fit into memory; lower the maximum of new tokens, or the number of samples."
 )
-_BEGIN_OF_TEXT = "<|begin_of_text|>"
 
 
 class Completion(NamedTuple):
@@ -71,12 +70,12 @@ class TextStream:
 def encode_prompt(tokenizer: TextTokenizer, prompt: str) -> list[int]:
     """Return the ids of a user's prompt; special tokens in it are plain text.
 
-    Llama 3 has seen ``<|begin_of_text|>`` before each text, so a tokenizer that has it puts it first. Elsewhere, an
-    empty prompt becomes ``<|endoftext|>``, if the tokenizer has it: the model starts a new document.
+    They begin with the token that the model has seen before each text, if the tokenizer names one, as Llama's do.
+    Without one, an empty prompt becomes ``<|endoftext|>``, if the tokenizer has it: the model starts a new document.
     """
     ids = tokenizer.encode(prompt, allowed_special=())
-    if (begin := tokenizer.special_ids.get(_BEGIN_OF_TEXT)) is not None:
-        return [begin, *ids]
+    if tokenizer.begin_token:
+        return [tokenizer.special_ids[tokenizer.begin_token], *ids]
     if not ids and END_OF_TEXT in tokenizer.special_ids:
         return [tokenizer.special_ids[END_OF_TEXT]]
     return ids

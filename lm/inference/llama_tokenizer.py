@@ -10,11 +10,8 @@ from pathlib import Path
 from lm.checkpoint.external import load_any_tokenizer
 from lm.common.errors import UserError
 from lm.inference.completion import TextStream
-from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.sentencepiece import SentencePieceTokenizer
-
-# Names of the tokens that begin and end a text: this project's and GPT-2's, Llama 2's, Llama 3's.
-_BOS_AND_EOS = ((END_OF_TEXT, END_OF_TEXT), ("<s>", "</s>"), ("<|begin_of_text|>", "<|end_of_text|>"))
+from lm.tokenizer.text_ends import BEGIN_AND_END, find_text_ends
 
 
 @dataclass(frozen=True)
@@ -42,17 +39,18 @@ class LlamaTokenizer:
         tokenizer = load_any_tokenizer(path)
         if isinstance(tokenizer, SentencePieceTokenizer):
             ids = tokenizer.size, tokenizer.bos_id, tokenizer.eos_id
-            return cls(*ids, tokenizer.encode_text, tokenizer.vocab, tokenizer.space_ids)
+            return cls(*ids, tokenizer.encode, tokenizer.vocab, tokenizer.space_ids)
         special_ids = tokenizer.special_ids
-        pairs = [(special_ids[bos], special_ids[eos]) for bos, eos in _BOS_AND_EOS if {bos, eos} <= special_ids.keys()]
-        if not pairs:
+        begin, end = find_text_ends(tokenizer)
+        if not begin or not end:
             raise UserError(
                 f"{path} has none of the special tokens that begin and end a text "
-                f"({', '.join(' and '.join(dict.fromkeys(pair)) for pair in _BOS_AND_EOS)}); add them and train with "
+                f"({', '.join(' and '.join(dict.fromkeys(pair)) for pair in BEGIN_AND_END)}); add them and train with "
                 "them."
             )
+        ids = tokenizer.size, special_ids[begin], special_ids[end]
         token_bytes = tokenizer.vocab | dict.fromkeys(special_ids.values(), b"")
-        return cls(tokenizer.size, *pairs[0], lambda text: tokenizer.encode(text, allowed_special=()), token_bytes)
+        return cls(*ids, lambda text: tokenizer.encode(text, allowed_special=()), token_bytes)
 
     def encode(self, text: str, bos: bool, eos: bool) -> list[int]:
         """Return the ids of ``text``, whose special tokens are plain text, with the begin and end ids if asked for."""

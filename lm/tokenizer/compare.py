@@ -24,7 +24,6 @@ class Encoding(NamedTuple):
     """A text in the tokens of a tokenizer."""
 
     tokens: int
-    """Without those that stand for no text."""
     used: int
     """Different tokens that occur."""
     split_words: float | None
@@ -133,7 +132,6 @@ def _compare(tokenizer: TextTokenizer, texts: Mapping[str, _Words]) -> ComparedT
             ids = tokenizer.encode(words.text, ())
             seconds.append(time.perf_counter() - start)
         array = np.array(ids, np.int64)
-        array = array[lengths[array] > 0]  # without the token that begins a text
         used = np.unique(array)
         is_used[used] = True
         encodings[name] = Encoding(len(array), len(used), words.split_share(lengths[array]), min(seconds))

@@ -17,6 +17,7 @@ class TokenizerParts(NamedTuple):
     ignore_merges: bool = False
     normalizer: str | None = None
     added_tokens: Sequence[AddedToken] = ()  # those that are more than a special token's text
+    begin_token: str | None = None
 
     def added_ids(self) -> dict[str, int]:
         """Return the ids of all added tokens, special or not."""

@@ -40,6 +40,7 @@ class SentencePieceTokenizer:
         except ValueError as error:  # a piece is not UTF-8, or not a valid byte piece
             raise UserError(f"{path} is damaged: {error}.") from None
         self.special_ids = {pieces[token_id]: token_id for token_id in all_ids if self._model.is_control(token_id)}
+        self.begin_token = pieces[self.bos_id]
         self.space_ids = frozenset(token_id for token_id in all_ids if pieces[token_id].startswith(_SPACE))
 
     def _piece_bytes(self, token_id: int, piece: str) -> bytes:
@@ -52,11 +53,7 @@ class SentencePieceTokenizer:
         return text.encode()
 
     def encode(self, text: str, allowed_special: tuple[()] = ()) -> list[int]:
-        """Return the ids of ``text`` after the token that begins a text. Special tokens in ``text`` are plain text."""
-        return [self.bos_id, *self.encode_text(text)]
-
-    def encode_text(self, text: str) -> list[int]:
-        """Return the ids of :meth:`encode` without the token that begins a text."""
+        """Return the ids of ``text``, whose special tokens are plain text."""
         ids: list[int] = self._model.encode(replace_surrogates(text))  # SentencePiece requires valid UTF-8
         return ids
 

@@ -23,6 +23,10 @@ class TextTokenizer(Protocol):
     def special_ids(self) -> dict[str, int]:
         """The ids of special tokens, each of which ends a generation."""
 
+    @property
+    def begin_token(self) -> str | None:
+        """The special token that the model has seen before each text, if there is one."""
+
     def encode(self, text: str, allowed_special: tuple[()]) -> list[int]:
         """Return the ids of ``text``, whose special tokens are plain text."""
 

@@ -49,7 +49,8 @@ class Tokenizer:
     the pretokens of the one before. ``ignore_merges``: a pretoken that is in the vocabulary, and not an added token,
     is one token even if the merges do not make it (Llama 3). ``normalizer``: the normalization form of the text between
     special tokens, such as "NFC" (Qwen); decoding does not undo it. ``added_tokens``: tokens that are found like
-    special tokens, but are not special or have flags.
+    special tokens, but are not special or have flags. ``begin_token``: the special token that the model has seen before
+    each text (Llama 3); ``encode`` leaves it to the caller.
 
     Raises UserError if the vocabulary lacks a token of the merges, an id is too large, or a token is invalid.
     """
@@ -66,10 +67,11 @@ class Tokenizer:
         ignore_merges: bool = False,
         normalizer: str | None = None,
         added_tokens: Sequence[AddedToken] = (),
+        begin_token: str | None = None,
     ) -> None:
         self.vocab = dict(vocab)
         self.merges = list(merges)
-        self._set_options(special_tokens or (), pattern, ignore_merges, normalizer, added_tokens)
+        self._set_options(special_tokens or (), pattern, ignore_merges, normalizer, added_tokens, begin_token)
         self._text_ids, self._added_ids = self._number_tokens()
         if not self.vocab or min(self.vocab) < 0:
             raise UserError("The vocabulary is empty or has a negative token id; number tokens from 0.")
@@ -97,6 +99,7 @@ class Tokenizer:
         ignore_merges: bool,
         normalizer: str | None,
         added_tokens: Sequence[AddedToken],
+        begin_token: str | None,
     ) -> None:
         self.ignore_merges = ignore_merges
         self.normalizer = check_normalizer(normalizer)
@@ -109,6 +112,9 @@ class Tokenizer:
         tokens = [given.get(content, AddedToken(content)) for content in contents]
         self.added_tokens = sorted(tokens, key=lambda token: not token.special)
         self.special_tokens = [token.content for token in self.added_tokens if token.special]
+        if begin_token is not None and begin_token not in self.special_tokens:
+            raise UserError(f"The begin_token {begin_token!r} is not a special token; add it to the special tokens.")
+        self.begin_token = begin_token
         self._has_plain_tokens = is_found_anywhere(self.added_tokens, self.normalizer)
         self._packed_tokens: dict[tuple[str, ...], Specials] = {}
 
@@ -159,9 +165,13 @@ class Tokenizer:
 
     @classmethod
     def from_tiktoken(
-        cls, path: str | Path, special_tokens: Mapping[str, int] | None = None, pattern: str = GPT2_PATTERN
+        cls,
+        path: str | Path,
+        special_tokens: Mapping[str, int] | None = None,
+        pattern: str = GPT2_PATTERN,
+        begin_token: str | None = None,
     ) -> "Tokenizer":
-        """Read tiktoken's rank file. The file holds neither the special tokens (text to id) nor the pattern."""
+        """Read tiktoken's rank file. The file holds neither the special tokens (text to id) nor the other options."""
         path, specials = Path(path), {token: int(token_id) for token, token_id in (special_tokens or {}).items()}
 
         def read() -> TokenizerParts:
@@ -169,9 +179,9 @@ class Tokenizer:
             for token, token_id in specials.items():
                 if vocab.setdefault(token_id, token.encode()) != token.encode():
                     raise UserError(f"{path} has another token with the id {token_id} of the special token {token!r}.")
-            return TokenizerParts(vocab, merges, list(specials), pattern, ignore_merges)
+            return TokenizerParts(vocab, merges, list(specials), pattern, ignore_merges, begin_token=begin_token)
 
-        return cls._read(read, [path], "tiktoken", list(specials.items()), pattern)
+        return cls._read(read, [path], "tiktoken", list(specials.items()), pattern, begin_token)
 
     @classmethod
     def from_tokenizer_json(cls, path: str | Path) -> "Tokenizer":
@@ -202,7 +212,7 @@ class Tokenizer:
         """The arguments that make this tokenizer."""
         options = self.special_tokens, self.pattern, self.ignore_merges, self.normalizer
         flagged = [token for token in self.added_tokens if token != AddedToken(token.content)]
-        return TokenizerParts(self.vocab, self.merges, *options, flagged)
+        return TokenizerParts(self.vocab, self.merges, *options, flagged, self.begin_token)
 
     def encode(self, text: str, allowed_special: Literal["all"] | Collection[str] = "all") -> list[int]:
         """Return the token ids of ``text``. Special tokens outside ``allowed_special`` are encoded as plain text.

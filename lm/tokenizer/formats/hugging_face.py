@@ -45,7 +45,7 @@ def make_tokenizer_json(parts: TokenizerParts) -> dict[str, Any]:
         ],
         "normalizer": {"type": parts.normalizer} if parts.normalizer else None,
         "pre_tokenizer": format_pre_tokenizer(parts.pattern),
-        "post_processor": None,
+        "post_processor": _format_begin(parts.begin_token, added_ids) if parts.begin_token else None,
         "decoder": {**BYTE_LEVEL, "use_regex": True},
         "model": {
             "type": "BPE",
@@ -61,8 +61,9 @@ def make_tokenizer_json(parts: TokenizerParts) -> dict[str, Any]:
 def read_tokenizer_json(path: Path, ignored: list[str]) -> TokenizerParts:
     """Read the tokenizer.json of a byte-level BPE.
 
-    Post-processors that add tokens, truncation and padding are ignored, and named in ``ignored``. Raises UserError for
-    a malformed file and, by name, for features that would change the ids of a text.
+    A special token that a post-processor puts before each text is the ``begin_token``. Other tokens that it adds,
+    truncation and padding are ignored, and named in ``ignored``. Raises UserError for a malformed file and, by name,
+    for features that would change the ids of a text.
     """
     content = read_json(path)
     try:
@@ -84,7 +85,8 @@ def read_tokenizer_json(path: Path, ignored: list[str]) -> TokenizerParts:
         merges = _drop_repeated(parse_merges(f"{path}, merge", lines))
         normalizers = [step["type"] for step in _list_steps(content, "normalizer")]
         pattern = _parse_pattern(path, content)
-    except (AttributeError, KeyError, TypeError) as error:
+        begin = _find_begin_token(content, [token.content for token in added if token.special], ignored)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is not a Hugging Face tokenizer.json of BPE: {error!r}.") from None
     check_all_bytes(path, vocab)
     ignore_merges = bool(model.get("ignore_merges"))
@@ -98,7 +100,7 @@ def read_tokenizer_json(path: Path, ignored: list[str]) -> TokenizerParts:
     normalizer = normalizers[0] if normalizers else None
     specials = [token.content for token in added if token.special]
     flagged = _drop_default_ids(path, vocab, added)
-    return TokenizerParts(vocab, merges, specials, pattern, ignore_merges, normalizer, flagged)
+    return TokenizerParts(vocab, merges, specials, pattern, ignore_merges, normalizer, flagged, begin)
 
 
 def _parse_pattern(path: Path, content: dict[str, Any]) -> Pattern:
@@ -150,13 +152,44 @@ def _find_unsupported_features(content: dict[str, Any], ignored: list[str]) -> I
         if model.get("ignore_merges") and token.get("single_word"):  # a rejected word may be a whole pretoken
             yield f"ignore_merges with the single_word token {token['content']!r}"
     for step in _list_steps(content, "post_processor"):
-        if step["type"] in _AROUND_TEXT:
-            ignored.append(f"the tokens that {step['type']} adds around a text are")
-        elif step["type"] != "ByteLevel":  # ByteLevel changes only offsets
+        if step["type"] not in (*_AROUND_TEXT, "ByteLevel"):  # ByteLevel changes only offsets
             yield f"the post_processor {step['type']!r}"
     for name in ("truncation", "padding"):
         if content.get(name):
             ignored.append(f"{name} is")
+
+
+def _find_begin_token(content: dict[str, Any], special_tokens: list[str], ignored: list[str]) -> str | None:
+    """Return the special token that the post-processors put before each text; add other tokens to ``ignored``."""
+    begin = None
+    for step in _list_steps(content, "post_processor"):
+        if step["type"] == "TemplateProcessing":
+            pieces = [next(iter(piece.items())) for piece in step["single"]]
+            middle = [kind for kind, _ in pieces].index("Sequence")
+            before, after = ([about["id"] for _, about in part] for part in (pieces[:middle], pieces[middle + 1 :]))
+        elif step["type"] in _AROUND_TEXT:
+            before, after = [step["cls"][0]], [step["sep"][0]]
+        else:
+            continue
+        if len(before) == 1 and before[0] in special_tokens and begin is None:
+            [begin] = before
+            before = []
+        ignored += [f"{token!r}, which {step['type']} adds to each text, is" for token in before + after]
+    return begin
+
+
+def _format_begin(token: str, added_ids: dict[str, int]) -> dict[str, Any]:
+    """Return the post-processor that puts ``token`` before each text."""
+
+    def parts(text: str, type_id: int) -> list[dict[str, Any]]:
+        return [{"SpecialToken": {"id": token, "type_id": type_id}}, {"Sequence": {"id": text, "type_id": type_id}}]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": parts("A", 0),
+        "pair": parts("A", 0) + parts("B", 1),
+        "special_tokens": {token: {"id": token, "ids": [added_ids[token]], "tokens": [token]}},
+    }
 
 
 def _list_steps(content: dict[str, Any], component: str) -> list[dict[str, Any]]:

@@ -28,6 +28,8 @@ def format_config(parts: TokenizerParts) -> dict[str, Any]:
         config["normalizer"] = parts.normalizer
     if parts.added_tokens:
         config["added_tokens"] = [asdict(token) for token in parts.added_tokens]
+    if parts.begin_token:
+        config["begin_token"] = parts.begin_token
     return config
 
 
@@ -46,18 +48,20 @@ def parse_config(config: Any) -> TokenizerParts:
         specials, pattern = config["special_tokens"], config["pattern"]
         pattern = pattern if isinstance(pattern, str) else tuple(pattern)
         ignore_merges, normalizer = config.get("ignore_merges", False), config.get("normalizer")
+        begin_token = config.get("begin_token")
         tokens = [parse_added_token(token) for token in config.get("added_tokens", [])]
         is_valid = (
             isinstance(specials, list)
             and all(type(text) is str for text in (*specials, *pattern))
             and type(ignore_merges) is bool
             and isinstance(normalizer, str | None)
+            and isinstance(begin_token, str | None)
         )
     except (AttributeError, KeyError, TypeError):
         is_valid = False
     if not is_valid:
         raise ValueError("does not name special_tokens, pattern and other options")
-    return TokenizerParts({}, [], specials, pattern, ignore_merges, normalizer, tokens)
+    return TokenizerParts({}, [], specials, pattern, ignore_merges, normalizer, tokens, begin_token)
 
 
 def parse_added_token(fields: Mapping[str, Any]) -> AddedToken:

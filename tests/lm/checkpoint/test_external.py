@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from lm.checkpoint.external import load_any_model, load_any_tokenizer, load_external
-from lm.checkpoint.hugging_face import save_hugging_face
+from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
 from lm.checkpoint.training_state import save_training
 from lm.common.errors import UserError
-from lm.inference.completion import complete
+from lm.inference.completion import complete, encode_prompt
 from lm.inference.config import SampleConfig
 from lm.inference.llama_api import Llama
 from lm.inference.llama_tokenizer import LlamaTokenizer
@@ -117,6 +117,17 @@ def test_bad_directories_are_refused(tmp_path: Path, damage: Callable[[Path], An
         load_external(directory)
 
 
+def test_params_json_beside_a_config_is_of_meta_only_with_its_weights(tmp_path: Path) -> None:
+    """Mistral's repositories have both."""
+    directory = write_hugging_face(tmp_path / "model")
+    (directory / "params.json").write_text('{"dim": 16, "hidden_dim": 64, "sliding_window": 4096}')
+    expected = load_hugging_face(directory).state_dict()
+    assert all(torch.equal(weight, expected[name]) for name, weight in load_any_model(directory).state_dict().items())
+    (directory / "consolidated.00.pth").touch()
+    with pytest.raises(UserError, match=r"params\.json: .* is not supported; use Llama 1, 2 or 3"):
+        load_any_model(directory)
+
+
 def test_a_directory_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere is no checkpoint"):
         load_any_model(tmp_path / "nowhere")
@@ -145,6 +156,7 @@ def test_ranks_in_metas_directory_are_those_of_llama_3(tmp_path: Path) -> None:
     assert list(loaded.special_ids.items())[: len(expected)] == list(expected.items())
     assert loaded.special_ids["<|reserved_special_token_250|>"] == size + 255 == loaded.size - 1
     assert loaded.pattern == PATTERNS["llama3"]
+    assert encode_prompt(loaded, "the <|eot_id|>") == [size, *tokenizer.encode("the <|eot_id|>")]
     llama = LlamaTokenizer.load(tmp_path)
     assert llama.encode("the <|eot_id|>", bos=True, eos=True) == [size, *tokenizer.encode("the <|eot_id|>"), size + 1]
     assert llama.decode([size, *tokenizer.encode("the thin"), size + 1]) == "the thin"

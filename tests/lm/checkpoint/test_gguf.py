@@ -157,6 +157,7 @@ def test_metadata_describe_model_and_tokenizer(tmp_path: Path, pattern: str, pre
     assert content["tokenizer.chat_template"] == make_jinja_template(tokenizer)
     assert content["tokenizer.ggml.eos_token_id"] == tokenizer.special_ids[END_TOKEN]
     assert content["tokenizer.ggml.bos_token_id"] == tokenizer.special_ids[END_OF_TEXT]
+    assert not content["tokenizer.ggml.add_bos_token"]
     types, texts = content["tokenizer.ggml.token_type"], content["tokenizer.ggml.tokens"]
     assert len(texts) == tokenizer.size + 3 == len(set(texts))
     specials = {i: token.encode() for token, i in tokenizer.special_ids.items()}
@@ -165,6 +166,16 @@ def test_metadata_describe_model_and_tokenizer(tmp_path: Path, pattern: str, pre
     assert types[tokenizer.size :] == [5] * 3
     merges = [tuple(unicode_to_bytes(part) for part in merge.split(" ")) for merge in content["tokenizer.ggml.merges"]]
     assert merges == tokenizer.merges
+
+
+def test_a_prompt_begins_with_the_begin_token(tmp_path: Path) -> None:
+    parts = make_tokenizer("llama3", ["<|end_of_text|>", "<|begin_of_text|>"]).parts
+    tokenizer = Tokenizer(*parts._replace(begin_token="<|begin_of_text|>"))
+    save_gguf(make_model(vocab_size=tokenizer.size), tokenizer, tmp_path / "model.gguf")
+    content = read_fields(tmp_path / "model.gguf")
+    assert content["tokenizer.ggml.add_bos_token"]
+    ids = [content[f"tokenizer.ggml.{end}_token_id"] for end in ("bos", "eos")]
+    assert ids == [tokenizer.special_ids[token] for token in ("<|begin_of_text|>", "<|end_of_text|>")]
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,19 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lm.checkpoint.external import load_external
 from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
 from lm.checkpoint.meta import load_meta
 from lm.common.errors import UserError
+from lm.inference.completion import encode_prompt
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate
 from lm.model.config import ModelConfig
 from lm.model.moe_config import MoEConfig
 from lm.text.pretokenize import END_OF_TEXT
+from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.full_disk import full_disk
+from tests.helpers.generating import make_model
 from tests.helpers.llamas import (
     CONTEXT,
     GROUPED,
@@ -121,6 +125,18 @@ def test_transformers_reads_the_dtype_and_no_default_ids(tmp_path: Path, dtype: 
     theirs_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs_tokenizer("Once upon")["input_ids"] == tokenizer.encode("Once upon")
     assert theirs_tokenizer.eos_token is None
+
+
+def test_transformers_begins_a_text_with_the_begin_token(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the reference")
+    parts = make_tokenizer(CUSTOM_PATTERN, ["<|end_of_text|>", "<|begin_of_text|>"]).parts
+    tokenizer = Tokenizer(*parts._replace(begin_token="<|begin_of_text|>"))
+    save_hugging_face(make_model(tokenizer.size, 16), tokenizer, tmp_path / "out")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (theirs.bos_token, theirs.eos_token) == ("<|begin_of_text|>", "<|end_of_text|>")
+    assert theirs("Once upon")["input_ids"] == encode_prompt(tokenizer, "Once upon")
+    _, loaded = load_external(tmp_path / "out")
+    assert encode_prompt(loaded, "Once upon") == encode_prompt(tokenizer, "Once upon")
 
 
 def test_export_refuses_an_existing_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def test_other_tokenizers_have_the_plain_format(tmp_path: Path) -> None:
     assert not chat_format.has_template and chat_format.stop == [PLAIN_STOP]
     assert chat_format.encode(DIALOG) == list(render_plain(DIALOG).encode())
     tokenizer = SentencePieceTokenizer(train_small_llama_tokenizer(tmp_path / "tokenizer.model"))
-    assert ChatFormat(tokenizer).encode(DIALOG) == [1, *tokenizer.encode_text(render_plain(DIALOG))]
+    assert ChatFormat(tokenizer).encode(DIALOG) == [1, *tokenizer.encode(render_plain(DIALOG))]
 
 
 def test_white_space_before_an_answer() -> None:

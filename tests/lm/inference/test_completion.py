@@ -57,8 +57,8 @@ def test_special_tokens_in_the_prompt_are_plain_text(tokenizer: Tokenizer) -> No
     assert encode_prompt(tokenizer, f"a{END}b") == list(f"a{END}b".encode())
 
 
-def test_a_prompt_of_llama_3_begins_with_its_token() -> None:
-    tokenizer = Tokenizer(BYTES, [], ["<|begin_of_text|>", END])
+def test_a_prompt_begins_with_the_begin_token_of_the_tokenizer() -> None:
+    tokenizer = Tokenizer(BYTES, [], ["<s>", END], begin_token="<s>")
     assert encode_prompt(tokenizer, "ab") == [256, *b"ab"]
     assert encode_prompt(tokenizer, "") == [256]
 

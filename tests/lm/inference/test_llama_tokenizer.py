@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lm.common.errors import UserError
 from lm.inference.llama_tokenizer import LlamaTokenizer
 from lm.text.pretokenize import END_OF_TEXT
+from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.llamas import train_small_llama_tokenizer
 from tests.helpers.tokenizers import bytes_tokenizer, make_tokenizer
 
@@ -73,10 +74,14 @@ def test_sentencepiece_ids_and_surrogates(sentencepiece_path: Path) -> None:
         ([END_OF_TEXT], (256, 256)),
         (["<s>", "</s>"], (256, 257)),
         (["<|end_of_text|>", "<|begin_of_text|>"], (257, 256)),
+        (["</s>", "<s>", END_OF_TEXT], (258, 258)),
+        (["</s>", "<s>", END_OF_TEXT, "<s> begins"], (257, 256)),
     ],
 )
 def test_tokenizer_json(tmp_path: Path, specials: list[str], ends: tuple[int, int]) -> None:
+    begin_token = "<s>" if "<s> begins" in specials else None
     original = make_tokenizer(special_tokens=specials)
+    original = Tokenizer(*original.parts._replace(begin_token=begin_token))
     original.save(tmp_path)
     text = f"Once upon {specials[0]}a naïve 日本"
     for path in (tmp_path, tmp_path / "tokenizer.json"):

@@ -44,30 +44,20 @@ def test_vocabulary_is_used_over_all_texts() -> None:
     assert compared.tokenizers["t"].longest == ["abab", "c"]
 
 
+class Normalizing:
+    """Encodes no space around a text."""
+
+    size, vocab, special_ids, begin_token = TOKENIZER.size, TOKENIZER.vocab, TOKENIZER.special_ids, None
+    decode = TOKENIZER.decode
+
+    def encode(self, text: str, allowed_special: tuple[()]) -> list[int]:
+        return TOKENIZER.encode(text.strip(), allowed_special)
+
+
 def test_normalized_text_has_no_split_words() -> None:
-    class Lowercase:
-        size, vocab, special_ids = TOKENIZER.size, TOKENIZER.vocab, TOKENIZER.special_ids
-        decode = TOKENIZER.decode
-
-        def encode(self, text: str, allowed_special: tuple[()]) -> list[int]:
-            return TOKENIZER.encode(text.strip(), allowed_special)
-
-    compared = compare_tokenizers({"t": Lowercase()}, {"x": " ab"})
+    compared = compare_tokenizers({"t": Normalizing()}, {"x": " ab", "nothing is left": " "})
     assert compared.tokenizers["t"].encodings["x"].split_words is None
-
-
-def test_a_token_that_begins_a_text_does_not_count() -> None:
-    class Beginning:
-        size, vocab, special_ids = TOKENIZER.size + 1, TOKENIZER.vocab | {TOKENIZER.size: b""}, TOKENIZER.special_ids
-        decode = TOKENIZER.decode
-
-        def encode(self, text: str, allowed_special: tuple[()]) -> list[int]:
-            return [TOKENIZER.size, *TOKENIZER.encode(text.replace("~", ""), allowed_special)]
-
-    compared = compare_tokenizers({"b": Beginning(), "t": TOKENIZER}, {"x": "ab abab"})
-    with_token, without = (compared.tokenizers[name].encodings["x"] for name in "bt")
-    assert with_token[:3] == without[:3] == (3, 2, 0.5)
-    compare_tokenizers({"b": Beginning()}, {"nothing is left": "~"}).figures()
+    compared.figures()
 
 
 def test_mistakes() -> None:

@@ -213,7 +213,9 @@ def test_normalized_tokens_are_found_after_all_others(
 def test_ignored_features_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     textmill = bytes_tokenizer(["<s>"])
     content = content_of(textmill)
-    template = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}
+    names = ["<s>", "A", "</s>"]
+    single = [{"Sequence" if name == "A" else "SpecialToken": {"id": name, "type_id": 0}} for name in names]
+    template = {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": {}}
     content["normalizer"] = {"type": "Sequence", "normalizers": []}
     for post_processor in (None, BYTE_LEVEL, {"type": "Sequence", "processors": [BYTE_LEVEL]}):
         content["post_processor"] = post_processor
@@ -222,16 +224,48 @@ def test_ignored_features_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFi
     content["post_processor"] = {"type": "Sequence", "processors": [BYTE_LEVEL, template]}
     content["truncation"] = {"max_length": 512}
     path = write_json(content, tmp_path)
-    assert Tokenizer.from_tokenizer_json(path).parts == textmill.parts
+    assert Tokenizer.from_tokenizer_json(path).parts == textmill.parts._replace(begin_token="<s>")
     assert caplog.messages == [
-        f"{path}: the tokens that TemplateProcessing adds around a text are ignored.",
         f"{path}: truncation is ignored.",
+        f"{path}: '</s>', which TemplateProcessing adds to each text, is ignored.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("post_processor", "begin_token", "ignored"),
+    [
+        ({"type": "BertProcessing", "sep": ["</s>", 257], "cls": ["<s>", 256]}, "<s>", ["</s>"]),
+        ({"type": "RobertaProcessing", "sep": ["<s>", 256], "cls": ["a", 97]}, None, ["a", "<s>"]),
+        ({"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}]}, None, []),
+    ],
+)
+def test_the_begin_token_is_read(
+    tmp_path: Path, post_processor: dict[str, Any], begin_token: str | None, ignored: list[str]
+) -> None:
+    content = content_of(bytes_tokenizer(["<s>", "</s>"])) | {"post_processor": post_processor}
+    found: list[str] = []
+    assert read_tokenizer_json(write_json(content, tmp_path), found).begin_token == begin_token
+    assert [about.partition(",")[0] for about in found] == list(map(repr, ignored))
+
+
+def test_the_begin_token_is_written(tmp_path: Path) -> None:
+    hf = pytest.importorskip("tokenizers", reason="the Hugging Face library is not installed")
+    textmill = Tokenizer(*bytes_tokenizer(["</s>", "<s>"]).parts._replace(begin_token="<s>"))
+    textmill.save(tmp_path)
+    theirs = hf.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert theirs.encode("ab").ids == [257, *b"ab"] and theirs.encode("a", "b").ids == [257, *b"a", 257, *b"b"]
+    assert theirs.encode("ab", add_special_tokens=False).ids == [*b"ab"]
+    for loaded in (Tokenizer.load(tmp_path), Tokenizer.from_tokenizer_json(tmp_path / "tokenizer.json")):
+        assert loaded.parts == textmill.parts
+    with pytest.raises(UserError, match="'<t>' is not a special token"):
+        Tokenizer(*textmill.parts._replace(begin_token="<t>"))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (put("post_processor", value={"type": "TemplateProcessing", "single": []}), "is not a Hugging Face tokenizer"),
+        (put("post_processor", value={"type": "BertProcessing"}), "is not a Hugging Face tokenizer"),
         (put("added_tokens", 0, "id", value=7), "the added token '<s>' has another id in the vocabulary"),
         (put("model", "vocab", "<s>", value=7), "the added token '<s>' has another id in the vocabulary"),
         (put("model", "vocab", "a b", value=7), "the id of 'a b', 7, is not a whole number used once"),
