@@ -91,34 +91,40 @@ def choose_configuration(
         speed = measure(choice.model, choice.train, last_probe_seconds)
         left -= speed.seconds
     measured_steps = choice.train.steps
-    choice, seconds, evaluation = _spend(left, choice, speed, train_bytes, valid_bytes)
+    choice, seconds = _spend(left, choice, speed, train_bytes, valid_bytes)
     if len({repays_compilation(steps * speed.flops_per_step) for steps in (measured_steps, choice.train.steps)}) == 2:
         # The steps that were measured were compiled, and those of this number are not, or the other way round.
         speed = measure(choice.model, choice.train, _PROBE_SECONDS)
-        choice, seconds, evaluation = _spend(left - speed.seconds, choice, speed, train_bytes, valid_bytes)
+        choice, seconds = _spend(left - speed.seconds, choice, speed, train_bytes, valid_bytes)
     reason = (
         f"A step takes {1e3 * speed.step_seconds:,.0f} ms on this machine "
         f"({speed.flops_per_step / speed.step_seconds:.2g} FLOP/s). "
-        f"Of {budget.amount:,.0f} s, {max(0, seconds):,.0f} s are left for steps, after the other stages, the "
-        f"measurement of the speed and {evaluation:,.0f} s of evaluations."
+        f"Of {budget.amount:,.0f} s, {max(0, seconds):,.0f} s are left for the training, after the other stages, the "
+        "measurement of the speed and the evaluation of the whole validation text."
     )
-    if (left_over := seconds - choice.train.steps * speed.step_seconds) > 0.05 * budget.amount:
+    if choice.train.max_seconds:
+        reason += " It ends when they have passed, whatever the speed is then."
+    elif (left_over := seconds - choice.train.steps * speed.step_seconds) > 0.05 * budget.amount:
         reason += f" {left_over:,.0f} s are left over, because {_MAX_EPOCHS} epochs of the text take less time."
     return _check(replace(choice, reasons=[reason, *choice.reasons, *_describe(choice, train_bytes)]), valid_bytes)
 
 
-def _spend(
-    left: float, choice: Choice, speed: Speed, train_bytes: int, valid_bytes: int
-) -> tuple[Choice, float, float]:
-    """Give a choice as many steps as ``left`` seconds pay for. Return it, and the seconds of steps and evaluations."""
+def _spend(left: float, choice: Choice, speed: Speed, train_bytes: int, valid_bytes: int) -> tuple[Choice, float]:
+    """Give a choice ``left`` seconds, and the steps that they pay for. Return it, and the seconds of the training.
+
+    The training is limited by its time, unless the text is: the speed of a shared machine changes by the minute.
+    """
+    sequence_seconds = _FORWARD_SHARE * speed.step_seconds / choice.train.batch_size  # of an evaluation
     sequences = valid_bytes / bytes_per_token(choice.vocab_size) / choice.model.context_length
-    evaluated = sequences + _EVALUATIONS * choice.train.eval_sequences
-    evaluation = evaluated / choice.train.batch_size * _FORWARD_SHARE * speed.step_seconds
-    seconds = left - speed.start_seconds - evaluation
+    seconds = left - speed.start_seconds - sequences * sequence_seconds
+    evaluation = _EVALUATIONS * choice.train.eval_sequences * sequence_seconds
     most_tokens = _most_tokens(train_bytes, choice.vocab_size)
     most_steps = int(most_tokens / choice.model.context_length / choice.train.batch_size)
-    steps = min(int(seconds / speed.step_seconds), most_steps)
-    return replace(choice, train=_with_steps(choice.train, steps)), seconds, evaluation
+    steps = int((seconds - evaluation) / speed.step_seconds)
+    train = _with_steps(choice.train, min(steps, most_steps))
+    return replace(
+        choice, train=replace(train, max_seconds=round(seconds, 1) if 0 < steps < most_steps else None)
+    ), seconds
 
 
 def bytes_per_token(vocab_size: int) -> float:
@@ -292,6 +298,7 @@ def _describe(choice: Choice, train_bytes: int) -> Iterator[str]:
         f"{flops_per_token(model):.3g} FLOPs a token."
     )
     yield (
-        f"Training: {tokens / 1e6:,.1f} million tokens, about {tokens / text_tokens:.1f} epochs, in {train.steps:,} "
-        f"steps of {train.batch_size} sequences; learning rate {train.max_lr:.2g}."
+        f"Training: {tokens / 1e6:,.1f} million tokens, about {tokens / text_tokens:.1f} epochs, in "
+        f"{'about ' if train.max_seconds else ''}{train.steps:,} steps of {train.batch_size} sequences; learning rate "
+        f"{train.max_lr:.2g}."
     )

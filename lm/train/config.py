@@ -21,7 +21,10 @@ class TrainConfig:
     """Model to continue from, with its tokenizer and its architecture: a run below the root, or a directory of Hugging
     Face or Meta. Default: a new model."""
     steps: int = bounded_field(5_000, ge=1)
-    """Optimizer steps."""
+    """Optimizer steps. With max_seconds, about how many they will be."""
+    max_seconds: float | None = bounded_field(None, gt=0, lt=math.inf)
+    """Time after which the training ends, evaluations and checkpoints included. The learning rate follows the time that
+    has passed, as it otherwise follows the steps, so the speed of the machine decides the result. Default: no limit."""
     batch_size: int = bounded_field(32, ge=1)
     """Sequences per step, over all processes."""
     gradient_accumulation_steps: int = bounded_field(1, ge=1)
@@ -93,8 +96,10 @@ class TrainConfig:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The fields that decide the output of a stage. Of the model to continue from, its content does."""
-        return {name: value for name, value in asdict(self).items() if name != "init_from"}
+        """The fields that decide the output of a stage. Of the model to continue from, its content does. A limit that
+        is not set is left out, so that trainings from before there was one stay cached."""
+        left_out = {"init_from"} if self.max_seconds else {"init_from", "max_seconds"}
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
 
     @property
     def decay_steps(self) -> int:

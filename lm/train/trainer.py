@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, replace
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lm.checkpoint.atomic_dir import remove_abandoned_directories
 from lm.checkpoint.training_state import load_training, read_description, step_name
+from lm.common.allocator import keep_freed_memory
 from lm.common.device import choose_precision, explain_out_of_memory
 from lm.common.errors import Stopped, UserError, translate_write_errors
 from lm.common.phases import phase
@@ -74,6 +76,8 @@ class Trainer:
             )
         torch.set_num_threads(max(1, execution.workers // get_local_world_size()))
         self.device = next(model.parameters()).device
+        if self.device.type == "cpu":
+            keep_freed_memory()
         precision = broadcast_from_rank0(choose_precision(config.precision, self.device))
         self.config = config = replace(config, precision=precision)
         self.model, self.objective, self.execution, self.out = model, objective, execution, out
@@ -98,6 +102,7 @@ class Trainer:
         self.skipping = SkippedSteps(self.device)
         # On a GPU the host would wait; the optimizers skip a step on the device instead.
         self.reads_each_step = self.device.type != "cuda"
+        self.seconds = 0.0  # that run() has taken until now, if max_seconds limits it
         # Off-schedule checkpoint saved on interrupt; the next save deletes it.
         self.off_schedule_checkpoint: Path | None = None
         self.tracker: Tracker | None = None  # of rank 0, during run()
@@ -154,6 +159,7 @@ class Trainer:
         if self._checkpoint_path(best_step).exists():  # else a later checkpoint becomes the best
             self.best = description["best"]
         self.evaluations_without_improvement = description["evaluations_without_improvement"]
+        self.seconds = description.get("seconds", 0.0)
         self.skipping = SkippedSteps(
             self.device,
             description["skipped_steps"],
@@ -174,17 +180,20 @@ class Trainer:
         """
         config, log_interval = self.config, self.execution.log_interval
         peak = peak_flops(self.device, torch.bfloat16 if config.precision == "bfloat16" else torch.float32)
+        started = time.perf_counter() - self.seconds
         timer = StepTimer(self.step, self.objective.tokens_per_step, self.flops_per_step, peak * self.world_size)
         if self.rank == 0:
             self.tracker = Tracker(self.out, self.execution.trackers, self._settings(), self.step)
         tracking = closing(self.tracker) if self.tracker else nullcontext()
         with tracking, self.explain_out_of_memory(), self.loading() as load_micro_batches:
             while not self._is_finished():
-                lr = config.lr(self.step + 1)
+                lr = config.lr(1 + int(self._schedule_step()))
                 is_stopping = stop_event is not None and stop_event.is_set()
                 loss, grad_norm, is_stopping = self.train_step(load_micro_batches(self.step), lr, is_stopping)
                 self.step += 1
-                is_first, is_last = self.step == 1, self.step == config.steps
+                if config.max_seconds:
+                    self.seconds = broadcast_from_rank0(time.perf_counter() - started)  # all ranks end with one step
+                is_first, is_last = self.step == 1, self._schedule_step() >= config.steps
                 is_evaluated = is_last or self.step % config.eval_interval == 0
                 is_logged = is_last or is_first or self.step % log_interval == 0
                 is_due = self.step % config.checkpoint_interval == 0
@@ -206,7 +215,8 @@ class Trainer:
                         balance_metrics = self.balance.metrics()
                         row |= balance_metrics
                         step_metrics = step_metrics | {"expert_load_max": balance_metrics["expert_load_max"]}
-                    log_step(row, config.steps, throughput, step_metrics)
+                    total = round(self.step * config.steps / self._schedule_step())
+                    log_step(row, total, throughput, step_metrics)
                 with timer.paused():
                     if is_evaluated:
                         row |= self._evaluate()
@@ -236,7 +246,12 @@ class Trainer:
     def _is_finished(self) -> bool:
         patience = self.config.patience
         is_patience_over = patience is not None and self.evaluations_without_improvement >= patience
-        return is_patience_over or self.step >= self.config.steps
+        return is_patience_over or self._schedule_step() >= self.config.steps
+
+    def _schedule_step(self) -> float:
+        """Return how many of the schedule's steps are done. With ``max_seconds``, they pass with the time."""
+        max_seconds = self.config.max_seconds
+        return self.config.steps * self.seconds / max_seconds if max_seconds else self.step
 
     def _settings(self) -> dict[str, dict[str, Any]]:
         return {"train": asdict(self.config), "model": asdict(self.model.config)}
@@ -334,6 +349,7 @@ class Trainer:
             "skipped_steps": self.skipping.skipped,
             "consecutive_skipped_steps": self.skipping.consecutive,
             "smoothed_loss": self.skipping.smoothed_loss,
+            "seconds": self.seconds,
         }
         save_step(self.out, self.model, self.optimizers, self.step, description, self.parallel)
         if self.rank == 0:
