@@ -44,24 +44,29 @@ def _find_inputs(config: PosttrainConfig, store: Store) -> PosttrainInputs:
 
 
 def _stages(config: PosttrainConfig, inputs: PosttrainInputs, executor: Executor) -> Iterator[tuple[str, Ref]]:
+    task = config.dialogs.task
+    judged = config.ppo if "ppo" in config.methods else config.reinforce  # its rewards are those of the comparison
+    # Before the first stage: a library that is missing is told now, not after the trainings before it.
+    problem_versions, judge_versions = _if_any(problem_libraries(task)), _if_any(reward_libraries(task, judged.rewards))
+    reward_versions: dict[str, list[dict[str, str]]] = {
+        name: _if_any(reward_libraries(task, getattr(config, name).rewards))
+        for name in ("reinforce", "ppo")
+        if name in config.methods
+    }
     start = executor.call(base, *open_start(inputs.model, executor.call))
     yield "base", start
-    task = config.dialogs.task
-    data = executor.call(dialogs, *inputs.sources, config.dialogs, *_if_any(problem_libraries(task)))
+    data = executor.call(dialogs, *inputs.sources, config.dialogs, *problem_versions)
     yield "dialogs", data
     models, outputs = [start], dict[str, Ref]()
     for name, stage in METHODS.items():
         if name in config.methods:
-            judges, section = [outputs["reward_model"]] if name == "ppo" else [], getattr(config, name)
-            has_rewards = name in ("reinforce", "ppo")
-            libraries = _if_any(reward_libraries(task, section.rewards)) if has_rewards else []
-            outputs[name] = executor.call(stage, models[-1], *judges, start, data, section, *libraries)
+            judges, versions = [outputs["reward_model"]] if name == "ppo" else [], reward_versions.get(name, [])
+            outputs[name] = executor.call(stage, models[-1], *judges, start, data, getattr(config, name), *versions)
             yield name, outputs[name]
             if name != "reward_model":
                 models.append(outputs[name])
-    judged = config.ppo if "ppo" in config.methods else config.reinforce  # its rewards are those of the comparison
-    rewards, libraries = (judged.rewards, judged.reward_seconds), _if_any(reward_libraries(task, judged.rewards))
-    yield "evaluate", executor.call(evaluate, models, start, data, *rewards, config.evaluate, *libraries)
+    rewards = judged.rewards, judged.reward_seconds
+    yield "evaluate", executor.call(evaluate, models, start, data, *rewards, config.evaluate, *judge_versions)
 
 
 def _if_any(libraries: dict[str, str]) -> list[dict[str, str]]:

@@ -18,6 +18,7 @@ from lm.eval.math_equality import is_math_equal
 MAX_RESPONSE_CHARACTERS = 100_000
 REWARD_KEYS = ("reward", "format_reward", "answer_reward")
 REWARD_LIBRARIES = {"boxed_math": "math_verify", "r1_zero": "math_verify", "reasoning_gym": "reasoning_gym"}
+REWARD_EXTRAS = {"math_verify": "math", "reasoning_gym": "reasoning-gym"}  # of this package, by library
 REWARD_TOLERANCE = 1e-9  # rounding of a weighted sum of rewards
 
 RewardFunction = Callable[[str, Any], Mapping[str, float]]

@@ -9,7 +9,6 @@ import re
 import reprlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import islice
@@ -20,7 +19,7 @@ from lm.common.errors import UserError, did_you_mean
 from lm.data.dialogs import check_text, final_answer
 from lm.data.json_rows import DamagedRows, Row, read_rows
 from lm.eval.answers import extract_boxed, parse_gsm8k_response
-from lm.eval.rewards import REWARD_LIBRARIES
+from lm.eval.rewards import REWARD_EXTRAS, REWARD_LIBRARIES
 
 Split = Literal["train", "test"]
 
@@ -102,12 +101,14 @@ def is_generated(name: str) -> bool:
 
 
 def problem_libraries(name: str) -> dict[str, str]:
-    """Return the version of the library that makes the problems of a task, by its name; empty if none does."""
+    """Return the version of the library that makes the problems of a task, by its name; empty if none does. Raises
+    UserError if it is not installed."""
     return _versions({"reasoning_gym"} if name.startswith(_REASONING_GYM) else ())
 
 
 def reward_libraries(name: str, rewards: Iterable[str]) -> dict[str, str]:
-    """Return the versions of the libraries that compute the named rewards, or without any that of a task."""
+    """Return the versions of the libraries that compute the named rewards, or without any that of a task. Raises
+    UserError if one is not installed."""
     names = {*rewards} or {"reasoning_gym" if name.startswith(_REASONING_GYM) else _FILE_TASKS.get(name, (None, ""))[1]}
     return _versions(REWARD_LIBRARIES[name] for name in names if name in REWARD_LIBRARIES)
 
@@ -115,8 +116,11 @@ def reward_libraries(name: str, rewards: Iterable[str]) -> dict[str, str]:
 def _versions(libraries: Iterable[str]) -> dict[str, str]:
     found = {}
     for library in sorted(set(libraries)):
-        with suppress(metadata.PackageNotFoundError):  # what needs it says so
+        try:
             found[library] = metadata.version(library)
+        except metadata.PackageNotFoundError:
+            extra = REWARD_EXTRAS[library]
+            raise UserError(f"This task or its rewards need an extra: pip install 'textmill[{extra}]'.") from None
     return found
 
 

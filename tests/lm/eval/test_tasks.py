@@ -1,6 +1,7 @@
 """Tasks from files and from procedures."""
 
 import json
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +167,14 @@ def test_versions_of_the_libraries_that_decide_problems_and_rewards(monkeypatch:
     assert reward_libraries("reasoning-gym:dice", []) == gym
     for task, rewards in (("math", ["exact"]), ("gsm8k", []), ("addition:1-2", []), ("", [])):
         assert reward_libraries(task, rewards) == {}
+
+
+def test_a_missing_library_is_named_before_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_nothing(library: str) -> str:
+        raise PackageNotFoundError(library)
+
+    monkeypatch.setattr("lm.eval.tasks.metadata.version", find_nothing)
+    with pytest.raises(UserError, match=r"pip install 'textmill\[math\]'"):
+        reward_libraries("gsm8k", ["r1_zero"])
+    with pytest.raises(UserError, match=r"pip install 'textmill\[reasoning-gym\]'"):
+        problem_libraries("reasoning-gym:dice")
