@@ -24,6 +24,7 @@ from lm.experiments.axes import (
     expand,
     make_point,
     read_numbers,
+    set_option,
 )
 from lm.experiments.config import LawConfig, SearchConfig
 
@@ -231,11 +232,7 @@ def _base_config(base: str, folder: Path, options: Mapping[str, Any]) -> Pipelin
         config = load_preset(base)
     fields = asdict(config)
     for name, value in options.items():
-        section, _, option = name.partition(".")
-        if not isinstance(fields.get(section), dict) or option not in fields[section]:
-            known = [f"{part}.{key}" for part in fields if isinstance(fields[part], dict) for key in fields[part]]
-            raise UserError(f"There is no option {name}{did_you_mean(name, known)}.")
-        fields[section][option] = value
+        set_option(fields, name, value)
     validated: PipelineConfig = _validate(PipelineConfig, fields)
     return validated
 

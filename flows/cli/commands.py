@@ -6,6 +6,7 @@ import shlex
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args
 
@@ -137,8 +138,9 @@ def sweep_command(options: Namespace) -> None:
 
 def _print_plan(rows: list[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in rows)
-    for name, action in rows:
-        print(f"{name:<{width}}  {action}")
+    for (name, action), group in groupby(rows):  # the points of a sweep have one name
+        count = len(list(group))
+        print(f"{name:<{width}}  {action}{f' ({count} times)' if count > 1 else ''}")
 
 
 def train_job_command(options: Namespace) -> None:

@@ -236,12 +236,17 @@ def _order(derive: Mapping[str, Any]) -> list[str]:
 
 
 def _set(config: dict[str, Any], variables: Settings, name: str, value: Any) -> None:
-    section, dot, option = name.partition(".")
-    if not dot and name not in config:
+    if "." not in name and name not in config:
         variables[name] = value
         return
     if name.startswith(_FIXED):
         raise UserError(f"{name} has no effect on results and cannot vary; set it for the whole sweep.")
+    set_option(config, name, value)
+
+
+def set_option(config: dict[str, Any], name: str, value: Any) -> None:
+    """Set an option such as ``train.steps`` in a configuration of sections. Raises UserError if there is none."""
+    section, _, option = name.partition(".")
     if not isinstance(config.get(section), dict) or option not in config[section]:
         known = [f"{part}.{key}" for part, fields in config.items() if isinstance(fields, dict) for key in fields]
         raise UserError(f"There is no option {name}{did_you_mean(name, known)}.")
