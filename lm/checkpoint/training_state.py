@@ -59,7 +59,7 @@ def save_training(
 
     If ``parallel`` divides weights or state, all ranks must call this together, and see the same ``directory``. The
     file ``optimizer.pt`` also holds the states of torch's random number generators; ``checkpoint.json`` holds the step,
-    the model's config and ``metadata``. Raises OSError on all ranks if a rank cannot write.
+    the model's config and ``metadata``. Raises OSError, on all ranks if one cannot write its part.
     """
     rank, world_size = (get_rank(), get_world_size()) if parallel and parallel.divides_state else (0, 1)
     weight_parts = world_size if parallel and parallel.divides_weights else 1

@@ -1,5 +1,6 @@
 """The objective of PPO against plain sums over single responses, its stored rollouts, and its effect."""
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,35 +48,46 @@ def gradients(model: TransformerLM, objective: ProximalPolicyOptimization, step:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
-def plain_loss(model: TransformerLM, reference: TransformerLM, objective: ProximalPolicyOptimization) -> Tensor:
-    """Return the loss of the first update, response by response: the ratios are 1 and the values those of before."""
+def plain_loss(model: TransformerLM, old: TransformerLM, objective: ProximalPolicyOptimization) -> Tensor:
+    """Return the loss of an update, response by response. ``old`` is the model that made the responses."""
     config = objective.config
-    advantages, targets, log_probs, values = [], [], [], []
+    advantages, targets, changes, values, old_values = [], [], [], [], []
     for row in objective._responses:
         ids = torch.tensor([row.prompt_ids + row.ids])
         start = len(row.prompt_ids) - 1
-        hidden_states = model.hidden_states(ids[:, :-1])
-        log_prob, reference_log_prob = (
+        log_prob, old_log_prob, reference_log_prob = (
             scorer.logits(scorer.hidden_states(ids[:, :-1])).log_softmax(-1)[0].gather(-1, ids[0, 1:, None])[start:, 0]
-            for scorer in (model, reference)
+            for scorer in (model, old, objective.reference)
         )
-        value = model.scalars(hidden_states)[0, start:]
+        value, old_value = (scorer.scalars(scorer.hidden_states(ids[:, :-1]))[0, start:] for scorer in (model, old))
         ended = [*row.prompt_ids, *row.ids]
         if row.ids[-1] != CHAT.special_ids[END_TOKEN]:
             ended.append(CHAT.special_ids[END_TOKEN])
-        rewards = (-config.kl_weight * (log_prob - reference_log_prob)).detach()
+        rewards = (-config.kl_weight * (old_log_prob - reference_log_prob)).detach()
         rewards[-1] += score_dialogs(objective.reward_model, [ended], 1)[0]
-        errors = rewards + config.gamma * torch.cat([value[1:], torch.zeros(1)]) - value
+        errors = rewards + config.gamma * torch.cat([old_value[1:], torch.zeros(1)]) - old_value
         decay = config.gamma * config.gae_lambda
         discounted = [sum(decay**k * error for k, error in enumerate(errors[t:])) for t in range(len(errors))]
         advantages.append(torch.stack([torch.as_tensor(number) for number in discounted]).detach())
-        targets.append(advantages[-1] + value.detach())
-        log_probs.append(log_prob)
+        targets.append(advantages[-1] + old_value.detach())
+        changes.append(log_prob - old_log_prob.detach())
         values.append(value)
-    advantage, target, log_prob, value = (torch.cat(parts) for parts in (advantages, targets, log_probs, values))
+        old_values.append(old_value.detach())
+    advantage, target = torch.cat(advantages), torch.cat(targets)
     advantage = (advantage - advantage.mean()) / advantage.std(correction=0)
-    ratio = (log_prob - log_prob.detach()).exp()
-    return (-advantage * ratio + config.value_weight * 0.5 * (value - target).square()).mean()
+    numbers = zip(advantage, torch.cat(changes).exp(), target, torch.cat(values), torch.cat(old_values), strict=True)
+    return torch.stack([loss_of_token(config, *number) for number in numbers]).mean()
+
+
+def loss_of_token(
+    config: PPOConfig, advantage: Tensor, ratio: Tensor, target: Tensor, value: Tensor, old_value: Tensor
+) -> Tensor:
+    """Return the larger loss of policy and of value, with and without their clips."""
+    clipped = min(max(ratio.item(), 1 - config.clip_low), 1 + config.clip_high)
+    policy = -advantage * (clipped if advantage * clipped < advantage * ratio.item() else ratio)
+    near = old_value + min(max((value - old_value).item(), -config.value_clip), config.value_clip)
+    clipped_error, error = (near - target).square(), (value - target).square()
+    return policy + config.value_weight * 0.5 * (clipped_error if clipped_error > error else error)
 
 
 @pytest.mark.parametrize("settings", [{}, {"gamma": 0.9, "gae_lambda": 0.5, "value_weight": 2.0, "kl_weight": 0.0}])
@@ -84,13 +96,31 @@ def test_a_step_has_the_gradient_of_the_plain_loss(
 ) -> None:
     objective = make_objective(model, tmp_path, **settings)
     objective.reference = chat_policy(seed=3)  # as if the policy had moved
-    actual = gradients(model, objective)
+    check_gradient(model, model, objective)
+
+
+def check_gradient(
+    model: TransformerLM, old: TransformerLM, objective: ProximalPolicyOptimization, step: int = 0
+) -> None:
+    actual = gradients(model, objective, step)
     model.zero_grad()
-    plain_loss(model, objective.reference, objective).backward()
+    plain_loss(model, old, objective).backward()
     expected = [parameter.grad for parameter in model.parameters()]
     assert any(gradient is not None and gradient.abs().max() > 1e-3 for gradient in expected)
     for gradient, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(gradient, other, rtol=2e-3, atol=2e-5)
+
+
+def test_the_second_epoch_has_the_gradient_of_the_plain_loss(model: TransformerLM, tmp_path: Path) -> None:
+    objective = make_objective(model, tmp_path, clip_low=0.02, clip_high=0.05, value_clip=0.05)
+    objective.micro_batches(0)
+    old = deepcopy(model)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    check_gradient(model, old, objective, step=1)
+    assert 0.1 < objective.step_metrics()["clip_fraction"] < 0.9
 
 
 def test_micro_batches_do_not_change_the_gradient(model: TransformerLM, tmp_path: Path) -> None:
