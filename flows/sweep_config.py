@@ -104,7 +104,9 @@ class SweepConfig:
                 if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
                     raise UserError(f"The law of the sweep {self.name} needs numbers above 0, and {name} is {value!r}.")
         for number, settings in enumerate(corners(self.axes) if self.search else expand(self.axes), start=1):
-            self.point(settings, f"point {number}")
+            config = self.point(settings, f"point {number}").config
+            if self.law and config["train"]["max_seconds"]:
+                raise UserError("A law needs trainings of a known cost; set no train.max_seconds.")
         if self.law and self.law.check_budget:
             for size in self.law.check_sizes:
                 first = expand(self.axes)[0]

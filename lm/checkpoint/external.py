@@ -29,7 +29,6 @@ _RANK = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+")  # a line of tiktoken's files; 
 # Special tokens of Llama 3's tokenizer.model, which does not contain them. The others are reserved.
 _LLAMA3_SPECIAL_TOKENS = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
 _LLAMA3_NUM_SPECIAL_TOKENS = 256
-_LLAMA3_BEGIN = "<|begin_of_text|>"
 
 _MAX_NAMED_TOKENS = 5
 _META_CONTEXT_LENGTH = 2048  # of Llama 1, the shortest; Meta's files do not state it
@@ -130,4 +129,4 @@ def _load_llama3(path: Path) -> Tokenizer:
         f"<|{_LLAMA3_SPECIAL_TOKENS.get(index) or next(reserved)}|>": first + index
         for index in range(_LLAMA3_NUM_SPECIAL_TOKENS)
     }
-    return Tokenizer.from_tiktoken(path, special_tokens, PATTERNS["llama3"], begin_token=_LLAMA3_BEGIN)
+    return Tokenizer.from_tiktoken(path, special_tokens, PATTERNS["llama3"])

@@ -223,7 +223,8 @@ def _add_tokenizer_metadata(writer: "GGUFWriter", tokenizer: Tokenizer, config: 
     begin, end = find_text_ends(tokenizer)
     end_id = tokenizer.special_ids[end] if end else min(special_ids)
     writer.add_bos_token_id(tokenizer.special_ids[begin] if begin else end_id)
-    writer.add_add_bos_token(tokenizer.begin_token is not None)
+    # Dialogs in the chat template are trained without it.
+    writer.add_add_bos_token(tokenizer.begin_token is not None and not has_chat_tokens(tokenizer))
     writer.add_add_eos_token(False)
     if has_chat_tokens(tokenizer):
         end_id = tokenizer.special_ids[END_TOKEN]

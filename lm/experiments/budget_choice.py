@@ -26,6 +26,7 @@ _MIN_STEPS, _MIN_BATCH_SIZE = 50, 4
 _EVALUATIONS = 6
 _FORWARD_SHARE = 0.35  # of the time of a step
 _PREPARATION_BYTES_PER_SECOND = 25e6  # of the stages from ingest to encode, for each thread
+_ROOM = 1.5  # steps of a training that is limited by its time, for each that is expected
 _OTHER_SECONDS = 10.0  # Prefect, checkpoints, samples
 # Larger models run faster, so the first speed may be too low for the model that it is to choose.
 _MIN_PROBES, _MAX_PROBES = 2, 8
@@ -43,6 +44,13 @@ class Choice:
     model: ModelConfig
     train: TrainConfig
     reasons: list[str]
+    steps_in_time: int | None = None
+    """With a budget of time: about how many steps it pays for. ``train.steps`` leaves room for a faster machine."""
+
+    @property
+    def expected_steps(self) -> int:
+        """About how many steps the training takes."""
+        return self.train.steps if self.steps_in_time is None else min(self.steps_in_time, self.train.steps)
 
 
 def choose_configuration(
@@ -102,17 +110,17 @@ def choose_configuration(
         f"Of {budget.amount:,.0f} s, {max(0, seconds):,.0f} s are left for the training, after the other stages, the "
         "measurement of the speed and the evaluation of the whole validation text."
     )
-    if choice.train.max_seconds:
-        reason += " It ends when they have passed, whatever the speed is then."
-    elif (left_over := seconds - choice.train.steps * speed.step_seconds) > 0.05 * budget.amount:
+    reason += " It ends when they have passed, whatever the speed is then."
+    if (left_over := seconds - choice.expected_steps * speed.step_seconds) > 0.05 * budget.amount:
         reason += f" {left_over:,.0f} s are left over, because {_MAX_EPOCHS} epochs of the text take less time."
     return _check(replace(choice, reasons=[reason, *choice.reasons, *_describe(choice, train_bytes)]), valid_bytes)
 
 
 def _spend(left: float, choice: Choice, speed: Speed, train_bytes: int, valid_bytes: int) -> tuple[Choice, float]:
-    """Give a choice ``left`` seconds, and the steps that they pay for. Return it, and the seconds of the training.
+    """Give a choice ``left`` seconds. Return it, and the seconds of the training.
 
-    The training is limited by its time, unless the text is: the speed of a shared machine changes by the minute.
+    The clock ends the training, because the speed of a shared machine changes by the minute. Its steps leave room for a
+    machine that becomes faster, but not for more epochs.
     """
     sequence_seconds = _FORWARD_SHARE * speed.step_seconds / choice.train.batch_size  # of an evaluation
     sequences = valid_bytes / bytes_per_token(choice.vocab_size) / choice.model.context_length
@@ -121,10 +129,11 @@ def _spend(left: float, choice: Choice, speed: Speed, train_bytes: int, valid_by
     most_tokens = _most_tokens(train_bytes, choice.vocab_size)
     most_steps = int(most_tokens / choice.model.context_length / choice.train.batch_size)
     steps = int((seconds - evaluation) / speed.step_seconds)
-    train = _with_steps(choice.train, min(steps, most_steps))
-    return replace(
-        choice, train=replace(train, max_seconds=round(seconds, 1) if 0 < steps < most_steps else None)
-    ), seconds
+    expected = _with_steps(choice.train, min(steps, most_steps))
+    train = _with_steps(choice.train, min(int(_ROOM * steps), most_steps))
+    intervals = {name: getattr(expected, name) for name in ("eval_interval", "checkpoint_interval")}
+    train = replace(train, max_seconds=round(max(1.0, seconds), 1), **intervals)
+    return replace(choice, train=train, steps_in_time=steps), seconds
 
 
 def bytes_per_token(vocab_size: int) -> float:
@@ -133,7 +142,7 @@ def bytes_per_token(vocab_size: int) -> float:
 
 
 def _check(choice: Choice, valid_bytes: int) -> Choice:
-    if choice.train.steps < _MIN_STEPS:
+    if choice.expected_steps < _MIN_STEPS:
         raise UserError(
             f"The budget is too small: it pays for fewer than {_MIN_STEPS} steps of the smallest useful training. "
             "Give a larger budget, or less text."
@@ -287,7 +296,8 @@ def _with_steps(config: TrainConfig, steps: int) -> TrainConfig:
 
 def _describe(choice: Choice, train_bytes: int) -> Iterator[str]:
     model, train = choice.model, choice.train
-    tokens = train.steps * train.batch_size * model.context_length
+    steps = choice.expected_steps
+    tokens = steps * train.batch_size * model.context_length
     text_tokens = train_bytes / bytes_per_token(choice.vocab_size)
     yield (
         f"Vocabulary {choice.vocab_size:,}: suits {train_bytes / 1e6:,.1f} MB of text, and the head costs at most "
@@ -299,6 +309,6 @@ def _describe(choice: Choice, train_bytes: int) -> Iterator[str]:
     )
     yield (
         f"Training: {tokens / 1e6:,.1f} million tokens, about {tokens / text_tokens:.1f} epochs, in "
-        f"{'about ' if train.max_seconds else ''}{train.steps:,} steps of {train.batch_size} sequences; learning rate "
+        f"{'about ' if train.max_seconds else ''}{steps:,} steps of {train.batch_size} sequences; learning rate "
         f"{train.max_lr:.2g}."
     )

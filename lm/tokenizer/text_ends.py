@@ -14,9 +14,10 @@ BEGIN_AND_END = (
 def find_text_ends(tokenizer: Tokenizer) -> tuple[str | None, str | None]:
     """Return the special tokens that begin and end a text, each None if it is not known.
 
-    Those of one model are preferred that begin with the tokenizer's ``begin_token``.
+    A tokenizer with a ``begin_token`` has the end that belongs to it, or else the end-of-text token.
     """
-    begin_token = tokenizer.begin_token
-    pairs = [pair for pair in BEGIN_AND_END if {*pair} <= tokenizer.special_ids.keys()]
-    begin, end = min(pairs, key=lambda pair: pair[0] != begin_token, default=(None, None))
-    return begin_token or begin, end
+    begin, specials = tokenizer.begin_token, tokenizer.special_ids
+    pairs = [pair for pair in BEGIN_AND_END if {*pair} <= specials.keys() and begin in (None, pair[0])]
+    if pairs:
+        return pairs[0]
+    return begin, END_OF_TEXT if END_OF_TEXT in specials else None

@@ -31,6 +31,7 @@ from lm.tokenizer.parts import TokenizerParts
 from lm.tokenizer.pattern_process import PatternProcesses, encode_job, map_pieces
 from lm.tokenizer.reference import ReferenceEncoder
 
+_LLAMA3_BEGIN = "<|begin_of_text|>"
 _MIN_CACHED_SIZE = 1 << 13  # tokens; fewer are read in some 30 ms
 
 
@@ -50,7 +51,7 @@ class Tokenizer:
     is one token even if the merges do not make it (Llama 3). ``normalizer``: the normalization form of the text between
     special tokens, such as "NFC" (Qwen); decoding does not undo it. ``added_tokens``: tokens that are found like
     special tokens, but are not special or have flags. ``begin_token``: the special token that the model has seen before
-    each text (Llama 3); ``encode`` leaves it to the caller.
+    each text; ``encode`` leaves it to the caller. Llama 3's ``<|begin_of_text|>`` is one by its name.
 
     Raises UserError if the vocabulary lacks a token of the merges, an id is too large, or a token is invalid.
     """
@@ -114,7 +115,7 @@ class Tokenizer:
         self.special_tokens = [token.content for token in self.added_tokens if token.special]
         if begin_token is not None and begin_token not in self.special_tokens:
             raise UserError(f"The begin_token {begin_token!r} is not a special token; add it to the special tokens.")
-        self.begin_token = begin_token
+        self.begin_token = begin_token or (_LLAMA3_BEGIN if _LLAMA3_BEGIN in self.special_tokens else None)
         self._has_plain_tokens = is_found_anywhere(self.added_tokens, self.normalizer)
         self._packed_tokens: dict[tuple[str, ...], Specials] = {}
 
@@ -165,13 +166,9 @@ class Tokenizer:
 
     @classmethod
     def from_tiktoken(
-        cls,
-        path: str | Path,
-        special_tokens: Mapping[str, int] | None = None,
-        pattern: str = GPT2_PATTERN,
-        begin_token: str | None = None,
+        cls, path: str | Path, special_tokens: Mapping[str, int] | None = None, pattern: str = GPT2_PATTERN
     ) -> "Tokenizer":
-        """Read tiktoken's rank file. The file holds neither the special tokens (text to id) nor the other options."""
+        """Read tiktoken's rank file. The file holds neither the special tokens (text to id) nor the pattern."""
         path, specials = Path(path), {token: int(token_id) for token, token_id in (special_tokens or {}).items()}
 
         def read() -> TokenizerParts:
@@ -179,9 +176,9 @@ class Tokenizer:
             for token, token_id in specials.items():
                 if vocab.setdefault(token_id, token.encode()) != token.encode():
                     raise UserError(f"{path} has another token with the id {token_id} of the special token {token!r}.")
-            return TokenizerParts(vocab, merges, list(specials), pattern, ignore_merges, begin_token=begin_token)
+            return TokenizerParts(vocab, merges, list(specials), pattern, ignore_merges)
 
-        return cls._read(read, [path], "tiktoken", list(specials.items()), pattern, begin_token)
+        return cls._read(read, [path], "tiktoken", list(specials.items()), pattern)
 
     @classmethod
     def from_tokenizer_json(cls, path: str | Path) -> "Tokenizer":

@@ -21,10 +21,11 @@ class TrainConfig:
     """Model to continue from, with its tokenizer and its architecture: a run below the root, or a directory of Hugging
     Face or Meta. Default: a new model."""
     steps: int = bounded_field(5_000, ge=1)
-    """Optimizer steps. With max_seconds, about how many they will be."""
+    """Optimizer steps; with max_seconds, the most of them."""
     max_seconds: float | None = bounded_field(None, gt=0, lt=math.inf)
-    """Time after which the training ends, evaluations and checkpoints included. The learning rate follows the time that
-    has passed, as it otherwise follows the steps, so the speed of the machine decides the result. Default: no limit."""
+    """Time after which the training ends, with all but its last evaluation and checkpoint, if it has not ended before.
+    The learning rate falls with the part of the time or of the steps that is over, the larger one, so the speed of the
+    machine decides the result. Default: no limit."""
     batch_size: int = bounded_field(32, ge=1)
     """Sequences per step, over all processes."""
     gradient_accumulation_steps: int = bounded_field(1, ge=1)

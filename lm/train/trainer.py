@@ -180,7 +180,7 @@ class Trainer:
         """
         config, log_interval = self.config, self.execution.log_interval
         peak = peak_flops(self.device, torch.bfloat16 if config.precision == "bfloat16" else torch.float32)
-        started = time.perf_counter() - self.seconds
+        started: float | None = None
         timer = StepTimer(self.step, self.objective.tokens_per_step, self.flops_per_step, peak * self.world_size)
         if self.rank == 0:
             self.tracker = Tracker(self.out, self.execution.trackers, self._settings(), self.step)
@@ -189,7 +189,10 @@ class Trainer:
             while not self._is_finished():
                 lr = config.lr(1 + int(self._schedule_step()))
                 is_stopping = stop_event is not None and stop_event.is_set()
-                loss, grad_norm, is_stopping = self.train_step(load_micro_batches(self.step), lr, is_stopping)
+                micro_batches = load_micro_batches(self.step)
+                # From the first batch on: before it, some objectives compute what a reference model says.
+                started = started or time.perf_counter() - self.seconds
+                loss, grad_norm, is_stopping = self.train_step(micro_batches, lr, is_stopping)
                 self.step += 1
                 if config.max_seconds:
                     self.seconds = broadcast_from_rank0(time.perf_counter() - started)  # all ranks end with one step
@@ -215,7 +218,7 @@ class Trainer:
                         balance_metrics = self.balance.metrics()
                         row |= balance_metrics
                         step_metrics = step_metrics | {"expert_load_max": balance_metrics["expert_load_max"]}
-                    total = round(self.step * config.steps / self._schedule_step())
+                    total = max(self.step, round(self.step * config.steps / self._schedule_step()))
                     log_step(row, total, throughput, step_metrics)
                 with timer.paused():
                     if is_evaluated:
@@ -249,9 +252,9 @@ class Trainer:
         return is_patience_over or self._schedule_step() >= self.config.steps
 
     def _schedule_step(self) -> float:
-        """Return how many of the schedule's steps are done. With ``max_seconds``, they pass with the time."""
+        """Return how many of the schedule's steps are over. With ``max_seconds``, they also pass with the time."""
         max_seconds = self.config.max_seconds
-        return self.config.steps * self.seconds / max_seconds if max_seconds else self.step
+        return max(self.step, self.config.steps * self.seconds / max_seconds) if max_seconds else self.step
 
     def _settings(self) -> dict[str, dict[str, Any]]:
         return {"train": asdict(self.config), "model": asdict(self.model.config)}

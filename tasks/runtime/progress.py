@@ -20,7 +20,7 @@ def show_progress(
 ) -> Iterator[Callable[[int], None]]:
     """Show the progress of ``title``. Yields a function to call with the number of units that are done so far.
 
-    ``total`` is the number of all units, or about that. A terminal shows a bar; a log file shows none. In a Prefect
+    ``total`` is the number of all units. A terminal shows a bar; a log file shows none. In a Prefect
     run, two artifacts are updated: ``<label>-<title>-progress`` shows the percentage, and ``<label>-<title>-so-far``
     shows the Markdown that ``page`` returns. A separate thread updates them, so a slow or dead server does not delay
     the work.
@@ -39,7 +39,7 @@ def show_progress(
             artifact: Any = create_progress_artifact(0.0, key=f"{key}-progress", description=description)
             while not is_last:
                 is_last = ended.wait(_UPDATE_SECONDS)
-                percent = min(100.0, 100.0 * done / total) if total else 100.0  # total may be an estimate
+                percent = 100.0 * done / total if total else 100.0
                 if percent != shown_percent:
                     update_progress_artifact(artifact, percent)
                     shown_percent = percent

@@ -2,8 +2,10 @@
 
 import json
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -167,7 +169,9 @@ def test_ppo_learns_from_a_reward_model(
     assert rows["reward_model"].startswith("runs: ") and rows["ppo"] == "runs if the content of reward_model changes"
 
 
-def test_mistakes_are_named(trained_root: Path, tmp_path: Path, config: PosttrainConfig) -> None:
+def test_mistakes_are_named(
+    trained_root: Path, tmp_path: Path, config: PosttrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UserError, match="has no finished model"):
         posttrain(config, str(tmp_path / "empty"))
     with pytest.raises(UserError, match="There is no model 'other'"):
@@ -182,6 +186,13 @@ def test_mistakes_are_named(trained_root: Path, tmp_path: Path, config: Posttrai
         replace(config, dialogs=replace(config.dialogs, task="", task_test=["test.jsonl"]))
     with pytest.raises(UserError, match="sft reads its examples in shuffled epochs in any case; leave data_order out"):
         replace(config, sft=replace(config.sft, data_order="shuffled_epochs"))
+    judged = replace(config, reinforce=replace(config.reinforce, rewards={"r1_zero": 1.0}))
+    with monkeypatch.context() as patch:
+        patch.setattr("lm.eval.tasks.metadata.version", Mock(side_effect=PackageNotFoundError("math_verify")))
+        for until in ("reinforce", None):
+            with pytest.raises(UserError, match=r"pip install 'textmill\[math\]'"):
+                POSTTRAIN.check(judged, until, ())
+        POSTTRAIN.check(judged, "sft", ())
     with pytest.raises(UserError, match="There is no stage ppo: methods is sft, preference, reinforce"):
         posttrain(config, str(trained_root), until="ppo")
     without = replace(config, methods=["preference"], dialogs=replace(config.dialogs, train=[]))

@@ -92,6 +92,13 @@ FILE: dict[str, Any] = {
             {"law": {"budget": "flops", "size": "train.seed"}, "axes": [{"cases": [{"flops": 0, "train.seed": 1}]}]},
             "needs numbers above 0, and flops is 0",
         ),
+        (
+            {
+                "law": {"budget": "flops", "size": "train.seed"},
+                "axes": [{"cases": [{"flops": 1e9, "train.seed": 1, "train.max_seconds": 9}]}],
+            },
+            "A law needs trainings of a known cost; set no train.max_seconds",
+        ),
         ({"axes": [{"option": "train.seed", "low": 1, "high": 5, "num_values": 10**9}]}, "a range has 2 to 10,000"),
     ],
 )

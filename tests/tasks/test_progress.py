@@ -41,7 +41,7 @@ def test_the_percentage_follows_the_work(monkeypatch: pytest.MonkeyPatch) -> Non
             for number in (1, 2, 3):
                 show(number)
                 wait_for(partial(contains, artifacts.percents, 25.0 * number), 10, "an update")
-            show(5)  # the total was an estimate
+            show(4)
 
     work()
     wait_for(lambda: artifacts.percents == [25.0, 50.0, 75.0, 100.0], 10, "the last update")

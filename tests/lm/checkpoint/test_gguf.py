@@ -176,6 +176,9 @@ def test_a_prompt_begins_with_the_begin_token(tmp_path: Path) -> None:
     assert content["tokenizer.ggml.add_bos_token"]
     ids = [content[f"tokenizer.ggml.{end}_token_id"] for end in ("bos", "eos")]
     assert ids == [tokenizer.special_ids[token] for token in ("<|begin_of_text|>", "<|end_of_text|>")]
+    chat = add_chat_tokens(tokenizer)
+    save_gguf(make_model(vocab_size=chat.size), chat, tmp_path / "chat.gguf")
+    assert not read_fields(tmp_path / "chat.gguf")["tokenizer.ggml.add_bos_token"], "dialogs do not begin with it"
 
 
 @pytest.mark.parametrize(

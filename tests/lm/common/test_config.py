@@ -43,6 +43,7 @@ EXPECTED = {
         "steps": "[1",
         "batch_size": "[1",
         "gradient_accumulation_steps": "[1",
+        "max_seconds": "(0, inf)",
         "max_lr": "[0, inf)",
         "min_lr": "[0, inf)",
         "embedding_lr_scale": "(0, inf)",

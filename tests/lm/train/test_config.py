@@ -65,6 +65,11 @@ def test_learning_rate_reaches_maximum_and_minimum(settings: dict[str, Any]) -> 
     assert config.lr(config.steps) == config.min_lr
 
 
+def test_a_limit_that_is_not_set_keeps_the_key_of_a_training() -> None:
+    assert "max_seconds" not in TrainConfig().identity
+    assert TrainConfig(max_seconds=5.0).identity == TrainConfig().identity | {"max_seconds": 5.0}
+
+
 def test_configs_do_not_import_torch() -> None:
     """The command line imports all configs; torch takes seconds."""
     code = "import sys, lm.common.runtime, lm.train.config; print('torch' in sys.modules)"

@@ -175,7 +175,7 @@ def set_step_seconds(monkeypatch: pytest.MonkeyPatch, trainer: Trainer, seconds:
     monkeypatch.setattr("lm.train.trainer.time", SimpleNamespace(perf_counter=lambda: clock.now))
 
 
-@pytest.mark.parametrize(("seconds", "steps"), [(2.0, 17), (5.0, 7), (50.0, 1)])
+@pytest.mark.parametrize(("seconds", "steps"), [(1.0, 20), (2.0, 17), (5.0, 7), (100.0, 1)])
 def test_a_time_limit_ends_the_training_and_its_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, steps: int
 ) -> None:
@@ -186,9 +186,17 @@ def test_a_time_limit_ends_the_training_and_its_schedule(
     assert result["steps"] == steps and result["last"] == f"step-{steps:07d}"
     rows = read_rows(tmp_path)
     assert "valid_loss" in rows[-1], "the last step is evaluated"
-    passed = [seconds * (step + (step > trainer.config.eval_interval)) for step in range(steps)]
-    expected = [trainer.config.lr(1 + int(20 * before / 36)) for before in passed]
+    passed = [seconds * (step + max(0, step - 1) // trainer.config.eval_interval) for step in range(steps)]
+    over = [max(step, int(20 * before / 36)) for step, before in enumerate(passed)]
+    expected = [trainer.config.lr(1 + number) for number in over]
+    assert (over == [*range(20)]) == (seconds == 1.0), "time is left when the steps are made"
     assert [row["lr"] for row in rows] == expected
+
+
+def test_all_processes_end_by_the_clock_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = small_trainer(tmp_path, max_seconds=36.0)
+    monkeypatch.setattr("lm.train.trainer.broadcast_from_rank0", lambda seconds: 36.0)
+    assert trainer.run()["steps"] == 1
 
 
 def test_the_time_before_an_interruption_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
