@@ -33,6 +33,7 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if Path("/dev/nvidiactl").exists()
 _IS_XDIST_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if _IS_XDIST_WORKER:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # else waiting threads take the cores from other tests
 
 settings.register_profile("developer", max_examples=25, deadline=None)
 settings.register_profile("ci", max_examples=100, deadline=None)
