@@ -10,7 +10,6 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from prefect.futures import PrefectFuture
-from prefect.utilities.annotations import quote
 
 from flows.prefect_support.deployed_run import run_deployment_to_end
 from flows.prefect_support.liveness import mark_task_runs_crashed
@@ -137,9 +136,7 @@ class PrefectExecutor:
         return self._runner.count_slots()
 
     def _parameters(self, stage: Stage, calls: Sequence[dict[str, Any]], title: str) -> dict[str, Any]:
-        # Prefect looks for futures in a parameter that is not quoted, while other threads add outputs to the run.
-        run = quote(self.run)
-        return {"stage": stage, "calls": calls, "run": run, "title": title, "code": stage.code_ingredients()}
+        return {"stage": stage, "calls": calls, "run": self.run, "title": title, "code": stage.code_ingredients()}
 
     def _explain(self, error: BaseException, running: list[PrefectFuture[Any]]) -> UserError | None:
         """Return a UserError if the cluster failed, and None for an interrupt or an error of a task.

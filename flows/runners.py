@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from prefect import Task
 from prefect.settings import get_current_settings
+from prefect.utilities.annotations import quote
 
 from lm.common.errors import UserError
 from lm.common.runtime import Execution
@@ -58,7 +59,8 @@ class ThreadRunner:
 
     def submit(self, task: "Task[..., Any]", parameters: dict[str, Any]) -> Any:
         """Start a task in the flow's own thread pool."""
-        return task.submit(**parameters)
+        # Prefect looks for futures in what is not quoted, while other threads add outputs to the run.
+        return task.submit(**parameters | {"run": quote(parameters["run"])})
 
     def count_slots(self) -> int:
         """Return the number of threads."""
