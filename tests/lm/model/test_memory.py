@@ -60,8 +60,8 @@ def test_the_largest_micro_batch_fits_and_one_more_sequence_does_not(fields: dic
         assert largest_micro_batch(available, predict) == sum(peak <= available for peak in peaks)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_the_peak_of_a_divided_training(tmp_path: Path, world_size: int) -> None:
     """Of the rank with the lowest peak: gloo may hold a buffer for longer in the others."""
     kinds: list[ParallelKind] = ["ddp", "zero1", "zero2", "fsdp"]
