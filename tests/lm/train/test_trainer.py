@@ -5,10 +5,9 @@ import math
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -156,65 +155,6 @@ def test_patience_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     set_validation_losses(monkeypatch, trainer, [3.0, 2.0, 2.5, 1.5, 1.6, 1.7])
     result = trainer.run()
     assert (result["steps"], result["best"], result["last"]) == (18, "step-0000012", "step-0000018")
-
-
-def set_step_seconds(monkeypatch: pytest.MonkeyPatch, trainer: Trainer, seconds: float) -> None:
-    """Give the trainer a clock on which each step takes so many seconds, and an evaluation as many again."""
-    clock = SimpleNamespace(now=100.0)
-    train_step, evaluate = trainer.train_step, trainer._evaluate
-
-    def count(function: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*arguments: Any) -> Any:
-            clock.now += seconds
-            return function(*arguments)
-
-        return counted
-
-    monkeypatch.setattr(trainer, "train_step", count(train_step))
-    monkeypatch.setattr(trainer, "_evaluate", count(evaluate))
-    monkeypatch.setattr("lm.train.trainer.time", SimpleNamespace(perf_counter=lambda: clock.now))
-
-
-@pytest.mark.parametrize(("seconds", "steps"), [(1.0, 20), (2.0, 17), (5.0, 7), (100.0, 1)])
-def test_a_time_limit_ends_the_training_and_its_schedule(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, steps: int
-) -> None:
-    """The clock is read after each step: the one after an evaluation does not know its time yet."""
-    trainer = small_trainer(tmp_path, max_seconds=36.0, eval_interval=8 if steps > 7 else 5, log_interval=1)
-    set_step_seconds(monkeypatch, trainer, seconds)
-    result = trainer.run()
-    assert result["steps"] == steps and result["last"] == f"step-{steps:07d}"
-    rows = read_rows(tmp_path)
-    assert "valid_loss" in rows[-1], "the last step is evaluated"
-    passed = [seconds * (step + max(0, step - 1) // trainer.config.eval_interval) for step in range(steps)]
-    over = [max(step, int(20 * before / 36)) for step, before in enumerate(passed)]
-    expected = [trainer.config.lr(1 + number) for number in over]
-    assert (over == [*range(20)]) == (seconds == 1.0), "time is left when the steps are made"
-    assert [row["lr"] for row in rows] == expected
-
-
-def test_all_processes_end_by_the_clock_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = small_trainer(tmp_path, max_seconds=36.0)
-    monkeypatch.setattr("lm.train.trainer.broadcast_from_rank0", lambda seconds: 36.0)
-    assert trainer.run()["steps"] == 1
-
-
-def test_the_time_before_an_interruption_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: dict[str, Any] = {"max_seconds": 36.0, "eval_interval": 8, "log_interval": 1}
-    whole = small_trainer(tmp_path / "whole", **limits)
-    set_step_seconds(monkeypatch, whole, 2.0)
-    whole.run()
-    first = small_trainer(tmp_path / "first", **limits)
-    set_step_seconds(monkeypatch, first, 2.0)
-    stopping = threading.Event()
-    with pytest.raises(Stopped):
-        first.run(lambda step: stopping.set() if step == 4 else None, stopping)
-    second = small_trainer(tmp_path / "second", **limits)
-    set_step_seconds(monkeypatch, second, 2.0)
-    assert second.resume(tmp_path / "first") and second.step == 5
-    second.run()
-    assert read_rows(second.out) == read_rows(whole.out)
-    assert weights_equal(second.model, whole.model)
 
 
 def test_bfloat16_on_the_cpu(tmp_path: Path, finished: Trainer) -> None:
