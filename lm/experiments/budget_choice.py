@@ -110,9 +110,10 @@ def choose_configuration(
         f"Of {budget.amount:,.0f} s, {max(0, seconds):,.0f} s are left for the training, after the other stages, the "
         "measurement of the speed and the evaluation of the whole validation text."
     )
-    reason += " It ends when they have passed, whatever the speed is then."
     if (left_over := seconds - choice.expected_steps * speed.step_seconds) > 0.05 * budget.amount:
         reason += f" {left_over:,.0f} s are left over, because {_MAX_EPOCHS} epochs of the text take less time."
+    else:
+        reason += " It ends when they have passed, whatever the speed is then."
     return _check(replace(choice, reasons=[reason, *choice.reasons, *_describe(choice, train_bytes)]), valid_bytes)
 
 

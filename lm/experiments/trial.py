@@ -54,6 +54,11 @@ class TrialResult:
     """Rows of metrics by step."""
 
     @property
+    def has_validation(self) -> bool:
+        """Whether the validation text was evaluated, with whatever result."""
+        return _has_validation(self.curve)
+
+    @property
     def objective(self) -> float | None:
         """The loss to compare trials by: bits per byte, or without validation text the training loss."""
         loss = self.train_loss if self.valid_bits_per_byte is None else self.valid_bits_per_byte
@@ -64,6 +69,10 @@ class TrialResult:
         """Bits per byte of the validation text by step: unlike the loss of a token, comparable between tokenizers."""
         rows = [(row["step"], row.get("valid_bits_per_byte")) for row in self.curve]
         return {step: loss for step, loss in rows if loss is not None}
+
+
+def _has_validation(rows: Sequence[Mapping[str, Any]]) -> bool:
+    return any("valid_loss" in row for row in rows)
 
 
 def find_prune_step(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) -> int | None:
@@ -107,7 +116,7 @@ def make_result(
         state, steps, reason, final = "diverged", int(divergence["step"]), str(divergence["reason"]), {}
     curve = [{name: row[name] for name in _CURVE_FIELDS if name in row} for row in rows]
     last = {name: value for row in curve for name, value in row.items() if value is not None}
-    has_validation = any("valid_loss" in row for row in curve)
+    has_validation = _has_validation(curve)
     if has_validation:  # a loss that is not finite is None in a file
         last |= {name: final[name] for name in ("valid_loss", "valid_bits_per_byte") if name in final}
     loss = last.get("valid_loss" if has_validation else "smoothed_loss")

@@ -1,12 +1,12 @@
 """The special tokens that begin and end a text, known by their names."""
 
 from lm.text.pretokenize import END_OF_TEXT
-from lm.tokenizer.tokenizer import Tokenizer
+from lm.tokenizer.tokenizer import LLAMA3_BEGIN, Tokenizer
 
 BEGIN_AND_END = (
     (END_OF_TEXT, END_OF_TEXT),  # this project's and GPT-2's
     ("<s>", "</s>"),  # Llama 2's
-    ("<|begin_of_text|>", "<|end_of_text|>"),  # Llama 3's
+    (LLAMA3_BEGIN, "<|end_of_text|>"),  # Llama 3's
     ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),  # DeepSeek's
 )
 

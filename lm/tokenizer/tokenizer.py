@@ -31,7 +31,7 @@ from lm.tokenizer.parts import TokenizerParts
 from lm.tokenizer.pattern_process import PatternProcesses, encode_job, map_pieces
 from lm.tokenizer.reference import ReferenceEncoder
 
-_LLAMA3_BEGIN = "<|begin_of_text|>"
+LLAMA3_BEGIN = "<|begin_of_text|>"
 _MIN_CACHED_SIZE = 1 << 13  # tokens; fewer are read in some 30 ms
 
 
@@ -115,7 +115,7 @@ class Tokenizer:
         self.special_tokens = [token.content for token in self.added_tokens if token.special]
         if begin_token is not None and begin_token not in self.special_tokens:
             raise UserError(f"The begin_token {begin_token!r} is not a special token; add it to the special tokens.")
-        self.begin_token = begin_token or (_LLAMA3_BEGIN if _LLAMA3_BEGIN in self.special_tokens else None)
+        self.begin_token = begin_token or (LLAMA3_BEGIN if LLAMA3_BEGIN in self.special_tokens else None)
         self._has_plain_tokens = is_found_anywhere(self.added_tokens, self.normalizer)
         self._packed_tokens: dict[tuple[str, ...], Specials] = {}
 

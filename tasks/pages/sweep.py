@@ -63,7 +63,7 @@ def _loss(result: "TrialResult") -> float | None:
 
 
 def _has_validation(results: "Sequence[TrialResult]") -> bool:
-    return any(result.valid_bits_per_byte is not None for result in results)
+    return any(result.has_validation for result in results)
 
 
 def _loss_name(results: "Sequence[TrialResult]") -> str:
@@ -110,7 +110,7 @@ def _values(report: "SweepReport", name: str) -> list[Any]:
 
 def _curves(report: "SweepReport", results: "list[TrialResult]", rows: list[dict[str, Any]], unit: str) -> str:
     """Draw the validation losses of all points over steps or tokens; the training losses without validation text."""
-    has_validation = any(row.get("valid_loss") is not None for result in results for row in result.curve)
+    has_validation = _has_validation(results)
     name = "valid_bits_per_byte" if has_validation else "smoothed_loss"
     title = f"Loss over {'steps' if unit == 'step' else 'tokens'}"
     figure, axes = new_figure(title, unit, _loss_axis(has_validation))

@@ -187,6 +187,7 @@ def test_four_epochs_of_a_short_text_may_leave_a_part_of_the_budget(budget: Budg
     assert choice.train.steps >= 50 and 3.8 < epochs < 4.05
     if budget.unit == "seconds":
         assert "s are left over, because 4 epochs of the text take less time" in choice.reasons[0]
+        assert "It ends when" not in choice.reasons[0]
 
 
 def test_a_validation_text_shorter_than_the_context_is_refused() -> None:
