@@ -1,5 +1,6 @@
 """Fixtures of several test files, and the options of the whole test run."""
 
+import base64
 import logging
 import os
 import shutil
@@ -27,6 +28,7 @@ os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
 os.environ.setdefault("PREFECT_SERVER_LOGGING_LEVEL", "CRITICAL")
 # Triton reads this when it is imported, which torch.compile does too. Its interpreter needs no GPU.
 os.environ.setdefault("TRITON_INTERPRET", "0" if Path("/dev/nvidiactl").exists() else "1")
+os.environ.setdefault("TORCH_WARM_POOL", "0")  # no process that waits for Triton kernels to compile
 
 # Torch reads this when it is imported. One thread in each process of pytest-xdist: more threads than cores wait for one
 # another. A training or a test that needs more asks for them.
@@ -41,6 +43,8 @@ settings.load_profile("developer")
 
 _SERVER_FIXTURES = {"prefect_deployed", "postgres", "over_postgres"}
 _FILES_OF_ONE_SERVER = {f"tests/end_to_end/test_{name}.py" for name in ("cancelled_runs", "deployments", "ui")}
+_TESTS_OF_FIGURES = {f"test_{name}.py" for name in ("plot", "pages", "sweep_page", "profile", "tokenizers")}
+_PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII=")
 if not _IS_XDIST_WORKER:  # pytest-xdist's workers inherit the variable
     os.environ["XDG_CACHE_HOME"] = cache_with_kernels(Path(tempfile.mkdtemp(prefix="textmill-tests-")))
 
@@ -98,6 +102,17 @@ def _torch_has_one_thread() -> None:
     """Take back the threads that a training in this process gave to torch, if other processes run tests too."""
     if _IS_XDIST_WORKER and (torch := sys.modules.get("torch")):
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _draw_no_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save a tiny image for each figure that matplotlib would take a quarter of a second to draw."""
+    if figure := sys.modules.get("matplotlib.figure") if request.path.name not in _TESTS_OF_FIGURES else None:
+
+        def save(_: Any, out: Any, **options: Any) -> None:
+            out.write(_PNG) if hasattr(out, "write") else Path(out).write_bytes(_PNG)
+
+        monkeypatch.setattr(figure.Figure, "savefig", save)
 
 
 @pytest.fixture(autouse=True)
@@ -161,25 +176,31 @@ def prefect_deployed(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Depl
         yield stack
 
 
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """An s3fs file system with a bucket ``corpus``, on a local S3 server."""
+@pytest.fixture(scope="session")
+def _s3_url() -> Iterator[str]:
+    """The address of a local S3 server, one a session."""
     server_module = pytest.importorskip("moto.server", reason="moto, which plays S3, is not installed")
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch, _s3_url: str) -> Iterator[Any]:
+    """An s3fs file system with a bucket ``corpus``, on a local S3 server."""
     s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "testing")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", _s3_url)
     s3fs.S3FileSystem.clear_instance_cache()
     fs = fsspec.filesystem("s3")
     fs.mkdir("corpus")
     yield fs
-    fs.rm("corpus", recursive=True)  # moto's memory outlives its server
+    fs.rm("corpus", recursive=True)
     s3fs.S3FileSystem.clear_instance_cache()
-    server.stop()
 
 
 @pytest.fixture(scope="module")

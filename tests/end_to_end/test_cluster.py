@@ -117,7 +117,7 @@ def options(text: str, target_bytes: int = 200_000, pattern: str = "") -> list[s
 
 
 def test_workers_without_the_drivers_files_make_the_same_bytes(site: Site, text: str, tmp_path: Path) -> None:
-    with site.cluster(4) as cluster:
+    with site.cluster(2) as cluster:
         log = site.run("s3://corpus/same", *options(text), *on_dask(cluster.address))
         hosts = {
             json.loads(site.fs.cat_file(path))["made"]["run"]

@@ -161,16 +161,16 @@ def test_a_deleted_shard_is_the_only_one_made_again(run: Runner, config: Pipelin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_flipped_byte_is_detected_and_repaired(run: Runner, config: PipelineConfig, stage: str) -> None:
+def test_a_flipped_byte_is_detected_and_repaired(run: Runner, config: PipelineConfig) -> None:
     run(config)
-    output = run.output(stage)
-    path = output.path(max(output.manifest["files"], key=lambda file: file["bytes"])["path"])
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    assert run(config) == [stage]
-    assert run.output(stage).digest == output.digest
+    for stage in STAGES:
+        output = run.output(stage)
+        path = output.path(max(output.manifest["files"], key=lambda file: file["bytes"])["path"])
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        assert run(config) == [stage]
+        assert run.output(stage).digest == output.digest
 
 
 @pytest.mark.slow
@@ -302,7 +302,7 @@ def test_ctrl_c_in_a_training_saves_a_checkpoint(
     monkeypatch.undo()
     caplog.set_level(logging.INFO)
     assert run(config) == ["train", "sample"]
-    assert "Training resumes at step 3" in caplog.text, "the training finishes the next step before it stops"
+    assert "Training resumes at step 2" in caplog.text, "the training finishes the step before it stops"
 
 
 def test_a_run_with_a_wrapped_interrupt_is_reported_as_a_crash(
@@ -349,7 +349,7 @@ def test_shards_of_another_tokenizer_are_refused(run: Runner, config: PipelineCo
 def test_many_groups_share_few_task_runs_and_a_tree_of_sums(
     run: Runner, config: PipelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = replace(config, chunk=ChunkConfig(target_bytes=2_000))
+    config = replace(config, chunk=ChunkConfig(target_bytes=5_000))
     run(config, until="encode")
     assert run.groups("count-sum") == [], "32 files of counts can be added up at once"
     monkeypatch.setattr(runners, "_MAX_TASK_RUNS", 3)

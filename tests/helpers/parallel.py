@@ -1,5 +1,5 @@
-"""Small trainings that are divided among processes. ``python -m tests.helpers.parallel DIRECTORY`` runs one rank of
-the cases in ``cases.json`` there."""
+"""Small trainings that are divided among processes. ``main``, which ``run_ranks`` calls, is one rank of the cases in
+``cases.json`` of a directory."""
 
 import json
 import sys
@@ -97,7 +97,9 @@ def train(case: Case) -> dict[str, Tensor]:
 
 
 def run_cases(directory: Path, cases: list[Case], world_size: int) -> list[list[dict[str, Tensor]]]:
-    """Run all cases in new processes; return the results of each rank, by case."""
+    """Run all cases, several ranks in new processes; return the results of each rank, by case."""
+    if world_size == 1:
+        return [[train(case)] for case in cases]
     directory.mkdir()
     (directory / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
     run_ranks("tests.helpers.parallel", directory, world_size=world_size)
@@ -113,7 +115,3 @@ def main() -> None:
         for fields in json.loads((directory / "cases.json").read_text()):
             case = Case(**fields)
             torch.save(train(case), directory / f"{case.name}-{rank}.pt")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Exchanges of a whole matrix and a divided one. ``python -m tests.helpers.row_exchange DIRECTORY`` runs one rank."""
+"""Exchanges of a whole matrix and a divided one. ``main``, which ``run_ranks`` calls, is one rank."""
 
 import torch
 
@@ -23,7 +23,3 @@ def main() -> None:
             averaged = exchange.finish_average(exchange.start_average([rank * x for x in tensors]))
             mean = (world_size - 1) / 2
             torch.testing.assert_close(averaged, [mean * x.flatten() for x in rows])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """A toy training in one process and divided.
 
-``python -m tests.helpers.toy_training DIRECTORY KIND…`` is one rank that trains in one kind after another. A kind is
+``main``, which ``run_ranks`` calls, is one rank that trains in one kind after another. A kind is
 the size of DDP's buckets in bytes, ``fsdp``, ``zero2``, ``bfloat16`` (fsdp in that dtype), or a class that
 ShardedOptimizer wraps.
 """
@@ -105,7 +105,3 @@ def train_in_kind(kind: str, rank: int) -> dict[str, Tensor]:
     train(module, batches, optimizer=optimizer)
     weights = module.gather_full_params() if isinstance(module, FSDP) else dict(module.module.named_parameters())
     return {name: p.detach() for name, p in weights.items()}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,5 +1,5 @@
-"""Measured memory of small trainings. ``python -m tests.helpers.training_memory DIRECTORY`` measures one rank of the
-cases in ``cases.json`` there."""
+"""Measured memory of small trainings. ``main``, which ``run_ranks`` calls, measures one rank of the cases in
+``cases.json`` of a directory."""
 
 import json
 import sys
@@ -79,7 +79,3 @@ def main() -> None:
     with rank_of_test() as rank:
         cases = [Case(**fields) for fields in json.loads((directory / "cases.json").read_text())]
         (directory / f"{rank}.json").write_text(json.dumps([measure_peak(case) for case in cases]))
-
-
-if __name__ == "__main__":
-    main()

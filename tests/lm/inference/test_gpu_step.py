@@ -88,7 +88,9 @@ def test_any_positions(positions: list[int], part_elements: int, block_parts: in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "dtype"), [(128, "bfloat16"), (80, "bfloat16"), (64, "float32")])
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(128, "bfloat16"), pytest.param(80, "bfloat16", marks=pytest.mark.long), (64, "float32")]
+)
 def test_the_kernels_compile_for_gpus(width: int, dtype: str) -> None:
     kernels = compile_for_gpus("step", width, dtype)
     assert len(kernels) == 2 * (7 if dtype == "bfloat16" else 5)

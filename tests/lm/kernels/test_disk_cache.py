@@ -293,7 +293,6 @@ def test_one_of_two_processes_compiles_a_kernel_and_the_other_waits(tmp_path: Pa
     assert [process.returncode for process in processes] == [0, 0]
     alone = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     assert int(alone.stdout) == 0, "all kernels are cached"
-    fresh = {**environment, "XDG_CACHE_HOME": str(tmp_path / "fresh")}
-    needed = int(subprocess.run(command, env=fresh, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    needed = len([*(tmp_path / "cache").rglob("*.nbc")])
     assert needed > 1
     assert sum(compiled) == needed, "a kernel was compiled twice"

@@ -86,7 +86,7 @@ def test_a_training_goes_on_with_another_division(
     check_training(job.parent, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fsdp_in_two_processes_trains_evaluates_and_samples(tmp_path: Path, expected: Path) -> None:
     """The five windows of the evaluation do not divide by two."""
     job = write_job(tmp_path, gradient_accumulation_steps=2, **OPTIONS)

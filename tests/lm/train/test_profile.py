@@ -91,7 +91,7 @@ def test_the_figures(profile: tuple[Path, Profile]) -> None:
     assert {"data", "forward", "backward", "optimizer"} < names
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.long), "fsdp"])
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path, kind: Any) -> None:
     path = write_job(tmp_path, 2, MODEL, kind, **SETTINGS)
