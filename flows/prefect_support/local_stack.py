@@ -7,7 +7,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
 
@@ -41,9 +41,7 @@ def start_local_stack(port: int) -> None:
             command = ["server", "start", "--host", "127.0.0.1", "--port", str(port)]
             processes.append(stack.enter_context(_background_process(command, environment)))
             _wait_for_server(url, processes[0])
-        for pool in _WORK_POOLS:
-            if _run_prefect(["work-pool", "inspect", pool], environment, is_required=False).returncode:
-                _run_prefect(["work-pool", "create", pool, "--type", "process"], environment)
+        create_work_pools(url)
         _run_prefect(["deploy", "--all"], environment)
         worker = ["worker", "start", "--pool", WORK_POOL]
         processes.append(stack.enter_context(_background_process(worker, environment)))
@@ -63,13 +61,29 @@ def _prefect_command(arguments: list[str]) -> list[str]:
     return [sys.executable, "-m", "prefect", "--no-prompt", *arguments]
 
 
-def _run_prefect(
-    arguments: list[str], environment: dict[str, str], is_required: bool = True
-) -> subprocess.CompletedProcess[str]:
+def _run_prefect(arguments: list[str], environment: dict[str, str]) -> None:
     done = subprocess.run(_prefect_command(arguments), env=environment, capture_output=True, text=True, check=False)
-    if is_required and done.returncode:
+    if done.returncode:
         raise UserError(f"prefect {' '.join(arguments)} failed:\n{done.stdout}{done.stderr}")
-    return done
+
+
+def create_work_pools(url: str) -> None:
+    """Create the work pools of the deployments that the server at ``url`` does not have."""
+    from httpx import HTTPError
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.exceptions import ObjectAlreadyExists
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+    from prefect.workers.process import ProcessWorker
+
+    template = ProcessWorker.get_default_base_job_template()
+    try:
+        with temporary_settings({PREFECT_API_URL: f"{url}/api"}), get_client(sync_client=True) as client:
+            for name in _WORK_POOLS:
+                with suppress(ObjectAlreadyExists):
+                    client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=template))
+    except HTTPError as error:
+        raise UserError(f"Prefect's server at {url} cannot make its work pools: {error}") from error
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, LogFi
 from prefect.client.schemas.objects import FlowRun, Log, TaskRun
 
 from flows.config import StageName
+from flows.prefect_support.local_stack import create_work_pools
 from lm.text.pretokenize import GPT2_PATTERN
 from tests.helpers.kernel_cache import cache_with_kernels
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
@@ -90,9 +91,8 @@ class Deployed:
 
     def start(self, deployment: str, **parameters: Any) -> UUID:
         """Start a run without waiting for its end, and return its id."""
-        done = self.prefect("deployment", "run", f"pipeline/{deployment}", *_options(parameters))
-        assert done.returncode == 0, done.stdout + done.stderr
-        return UUID(done.stdout.partition("UUID: ")[2].split()[0])
+        found = self.client.read_deployment_by_name(f"pipeline/{deployment}")
+        return self.client.create_flow_run_from_deployment(found.id, parameters=parameters).id
 
     def flow_run(self, run_id: UUID) -> FlowRun:
         return self.client.read_flow_run(run_id)
@@ -181,10 +181,9 @@ class Services(Server):
 
     def __init__(self, home: Path) -> None:
         super().__init__(home)
-        pools = (["work-pool", "create", name, "--type", "process"] for name in ("local", "gpu"))
-        for arguments in (*pools, ["deploy", "--all"]):
-            done = self.prefect(*arguments)
-            assert done.returncode == 0, done.stdout + done.stderr
+        create_work_pools(self.url)
+        done = self.prefect("deploy", "--all")
+        assert done.returncode == 0, done.stdout + done.stderr
         self.start_missing("worker")
 
 
