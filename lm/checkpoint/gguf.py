@@ -132,6 +132,10 @@ def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_typ
 
 def _check_model(config: ModelConfig, weight_type: GGUFType) -> None:
     """Raise UserError for an option that GGUF's architectures lack, and for rows that do not fit q8_0."""
+    if config.moe is not None:
+        raise UserError(
+            "A model with experts (model.moe) cannot be exported to GGUF. Export it for Hugging Face, without --gguf."
+        )
     check_is_expressible(config, _EXPRESSIBLE_OPTIONS, "llama.cpp")
     all_heads = config.head_width * config.num_heads
     has_divisors = config.rope_scaling is not None and config.rope_scaling.kind == "llama3"

@@ -110,8 +110,8 @@ def load_hugging_face(
 
     ``max_seq_len`` is the context length, by default ``max_position_embeddings``. ``dtype`` defaults to that of the
     files. Raises UserError if a file, a field or a tensor is missing, unknown, damaged or does not fit the others, and
-    for unsupported features: biases other than Qwen2's, scalings of rotary positions other than linear and llama3,
-    windows shorter than the context.
+    for unsupported features: biases other than those of Qwen2 and GLM-4-MoE, scalings of rotary positions other than
+    linear and llama3, windows shorter than the context.
     """
     path = directory / "config.json"
     content = read_json_object(path)
@@ -120,10 +120,13 @@ def load_hugging_face(
         raise UserError(f"{path}: model_type {model_type!r} is not supported; use a {' or a '.join(_CLASSES)}.")
     content = flatten_rope_fields(path, content)
     fixed_fields = _FIXED_FIELDS | _FIXED_FIELDS_OF.get(model_type, {}) | {"partial_rotary_factor": 1}
+    if model_type == "glm4_moe":
+        del fixed_fields["attention_bias"]
     check_fixed_fields(path, content, fixed_fields)
     options: dict[str, Any] = {} if max_seq_len is None else {"context_length": max_seq_len}
     options["rope_scaling"] = read_rope_scaling(path, content)
-    options["qkv_bias"] = model_type == "qwen2"
+    has_biases = model_type == "glm4_moe" and read_field(path, content, "attention_bias", False)
+    options["qkv_bias"] = model_type == "qwen2" or has_biases
     options["qk_norm"] = model_type in ("qwen3", "qwen3_moe") or content.get("use_qk_norm", False)
     if model_type in ARCHITECTURES:
         options["moe"] = read_moe_config(path, content, model_type)
@@ -250,15 +253,17 @@ def _find_rotary(model: TransformerLM) -> dict[str, bool]:
 
 def _choose_architecture(config: ModelConfig) -> str:
     """Return the model type that has the options of ``config``. Raises UserError if none has them together."""
-    if config.qkv_bias and (config.qk_norm or config.moe is not None):
+    if config.moe is not None:
+        model_type = choose_moe_architecture(config)
+    else:
+        model_type = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+    if config.qkv_bias and model_type not in ("qwen2", "glm4_moe"):
         other = "qk_norm" if config.qk_norm else "moe"
         raise UserError(
-            f"model.qkv_bias cannot be exported with model.{other}: no architecture of Hugging Face has both and no "
-            "bias of the output; train a model without one of them."
+            f"model.qkv_bias cannot be exported with model.{other}: no architecture of Hugging Face that "
+            "textmill writes has both and no bias of the output; train a model without one of them."
         )
-    if config.moe is not None:
-        return choose_moe_architecture(config)
-    return "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+    return model_type
 
 
 def _read_all_safetensors(directory: Path) -> dict[str, Tensor]:

@@ -101,14 +101,14 @@ def choose_moe_architecture(config: ModelConfig) -> str:
             "bias_update_rate": (moe.bias_update_rate > 0, "0, no bias"),
         }
         if not config.qk_norm:
-            lacks["normalized_gates"] = (not moe.normalized_gates, "True without QK-norm")
-            lacks["num_dense_layers"] = (moe.num_dense_layers > 0, "0 without QK-norm")
+            lacks["normalized_gates"] = (not moe.normalized_gates, "True, or with model.qk_norm any")
+            lacks["num_dense_layers"] = (moe.num_dense_layers > 0, "0, or with model.qk_norm any")
     for name, (is_lacking, supported) in lacks.items():
         if is_lacking:
             raise UserError(
                 f"model.moe.{name} {getattr(moe, name)!r} cannot be exported: Hugging Face's "
-                f"{ARCHITECTURES[model_type].label}, for {moe.affinity} affinities, supports only {supported}; train a "
-                "model with that."
+                f"{ARCHITECTURES[model_type].label}, for {moe.affinity} affinities, supports only {supported}; train "
+                "such a model."
             )
     return model_type
 
@@ -124,7 +124,7 @@ def moe_config_fields(model_type: str, config: ModelConfig) -> dict[str, Any]:
         content["mlp_only_layers"] = [*range(moe.num_dense_layers)]
     if model_type == "glm4_moe":
         content |= {"first_k_dense_replace": moe.num_dense_layers, "use_qk_norm": config.qk_norm}
-        content |= {"num_nextn_predict_layers": 0, "partial_rotary_factor": 1.0}
+        content |= {"num_nextn_predict_layers": 0, "partial_rotary_factor": 1.0, "attention_bias": config.qkv_bias}
     if model_type != "mixtral":
         content["norm_topk_prob"] = moe.normalized_gates
     return architecture.fixed_fields | content

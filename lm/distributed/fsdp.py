@@ -26,7 +26,7 @@ class FSDP(nn.Module):
     Outside of the passes the parameters of ``module`` are this rank's rows: give them to the optimizer. Rows are
     float32 if the weights are; with ``compute_dtype`` they are cast before they are gathered, and floating-point
     arguments of :meth:`forward` are cast too. Gradients travel in ``reduce_dtype``, that of the gathered weights by
-    default. The parameters in ``whole`` belong to one rank each, for an optimizer that needs whole matrices. Weights
+    default. The matrices in ``whole`` belong to one rank each, for an optimizer that needs whole matrices. Weights
     and buffers start as those of rank 0.
 
     A module that uses weights of sibling modules names these in its attribute ``weights_of``. All ranks must call the

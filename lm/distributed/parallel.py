@@ -21,8 +21,8 @@ class Parallel:
     """Divides the training of ``model`` among the ranks.
 
     none: one process. ddp: all ranks have everything. zero1: optimizer state is divided. zero2: also gradients, and
-    weights outside of the passes. fsdp: also weights between the passes. The parameters in ``whole`` are not divided
-    themselves but belong to one rank each, for optimizers that need whole matrices.
+    weights outside of the passes. fsdp: also weights between the passes. The matrices in ``whole`` are not divided
+    themselves but belong to one rank each, for optimizers that need whole matrices; stacks of them are divided.
     """
 
     def __init__(self, model: nn.Module, kind: ParallelKind, whole: Collection[nn.Parameter] = ()) -> None:

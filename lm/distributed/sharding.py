@@ -21,14 +21,19 @@ Bounds = list[int]
 
 
 def divide_rows(tensors: Sequence[Tensor], are_whole: Sequence[bool], loads: list[int]) -> list[Bounds]:
-    """Divide each tensor among all ranks, or give all its rows to one rank if it must stay whole.
+    """Divide each tensor among all ranks, or give all its rows to one rank if it is a matrix that must stay whole.
 
-    ``loads`` are the bytes of whole tensors that each rank has; they are updated. A whole tensor goes to the rank with
-    the lowest load, the largest tensors first.
+    A stack of at least as many matrices as ranks, with three dimensions, is divided between its matrices, which stay
+    whole. ``loads`` are the bytes of whole tensors that each rank has; they are updated. A whole tensor goes to the
+    rank with the lowest load, the largest tensors first.
     """
     world_size = get_world_size()
     bounds = [[_row_count(x) * rank // world_size for rank in range(world_size + 1)] for x in tensors]
-    whole = [index for index, is_whole in enumerate(are_whole) if is_whole]
+
+    def is_divisible(stack: Tensor) -> bool:
+        return stack.ndim == 3 and len(stack) >= world_size
+
+    whole = [index for index, is_whole in enumerate(are_whole) if is_whole and not is_divisible(tensors[index])]
     for index in sorted(whole, key=lambda index: -tensors[index].nbytes):
         owner = loads.index(min(loads))
         loads[owner] += tensors[index].nbytes

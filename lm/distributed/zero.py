@@ -17,7 +17,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     ``params`` are parameters or groups, as for ``optimizer_cls``; ``kwargs`` are its options. The parameters and their
     gradients must be the same on all ranks, e.g. by :class:`lm.distributed.DDP`. If ``optimizer_cls.is_elementwise``,
-    each parameter is divided by rows. Otherwise each parameter belongs to one rank, balanced by bytes.
+    each parameter is divided by rows. Otherwise each matrix belongs to one rank, balanced by bytes.
 
     :attr:`local` is the wrapped optimizer, which holds this rank's rows and their state.
     """

@@ -72,9 +72,12 @@ def predict_training_memory(
     )
     recomputed = blocks[-1] if has_checkpointing else 0
     last_copies = copies // config.num_layers if has_checkpointing else copies
-    matrices = _hidden_matrices(config)
+    by_block = [_hidden_matrices(config, layer) for layer in range(config.num_layers)]
+    sizes = [sum(math.prod(shape) for shape in shapes) for shapes in by_block]
+    largest_block = hidden * max(sizes) // sum(sizes)
+    matrices = Counter(shape for shapes in by_block for shape in shapes)
     bucket = max(MAX_BUCKET_BYTES, head, *(4 * math.prod(shape) for shape in matrices))
-    held = _held_bytes(parallel, world_size, weights, state, 4 * hidden // config.num_layers, head, bucket)
+    held = _held_bytes(parallel, world_size, weights, state, 4 * largest_block, head, bucket)
     earlier = weights if gradient_accumulation_steps > 1 and parallel not in ("ddp", "zero1") else 0
     share = world_size if parallel in ("zero2", "fsdp") else 1
     state_share = 1 if parallel in ("none", "ddp") else world_size
@@ -136,21 +139,17 @@ def _held_bytes(
     return _Held(base + head, base + 2 * block + sent, base + gradients + 4 * block + head, base + gradients)
 
 
-def _hidden_matrices(config: ModelConfig) -> Counter[tuple[int, ...]]:
-    """Return the number of hidden matrices of each shape."""
-    counts: Counter[tuple[int, ...]] = Counter()
+def _hidden_matrices(config: ModelConfig, layer: int) -> list[tuple[int, ...]]:
+    """Return the shapes of the matrices of the block of index ``layer``."""
     d, q, kv = config.d_model, config.num_heads * config.head_width, config.kv_heads * config.head_width
-    for layer in range(config.num_layers):
-        shapes: list[tuple[int, ...]] = [(q, d), (d, q), (kv, d), (kv, d)]
-        dense_width = config.d_ff
-        if config.moe and config.is_moe_layer(layer):
-            width = config.moe.expert_width(config.d_ff)
-            dense_width = config.moe.num_shared_experts * width
-            experts = config.moe.num_experts
-            shapes += [(experts, width, d), (experts, d, width), *([(experts, width, d)] if _has_gate(config) else [])]
-        shapes += [(dense_width, d), (d, dense_width), *([(dense_width, d)] if _has_gate(config) else [])]
-        counts.update(shapes)
-    return counts
+    shapes: list[tuple[int, ...]] = [(q, d), (d, q), (kv, d), (kv, d)]
+    dense_width = config.d_ff
+    if config.moe and config.is_moe_layer(layer):
+        width = config.moe.expert_width(config.d_ff)
+        dense_width = config.moe.num_shared_experts * width
+        experts = config.moe.num_experts
+        shapes += [(experts, width, d), (experts, d, width), *([(experts, width, d)] if _has_gate(config) else [])]
+    return [*shapes, (dense_width, d), (d, dense_width), *([(dense_width, d)] if _has_gate(config) else [])]
 
 
 def _has_gate(config: ModelConfig) -> bool:

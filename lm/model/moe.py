@@ -2,7 +2,7 @@
 
 Sources: Shazeer et al. 2017 (gates); Fedus et al. 2021 (Switch: auxiliary loss, capacity); Dai et al. 2024
 (DeepSeekMoE: shared experts); DeepSeek-AI 2024 (DeepSeek-V3: sigmoid affinities, a bias in the choice).
-Shapes in comments: N tokens, D d_model, E experts, k chosen experts.
+Shapes in comments: N tokens, D d_model, d width of an expert, E experts, k chosen experts.
 """
 
 import math
@@ -25,7 +25,7 @@ _EPS = 1e-20  # sigmoid affinities may all be 0 in float32
 
 
 class Routing(NamedTuple):
-    """What a mixture of experts did with the tokens of a forward pass. The trainer balances the load with it."""
+    """How a forward pass used the experts. The trainer balances the load with it."""
 
     counts: Tensor
     """(E,) float32: tokens that chose each expert, also those that its capacity dropped."""
@@ -104,10 +104,10 @@ class MoE(BuffersKeepDtype):
     def forward(
         self, x: Tensor, returns_routing: bool = False, padding: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Routing]:
-        """(..., D) → same shape; with ``returns_routing``, in a training, also the :class:`Routing` of the tokens.
+        """(..., D) → same shape; with ``returns_routing``, as in training, also the :class:`Routing` of the tokens.
 
-        Only with ``returns_routing`` does a capacity drop tokens: elsewhere a token must not depend on others. Where
-        ``padding`` (...) bool is true, no token is routed or counted.
+        Only then does ``capacity_factor`` drop choices: in inference, the output of a token must not depend on other
+        tokens. Where ``padding`` (...) bool is true, no token is routed or counted.
         """
         tokens = x.flatten(0, -2)
         logits = self._logits(tokens)
@@ -115,17 +115,14 @@ class MoE(BuffersKeepDtype):
         chosen, gates = self._choose(affinities)
         if padding is not None:
             chosen = chosen.masked_fill(padding.flatten()[:, None], self.config.num_experts)
+        if not returns_routing:
+            return self._mix(tokens, chosen, gates).view(x.shape)
         counts = count_choices(chosen, self.config.num_experts)
         dropped = counts.new_zeros(())
-        if self.config.capacity_factor is not None and returns_routing:
+        if self.config.capacity_factor is not None:
             capacity = math.ceil(self.config.capacity_factor * chosen.numel() / self.config.num_experts)
             chosen, dropped = drop_over_capacity(chosen, counts, capacity)
-        out = self.experts(tokens, chosen, gates)
-        if self.shared is not None:
-            out = out + self.shared(tokens)
-        out = out.view(x.shape)
-        if not returns_routing:
-            return out
+        out = self._mix(tokens, chosen, gates).view(x.shape)
         if self.config.affinity == "sigmoid":
             affinities = affinities / (affinities.sum(-1, keepdim=True) + _EPS)
         z = logits.logsumexp(-1).square()
@@ -133,6 +130,11 @@ class MoE(BuffersKeepDtype):
             affinities = affinities.masked_fill(padding.flatten()[:, None], 0)
             z = z.masked_fill(padding.flatten(), 0)
         return out, Routing(counts, affinities.sum(0), z.sum(), dropped)
+
+    def _mix(self, tokens: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+        """Return the sum of the chosen experts' outputs, each times its gate, and of the shared experts' outputs."""
+        out: Tensor = self.experts(tokens, chosen, gates)
+        return out if self.shared is None else out + self.shared(tokens)
 
     def _logits(self, tokens: Tensor) -> Tensor:
         """Return the router's logits (N, E), in float32 also under autocast: rounding would change choices."""

@@ -41,7 +41,7 @@ class MoEConfig:
     aux_loss_weight 0. 0: no bias."""
     capacity_factor: float | None = bounded_field(None, gt=0, lt=math.inf)
     """In pretraining, an expert takes at most this multiple of its fair share of a micro-batch of a process, the first
-    tokens first; the others skip it. Default: no token is dropped."""
+    tokens first; the others skip it. Default: no choice is dropped."""
     num_dense_layers: int = bounded_field(0, ge=0)
     """First blocks that keep the dense network of width d_ff. Less than num_layers."""
 

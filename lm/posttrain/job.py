@@ -131,7 +131,10 @@ class PosttrainJob(TrainingJob):
             objective = PolicyGradient(reinforce, model, tokenizer, *problems, self._reward, self.digests, out)
         else:
             raise UserError("The job of reinforce names no rewards.")
-        return Trainer(self.config, model, objective, self.execution, out)
+        trainer = Trainer(self.config, model, objective, self.execution, out)
+        if trainer.balance:  # small batches say little about the load, and rollouts need the choices of the updates
+            trainer.balance.freeze_biases()
+        return trainer
 
 
 def _warn(count: int, total: int, problem: str) -> None:

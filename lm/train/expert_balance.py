@@ -23,6 +23,7 @@ class ExpertBalance:
 
     def __init__(self, model: TransformerLM, config: MoEConfig) -> None:
         self.config = config
+        self._bias_update_rate = config.bias_update_rate
         self._layers = [layer.ffn for layer in model.layers if isinstance(layer.ffn, MoE)]
         self._routings: list[Routing] = []
         self.start_step()
@@ -33,6 +34,11 @@ class ExpertBalance:
         self._routings.clear()
         # Sums over the micro-batches of the step, see _pack. On the device: it waits for a copy of a number.
         self._step = torch.zeros((), device=self._layers[0].router.weight.device)
+        self._aux_loss = torch.zeros_like(self._step)  # without its weight, the mean over blocks and micro-batches
+
+    def freeze_biases(self) -> None:
+        """Keep the biases from now on."""
+        self._bias_update_rate = 0.0
 
     def loss(self, micro_batches: int) -> Tensor:
         """Return this rank's part of the balance losses of the micro-batch that just passed the model.
@@ -46,10 +52,11 @@ class ExpertBalance:
         mean = all_reduce_mean(local.detach().clone())
         self._step = self._step.to(mean) + mean
         shares, tokens = self._shares(mean)
+        self._aux_loss = self._aux_loss + self._aux_losses(shares, mean[:, 1], tokens).mean() / micro_batches
         affinities, z_sum = local[:, 1, :].float(), local[:, 2, 0].float()
         loss = torch.zeros_like(tokens)
         if self.config.aux_loss_weight:
-            loss = loss + self.config.aux_loss_weight * self.config.num_experts * (shares * affinities).sum() / tokens
+            loss = loss + self.config.aux_loss_weight * self._aux_losses(shares, affinities, tokens).sum()
         if self.config.z_loss_weight:
             loss = loss + self.config.z_loss_weight * z_sum.sum() / tokens
         return loss / micro_batches
@@ -57,10 +64,10 @@ class ExpertBalance:
     @torch.no_grad()
     def update_biases(self, found_inf: Tensor) -> None:
         """Move each expert's bias towards the mean load of the step, unless ``found_inf``, a bool scalar, is true."""
-        if not self.config.bias_update_rate:
+        if not self._bias_update_rate:
             return
         loads = self._step[:, 0]
-        updates = self.config.bias_update_rate * (loads.mean(-1, keepdim=True) - loads).sign() * ~found_inf
+        updates = self._bias_update_rate * (loads.mean(-1, keepdim=True) - loads).sign() * ~found_inf
         for layer, update in zip(self._layers, updates, strict=True):
             cast(Tensor, layer.expert_bias).add_(update)
 
@@ -70,24 +77,27 @@ class ExpertBalance:
         ``expert_load_max``: the highest load over the mean load, of the block where that is highest.
         ``expert_load_entropy``: of the shares of the load, 1 if all are equal; the mean over the blocks.
         ``dead_experts``: number of experts that no token chose, in all blocks. ``aux_loss`` (1 if the load is balanced)
-        and ``z_loss``: without their weights; means over the blocks. ``dropped_choices``: the share that a capacity
-        dropped. ``expert_loads``: for each block, the load of each expert over the mean load.
+        and ``z_loss``: without their weights; means over the blocks and the micro-batches. ``dropped_choices``: the
+        share that a capacity dropped. ``expert_loads``: for each block, the load of each expert over the mean load.
         """
         step = self._step.cpu().double()  # MPS has no float64
         shares, tokens = self._shares(step)
-        aux_loss = self.config.num_experts * (shares * step[:, 1]).sum(-1) / tokens
         loads = shares * self.config.num_experts
         entropy = torch.special.entr(shares).sum(-1) / torch.tensor(self.config.num_experts).log()
         figures = {
             "expert_load_max": loads.max().item(),
             "expert_load_entropy": entropy.mean().item(),
             "dead_experts": int((loads == 0).sum()),
-            "aux_loss": aux_loss.mean().item(),
+            "aux_loss": self._aux_loss.item(),
             "z_loss": (step[:, 2, 0] / tokens).mean().item(),
         }
         if self.config.capacity_factor is not None:
             figures["dropped_choices"] = (step[:, 2, 1].sum() / step[:, 0].sum()).item()
         return figures | {"expert_loads": [[round(load, 3) for load in layer] for layer in loads.tolist()]}
+
+    def _aux_losses(self, shares: Tensor, affinity_sums: Tensor, tokens: Tensor) -> Tensor:
+        """Return the auxiliary loss of each block, without its weight."""
+        return self.config.num_experts * (shares * affinity_sums).sum(-1) / tokens
 
     def _shares(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Return each expert's share of the choices (blocks, E), and the number of tokens."""

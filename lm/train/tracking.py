@@ -24,20 +24,18 @@ class Tracker:
 
     def __init__(self, directory: Path, trackers: Sequence[str], config: dict[str, Any], step: int) -> None:
         self.directory = directory
-        self._tensorboard: Any = None
-        self._modules: list[Any] = []
+        self._trackers: dict[str, Any] = {}
         if step == 0:  # an attempt without a checkpoint may have left rows
             for name in ROW_FILES:
                 (directory / name).unlink(missing_ok=True)
         for name in trackers:
             try:
                 if name == "tensorboard":
-                    writer = import_module("torch.utils.tensorboard").SummaryWriter
-                    self._tensorboard = writer(str(directory / name), purge_step=step + 1)
+                    self._trackers[name] = _TensorBoard(directory / name, step)
                 else:
                     module = import_module(name)
                     module.init(project="textmill", name=directory.name, config=config)
-                    self._modules.append(module)
+                    self._trackers[name] = module
             except ImportError as error:
                 raise UserError(
                     f"execution.trackers names {name}, which cannot be imported ({error}); install it "
@@ -50,30 +48,42 @@ class Tracker:
         """Write a row of metrics with its ``step``."""
         append_rows(self.directory / "metrics.jsonl", [row])
         metrics = {name: value for name, value in row.items() if name != "step" and not isinstance(value, list)}
-        self._call_modules("log", metrics, step=row["step"])
-        if self._tensorboard:
-            for name, value in metrics.items():
-                self._tensorboard.add_scalar(name, value, row["step"])
+        self._call("log", metrics, step=row["step"])
 
     def add_sample(self, step: int, prompt: str, text: str) -> None:
-        """Write the model's completion of a prompt."""
+        """Write the model's completion of a prompt; of the trackers, TensorBoard shows it."""
         append_rows(self.directory / "samples.jsonl", [{"step": step, "prompt": prompt, "text": text}])
-        if self._tensorboard:
-            self._tensorboard.add_text(prompt, text, step)
+        if "tensorboard" in self._trackers:
+            self._call("log_text", prompt, text, step, only="tensorboard")
 
     def close(self) -> None:
         """End the run in all trackers."""
-        self._call_modules("finish")
-        if self._tensorboard:
-            self._tensorboard.close()
+        self._call("finish")
 
-    def _call_modules(self, function: str, *args: Any, **kwargs: Any) -> None:
-        for module in list(self._modules):
+    def _call(self, function: str, *args: Any, only: str | None = None, **kwargs: Any) -> None:
+        for name in [only] if only else list(self._trackers):
             try:
-                getattr(module, function)(*args, **kwargs)
+                getattr(self._trackers[name], function)(*args, **kwargs)
             except Exception as error:  # the training is more important
-                log.warning("%s failed and gets no more metrics: %s", module.__name__, error)
-                self._modules.remove(module)
+                log.warning("%s failed and gets no more metrics: %s", name, error)
+                del self._trackers[name]
+
+
+class _TensorBoard:
+    """TensorBoard with the functions of the other trackers."""
+
+    def __init__(self, directory: Path, step: int) -> None:
+        self._writer = import_module("torch.utils.tensorboard").SummaryWriter(str(directory), purge_step=step + 1)
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def log_text(self, prompt: str, text: str, step: int) -> None:
+        self._writer.add_text(prompt, text, step)
+
+    def finish(self) -> None:
+        self._writer.close()
 
 
 def log_step(row: dict[str, Any], total_steps: int, throughput: Throughput, metrics: dict[str, float]) -> None:

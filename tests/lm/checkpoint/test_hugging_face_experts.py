@@ -36,6 +36,10 @@ _MOE_EXPORTS: dict[str, dict[str, Any]] = {
         "moe": MoEConfig(affinity="sigmoid", num_shared_experts=1, d_expert=24, normalized_gates=False),
         "qk_norm": True,
     },
+    "Glm4Moe with biases": {
+        "moe": MoEConfig(affinity="sigmoid", num_shared_experts=1, d_expert=24),
+        "qkv_bias": True,
+    },
 }
 
 

@@ -1,14 +1,16 @@
 """The predicted peak of memory equals the measured one."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lm.common.runtime import ParallelKind
+from lm.model.config import ModelConfig
 from lm.model.memory import TrainingMemory, largest_micro_batch, predict_training_memory
+from lm.model.moe_config import MoEConfig
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training_memory import Case, measure_peak
 
@@ -44,6 +46,15 @@ SLOW_CASES: list[dict[str, Any]] = [
 def test_the_peak_of_one_process(fields: dict[str, Any]) -> None:
     case = Case(**fields)
     assert case.predict(1).peak == pytest.approx(measure_peak(case), rel=0.1)
+
+
+def test_a_dense_block_beside_a_block_of_experts_needs_no_less() -> None:
+    """Gathered weights have the size of the largest block."""
+    moe = MoEConfig(num_experts=64, d_expert=64)
+    alone = ModelConfig(300, 16, d_model=64, num_layers=1, num_heads=2, d_ff=128, moe=moe)
+    beside = replace(alone, num_layers=2, moe=replace(moe, num_dense_layers=1))
+    peaks = [predict_training_memory(config, 1, parallel="fsdp", world_size=4).peak for config in (alone, beside)]
+    assert peaks[0] <= peaks[1] < 1.2 * peaks[0]
 
 
 @pytest.mark.parametrize("fields", [{}, {"is_bfloat16": True, "optimizer": "muon"}, {"has_checkpointing": True}])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lm.checkpoint.training_state import save_training
+from lm.checkpoint.training_state import load_model, save_training
 from lm.common.errors import UserError
 from lm.distributed.launch import run_processes
 from lm.model.moe_config import MoEConfig
@@ -152,6 +152,14 @@ def test_a_capacity_of_experts_drops_no_token(tmp_path: Path) -> None:
     assert "dropped_choices" not in first
 
 
+def test_the_biases_of_experts_stay(tmp_path: Path) -> None:
+    job = write_job_with_experts(tmp_path, "sft", MoEConfig(4, 2, bias_update_rate=0.1))
+    PosttrainJob.read(job).run()
+    buffers = dict(load_model(job.parent / "step-0000002").named_buffers())
+    biases = [buffer for name, buffer in buffers.items() if name.endswith("expert_bias")]
+    assert len(biases) == 2 and not any(bias.any() for bias in biases)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
@@ -168,7 +176,7 @@ def test_killed_again_and_again(tmp_path: Path, method: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["reinforce", "ppo"])
+@pytest.mark.parametrize("method", ["reinforce", pytest.param("ppo", marks=pytest.mark.long)])
 def test_two_processes_learn_from_the_responses_of_one(tmp_path: Path, method: str) -> None:
     jobs = [
         write_posttrain_job(tmp_path / name, method, SETTINGS[method], gradient_accumulation_steps=steps)

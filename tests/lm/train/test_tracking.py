@@ -3,30 +3,12 @@
 import math
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
 from lm.common.errors import UserError
+from tests.helpers.recorder import Recorder
 from tests.helpers.training import read_rows, small_trainer
-
-
-class Recorder(ModuleType):
-    """A module with the functions of Weights & Biases, which records its calls."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.calls: list[Any] = []
-
-    def init(self, **settings: Any) -> None:
-        self.calls.append(settings)
-
-    def log(self, metrics: dict[str, Any], step: int) -> None:
-        self.calls.append((step, metrics))
-
-    def finish(self) -> None:
-        self.calls.append("finished")
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
@@ -72,6 +54,15 @@ def test_a_tracker_that_fails_later_does_not_stop_the_training(
     monkeypatch.setattr(module, fails, lambda *args, **kwargs: 1 / 0)
     assert small_trainer(tmp_path, trackers=["wandb"]).run()["steps"] == 20
     assert caplog.text.count("wandb failed and gets no more metrics") == 1
+
+
+def test_a_tensorboard_that_fails_later_does_not_stop_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="needs tensorboard", exc_type=ImportError)
+    monkeypatch.setattr(tensorboard.SummaryWriter, "add_scalar", lambda *arguments: 1 / 0)
+    assert small_trainer(tmp_path, trackers=["tensorboard"]).run()["steps"] == 20
+    assert caplog.text.count("tensorboard failed and gets no more metrics: division by zero") == 1
 
 
 def test_trackers_are_finished_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
