@@ -67,12 +67,12 @@ def gather_batch(tokens: TokenSequence, starts: list[int], context_length: int, 
     return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
 
 
-def check_length(tokens: TokenSequence, context_length: int, name: str = "data") -> None:
-    """Raise UserError if there are too few tokens for one sequence and its shifted targets."""
+def check_length(tokens: TokenSequence, context_length: int, name: str = "data", advice: str = "") -> None:
+    """Raise UserError, which ends with ``advice``, if there are too few tokens for one sequence and its targets."""
     if len(tokens) <= context_length:
         raise UserError(
             f"The {name} has {len(tokens):,} tokens, too few for a context of {context_length:,} and its next token; "
-            "give more text or a smaller model.context_length."
+            f"give more text or a smaller model.context_length{advice}."
         )
 
 

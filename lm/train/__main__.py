@@ -4,11 +4,11 @@
 stage ``train`` writes the job file, and ``textmill train-job`` one of URLs, for ``torchrun --nnodes``. SIGTERM
 and Ctrl-C finish the step and save; the same command resumes.
 
-Exit codes of ``python -m lm.train``: 0 when the training is finished, 2 for a user's mistake, 75 when a signal stopped
-the training and it was saved. A second signal ends the process at once without saving. ``torchrun`` replaces the exit
-codes of its processes: it exits with 1 and a traceback after a signal (SignalException), or if a process ends with a
-code other than 0 (ChildFailedError). It kills its processes 30 seconds after the signal; raise ``--shutdown-timeout``
-if a step and a checkpoint take longer.
+Exit codes of ``python -m lm.train``: 0 when the training is finished, 2 for a user's mistake, 74 when a disk or a
+network failed, 75 when a signal stopped the training and it was saved. A second signal ends the process at once without
+saving. ``torchrun`` replaces the exit codes of its processes: it exits with 1 and a traceback after a signal
+(SignalException), or if a process ends with a code other than 0 (ChildFailedError). It kills its processes 30 seconds
+after the signal; raise ``--shutdown-timeout`` if a step and a checkpoint take longer.
 """
 
 import argparse
@@ -22,7 +22,12 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from lm.common.errors import Stopped, UserError
-from lm.distributed.launch import FINAL_MESSAGE_PREFIX, INTERRUPTED_EXIT_CODE, PARENT_PIPE_VARIABLE
+from lm.distributed.launch import (
+    ERROR_EXIT_CODES,
+    FINAL_MESSAGE_PREFIX,
+    INTERRUPTED_EXIT_CODE,
+    PARENT_PIPE_VARIABLE,
+)
 from lm.train.graceful_stop import stop_on_signals, stop_with_parent
 from lm.train.job import Job
 from lm.train.training_job import TrainingJob
@@ -46,7 +51,8 @@ def main(arguments: list[str] | None = None, job_type: type[TrainingJob] = Job) 
                 job.run(stop_event=stop_event)
     except (UserError, Stopped) as error:
         print(f"{FINAL_MESSAGE_PREFIX}{error}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else INTERRUPTED_EXIT_CODE
+        codes = (code for code, kind in ERROR_EXIT_CODES.items() if isinstance(error, kind))
+        return next(codes, INTERRUPTED_EXIT_CODE)
     return 0
 
 

@@ -18,7 +18,7 @@ from lm.checkpoint.training_state import (
     step_directories,
     step_name,
 )
-from lm.common.errors import UserError
+from lm.common.errors import StorageError, UserError
 from lm.distributed.parallel import Parallel
 from lm.model.transformer import TransformerLM
 from lm.train.metrics_file import iterate_metrics, write_metrics
@@ -36,12 +36,12 @@ def save_step(
     description: dict[str, Any],
     parallel: Parallel,
 ) -> None:
-    """Save a checkpoint in ``out``. Raises UserError if it cannot be written, e.g. on a full disk."""
+    """Save a checkpoint in ``out``. Raises StorageError if it cannot be written, e.g. on a full disk."""
     try:
         save_training(out / step_name(step), model, optimizers, step, description, parallel)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise the latter two
         newest = newest_checkpoint(out)
-        raise UserError(
+        raise StorageError(
             f"The checkpoint of step {step:,} cannot be saved in {out}: {error}. Free some space there; "
             f"{f'the training resumes from {newest}' if newest else 'no checkpoint was saved'}."
         ) from error
@@ -96,7 +96,7 @@ def adopt_checkpoints(previous: Path, out: Path, resumable: Resumable) -> None:
     """Copy the checkpoints of an unfinished training from ``previous`` to ``out``, so that it can be resumed there.
 
     If ``previous`` is ``out``, all other checkpoints are deleted instead. Rows (``ROW_FILES``) after the newest
-    checkpoint are dropped. Raises UserError if a file cannot be copied.
+    checkpoint are dropped. Raises StorageError if a file cannot be copied.
     """
     try:
         if previous == out:
@@ -110,14 +110,20 @@ def adopt_checkpoints(previous: Path, out: Path, resumable: Resumable) -> None:
             if (out / name).stat().st_size == 0:
                 (out / name).unlink()
         if previous != out:
+            # Under their names only when all are there: else the next run may resume from an old one.
+            copies = {path: out / f".{path.name}.copy" for path in resumable.paths}
             with prevent_cleanup(out):
-                for path in resumable.paths:
-                    copy = out / f".{path.name}.copy"
-                    shutil.rmtree(copy, ignore_errors=True)
-                    shutil.copytree(path, copy)
-                    copy.rename(out / path.name)
+                try:
+                    for path, copy in copies.items():
+                        shutil.rmtree(copy, ignore_errors=True)
+                        shutil.copytree(path, copy)
+                    for path, copy in copies.items():
+                        copy.rename(out / path.name)
+                finally:
+                    for copy in copies.values():
+                        shutil.rmtree(copy, ignore_errors=True)
     except (OSError, shutil.Error) as error:
-        raise UserError(
+        raise StorageError(
             f"The checkpoints in {previous} cannot be copied: {error}. Free some space, or wait for another run of the "
             "same training, which may be writing there."
         ) from error

@@ -21,11 +21,11 @@ class TrainConfig:
     """Model to continue from, with its tokenizer and its architecture: a run below the root, or a directory of Hugging
     Face or Meta. Default: a new model."""
     steps: int = bounded_field(5_000, ge=1)
-    """Optimizer steps; with max_seconds, the most of them."""
+    """Optimizer steps; with max_seconds, their maximum."""
     max_seconds: float | None = bounded_field(None, gt=0, lt=math.inf)
-    """Time after which the training ends, with all but its last evaluation and checkpoint, if it has not ended before.
-    The learning rate falls with the part of the time or of the steps that is over, the larger one, so the speed of the
-    machine decides the result. Default: no limit."""
+    """Time limit, with all evaluations and checkpoints but the last. The schedule of the learning rate follows the time
+    used or the steps made, whichever fraction is larger, so the speed of the machine decides the result. Default: no
+    limit."""
     batch_size: int = bounded_field(32, ge=1)
     """Sequences per step, over all processes."""
     gradient_accumulation_steps: int = bounded_field(1, ge=1)
@@ -41,7 +41,7 @@ class TrainConfig:
     embedding_lr_scale: float = bounded_field(1.0, gt=0, lt=math.inf)
     """Factor for the learning rate of the token embedding. Most rows of the embedding have a gradient in few steps."""
     warmup_steps: int = bounded_field(200, ge=0)
-    """Steps over which the learning rate rises from 0. Less than steps; with wsd, less than steps minus the decay."""
+    """Steps over which the learning rate rises from 0. Less than steps; with wsd, at most steps minus the decay."""
     schedule: Literal["cosine", "wsd"] = "cosine"
     """Learning rate after the warm-up. cosine: cosine decay. wsd (warm-up, stable, decay): constant, then linear."""
     decay_fraction: float = bounded_field(0.2, ge=0, le=1)
@@ -69,7 +69,8 @@ class TrainConfig:
     keep_checkpoints: int = bounded_field(2, ge=1)
     """Number of newest checkpoints to keep. The best checkpoint is always kept."""
     patience: int | None = bounded_field(None, ge=1)
-    """Consecutive evaluations without a better loss after which training ends early. Default: no early stopping."""
+    """Consecutive evaluations without a better result after which training ends early. It needs validation data.
+    Default: no early stopping."""
     sample_prompts: list[str] = field(default_factory=lambda: ["Once upon a time"])
     """Prompts of the samples at each evaluation."""
     sample_tokens: int = bounded_field(60, ge=0)

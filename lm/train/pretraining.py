@@ -24,6 +24,8 @@ from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
 from lm.train.trainer import NO_MEMORY_FOR_MODEL, Trainer
 
+_VALIDATION_ADVICE = ", or hold out a larger data.valid_fraction of the documents; 0 trains without validation"
+
 
 @dataclass
 class TrainData:
@@ -59,7 +61,7 @@ class Pretraining:
         self.context_length = model_config.context_length
         check_length(data.train, self.context_length, "training text")
         if data.valid is not None:
-            check_length(data.valid, self.context_length, "validation text")
+            check_length(data.valid, self.context_length, "validation text", _VALIDATION_ADVICE)
         self.tokens_per_step = config.batch_size * self.context_length
         self.rank, self.world_size = get_rank(), get_world_size()
         self.local_batch_size = config.batch_size // self.world_size

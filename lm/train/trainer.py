@@ -103,6 +103,7 @@ class Trainer:
         # On a GPU the host would wait; the optimizers skip a step on the device instead.
         self.reads_each_step = self.device.type != "cuda"
         self.seconds = 0.0  # that run() has taken until now, if max_seconds limits it
+        self.started: float | None = None  # when run() took its first batch, minus the seconds before an interruption
         # Off-schedule checkpoint saved on interrupt; the next save deletes it.
         self.off_schedule_checkpoint: Path | None = None
         self.tracker: Tracker | None = None  # of rank 0, during run()
@@ -180,7 +181,6 @@ class Trainer:
         """
         config, log_interval = self.config, self.execution.log_interval
         peak = peak_flops(self.device, torch.bfloat16 if config.precision == "bfloat16" else torch.float32)
-        started: float | None = None
         timer = StepTimer(self.step, self.objective.tokens_per_step, self.flops_per_step, peak * self.world_size)
         if self.rank == 0:
             self.tracker = Tracker(self.out, self.execution.trackers, self._settings(), self.step)
@@ -188,14 +188,12 @@ class Trainer:
         with tracking, self.explain_out_of_memory(), self.loading() as load_micro_batches:
             while not self._is_finished():
                 lr = config.lr(1 + int(self._schedule_step()))
-                is_stopping = stop_event is not None and stop_event.is_set()
                 micro_batches = load_micro_batches(self.step)
                 # From the first batch on: before it, some objectives compute what a reference model says.
-                started = started or time.perf_counter() - self.seconds
-                loss, grad_norm, is_stopping = self.train_step(micro_batches, lr, is_stopping)
+                self.started = self.started or time.perf_counter() - self.seconds
+                loss, grad_norm, is_stopping = self.train_step(micro_batches, lr, stop_event)
                 self.step += 1
-                if config.max_seconds:
-                    self.seconds = broadcast_from_rank0(time.perf_counter() - started)  # all ranks end with one step
+                self._read_clock()
                 is_first, is_last = self.step == 1, self._schedule_step() >= config.steps
                 is_evaluated = is_last or self.step % config.eval_interval == 0
                 is_logged = is_last or is_first or self.step % log_interval == 0
@@ -223,6 +221,7 @@ class Trainer:
                 with timer.paused():
                     if is_evaluated:
                         row |= self._evaluate()
+                        self._read_clock()  # before the save, so that a resumed training knows this time too
                     if self.tracker and (is_logged or is_evaluated or step_metrics):
                         self.tracker.add(row)
                     # Saved after the row, so that a resumed training has the metrics of all earlier steps.
@@ -256,17 +255,21 @@ class Trainer:
         max_seconds = self.config.max_seconds
         return max(self.step, self.config.steps * self.seconds / max_seconds) if max_seconds else self.step
 
+    def _read_clock(self) -> None:
+        if self.config.max_seconds and self.started is not None:  # all ranks end with one step
+            self.seconds = broadcast_from_rank0(time.perf_counter() - self.started)
+
     def _settings(self) -> dict[str, dict[str, Any]]:
         return {"train": asdict(self.config), "model": asdict(self.model.config)}
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], lr: float, is_stopping: bool = False
+        self, micro_batches: Sequence[MicroBatch], lr: float, stop_event: threading.Event | None = None
     ) -> tuple[Tensor, Tensor, bool]:
         """Update the weights once from this rank's micro-batches.
 
         Return the mean loss (without the losses that balance experts), the norm of the gradients before clipping, and
-        whether any rank is stopping. If loss or norm is not finite, the weights do not change. On a GPU, the host does
-        not wait for the step.
+        whether ``stop_event`` is set in any rank. If loss or norm is not finite, the weights do not change. On a GPU,
+        the host does not wait for the step.
         """
         # All targets weigh the same, in any micro-batch and rank. Gradients and losses are averaged over the ranks, so
         # the sums are divided by the mean weight per rank.
@@ -288,7 +291,8 @@ class Trainer:
             losses.append(loss.detach())
         loss = torch.stack(losses).sum()
         self.parallel.finish_gradient_synchronization()
-        loss, is_stopping = all_reduce_mean(loss), is_true_on_any_rank(is_stopping)
+        loss = all_reduce_mean(loss)
+        is_stopping = is_true_on_any_rank(stop_event is not None and stop_event.is_set())
         with phase("optimizer"):
             grad_norm = self._update_weights(loss, lr)
         return loss, grad_norm, is_stopping

@@ -166,6 +166,21 @@ def test_stop_saves_and_the_training_resumes(tmp_path: Path, finished: Trainer) 
     assert read_rows(second.out) == read_rows(finished.out)
 
 
+def test_a_stop_during_a_step_ends_with_that_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, stopping = small_trainer(tmp_path), threading.Event()
+    micro_batches = trainer.objective.micro_batches
+
+    def load(step: int) -> Any:  # as long as a rollout
+        if step == 7:
+            stopping.set()
+        return micro_batches(step)
+
+    monkeypatch.setattr(trainer.objective, "micro_batches", load)
+    monkeypatch.setattr(trainer.objective, "is_prefetchable", False)
+    with pytest.raises(Stopped, match="stopped after step 8 "):
+        trainer.run(stop_event=stopping)
+
+
 def test_resumes_in_its_own_directory(tmp_path: Path, finished: Trainer) -> None:
     start_and_kill(small_trainer(tmp_path), 13)
     second = small_trainer(tmp_path)
