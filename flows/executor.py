@@ -16,7 +16,7 @@ from flows.prefect_support.liveness import mark_task_runs_crashed
 from flows.prefect_support.signals import find_interrupt
 from flows.runners import Runner, open_runner
 from flows.stage_task import read_refs, stage_task
-from lm.common.errors import Stopped, UserError
+from lm.common.errors import MachineError, Stopped, UserError
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Ref, open_output
 from tasks.runtime.progress import show_progress
@@ -138,14 +138,13 @@ class PrefectExecutor:
     def _parameters(self, stage: Stage, calls: Sequence[dict[str, Any]], title: str) -> dict[str, Any]:
         return {"stage": stage, "calls": calls, "run": self.run, "title": title, "code": stage.code_ingredients()}
 
-    def _explain(self, error: BaseException, running: list[PrefectFuture[Any]]) -> UserError | None:
-        """Return a UserError if the cluster failed, and None for an interrupt or an error of a task.
+    def _explain(self, error: BaseException, running: list[PrefectFuture[Any]]) -> MachineError | None:
+        """Return an error with a message if the cluster failed, and None for an interrupt or an error of a task.
 
         Leave no task run of a cluster in the state Running.
         """
         if self.run.execution.runner == "threads":
             return None
-        self.run.stopping.set()
         mark_task_runs_crashed([future.task_run_id for future in running], "The run ended before this task.")
         if isinstance(error, (UserError, Stopped)) or find_interrupt(error):
             return None
@@ -153,11 +152,11 @@ class PrefectExecutor:
         is_unloadable = any(text in str(error) for text in ("Can't get attribute", "deserialization of the task graph"))
         if is_unloadable or isinstance(error, ImportError) or type(error).__name__ == "UnpicklingError":
             cause = str(error.__cause__ or error).strip().splitlines()[-1]
-            return UserError(
+            return MachineError(
                 f"The cluster could not load a task: {cause}. Install the same version of textmill and its libraries "
                 "on the scheduler and on all workers."
             )
         if "_runner" not in vars(self):  # the error came before the connection, which is not tried again
             return None
         message = self._runner.explain(error)
-        return UserError(f"{message} Finished groups are kept; run the same command again.") if message else None
+        return MachineError(f"{message} Finished groups are kept; run the same command again.") if message else None

@@ -14,7 +14,7 @@ from prefect import Task
 from prefect.settings import get_current_settings
 from prefect.utilities.annotations import quote
 
-from lm.common.errors import UserError
+from lm.common.errors import MachineError, UserError
 from lm.common.runtime import Execution
 from lm.text.sources import is_local_file
 from tasks.runtime.context import RunContext
@@ -162,7 +162,7 @@ def open_runner(run: RunContext, sources: Sequence[str]) -> Iterator[Runner]:
             runner = kind(entered, execution)
             runner.count_slots()
         except (OSError, ValueError) as error:  # ValueError: the address is not valid
-            raise UserError(f"The cluster at {execution.address} does not answer: {error}.") from None
+            raise MachineError(f"The cluster at {execution.address} does not answer: {error}.") from None
         yield runner
 
 

@@ -16,7 +16,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed
 
 from flows.prefect_support.logging import send_logs_to_prefect
-from lm.common.errors import UserError
+from lm.common.errors import MachineError
 from tasks.runtime.context import RunContext
 from tasks.runtime.lease import stop_without_lease
 from tasks.runtime.output import Ref
@@ -29,7 +29,7 @@ def make_outputs(
     """Make the output of each call unless it is cached. Return the Refs as dicts.
 
     A worker of a cluster works on ``execution.threads_per_task`` calls at a time. It stops if the lease of the run is
-    lost. ``title`` names the task run. ``code`` has the driver's :meth:`Stage.code_ingredients`. Raises UserError if
+    lost. ``title`` names the task run. ``code`` has the driver's :meth:`Stage.code_ingredients`. Raises MachineError if
     the worker has another version of textmill or of a library.
     """
     if run.is_worker:
@@ -66,7 +66,7 @@ def _check_same_code(stage: Stage, code: dict[str, Any]) -> None:
     own = stage.code_ingredients()
     if different := sorted(name for name in code if code[name] != own.get(name)):
         details = "; ".join(f"{name}: {own.get(name)} on the worker, {code[name]} in the driver" for name in different)
-        raise UserError(
+        raise MachineError(
             f"The worker on {platform.node()} has other code than the driver ({details}). Install the same version "
             "of textmill and of its libraries on all workers."
         )

@@ -15,9 +15,8 @@ from flows.chain import PIPELINE, Chain, Executor
 from flows.config import PipelineConfig
 from flows.plan import DryRunExecutor
 from flows.sweep_config import SweepConfig, SweepStage, pipeline_config
-from lm.common.errors import StorageError, TransientError, UserError
+from lm.common.errors import MachineError, UserError
 from lm.experiments.axes import Point, corners
-from lm.experiments.config import SearchConfig
 from lm.experiments.report import SweepReport
 from lm.experiments.search import Search
 from lm.experiments.trial import TrialConfig, TrialResult, from_json
@@ -144,9 +143,9 @@ class _Sweep:
         self.points += points
         self.trials += [trials[index] for index in range(len(points))]
 
-    def search(self, config: SearchConfig) -> None:
+    def search(self, search: Search) -> None:
         """Run the trials of a search, each after the results of the earlier ones."""
-        search = Search(config, self.config.axes)
+        config = search.config
         for number in range(1, config.trials + 1):
             try:  # only the corners of the axes are checked before anything runs
                 point = self.config.point(search.ask(), f"trial {number}")
@@ -154,7 +153,7 @@ class _Sweep:
                     pass
                 self.check_epochs([point])
                 ref = self._train_one(point, f"Trial {number} of {config.trials}", search.limits())
-            except (TransientError, StorageError):
+            except MachineError:
                 raise
             except UserError as refusal:
                 if number == config.trials and not self.trials:
@@ -264,19 +263,19 @@ def _read_best(store: Store, output: Ref, trials: list[Ref]) -> list[tuple[int, 
 
 
 def _report(config: SweepConfig, points: Sequence[Point]) -> SweepReport:
-    configs = [
-        {name: value for name, value in point.config.items() if name not in ("name", "execution")} for point in points
-    ]
+    # Validated, so that best.yaml has 300 where the sweep has 3e2.
+    all_fields = [asdict(pipeline_config(point)) for point in points]
+    configs = [{name: fields[name] for name in fields if name not in ("name", "execution")} for fields in all_fields]
     axes = [name for axis in config.axes for name in axis.names]
-    law = asdict(config.law) if config.law else {}
-    return SweepReport(config.name, config.description, axes, [point.settings for point in points], configs, law)
+    return SweepReport(config.name, config.description, axes, [point.settings for point in points], configs)
 
 
 def _stages(config: SweepConfig, inputs: dict[str, Any], executor: Executor) -> Iterator[tuple[str, Ref]]:
     state = _Sweep(config, inputs, executor)
     if config.search:
+        search = Search(config.search, config.axes)
         yield from state.share(config.point(corners(config.axes)[0], "the base"))
-        state.search(config.search)
+        state.search(search)
     else:
         points = config.points()
         for point in points:

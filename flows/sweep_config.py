@@ -40,6 +40,10 @@ def with_trials(refresh: tuple[SweepStage, ...]) -> tuple[SweepStage, ...]:
     return (*refresh, "trial") if "train" in refresh else refresh
 
 
+# What decides how far a training is at a step.
+_PROGRESS = {"train.steps", "train.batch_size", "model.context_length"}
+
+
 @dataclass(frozen=True)
 class SweepConfig:
     """Configuration of the flow ``sweep``: many trainings that differ in some options."""
@@ -61,7 +65,8 @@ class SweepConfig:
     law: LawConfig | None = None
     """Fit a scaling law to the points. Default: none."""
     max_epochs: float | None = bounded_field(None, gt=0, lt=math.inf)
-    """Most times that a training may read the whole training text. A point with more is refused. Default: no limit."""
+    """Maximum number of times that a training may read the training text. A point with more is refused. Default: no
+    limit."""
 
     def __post_init__(self) -> None:
         self.check()
@@ -91,6 +96,11 @@ class SweepConfig:
             raise UserError(f"The sweep {self.name} has a variable {taken[0]}; in expressions, that is the model's.")
         if self.search and self.law:
             raise UserError(f"The sweep {self.name} has a search and a law; a law needs all points of the grid.")
+        if self.search and self.search.prune and (varied := sorted(names & _PROGRESS)):
+            raise UserError(
+                f"The search compares trainings at equal steps to prune them, and {varied[0]} varies: such trainings "
+                "do not compare. Set prune: false in the search."
+            )
         if self.search and any(name.startswith("data.") for name in names):
             raise UserError("A search varies no option of the section data; use a grid, or a sweep for each text.")
         if self.law and self.law.check_budget and any(name.startswith("data.") for name in self.derive):
@@ -105,8 +115,9 @@ class SweepConfig:
                     raise UserError(f"The law of the sweep {self.name} needs numbers above 0, and {name} is {value!r}.")
         for number, settings in enumerate(corners(self.axes) if self.search else expand(self.axes), start=1):
             config = self.point(settings, f"point {number}").config
-            if self.law and config["train"]["max_seconds"]:
-                raise UserError("A law needs trainings of a known cost; set no train.max_seconds.")
+            for option in ("max_seconds", "patience"):
+                if self.law and config["train"][option]:
+                    raise UserError(f"A law needs trainings of a known cost; set no train.{option}.")
         if self.law and self.law.check_budget:
             for size in self.law.check_sizes:
                 first = expand(self.axes)[0]

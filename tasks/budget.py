@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from lm.common.memory import machine_memory
 from lm.common.runtime import Execution
 from lm.experiments.budget import Budget
 from lm.model.config import ModelConfig
@@ -63,8 +64,8 @@ def budget(out: Attempt, texts: Output, amount: Budget, machine: str) -> None:
 
 
 def machine_kind(execution: Execution) -> str:
-    """Return what decides the speed of this machine's trainings: the number and the kind of its CPUs or GPUs, the
-    processes that train, and the options of the execution that are not the default."""
+    """Return what decides the speed and the size of this machine's trainings: the number and the kind of its CPUs or
+    GPUs, the memory of CPUs, the processes that train, and the options of the execution that are not the default."""
     from lm.common.device import choose_device
 
     device, usual = choose_device(execution.device), Execution()
@@ -77,7 +78,8 @@ def machine_kind(execution: Execution) -> str:
     import llvmlite.binding
 
     shared = f" in {execution.processes} processes" if execution.processes > 1 else ""
-    return f"{device.type}: {execution.workers} x {llvmlite.binding.get_host_cpu_name()}{shared}{options}"
+    cpus = f"{execution.workers} x {llvmlite.binding.get_host_cpu_name()}, {machine_memory() >> 30} GiB"
+    return f"{device.type}: {cpus}{shared}{options}"
 
 
 def read_choice(store: Store, choice: Ref, tokenizer: TokenizerConfig) -> Sequence[Any]:

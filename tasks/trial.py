@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.common.cpu import available_cpus
-from lm.common.errors import Stopped, StorageError, TransientError, UserError
+from lm.common.errors import MachineError, Stopped, UserError
 from lm.common.periodic import run_periodically
 from lm.common.runtime import Execution
 from lm.experiments.trial import TrialConfig, as_json, find_prune_step, make_result
@@ -22,7 +22,7 @@ _POLL_SECONDS = 0.2
 
 
 def _trainings_at_once(execution: Execution) -> int:
-    return execution.max_trainings or execution.workers
+    return execution.max_trainings or max(1, available_cpus() // (execution.threads or 1))
 
 
 @stage("trial", at_once=_trainings_at_once)
@@ -54,7 +54,7 @@ def trial(
         rows = _read_rows(run, ref)
         if out.run.stopping.is_set() or find_prune_step(rows, config.limits) is None:
             raise
-    except (TransientError, StorageError):
+    except MachineError:
         raise
     except UserError as error:
         attempt = _newest_attempt(run, ref)

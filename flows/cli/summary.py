@@ -73,9 +73,15 @@ def format_sweep(record: dict[str, Any]) -> str:
     output = outputs_of(RunContext(record["root"], record["name"]), record)["sweep"]
     with output.path("table.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    hidden = {f"trained_{name}" if f"trained_{name}" in rows[0] else name for name in _HIDDEN_COLUMNS}
-    varied = [name for name in rows[0] if len({row[name] for row in rows}) > 1 and name not in hidden]
-    columns = [*dict.fromkeys(["point", *varied, "state"])]
+
+    def column(name: str) -> str:
+        return f"trained_{name}" if f"trained_{name}" in rows[0] else name
+
+    losses = [column(name) for name in ("valid_bits_per_byte", "train_loss")]
+    loss = next((name for name in losses if any(row[name] for row in rows)), losses[0])
+    hidden = {column(name) for name in _HIDDEN_COLUMNS} - {loss}
+    varied = {name for name in rows[0] if len({row[name] for row in rows}) > 1} - hidden
+    columns = [name for name in rows[0] if name in {"point", loss, column("state")} | varied]
     lines = [[_short(row[name]) for name in columns] for row in rows[:_MAX_POINTS]]
     widths = [max(len(line[i]) for line in [columns, *lines]) for i in range(len(columns))]
     text = [

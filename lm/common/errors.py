@@ -10,12 +10,16 @@ class UserError(ValueError):
     """A mistake the user can fix. The message names the mistake, its place and the fix; the CLI exits with status 2."""
 
 
-class TransientError(UserError):
+class MachineError(UserError):
+    """A process, a cluster, a network or a file failed. No configuration is at fault."""
+
+
+class TransientError(MachineError):
     """A network or server failure. A retry may succeed."""
 
 
-class StorageError(UserError):
-    """A file cannot be read or written, or changed while it was read. No configuration is at fault."""
+class StorageError(MachineError):
+    """A file cannot be read or written, or changed while it was read."""
 
 
 class Stopped(Exception):

@@ -14,12 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from lm.common.errors import Stopped, UserError
+from lm.common.errors import MachineError, Stopped, UserError
 from lm.distributed.process_group import RENDEZVOUS_VARIABLE
 
 log = logging.getLogger(__name__)
 
 INTERRUPTED_EXIT_CODE = 75  # saved and stopped, the same command resumes (EX_TEMPFAIL of sysexits.h)
+ERROR_EXIT_CODES: dict[int, type[UserError]] = {74: MachineError, 2: UserError}  # 74: EX_IOERR
 FINAL_MESSAGE_PREFIX = "lm.train: "  # starts the last message of a process
 PARENT_PIPE_VARIABLE = "TEXTMILL_PARENT"  # environment variable: set if standard input is a pipe from the parent
 
@@ -34,9 +35,9 @@ def run_processes(
 ) -> None:
     """Train the job of a file in ``world_size`` processes ``python -m MODULE``; call ``poll`` every 0.2 seconds.
 
-    Raises UserError for a user's mistake or a process that dies, and Stopped after ``stop_event`` is set and the
-    processes have saved. The processes end with this call. They also end with this process, because their standard
-    input is a pipe from it.
+    Raises UserError for a user's mistake, MachineError for a full disk or a process that dies, and Stopped after
+    ``stop_event`` is set and the processes have saved. The processes end with this call. They also end with this
+    process, because their standard input is a pipe from it.
     """
     # The processes meet through a file: another program may take a free port before they listen on it.
     rendezvous = tempfile.TemporaryDirectory(prefix="textmill-", ignore_cleanup_errors=True)
@@ -59,16 +60,17 @@ def run_processes(
     if exit_codes[0] == INTERRUPTED_EXIT_CODE:
         raise Stopped(workers[0].final_message())
     is_any_killed = any(code is not None and code < 0 for code in exit_codes)
-    if 2 in exit_codes and not is_any_killed:  # others fail because of a killed process, e.g. while they save
-        rank = exit_codes.index(2)
-        is_of_all = exit_codes.count(2) == world_size  # e.g. a mistake in the config, not a lack of memory
-        prefix = "" if is_of_all else f"Training process {rank} of {world_size}: "
-        raise UserError(prefix + workers[rank].final_message())
+    for code, kind in reversed(ERROR_EXIT_CODES.items()):  # a mistake may be why another process cannot save
+        if code in exit_codes and not is_any_killed:  # others fail because of a killed process, e.g. while they save
+            rank = exit_codes.index(code)
+            is_of_all = exit_codes.count(code) == world_size  # e.g. a mistake in the config, not a lack of memory
+            prefix = "" if is_of_all else f"Training process {rank} of {world_size}: "
+            raise kind(prefix + workers[rank].final_message())
     if stop_event.is_set() and any(code != 0 for code in exit_codes):
         raise Stopped("The training was stopped before it could save; it resumes from its last checkpoint.")
     if failures := [(code, rank) for rank, code in enumerate(exit_codes) if code]:
         code, rank = min(failures)  # a signal has a negative code and is the cause of the other failures
-        raise UserError(
+        raise MachineError(
             f"Training process {rank} of {world_size} ended with code {code}; start the training again to resume from "
             "its last checkpoint. The last lines of the process:\n" + "\n".join(workers[rank].lines[-20:])
         )

@@ -241,6 +241,8 @@ def _set(config: dict[str, Any], variables: Settings, name: str, value: Any) -> 
         return
     if name.startswith(_FIXED):
         raise UserError(f"{name} has no effect on results and cannot vary; set it for the whole sweep.")
+    if "." not in name:
+        raise UserError(f"{name} is a part of the configuration; give the variable another name.")
     set_option(config, name, value)
 
 

@@ -1,4 +1,4 @@
-"""What a training may cost: an amount of time, of FLOPs or of tokens."""
+"""The budget of a training: an amount of time, of FLOPs or of tokens."""
 
 import re
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([kMGBT]?)\s*(flops?|tok
 
 @dataclass(frozen=True)
 class Budget:
-    """What a training may cost."""
+    """How much time, FLOPs or tokens a training may take."""
 
     amount: float
     unit: BudgetUnit

@@ -15,7 +15,7 @@ class SearchConfig:
     __pydantic_config__ = PYDANTIC_CONFIG
 
     trials: int = bounded_field(20, ge=1)
-    """Number of points that are asked for: those that are pruned, diverge or are left out included."""
+    """Number of points to try, including those that are pruned, diverge or are not valid."""
     seed: int = bounded_field(0, ge=0, lt=1 << 32)
     """Seed of Optuna's sampler (TPE). The same seed and results give the same points."""
     prune: bool = True

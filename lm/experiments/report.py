@@ -3,8 +3,8 @@
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 from lm.experiments.axes import Settings
 from lm.experiments.trial import TrialResult, rank
@@ -27,7 +27,7 @@ RESULT_COLUMNS = (
 
 @dataclass(frozen=True)
 class SweepReport:
-    """What a sweep is, for its table and page."""
+    """The name, axes and settings of a sweep, for its table and page."""
 
     name: str
     description: str
@@ -37,8 +37,6 @@ class SweepReport:
     """Of each point: the values of the axes, and the derived ones."""
     configs: list[dict[str, Any]]
     """Configuration of each point, without what has no effect on results."""
-    law: dict[str, Any] = field(default_factory=dict)
-    """Fields of the sweep's :class:`lm.experiments.scaling_law.LawConfig`; empty without one."""
 
     @property
     def columns(self) -> list[str]:
@@ -86,16 +84,15 @@ def measurements(
     """Return the best finished training of each budget and size, and the index of its point."""
     from lm.experiments.scaling_law import Measurement
 
+    def loss(index: int) -> float:
+        return cast(float, results[index].objective)  # that of a finished training
+
     best: dict[tuple[Any, Any], int] = {}
     for index, (point, result) in enumerate(zip(settings, results, strict=True)):
         key = point[budget], point[size]
-        if result.state == "finished" and (key not in best or _loss(result) < _loss(results[best[key]])):
+        if result.state == "finished" and (key not in best or loss(index) < loss(best[key])):
             best[key] = index
     return [
-        (Measurement(float(key[0]), results[index].parameters, results[index].tokens, _loss(results[index])), index)
+        (Measurement(float(key[0]), results[index].parameters, results[index].tokens, loss(index)), index)
         for key, index in best.items()
     ]
-
-
-def _loss(result: TrialResult) -> float:
-    return float("inf") if result.objective is None else result.objective

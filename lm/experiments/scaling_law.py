@@ -65,7 +65,7 @@ class Parabola:
 
 @dataclass(frozen=True)
 class ScalingLaw:
-    """The fit."""
+    """A fitted scaling law."""
 
     parabolas: list[Parabola]
     parameters: PowerLaw

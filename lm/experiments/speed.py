@@ -26,7 +26,7 @@ _USUAL_MFU = 0.3
 
 @dataclass(frozen=True)
 class Speed:
-    """What the training of a configuration costs on this machine."""
+    """Measured times of a training on this machine."""
 
     start_seconds: float
     """Time that a start takes before its steps: with torch.compile, mostly compilation. A later start takes less."""
@@ -56,7 +56,8 @@ def measure_speed(model: ModelConfig, config: TrainConfig, seconds: float, execu
     trains on its share of each batch; the time of communication is left out. Raises UserError if memory is too small.
     """
     processes, threads = execution.processes, max(1, execution.workers // execution.processes)
-    config = replace(config, batch_size=config.batch_size // processes)
+    # More steps of smaller batches: the FLOPs decide about compilation.
+    config = replace(config, batch_size=config.batch_size // processes, steps=config.steps * processes)
     size = model.vocab_size or 0
     tokens = np.random.default_rng(0).integers(size, size=config.batch_size * (model.context_length + 1) + 1)
     vocab = {token_id: bytes([token_id]) for token_id in range(256)}

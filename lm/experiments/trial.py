@@ -14,7 +14,7 @@ _CURVE_FIELDS = ("step", "loss", "smoothed_loss", "valid_loss", "valid_bits_per_
 
 @dataclass(frozen=True)
 class TrialConfig:
-    """What decides a trial, besides its tokens."""
+    """The inputs of a trial, besides its tokens."""
 
     model: ModelConfig
     train: TrainConfig

@@ -181,8 +181,8 @@ def train(out: "Attempt", tokenizer: "Output", model: Any, config: Any, **inputs
             ("loss, nats per token", f"{result['valid_loss']:.4f}"),
             ("**bits per byte**", f"**{result['valid_bits_per_byte']:.4f}**"),
         ]
-        yield table(("whole validation text", ""), losses)
-    yield f"Best checkpoint: {code(result['best'])}; the last: {code(result['last'])}."
+        yield table((f"whole validation text, last checkpoint, {code(result['last'])}", ""), losses)
+    yield f"Samples, chat and export use the best checkpoint, {code(result['best'])}."
     model = replace(model, vocab_size=model.vocab_size or tokenizer.manifest["figures"]["vocab_size"])
     parameters, flops = parameter_count(model), flops_per_token(model)
     costs = [

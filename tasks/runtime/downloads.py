@@ -12,7 +12,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from lm.common.errors import UserError
+from lm.common.errors import StorageError, UserError
 from tasks.runtime.store import Store
 
 
@@ -32,7 +32,7 @@ def local_path(store: Store, file: Mapping[str, Any], *parts: str) -> Path:
                 if copies.find_damaged([file], *parts):
                     store.download(path, *parts, file["path"])
         except OSError as error:
-            raise UserError(f"The copy {path} cannot be written: {error.strerror or error}.") from None
+            raise StorageError(f"The copy {path} cannot be written: {error.strerror or error}.") from None
     if copies.find_damaged([file], *parts):
         raise UserError(
             f"{store.path(*parts, file['path'])} is damaged or missing. Run the pipeline again: it makes it again."

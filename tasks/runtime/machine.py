@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from filelock import FileLock, Timeout
 
 from lm.common.cache import cache_directory
-from lm.common.errors import Stopped, UserError
+from lm.common.errors import Stopped, StorageError
 from tasks.runtime.context import RunContext
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def training_slot(run: RunContext) -> Iterator[None]:
             except Timeout:
                 continue
             except OSError as error:
-                raise UserError(
+                raise StorageError(
                     f"{directory}, the directory of the training locks, cannot be used: {error.strerror}. "
                     "Set XDG_CACHE_HOME to a writable directory, or execution.max_trainings to 0."
                 ) from None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from lm.common.errors import Stopped, UserError
+from lm.common.errors import Stopped, StorageError, UserError
 from tasks.runtime.context import RunContext
 from tasks.runtime.lease import hold_gc_lease, hold_run_lease
 from tasks.runtime.store import LOCK_FILE, Store
@@ -107,7 +107,7 @@ def is_locked(path: Path, is_required: bool = True) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        raise UserError(f"{path} cannot be opened: {error.strerror or error}.") from None
+        raise StorageError(f"{path} cannot be opened: {error.strerror or error}.") from None
     try:
         return not _try_lock(descriptor, fcntl.LOCK_EX, is_required)
     finally:
@@ -119,7 +119,7 @@ def _open_lock_file(path: Path, flags: int) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, os.O_CREAT | flags, 0o666)
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from None
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}.") from None
 
 
 def _try_lock(descriptor: int, operation: int, is_required: bool = True) -> bool:

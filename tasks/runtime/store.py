@@ -23,7 +23,7 @@ from fsspec.implementations.local import LocalFileSystem
 from lm.common.cache import cache_directory
 from lm.common.checksum import dumps_with_checksum, file_checksum
 from lm.common.cpu import available_cpus
-from lm.common.errors import UserError
+from lm.common.errors import StorageError, UserError
 from lm.common.fsync import sync_path
 from lm.text.retry import NOT_FOUND_ERRORS, retry_request, translate_errors
 from lm.text.sources import is_range_past_end, open_filesystem, remote_version
@@ -123,7 +123,7 @@ class Store:
         self.write_text(dumps_with_checksum(content), *parts)
 
     def write_text(self, content: str, *parts: str) -> None:
-        """Write a text file atomically. Raises UserError if the root is not writable."""
+        """Write a text file atomically. Raises StorageError if the root is not writable."""
         data, path = content.encode(), self.path(*parts)
         try:
             if not self.is_local:
@@ -139,7 +139,7 @@ class Store:
                 Path(temporary).unlink(missing_ok=True)
             sync_path(os.path.dirname(path))
         except OSError as error:
-            raise UserError(f"{path} cannot be written: {error.strerror or error}.") from None
+            raise StorageError(f"{path} cannot be written: {error.strerror or error}.") from None
 
     def create_file(self, data: bytes, *parts: str) -> bool:
         """Write a file unless it exists. Return False if it exists.
@@ -199,7 +199,7 @@ class Store:
         try:
             directory.mkdir(parents=True)
         except OSError as error:
-            raise UserError(f"{directory} cannot be written: {error.strerror or error}.") from None
+            raise StorageError(f"{directory} cannot be written: {error.strerror or error}.") from None
         return directory
 
     def attempt_directories(self, *parts: str) -> list[Path]:

@@ -114,15 +114,19 @@ def test_mistakes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(speed, "measure_speed", lambda model, train, seconds, execution: Speed(1.0, 0.1, 3.0, 1e9))
+    monkeypatch.setattr(disk_cache, "compile_in_background", lambda *_: None)
     assert main(["run", *text, *options]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_options_that_decide_the_speed_are_part_of_the_kind_of_machine() -> None:
+def test_options_that_decide_the_speed_are_part_of_the_kind_of_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = machine_kind(Execution(threads=2))
     for options in ({"threads": 1}, {"compile": False}, {"parallel": "ddp"}, {"activation_checkpointing": True}):
         assert machine_kind(Execution(**{"threads": 2} | options)) != usual
     assert machine_kind(Execution(threads=2, log_interval=5, verify="full")) == usual
+    on_cpus = machine_kind(Execution(threads=2, device="cpu"))
+    monkeypatch.setattr("tasks.budget.machine_memory", lambda: 1 << 30)
+    assert machine_kind(Execution(threads=2, device="cpu")) != on_cpus
 
 
 def test_options_that_a_budget_replaces_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

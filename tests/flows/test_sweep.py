@@ -18,7 +18,7 @@ from flows.executor import PrefectExecutor
 from flows.models import RunModel, resolve_model
 from flows.plan import cached_run, plan
 from flows.sweep import sweep
-from flows.sweep_chain import SWEEP
+from flows.sweep_chain import SWEEP, _report
 from flows.sweep_config import SweepConfig
 from lm.common.errors import StorageError, UserError
 from lm.common.runtime import Execution
@@ -29,6 +29,7 @@ from lm.model.config import ModelConfig
 from lm.model.flops import parameter_count
 from lm.text.config import DataConfig
 from lm.tokenizer.config import TokenizerConfig
+from lm.train import checkpoints
 from lm.train.config import TrainConfig
 from tasks.count import count_group
 from tasks.maintenance.gc import find_garbage
@@ -111,6 +112,12 @@ def test_the_best_configuration_runs_from_the_cache(finished: tuple[Path, dict[s
     model = resolve_model(record["name"], str(root))
     assert isinstance(model, RunModel)
     assert model.model.ref.key == record["stages"]["train"]["key"], "the model of the run is the best one"
+
+
+def test_the_best_configuration_has_the_types_of_the_options() -> None:
+    config = replace(GRID, axes=[Axis(option="train.steps", values=[12.0])])
+    (fields,) = _report(config, config.points()).configs
+    assert repr(fields["train"]["steps"]) == "12"
 
 
 def test_a_second_start_is_all_cached(finished: tuple[Path, dict[str, Any]]) -> None:
@@ -199,6 +206,8 @@ def test_a_diverging_sweep_exits_with_0(
     file.write_text(yaml.safe_dump({"set": options, "axes": axes, "derive": derive}))
     assert main(["sweep", str(file), "--root", str(finished[0])]) == 0
     shown = capsys.readouterr().out
+    head = shown.partition("Outputs:")[0]
+    assert "valid_bits_per_byte" in head or "train_loss" in head, "even if it has one row"
     assert "diverged" in shown
     assert "best.yaml" not in shown
 
@@ -227,7 +236,7 @@ def test_a_search_leaves_out_points_that_are_not_valid(tmp_path: Path, caplog: p
 def test_a_point_that_only_its_training_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("optuna", reason="Optuna is not installed")
     axis = Axis(option="model.context_length", values=[16, 100_000])  # more than the text has
-    config = SweepConfig(name="contexts", base=BASE, axes=[axis], search=SearchConfig(trials=4))
+    config = SweepConfig(name="contexts", base=BASE, axes=[axis], search=SearchConfig(trials=4, prune=False))
     with caplog.at_level("INFO"):
         rows = table(tmp_path, sweep(config, str(tmp_path)))
     message = "The point with model.context_length 100000 cannot be trained. The training text has "
@@ -240,16 +249,22 @@ def test_a_point_that_only_its_training_refuses(tmp_path: Path, caplog: pytest.L
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "name", "message"),
+    [(train, "body", "train cannot continue: "), (checkpoints, "save_training", "The checkpoint of step 2 cannot be")],
+)
+def test_a_full_disk_ends_a_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, message: str
+) -> None:
     """It makes no point invalid."""
     pytest.importorskip("optuna", reason="Optuna is not installed")
 
     def fail(*arguments: Any, **inputs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(train, "body", fail)
+    monkeypatch.setattr(owner, name, fail)
     axis = Axis(option="train.max_lr", low=0.001, high=0.01)
-    with pytest.raises(StorageError, match=r"train cannot continue: .*No space left"):
+    with pytest.raises(StorageError, match=rf"^{message}.*No space left"):
         sweep(SweepConfig(name="full", base=BASE, axes=[axis], search=SearchConfig(trials=4)), str(tmp_path))
 
 
@@ -314,13 +329,14 @@ def test_a_law_without_a_minimum_says_so_after_its_trainings(tmp_path: Path) -> 
     ("execution", "trials", "groups"),
     [
         (Execution(threads=1, max_trainings=2), 2, 1),  # each training has one thread
-        (Execution(threads=4, max_trainings=0), 4, 4),
+        (Execution(threads=4, max_trainings=0), 5, 4),  # as many as there are cores for
         (Execution(threads=4, max_trainings=2, tasks_in_flight=3), 3, 3),
     ],
 )
 def test_the_threads_of_a_training_do_not_limit_how_many_run_at_once(
-    tmp_path: Path, execution: Execution, trials: int, groups: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, execution: Execution, trials: int, groups: int
 ) -> None:
+    monkeypatch.setattr("tasks.trial.available_cpus", lambda: 20)
     run = RunContext(str(tmp_path), "", execution=execution)
     with PrefectExecutor(run, BASE) as executor:
         assert (executor._count_slots(trial), executor._count_slots(count_group)) == (trials, groups)

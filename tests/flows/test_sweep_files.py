@@ -99,6 +99,21 @@ FILE: dict[str, Any] = {
             },
             "A law needs trainings of a known cost; set no train.max_seconds",
         ),
+        (
+            {
+                "law": {"budget": "flops", "size": "train.seed"},
+                "axes": [{"cases": [{"flops": 1e9, "train.seed": 1, "train.patience": 3}]}],
+            },
+            "A law needs trainings of a known cost; set no train.patience",
+        ),
+        (
+            {"search": {}, "derive": {"train.steps": "9"}},
+            "at equal steps to prune them, and train.steps varies",
+        ),
+        (
+            {"axes": [{"option": "model", "values": ["a", "b"]}]},
+            "model is a part of the configuration; give the",
+        ),
         ({"axes": [{"option": "train.seed", "low": 1, "high": 5, "num_values": 10**9}]}, "a range has 2 to 10,000"),
     ],
 )

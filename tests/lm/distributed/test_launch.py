@@ -16,7 +16,7 @@ import pytest
 
 import lm.distributed.launch
 from lm.checkpoint.training_state import newest_checkpoint
-from lm.common.errors import Stopped, UserError
+from lm.common.errors import MachineError, Stopped, UserError
 from lm.common.runtime import ParallelKind
 from lm.distributed.launch import run_processes
 from lm.train.job import Job
@@ -152,6 +152,12 @@ def test_stop_saves_and_the_training_resumes(tmp_path: Path, expected_rows: list
 
 
 @pytest.mark.slow
+def test_a_full_disk_is_no_mistake_of_the_user(tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match=r"^The checkpoint of step 5 cannot be saved .* No space left"):
+        run_processes("tests.helpers.full_disk_training", write_job(tmp_path), 1, lambda: None, threading.Event())
+
+
+@pytest.mark.slow
 def test_a_user_error_is_raised_here(tmp_path: Path) -> None:
     job = write_job(tmp_path, batch_size=5)
     with pytest.raises(UserError, match=r"batch_size 5 must be a multiple of .* the 2 processes"):
@@ -245,7 +251,7 @@ def test_killed_parent_leaves_no_orphan(running: Running) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("hangs", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_killed_process_ends_the_others(running: Running, hangs: bool) -> None:
     """Even if rank 0 hangs in a collective operation, as on a GPU."""
     parent, job, ranks = running

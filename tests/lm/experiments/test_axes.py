@@ -161,7 +161,7 @@ def test_costs_of_the_model_are_those_of_the_point() -> None:
     ("settings", "derive", "message"),
     [
         ({"train.step": 1}, {}, r"no option train\.step \(did you mean 'train\.steps'"),
-        ({"train": 1}, {}, "no option train"),
+        ({"train": 1}, {}, "train is a part of the configuration; give the variable another name"),
         ({"execution.threads": 1}, {}, r"execution\.threads has no effect on results"),
         ({"name": "y"}, {}, "name has no effect"),
         ({"train.steps": 1}, {"train.steps": "2"}, r"train\.steps is derived and is on an axis"),
