@@ -34,7 +34,8 @@ _DEVICE: dict[str, Any] = {"type": str, "default": "auto", "help": "cpu, cuda, m
 _QUANTIZE: dict[str, Any] = {
     "choices": get_args(Quantization),
     "default": "none",
-    "help": "how weights are stored: none: as saved; int8: on CPUs only. Fewer bits are faster and a little less exact",
+    "help": "how weights are stored: none: as saved; bfloat16: 16 bits; int8: 8 bits, on CPUs only. "
+    "Fewer bits are faster and a little less exact",
 }
 
 _BatchSize = restricted_number_type("BatchSize", int, [(">=", 1), ("<=", 1 << 16)])
@@ -137,7 +138,10 @@ def build_parser(
     sweep = add("sweep", "Train at many points that differ in some options, and compare. Finished points are cached.")
     sweep.add_argument("sweep", type=str, help=f"{', '.join(preset_names(SWEEP_PRESETS))}, or a YAML file")
     sweep.add_argument(
-        "--size", type=str, default="", help="size of the sweep, such as demo or stories; default: first"
+        "--size",
+        type=str,
+        default="",
+        help="such as demo or stories; default: the first size in the file",
     )
     sweep.add_argument("--root", **_ROOT)
     sweep.add_argument("--refresh", type=str, default="", help="stages to run again, separated by commas")
@@ -211,7 +215,7 @@ def build_parser(
     verify = add("verify", "Check all digests under a root. The exit code is 1 if files are damaged.")
     verify.add_argument("--root", **_ROOT)
 
-    gc = add("gc", "List outputs that no run needs, and unfinished or superseded attempts.")
+    gc = add("gc", "List outputs that no run needs, and what unfinished or replaced stages left.")
     gc.add_argument("--root", **_ROOT)
     gc.add_argument("--delete", action="store_true", help="delete the listed files")
 

@@ -1,8 +1,8 @@
 """Execution settings of this machine.
 
 No field here enters a cache key, so that every machine can use the results of every other. Text, counts and tokens do
-not depend on these fields. Trained weights may differ in their last bits, because device, compile, threads, processes,
-parallel, attention and activation_checkpointing change the order of floating-point additions.
+not depend on these fields. Trained weights may differ, because device, compile, threads, processes, parallel, attention
+and activation_checkpointing change the order of floating-point additions, and so the rounding.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ AttentionForm = Literal["auto", "sdpa", "flash", "reference"]
 
 @dataclass(frozen=True)
 class Execution:
-    """How this machine does the work. A change reruns no stage; trained weights may differ in their last bits."""
+    """How this machine does the work. A change reruns no stage, but new trainings may round in another way."""
 
     __pydantic_config__ = PYDANTIC_CONFIG
 
@@ -59,7 +59,8 @@ class Execution:
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
     """Experiment trackers that receive training metrics, in addition to metrics.jsonl. Each must be installed."""
     max_trainings: int = bounded_field(1, ge=0)
-    """Most trainings at once on this machine, over all runs. Others wait. 0: no limit."""
+    """Maximum number of trainings at once on this machine, over all runs. Others wait. 0: no limit; then a sweep
+    trains as many points at once as there are cores for."""
     count_memory: int = bounded_field(1024, ge=16)
     """Memory for pretoken counts, in MiB, over all threads. Counts that need more go to disk in parts."""
     download_cache: int = bounded_field(20, ge=0)

@@ -34,7 +34,7 @@ class EvaluationConfig:
     is_plain: bool = False
     """Continue each prompt as text, though the model has a chat template. A model without one always does."""
     max_new_tokens: int = bounded_field(512, ge=1)
-    """Most tokens of a response."""
+    """Maximum number of tokens of a response."""
     temperature: float = bounded_field(0.0, ge=0, lt=math.inf)
     """Divides the logits; 0 always takes the most likely token."""
     seed: int = bounded_field(0, ge=0, lt=1 << 63)
@@ -70,14 +70,14 @@ class TeachConfig:
     top_p: float = bounded_field(1.0, gt=0, le=1)
     """Sample from the fewest tokens with this total probability."""
     max_new_tokens: int = bounded_field(1024, ge=1)
-    """Most tokens of an answer. An answer that reaches it is not kept."""
+    """Maximum number of tokens of an answer. An answer that reaches it is not kept."""
     seed: int | None = bounded_field(None, ge=0, lt=1 << 62)
     """Seed of the first answer to each prompt, the next has the next. Default: the server chooses."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Weights of rewards by name, see docs/posttraining.md. Default: the task's; without a task, all answers are
     kept."""
     threshold: float | None = bounded_field(None, gt=-math.inf, lt=math.inf)
-    """Least reward of an answer that is kept. Default: the full reward."""
+    """Minimum reward of an answer that is kept. Default: the full reward."""
     token_budget: int | None = bounded_field(None, ge=1)
     """Tokens of prompts and answers, of earlier runs too, after which no prompt is sent. Default: no limit."""
     max_in_flight: int = bounded_field(100, ge=1, le=10_000)

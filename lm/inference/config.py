@@ -7,8 +7,8 @@ from typing import Any, Literal
 from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
 
 Quantization = Literal["none", "bfloat16", "int8"]
-"""How the weights are stored for inference. none: as they are; int8: 8 bits a weight, for CPUs. Fewer bits are faster,
-and a little less exact."""
+"""How the weights are stored for inference. none: as they are; bfloat16: 16 bits; int8: 8 bits, for CPUs. Fewer
+bits are faster and a little less exact."""
 
 
 @dataclass(frozen=True)

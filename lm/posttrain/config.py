@@ -104,7 +104,7 @@ class ReinforceConfig:
     """How often each response is used. Above 1, or with several updates, importance_reweighting corrects for the age of
     the responses."""
     max_new_tokens: int = bounded_field(64, ge=1)
-    """Most tokens of a response, with the token that ends it."""
+    """Maximum number of tokens of a response, with the token that ends it."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Weight of each reward by name, see docs/posttraining.md. Default: the reward of the task."""
     reward_seconds: float = bounded_field(10.0, gt=0, lt=math.inf)
@@ -169,7 +169,7 @@ class PPOConfig:
     epochs_per_rollout: int = bounded_field(4, ge=1)
     """How often each response is used."""
     max_new_tokens: int = bounded_field(64, ge=1)
-    """Most tokens of a response, with the token that ends it."""
+    """Maximum number of tokens of a response, with the token that ends it."""
     kl_weight: float = bounded_field(0.05, ge=0, lt=math.inf)
     """Penalty in the reward of a token: this weight times the log-ratio of the policy to the model at the start."""
     gamma: float = bounded_field(1.0, gt=0, le=1)
@@ -207,7 +207,7 @@ class ComparisonConfig:
     prompts: list[str] = field(default_factory=list)
     """Prompts that each model answers, in addition to the problems."""
     max_new_tokens: int = bounded_field(128, ge=1)
-    """Most tokens of an answer."""
+    """Maximum number of tokens of a response."""
 
     def __post_init__(self) -> None:
         validate_fields(self, "evaluate")
