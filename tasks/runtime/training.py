@@ -53,9 +53,11 @@ def run_training(out: Attempt, job: "TrainingJob", unfinished_page: Callable[[Pa
             else:
                 job.read(path).run(progress, stopping)
     except Stopped:
-        if signals:  # the checkpoint is saved: now let the signal have its usual effect
-            signal.raise_signal(signals[0])
-        raise
+        if not signals:
+            raise
+    if signals:  # the checkpoint is saved: now let the signal have its usual effect, also after the last step
+        signal.raise_signal(signals[0])
+        raise Stopped("The run is being stopped.")
     out.figures = json.loads((out.directory / "training.json").read_text(encoding="utf-8"))
     # Older checkpoints are no content: a training that skipped a damaged one has the same result.
     results = {out.figures["best"], out.figures["last"]}

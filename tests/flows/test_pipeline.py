@@ -284,25 +284,32 @@ def test_a_training_in_processes_is_resumed_without_its_manifest(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("method", "at", "saved"), [("train_step", 1, 2), ("_finish", 4, 4)])
 def test_ctrl_c_in_a_training_saves_a_checkpoint(
-    run: Runner, config: PipelineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    run: Runner,
+    config: PipelineConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    method: str,
+    at: int,
+    saved: int,
 ) -> None:
     from lm.train.trainer import Trainer
 
-    original = Trainer.train_step
+    original = getattr(Trainer, method)
 
-    def step(self: Trainer, *arguments: Any) -> Any:
-        if self.step == 1:
+    def interrupted(self: Trainer, *arguments: Any) -> Any:
+        if self.step == at:
             signal.raise_signal(signal.SIGINT)
         return original(self, *arguments)
 
-    monkeypatch.setattr(Trainer, "train_step", step)
+    monkeypatch.setattr(Trainer, method, interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(config)
     monkeypatch.undo()
     caplog.set_level(logging.INFO)
     assert run(config) == ["train", "sample"]
-    assert "Training resumes at step 2" in caplog.text, "the training finishes the step before it stops"
+    assert f"Training resumes at step {saved}" in caplog.text, "the training finishes the step before it stops"
 
 
 def test_a_run_with_a_wrapped_interrupt_is_reported_as_a_crash(
