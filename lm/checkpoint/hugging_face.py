@@ -260,8 +260,8 @@ def _choose_architecture(config: ModelConfig) -> str:
     if config.qkv_bias and model_type not in ("qwen2", "glm4_moe"):
         other = "qk_norm" if config.qk_norm else "moe"
         raise UserError(
-            f"model.qkv_bias cannot be exported with model.{other}: no architecture of Hugging Face that "
-            "textmill writes has both and no bias of the output; train a model without one of them."
+            f"model.qkv_bias cannot be exported with model.{other}: of Hugging Face's architectures, only Qwen2 and "
+            "GLM-4-MoE have biases of queries, keys and values alone; train a model without one of the two options."
         )
     return model_type
 

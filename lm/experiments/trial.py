@@ -14,7 +14,7 @@ _CURVE_FIELDS = ("step", "loss", "smoothed_loss", "valid_loss", "valid_bits_per_
 
 @dataclass(frozen=True)
 class TrialConfig:
-    """The inputs of a trial, besides its tokens."""
+    """Model, training and pruning limits of a trial."""
 
     model: ModelConfig
     train: TrainConfig
