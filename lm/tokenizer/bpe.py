@@ -4,6 +4,7 @@ Source: CS336 assignment 1 (sections 2.4 and 2.5); Sennrich et al. 2016.
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -28,7 +29,9 @@ log = logging.getLogger(__name__)
 Vocab = dict[int, bytes]
 Merges = list[tuple[bytes, bytes]]
 
-_MERGES_PER_PROGRESS = 256
+_MAX_MERGES_PER_CALL = 256  # of the kernel; a signal is handled between two calls
+_MAX_SECONDS_PER_CALL = 0.5
+_SECONDS_BETWEEN_LOG_LINES = 30
 _THRESHOLD_DIVISOR = 64  # of the mean number of pretokens per merge
 
 
@@ -62,7 +65,7 @@ def train_merges(
 ) -> tuple[Vocab, Merges]:
     """Train on a table of counts (columns ``pretoken`` and ``count``); see :func:`train_bpe`.
 
-    Calls ``progress`` with the number of merges learned, every 256 merges. For the memory see
+    Calls ``progress`` with the number of merges learned, about once a second or more often. For the memory see
     :func:`training_memory_bytes`. Raises UserError for invalid arguments and for too many pretokens.
     """
     check_vocab_size(vocab_size, special_tokens)
@@ -127,9 +130,10 @@ def _learn_merges(
 ) -> npt.NDArray[np.int32]:
     """Return the merges as pairs of ids, (merges, 2). ``training`` has the pairs with a count of ``threshold``."""
     merges = np.empty((max_merges, 2), np.int32)
-    done = 0
+    done, merges_per_call = 0, 1  # the first merges take the longest
+    logged = time.monotonic()
     while done < max_merges:
-        limit = min(max_merges, done + _MERGES_PER_PROGRESS)
+        limit, started = min(max_merges, done + merges_per_call), time.monotonic()
         done, status = learn_merges(training, merges, done, limit, threshold)
         if status == TABLE_FULL:
             training = grow_pairs(training)
@@ -142,4 +146,12 @@ def _learn_merges(
             progress(done)
             if done < limit:
                 break
+            now = time.monotonic()
+            if now - logged >= _SECONDS_BETWEEN_LOG_LINES:
+                log.info("Learned %s of %s merges.", f"{done:,}", f"{max_merges:,}")
+                logged = now
+            is_slow = now - started > _MAX_SECONDS_PER_CALL
+            merges_per_call = (
+                max(1, merges_per_call // 2) if is_slow else min(_MAX_MERGES_PER_CALL, 2 * merges_per_call)
+            )
     return merges[:done]

@@ -3,9 +3,11 @@
 import gzip
 import logging
 import random
+import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -247,4 +249,50 @@ def test_compressed_input_trains_the_same(tmp_path: Path) -> None:
 def test_progress_counts_the_merges() -> None:
     progress: list[int] = []
     train_merges(counts_table({b"abcd": 1}), 258, [], progress=progress.append)
-    assert progress == [2]
+    assert progress == [1, 2]
+
+
+def test_a_slow_kernel_call_is_shortened_and_a_long_training_logs_its_progress(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Signals are handled, and progress is shown, between two calls of the kernel only."""
+    counts = {bytes([97 + i, 123]): 26 - i for i in range(26)}
+    monkeypatch.setattr(lm.tokenizer.bpe, "_MAX_SECONDS_PER_CALL", -1)
+    monkeypatch.setattr(lm.tokenizer.bpe, "_SECONDS_BETWEEN_LOG_LINES", 0)
+    progress: list[int] = []
+    with caplog.at_level(logging.INFO, "lm.tokenizer.bpe"):
+        train_merges(counts_table(counts), 256 + 26, [], progress=progress.append)
+    assert progress == [*range(1, 27)]
+    assert caplog.messages[-1] == "Learned 26 of 26 merges."
+
+
+@examples(50)
+@given(st.lists(st.tuples(st.sampled_from(["a", "ab", "acgt", " "]), st.integers(900, 1200)), min_size=1), st.data())
+def test_pretokens_around_and_above_the_length_whose_end_is_looked_up(
+    parts: list[tuple[str, int]], data: st.DataObject
+) -> None:
+    source = random.Random(data.draw(st.integers(0, 9)))
+    counts = {
+        "".join(source.choices(letters, k=length)).encode(): data.draw(st.sampled_from([1, 3, FIRST_LARGE_COUNT]))
+        for letters, length in parts
+    }
+    counts |= {b"abc": 2, b"gt" * 700: 1}
+    _, merges = train_merges(counts_table(counts), 256 + 8, [])
+    assert merges == naive_merges(counts, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("letters", [b"a", b"ACGT", b" ", b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz+/"])
+def test_the_time_grows_in_proportion_to_the_length_of_a_pretoken(letters: bytes) -> None:
+    """A walk to the end of the pretoken at each place took 40 times as long for five times the text."""
+    pretoken = np.random.default_rng(0).choice(np.frombuffer(letters, np.uint8), 2_000_000).tobytes()
+
+    def seconds(pretoken: bytes) -> float:
+        counts = counts_table({pretoken: 1})
+        started = time.thread_time()
+        train_merges(counts, 300, [])
+        return time.thread_time() - started
+
+    seconds(b"ab")  # compiles
+    short, long = (min(seconds(pretoken[:size]) for _ in range(3)) for size in (400_000, 2_000_000))
+    assert long < 10 * short + 0.1
