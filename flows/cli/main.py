@@ -4,7 +4,6 @@ import argparse
 import errno
 import os
 import select
-import signal
 import sys
 
 from jsonargparse import Namespace
@@ -12,7 +11,7 @@ from jsonargparse import Namespace
 from flows.cli.console import discard_stream, flush_messages, prepare_streams, print_message
 from flows.cli.parser import build_parser, parse
 from flows.config import PipelineConfig
-from flows.prefect_support.signals import STOPPED_MESSAGE, find_interrupt, is_sigterm, raise_terminated
+from flows.prefect_support.signals import STOPPED_MESSAGE, find_interrupt, handle_termination, signal_number
 from flows.sweep_config import load_sweep
 from lm.common.errors import UserError
 
@@ -37,10 +36,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code.
 
     0: success, also of ``serve``, which runs until it is stopped. 1: ``verify`` found damage. 2: a user error, printed
-    as one message. 130: stopped by Ctrl-C. 141: nobody reads the output any more. 143: stopped by SIGTERM. Other
-    exceptions are bugs and propagate.
+    as one message. 129: stopped by SIGHUP, as a closed terminal sends. 130: stopped by Ctrl-C. 141: nobody reads the
+    output any more. 143: stopped by SIGTERM. Other exceptions are bugs and propagate.
     """
-    signal.signal(signal.SIGTERM, raise_terminated)
+    handle_termination()
     prepare_streams()
     for name, value in _PREFECT_SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -53,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     except BaseException as error:
         if interrupt := find_interrupt(error):
             print_message("textmill: stopped." if command in _KEEP_NOTHING else STOPPED_MESSAGE)
-            code = 143 if is_sigterm(interrupt) else 130
+            code = 128 + signal_number(interrupt)
         elif isinstance(error, UserError):
             print_message(f"textmill: {error}")
             code = 2

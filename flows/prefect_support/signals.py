@@ -1,8 +1,9 @@
-"""Graceful shutdown: SIGINT and SIGTERM stop a run, and never inside Prefect's bookkeeping.
+"""Graceful shutdown: SIGINT, SIGTERM and SIGHUP stop a run, and never inside Prefect's bookkeeping.
 
 Prefect loses locks or fails in other ways if an exception interrupts it at an arbitrary place. So the signal handler
 raises only while the project's own code runs, or after a grace period. A watchdog thread sends the signal again until
-the handler has raised, and ends a process that hangs.
+the handler has raised, and ends a process that hangs. Python calls no handler while the main thread is inside a kernel
+or other C code, so the interpreter itself wakes the watchdog (``signal.set_wakeup_fd``).
 """
 
 import os
@@ -15,6 +16,7 @@ from types import FrameType
 from typing import NoReturn
 
 from lm.common.errors import UserError
+from lm.common.signals import STOP_SIGNALS
 
 STOPPED_MESSAGE = "textmill: stopped. Finished work is kept; run the same command again to continue."
 
@@ -26,16 +28,31 @@ _active_shutdowns: list["GracefulShutdown"] = []
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised for SIGTERM."""
+    """Raised for SIGTERM, and for SIGHUP, which a closed terminal or a lost connection sends."""
+
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        super().__init__(number)
+        self.number = number
 
 
-def raise_terminated(number: int, frame: FrameType | None) -> NoReturn:
-    """Handle SIGTERM outside of :class:`GracefulShutdown`: raise Terminated."""
-    raise Terminated
+def handle_termination() -> None:
+    """Raise Terminated for SIGTERM and SIGHUP, also outside of :class:`GracefulShutdown`."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, _raise_terminated)
+
+
+def _raise_terminated(number: int, frame: FrameType | None) -> NoReturn:
+    raise Terminated(number)
+
+
+def _interrupt(number: int) -> KeyboardInterrupt:
+    return KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
 
 
 class GracefulShutdown:
-    """Context manager: raise KeyboardInterrupt for SIGINT, and Terminated for SIGTERM, as soon as project code runs.
+    """Context manager: raise KeyboardInterrupt for SIGINT, and Terminated for SIGTERM and SIGHUP, as soon as project
+    code runs. A signal that was ignored before stays ignored.
 
     A process that is still alive ``exit_seconds`` after the first signal is ended; finished stages are safe, as after
     SIGKILL. A second signal after the ``with`` block ends the process immediately. Use this in the main thread, which
@@ -51,10 +68,12 @@ class GracefulShutdown:
 
     def __enter__(self) -> None:
         read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)
         _active_shutdowns.append(self)
         # Start the thread now: a signal handler may interrupt code that holds the lock which a thread start needs.
         threading.Thread(target=self._run_watchdog, args=(read_fd,), daemon=True).start()
-        numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+        self._old_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         self._old_handlers = {number: signal.signal(number, self.handle) for number in numbers}
         self._old_hook, sys.unraisablehook = sys.unraisablehook, self._handle_unraisable
 
@@ -65,36 +84,32 @@ class GracefulShutdown:
             for number, handler in self._old_handlers.items():
                 signal.signal(number, handler)
         sys.unraisablehook = self._old_hook
+        signal.set_wakeup_fd(self._old_wakeup_fd)
         os.close(self._write_fd)
         if error is None or isinstance(error, KeyboardInterrupt):
             return
         if self._signal_number and not isinstance(error, UserError):
-            raise self._exception from error
+            raise _interrupt(self._signal_number) from error
         if interrupt := find_interrupt(error):
-            raise (Terminated if is_sigterm(interrupt) else KeyboardInterrupt) from error
-
-    @property
-    def _exception(self) -> type[KeyboardInterrupt]:
-        return KeyboardInterrupt if self._signal_number == signal.SIGINT else Terminated
+            raise _interrupt(signal_number(interrupt)) from error
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal, and wake up the watchdog."""
+        """Handle a signal."""
         now = time.monotonic()
-        if not self._signal_number:
-            self._signal_number, self._first_signal_time = number, now
+        self._signal_number = self._signal_number or number
+        self._first_signal_time = self._first_signal_time or now
         if self._is_block_over:
             self._exit()
-        os.write(self._write_fd, b"!")
         package = str(frame.f_globals.get("__name__")).partition(".")[0] if frame else ""
         if package in _PROJECT_PACKAGES or now - self._first_signal_time > _LIBRARY_GRACE_SECONDS:
             self._is_raised = True
-            raise self._exception
+            raise _interrupt(self._signal_number)
 
     def _handle_unraisable(self, unraisable: "sys.UnraisableHookArgs") -> None:
         """Have the watchdog send the signal again if a destructor or a weak reference callback lost the exception."""
         if self._signal_number and isinstance(unraisable.exc_value, KeyboardInterrupt):
             self._is_raised = False
-            os.write(self._write_fd, b"!")
+            os.write(self._write_fd, bytes([self._signal_number]))
         else:
             sys.__unraisablehook__(unraisable)
 
@@ -102,8 +117,11 @@ class GracefulShutdown:
         """Send the signal again until it has raised an exception. End the process at the deadline."""
         deadline: float | None = None
         while select.select([read_fd], [], [], deadline and max(0.0, deadline - time.monotonic()))[0]:
-            if not os.read(read_fd, 1):
+            if not (received := os.read(read_fd, 1)):
                 break  # the with block is over, but the process may still hang while it ends
+            if signal.getsignal(received[0]) != self.handle:  # e.g. a training handles it: it saves first
+                continue
+            self._signal_number = self._signal_number or received[0]
             deadline = deadline or time.monotonic() + self._exit_seconds
             time.sleep(_RESEND_SECONDS)
             if not (self._is_raised or self._is_block_over):
@@ -148,9 +166,11 @@ def find_interrupt(error: BaseException | None) -> BaseException | None:
     return None
 
 
-def is_sigterm(interrupt: BaseException) -> bool:
-    """Return whether an interrupt that :func:`find_interrupt` found is of SIGTERM, not of SIGINT."""
-    return isinstance(interrupt, Terminated) or _is_prefect_termination(interrupt)
+def signal_number(interrupt: BaseException) -> int:
+    """Return the signal that caused an interrupt which :func:`find_interrupt` found."""
+    if isinstance(interrupt, Terminated):
+        return interrupt.number
+    return signal.SIGTERM if _is_prefect_termination(interrupt) else signal.SIGINT
 
 
 def _is_prefect_termination(error: BaseException) -> bool:

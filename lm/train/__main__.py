@@ -1,8 +1,8 @@
 """Run the training of a job file, without the pipeline.
 
 ``python -m lm.train JOB.json`` trains on one device, ``torchrun --nproc-per-node N -m lm.train JOB.json`` on N. The
-stage ``train`` writes the job file, and ``textmill train-job`` one of URLs, for ``torchrun --nnodes``. SIGTERM
-and Ctrl-C finish the step and save; the same command resumes.
+stage ``train`` writes the job file, and ``textmill train-job`` one of URLs, for ``torchrun --nnodes``. Ctrl-C,
+SIGTERM and SIGHUP, as of a closed terminal, finish the step and save; the same command resumes.
 
 Exit codes of ``python -m lm.train``: 0 when the training is finished, 2 for a user's mistake, 74 when a disk or a
 network failed, 75 when a signal stopped the training and it was saved. A second signal ends the process at once without
@@ -50,7 +50,8 @@ def main(arguments: list[str] | None = None, job_type: type[TrainingJob] = Job) 
             with nullcontext() if "://" in options.job else _lock(Path(options.job)):
                 job.run(stop_event=stop_event)
     except (UserError, Stopped) as error:
-        print(f"{FINAL_MESSAGE_PREFIX}{error}", file=sys.stderr)
+        with suppress(OSError):  # the terminal may be closed
+            print(f"{FINAL_MESSAGE_PREFIX}{error}", file=sys.stderr)
         codes = (code for code, kind in ERROR_EXIT_CODES.items() if isinstance(error, kind))
         return next(codes, INTERRUPTED_EXIT_CODE)
     return 0

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lm.common.signals import STOP_SIGNALS
 from lm.distributed.launch import INTERRUPTED_EXIT_CODE
 
 _SAVE_SECONDS = 20.0  # to finish the step and save
@@ -15,9 +16,10 @@ _SAVE_SECONDS = 20.0  # to finish the step and save
 
 @contextmanager
 def stop_on_signals(stop_event: threading.Event, ignore_repeats: bool = False) -> Iterator[list[int]]:
-    """Set ``stop_event`` on the first SIGINT or SIGTERM; yield the list of received signals.
+    """Set ``stop_event`` on the first SIGINT, SIGTERM or SIGHUP; yield the list of received signals.
 
-    The next signal has its previous effect, or none with ``ignore_repeats``. Outside the main thread, which alone
+    The next signal has its previous effect, or none with ``ignore_repeats``. A signal that was ignored before stays
+    ignored, as by nohup, or SIGINT in a background process of a script. Outside the main thread, which alone
     receives signals, this does nothing.
     """
     received: list[int] = []
@@ -34,7 +36,10 @@ def stop_on_signals(stop_event: threading.Event, ignore_repeats: bool = False) -
         received.append(number)
         stop_event.set()
 
-    previous_handlers = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous_handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    previous_handlers = {number: old for number, old in previous_handlers.items() if old != signal.SIG_IGN}
+    for number in previous_handlers:
+        signal.signal(number, handle)
     try:
         yield received
     finally:

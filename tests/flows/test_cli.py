@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import threading
@@ -201,7 +202,9 @@ def test_a_command_that_needs_a_model_fails_without_one(
     assert "There is no model 'nothing'" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("interrupt", "code"), [(KeyboardInterrupt(), 130), (Terminated(), 143)], ids=repr)
+@pytest.mark.parametrize(
+    ("interrupt", "code"), [(KeyboardInterrupt(), 130), (Terminated(), 143), (Terminated(signal.SIGHUP), 129)], ids=repr
+)
 def test_an_interrupt_in_the_error_of_a_library_counts_as_stopped(
     interrupt: BaseException,
     code: int,

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: they stop a run, never inside Prefect's code, and end a process that hangs."""
+"""SIGINT, SIGTERM and SIGHUP: they stop a run, never inside Prefect's code, and end a process that hangs."""
 
 import signal
 import subprocess
@@ -19,15 +19,16 @@ from flows.prefect_support.signals import (
     GracefulShutdown,
     Terminated,
     find_interrupt,
-    is_sigterm,
-    raise_terminated,
+    handle_termination,
     reinstall_sigterm_handler,
+    signal_number,
 )
 from lm.common.errors import UserError
+from lm.train.graceful_stop import stop_on_signals
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
 
 Error = TypeVar("Error", bound=BaseException)
-SIGNALS = [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
+SIGNALS = [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated), (signal.SIGHUP, Terminated)]
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +69,7 @@ def test_project_code_is_interrupted_at_once(number: int, exception: type[BaseEx
     with pytest.raises(KeyboardInterrupt) as raised, graceful_shutdown():
         function_of_module("prefect.task_engine", "project_code()", project_code=project_code)()
     assert raised.type is exception
+    assert signal_number(raised.value) == number
     assert steps == ["before"]
 
 
@@ -179,15 +181,22 @@ WRAPPERS: dict[str, Callable[[BaseException], BaseException]] = {
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize(
-    ("interrupt", "is_term"), [(KeyboardInterrupt(), False), (Terminated(), True), (TerminationSignal(15), True)]
+    ("interrupt", "number"),
+    [
+        (KeyboardInterrupt(), signal.SIGINT),
+        (Terminated(), signal.SIGTERM),
+        (Terminated(signal.SIGHUP), signal.SIGHUP),
+        (TerminationSignal(15), signal.SIGTERM),
+    ],
 )
-def test_a_wrapped_interrupt_is_found(interrupt: BaseException, is_term: bool, wrapper: str) -> None:
+def test_a_wrapped_interrupt_is_found(interrupt: BaseException, number: int, wrapper: str) -> None:
     error = WRAPPERS[wrapper](interrupt)
     assert find_interrupt(error) is interrupt
-    assert is_sigterm(interrupt) == is_term
+    assert signal_number(interrupt) == number
     with pytest.raises(KeyboardInterrupt) as raised, graceful_shutdown():
         raise error
-    assert raised.type is (Terminated if is_term else KeyboardInterrupt)
+    assert raised.type is (KeyboardInterrupt if number == signal.SIGINT else Terminated)
+    assert signal_number(raised.value) == number
 
 
 def test_causes_in_a_cycle_without_an_interrupt() -> None:
@@ -219,20 +228,37 @@ def test_earlier_handlers_are_restored_and_files_are_closed() -> None:
     wait_for(lambda: open_files() <= files, 30, "closed pipe")
 
 
-def test_an_ignored_signal_stays_ignored() -> None:
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with graceful_shutdown():
-            signal.raise_signal(signal.SIGINT)
-            spin(0.1)
-    finally:
-        signal.signal(signal.SIGINT, handler)
+@pytest.mark.parametrize("number", [number for number, _ in SIGNALS])
+def test_an_ignored_signal_stays_ignored(number: int) -> None:
+    """As SIGINT in a background process of a script, and SIGHUP with nohup."""
+    signal.signal(number, signal.SIG_IGN)
+    handle_termination()
+    stop_event = threading.Event()
+    with graceful_shutdown(), stop_on_signals(stop_event) as received:
+        signal.raise_signal(number)
+        spin(0.1)
+    assert not received and not stop_event.is_set()
 
 
-def test_sigterm_outside_of_a_run_raises() -> None:
-    signal.signal(signal.SIGTERM, raise_terminated)
-    with pytest.raises(Terminated):
-        signal.raise_signal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_termination_outside_of_a_run_raises(number: int) -> None:
+    handle_termination()
+    with pytest.raises(Terminated) as raised:
+        signal.raise_signal(number)
+    assert signal_number(raised.value) == number
+
+
+@pytest.mark.parametrize("number", [number for number, _ in SIGNALS])
+def test_a_training_saves_and_then_raises(number: int) -> None:
+    """The watchdog does not send the signal again while the training handles it, and does not end the process."""
+    stop_event = threading.Event()
+    with pytest.raises(KeyboardInterrupt) as raised, GracefulShutdown(exit_seconds=0.1):
+        with stop_on_signals(stop_event) as received:
+            signal.raise_signal(number)
+            time.sleep(0.3)
+        assert received == [number] and stop_event.is_set()
+        function_of_module("tasks.runtime.training", "kill(number)", kill=signal.raise_signal, number=number)()
+    assert signal_number(raised.value) == number
 
 
 def run_script(script: str) -> subprocess.CompletedProcess[str]:
@@ -241,7 +267,7 @@ def run_script(script: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 @pytest.mark.parametrize("where", ["within", "after"])
 def test_a_process_that_hangs_after_a_signal_is_ended(number: int, code: int, where: str) -> None:
     script = f"""
@@ -261,6 +287,43 @@ hang()
 """
     done = run_script(script)
     assert (done.returncode, done.stderr) == (code, f"{STOPPED_MESSAGE}\n")
+
+
+_KERNELS = {
+    "numba": """
+from numba import njit
+@njit("int64(int64)", nogil=True)
+def loop(count):
+    total = 0
+    for i in range(count):
+        total ^= i * total + 1
+    return total
+call = lambda: loop(1 << 62)
+""",
+    "OpenSSL": """
+import hashlib
+call = lambda: hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000_000)
+""",
+}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("kernel", _KERNELS)
+def test_a_signal_ends_a_process_whose_main_thread_is_inside_a_kernel(kernel: str, number: int) -> None:
+    """Python calls no signal handler before such a call returns."""
+    script = f"""
+import os, signal, threading
+from flows.prefect_support import signals
+signal.signal(signal.SIGINT, signal.default_int_handler)
+{_KERNELS[kernel]}
+with signals.GracefulShutdown(exit_seconds=0.5):
+    threading.Timer(0.3, os.kill, (os.getpid(), {int(number)})).start()
+    call()
+"""
+    started = time.monotonic()
+    done = run_script(script)
+    assert (done.returncode, done.stderr) == (128 + number, f"{STOPPED_MESSAGE}\n")
+    assert time.monotonic() - started < 30 * TIMEOUT_SCALE
 
 
 def test_a_second_signal_after_the_run_ends_the_process() -> None:

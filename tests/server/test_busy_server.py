@@ -152,13 +152,13 @@ def test_a_failure_of_the_model_is_reported_as_500(monkeypatch: pytest.MonkeyPat
 def test_a_stopped_server_ends_open_responses_by_an_error(number: int) -> None:
     """Long after the time that the server leaves them."""
     code = """
-import signal, time
-from flows.prefect_support.signals import raise_terminated
+import time
+from flows.prefect_support.signals import handle_termination
 from flows.server import app
 from lm.inference.engine import Engine
 from tests.helpers.generating import LoadedModel, make_model
 from tests.helpers.tokenizers import bytes_tokenizer
-signal.signal(signal.SIGTERM, raise_terminated)
+handle_termination()
 app._SHUTDOWN_SECONDS = 1
 Engine.step = lambda engine: time.sleep(0.1)  # no generation ever ends
 app.serve(LoadedModel(make_model(257, 64).eval(), bytes_tokenizer(["<|endoftext|>"])), "127.0.0.1", 0, 2, "cpu")

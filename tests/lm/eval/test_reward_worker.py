@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lm.common.errors import UserError
+from lm.common.signals import STOP_SIGNALS
 from lm.eval import RewardWorker
 from lm.posttrain import compute_rollout_rewards
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
@@ -113,7 +114,7 @@ def test_signals_to_the_whole_process_group_cost_no_reward(monkeypatch: pytest.M
         return process
 
     def send_signals(process: subprocess.Popen[bytes]) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             os.kill(process.pid, number)
 
     start = subprocess.Popen

@@ -65,16 +65,22 @@ def test_five_thousand_shards_within_256_open_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_alone_in_a_process(tmp_path: Path) -> None:
-    """python -m lm.train: SIGTERM ends it with its own exit code, and the same command resumes."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_job_alone_in_a_process(tmp_path: Path, number: int) -> None:
+    """python -m lm.train: a signal ends it with its own exit code, and the same command resumes. With SIGHUP, the
+    terminal is gone: nothing can be printed any more."""
     job = write_job(tmp_path, steps=50)
     command = [sys.executable, "-c", SLOW, str(job)]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     wait_for((job.parent / "metrics.jsonl").exists, 60, "metrics.jsonl")
-    process.terminate()
-    output = process.communicate(timeout=60)[1]
-    assert process.returncode == INTERRUPTED_EXIT_CODE
-    assert "was stopped after step" in output.splitlines()[-1] and "Traceback" not in output
+    assert process.stderr is not None
+    if number == signal.SIGHUP:
+        process.stderr.close()
+    process.send_signal(number)
+    assert process.wait(60) == INTERRUPTED_EXIT_CODE
+    if number == signal.SIGTERM:
+        output = process.stderr.read()
+        assert "was stopped after step" in output.splitlines()[-1] and "Traceback" not in output
     assert main([str(job)]) == 0
     uninterrupted = write_job(tmp_path / "uninterrupted", steps=50)
     Job.read(uninterrupted).run()
