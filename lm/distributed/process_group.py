@@ -1,19 +1,25 @@
 """The torch process group of a training."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lm.common.errors import UserError
 from lm.common.phases import in_phase
 
 T = TypeVar("T")
 RENDEZVOUS_VARIABLE = "TEXTMILL_RENDEZVOUS"  # environment variable: file:// URL of a file that does not exist yet
+
+_HOST_TIMEOUT = timedelta(days=1)
+
+_host_group: dist.ProcessGroup | None = None  # of plain data and barriers: waits as long as rank 0 works alone
 
 
 @contextmanager
@@ -23,7 +29,11 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
     Ranks meet through the file that RENDEZVOUS_VARIABLE names, or through torchrun's store. The backend is nccl for
     tensors on GPUs and gloo for those on CPUs. If WORLD_SIZE is 1 or not set, there is no process group. Raises
     UserError if a rank has no GPU of its own, or if several ranks are to train on a device other than GPU and CPU.
+
+    Collectives of tensors fail if a rank does not come within torch's time, 10 to 30 minutes. :func:`barrier` and those
+    of plain data wait for a day: rank 0 may download, save or sample meanwhile.
     """
+    global _host_group
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
         yield device
@@ -46,8 +56,10 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
         world_size=world_size,
     )
     try:
+        _host_group = dist.new_group(backend="gloo", timeout=_HOST_TIMEOUT)
         yield device
     finally:
+        _host_group = None
         dist.destroy_process_group()
 
 
@@ -69,7 +81,7 @@ def get_local_world_size() -> int:
 def barrier() -> None:
     """Wait until all ranks are here."""
     if dist.is_initialized():
-        dist.barrier()
+        dist.barrier(_host_group)
 
 
 @in_phase("communication")
@@ -91,7 +103,7 @@ def all_gather(value: T) -> list[T]:
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, _host_group)
     return values
 
 
@@ -100,5 +112,32 @@ def broadcast_from_rank0(value: Any) -> Any:
     if not dist.is_initialized():
         return value
     values = [value]
-    dist.broadcast_object_list(values)
+    dist.broadcast_object_list(values, group=_host_group)
     return values[0]
+
+
+def call_on_rank0(function: Callable[[], T]) -> T:
+    """Call ``function`` on rank 0, and return its result on all ranks.
+
+    The result is plain data, in which tensors on the CPU may be large: they travel one by one. All ranks raise a
+    UserError that ``function`` raises.
+    """
+    if not dist.is_initialized():
+        return function()
+    result: Any = None
+    error: UserError | None = None
+    if get_rank() == 0:
+        try:
+            result = tree_map_only(Tensor, Tensor.contiguous, function())
+        except UserError as caught:
+            error = caught
+    shapes = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), result)
+    shapes, error = broadcast_from_rank0((shapes, error))
+    if error is not None:
+        raise error
+    if get_rank() > 0:
+        result = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="cpu"), shapes)
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, Tensor):
+            dist.broadcast(leaf, 0, _host_group)
+    return result  # type: ignore[no-any-return]

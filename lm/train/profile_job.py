@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 from lm.common.device import choose_device
 from lm.distributed.process_group import process_group
+from lm.train.directory_lock import lock_directory
 from lm.train.job import Job
 from lm.train.profile import profile_training
 
@@ -34,7 +35,7 @@ class ProfileJob(Job):
     ) -> dict[str, Any]:
         """Measure the steps and write the files; see :func:`lm.train.profile.profile_training`. Return the profile."""
         out, _ = self._open_out()
-        with process_group(choose_device(self.execution.device)) as device:
+        with process_group(choose_device(self.execution.device)) as device, lock_directory(out):
             make_trainer = partial(self.make_trainer, out, device)
             stop_event = stop_event or threading.Event()
             return asdict(profile_training(make_trainer, device, self.profiled_steps, out, stop_event))

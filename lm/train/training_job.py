@@ -21,6 +21,7 @@ from lm.common.runtime import Execution
 from lm.data.remote_files import read_file
 from lm.distributed.process_group import barrier, get_rank, process_group
 from lm.train.config import TrainConfig
+from lm.train.directory_lock import lock_directory
 from lm.train.trainer import Trainer
 
 
@@ -91,7 +92,7 @@ class TrainingJob(ABC):
     ) -> dict[str, Any]:
         """Train, from the newest checkpoint if there is one; see :meth:`lm.train.trainer.Trainer.run`."""
         out, mirror = self._open_out()
-        with process_group(choose_device(self.execution.device)) as device:
+        with process_group(choose_device(self.execution.device)) as device, lock_directory(out):
             if mirror:
                 _exchange_checkpoints(mirror)
             trainer = self.make_trainer(out, device)
