@@ -33,7 +33,7 @@ from lm.checkpoint.safe_load import (
 from lm.common.checksum import dumps_with_checksum, file_checksum, loads_with_checksum
 from lm.common.errors import UserError
 from lm.distributed.parallel import Parallel
-from lm.distributed.process_group import all_gather, broadcast_from_rank0, get_rank, get_world_size
+from lm.distributed.process_group import all_gather, broadcast_from_rank0, call_on_rank0, get_rank, get_world_size
 from lm.distributed.sharding import local_rows
 from lm.model.config import ModelConfig
 from lm.model.scalar_head import ScalarHead
@@ -168,20 +168,23 @@ def load_training(
     model: TransformerLM,
     optimizers: list[torch.optim.Optimizer],
     parallel: Parallel | None = None,
+    description: dict[str, Any] | None = None,
 ) -> int:
-    """Restore all state of a checkpoint, and return its step. With ``parallel``, each rank restores its rows.
+    """Restore all state of a checkpoint, and return its step.
 
-    Raises UserError if the checkpoint is damaged or does not fit.
+    With ``parallel``, each rank restores its rows. If it divides no state, only rank 0 reads the directory, which other
+    machines may not have. ``description`` is that of :func:`read_description`; if it is given, the files are not hashed
+    again. Raises UserError if the checkpoint is damaged or does not fit.
     """
-    description = _require_description(directory)
-    weights = _read_weights(directory, description)
-    if (directory / _HEAD_NAME).exists():
-        weights |= read_safetensors(directory / _HEAD_NAME)
+
+    def read() -> tuple[dict[str, Tensor], list[Any], int]:
+        return _read_training(directory, description or _require_description(directory))
+
+    weights, parts, step = call_on_rank0(read) if parallel and not parallel.divides_state else read()
     for name, p in model.named_parameters():
         if name in weights:
             weights[name] = _select_rows([weights[name]], p, parallel)
     load_weights(model, weights, str(directory))
-    parts = [read_tensors(directory / name, mmap=True) for name in _part_names("optimizer", description["files"])]
     states = []
     for part in parts:
         match part:
@@ -206,8 +209,16 @@ def load_training(
             torch.cuda.set_rng_state_all(rng["cuda"])
     except (TypeError, RuntimeError) as error:
         raise UserError(f"The checkpoint {directory} has an invalid random number generator state: {error}") from None
-    step: int = description["step"]
     return step
+
+
+def _read_training(directory: Path, description: dict[str, Any]) -> tuple[dict[str, Tensor], list[Any], int]:
+    """Return the whole weights, the content of the optimizers' files, and the step."""
+    weights = _read_weights(directory, description)
+    if (directory / _HEAD_NAME).exists():
+        weights |= read_safetensors(directory / _HEAD_NAME)
+    parts = [read_tensors(directory / name, mmap=True) for name in _part_names("optimizer", description["files"])]
+    return weights, parts, description["step"]
 
 
 def _select_state(

@@ -16,7 +16,7 @@ from torch import Tensor
 from lm.common.errors import UserError
 from lm.data.dialogs import PreferencePair
 from lm.data.shuffle import shuffled_indices
-from lm.distributed.process_group import all_gather, all_reduce_mean, get_rank, get_world_size
+from lm.distributed.process_group import all_gather, all_reduce_mean, call_on_rank0, get_rank, get_world_size
 from lm.eval.reward_worker import RewardWorker, Verdict
 from lm.eval.rewards import REWARD_KEYS
 from lm.eval.tasks import Problem
@@ -147,14 +147,19 @@ class RolloutObjective(ABC):
     def restore(self, previous: Path, step: int) -> None:
         """Read the responses of an unfinished training. Those of rollouts that ended before ``step`` are not kept."""
         present = step - step % self.updates_per_rollout
-        self._stored = {}
-        try:
-            for row in iterate_metrics(previous / _ROLLOUTS):
-                response = RolloutRow(**row)
-                if response.step > present:
-                    self._stored.setdefault(response.step - 1, []).append(response)
-        except TypeError:
-            self._stored = {}
+
+        def read() -> dict[int, list[RolloutRow]]:
+            stored: dict[int, list[RolloutRow]] = {}
+            try:
+                for row in iterate_metrics(previous / _ROLLOUTS):
+                    response = RolloutRow(**row)
+                    if response.step > present:
+                        stored.setdefault(response.step - 1, []).append(response)
+            except TypeError:
+                return {}
+            return stored
+
+        self._stored = call_on_rank0(read)
 
     def micro_batches(self, step: int) -> Sequence[Any]:
         """Return this rank's micro-batches of a step. The first step of a rollout samples the responses."""

@@ -66,6 +66,8 @@ class Resumable(NamedTuple):
     """Name of its directory. Empty if there is none."""
     paths: Sequence[Path] = ()
     """Directories of all."""
+    description: dict[str, Any] = {}  # noqa: RUF012
+    """Description of the newest one, see :func:`lm.checkpoint.training_state.read_description`."""
 
 
 def find_resumable(previous: Path, settings: Settings) -> Resumable:
@@ -89,7 +91,7 @@ def find_resumable(previous: Path, settings: Settings) -> Resumable:
     newest = resumable[step]
     _check_settings(newest, intact[newest], settings)
     paths = [path for path, description in intact.items() if description["step"] <= step]
-    return Resumable(step, newest.name, paths)
+    return Resumable(step, newest.name, paths, intact[newest])
 
 
 def adopt_checkpoints(previous: Path, out: Path, resumable: Resumable) -> None:

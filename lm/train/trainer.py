@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lm.checkpoint.atomic_dir import remove_abandoned_directories
-from lm.checkpoint.training_state import load_training, read_description, step_name
+from lm.checkpoint.training_state import load_training, step_name
 from lm.common.allocator import keep_freed_memory
 from lm.common.device import choose_precision, explain_out_of_memory
 from lm.common.errors import Stopped, UserError, translate_write_errors
@@ -27,6 +27,7 @@ from lm.distributed.process_group import (
     all_reduce_mean,
     barrier,
     broadcast_from_rank0,
+    call_on_rank0,
     get_local_world_size,
     get_rank,
     get_world_size,
@@ -138,26 +139,20 @@ class Trainer:
         with another model, tokenizer or data.
         """
         settings = self._settings() | {"data": self.objective.digests}
-        resumable = broadcast_from_rank0(find_resumable(previous, settings) if self.rank == 0 else None)
+        resumable = call_on_rank0(lambda: find_resumable(previous, settings))
         with self._autocast():
             self.objective.restore(previous, resumable.step)
         barrier()  # all ranks have read the rows that the adoption drops
-        if self.rank == 0:
-            adopt_checkpoints(previous, self.out, resumable)
-        barrier()
+        call_on_rank0(lambda: adopt_checkpoints(previous, self.out, resumable))
         if not (name := resumable.name):
             return False
         options = [{key: group[key] for key in group if key != "params"} for group in self._parameter_groups()]
-        self.step = load_training(self.out / name, self.model, self.optimizers, self.parallel)
+        description = resumable.description
+        self.step = load_training(self.out / name, self.model, self.optimizers, self.parallel, description)
         for group, group_options in zip(self._parameter_groups(), options, strict=True):
             group.update(group_options)  # from the config, not from the checkpoint
-        description = read_description(self.out / name)
-        if description is None:
-            raise UserError(
-                f"The checkpoint {self.out / name} has changed while it was read; start the training again."
-            )
         best_step = description["best"]["step"]
-        if self._checkpoint_path(best_step).exists():  # else a later checkpoint becomes the best
+        if step_name(best_step) in {path.name for path in resumable.paths}:  # else a later one becomes the best
             self.best = description["best"]
         self.evaluations_without_improvement = description["evaluations_without_improvement"]
         self.seconds = description.get("seconds", 0.0)
@@ -225,8 +220,11 @@ class Trainer:
                     if self.tracker and (is_logged or is_evaluated or step_metrics):
                         self.tracker.add(row)
                     # Saved after the row, so that a resumed training has the metrics of all earlier steps.
-                    if is_due or is_stopping or self._is_finished() or self.step == self.best["step"]:
+                    is_saved = is_due or is_stopping or self._is_finished() or self.step == self.best["step"]
+                    if is_saved:
                         self.save()
+                    if is_saved or is_evaluated:
+                        barrier()  # rank 0 saves and samples alone; the next collective of tensors has a short timeout
                 progress(self.step)
                 if is_stopping and not self._is_finished():
                     raise Stopped(

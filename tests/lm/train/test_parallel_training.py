@@ -17,6 +17,7 @@ from lm.distributed.launch import run_processes
 from lm.model.memory import predict_training_memory
 from lm.train.job import Job
 from lm.train.parallel import choose_parallel
+from tests.helpers.ranks import run_ranks
 from tests.helpers.training import MODEL, read_rows, train_config, write_job
 
 OPTIONS: dict[str, Any] = {
@@ -114,3 +115,22 @@ def test_auto_divides_as_much_as_the_memory_requires(monkeypatch: pytest.MonkeyP
     for memory, expected in [(1, "fsdp"), *((int(peak / 0.84), kind) for peak, kind in zip(peaks, kinds, strict=True))]:
         monkeypatch.setattr("lm.train.parallel._memory_bytes", lambda _, memory=memory: memory)
         assert choose(monkeypatch, "auto", 4) == expected
+
+
+@pytest.mark.slow
+def test_data_parallel_training_resumes_without_a_shared_directory(tmp_path: Path) -> None:
+    """Only rank 0 has the checkpoints, and sends them to the others."""
+    run_ranks("tests.helpers.rank_trainings", tmp_path, "resume_without_a_shared_directory", world_size=2)
+    expected, *others = (
+        torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=True)
+        for name in ("whole", "interrupted")
+        for rank in (0, 1)
+    )
+    for weights in others:
+        assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.slow
+def test_rank_0_may_save_and_sample_for_longer_than_a_collective_waits(tmp_path: Path) -> None:
+    run_ranks("tests.helpers.rank_trainings", tmp_path, "let_rank0_work_alone", world_size=2)
+    assert len([*tmp_path.glob("*.done")]) == 2

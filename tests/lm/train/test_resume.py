@@ -12,12 +12,14 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
+import lm.checkpoint.training_state
 import lm.train.checkpoints
-from lm.checkpoint.training_state import newest_checkpoint, read_description, save_training
+from lm.checkpoint.training_state import newest_checkpoint, read_description, save_training, step_directories
+from lm.common.checksum import file_checksum
 from lm.common.errors import Stopped, UserError
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
@@ -105,6 +107,22 @@ def test_resumes_twice(tmp_path: Path, finished: Trainer) -> None:
     third.run()
     assert weights_equal(third.model, finished.model)
     assert read_rows(third.out) == read_rows(finished.out)
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_a_resume_hashes_each_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_moved: bool) -> None:
+    start_and_kill(small_trainer(tmp_path, keep_checkpoints=2), 12)
+    hashed: list[str] = []
+
+    def checksum(file: IO[bytes]) -> str:
+        hashed.append(file.name)
+        return file_checksum(file)
+
+    monkeypatch.setattr(lm.checkpoint.training_state, "file_checksum", checksum)
+    assert small_trainer(tmp_path / "new" if is_moved else tmp_path).resume(tmp_path)
+    checkpoints = step_directories(tmp_path)
+    files = [str(path) for directory in checkpoints for path in directory.iterdir() if path.suffix != ".json"]
+    assert len(checkpoints) > 1 and sorted(hashed) == sorted(files)
 
 
 def test_nothing_to_resume(tmp_path: Path, finished: Trainer) -> None:
