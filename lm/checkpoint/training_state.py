@@ -69,8 +69,8 @@ def save_training(
         error = ""
         try:
             if rank < weight_parts:
-                _save_weights(model, temporary, rank, weight_parts)
-            states = [(parallel.local(o) if parallel else o).state_dict() for o in optimizers]
+                _save_weights(model, temporary, rank, weight_parts, parallel)
+            states = [_state_of_part(o, rank, world_size, parallel) if parallel else o.state_dict() for o in optimizers]
             rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}  # cuda: one state per device
             save_tensors({"optimizers": states, "rng": rng}, temporary / _part_name("optimizer", rank, world_size))
         except (OSError, RuntimeError, SafetensorError) as caught:
@@ -85,10 +85,10 @@ def save_training(
             (temporary / "checkpoint.json").write_text(dumps_with_checksum(description), encoding="utf-8")
 
 
-def _save_weights(model: TransformerLM, directory: Path, part: int, parts: int) -> None:
-    buffers = {name for name, _ in model.named_buffers()}  # whole on each rank, unlike the parameters
+def _save_weights(model: TransformerLM, directory: Path, part: int, parts: int, parallel: Parallel | None) -> None:
+    divided = {name for name, p in model.named_parameters(remove_duplicate=False) if parallel and parallel.bounds(p)}
     weights = {
-        key: (_rows_of_part(tensor, part, parts) if key in buffers else tensor).contiguous()
+        key: (tensor if key in divided else _rows_of_part(tensor, part, parts)).contiguous()
         for key, tensor in model.state_dict().items()
     }
     head = {key: weights.pop(key) for key in list(weights) if key.startswith(_HEAD_PREFIX)}
@@ -97,7 +97,27 @@ def _save_weights(model: TransformerLM, directory: Path, part: int, parts: int) 
         save_file(head, directory / _HEAD_NAME)
 
 
+def _state_of_part(optimizer: torch.optim.Optimizer, part: int, parts: int, parallel: Parallel) -> dict[str, Any]:
+    """Return the state dict of the rows that belong to a part: of a parameter that all ranks have whole, its share."""
+    optimizer = parallel.local(optimizer)
+    state_dict = optimizer.state_dict()
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {
+        index: {
+            key: _rows_of_part(value, part, parts).clone()  # a view would be saved with the whole tensor
+            if parts > 1 and isinstance(value, Tensor) and value.ndim and parallel.bounds(params[index]) is None
+            else value
+            for key, value in entry.items()
+        }
+        for index, entry in state_dict["state"].items()
+    }
+    return state_dict | {"state": state}
+
+
 def _rows_of_part(tensor: Tensor, part: int, parts: int) -> Tensor:
+    if parts == 1:
+        return tensor
+    tensor = tensor if tensor.ndim else tensor[None]
     return tensor[len(tensor) * part // parts : len(tensor) * (part + 1) // parts]
 
 

@@ -10,24 +10,27 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lm.distributed.process_group import get_world_size
-from lm.distributed.sharding import Bounds, RowExchange, Transfer, divide_rows, local_rows
+from lm.distributed.sharding import Bounds, ReplicaExchange, RowExchange, Transfer, divide_rows, local_rows
 
 Location = tuple[nn.Module, str]
 
 
 class FSDP(nn.Module):
-    """Wraps a module. Each rank keeps only its rows of each weight; all rows are gathered when the weight is used.
+    """Wraps a module. Each rank keeps only its rows of each matrix; all rows are gathered when the matrix is used.
+
+    Vectors and scalars, such as norm gains and biases, stay whole on every rank: they are small. Their gradients are
+    averaged over the ranks.
 
     A unit is an element of a ``ModuleList``, or any other module with parameters of its own. Its weights are gathered
     ahead of its forward pass and of its backward pass, and freed after each; its gradients are averaged over the ranks
     during the backward pass, and each rank keeps its rows. With ``is_resharded_after_forward`` False the weights stay
     between the two passes, which saves a third of the traffic (ZeRO stage 2).
 
-    Outside of the passes the parameters of ``module`` are this rank's rows: give them to the optimizer. Rows are
-    float32 if the weights are; with ``compute_dtype`` they are cast before they are gathered, and floating-point
-    arguments of :meth:`forward` are cast too. Gradients travel in ``reduce_dtype``, that of the gathered weights by
-    default. The matrices in ``whole`` belong to one rank each, for an optimizer that needs whole matrices. Weights
-    and buffers start as those of rank 0.
+    Outside of the passes the parameters of ``module`` are this rank's rows, or whole vectors: give them to the
+    optimizer. They are float32 if the weights are; with ``compute_dtype`` they are cast before they are gathered, and
+    floating-point arguments of :meth:`forward` are cast too. Gradients travel in ``reduce_dtype``, that of the gathered
+    weights by default. The matrices in ``whole`` belong to one rank each, for an optimizer that needs whole matrices.
+    Weights and buffers start as those of rank 0.
 
     A module that uses weights of sibling modules names these in its attribute ``weights_of``. All ranks must call the
     units in the same order. Call :meth:`finish_gradient_synchronization` after the backward pass.
@@ -61,8 +64,9 @@ class FSDP(nn.Module):
 
     @property
     def bounds(self) -> dict[nn.Parameter, Bounds]:
-        """The rows of each rank, for each parameter."""
-        return {shard: bounds for unit in self._units for shard, bounds in zip(unit.shards, unit.bounds, strict=True)}
+        """The rows of each rank, for each parameter that is divided."""
+        divided = [unit for unit in self._units if unit.bounds]
+        return {shard: bounds for unit in divided for shard, bounds in zip(unit.shards, unit.bounds, strict=True)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
@@ -158,7 +162,8 @@ class FSDP(nn.Module):
 
 
 class _Unit:
-    """Weights that are gathered, freed and reduced together. ``shards`` are this rank's rows of them."""
+    """Weights that are gathered, freed and reduced together. ``shards`` are this rank's rows of them, or, without
+    ``bounds``, whole vectors."""
 
     def __init__(
         self,
@@ -172,13 +177,13 @@ class _Unit:
         self.locations, self.bounds = locations, bounds
         dtype = compute_dtype or params[0].dtype
         self.shards = [
-            nn.Parameter(local_rows(p.detach(), bounds).clone(), p.requires_grad)
-            for p, bounds in zip(params, self.bounds, strict=True)
+            nn.Parameter(rows.clone(), p.requires_grad)
+            for p, rows in zip(params, self._local([p.detach() for p in params]), strict=True)
         ]
         self.full = [nn.Parameter(torch.empty_like(p, dtype=dtype), p.requires_grad) for p in params]
         self.on_gradients: Callable[[_Unit], None] = lambda unit: None
-        self._gather_exchange = RowExchange(params, self.bounds, dtype)
-        self._reduce_exchange = RowExchange(params, self.bounds, reduce_dtype or dtype, reduce_group)
+        self._gather_exchange = self._make_exchange(dtype)
+        self._reduce_exchange = self._make_exchange(reduce_dtype or dtype, reduce_group)
         self._gather: Transfer | None = None
         self._reduction: Transfer | None = None
         self._is_gathered = True
@@ -188,6 +193,16 @@ class _Unit:
                 p.register_post_accumulate_grad_hook(self._count_gradient)
         self.expect_gradients()
         self.free()
+
+    def _local(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [local_rows(x, b) for x, b in zip(tensors, self.bounds, strict=True)] if self.bounds else tensors
+
+    def _make_exchange(
+        self, dtype: torch.dtype, group: dist.ProcessGroup | None = None
+    ) -> RowExchange | ReplicaExchange:
+        if self.bounds:
+            return RowExchange(self.full, self.bounds, dtype, group)
+        return ReplicaExchange(self.full, dtype, group)
 
     @property
     def rows(self) -> list[Tensor]:
@@ -212,7 +227,7 @@ class _Unit:
     def gather_copies(self) -> list[Tensor]:
         """Return the whole weights in the dtype of the shards, as new tensors."""
         copies = [torch.empty_like(p, dtype=s.dtype) for p, s in zip(self.full, self.shards, strict=True)]
-        exchange = RowExchange(copies, self.bounds, self.shards[0].dtype)
+        exchange = self._make_exchange(self.shards[0].dtype)
         exchange.finish_gather(exchange.start_gather(self.rows), copies)
         return copies
 
@@ -270,10 +285,11 @@ def _make_units(
 ) -> tuple[list[_Unit], dict[nn.Module, tuple[_Unit, ...]]]:
     """Return the units, and the units that a module uses in its forward pass.
 
-    Parameters of a unit have one dtype. A parameter of several modules belongs to the unit of the first.
+    Parameters of a unit have one dtype, and are either divided or vectors. A parameter of several modules belongs to
+    the unit of the first.
     """
     locations: dict[nn.Parameter, list[Location]] = {}
-    groups: dict[tuple[nn.Module, torch.dtype], list[nn.Parameter]] = {}
+    groups: dict[tuple[nn.Module, torch.dtype, bool], list[nn.Parameter]] = {}
     users: dict[nn.Module, list[nn.Parameter]] = {}
     owners = {
         part: [module.get_submodule(f"{path.rpartition('.')[0]}.{name}".lstrip(".")) for name in part.weights_of]
@@ -284,15 +300,15 @@ def _make_units(
         for name, p in part._parameters.items():
             if p is not None:
                 if p not in locations:
-                    groups.setdefault((root, p.dtype), []).append(p)
+                    groups.setdefault((root, p.dtype, p.ndim < 2), []).append(p)
                 locations.setdefault(p, []).append((part, name))
                 users.setdefault(root, []).append(p)
         for owner in owners.get(part, ()):
             users.setdefault(root, []).extend(owner.parameters())
     units: dict[nn.Parameter, _Unit] = {}
     loads, reduce_group = [0] * get_world_size(), dist.new_group()
-    for group in groups.values():
-        bounds = divide_rows(group, [p in whole for p in group], loads)
+    for (_, _, are_vectors), group in groups.items():
+        bounds = [] if are_vectors else divide_rows(group, [p in whole for p in group], loads)
         unit = _Unit(group, [locations[p] for p in group], bounds, compute_dtype, reduce_dtype, reduce_group)
         units |= dict.fromkeys(group, unit)
     used = {user: tuple(dict.fromkeys(units[p] for p in params)) for user, params in users.items()}

@@ -21,8 +21,9 @@ class Parallel:
     """Divides the training of ``model`` among the ranks.
 
     none: one process. ddp: all ranks have everything. zero1: optimizer state is divided. zero2: also gradients, and
-    weights outside of the passes. fsdp: also weights between the passes. The matrices in ``whole`` are not divided
-    themselves but belong to one rank each, for optimizers that need whole matrices; stacks of them are divided.
+    weights outside of the passes. fsdp: also weights between the passes. zero2 and fsdp leave vectors whole. The
+    matrices in ``whole`` are not divided themselves but belong to one rank each, for optimizers that need whole
+    matrices; stacks of them are divided.
     """
 
     def __init__(self, model: nn.Module, kind: ParallelKind, whole: Collection[nn.Parameter] = ()) -> None:
@@ -66,8 +67,10 @@ class Parallel:
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the gradients by their global norm, and return it; see :func:`lm.optim.clip_grad_norm`."""
-        is_divided = isinstance(self.wrapper, FSDP)
-        return clip_grad_norm(self.model.parameters(), max_norm, _sum_over_ranks if is_divided else None)
+        params = list(self.model.parameters())
+        if not isinstance(self.wrapper, FSDP):
+            return clip_grad_norm(params, max_norm)
+        return clip_grad_norm(params, max_norm, _sum_over_ranks, {p for p in params if self.bounds(p) is None})
 
     def iterate_full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all parameters with their names, whole. All ranks must do this together."""

@@ -145,5 +145,43 @@ class RowExchange:
         return [(rank, buffer[share]) for rank, share in enumerate(self.shares) if share.start < share.stop]
 
 
+class ReplicaExchange:
+    """Has the methods of :class:`RowExchange`, for tensors that every rank has whole: nothing is gathered."""
+
+    def __init__(self, tensors: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> None:
+        self.dtype, self.device, self.group = dtype, tensors[0].device, group
+        self.places = _consecutive_slices([x.numel() for x in tensors])
+
+    def start_gather(self, rows: Sequence[Tensor]) -> Transfer:
+        """Cast this rank's tensors, without traffic."""
+        buffer = self._join(rows)
+        return Transfer(buffer, [], buffer)
+
+    def finish_gather(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
+        """Copy the tensors to ``tensors``."""
+        for x, place in zip(tensors, self.places, strict=True):
+            x.copy_(transfer.buffer[place].view_as(x))
+
+    @in_phase("communication")
+    def start_average(self, tensors: Sequence[Tensor | None]) -> Transfer:
+        """Begin to average the tensors over the ranks. None stands for zeros."""
+        buffer = self._join(tensors)
+        buffer /= get_world_size()
+        return Transfer(buffer, [dist.all_reduce(buffer, group=self.group, async_op=True)], buffer)
+
+    @in_phase("communication")
+    def finish_average(self, transfer: Transfer) -> list[Tensor]:
+        """Wait for the averages; return each tensor whole and flat, on every rank."""
+        transfer.wait()
+        return [transfer.buffer[place] for place in self.places]
+
+    def _join(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        buffer = torch.zeros(self.places[-1].stop, dtype=self.dtype, device=self.device)
+        for x, place in zip(tensors, self.places, strict=True):
+            if x is not None:
+                buffer[place] = x.flatten()
+        return buffer
+
+
 def _consecutive_slices(sizes: Sequence[int], start: int = 0) -> list[slice]:
     return [slice(*ends) for ends in pairwise(accumulate(sizes, initial=start))]

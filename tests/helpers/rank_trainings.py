@@ -1,22 +1,28 @@
-"""Small data-parallel trainings of two ranks. ``main``, which ``run_ranks`` calls, is one rank of a case."""
+"""Small trainings of two ranks. ``main``, which ``run_ranks`` calls, is one rank of a case."""
 
 import sys
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lm.checkpoint.training_state import ROW_FILES
 from lm.common.errors import UserError
+from lm.distributed import FSDP
+from lm.model.transformer import TransformerLM
 from lm.train.directory_lock import lock_directory
 from lm.train.trainer import Trainer
 from tests.helpers.ranks import rank_of_test
-from tests.helpers.training import small_trainer
+from tests.helpers.training import MODEL, small_trainer
 
 _SETTINGS: dict[str, Any] = {"steps": 8, "checkpoint_interval": 3, "eval_interval": 4, "optimizer": "muon"}
 _SHORT_TIMEOUT_SECONDS = 5.0
@@ -26,15 +32,15 @@ class _Killed(Exception):
     pass
 
 
-def _train_interrupted(out: Path) -> Trainer:
+def _train_interrupted(out: Path, **settings: Any) -> Trainer:
     def end(step: int) -> None:
         if step == 7:
             raise _Killed
 
     try:
-        small_trainer(out, **_SETTINGS).run(end)
+        small_trainer(out, **settings).run(end)
     except _Killed:
-        trainer = small_trainer(out, **_SETTINGS)
+        trainer = small_trainer(out, **settings)
     assert trainer.resume(out) and trainer.step == 6
     trainer.run()
     return trainer
@@ -42,12 +48,76 @@ def _train_interrupted(out: Path) -> Trainer:
 
 def resume_without_a_shared_directory(directory: Path, rank: int) -> None:
     """Save the weights of an interrupted and of an uninterrupted training whose ranks have directories of their own."""
-    interrupted = _train_interrupted(directory / f"interrupted-{rank}")
+    interrupted = _train_interrupted(directory / f"interrupted-{rank}", **_SETTINGS)
     whole = small_trainer(directory / f"whole-{rank}", **_SETTINGS)
     whole.run()
     for name, trainer in (("interrupted", interrupted), ("whole", whole)):
         torch.save(trainer.model.state_dict(), directory / f"{name}-{rank}.pt")
     assert not rank or not {path.name for path in interrupted.out.iterdir()} & {"step-0000006", *ROW_FILES}
+
+
+def resume_with_whole_vectors(directory: Path, rank: int) -> None:
+    """Compare the shards and the optimizers' states of an interrupted and of an uninterrupted training."""
+    model = replace(MODEL, qkv_bias=True)
+    for kind in ("fsdp", "zero2"):
+        for optimizer in ("adamw", "muon"):
+            settings = {**_SETTINGS, "optimizer": optimizer, "model": model}
+            with patch("lm.train.trainer.choose_parallel", lambda *_, kind=kind: kind):
+                interrupted = _train_interrupted(directory / f"{kind}-{optimizer}", **settings)
+                whole = small_trainer(directory / f"{kind}-{optimizer}-whole", **settings)
+                whole.run()
+            for ours, others in zip(interrupted.optimizers, whole.optimizers, strict=True):
+                torch.testing.assert_close(ours.state_dict()["state"], others.state_dict()["state"], rtol=0, atol=0)
+            for (name, p), other in zip(interrupted.model.named_parameters(), whole.model.parameters(), strict=True):
+                assert torch.equal(p, other), f"{name} of {kind}"
+                assert p.ndim > 1 or p.shape == dict(TransformerLM(model).named_parameters())[name].shape
+    (directory / f"{rank}.done").touch()
+
+
+class _Scaled(torch.nn.Module):
+    """A linear map with a bias, and a scale without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 5)
+        self.norm = torch.nn.LayerNorm(5)
+        self.scale = torch.nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x)) * self.scale  # type: ignore[no-any-return]
+
+
+def average_gradients_of_vectors(directory: Path, rank: int) -> None:
+    """Each rank has the whole gradients of vectors and scalars: the mean of those that the ranks compute alone."""
+    for compute_dtype, is_resharded in product((None, torch.bfloat16), (True, False)):
+        for make in (_Scaled, lambda: TransformerLM(replace(MODEL, qkv_bias=True))):
+            torch.manual_seed(0)
+            module, alone = make(), make()
+            alone.load_state_dict(module.state_dict())
+            fsdp = FSDP(module, compute_dtype, is_resharded_after_forward=is_resharded)
+            torch.manual_seed(1 + rank)
+            x = torch.randn(3, 6) if make is _Scaled else torch.randint(256, (3, 16))
+            for model in (fsdp, alone):
+                for part in x.split(2):  # two micro-batches
+                    with fsdp.no_sync() if model is fsdp and len(part) == 2 else nullcontext():
+                        model(part).float().sin().sum().backward()
+            fsdp.finish_gradient_synchronization()
+            vectors = {name: p for name, p in module.named_parameters() if p.ndim < 2}
+            assert vectors
+            for name, p in alone.named_parameters():
+                assert p.grad is not None
+                dist.all_reduce(p.grad)
+                if name in vectors:
+                    grad = vectors[name].grad
+                    assert grad is not None and vectors[name].shape == p.shape, name
+                    tolerance = (
+                        {} if compute_dtype is None else {"rtol": 0.05, "atol": 0.05 * float(p.grad.abs().max())}
+                    )
+                    torch.testing.assert_close(grad, p.grad / dist.get_world_size(), **tolerance, msg=name)
+                    of_rank0 = grad.clone()
+                    dist.broadcast(of_rank0, 0)
+                    assert torch.equal(grad, of_rank0), name
+    (directory / f"{rank}.done").touch()
 
 
 def refuse_a_locked_directory(directory: Path, rank: int) -> None:

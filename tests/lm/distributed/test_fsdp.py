@@ -1,4 +1,6 @@
-"""Memory and gradients of FSDP in one process."""
+"""Memory and gradients of FSDP."""
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ from torch import Tensor
 
 from lm.distributed import FSDP
 from lm.model import ModelConfig, TransformerLM
+from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("process_group_of_one")
 
@@ -89,3 +92,10 @@ def test_a_failed_backward_pass_leaves_nothing_behind() -> None:
         model.loss(IDS, IDS).backward()
     model.loss(IDS, IDS).backward()
     assert gathered_bytes(fsdp) == 0 and fsdp._reductions == len(fsdp._units)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["average_gradients_of_vectors", "resume_with_whole_vectors"])
+def test_vectors_are_whole_on_every_rank(tmp_path: Path, case: str) -> None:
+    run_ranks("tests.helpers.rank_trainings", tmp_path, case, world_size=2)
+    assert len([*tmp_path.glob("*.done")]) == 2
