@@ -255,10 +255,14 @@ def _normalize(parser: ArgumentParser, arguments: list[str]) -> list[str]:
             if (underscored := f"--{name[2:].replace('-', '_')}") in actions:
                 argument = underscored + equals + value
         groups[-1].append(argument)
+    given: set[str] = set()
     joined = groups[0]
     for group in groups[1:]:
         option, equals, value = group[0].partition("=")
         items = [value, *group[1:]] if equals else group[1:]
+        if option in lists and option in given:
+            raise UserError(f"{option} is given twice; name all its values after it once: {option} A B.")
+        given.add(option)
         if option in lists and items and not (len(items) == 1 and _is_list(items[0], lists[option])):
             joined.append(f"{option}={json.dumps(items, ensure_ascii=False)}")
         else:

@@ -162,6 +162,19 @@ def test_the_items_of_a_list_follow_its_option(items: list[str]) -> None:
         assert parsed.plan.data.valid == ["v", "w"] and parsed.plan.budget == "5m"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--data.train", "a", "--data.train", "b"],
+        ["--data.train=a", "--root", "r", "--data.train=['b']"],
+        ["--train.sample-prompts", "a", "b", "--train.sample_prompts=c"],
+    ],
+)
+def test_a_list_that_is_given_twice_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(UserError, match=r"is given twice; name all its values after it once: --\S+ A B"):
+        parse(build_parser(only="plan"), ["plan", *arguments])
+
+
 def test_an_option_may_have_dashes() -> None:
     arguments = ["--max-batch-size", "3", "--prefix_cache_mb=4", "--speculative-tokens=5"]
     serve = parse(build_parser(), ["serve", *arguments]).serve
