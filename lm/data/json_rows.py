@@ -1,6 +1,5 @@
 """Rows of JSON Lines and Parquet files, local or by URL. Damaged rows are skipped, counted and named."""
 
-import json
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -8,6 +7,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from lm.common.errors import UserError
+from lm.text.foreign_formats import refuse_json_array
+from lm.text.json_lines import parse_json
 from lm.text.parquet import open_parquet
 from lm.text.sources import detect_format, open_decompressed
 from lm.text.utf8 import replace_surrogates
@@ -66,7 +67,7 @@ def read_rows(url: str, damaged: DamagedRows, parse: Callable[[Row], T]) -> Iter
 def _read_json_lines(url: str) -> Iterator[tuple[str, Callable[[], Row]]]:
     """Yield (name of the row, function that returns it or raises ValueError)."""
     with open_decompressed(url) as blocks:
-        for number, line in enumerate(_split_lines(blocks), start=1):
+        for number, line in enumerate(_split_lines(refuse_json_array(blocks, url)), start=1):
             if number == 1 and line is not None:
                 line = line.removeprefix(BOM_UTF8)  # as some programs on Windows write it
             if line is None or line.strip():
@@ -97,12 +98,12 @@ def _parse_json(line: bytes | None) -> Row:
         text = line.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: byte 0x{line[error.start]:02x} at offset {error.start:,}") from None
-    try:
-        row = json.loads(text)
-        if "\\ud" in text.lower():
+    row = parse_json(text)
+    if "\\ud" in text.lower():
+        try:
             row = _replace_all_surrogates(row)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from None
+        except RecursionError as error:
+            raise ValueError(f"not JSON: {error}") from None
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
     return row

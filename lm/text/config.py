@@ -16,8 +16,8 @@ class DataConfig:
 
     train: list[str] = field(default_factory=lambda: ["demo:6000"], metadata={"min_length": 1})
     """Training text: a list of paths, globs or URLs (file, https, s3, memory), plain or compressed (.gz .bz2 .xz .zst).
-    .jsonl and .parquet hold one document per row. In any other file, the separator ends each document. demo:N generates
-    N short stories."""
+    .jsonl, .json and .parquet hold one document per row. In any other file, the separator ends each document. demo:N
+    generates N short stories."""
     valid: list[str] = field(default_factory=list)
     """Validation text, in the same forms. Empty (the default): use part of the training documents, see valid_fraction.
     """

@@ -1,11 +1,12 @@
 """Reading of documents from plain text, JSON Lines and Parquet files."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator
 
 from lm.common.errors import UserError
 from lm.text.config import DataConfig
+from lm.text.foreign_formats import refuse_json_array
+from lm.text.json_lines import parse_json
 from lm.text.parquet import open_parquet
 from lm.text.sources import detect_format, open_decompressed
 from lm.text.statistics import TextStatistics
@@ -93,6 +94,7 @@ def _jsonl_rows(
 ) -> Iterator[tuple[str, str]]:
     """Yield (name of the row for messages, document); null documents are skipped."""
     with open_decompressed(url, digest) as blocks:
+        blocks = refuse_json_array(blocks, url)
         lines = _split_lines(decode_utf8_blocks(blocks, url, config.invalid_utf8, statistics))
         for number, line in enumerate(lines, start=1):
             if number == 1:
@@ -101,9 +103,9 @@ def _jsonl_rows(
                 continue
             row_name = f"line {number:,}"
             try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{url}, {row_name}: not JSON: {error}.") from None
+                row = parse_json(line)
+            except ValueError as error:
+                raise UserError(f"{url}, {row_name}: {error}. JSON Lines have one object a line.") from None
             document = row.get(config.text_field, 0) if isinstance(row, dict) else 0
             if not isinstance(document, str | None):
                 raise UserError(f"{url}, {row_name}: no text field {config.text_field!r}; set data.text_field.")
@@ -138,11 +140,12 @@ def _parquet_rows(url: str, config: DataConfig, statistics: TextStatistics) -> I
         kind = schema.field(field).type
         if pa.types.is_dictionary(kind):
             kind = kind.value_type
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+        is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
+        if not any(is_kind(kind) for is_kind in is_text):  # null: as writers type a column without a value
             raise UserError(f"{url}: column {field!r} is not text; set data.text_field.")
         number = 0
         for batch in file.iter_batches(columns=[field], batch_size=1024):
-            column = batch.column(0)
+            column = batch.column(batch.schema.get_field_index(field))  # "a.b" selects field b of a struct a too
             try:
                 documents = column.to_pylist()
             except UnicodeDecodeError:  # Parquet does not check that text is UTF-8

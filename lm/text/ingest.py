@@ -16,6 +16,7 @@ from typing import Any
 from lm.common.errors import UserError
 from lm.text.config import DataConfig
 from lm.text.documents import split_documents, stream_documents
+from lm.text.foreign_formats import text_format
 from lm.text.held_out import DocumentHash, find_cut_before
 from lm.text.sources import (
     ByteRanges,
@@ -143,6 +144,7 @@ def read_group(sources: Sequence[Source], config: DataConfig, fraction: float, o
     invalid input.
     """
     readers = _read_sources(sources, config, int(fraction * 2**64), out)
+    _warn_about_formats(readers)
     group = GroupTexts()
     held_out_path = out / HELD_OUT
     with held_out_path.open("wb") as file:
@@ -184,6 +186,8 @@ class _TextReader:
     held_out_ranges: list[tuple[int, int]] = field(default_factory=list)
     statistics: TextStatistics = field(default_factory=TextStatistics)
     held_out_statistics: TextStatistics = field(default_factory=TextStatistics)
+    formats: dict[str, list[str]] = field(default_factory=dict)
+    """URLs of the plain texts that begin like another format, by that format."""
     _kept_statistics: TextStatistics = field(default_factory=TextStatistics)
     _document_start: int = 0  # blank text at the end of a source belongs to the next document
 
@@ -201,7 +205,11 @@ class _TextReader:
         Parquet is not read in order. So it is read again to compare it, if it is local.
         """
         document, digest = DocumentHash(), hashlib.sha256()
+        is_first = detect_format(source.url)[0] == "text"
         for piece in stream_documents(source.url, self.config, self.statistics, digest):
+            if is_first and (name := text_format(source.url, piece)):
+                self.formats.setdefault(name, []).append(source.url)
+            is_first = False
             data = piece.encode()
             yield data
             self.size += len(data)
@@ -220,6 +228,19 @@ class _TextReader:
             check_unchanged(source, digest.hexdigest())
         elif is_local_file(source.url):
             check_unchanged(source)
+
+
+def _warn_about_formats(readers: Iterable[_TextReader]) -> None:
+    for name, items in groupby(
+        sorted((name, url) for reader in readers for name, urls in reader.formats.items() for url in urls),
+        key=lambda item: item[0],
+    ):
+        log.warning(
+            "Read as plain text, markup included, though it looks like %s: %s. For one document a row, give JSON Lines "
+            "(.jsonl) or Parquet.",
+            name,
+            _list_some(url for _, url in items),
+        )
 
 
 def _read_sources(sources: Sequence[Source], config: DataConfig, hash_limit: int, out: Path) -> list[_TextReader]:
@@ -282,7 +303,7 @@ def combine_groups(
     for name, split in splits.items():
         statistics, split.selections = split.statistics, [item for item in split.selections if item[1]]
         if statistics.documents == 1:
-            log.info("The %s text is one document. The separator %s would end each of several.", name, config.separator)
+            log.info("The %s text is one document. The separator %r would end each of several.", name, config.separator)
         if statistics.replaced:
             log.warning("The %s text: replaced %s invalid UTF-8 sequences.", name, f"{statistics.replaced:,}")
         if statistics.separators_removed:
@@ -324,6 +345,8 @@ def _split_at_end(
 
     If each border would hold out more than twice the fraction, the cut is inside a document, between two pretokens.
     """
+    if not statistics.documents:
+        raise UserError("The sources hold only white space: data.train has no document.")
     texts = [(url_of(number, text), text.bytes) for number, group in enumerate(groups) for text in group.kept]
     total = sum(size for _, size in texts)
     offset = int(total * (1 - fraction))
@@ -332,6 +355,12 @@ def _split_at_end(
         cut, is_border = min(borders, key=lambda border: abs(border - offset)), True
     else:
         cut, is_border = _find_cut(texts, offset, separator)
+    if not cut:
+        raise UserError(
+            f"The text has no place where its last {100 * fraction:.3g} % can be set aside for validation: no "
+            f"separator {separator!r} inside, no white space after other text. Give data.valid, or set "
+            "data.valid_fraction to 0."
+        )
     lengths = [length for _, length in _stream_document_ends(texts, cut, separator)]
     valid_statistics = _count_documents(lengths)
     train_statistics = statistics - _count_documents(lengths if is_border else lengths[1:])

@@ -22,6 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from lm.common.errors import TransientError, UserError
 from lm.text.demo_corpus import demo_stories
+from lm.text.foreign_formats import refuse_binary
 
 BLOCK_BYTES = 1 << 20  # per read
 _STREAM_READ_BYTES = 1 << 16  # small: each short stream copies the rest of what was read
@@ -64,6 +65,8 @@ _DECOMPRESSORS: dict[str, Callable[[Any], Iterator[bytes]]] = {
     ".xz": lambda raw: _read_streams(raw, lzma.LZMADecompressor),
     ".zst": lambda raw: _read_to_end(import_module("pyarrow").CompressedInputStream(raw, "zstd")),  # slow to import
 }
+_FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}  # others are text
+_LARGE_ZSTD_WINDOW = "Frame requires too much memory"  # zstd's message for a window above 128 MiB
 _ARCHIVES = {".tar", ".tgz", ".zip"}
 # Names of exception classes, because their libraries (aiohttp, botocore) may not be installed.
 _CONNECTION_ERRORS = {
@@ -298,21 +301,23 @@ def detect_format(url: str) -> tuple[str, str]:
     suffix = path.with_suffix("").suffix if compression else path.suffix
     if suffix in _ARCHIVES:
         raise UserError(f"{url} is an archive; unpack it first and name the files in it.")
-    return {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}.get(suffix, "text"), compression
+    return _FORMATS.get(suffix, "text"), compression
 
 
-class _HashedFile(io.BufferedIOBase):
-    """A file that adds the bytes read from it to ``digest``."""
+class _StoredFile(io.BufferedIOBase):
+    """A file that counts the bytes read from it and adds them to ``digest``."""
 
-    def __init__(self, raw: IO[bytes], digest: "hashlib._Hash") -> None:
-        self._raw, self._digest = raw, digest
+    def __init__(self, raw: IO[bytes], digest: "hashlib._Hash | None") -> None:
+        self._raw, self._digest, self.bytes_read = raw, digest, 0
 
     def readable(self) -> bool:
         return True
 
     def read(self, size: int | None = -1, /) -> bytes:
         block = self._raw.read(-1 if size is None else size)
-        self._digest.update(block)
+        self.bytes_read += len(block)
+        if self._digest:
+            self._digest.update(block)
         return block
 
 
@@ -320,18 +325,26 @@ class _HashedFile(io.BufferedIOBase):
 def open_decompressed(url: str, digest: "hashlib._Hash | None" = None) -> Iterator[Iterator[bytes]]:
     """Open a source and yield an iterator over blocks of its decompressed bytes.
 
-    The iterator raises UserError if the file is corrupt or truncated. At its end, all stored bytes are in ``digest``.
+    The iterator raises UserError if the file is corrupt or truncated, or begins like a file that is not UTF-8 text. At
+    its end, all stored bytes are in ``digest``.
     """
     _, compression = detect_format(url)
     with open_raw(url) as raw:
 
         def read() -> Iterator[bytes]:
-            stored = _HashedFile(raw, digest) if digest else raw
+            stored = _StoredFile(raw, digest)
             try:
-                yield from _DECOMPRESSORS[compression](stored)
+                yield from refuse_binary(_DECOMPRESSORS[compression](stored), url)
+                if compression and not stored.bytes_read:
+                    raise EOFError("It is empty, which no compressed file is.")
             except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
                 if is_transient_error(error):
                     raise
+                if _LARGE_ZSTD_WINDOW in str(error):
+                    raise UserError(
+                        f"{url} needs a window of more than 128 MiB to decompress. Compress it again without --long: "
+                        "zstd -dc --long=31 FILE | zstd > NEW.zst."
+                    ) from None
                 problem = "is corrupt or truncated" if compression else "cannot be read"
                 raise UserError(f"{url} {problem}: {error}") from None
 

@@ -43,7 +43,8 @@ class TokenizerConfig:
         for token in self.special_tokens:
             if len(token) == 1 and (token.isascii() or token in GPT2_ALPHABET):
                 raise UserError(
-                    f"The special token {token!r} is one byte, or stands for one in GPT-2's format; use a longer one."
+                    f"The special token {token!r} is one byte, or stands for one in GPT-2's format; use a longer one. "
+                    "For a text of one document a line, write the lines as JSON Lines (.jsonl)."
                 )
         object.__setattr__(self, "pattern", resolve_pattern(self.pattern))
         compile_pattern(self.pattern)

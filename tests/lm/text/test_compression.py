@@ -86,3 +86,20 @@ def test_compressed_parquet_raises_a_user_error(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(b"x"))
     with pytest.raises(UserError, match="Parquet is compressed inside"):
         read_documents(str(path))
+
+
+@compressed
+def test_an_empty_file_is_not_a_compressed_one(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.txt{suffix}"
+    path.write_bytes(b"")
+    with pytest.raises(UserError, match=rf"a\.txt\{suffix} is corrupt or truncated"):
+        read_text(str(path))
+    path.write_bytes(COMPRESSIONS[suffix](b""))
+    assert read_text(str(path)) == ""
+
+
+def test_a_zstd_frame_with_a_long_window_says_how_to_compress_it_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(bytes.fromhex("28b52ffd 00 a8 010000"))  # a window of 2^31 bytes, and an empty last block
+    with pytest.raises(UserError, match=r"needs a window of more than 128 MiB .* zstd -dc --long=31"):
+        read_text(str(path))

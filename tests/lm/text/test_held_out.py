@@ -162,7 +162,7 @@ def test_the_split_equals_the_naive_reference(
         for name, pieces in (("train", slice_texts(texts, 0, cut)), ("valid", slice_texts(texts, cut, None))):
             expected_lengths[name] = [len(document.strip()) for piece in pieces for document in documents_of(piece)]
         if not expected_lengths["train"] or not expected_lengths["valid"]:
-            with pytest.raises(UserError, match="too short"):
+            with pytest.raises(UserError, match=r"too short|no place|only white space"):
                 run(Path(place, "out"), given_sources, **config)
             return
         result, parts = run(Path(place, "out"), given_sources, **config)
@@ -330,6 +330,15 @@ def test_a_single_document_is_split_near_its_end(tmp_path: Path, ending: str, wo
     assert result["statistics"]["valid"]["documents"] == 1
 
 
-def test_a_text_too_short_to_split_raises_a_user_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"too short .* set data.valid_fraction to 0"):
-        run(tmp_path / "out", sources(write_text(tmp_path / "a.txt", "word")))
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("word", r"no place .* separator '<\|endoftext\|>' inside, .* set data.valid_fraction to 0"),
+        ("a" * 300_000, "no place where its last 5 % can be set aside"),
+        ("日" * 100_000, "no place where its last 5 % can be set aside"),
+        ("\n" * 300_000, "hold only white space"),
+    ],
+)
+def test_a_text_that_cannot_be_split_raises_a_user_error(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run(tmp_path / "out", sources(write_text(tmp_path / "a.txt", text)))
