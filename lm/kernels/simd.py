@@ -18,7 +18,8 @@ from numba.core import cgutils
 BOUNDSCHECK = os.environ.get("TEXTMILL_KERNEL_BOUNDSCHECK") == "1"
 CAN_COMPRESS_BYTES = llvmlite.binding.get_host_cpu_features().get("avx512vbmi2", False)
 
-_I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_I8, _I16, _I32, _I64, _I128 = (ir.IntType(bits) for bits in (8, 16, 32, 64, 128))
+_F32 = ir.FloatType()
 _BLOCK = ir.VectorType(_I8, 64)
 _WORDS = ir.VectorType(_I32, 16)
 _COLUMNS = 64  # of a matrix, that are computed at a time
@@ -278,6 +279,13 @@ def last_bit(context: Any, builder: Any, args: Any, word: Any) -> Any:
 def bit_count(context: Any, builder: Any, args: Any, word: Any) -> Any:
     """Return the number of set bits."""
     return builder.ctpop(word)
+
+
+@_operation(lambda a, b: types.uint64(types.uint64, types.uint64))
+def fold_product(context: Any, builder: Any, args: Any, a: Any, b: Any) -> Any:
+    """Return the two halves of the 128-bit product of two words, combined by exclusive or."""
+    product = builder.mul(builder.zext(a, _I128), builder.zext(b, _I128))
+    return builder.trunc(builder.xor(product, builder.lshr(product, _I128(64))), _I64)
 
 
 @_operation(lambda buffer, at: types.void(buffer, types.int64))

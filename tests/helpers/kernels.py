@@ -5,9 +5,9 @@ from itertools import accumulate
 import numpy as np
 from hypothesis import strategies as st
 
-from lm.kernels.bpe import pretoken_table, scan
+from lm.kernels.bpe import scan
 from lm.kernels.bpe.scan import Rules
-from lm.kernels.jit import Bytes, Int32s, Word, kernel
+from lm.kernels.jit import Bytes, Int32s, kernel
 from lm.kernels.status import INVALID_UTF8
 from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN, pretokenize
@@ -68,11 +68,6 @@ damaged_texts = _damage() | st.binary(max_size=200)  # UTF-8 with bytes changed,
 @kernel
 def _find_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, rules: Rules, starts: Int32s) -> int:
     return scan.find_starts(buffer, begin, end, classes, rules, starts)
-
-
-@kernel
-def pretoken_key(buffer: Bytes, start: int, n: int) -> tuple[Word, Word]:
-    return pretoken_table.pretoken_key(buffer, start, n)
 
 
 def find_starts(data: bytes, before: bytes = b"", after: bytes = b"\0", pattern: str = GPT2_PATTERN) -> list[int] | int:

@@ -64,7 +64,7 @@ def count_pretokens(
             return TABLE_FULL if is_table_full else ARENA_FULL
         for first in range(0, n, BATCH_SIZE):
             batch_size = n - first if n - first < BATCH_SIZE else BATCH_SIZE
-            prefetch_batch(buffer, starts, first, batch_size, slots, lows, highs, home_slots)
+            prefetch_batch(buffer, starts, first, batch_size, table, lows, highs, home_slots)
             for i in range(batch_size):
                 key = read(lows, i), read(highs, i)
                 slot = probe(slots, key, read(home_slots, i))

@@ -25,6 +25,7 @@ from lm.kernels.bpe.pretoken_table import (
     padded_bytes,
     prefetch_batch,
     probe,
+    read_seeds,
     set_slot,
 )
 from lm.kernels.bpe.pretokens import NEEDS_MORE_TEXT, Specials, next_pretokens
@@ -87,7 +88,7 @@ def encode_or_copy(
         return count
     arrays = merges.byte_pairs, merges.pairs, merges.filter, merges.parts, merges.ids, work.nodes, work.ranks
     whole = state.whole_tokens
-    prefetch(whole.slots, home_slot(key, whole.slots))  # arrives while the bytes are merged
+    prefetch(whole.slots, home_slot(key, whole.slots, read_seeds(whole)))  # arrives while the bytes are merged
     if n <= 30:
         count = encode_30(buffer, start, n, arrays, out, out_at)
     elif n <= 62:
@@ -157,7 +158,7 @@ def encode(
             return out_at, TABLE_FULL
         for first in range(0, n, BATCH_SIZE):
             batch_size = n - first if n - first < BATCH_SIZE else BATCH_SIZE
-            prefetch_batch(buffer, starts, first, batch_size, slots, lows, highs, home_slots)
+            prefetch_batch(buffer, starts, first, batch_size, table, lows, highs, home_slots)
             i = np.int64(0)
             while i < batch_size:
                 i, out_at = copy_cached(slots, lows, highs, home_slots, i, batch_size, out, out_at)

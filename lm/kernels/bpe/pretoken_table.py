@@ -12,15 +12,18 @@
 
 Word 1 is 0 in an empty slot. At its offset, the arena holds the bytes of a longer pretoken, then the token ids if they
 do not fit into the value or the pretoken is longer; each part is padded to 8 bytes.
+
+The hash has random seeds in each process: with known ones, a text could be made whose pretokens share a home slot.
 """
 
+import os
 from typing import NamedTuple
 
 import numpy as np
 
 from lm.kernels.bpe.pretoken_starts import STARTS_PADDING
 from lm.kernels.jit import Bytes, Int, Int32s, Int64s, Records, UInt64s, Word, helper, inlined, kernel
-from lm.kernels.simd import first_bit, load64, prefetch, read, write
+from lm.kernels.simd import first_bit, fold_product, load64, prefetch, read, write
 
 SHORT_BYTES = 15  # longest pretoken that is its own key
 SLOT_WORDS = 4
@@ -29,14 +32,14 @@ LONG_KEY = np.uint64(0xFF << 56)  # ``high`` of a longer pretoken is at least th
 KEY_LOW, KEY_HIGH, VALUE, INFO = range(SLOT_WORDS)
 _OFFSET_BITS = np.uint64(24)
 _COUNT_MASK = np.uint64((1 << 24) - 1)
-_HASH_MULTIPLIER_1 = np.uint64(0x9E3779B97F4A7C15)
-_HASH_MULTIPLIER_2 = np.uint64(0xD6E8FEB86659FD93)
+_SEEDS = np.frombuffer(os.urandom(16), np.uint64).copy()  # passed in tables: a constant would be in the compiled code
 _LOW_MASKS = np.array([(1 << 8 * min(n, 8)) - 1 for n in range(16)], np.uint64)  # by length
 _HIGH_MASKS = np.array([(1 << 8 * max(0, n - 8)) - 1 for n in range(16)], np.uint64)
 
 _USED = np.dtype([(name, np.int64) for name in ("slots", "arena_bytes", "pretoken_bytes")])
 ARENA_START = 8  # offset 0 means no place in the arena
 Key = tuple[Word, Word]  # (low, high)
+Seeds = tuple[Word, Word]
 
 
 class Table(NamedTuple):
@@ -45,12 +48,13 @@ class Table(NamedTuple):
     slots: UInt64s  # (a power of two × SLOT_WORDS,)
     arena: Bytes
     used: Records  # (1,): used slots, used bytes of the arena, bytes of all pretokens
+    seeds: UInt64s  # (2,): of the hash
 
 
 def make_table(slots: int, arena_bytes: int) -> Table:
     """Return an empty table; ``slots`` is a power of two, at least 2."""
     used = np.array([(0, ARENA_START, 0)], _USED)
-    return Table(_make_slots(slots), np.zeros(arena_bytes + 16, np.uint8), used)
+    return Table(_make_slots(slots), np.zeros(arena_bytes + 16, np.uint8), used, _SEEDS)
 
 
 def _make_slots(slots: int) -> UInt64s:
@@ -116,28 +120,31 @@ def padded_bytes(n: int) -> int:
 
 
 @inlined
-def pretoken_key(buffer: Bytes, start: int, n: int) -> Key:
+def read_seeds(table: Table) -> Seeds:
+    """Return the seeds of a table. They are equal for all tables of a process, so one key serves several tables."""
+    return read(table.seeds, 0), read(table.seeds, 1)
+
+
+@inlined
+def pretoken_key(buffer: Bytes, start: int, n: int, seeds: Seeds) -> Key:
     """Return the key of the pretoken of ``n`` bytes at ``start``."""
     if n <= SHORT_BYTES:
         low = load64(buffer, start) & read(_LOW_MASKS, n)
         high = load64(buffer, start + 8) & read(_HIGH_MASKS, n) | np.uint64(n) << np.uint64(56)
         return low, high
-    low = np.uint64(n)
+    low, multiplier = seeds
     k = 0
     while k + 8 <= n:
-        low = (low ^ load64(buffer, start + k)) * _HASH_MULTIPLIER_1
-        low ^= low >> np.uint64(29)
+        low = fold_product(low ^ load64(buffer, start + k), multiplier)
         k += 8
-    low = (low ^ load64(buffer, start + n - 8)) * _HASH_MULTIPLIER_2
-    low ^= low >> np.uint64(32)
+    low = fold_product(low ^ load64(buffer, start + n - 8), multiplier)
     return low, LONG_KEY | np.uint64(n)
 
 
 @inlined
-def home_slot(key: Key, slots: UInt64s) -> Int:
+def home_slot(key: Key, slots: UInt64s, seeds: Seeds) -> Int:
     """Return the slot where the search for a key starts."""
-    low, high = key
-    mixed = low * _HASH_MULTIPLIER_1 + high * _HASH_MULTIPLIER_2
+    mixed = fold_product(key[0] ^ seeds[0], key[1] ^ seeds[1])
     return np.int64(mixed >> np.uint64(64 - first_bit(np.uint64(len(slots) // SLOT_WORDS)))) * SLOT_WORDS
 
 
@@ -147,16 +154,17 @@ def prefetch_batch(
     starts: Int32s,
     first: int,
     size: int,
-    slots: UInt64s,
+    table: Table,
     lows: UInt64s,
     highs: UInt64s,
     home_slots: Int64s,
 ) -> None:
     """Write the keys and home slots of ``size`` pretokens from ``starts[first]``, and prefetch the slots."""
+    slots, seeds = table.slots, read_seeds(table)
     for i in range(size):
         start = np.int64(read(starts, first + i))
-        key = pretoken_key(buffer, start, np.int64(read(starts, first + i + 1)) - start)
-        slot = home_slot(key, slots)
+        key = pretoken_key(buffer, start, np.int64(read(starts, first + i + 1)) - start, seeds)
+        slot = home_slot(key, slots, seeds)
         prefetch(slots, slot)
         lows[i], highs[i] = key
         home_slots[i] = slot
@@ -207,7 +215,7 @@ def find_value(table: Table, key: Key, buffer: Bytes, start: int, n: int) -> Int
     """Return the value of a pretoken; -1 if the table lacks it."""
     if table.used[0].slots == 0:
         return np.int64(-1)
-    slot = find_slot(table, key, home_slot(key, table.slots), buffer, start, n)
+    slot = find_slot(table, key, home_slot(key, table.slots, read_seeds(table)), buffer, start, n)
     return np.int64(-1) if is_empty(table.slots, slot) else np.int64(read(table.slots, slot + VALUE))
 
 
@@ -223,12 +231,12 @@ def make_token_table(data: Bytes, lengths: Int64s, ids: Int64s) -> Table:
 @kernel
 def fill_token_table(table: Table, data: Bytes, starts: Int64s, ids: Int64s) -> None:
     """Enter token i, ``data[starts[i]:starts[i + 1]]``, with its id as value. ``data`` has 16 bytes more."""
-    used = table.used[0]
+    used, seeds = table.used[0], read_seeds(table)
     for i in range(len(ids)):
         start = read(starts, i)
         n = read(starts, i + 1) - start
-        key = pretoken_key(data, start, n)
-        slot = find_slot(table, key, home_slot(key, table.slots), data, start, n)
+        key = pretoken_key(data, start, n, seeds)
+        slot = find_slot(table, key, home_slot(key, table.slots, seeds), data, start, n)
         offset = 0
         if n > SHORT_BYTES:
             offset = used.arena_bytes
@@ -240,11 +248,12 @@ def fill_token_table(table: Table, data: Bytes, starts: Int64s, ids: Int64s) -> 
 
 
 @kernel
-def rehash(old: UInt64s, new: UInt64s) -> None:
-    """Insert all used slots of ``old`` into ``new``, an empty and larger table."""
+def rehash(table: Table, new: UInt64s) -> None:
+    """Insert all used slots of a table into ``new``, the empty slots of a larger one."""
+    old, seeds = table.slots, read_seeds(table)
     for slot in range(0, len(old), SLOT_WORDS):
         if not is_empty(old, slot):
-            target = home_slot((read(old, slot + KEY_LOW), read(old, slot + KEY_HIGH)), new)
+            target = home_slot((read(old, slot + KEY_LOW), read(old, slot + KEY_HIGH)), new, seeds)
             while not is_empty(new, target):
                 target = next_slot(new, target)
             for k in range(SLOT_WORDS):
@@ -254,7 +263,7 @@ def rehash(old: UInt64s, new: UInt64s) -> None:
 def grow_table(table: Table, factor: int) -> Table:
     """Return a new table with the same entries and ``factor`` (2 or 4) times the slots."""
     slots = _make_slots(factor * len(table.slots) // SLOT_WORDS)
-    rehash(table.slots, slots)
+    rehash(table, slots)
     return table._replace(slots=slots)
 
 

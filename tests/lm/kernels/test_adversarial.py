@@ -1,6 +1,11 @@
 """Texts that are hard for the tables, the merges and the windows: ids and counts equal the reference."""
 
+import functools
+import json
 import random
+import subprocess
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm.kernels.bpe import count as count_kernels
+from lm.kernels.bpe import pretoken_table
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN
 from lm.tokenizer import fast_encoder
 from lm.tokenizer.bpe import train_merges
 from lm.tokenizer.pretoken_counts import count_pretokens
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.examples import examples
-from tests.helpers.kernels import pretoken_key
 from tests.helpers.naive_bpe import naive_encode
 from tests.helpers.pretoken_counts import counts_table, reference_counts, to_counter
 from tests.helpers.tokenizers import SPECIALS, make_tokenizer
@@ -100,13 +105,77 @@ def test_pretokens_that_differ_in_nul_bytes_at_the_end(tokenizer: Tokenizer, sta
     )
 
 
-def test_pretokens_with_the_same_hash(tokenizer: Tokenizer) -> None:
-    """The words collide under this hash function only."""
-    words = ["abcdefghijklmnop", "npdhKuWAVURJBpHg", "FxbJSVDBEZuicqGl", "SlhGXevTjCkstxcv"]
-    words = [word + "qrstuvwx" for word in words]
-    keys = {pretoken_key(np.frombuffer(word.encode() + b"\0" * 64, np.uint8).copy(), 0, 24) for word in words}
-    assert len(keys) == 1
-    check_ids_and_counts(tokenizer, "\n".join([*words, *words[::-1], *words[1:]]))
+def test_pretokens_with_the_same_hash(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With these seeds all products are 0: every pretoken has the same home slot, every long one the same hash."""
+    monkeypatch.setattr(pretoken_table, "_SEEDS", np.zeros(2, np.uint64))
+    words = ["abcdefghijklmnop", "npdhKuWAVURJBpHg", "FxbJSVDBEZuicqGl", "SlhGXevTjCkstxcv", "a", "b", "abcdefgh"]
+    words += [word + "qrstuvwx" for word in words[:4]]
+    check_ids_and_counts(with_small_cache(tokenizer, 64, 1100), "\n".join([*words, *words[::-1], *words[1:]]))
+
+
+_M1, _M2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
+
+
+def short_words_of_one_home_slot() -> list[str]:
+    """Return words of eight letters that have one home slot of 1,048,576 if the hash is a product with ``_M1``."""
+    letters = np.arange(ord("a"), ord("z") + 1, dtype=np.uint64)
+    halves = functools.reduce(lambda words, _: (words[:, None] << np.uint64(8) | letters).ravel(), range(3), letters)
+    products = np.sort(halves * _M1)
+    order = np.argsort(halves * _M1)
+    others = -((halves << np.uint64(32)) * _M1)  # a first half with a product of this or a little more fits
+    places = np.searchsorted(products, others)
+    is_near = (places < len(products)) & (products[places % len(products)] - others < np.uint64(1 << 44))
+    words = halves[order[places[is_near]]] | halves[is_near] << np.uint64(32)
+    return [word.tobytes().decode() for word in words]
+
+
+def long_words_of_near_home_slots() -> list[str]:
+    """Return words of 16 letters whose home slots are few if the hash is a chain of products with known numbers."""
+    halves = np.random.default_rng(0).integers(ord("a"), ord("z") + 1, (4_000_000, 16), np.uint8).view(np.uint64)
+    low = np.full(len(halves), 16, np.uint64)
+    for half in halves.T:
+        low = (low ^ half) * _M1
+        low ^= low >> np.uint64(29)
+    low = (low ^ halves[:, 1]) * _M2
+    low ^= low >> np.uint64(32)
+    mixed = low * _M1 + np.array([0xFF << 56 | 16], np.uint64) * _M2
+    return [word.tobytes().decode() for word in halves[mixed < np.uint64(1 << 56)]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make_words", [short_words_of_one_home_slot, long_words_of_near_home_slots])
+def test_no_text_is_made_whose_pretokens_share_a_home_slot(
+    tokenizer: Tokenizer, make_words: Callable[[], list[str]]
+) -> None:
+    """With a hash of known numbers these texts took 10 to 100 times as long as others. Its seeds are random now."""
+    words = make_words()[:100_000]
+    source = random.Random(0)
+    others = ["".join(source.choices("abcdefghijklmnopqrstuvwxyz", k=len(words[0]))) for _ in words]
+    assert len(words) > 10_000
+
+    def seconds(words: list[str], work: Callable[[bytes], object]) -> float:
+        text = "\n".join(words).encode()
+        started = time.thread_time()
+        work(text)
+        return time.thread_time() - started
+
+    def count(text: bytes) -> object:
+        return [table.num_rows for table in count_pretokens([[text]], [])]
+
+    def encode(text: bytes) -> object:
+        return list(Tokenizer(tokenizer.vocab, tokenizer.merges).encode_blocks([text]))
+
+    for work in (count, encode):
+        work(b"some text")  # compiles
+        expected, taken = (min(seconds(texts, work) for _ in range(3)) for texts in (others, words))
+        assert taken < 3 * expected + 0.02
+
+
+@pytest.mark.slow
+def test_the_seeds_differ_from_process_to_process() -> None:
+    program = "from lm.kernels.bpe.pretoken_table import make_table; print(make_table(2, 0).seeds.tolist())"
+    seeds = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
+    assert json.loads(seeds) != pretoken_table.make_table(2, 0).seeds.tolist()
 
 
 @examples(300)
