@@ -62,10 +62,12 @@ class PolicyGradient(RolloutObjective):
         self._advantages = torch.zeros(0)
 
     def annotate(self, responses: Sequence[RolloutRow]) -> None:
-        """Set the log-probabilities under the reference model, if there is a KL penalty."""
+        """Set the log-probabilities that the loss compares: of the policy for ratios, of the reference for the KL."""
+        if self.config.importance_reweighting != "none":
+            for response, row in zip(responses, self.response_log_probs(self.model, responses), strict=True):
+                response.log_probs = row
         if self.reference is not None:
-            log_probs = self.reference_log_probs(self.reference, responses)
-            for response, row in zip(responses, log_probs, strict=True):
+            for response, row in zip(responses, self.response_log_probs(self.reference, responses), strict=True):
                 response.reference_log_probs = row
 
     def prepare(self) -> dict[str, float]:

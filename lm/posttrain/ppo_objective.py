@@ -77,15 +77,17 @@ class ProximalPolicyOptimization(RolloutObjective):
         self._returns: list[list[float]] = []
 
     def annotate(self, responses: Sequence[RolloutRow]) -> None:
-        """Set the learned reward of each response, and values and reference log-probabilities of its tokens."""
+        """Set each response's learned reward, and the values and log-probabilities of its tokens."""
         learned_rewards = self._learned_rewards([(row.prompt_ids, row.ids) for row in responses])
-        log_probs = self.reference_log_probs(self.reference, responses)
+        log_probs = self.response_log_probs(self.model, responses)
+        reference_log_probs = self.response_log_probs(self.reference, responses)
         values = self.for_tokens(
             responses, lambda input_ids, _: self.model.scalars(self.model.hidden_states(input_ids))
         )
         for number, row in enumerate(responses):
             row.learned_reward = learned_rewards[number]
-            row.reference_log_probs, row.values = log_probs[number], values[number]
+            row.log_probs, row.reference_log_probs = log_probs[number], reference_log_probs[number]
+            row.values = values[number]
 
     def _learned_rewards(self, responses: Sequence[tuple[list[int], list[int]]]) -> list[float]:
         # The reward is read at the end token, so there is always room for it.

@@ -48,6 +48,8 @@ class RolloutRow:
     prompt_ids: list[int]
     ids: list[int]
     log_probs: list[float]
+    """Log-probabilities when the response was sampled. If the loss compares them, they are the trainer's, not those of
+    the decoder: under autocast the two differ."""
     text: str
     rewards: dict[str, float] = field(default_factory=dict)
     """Rewards by name. Empty without a reward function."""
@@ -114,6 +116,7 @@ class RolloutObjective(ABC):
         )
         self._stored: dict[int, list[RolloutRow]] = {}  # of an unfinished training, by step; not of past rollouts
         self._responses: list[RolloutRow] = []  # of the present rollout, on all ranks
+        self._padded_length = 2  # of the present rollout: its longest prompt with a response
         self._rollout_step = -1
         self._rollout_metrics: dict[str, float] = {}
         self._sums: dict[str, Tensor] = {}
@@ -184,11 +187,13 @@ class RolloutObjective(ABC):
         self._stored = {step: rows for step, rows in self._stored.items() if step > self._rollout_step}
         if is_resumed and len(stored) == self.responses_per_rollout:
             self._responses = stored
+            self._padded_length = _longest(stored)
             speed = {}
         else:
             # A reward may depend on time; the stored one counts.
             verdicts = {(row.problem, row.text): Verdict(row.rewards) for row in stored if row.error is None}
             sampled = self._sample(verdicts)
+            self._padded_length = max(all_gather(_longest(sampled)))
             self.annotate(sampled)
             self._responses = [row for part in all_gather(sampled) for row in part]
             tokens_per_second = sum(len(row.ids) for row in self._responses) / (time.perf_counter() - started)
@@ -275,10 +280,13 @@ class RolloutObjective(ABC):
         return self.reward.score(rollout.text, ground_truth) if self.reward else Verdict({})
 
     def pad_ids(self, rows: Sequence[RolloutRow]) -> tuple[Tensor, Tensor]:
-        """Return the ids of prompts with responses, (B, T) int64 padded on the right, and where the responses are."""
-        length = max((len(row.prompt_ids) + len(row.ids) for row in rows), default=2)
-        ids = torch.zeros(len(rows), length, dtype=torch.int64)
-        mask = torch.zeros(len(rows), length, dtype=torch.bool)
+        """Return the ids of prompts with responses, (B, T) int64 padded on the right, and where the responses are.
+
+        T is one length in a rollout: matrix products in bfloat16 round otherwise in another shape, and ratios compare
+        their results.
+        """
+        ids = torch.zeros(len(rows), self._padded_length, dtype=torch.int64)
+        mask = torch.zeros(len(rows), self._padded_length, dtype=torch.bool)
         for number, row in enumerate(rows):
             start, end = len(row.prompt_ids), len(row.prompt_ids) + len(row.ids)
             ids[number, :end] = torch.tensor(row.prompt_ids + row.ids)
@@ -305,10 +313,10 @@ class RolloutObjective(ABC):
             result += [row[used].tolist() for row, used in zip(numbers, mask[:, 1:], strict=True)]
         return result
 
-    def reference_log_probs(self, reference: TransformerLM, responses: Sequence[RolloutRow]) -> list[list[float]]:
-        """Return the log-probabilities of the tokens of each response under ``reference``."""
+    def response_log_probs(self, model: TransformerLM, responses: Sequence[RolloutRow]) -> list[list[float]]:
+        """Return the log-probabilities of the tokens of each response under ``model``, as an update computes them."""
         return self.for_tokens(
-            responses, lambda ids, labels: get_response_log_probs(reference, ids, labels, False)["log_probs"]
+            responses, lambda ids, labels: get_response_log_probs(model, ids, labels, False)["log_probs"]
         )
 
     def add_to_step_metrics(self, **sums: Tensor) -> None:
@@ -351,6 +359,11 @@ class RolloutObjective(ABC):
     def sample(self, model: TransformerLM) -> list[Completion]:
         """Answer the prompts of ``sample_prompts``."""
         return answer_prompts(model, self.tokenizer, self.settings.train)
+
+
+def _longest(rows: Sequence[RolloutRow]) -> int:
+    """Return the largest number of tokens of a prompt with its response."""
+    return max(len(row.prompt_ids) + len(row.ids) for row in rows)
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -237,6 +237,22 @@ def test_the_second_epoch_has_the_gradient_of_a_loop(model: TransformerLM, tmp_p
         torch.testing.assert_close(gradient, other, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("method", ["noclip", "grpo", "gspo", "cispo"])
+def test_fresh_responses_have_the_ratio_1_in_bfloat16(model: TransformerLM, tmp_path: Path, method: str) -> None:
+    """The decoder's log-probabilities differ from those of an update under autocast; the ratio must not."""
+    options = {"importance_reweighting": method, "clip_low": 3e-4, "clip_high": 4e-4}
+    objective = make_objective(model, tmp_path, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = gradients(model, objective)
+    assert objective.step_metrics().get("clip_fraction", 0.0) == 0.0
+    plain = replace(objective.config, importance_reweighting="none")  # the gradient at a ratio of 1
+    objective.config = plain
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = gradients(model, objective)
+    for gradient, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-2, atol=1e-4)
+
+
 def test_numbers_that_are_not_finite_are_a_user_error(model: TransformerLM, tmp_path: Path) -> None:
     objective = make_objective(model, tmp_path)
     sample = objective._sample

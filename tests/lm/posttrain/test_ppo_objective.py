@@ -123,6 +123,15 @@ def test_the_second_epoch_has_the_gradient_of_the_plain_loss(model: TransformerL
     assert 0.1 < objective.step_metrics()["clip_fraction"] < 0.9
 
 
+def test_an_unchanged_policy_has_no_kl_and_no_clipping_in_bfloat16(model: TransformerLM, tmp_path: Path) -> None:
+    objective = make_objective(model, tmp_path, clip_low=3e-4, clip_high=4e-4, kl_weight=10.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        gradients(model, objective)
+    metrics = objective.step_metrics()
+    assert metrics["reward_with_kl"] == pytest.approx(metrics["learned_reward"], abs=1e-9)
+    assert metrics["clip_fraction"] == 0.0
+
+
 def test_micro_batches_do_not_change_the_gradient(model: TransformerLM, tmp_path: Path) -> None:
     whole = gradients(model, make_objective(model, tmp_path, gradient_accumulation_steps=1))
     parts = gradients(model, make_objective(model, tmp_path, gradient_accumulation_steps=4))
