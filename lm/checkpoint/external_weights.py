@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm.checkpoint.safe_load import assign_weights, create_empty_model
+from lm.checkpoint.safe_load import (
+    WEIGHT_DTYPES,
+    assign_weights,
+    check_weights_are_finite,
+    create_empty_model,
+)
 from lm.common.errors import UserError
 from lm.common.json_files import read_json
 from lm.model.config import ModelConfig
@@ -22,7 +27,6 @@ FieldTable = dict[str, tuple[str, Any]]
 
 _DERIVED_TENSORS = ("rope.freqs", "rotary_emb.inv_freq")  # in some files, though they follow from the config
 _MAX_NUMBER = 1 << 40  # of a config field
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -77,7 +81,7 @@ def assemble_model(
     """Build the model of ``config`` from the tensors of ``shards``, and return it in evaluation mode.
 
     ``names`` maps module names to the external ones; ``dtype`` defaults to that of the files. Each tensor is copied
-    once. Raises UserError if a tensor is missing, unknown or does not fit.
+    once. Raises UserError if a tensor is missing, unknown, not finite or does not fit.
     """
     model = create_empty_model(config, sum(map(len, shards)), str(directory))
     external_names = {name: translate_name(name, names) for name in model.state_dict()}
@@ -100,6 +104,7 @@ def assemble_model(
     if unknown := [name for name in chain(*shards) if name not in known and not name.endswith(_DERIVED_TENSORS)]:
         raise UserError(f"{directory} has {unknown[0]}, which no Llama of its config has; use the weights' own config.")
     assign_weights(model, weights, str(directory), device)
+    check_weights_are_finite({external_names[name]: weight for name, weight in weights.items()}, str(directory))
     return model.eval()
 
 
@@ -113,7 +118,7 @@ def collect_parts(shards: Sequence[dict[str, Tensor]], name: str, directory: Pat
     parts = [shard[name] for shard in shards if name in shard]
     if len(parts) < len(shards):
         raise UserError(f"{directory} has {name} in {len(parts)} of {len(shards)} files; use all files of one model.")
-    if bad := [part.dtype for part in parts if part.dtype not in _DTYPES or part.dtype != parts[0].dtype]:
+    if bad := [part.dtype for part in parts if part.dtype not in WEIGHT_DTYPES or part.dtype != parts[0].dtype]:
         raise UserError(f"{directory}: {name} is {bad[0]}; it must be floating-point, and the same in all files.")
     return parts
 
@@ -124,7 +129,8 @@ def _join_parts(parts: list[Tensor], shape: torch.Size) -> Tensor | None:
     The dimension of the cut follows from the shapes: for the embedding it differs between versions of Meta's code.
     """
     if all(part.shape == shape for part in parts):
-        return parts[0] if all(part.equal(parts[0]) for part in parts[1:]) else None
+        are_equal = all(part.allclose(parts[0], rtol=0, atol=0, equal_nan=True) for part in parts[1:])
+        return parts[0] if are_equal else None
     for dim, size in enumerate(shape):
         piece_shape = (*shape[:dim], size // len(parts), *shape[dim + 1 :])
         if size % len(parts) == 0 and all(part.shape == piece_shape for part in parts):

@@ -2,6 +2,7 @@
 
 import os
 import pickle  # nosec B403 # only for the exception type that torch raises
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +18,8 @@ from lm.model.rope import RotaryEmbedding
 from lm.model.transformer import TransformerLM
 
 _MAX_ROTARY_NUMBERS = 1 << 28  # 1 GiB; contexts of 1 M tokens with heads of 128 need half of it
+WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes that a model can compute with."""
 PathOrFile = str | os.PathLike[str] | IO[bytes]
 
 
@@ -48,10 +51,10 @@ def read_tensors(src: PathOrFile, mmap: bool = False) -> Any:
         raise UserError(f"The checkpoint {src} is damaged or not a checkpoint: {reason}") from None
 
 
-def read_safetensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+def read_safetensors(path: Path) -> dict[str, Tensor]:
     """Return the memory-mapped tensors of a safetensors file. Raises UserError if it is missing or damaged."""
     try:
-        return load_file(path, device=str(device))
+        return load_file(path)
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{path} cannot be read: {error}. It must be a complete safetensors file.") from None
 
@@ -122,6 +125,24 @@ def assign_weights(model: TransformerLM, weights: dict[str, Tensor], name: str, 
         with explain_out_of_memory(f"{message} does not fit into memory; lower the context in its config."):
             rope = RotaryEmbedding(config.rope_theta, width, length, device, config.rope_scaling)
         model.rope.cos, model.rope.sin = rope.cos, rope.sin
+
+
+def check_weights_are_finite(weights: Mapping[str, Tensor], name: str) -> None:
+    """Raise UserError with ``name`` and the first tensor that holds nan or infinity, or numbers of fewer than 16 bits.
+
+    The logits of such a model are nan, from which the sampler would draw random text.
+    """
+    for key, tensor in weights.items():
+        if not tensor.is_floating_point():
+            continue
+        if tensor.dtype not in WEIGHT_DTYPES:
+            raise UserError(f"{name}: {key} is {tensor.dtype}; it must be floating-point of at least 16 bits.")
+        # nan is the minimum and maximum of any tensor that holds it; unlike isfinite, aminmax needs no copy.
+        if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
+            raise UserError(
+                f"{name}: {key} holds numbers that are not finite (nan or infinity), so the model would write random "
+                "text. Use an intact copy of the weights, or train the model again."
+            )
 
 
 def load_optimizer_states(optimizers: list[torch.optim.Optimizer], states: list[dict[str, Any]], name: str) -> None:

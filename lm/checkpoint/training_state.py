@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lm.checkpoint.atomic_dir import atomic_directory
 from lm.checkpoint.safe_load import (
     assign_weights,
+    check_weights_are_finite,
     create_empty_model,
     load_optimizer_states,
     load_weights,
@@ -266,11 +267,9 @@ def _select_rows(parts: list[Tensor], p: nn.Parameter, parallel: Parallel | None
     return rows.view(p.shape) if rows.numel() == p.numel() else rows  # a scalar may be saved as a row
 
 
-def _read_weights(
-    directory: Path, description: dict[str, Any], device: str | torch.device = "cpu"
-) -> dict[str, Tensor]:
+def _read_weights(directory: Path, description: dict[str, Any]) -> dict[str, Tensor]:
     """Return the whole weights. Raises UserError if a file is damaged or the parts have different tensors."""
-    parts = [read_safetensors(directory / name, device) for name in _part_names("model", description["files"])]
+    parts = [read_safetensors(directory / name) for name in _part_names("model", description["files"])]
     if any(part.keys() != parts[0].keys() for part in parts):
         raise UserError(f"The parts of the checkpoint {directory} hold different tensors.")
     if len(parts) == 1:
@@ -284,17 +283,20 @@ def _read_weights(
 def load_model(directory: Path, device: str | torch.device = "cpu", has_scalar_head: bool = False) -> TransformerLM:
     """Load the model of a checkpoint directory in evaluation mode, without its scalar head unless ``has_scalar_head``.
 
-    Raises UserError if it is missing or damaged.
+    Raises UserError if it is missing or damaged, or if a weight is not finite.
     """
     description = _require_description(directory)
     try:
         config = ModelConfig(**description["model"])
     except TypeError as error:
         raise UserError(f"The checkpoint {directory} cannot be read: {error}") from None
-    weights = _read_weights(directory, description, device)
+    weights = _read_weights(directory, description)
     model = create_empty_model(config, len(weights), str(directory))
     if has_scalar_head:
-        weights |= read_safetensors(directory / _HEAD_NAME, device)
+        weights |= read_safetensors(directory / _HEAD_NAME)
         model.scalar_head = ScalarHead(config.d_model, device="meta")
-    assign_weights(model, {key: tensor.clone() for key, tensor in weights.items()}, str(directory), device)
+    # The files are memory-mapped. One tensor at a time is copied, so that no device holds the weights twice.
+    copies = {key: weights.pop(key).to(device, copy=True) for key in list(weights)}
+    assign_weights(model, copies, str(directory), device)
+    check_weights_are_finite(model.state_dict(), str(directory))
     return model.eval()

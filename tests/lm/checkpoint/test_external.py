@@ -1,12 +1,14 @@
 """Models with their tokenizers from directories of all formats."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lm.checkpoint.external import load_any_model, load_any_tokenizer, load_external
 from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
@@ -115,6 +117,26 @@ def test_bad_directories_are_refused(tmp_path: Path, damage: Callable[[Path], An
     damage(directory)
     with pytest.raises(UserError, match=message):
         load_external(directory)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(math.nan, torch.float32), (-math.inf, torch.bfloat16), (math.inf, torch.float16)]
+)
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    directory = write_hugging_face(tmp_path / "model")
+    weights = {name: weight.to(dtype) for name, weight in load_file(directory / "model.safetensors").items()}
+    weights["model.layers.1.mlp.up_proj.weight"][3, 2] = value
+    save_file(weights, directory / "model.safetensors")
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds numbers that are not finite"):
+        load_external(directory)
+
+
+def test_a_weight_of_metas_files_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    weights = meta_weights(GROUPED)
+    weights["layers.2.ffn_norm.weight"][0] = math.nan
+    write_meta(tmp_path, GROUPED, weights, shards=2)
+    with pytest.raises(UserError, match=r"layers\.2\.ffn_norm\.weight holds numbers that are not finite"):
+        load_any_model(tmp_path)
 
 
 def test_params_json_beside_a_config_is_of_meta_only_with_its_weights(tmp_path: Path) -> None:

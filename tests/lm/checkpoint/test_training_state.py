@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,13 @@ from lm.checkpoint.training_state import (
     newest_checkpoint,
     read_description,
     save_training,
+    step_name,
 )
 from lm.common.checksum import dumps_with_checksum
 from lm.common.errors import UserError
 from lm.model.config import ModelConfig
+from lm.model.scalar_head import ScalarHead
+from lm.model.transformer import TransformerLM
 from lm.optim.adamw import AdamW
 from tests.helpers.checkpoints import CONFIG, FILE_NAMES, Payload, are_states_equal, make_training, train_steps
 
@@ -209,3 +214,33 @@ def test_config_of_another_version_is_refused(saved: Path) -> None:
     edit_description(saved, lambda description: description["model"].update(from_the_future=1))
     with pytest.raises(UserError, match="from_the_future"):
         load_model(saved)
+
+
+@pytest.mark.parametrize(("name", "value"), [("layers.1.ffn.w2.weight", math.nan), ("ln_final.weight", -math.inf)])
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, name: str, value: float) -> None:
+    model, _ = make_training(0)
+    model.get_parameter(name).detach().view(-1)[-1] = value
+    save_training(tmp_path / step_name(1), model, [], 1, {})
+    with pytest.raises(UserError, match=rf"step-0000001: {name} holds numbers that are not finite"):
+        load_model(tmp_path / step_name(1))
+
+
+def test_a_scalar_head_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    model, _ = make_training(0)
+    model.scalar_head = ScalarHead(CONFIG.d_model)
+    model.scalar_head.weight.detach()[0] = math.inf
+    save_training(tmp_path / step_name(1), model, [], 1, {})
+    load_model(tmp_path / step_name(1))
+    with pytest.raises(UserError, match=r"scalar_head\.weight holds numbers that are not finite"):
+        load_model(tmp_path / step_name(1), has_scalar_head=True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_the_weights_are_on_the_gpu_once(tmp_path: Path) -> None:
+    model = TransformerLM(replace(CONFIG, vocab_size=50_000, d_model=64))
+    save_training(tmp_path / step_name(1), model, [], 1, {})
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    load_model(tmp_path / step_name(1), "cuda")
+    assert torch.cuda.max_memory_allocated() - before < 1.6 * num_bytes, "with a copy of the largest tensor at most"
