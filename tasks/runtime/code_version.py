@@ -1,11 +1,13 @@
 """The identity of code: which code changes rerun a stage.
 
-Released code counts by a version number, edited code by its digest. The lock file ``code_versions.json`` holds a
-version of each stage and the digest of each module that a stage uses. While the modules have these digests, the key of
-a stage holds its version only. An edited module adds its digest to the key, so the stage reruns.
+Released code counts by its version, edited code by its digest. The lock file ``code_versions.json`` holds the version
+and the digest of each stage: a digest of its modules and of how they import each other, without their names. The
+version is the digest when the stage was last raised, or a number if that was long ago. While the digest is that of the
+lock, the key of a stage holds its version only. Otherwise the key holds the digest too, so the stage reruns.
 
-``python -m tasks.runtime.code_version`` lists the edited modules. ``… accept`` writes their digests to the lock: the
-output is the same, so nothing reruns. ``… raise STAGE …`` also raises the versions of these stages.
+``python -m tasks.runtime.code_version`` lists the edited modules and their stages. ``… accept`` writes their digests to
+the lock: the output is the same, so nothing reruns. ``… raise STAGE …`` also makes the digests of these stages their
+versions. So two branches that raise a stage for different edits never share a key.
 """
 
 import argparse
@@ -15,10 +17,9 @@ import importlib
 import json
 import pkgutil
 import sys
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lm.common.errors import UserError, did_you_mean
 
@@ -43,27 +44,49 @@ _EXCLUDED_MODULES = (
 )
 
 
-def code_identity(stage: str, digests: dict[str, str]) -> dict[str, Any]:
-    """Return the code's part of a key: the stage's version, and the digests of modules that differ from the lock."""
-    lock = _read_lock_once()
-    edited = {name: digest for name, digest in digests.items() if lock["modules"].get(name) != digest}
-    return {"version": lock["stages"].get(stage, 0), **edited}
+def code_identity(stage: str, digest: str) -> dict[str, Any]:
+    """Return the code's part of a key: the stage's version, and its digest if that differs from the lock's."""
+    locked = _read_lock_once()["stages"].get(stage, {"version": 0, "digest": ""})
+    edited = {"digest": digest} if digest != locked["digest"] else {}
+    return {"version": locked["version"], **edited}
+
+
+def edited_modules(digests: dict[str, str]) -> list[str]:
+    """Return the names of the modules whose digests are not those of the lock."""
+    lock = _read_lock_once()["modules"]
+    return [name for name, digest in digests.items() if lock.get(name) != digest]
 
 
 def module_digests(modules: dict[str, Path]) -> dict[str, str]:
     """Return the digest of each module by its name."""
-    return {name: _parse(path)[0] for name, path in sorted(modules.items())}
+    return {name: _parse(path).digest for name, path in sorted(modules.items())}
+
+
+def stage_digest(modules: dict[str, Path]) -> str:
+    """Return the sha256 of a stage's modules: their digests, and for each name that they import the digest of the
+    module that defines it. A module that is moved or renamed changes nothing."""
+
+    def describe(path: Path) -> str:
+        code = _parse(path)
+        targets = [
+            (name, modules.get(_defining_module(f"{module}.{name}")) or modules.get(module))
+            for module, name in code.imports
+        ]
+        return json.dumps([code.digest, sorted((name, _parse(target).digest) for name, target in targets if target)])
+
+    # A set: a move may bring another package, which is as empty as the others.
+    return hashlib.sha256(json.dumps(sorted(set(map(describe, modules.values())))).encode()).hexdigest()
 
 
 def check_not_edited(modules: dict[str, Path], digests: dict[str, str]) -> None:
     """Raise UserError if a module was edited: Python may import it after the key was made."""
     for name, path in modules.items():
-        if not path.exists() or _parse(path)[0] != digests[name]:
+        if not path.exists() or _parse(path).digest != digests[name]:
             raise UserError(f"{name} was edited after this run began. Start the run again.")
 
 
 def read_lock() -> dict[str, dict[str, Any]]:
-    """Return the lock file: ``stages`` (version by name) and ``modules`` (digest by name)."""
+    """Return the lock file: ``stages`` (version and digest by name) and ``modules`` (digest by name)."""
     lock: dict[str, dict[str, Any]] = json.loads(LOCK.read_text(encoding="utf-8"))
     return lock
 
@@ -80,10 +103,9 @@ def find_modules(file: str) -> dict[str, Path]:
     modules: dict[str, Path] = {name: first}
     unvisited = [first]
     while unvisited:
-        for imported in _parse(unvisited.pop())[1]:
-            parts = _defining_module(imported).split(".")
-            for end in range(1, len(parts) + 1):
-                module = ".".join(parts[:end])
+        for imported in (f"{module}.{name}".rstrip(".") for module, name in _parse(unvisited.pop()).imports):
+            parts = imported.split("."), _defining_module(imported).split(".")
+            for module in {".".join(names[:end]) for names in parts for end in range(1, len(names) + 1)}:
                 source = _source_file(module)
                 if source and module not in modules and not module.startswith(_EXCLUDED_MODULES):
                     modules[module] = source
@@ -109,29 +131,42 @@ def _source_file(module: str) -> Path | None:
     return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
 
 
-def _parse(path: Path) -> tuple[str, frozenset[str]]:
-    """Return the digest of a module's code, and the names that it imports from the project, inside functions too."""
+class _Code(NamedTuple):
+    digest: str
+    """Digest of a module's code, see :func:`code_digest`."""
+    imports: frozenset[tuple[str, str]]
+    """Module and name of each name that it imports from the project, also inside functions. ``import module`` has the
+    name "". """
+
+
+def _parse(path: Path) -> _Code:
     stat = path.stat()
     return _parse_version(path, stat.st_mtime_ns, stat.st_size)
 
 
 @lru_cache(maxsize=1024)
-def _parse_version(path: Path, mtime_ns: int, size: int) -> tuple[str, frozenset[str]]:
+def _parse_version(path: Path, mtime_ns: int, size: int) -> _Code:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    return code_digest(tree), frozenset(name for name in _imports(tree) if name.split(".")[0] in _PACKAGES)
+    imports = ((module, name) for node in ast.walk(tree) for module, name, _ in _project_imports(node))
+    return _Code(code_digest(tree), frozenset(imports))
 
 
-def _imports(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+def _project_imports(node: Any) -> list[tuple[str, str, str]]:
+    """Return module, name and new name of each name that a statement imports from the project."""
+    if isinstance(node, ast.Import):
+        names = [(alias.name, "", alias.asname or "") for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        names = [(node.module or "", alias.name, alias.asname or "") for alias in node.names]
+    else:
+        return []
+    return [item for item in names if item[0].split(".")[0] in _PACKAGES]
 
 
 def code_digest(tree: ast.Module) -> str:
-    """Return the sha256 of a syntax tree without docstrings: comments and layout do not count."""
-    return hashlib.sha256(json.dumps(_simplify(tree)).encode()).hexdigest()
+    """Return the sha256 of a syntax tree. Comments, docstrings and layout do not count, nor do the order of imports
+    from the project and the modules that they name, only the names that they bind."""
+    bound = sorted({(name, new_name) for node in ast.walk(tree) for _, name, new_name in _project_imports(node)})
+    return hashlib.sha256(json.dumps([_simplify(tree), bound]).encode()).hexdigest()
 
 
 def _simplify(node: Any) -> Any:
@@ -145,7 +180,7 @@ def _simplify(node: Any) -> Any:
         fields = [[name, _simplify(value)] for name, value in ast.iter_fields(node) if value not in (None, [])]
         return [type(node).__name__, *fields]
     if isinstance(node, list):
-        return [_simplify(item) for item in node if not _is_docstring(item)]
+        return [_simplify(item) for item in node if not _is_docstring(item) and not _project_imports(item)]
     return ascii(node)
 
 
@@ -155,17 +190,19 @@ def _is_docstring(node: Any) -> bool:
 
 
 def current_lock() -> dict[str, dict[str, Any]]:
-    """Return the lock for the present code: its digests, and the versions of the lock file (1 for a new stage)."""
+    """Return the lock for the present code: its digests, and the versions of the lock file. The version of a new stage
+    is its digest."""
     from tasks.runtime.stage import Stage
 
-    versions = read_lock()["stages"]
-    stages: dict[str, int] = {}
+    locked = read_lock()["stages"]
+    stages: dict[str, dict[str, Any]] = {}
     modules: dict[str, str] = {}
     for info in pkgutil.iter_modules([str(PROJECT / "tasks")]):
         module = importlib.import_module(f"tasks.{info.name}")
         for stage in vars(module).values():
             if isinstance(stage, Stage) and stage.body.__module__ == module.__name__:
-                stages[stage.name] = versions.get(stage.name, 1)
+                version = locked.get(stage.name, {"version": stage.code_digest})["version"]
+                stages[stage.name] = {"version": version, "digest": stage.code_digest}
                 modules |= module_digests(stage.modules)
     return {"stages": dict(sorted(stages.items())), "modules": dict(sorted(modules.items()))}
 
@@ -191,12 +228,19 @@ def main(arguments: list[str] | None = None) -> int:
     changed = {name for name, _ in now["modules"].items() ^ lock["modules"].items()}
     for name in sorted(changed):
         print(f"{name}: {'edited' if name in lock['modules'] and name in now['modules'] else 'new or gone'}")
+    changed_stages = [name for name, stage in now["stages"].items() if stage != lock["stages"].get(name)]
+    if changed_stages:
+        print(f"Stages with edited code: {', '.join(changed_stages)}")
     if options.action == "show":
-        print("Accept these edits, or raise stages: see --help." if changed else "No module differs from the lock.")
-        return 1 if changed else 0
+        is_edited = changed or changed_stages
+        print("Accept these edits, or raise stages: see --help." if is_edited else "No module differs from the lock.")
+        return 1 if is_edited else 0
     for name in options.stages:
-        now["stages"][name] += 1
-        print(f"{name}: version {now['stages'][name]}")
+        stage = now["stages"][name]
+        if stage["version"] == stage["digest"]:
+            print(f"{name} was last raised with this code. Its version stays.", file=sys.stderr)
+        stage["version"] = stage["digest"]
+        print(f"{name}: version {stage['version'][:12]}")
     LOCK.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
     print(f"{LOCK} is written.")
     return 0

@@ -24,7 +24,14 @@ from typing import Any
 
 from lm.common.errors import Stopped, StorageError, TransientError, UserError
 from lm.common.runtime import Execution
-from tasks.runtime.code_version import check_not_edited, code_identity, find_modules, module_digests
+from tasks.runtime.code_version import (
+    check_not_edited,
+    code_identity,
+    edited_modules,
+    find_modules,
+    module_digests,
+    stage_digest,
+)
 from tasks.runtime.context import Attempt, RunContext
 from tasks.runtime.lease import check_lease, hold_output_lease
 from tasks.runtime.output import (
@@ -90,11 +97,16 @@ class Stage:
         """Digests of these modules at the first use of the stage."""
         return module_digests(self.modules)
 
+    @functools.cached_property
+    def code_digest(self) -> str:
+        """Digest of these modules together, also at the first use of the stage."""
+        return stage_digest(self.modules)
+
     def code_ingredients(self) -> dict[str, Any]:
         """Return the ingredients of a key besides the parameters: the versions of the format, code and libraries."""
         return {
             "format": FORMAT,
-            "code": code_identity(self.name, self.code),
+            "code": code_identity(self.name, self.code_digest),
             "libraries": {name: _library_version(name) for name in self.libraries},
         }
 
@@ -237,6 +249,10 @@ class Stage:
         changed = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
         if changed == ["parameters.group"]:
             return "new text"
+        if "code.digest" in changed and (edited := edited_modules(self.code)):
+            changed[changed.index("code.digest") : changed.index("code.digest") + 1] = [
+                f"code.{name}" for name in edited
+            ]
         return f"changed since its last result: {', '.join(changed[:6])}{' …' if len(changed) > 6 else ''}"
 
 

@@ -32,16 +32,25 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(code_version, "PROJECT", tmp_path)
     monkeypatch.setattr(code_version, "LOCK", tmp_path / "lock.json")
     monkeypatch.setattr(code_version, "_read_lock_once", code_version.read_lock)
-    (tmp_path / "lock.json").write_text(json.dumps({"stages": {"example": 3}, "modules": digests(tmp_path)}))
+    lock = {"stages": {"example": {"version": 3, "digest": digest(tmp_path)}}, "modules": digests(tmp_path)}
+    (tmp_path / "lock.json").write_text(json.dumps(lock))
     return tmp_path
 
 
+def modules(project: Path) -> dict[str, Path]:
+    return code_version.find_modules(str(project / "tasks" / "used.py"))
+
+
 def digests(project: Path) -> dict[str, str]:
-    return code_version.module_digests(code_version.find_modules(str(project / "tasks" / "used.py")))
+    return code_version.module_digests(modules(project))
+
+
+def digest(project: Path) -> str:
+    return code_version.stage_digest(modules(project))
 
 
 def identity(project: Path) -> dict[str, Any]:
-    return code_version.code_identity("example", digests(project))
+    return code_version.code_identity("example", digest(project))
 
 
 def test_code_that_equals_the_lock_counts_by_its_version(project: Path) -> None:
@@ -79,11 +88,10 @@ def test_comments_docstrings_and_layout_change_nothing(project: Path, module: st
     ],
 )
 def test_edited_code_counts_by_its_digest(project: Path, module: str, old: str, new: str) -> None:
+    before = digest(project)
     edit(project, module, old, new)
-    assert identity(project) == {
-        "version": 3,
-        f"lm.{module}": digests(project)[f"lm.{module}"],
-    }
+    assert identity(project) == {"version": 3, "digest": digest(project)} and digest(project) != before
+    assert code_version.edited_modules(digests(project)) == [f"lm.{module}"]
     edit(project, module, new, old)
     assert identity(project) == {"version": 3}, "restored code counts by its version again"
 
@@ -99,8 +107,9 @@ def command(project: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
     """Return the command for that project, whose only stage is ``example``."""
 
     def current() -> dict[str, Any]:
-        stages = code_version.read_lock()["stages"]
-        return {"stages": dict(stages), "modules": digests(project)}
+        version = code_version.read_lock()["stages"]["example"]["version"]
+        stage = {"version": version, "digest": digest(project)}
+        return {"stages": {"example": stage}, "modules": digests(project)}
 
     monkeypatch.setattr(code_version, "current_lock", current)
     return lambda *arguments: code_version.main(list(arguments))
@@ -123,7 +132,73 @@ def test_a_raised_version_reruns_the_stage(
     assert "did you mean 'example'?" in capsys.readouterr().err
     assert command("raise") == 2
     assert command("raise", "example") == 0
-    assert identity(project) == {"version": 4}
+    assert identity(project) == {"version": digest(project)}
+    assert command("raise", "example") == 0
+    assert "example was last raised with this code" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("action", ["raise", "accept"])
+def test_two_branches_that_raise_a_stage_from_the_same_version_differ(
+    project: Path, command: Callable[..., int], action: str
+) -> None:
+    """Also if an edit that leaves the output as it is follows on one of them."""
+    lock = code_version.LOCK.read_text()
+
+    def branch(value: str) -> Any:
+        edit(project, "used", "VALUE = 1", f"VALUE = {value}")
+        assert command("raise", "example") == 0
+        identity_then = identity(project)
+        if action == "accept":
+            edit(project, "deep", "'a message'", "'a better message'")
+            assert command("accept") == 0
+            assert identity(project) == identity_then
+            edit(project, "deep", "'a better message'", "'a message'")
+        edit(project, "used", f"VALUE = {value}", "VALUE = 1")
+        code_version.LOCK.write_text(lock)
+        return identity_then["version"]
+
+    first, second, again = branch("2"), branch("20"), branch("2")
+    assert first != second and first == again
+
+
+def test_a_raise_after_a_reverted_one_has_a_version_of_its_own(project: Path, command: Callable[..., int]) -> None:
+    lock, versions = code_version.LOCK.read_text(), []
+    for value in "2", "3":
+        edit(project, "used", "VALUE = 1", f"VALUE = {value}")
+        command("raise", "example")
+        versions.append(identity(project)["version"])
+        edit(project, "used", f"VALUE = {value}", "VALUE = 1")
+        code_version.LOCK.write_text(lock)
+    assert versions[0] != versions[1]
+
+
+def test_a_module_that_moves_changes_nothing(project: Path, command: Callable[..., int]) -> None:
+    """Neither the path of a module, nor the order in which imports are sorted by it."""
+    before = digest(project)
+    (project / "lm" / "room").mkdir()
+    (project / "lm" / "room" / "__init__.py").touch()
+    (project / "lm" / "deep.py").rename(project / "lm" / "room" / "shallow.py")
+    edit(project, "used", "import lm.deep\n", "import lm.room.shallow\n")
+    (project / "lm" / "used.py").rename(project / "lm" / "room" / "a.py")
+    stage_file = project / "tasks" / "used.py"
+    stage_file.write_text("import os\n\ndef f():\n    from lm import lazy\nfrom lm.room.a import VALUE\n")
+    assert {"lm.room.a", "lm.room.shallow"} < set(modules(project))
+    assert digest(project) == before and identity(project) == {"version": 3}
+    assert command("accept") == 0
+    assert identity(project) == {"version": 3}
+
+
+def test_a_name_that_is_imported_from_another_module_is_an_edit(project: Path) -> None:
+    """Both modules were imported before, and have a name in common."""
+    stage_file = project / "tasks" / "used.py"
+    for module in "slow", "fast":
+        (project / "lm" / f"{module}.py").write_text(f"SPEED = 1\nKIND = {module!r}\n")
+    stage_file.write_text("from lm.slow import SPEED\nfrom lm.fast import KIND\n")
+    before = digest(project)
+    stage_file.write_text("from lm.fast import KIND\nfrom lm.slow import SPEED\n")
+    assert digest(project) == before
+    stage_file.write_text("from lm.fast import SPEED\nfrom lm.slow import KIND\n")
+    assert digest(project) != before
 
 
 def test_the_key_of_a_stage_follows_the_identity_of_its_code(
@@ -145,13 +220,26 @@ def test_the_key_of_a_stage_follows_the_identity_of_its_code(
     assert key() != before
 
 
+def test_the_reason_of_a_rerun_names_the_edited_module(project: Path, tmp_path: Path) -> None:
+    run = run_context(tmp_path / "root")
+
+    def example() -> Stage:
+        stage = Stage("example", lambda out, text: None)
+        stage.file = str(project / "tasks" / "used.py")
+        return stage
+
+    example().materialize(run, {"text": "x"})
+    edit(project, "deep", "'a message'", "'a better message'")
+    assert example().explain(run, {"text": "x"}) == "changed since its last result: code.lm.deep"
+
+
 def test_an_edit_during_a_run_is_a_user_error(project: Path) -> None:
     """A stage imports modules when it runs, so the key may be of other code."""
-    modules, before = code_version.find_modules(str(project / "tasks" / "used.py")), digests(project)
-    code_version.check_not_edited(modules, before)
+    files, before = modules(project), digests(project)
+    code_version.check_not_edited(files, before)
     edit(project, "lazy", "LAZY = 1", "LAZY = 2")
     with pytest.raises(UserError, match=r"lm\.lazy was edited after this run began"):
-        code_version.check_not_edited(modules, before)
+        code_version.check_not_edited(files, before)
 
 
 def test_a_field_that_a_newer_python_adds_empty_does_not_change_the_digest() -> None:
@@ -176,4 +264,4 @@ def test_every_module_of_the_stages_equals_the_lock() -> None:
     edited = {name for name, digest in now["modules"].items() if lock["modules"].get(name) != digest}
     assert not edited, "same output: python -m tasks.runtime.code_version accept; another output: … raise STAGE"
     assert now["modules"].keys() == lock["modules"].keys()
-    assert now["stages"].keys() == lock["stages"].keys()
+    assert now["stages"] == lock["stages"]
