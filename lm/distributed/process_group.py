@@ -140,4 +140,4 @@ def call_on_rank0(function: Callable[[], T]) -> T:
     for leaf in tree_leaves(result):
         if isinstance(leaf, Tensor):
             dist.broadcast(leaf, 0, _host_group)
-    return result  # type: ignore[no-any-return]
+    return result

@@ -24,7 +24,13 @@ from lm.train.trainer import Trainer
 from tests.helpers.ranks import rank_of_test
 from tests.helpers.training import MODEL, small_trainer
 
-_SETTINGS: dict[str, Any] = {"steps": 8, "checkpoint_interval": 3, "eval_interval": 4, "optimizer": "muon"}
+_SETTINGS: dict[str, Any] = {
+    "steps": 8,
+    "checkpoint_interval": 3,
+    "eval_interval": 4,
+    "optimizer": "muon",
+    "sample_prompts": [],  # no kernels: a forked process cannot compile them
+}
 _SHORT_TIMEOUT_SECONDS = 5.0
 
 
@@ -84,7 +90,7 @@ class _Scaled(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.linear(x)) * self.scale  # type: ignore[no-any-return]
+        return self.norm(self.linear(x)) * self.scale
 
 
 def average_gradients_of_vectors(directory: Path, rank: int) -> None:
@@ -110,10 +116,10 @@ def average_gradients_of_vectors(directory: Path, rank: int) -> None:
                 if name in vectors:
                     grad = vectors[name].grad
                     assert grad is not None and vectors[name].shape == p.shape, name
-                    tolerance = (
-                        {} if compute_dtype is None else {"rtol": 0.05, "atol": 0.05 * float(p.grad.abs().max())}
+                    mean, tolerance = p.grad / dist.get_world_size(), 1e-5 if compute_dtype is None else 0.05
+                    torch.testing.assert_close(
+                        grad, mean, rtol=tolerance, atol=tolerance * float(mean.abs().max()), msg=name
                     )
-                    torch.testing.assert_close(grad, p.grad / dist.get_world_size(), **tolerance, msg=name)
                     of_rank0 = grad.clone()
                     dist.broadcast(of_rank0, 0)
                     assert torch.equal(grad, of_rank0), name
