@@ -249,16 +249,22 @@ def test_a_termination_outside_of_a_run_raises(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [number for number, _ in SIGNALS])
-def test_a_training_saves_and_then_raises(number: int) -> None:
+def test_a_training_saves_and_then_raises(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog does not send the signal again while the training handles it, and does not end the process."""
-    stop_event = threading.Event()
+    stop_event, exits = threading.Event(), list[float]()
+    # The watchdog ends the process after the block, which is here that of all tests.
+    monkeypatch.setattr(
+        GracefulShutdown, "_exit", lambda _: exits.append(time.monotonic())
+    )  # it ends the process later
     with pytest.raises(KeyboardInterrupt) as raised, GracefulShutdown(exit_seconds=0.1):
         with stop_on_signals(stop_event) as received:
             signal.raise_signal(number)
             time.sleep(0.3)
-        assert received == [number] and stop_event.is_set()
+        assert received == [number] and stop_event.is_set() and not exits
         function_of_module("tasks.runtime.training", "kill(number)", kill=signal.raise_signal, number=number)()
     assert signal_number(raised.value) == number
+    time.sleep(0.5)  # the watchdog of this test ends before the next one
+    assert exits
 
 
 def run_script(script: str) -> subprocess.CompletedProcess[str]:
