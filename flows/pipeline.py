@@ -7,6 +7,7 @@ from pydantic import BeforeValidator
 
 from flows.chain import PIPELINE
 from flows.config import PipelineConfig, StageName, complete_config, load_preset
+from flows.forecast import check_training_memory
 from flows.prefect_support.deployed_run import check_deployment
 from flows.prefect_support.naming import name_run
 from flows.run_stages import TASK_RUNNER, check_device, run_stages
@@ -34,4 +35,5 @@ def pipeline(
             check_deployment(config.execution.train_deployment)
         else:
             check_device(config.execution.device)
+            check_training_memory(config, root, refresh)
     return run_stages(PIPELINE, config, root, until, refresh)

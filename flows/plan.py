@@ -26,6 +26,9 @@ class DryRunExecutor:
     rows: list[tuple[str, str]] = field(default_factory=list)
     """Stage, and what a run would do with it and why."""
     is_all_cached: bool = True
+    missing: dict[str, float] = field(default_factory=dict)
+    """Stages that would run, and the share of their groups that is missing. Groups belong to the stage that combines
+    them: those of encode-group to encode."""
 
     def call(self, stage: Stage, *arguments: Any) -> Ref:
         """Return the cached output, or a pending one."""
@@ -48,10 +51,13 @@ class DryRunExecutor:
         if not items:
             return []
         if reason := _pending_reason((*items, *arguments)):
+            self.missing[_combining_stage(stage)] = 1.0
             return [self._add_pending(stage, title, reason)]
         outputs = stage.look_up(self.run, [stage.bind(item, *arguments) for item in items])
         missing = [item for item, (_, is_cached) in zip(items, outputs, strict=True) if not is_cached]
         if missing:
+            share = len(missing) / len(items)
+            self.missing[_combining_stage(stage)] = max(share, self.missing.get(_combining_stage(stage), 0.0))
             reason = self._run_reason(stage, (missing[0], *arguments))
             return [self._add_pending(stage, title, f"{len(missing)} of {len(items)} groups: {reason}")]
         self.rows.append((title, f"cached, {len(items)} groups"))
@@ -59,11 +65,16 @@ class DryRunExecutor:
 
     def _add_pending(self, stage: Stage, name: str, action: str) -> Ref:
         self.is_all_cached = False
+        self.missing.setdefault(_combining_stage(stage), 0.0 if stage.is_mapped else 1.0)
         self.rows.append((name, action))
         return Ref(stage.name, _PENDING_KEY)
 
     def _run_reason(self, stage: Stage, arguments: tuple[Any, ...]) -> str:
         return f"runs: {stage.explain(self.run, stage.bind(*arguments))}"
+
+
+def _combining_stage(stage: Stage) -> str:
+    return stage.name.removesuffix("-group").removesuffix("-sum")
 
 
 def _pending_reason(arguments: tuple[Any, ...]) -> str:

@@ -18,6 +18,7 @@ from flows.cli.local_run import is_server_configured, run_flow, run_pipeline
 from flows.cli.summary import (
     format_comparison,
     format_evaluation,
+    format_forecasts,
     format_profile,
     format_sample,
     format_summary,
@@ -25,6 +26,7 @@ from flows.cli.summary import (
     format_teaching,
 )
 from flows.config import PipelineConfig, StageName, has_demo_model, options_replaced_by_budget
+from flows.forecast import plan_with_forecasts
 from flows.models import RunModel, resolve_model
 from flows.plan import cached_run, plan
 from flows.posttrain_config import PosttrainConfig, PosttrainStage, has_demo_problems
@@ -75,11 +77,14 @@ def run_command(options: Namespace) -> None:
 
 
 def plan_command(options: Namespace) -> None:
-    """Print what a run would do."""
+    """Print what a run would do, and what its stages need."""
     arguments = _pipeline_arguments(options)
     log_to_console()
     _warn_of_replaced_options(arguments[0])
-    _print_plan(plan(PIPELINE, *arguments))
+    rows, forecasts = plan_with_forecasts(*arguments)
+    _print_plan(rows)
+    if forecasts:
+        print(format_forecasts(forecasts))
 
 
 def _warn_of_replaced_options(config: PipelineConfig) -> None:

@@ -2,9 +2,11 @@
 
 import csv
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from flows.forecast import Forecast
 from flows.report import format_figures
 from flows.run_record import outputs_of
 from tasks.pages.posttrain import percent_with_interval
@@ -66,6 +68,30 @@ def format_summary(record: dict[str, Any]) -> str:
         "  textmill up    start Prefect's server with its UI, the deployments and a worker (in a checkout)",
     ]
     return "\n".join(lines)
+
+
+def format_forecasts(forecasts: Sequence[Forecast]) -> str:
+    """Return a table of the memory, disk and time that stages need."""
+    rows = [(f.stage, _format_bytes(f.memory), _format_bytes(f.disk), _format_seconds(f.seconds)) for f in forecasts]
+    disk, seconds = sum(f.disk or 0 for f in forecasts), sum(f.seconds or 0 for f in forecasts)
+    rows.append(("total", "", _format_bytes(disk), _format_seconds(seconds)))
+    lines = [f"{stage:<10} {memory:>12} {disk:>12} {time:>12}" for stage, memory, disk, time in rows]
+    title = "About what the stages that run need (–: not known yet):"
+    return "\n".join(["", title, f"{'stage':<10} {'memory':>12} {'disk':>12} {'time':>12}", *lines])
+
+
+def _format_bytes(count: float | None) -> str:
+    if count is None:
+        return "–"
+    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"
+
+
+def _format_seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:,.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
 
 
 def format_sweep(record: dict[str, Any]) -> str:

@@ -56,6 +56,9 @@ class Execution:
     memory grows with the square of the sequence."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them: less memory, about a third more compute."""
+    check_memory: bool = True
+    """Refuse a training on CPUs whose predicted memory is more than 85 % of what its processes may use. false: start it
+    anyway."""
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
     """Experiment trackers that receive training metrics, in addition to metrics.jsonl. Each must be installed."""
     max_trainings: int = bounded_field(1, ge=0)

@@ -3,11 +3,13 @@
 import logging
 import tempfile
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from lm.checkpoint.safe_load import assign_weights, create_empty_model
+from lm.common.device import has_bfloat16
 from lm.common.errors import UserError
 from lm.common.memory import machine_memory
 from lm.common.runtime import Execution, ParallelKind
@@ -20,6 +22,7 @@ from lm.distributed.process_group import (
     get_world_size,
 )
 from lm.model.config import ModelConfig
+from lm.model.flops import parameter_count
 from lm.model.memory import TrainingMemory, predict_training_memory
 from lm.model.transformer import TransformerLM
 from lm.train.config import TrainConfig
@@ -82,6 +85,58 @@ def predict_memory(
         kind,
         world_size,
         device.type,
+    )
+
+
+def need_memory(
+    execution: Execution, config: TrainConfig, model_config: ModelConfig, device: torch.device, processes: int
+) -> int:
+    """Predict the bytes that each of the processes of a training needs, at least. Each first builds the whole model."""
+    if config.precision == "auto" and has_bfloat16(device):
+        config = replace(config, precision="bfloat16")
+    kinds: tuple[ParallelKind, ...] = _KINDS
+    if execution.parallel != "auto" and execution.parallel != "none":
+        kinds = (execution.parallel,)
+    sequences = max(1, config.batch_size // (config.gradient_accumulation_steps * processes))
+    peaks = [
+        predict_memory(sequences, execution, config, model_config, kind, processes, device).peak
+        for kind in (kinds if processes > 1 else ("none",))
+    ]
+    return max(min(peaks), 4 * parameter_count(model_config)["total"])
+
+
+def check_memory(
+    execution: Execution, config: TrainConfig, model_config: ModelConfig, device: torch.device, processes: int = 0
+) -> None:
+    """Raise UserError if a training on CPUs needs more memory than this machine has, by prediction.
+
+    A system that runs out of memory stands still for minutes and then kills the training without a message; on a GPU,
+    an allocation fails with one. ``processes`` are those of this machine that will train; 0: this one has joined them.
+    ``execution.check_memory`` turns the check off.
+    """
+    if device.type != "cpu" or not execution.check_memory:
+        return
+    available = available_memory(device) // max(1, processes)
+    processes = processes or get_world_size()
+    if (need := need_memory(execution, config, model_config, device, processes)) <= available:
+        return
+    smallest = replace(config, gradient_accumulation_steps=max(1, config.batch_size // processes))
+    if need_memory(execution, smallest, model_config, device, processes) <= available:
+        advice = (
+            f"Raise train.gradient_accumulation_steps (now {config.gradient_accumulation_steps}), lower "
+            f"train.batch_size (now {config.batch_size}) or model.context_length (now {model_config.context_length:,}),"
+            " or set execution.activation_checkpointing to true."
+        )
+    else:
+        advice = (
+            f"Use a smaller model: lower model.d_model (now {model_config.d_model:,}), model.num_layers (now "
+            f"{model_config.num_layers}), model.d_ff (now {model_config.d_ff:,}) or tokenizer.vocab_size (now "
+            f"{model_config.vocab_size or 0:,})."
+        )
+    raise UserError(
+        f"The training needs about {need / (1 << 30):,.1f} GiB of memory per process, and {available / (1 << 30):,.1f} "
+        f"GiB are available (85 % of this machine's or container's memory, divided among its processes). {advice} To "
+        "start it anyway, set execution.check_memory to false."
     )
 
 

@@ -22,6 +22,7 @@ from lm.model.functional import IGNORE_INDEX
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
+from lm.train.parallel import check_memory
 from lm.train.trainer import NO_MEMORY_FOR_MODEL, Trainer
 
 _VALIDATION_ADVICE = ", or hold out a larger data.valid_fraction of the documents; 0 trains without validation"
@@ -147,9 +148,10 @@ def make_trainer(
     """Make the trainer of a model with the weights of the checkpoint ``start``, or of a new one.
 
     The initial weights of a new model depend on ``config.seed`` alone. Raises UserError if the weights of ``start`` are
-    damaged or do not fit ``model_config``, and if memory runs out.
+    damaged or do not fit ``model_config``, and if memory is too small by prediction or runs out.
     """
     device = device or choose_device(execution.device)
+    check_memory(execution, config, model_config, device)
     objective = Pretraining(config, model_config, data, device)
     torch.manual_seed(config.seed)
     model = TransformerLM(model_config, device=device)
