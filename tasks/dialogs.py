@@ -1,7 +1,11 @@
 """Stage ``dialogs``: read, check and divide the data of post-training."""
 
 import json
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
+from lm.common.errors import UserError
 from lm.posttrain.config import DialogsConfig
 from lm.text.retry import retry_reading
 from lm.text.sources import Source, check_unchanged
@@ -10,6 +14,14 @@ from tasks.runtime.context import Attempt
 from tasks.runtime.source_records import describe_sources
 from tasks.runtime.stage import stage
 from tasks.runtime.store import Store
+
+if TYPE_CHECKING:
+    from lm.posttrain.examples import RowCounts
+
+log = logging.getLogger(__name__)
+
+_WARNING_FRACTION = 0.05
+_MAX_ROWS_NAMED = 100
 
 
 def find_dialog_sources(config: DialogsConfig, store: Store) -> list[list[Source]]:
@@ -36,9 +48,10 @@ def dialogs(
 
     out.sources = [*train, *valid, *task_train, *task_test]
     urls = [[source.url for source in sources] for sources in (train, valid, task_train, task_test)]
-    *splits, test, damaged = retry_reading(read_examples, config, *urls)
+    *splits, test, counts = retry_reading(read_examples, config, *urls)
     for source in out.sources:
         retry_reading(check_unchanged, source)
+    _check_unused(counts, config.max_unused_fraction)
     for name, split in zip(("train", "valid"), splits, strict=True):
         for kind in ("dialogs", "pairs", "problems"):
             rows = getattr(split, kind)
@@ -46,6 +59,20 @@ def dialogs(
             out.figures.setdefault(kind, {})[name] = len(rows)
     write_rows(out.directory / "problems-test.jsonl", test.problems)
     out.figures["problems"]["test"] = len(test.problems)
-    out.figures |= {"damaged": damaged.count, "left_out": splits[0].left_out}
-    content = {"reward": test.reward, "damaged": damaged.names}
+    out.figures["damaged"] = sum(count.damaged.count for count in counts)
+    out.figures["left_out"] = sum(count.left_out for count in counts)
+    names = [name for count in counts for name in count.damaged.names]
+    content = {"reward": test.reward, "damaged": names[:_MAX_ROWS_NAMED]}
     (out.directory / "examples.json").write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
+
+
+def _check_unused(counts: "Iterable[RowCounts]", max_fraction: float) -> None:
+    """Raise UserError if more than ``max_fraction`` of the rows of a field are not used; warn from 5 % on."""
+    for count in counts:
+        if count.unused_fraction > max_fraction:
+            raise UserError(
+                f"{count}. Correct the files, or set dialogs.max_unused_fraction (now {max_fraction:g}) to 1 to use "
+                "the other rows."
+            )
+        if count.unused_fraction >= _WARNING_FRACTION:
+            log.warning("%s.", count)

@@ -45,7 +45,8 @@ def read_dialogs(url: str, damaged: DamagedRows) -> Iterator[Dialog | Preference
     """Yield the rows of a file; see :func:`lm.data.json_rows.read_rows`.
 
     A row is damaged if it is of none of the four kinds, its roles are out of order (see :func:`find_role_problem`), a
-    message is blank or has over a million characters, or the two answers of a pair are equal.
+    message is blank or has over a million characters, or the two answers of a pair are equal. A blank system message is
+    dropped.
     """
     return read_rows(url, damaged, parse_row)
 
@@ -119,6 +120,7 @@ def _exchange(question: str, answer: str) -> tuple[Message, ...]:
 def _check_messages(messages: Sequence[Any]) -> tuple[Message, ...]:
     if problem := find_role_problem(messages, "assistant"):
         raise ValueError(problem)
-    for index, message in enumerate(messages):
+    first = 1 if messages[0]["role"] == "system" and not messages[0]["content"].strip() else 0  # it says nothing
+    for index, message in enumerate(messages[first:], first):
         check_text(f"message {index}", message["content"])
-    return tuple(Message(role=message["role"], content=message["content"]) for message in messages)
+    return tuple(Message(role=message["role"], content=message["content"]) for message in messages[first:])

@@ -22,7 +22,8 @@ class DialogsConfig:
     """Held-out dialogs or pairs, in the same forms. Empty (the default): use part of train, see valid_fraction."""
     valid_fraction: float = bounded_field(0.05, ge=0, lt=1)
     """Fraction of the dialogs and pairs to hold out if valid is empty, and of the problems to train on, which choose
-    the checkpoint. The hash of the messages up to the user's first decides."""
+    the checkpoint. The hash of the messages up to the user's first decides; if more than 5 % of the rows share those,
+    the next messages count too."""
     task: str = ""
     """Problems with a reward. addition:1-3, of numbers with one to three digits, and reasoning-gym:DATASET are
     generated. gsm8k, math, mmlu and words are read from task_train and task_test. Empty: no problems."""
@@ -38,6 +39,9 @@ class DialogsConfig:
     """Number of problems to train on whose solutions are dialogs for sft too. Default: all."""
     seed: int = bounded_field(0, ge=0, lt=1 << 63)
     """Seed of generated problems."""
+    max_unused_fraction: float = bounded_field(0.5, ge=0, le=1)
+    """Largest fraction of the rows of a field that may be damaged, or left out because a held-out example asks the
+    same. More is an error, and 5 % or more a warning. It has no effect on the result."""
 
     def __post_init__(self) -> None:
         validate_fields(self, "dialogs")
@@ -45,8 +49,8 @@ class DialogsConfig:
     @property
     def identity(self) -> dict[str, Any]:
         """Fields that enter the cache key. Files enter it by their content."""
-        files = ("train", "valid", "task_train", "task_test")
-        return {name: value for name, value in asdict(self).items() if name not in files}
+        others = ("train", "valid", "task_train", "task_test", "max_unused_fraction")
+        return {name: value for name, value in asdict(self).items() if name not in others}
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +18,10 @@ from lm.posttrain.config import DialogsConfig
 T = TypeVar("T")
 Example = Dialog | PreferencePair | Problem
 
+# A beginning that more examples than both of these share, such as "Continue", does not tell examples apart.
+_MAX_SHARING_EXAMPLES = 20
+_MAX_SHARING_FRACTION = 0.05
+
 
 @dataclass
 class Examples:
@@ -24,8 +30,36 @@ class Examples:
     dialogs: list[Dialog] = field(default_factory=list)
     pairs: list[PreferencePair] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+
+
+@dataclass
+class RowCounts:
+    """The rows of a field of the config, and those that are not used."""
+
+    name: str
+    """What the rows are, for messages."""
+    used: int = 0
     left_out: int = 0
-    """Examples for training that were left out because a held-out one, or a tested problem, asks the same."""
+    """Rows for training that were left out because a held-out example, or a tested problem, asks the same."""
+    damaged: DamagedRows = field(default_factory=DamagedRows)
+
+    @property
+    def unused(self) -> int:
+        """Number of rows that are damaged or left out."""
+        return self.left_out + self.damaged.count
+
+    @property
+    def unused_fraction(self) -> float:
+        """Fraction of the rows that are damaged or left out."""
+        return self.unused / max(1, self.used + self.unused)
+
+    def __str__(self) -> str:
+        reasons = []
+        if self.left_out:
+            reasons.append(f"{self.left_out:,} ask the same as a held-out example or a tested problem")
+        if self.damaged.count:
+            reasons.append(f"{self.damaged.count:,} are damaged ({'; '.join(self.damaged.names[:3])})")
+        return f"{self.unused:,} of {self.used + self.unused:,} {self.name} are not used: {', and '.join(reasons)}"
 
 
 def read_examples(
@@ -34,36 +68,49 @@ def read_examples(
     valid: Sequence[str],
     task_train: Sequence[str],
     task_test: Sequence[str],
-) -> tuple[Examples, Examples, Task, DamagedRows]:
-    """Return the examples for training, those held out of them, the tested problems, and the damaged rows.
+) -> tuple[Examples, Examples, Task, list[RowCounts]]:
+    """Return the examples for training, those held out of them, the tested problems, and the counts of the rows.
 
-    The four lists are the files of ``config``'s fields of these names. Raises UserError for an unreadable file or an
-    unknown task.
+    The four lists are the files of ``config``'s fields of these names; the counts are in the same order. Raises
+    UserError for an unreadable file or an unknown task.
     """
-    damaged = DamagedRows()
+    counts = [
+        RowCounts(name)
+        for name in ("rows of dialogs.train", "rows of dialogs.valid", "problems to train on", "problems to test on")
+    ]
+    named = [
+        [example for url in urls for example in read_dialogs(url, count.damaged)]
+        for urls, count in zip((train, valid), counts, strict=False)
+    ]
+    common = _find_common_starts([*named[0], *named[1]])
     splits = Examples(), Examples()
-    for urls, is_valid in ((train, False), (valid, True)):
-        for url in urls:
-            for example in read_dialogs(url, damaged):
-                split = splits[is_valid or (not valid and _is_held_out(example, config.valid_fraction))]
-                if isinstance(example, Dialog):
-                    split.dialogs.append(example)
-                else:
-                    split.pairs.append(example)
+    for examples, is_valid in zip(named, (False, True), strict=True):
+        for example in examples:
+            is_held_out = not valid and _is_held_out(_key(example, common), config.valid_fraction)
+            split = splits[is_valid or is_held_out]
+            if isinstance(example, Dialog):
+                split.dialogs.append(example)
+            else:
+                split.pairs.append(example)
     test = Task("", [], "")
     if config.task:
-        problems = _read_problems(config, "train", task_train, config.train_problems, damaged).problems
-        test = _read_problems(config, "test", task_test, config.test_problems, damaged)
+        problems = _read_problems(config, "train", task_train, config.train_problems, counts[2].damaged).problems
+        test = _read_problems(config, "test", task_test, config.test_problems, counts[3].damaged)
         tested = {problem.prompt for problem in test.problems}
         for problem in problems:
-            is_held_out = problem.prompt not in tested and _is_held_out(problem, config.valid_fraction)
+            is_held_out = problem.prompt not in tested and _is_held_out(_key(problem, common), config.valid_fraction)
             splits[is_held_out].problems.append(problem)
-    _leave_out_held_out(*splits, test)
+        counts[2].used, counts[3].used = len(problems), len(test.problems)
+    counts[0].used, counts[1].used = map(len, named)
+    left_out = _leave_out_held_out(*splits, test, common)
+    for count, kinds in ((counts[0], ("dialogs", "pairs")), (counts[2], ("problems",))):
+        count.left_out = sum(left_out[kind] for kind in kinds)
+        count.used -= count.left_out
     if config.solutions != 0:
-        for split, count in zip(splits, (config.solutions, None), strict=True):
+        for split, limit in zip(splits, (config.solutions, None), strict=True):
             solved = [problem for problem in split.problems if problem.solution]
-            split.dialogs += [_solution(problem) for problem in solved[:count]]
-    return *splits, test, damaged
+            split.dialogs += [_solution(problem) for problem in solved[:limit]]
+    return *splits, test, counts
 
 
 def _read_problems(config: DialogsConfig, split: Split, urls: Sequence[str], count: int, damaged: DamagedRows) -> Task:
@@ -77,36 +124,85 @@ def _solution(problem: Problem) -> Dialog:
     return Dialog(messages)
 
 
-def _opening(example: Example) -> tuple[Message, ...]:
-    """Return the messages up to the user's first, as they were before they were put into a template."""
+def _messages(example: Example) -> tuple[Message, ...]:
+    """Return the messages of an example, the user's last as it was before it was put into a template."""
     if isinstance(example, Problem):
         return (Message(role="user", content=example.prompt),)
-    messages = example.messages if isinstance(example, Dialog) else example.prompt
-    opening = messages[: 2 if messages[0]["role"] == "system" else 1]
-    if isinstance(example, Dialog) and example.question is not None and len(messages) == len(opening) + 1:
-        return (*opening[:-1], Message(role="user", content=example.question))  # it is of the user's last message
-    return opening
+    if isinstance(example, PreferencePair):
+        answers = (Message(role="assistant", content=answer) for answer in (example.chosen, example.rejected))
+        return (*example.prompt, *answers)
+    if example.question is None:
+        return example.messages
+    *context, _, answer = example.messages
+    return (*context, Message(role="user", content=example.question), answer)
 
 
-def _is_held_out(example: Example, fraction: float) -> bool:
-    """Return whether the hash of the opening holds the example out. All examples of an opening are in one split."""
-    digest = hashlib.sha256(json.dumps(_opening(example), sort_keys=True).encode()).digest()
-    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+def _starts(example: Example) -> Iterator[str]:
+    """Yield the question, the messages up to it (a system message may be before it), then one more message each."""
+    messages = _messages(example)
+    first = 1 if messages[0]["role"] == "system" else 0
+    yield json.dumps(messages[first : first + 1], sort_keys=True)
+    for end in range(first + 1, len(messages) + 1):
+        yield json.dumps(messages[:end], sort_keys=True)
 
 
-def _leave_out_held_out(train: Examples, valid: Examples, test: Task) -> None:
-    """Take the examples out of ``train`` that ask what a held-out one or a tested problem asks, and count them."""
+def _question(example: Example) -> str:
+    """Return the user's first message, whatever the system message is."""
+    return next(_starts(example))
 
-    def asked(example: Example) -> str:
-        return _opening(example)[-1]["content"]
 
+def _key(example: Example, common: Set[str]) -> str:
+    """Return the messages up to the user's first, or up to the next that make a start that is not ``common``.
+
+    All examples of a key are in one split.
+    """
+    starts = islice(_starts(example), 1, None)
+    key = next(starts)
+    while key in common and (longer := next(starts, None)) is not None:
+        key = longer
+    return key
+
+
+def _find_common_starts(examples: Sequence[Example]) -> set[str]:
+    """Return the starts of dialogs that too many examples share to tell them apart."""
+    limit = max(_MAX_SHARING_EXAMPLES, _MAX_SHARING_FRACTION * len(examples))
+    new = _more_than(limit, map(_question, examples))
+    common = set[str]()
+    while new:
+        common |= new
+        new = _more_than(limit, (_key(example, common) for example in examples)) - common
+    return common
+
+
+def _more_than(limit: float, keys: Iterable[str]) -> set[str]:
+    return {key for key, count in Counter(keys).items() if count > limit}
+
+
+def _is_held_out(key: str, fraction: float) -> bool:
+    """Return whether the hash of a key holds its examples out."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") < fraction * 2**64
+
+
+def _leave_out_held_out(train: Examples, valid: Examples, test: Task, common: Set[str]) -> Counter[str]:
+    """Take the examples out of ``train`` that ask what a held-out one or a tested problem asks; return their numbers.
+
+    Examples with different system messages ask different things. One without, such as a problem, asks what any with its
+    question asks, unless the question is ``common``.
+    """
     examples: list[Example] = [*valid.dialogs, *valid.pairs, *valid.problems, *test.problems]
-    held_out = {asked(example) for example in examples}
+    keys, questions = {_key(example, common) for example in examples}, {_question(example) for example in examples}
+
+    def is_asked(example: Example) -> bool:
+        key = _key(example, common)
+        return key in keys or key in questions or _question(example) in keys
+
+    left_out = Counter[str]()
     for kind in ("dialogs", "pairs", "problems"):
         given = getattr(train, kind)
-        kept = [example for example in given if asked(example) not in held_out]
+        kept = [example for example in given if not is_asked(example)]
         setattr(train, kind, kept)
-        train.left_out += len(given) - len(kept)
+        left_out[kind] = len(given) - len(kept)
+    return left_out
 
 
 def write_rows(path: Path, rows: Iterable[Any]) -> None:

@@ -1,7 +1,7 @@
 """What the stages of post-training share: the job of a method, and the rewards of a task."""
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lm.common.errors import UserError
 from lm.posttrain.config import PPOConfig, PreferenceConfig, ReinforceConfig, RewardModelConfig
@@ -37,13 +37,12 @@ def make_posttrain_job(
     """
     from lm.posttrain.job import PosttrainJob
 
-    counts = {kind: data.manifest["figures"][kind]["train"] for kind in ("dialogs", "pairs", "problems")}
+    figures = data.manifest["figures"]
     kind = _EXAMPLES[method]
-    if method == "ppo" and not counts[kind]:
+    if method == "ppo" and not figures[kind]["train"]:
         kind = "pairs"  # their prompts
-    if not counts[kind]:
-        field = "dialogs.task" if kind == "problems" else "dialogs.train"
-        raise UserError(f"There are no {kind} for the stage {method}. Name some in {field}, or leave the stage out.")
+    if not figures[kind]["train"]:
+        raise UserError(_explain_no_examples(method, kind, figures))
     settings = (
         {name: value for name, value in asdict(method_config).items() if name != "train"} if method_config else {}
     )
@@ -58,6 +57,23 @@ def make_posttrain_job(
         digests={"model": model.digest, "tokenizer": tokenizer.digest, "examples": data.digest},
         out=".",
         execution=out.run.execution,
+    )
+
+
+def _explain_no_examples(method: str, kind: str, figures: dict[str, Any]) -> str:
+    """Return why a method has no examples for training: none are named, or none of those can be used."""
+    field = "dialogs.task" if kind == "problems" else "dialogs.train"
+    unused = {
+        "are held out": figures[kind]["valid"],
+        "ask the same as a held-out or tested one": figures["left_out"],
+        "are damaged": figures["damaged"],
+    }
+    if not any(unused.values()):
+        return f"There are no {kind} for the stage {method}. Name some in {field}, or leave the stage out."
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in unused.items() if count)
+    return (
+        f"No {kind} are left to train on in the stage {method}: {reasons}. Add others in {field}, lower "
+        "dialogs.valid_fraction, or leave the stage out."
     )
 
 

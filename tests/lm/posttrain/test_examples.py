@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,6 +20,7 @@ from lm.posttrain.examples import (
     read_problem_rows,
     write_rows,
 )
+from tests.helpers.llamas import make_dialog
 from tests.helpers.posttraining import dialog, pair
 
 
@@ -33,8 +35,8 @@ def test_dialogs_and_pairs_are_divided_by_their_prompts(tmp_path: Path) -> None:
     ]
     rows += [{"prompt": f"question {number}", "chosen": "a", "rejected": "b"} for number in range(50)]
     path = write_file(tmp_path / "rows.jsonl", [*rows, "not json", {"other": 1}])
-    train, valid, test, damaged = read_examples(DialogsConfig(valid_fraction=0.3), [path], [], [], [])
-    assert test.reward == "" and damaged.count == 2 and "line 251: not JSON" in damaged.names[0]
+    train, valid, test, [count, *_] = read_examples(DialogsConfig(valid_fraction=0.3), [path], [], [], [])
+    assert test.reward == "" and count.damaged.count == 2 and "line 251: not JSON" in count.damaged.names[0]
     assert len(train.dialogs) + len(valid.dialogs) == 200 and len(train.pairs) + len(valid.pairs) == 50
     prompts = [{example.messages[0]["content"] for example in split.dialogs} for split in (train, valid)]
     assert not prompts[0] & prompts[1] and 5 < len(prompts[1]) < 25
@@ -68,7 +70,7 @@ def test_nothing_held_out_is_trained_on(tmp_path: Path) -> None:
     gsm8k = [{"question": f"{number}?", "answer": f"#### {number}"} for number in numbers]
     task_train, task_test = (write_file(tmp_path / f"{len(part)}.jsonl", [*part]) for part in (gsm8k, gsm8k[3:5]))
     config = DialogsConfig(task="gsm8k", valid_fraction=0.2)
-    train, valid, test, _ = read_examples(config, [path], [], [task_train], [task_test])
+    train, valid, test, counts = read_examples(config, [path], [], [task_train], [task_test])
 
     def asked(split: Examples) -> set[str]:
         messages = [example.messages for example in split.dialogs] + [example.prompt for example in split.pairs]
@@ -81,7 +83,67 @@ def test_nothing_held_out_is_trained_on(tmp_path: Path) -> None:
     chosen_on = {problem.prompt for problem in valid.problems}
     assert chosen_on and not chosen_on & tested
     kept = sum(len(split.dialogs) + len(split.pairs) for split in (train, valid))  # with the solutions of the problems
-    assert train.left_out == len(rows) + len(gsm8k) - kept >= 2
+    assert sum(count.left_out for count in counts) == len(rows) + len(gsm8k) - kept >= 2
+
+
+def system_row(system: str, question: str, answer: str = "a") -> Any:
+    return {"messages": make_dialog(question, answer, system=system)}
+
+
+def counted(path: str, valid: list[str], **fields: Any) -> tuple[int, int, int]:
+    """Return the numbers of dialogs for training, of those held out, and of those left out."""
+    train, held_out, _, counts = read_examples(DialogsConfig(**fields), [path], valid, [], [])
+    return len(train.dialogs), len(held_out.dialogs), sum(count.left_out for count in counts)
+
+
+@pytest.mark.parametrize("question", ["Summarize.", "Hi"])
+def test_dialogs_with_other_system_messages_ask_different_things(tmp_path: Path, question: str) -> None:
+    rows = [system_row(f"Text {number}", question) for number in range(200)]
+    train, held_out, left_out = counted(write_file(tmp_path / "all.jsonl", rows), [])
+    assert train + held_out == 200 and 2 <= held_out <= 25 and left_out == 0
+    others = [{"prompt": f"{number}?", "response": "a"} for number in range(20)]
+    mixed = write_file(tmp_path / "mixed.jsonl", [*rows[:180], *others])
+    assert sum(counted(mixed, [])[:2]) == 200
+    valid = write_file(tmp_path / "valid.jsonl", rows[:2])
+    few = write_file(tmp_path / "few.jsonl", rows[2:12])
+    assert counted(few, [valid]) == (10, 2, 0)
+    assert counted(few, [few]) == (0, 10, 10), "equal system messages and questions are one question"
+
+
+def test_two_dialogs_of_which_one_is_held_out(tmp_path: Path) -> None:
+    two = write_file(tmp_path / "two.jsonl", [system_row(f"Text {number}", "Summarize.") for number in (30, 31)])
+    assert counted(two, []) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("question", ["Continue", "Tell me a story.", "x"])
+def test_a_first_message_that_most_dialogs_share_does_not_decide_alone(tmp_path: Path, question: str) -> None:
+    answers = [{"prompt": question, "response": f"story {number}"} for number in range(200)]
+    longer = [{"messages": make_dialog(question, "Of what?", f"of {number}", "it was")} for number in range(200)]
+    personas = [system_row("Be a poet.", question, f"poem {number}") for number in range(200)]
+    pairs = [{"prompt": question, "chosen": f"{number}", "rejected": "b"} for number in range(200)]
+    kinds: dict[str, list[Any]] = {"answers": answers, "longer": longer, "personas": personas}
+    for name, rows in kinds.items():
+        path = write_file(tmp_path / f"{name}.jsonl", [*rows])
+        train, held_out, left_out = counted(path, [])
+        assert train + held_out == 200 and 2 <= held_out <= 25 and left_out == 0, name
+        valid = write_file(tmp_path / "valid.jsonl", [*rows[:5]])
+        train_file = write_file(tmp_path / "train.jsonl", [*rows[3:]])
+        assert counted(train_file, [valid]) == (195, 5, 2), f"{name}: equal dialogs are left out"
+    split, held, _, _ = read_examples(DialogsConfig(), [write_file(tmp_path / "pairs.jsonl", [*pairs])], [], [], [])
+    assert len(split.pairs) + len(held.pairs) == 200 and 2 <= len(held.pairs) <= 25
+
+
+def test_a_tested_problem_leaves_out_any_dialog_with_its_question(tmp_path: Path) -> None:
+    rows = [system_row(f"Be {number}.", "3?", f"answer {number}") for number in range(200)]
+    rows += [{"prompt": "3?", "response": f"answer {number}"} for number in range(200)]
+    rows += [{"prompt": "4?", "response": "5"}]
+    path = write_file(tmp_path / "rows.jsonl", rows)
+    task = write_file(tmp_path / "task.jsonl", [{"question": "3?", "answer": "#### 4"}])
+    other = write_file(tmp_path / "other.jsonl", [{"question": "5?", "answer": "#### 6"}])
+    config = DialogsConfig(task="gsm8k", valid_fraction=0, solutions=0)
+    train, _, _, counts = read_examples(config, [path], [], [other], [task])
+    assert [row.messages[0]["content"] for row in train.dialogs] == ["4?"]
+    assert [(count.used, count.left_out) for count in counts] == [(1, 400), (0, 0), (1, 0), (1, 0)]
 
 
 def test_generated_problems_of_training_and_test_differ() -> None:
