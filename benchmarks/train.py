@@ -1,6 +1,6 @@
 """Compare the time of a training step with Hugging Face's Llama, and with the step's matrix products alone.
 
-``python -m benchmarks.train [--device auto] [--shape stories|tinystories|124m|350m] [--rounds N] [--json]``. The
+``python -m benchmarks.train [--device auto] [--shape demo|stories|tinystories|124m|350m] [--rounds N] [--json]``. The
 implementations have the same shape, batch, precision, threads and clipping:
 
 - ``ours``: a step of :class:`lm.train.trainer.Trainer`, with a batch from memory, forward, backward, clipping and AdamW
@@ -47,6 +47,7 @@ from lm.train.config import TrainConfig
 from lm.train.pretraining import TrainData, make_trainer
 
 SHAPES = {  # model and sequences per step
+    "demo": (ModelConfig(512, 128, 128, 3, 4, d_ff=352), 16),
     "stories": (ModelConfig(4096, 256, 256, 4, 4, d_ff=704), 16),
     "tinystories": (ModelConfig(10_000, 256, 512, 4, 16, d_ff=1344), 64),
     "124m": (ModelConfig(50_304, 1024, 768, 12, 12, d_ff=2048), 32),

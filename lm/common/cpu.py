@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
+_TASKS = Path("/proc/self/task")
 
 
 def available_cpus(cgroup: Path = _CGROUP) -> int:
@@ -17,6 +18,19 @@ def available_cpus(cgroup: Path = _CGROUP) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cpu_quota(cgroup)
     return min(cores, math.ceil(quota)) if quota else cores
+
+
+def seconds_waiting_for_cores(tasks: Path = _TASKS) -> float:
+    """Return for how long the threads of this process, added up, were ready to run while others held the cores.
+
+    0 if the system does not say it, as outside Linux. Threads that have ended do not count.
+    """
+    nanoseconds = 0
+    with suppress(OSError):
+        for task in tasks.iterdir():
+            with suppress(OSError, ValueError, IndexError):  # the thread has ended, or the kernel keeps no statistics
+                nanoseconds += int((task / "schedstat").read_text().split()[1])
+    return nanoseconds / 1e9
 
 
 def _cpu_quota(cgroup: Path) -> float:

@@ -23,7 +23,7 @@ _VOCAB_SIZES = [1 << power for power in range(9, 16)]
 _MAX_HEAD_SHARE = 0.35  # of the FLOPs
 _MAX_EPOCHS = 4  # text that is repeated up to here teaches almost as much as new text (Muennighoff et al. 2023)
 _MIN_STEPS, _MIN_BATCH_SIZE = 50, 4
-_EVALUATIONS = 6
+_EVALUATIONS = 10
 _FORWARD_SHARE = 0.35  # of the time of a step
 _PREPARATION_BYTES_PER_SECOND = 25e6  # of the stages from ingest to encode, for each thread
 _ROOM = 1.5  # steps of a training that is limited by its time, for each that is expected
@@ -130,10 +130,8 @@ def _spend(left: float, choice: Choice, speed: Speed, train_bytes: int, valid_by
     most_tokens = _most_tokens(train_bytes, choice.vocab_size)
     most_steps = int(most_tokens / choice.model.context_length / choice.train.batch_size)
     steps = int((seconds - evaluation) / speed.step_seconds)
-    expected = _with_steps(choice.train, min(steps, most_steps))
     train = _with_steps(choice.train, min(int(_ROOM * steps), most_steps))
-    intervals = {name: getattr(expected, name) for name in ("eval_interval", "checkpoint_interval")}
-    train = replace(train, max_seconds=round(max(1.0, seconds), 1), **intervals)
+    train = replace(train, max_seconds=round(max(1.0, seconds), 1))
     return replace(choice, train=train, steps_in_time=steps), seconds
 
 
@@ -285,7 +283,7 @@ def _with_tokens(choice: Choice, tokens: float) -> TrainConfig:
 
 def _with_steps(config: TrainConfig, steps: int) -> TrainConfig:
     steps = max(2, steps)
-    interval = max(1, -(-steps // _EVALUATIONS))
+    interval = max(1, steps // _EVALUATIONS)
     return replace(
         config,
         steps=steps,

@@ -12,7 +12,7 @@ import torch
 from lm.common.device import choose_device, choose_precision
 from lm.common.runtime import Execution, ParallelKind
 from lm.model.config import ModelConfig
-from lm.model.flops import peak_flops
+from lm.model.flops import peak_flops, time_products
 from lm.model.memory import TrainingMemory, largest_micro_batch
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
@@ -46,7 +46,8 @@ def guess_flops_per_second(execution: Execution) -> float:
     """Return about the operations per second of a training, from the time of a matrix product."""
     device = choose_device(execution.device)
     dtype = torch.bfloat16 if choose_precision("auto", device) == "bfloat16" else torch.float32
-    return _USUAL_MFU * peak_flops(device, dtype) * (execution.processes if device.type == "cuda" else 1)
+    peak = peak_flops(device, dtype) or max(flops for flops, _ in time_products(device, dtype))
+    return _USUAL_MFU * peak * (execution.processes if device.type == "cuda" else 1)
 
 
 def measure_speed(model: ModelConfig, config: TrainConfig, seconds: float, execution: Execution) -> Speed:

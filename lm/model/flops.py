@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 
+from lm.common.cpu import seconds_waiting_for_cores
 from lm.model.config import ModelConfig
 from lm.model.ops.linear import linear
 from lm.model.transformer import TransformerLM
@@ -22,6 +23,9 @@ _PART_OF_ROLE = {
     "bias": "biases",
     "head": "head",
 }
+
+_PRODUCTS = 10  # that are timed; other programs hold a core for milliseconds, which some products escape
+_UNDISTURBED_SHARE = 0.03  # of the time of a product, in which threads may wait for cores
 
 # Dense bfloat16 operations per second with float32 accumulation, from the data sheets. Keys are patterns of the name
 # that the driver reports. Variants differ: PCIe cards are slower than SXM modules. A name that no pattern matches in
@@ -93,23 +97,33 @@ def _inactive_parameters(config: ModelConfig) -> int:
     return (config.num_layers - config.moe.num_dense_layers) * (config.moe.num_experts - config.moe.top_k) * expert
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the peak operations per second of ``device``, the denominator of utilization (MFU).
 
     For bfloat16 on a known GPU the value is from its data sheet. Otherwise it is measured with a large matrix product.
+    On CPUs it is None if other programs hold the cores during each product: what they leave is not the peak.
     """
     if device.type == "cuda" and dtype == torch.bfloat16:
         data_sheet_peak = data_sheet_flops(torch.cuda.get_device_name(device))
         if data_sheet_peak is not None:
             return data_sheet_peak
+    measured = time_products(device, dtype)
+    return max((flops for flops, waiting in measured if waiting < _UNDISTURBED_SHARE), default=None)
+
+
+def time_products(device: torch.device, dtype: torch.dtype) -> list[tuple[float, float]]:
+    """Time large matrix products: return their operations per second, and how long threads waited for CPU cores, as a
+    share of the product's time."""
     size = 4096 if device.type == "cuda" else 1024
     a = torch.randn(size, size, device=device, generator=torch.Generator(device)).to(dtype)
-    best_seconds = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
+    measured = []
+    for _ in range(_PRODUCTS):
+        started, waited = time.perf_counter(), seconds_waiting_for_cores()
         linear(a, a)[0, 0].item()  # waits for the device
-        best_seconds = min(best_seconds, time.perf_counter() - start)
-    return 2 * size**3 / best_seconds
+        seconds = time.perf_counter() - started
+        waiting = seconds_waiting_for_cores() - waited if device.type == "cpu" else 0.0
+        measured.append((2 * size**3 / seconds, waiting / seconds))
+    return measured
 
 
 def data_sheet_flops(gpu_name: str) -> float | None:

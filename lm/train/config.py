@@ -60,12 +60,13 @@ class TrainConfig:
     seed: int = bounded_field(0, ge=0, lt=1 << 63)
     """Seed of the initial weights and of the batches."""
     eval_interval: int = bounded_field(500, ge=1)
-    """Steps between two evaluations, each with samples. The last step is evaluated too."""
+    """Steps between two evaluations, each with samples; with max_seconds, they pass with the time, as the schedule's
+    do. The last step is evaluated too."""
     eval_sequences: int = bounded_field(64, ge=1)
     """Sequences per evaluation, evenly spread over the validation text and always the same, so that losses compare. At
     the end, the model is evaluated on the whole text."""
     checkpoint_interval: int = bounded_field(500, ge=1)
-    """Steps between two checkpoints."""
+    """Steps between two checkpoints; with max_seconds, they pass with the time."""
     keep_checkpoints: int = bounded_field(2, ge=1)
     """Number of newest checkpoints to keep. The best checkpoint is always kept."""
     patience: int | None = bounded_field(None, ge=1)

@@ -86,10 +86,10 @@ class Profile:
     """The most sequences per micro-batch whose predicted memory fits; 0 if none fits."""
     flops_per_step: int
     """Predicted, over all processes; see :func:`lm.model.flops.flops_per_token`."""
-    peak_flops: float
-    """Of a process's device, per second."""
-    mfu: float
-    """Model FLOPs utilization in the steps whose phases are not measured, 0 to 1."""
+    peak_flops: float | None
+    """Of a process's device, per second; None if other programs held the cores."""
+    mfu: float | None
+    """Model FLOPs utilization in the steps whose phases are not measured, 0 to 1; None without the peak."""
 
 
 class PhaseClock:
@@ -189,7 +189,7 @@ def profile_training(
         largest_micro_batch=largest_micro_batch(available_memory(device), predict),
         flops_per_step=trainer.flops_per_step,
         peak_flops=peak,
-        mfu=trainer.flops_per_step * steps / plain_seconds / (peak * trainer.world_size),
+        mfu=peak and trainer.flops_per_step * steps / plain_seconds / (peak * trainer.world_size),
     )
     if is_rank0:
         with translate_write_errors(out):

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from lm.common.cpu import seconds_waiting_for_cores
+
 
 @dataclass(frozen=True)
 class Throughput:
@@ -13,20 +15,25 @@ class Throughput:
     seconds_per_step: float
     """Without evaluations, samples and checkpoints."""
     tokens_per_second: float
-    mfu: float
-    """Model FLOPs utilization: fraction of the device's peak FLOPs per second, 0 to 1."""
+    mfu: float | None
+    """Model FLOPs utilization: fraction of the device's peak FLOPs per second, 0 to 1. None if the peak is unknown."""
     total_seconds_per_step: float
     """Since the start of this process, with evaluations, samples and checkpoints."""
+    waiting: float
+    """Mean number of threads that were ready to run while other programs held the cores."""
 
 
 class StepTimer:
     """Measures the steps of a training that starts at ``step``."""
 
-    def __init__(self, step: int, tokens_per_step: int, flops_per_step: float, peak_flops_per_second: float) -> None:
+    def __init__(
+        self, step: int, tokens_per_step: int, flops_per_step: float, peak_flops_per_second: float | None
+    ) -> None:
         self._tokens_per_step, self._flops_per_step = tokens_per_step, flops_per_step
         self._peak_flops_per_second = peak_flops_per_second
         self._first_step = self._last_step = step
         self._start_time = self._last_time = time.perf_counter()
+        self._last_clock, self._last_waited = self._start_time, seconds_waiting_for_cores()
 
     def measure(self, step: int) -> Throughput:
         """Measure the steps up to ``step``. The caller has waited for the device, which runs asynchronously."""
@@ -34,8 +41,11 @@ class StepTimer:
         seconds = (now - self._last_time) / (step - self._last_step)
         total_seconds = (now - self._start_time) / (step - self._first_step)
         self._last_time, self._last_step = now, step
-        mfu = self._flops_per_step / seconds / self._peak_flops_per_second
-        return Throughput(seconds, self._tokens_per_step / seconds, mfu, total_seconds)
+        peak, waited = self._peak_flops_per_second, seconds_waiting_for_cores()
+        mfu = self._flops_per_step / seconds / peak if peak else None
+        waiting = max(0.0, waited - self._last_waited) / (now - self._last_clock)  # threads that ended do not count
+        self._last_clock, self._last_waited = now, waited
+        return Throughput(seconds, self._tokens_per_step / seconds, mfu, total_seconds, waiting)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -89,7 +89,8 @@ class _TensorBoard:
 def log_step(row: dict[str, Any], total_steps: int, throughput: Throughput, metrics: dict[str, float]) -> None:
     """Log one line about a training step, with the objective's own ``metrics``."""
     step = row["step"]
-    speed = f"{throughput.tokens_per_second:,.0f} tokens/s  MFU {100 * throughput.mfu:.0f} %  "
+    mfu = "–" if throughput.mfu is None else f"{100 * throughput.mfu:.0f} %"
+    speed = f"{throughput.tokens_per_second:,.0f} tokens/s  MFU {mfu}  "
     log.info(
         "step %s/%s (%d %%)  loss %.3f  lr %.1e  grad norm %.2f  %s%.0f ms  %s%.1f min left",
         f"{step:,}",

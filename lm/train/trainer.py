@@ -46,10 +46,12 @@ from lm.train.optimizers import make_optimizers, whole_parameters
 from lm.train.parallel import check_directory_is_shared, choose_parallel, whole_model
 from lm.train.plot import plot_metrics
 from lm.train.skipped_steps import SkippedSteps
-from lm.train.throughput import StepTimer
+from lm.train.throughput import StepTimer, Throughput
 from lm.train.tracking import Tracker, log_step
 
 log = logging.getLogger(__name__)
+
+_MIN_THREADS_WAITING = 0.3  # for a core, on average, from which on the log says it
 
 NO_MEMORY_FOR_MODEL = (
     "Memory is full before the first step: each process builds the whole model in float32, and divides it then. Use a "
@@ -108,6 +110,7 @@ class Trainer:
         # Off-schedule checkpoint saved on interrupt; the next save deletes it.
         self.off_schedule_checkpoint: Path | None = None
         self.tracker: Tracker | None = None  # of rank 0, during run()
+        self.is_contention_logged = False
         out.mkdir(parents=True, exist_ok=True)
         if self.parallel.divides_state:
             check_directory_is_shared(out)
@@ -162,7 +165,8 @@ class Trainer:
             description["consecutive_skipped_steps"],
             description["smoothed_loss"],
         )
-        if self.step % self.config.checkpoint_interval and best_step != self.step:
+        is_by_steps = not self.config.max_seconds
+        if is_by_steps and self.step % self.config.checkpoint_interval and best_step != self.step:
             self.off_schedule_checkpoint = self.out / name
         log.info("Training resumes at step %s from %s.", f"{self.step:,}", previous.resolve() / name)
         return True
@@ -176,13 +180,16 @@ class Trainer:
         """
         config, log_interval = self.config, self.execution.log_interval
         peak = peak_flops(self.device, torch.bfloat16 if config.precision == "bfloat16" else torch.float32)
-        timer = StepTimer(self.step, self.objective.tokens_per_step, self.flops_per_step, peak * self.world_size)
+        timer = StepTimer(
+            self.step, self.objective.tokens_per_step, self.flops_per_step, peak and peak * self.world_size
+        )
         if self.rank == 0:
             self.tracker = Tracker(self.out, self.execution.trackers, self._settings(), self.step)
         tracking = closing(self.tracker) if self.tracker else nullcontext()
         with tracking, self.explain_out_of_memory(), self.loading() as load_micro_batches:
             while not self._is_finished():
-                lr = config.lr(1 + int(self._schedule_step()))
+                schedule_step = self._schedule_step()
+                lr = config.lr(1 + int(schedule_step))
                 micro_batches = load_micro_batches(self.step)
                 # From the first batch on: before it, some objectives compute what a reference model says.
                 self.started = self.started or time.perf_counter() - self.seconds
@@ -190,9 +197,9 @@ class Trainer:
                 self.step += 1
                 self._read_clock()
                 is_first, is_last = self.step == 1, self._schedule_step() >= config.steps
-                is_evaluated = is_last or self.step % config.eval_interval == 0
+                is_evaluated = is_last or self._has_passed(config.eval_interval, schedule_step)
                 is_logged = is_last or is_first or self.step % log_interval == 0
-                is_due = self.step % config.checkpoint_interval == 0
+                is_due = self._has_passed(config.checkpoint_interval, schedule_step)
                 if self.reads_each_step or is_evaluated or is_logged or is_due or is_stopping:
                     self.skipping.read(self.step, self.out)  # waits for the device
                 if self.skipping.consecutive:
@@ -213,6 +220,7 @@ class Trainer:
                         step_metrics = step_metrics | {"expert_load_max": balance_metrics["expert_load_max"]}
                     total = max(self.step, round(self.step * config.steps / self._schedule_step()))
                     log_step(row, total, throughput, step_metrics)
+                    self._log_contention(throughput)
                 with timer.paused():
                     if is_evaluated:
                         row |= self._evaluate()
@@ -243,6 +251,16 @@ class Trainer:
 
         return prefetch_batches(load, self.step, self.device) if self.objective.is_prefetchable else nullcontext(load)
 
+    def _log_contention(self, throughput: Throughput) -> None:
+        """Log once that other programs slow a training on CPUs."""
+        if self.device.type == "cpu" and throughput.waiting > _MIN_THREADS_WAITING and not self.is_contention_logged:
+            self.is_contention_logged = True
+            log.info(
+                "Other programs hold CPU cores, so steps take longer: on average, %.1f of %s threads wait for a core.",
+                throughput.waiting,
+                torch.get_num_threads(),
+            )
+
     def _is_finished(self) -> bool:
         patience = self.config.patience
         is_patience_over = patience is not None and self.evaluations_without_improvement >= patience
@@ -252,6 +270,10 @@ class Trainer:
         """Return how many of the schedule's steps are over. With ``max_seconds``, they also pass with the time."""
         max_seconds = self.config.max_seconds
         return max(self.step, self.config.steps * self.seconds / max_seconds) if max_seconds else self.step
+
+    def _has_passed(self, interval: int, earlier: float) -> bool:
+        """Return whether a multiple of ``interval`` lies between an ``earlier`` step of the schedule and this one."""
+        return self._schedule_step() // interval > earlier // interval
 
     def _read_clock(self) -> None:
         if self.config.max_seconds and self.started is not None:  # all ranks end with one step

@@ -85,10 +85,11 @@ def memory_rows(profile: dict[str, Any]) -> list[tuple[str, float, float]]:
 def compute_rows(profile: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the predicted FLOPs of a step, and the measured throughput and utilization."""
     seconds, flops, count = profile["plain_seconds_per_step"], profile["flops_per_step"], profile["processes"]
+    peak = profile["peak_flops"]
     return [
         ("FLOPs of a step, predicted", f"{flops:.3g}"),
-        ("FLOPs per second", f"{flops / seconds:.3g} of {profile['peak_flops'] * count:.3g}"),
-        ("MFU", f"{100 * profile['mfu']:.1f} %"),
+        ("FLOPs per second", f"{flops / seconds:.3g}{f' of {peak * count:.3g}' if peak else ''}"),
+        ("MFU", f"{100 * profile['mfu']:.1f} %" if peak else "– (other programs held the cores)"),
         ("tokens per second", f"{profile['tokens_per_step'] / seconds:,.0f}"),
     ]
 

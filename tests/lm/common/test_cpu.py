@@ -1,4 +1,4 @@
-"""The number of CPU cores that this process may use."""
+"""The CPU cores that this process may use, and how its threads wait for them."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lm.common.cpu import available_cpus
+from lm.common.cpu import available_cpus, seconds_waiting_for_cores
 
 VERSION_1 = ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
 
@@ -40,3 +40,47 @@ def test_the_affinity_mask_limits_the_count() -> None:
     script = "import os, lm.common.cpu; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
     script += "print(lm.common.cpu.available_cpus())"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "1\n"
+
+
+def test_the_waits_of_all_threads_are_added_up(tmp_path: Path) -> None:
+    for name, text in {"1": "5000000000 1500000000 7", "2": "0 250000000 1", "3": "damaged", "4": "1 two 3"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "schedstat").write_text(text)
+    (tmp_path / "5").mkdir()  # the thread ends
+    assert seconds_waiting_for_cores(tmp_path) == 1.75
+    assert seconds_waiting_for_cores(tmp_path / "missing") == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system has no statistics of waits")
+def test_a_thread_waits_while_another_program_holds_its_core() -> None:
+    script = """
+import os, subprocess, sys, time
+from lm.common.cpu import seconds_waiting_for_cores
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+    before, end = seconds_waiting_for_cores(), time.process_time() + 0.3
+    while time.process_time() < end:
+        pass
+    print(seconds_waiting_for_cores() - before)
+    other.kill()
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert float(result.stdout) > 0.05
+
+
+@pytest.mark.parametrize(
+    ("set_by_user", "expected"),
+    [
+        ({}, "10000 None"),
+        ({"GOMP_SPINCOUNT": "7"}, "7 None"),
+        ({"OMP_WAIT_POLICY": "active"}, "None active"),
+        ({"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "9"}, "9 passive"),
+    ],
+)
+def test_waiting_threads_of_torch_sleep_after_a_short_spin(set_by_user: dict[str, str], expected: str) -> None:
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    others = {name: value for name, value in os.environ.items() if name not in names}
+    script = f"import lm, os, sys; assert 'torch' not in sys.modules; print(*map(os.environ.get, {names}))"
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, env=others | set_by_user, capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == expected

@@ -98,7 +98,7 @@ def test_time_is_spent(seconds: float, rate: float, train_bytes: int, start: flo
     probing = sum(start + probe[2] for probe in asked)
     assert steps_seconds + probing < seconds
     valid_tokens = train_bytes // 50 / bytes_per_token(choice.vocab_size)
-    evaluation = (valid_tokens + 6 * 64 * choice.model.context_length) * 0.35 * flops_per_token(choice.model) / rate
+    evaluation = (valid_tokens + 10 * 64 * choice.model.context_length) * 0.35 * flops_per_token(choice.model) / rate
     others = probing + start + 10 + train_bytes * 1.02 / 50e6
     epochs = tokens_of(choice) * bytes_per_token(choice.vocab_size) / train_bytes
     assert epochs <= 4
@@ -124,7 +124,7 @@ def test_a_training_is_as_fast_as_measured_where_compilation_begins_to_repay(sec
     choice = choose_configuration(Budget(seconds, "seconds"), 10**8, 10**6, 2, 1, guess, measure, many)
     speed = measure(choice.model, choice.train, 0)
     spent += choice.expected_steps * speed.step_seconds
-    evaluated = 10**6 / bytes_per_token(choice.vocab_size) / choice.model.context_length + 6 * 64
+    evaluated = 10**6 / bytes_per_token(choice.vocab_size) / choice.model.context_length + 10 * 64
     spent += evaluated / choice.train.batch_size * 0.35 * speed.step_seconds
     assert 0.9 * seconds < spent < 1.02 * seconds
 

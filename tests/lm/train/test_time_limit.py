@@ -30,21 +30,28 @@ def set_step_seconds(monkeypatch: pytest.MonkeyPatch, trainer: Trainer, seconds:
     monkeypatch.setattr("lm.train.trainer.time", SimpleNamespace(perf_counter=lambda: clock.now))
 
 
-@pytest.mark.parametrize(("seconds", "steps"), [(1.0, 20), (2.0, 16), (5.0, 7), (100.0, 1)])
+@pytest.mark.parametrize(("seconds", "steps"), [(1.0, 20), (2.0, 16), (5.0, 5), (100.0, 1)])
 def test_a_time_limit_ends_the_training_and_its_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, steps: int
 ) -> None:
-    trainer = small_trainer(tmp_path, max_seconds=36.0, eval_interval=8 if steps > 7 else 5, log_interval=1)
+    interval = 8 if steps > 5 else 5
+    trainer = small_trainer(tmp_path, max_seconds=36.0, eval_interval=interval, log_interval=1)
     set_step_seconds(monkeypatch, trainer, seconds)
     result = trainer.run()
     assert result["steps"] == steps and result["last"] == f"step-{steps:07d}"
     rows = read_rows(tmp_path)
     assert "valid_loss" in rows[-1], "the last step is evaluated"
-    passed = [seconds * (step + step // trainer.config.eval_interval) for step in range(steps)]
-    over = [max(step, int(20 * before / 36)) for step, before in enumerate(passed)]
-    expected = [trainer.config.lr(1 + number) for number in over]
-    assert (over == [*range(20)]) == (seconds == 1.0), "time is left when the steps are made"
-    assert [row["lr"] for row in rows] == expected
+    over, evaluated, clock = [0.0], [], 0.0  # steps of the schedule; numbers of evaluated steps
+    for step in range(1, steps + 1):
+        clock += seconds
+        now = max(step, 20 * clock / 36)
+        if now // interval > over[-1] // interval or now >= 20:
+            evaluated.append(step)
+            clock += seconds
+        over.append(max(step, 20 * clock / 36))
+    assert (over == [*range(21)]) == (seconds == 1.0), "time is left when the steps are made"
+    assert [row["lr"] for row in rows] == [trainer.config.lr(1 + int(number)) for number in over[:-1]]
+    assert [row["step"] for row in rows if "valid_loss" in row] == evaluated
 
 
 def test_all_processes_end_by_the_clock_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

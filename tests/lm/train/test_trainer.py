@@ -1,6 +1,7 @@
 """The training loop: learning, repeatability, evaluation and the files it writes."""
 
 import json
+import logging
 import math
 import subprocess
 import sys
@@ -249,7 +250,7 @@ def test_rows_are_well_formed(finished: Trainer) -> None:
 def test_mfu_counts_the_devices_of_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = []
 
-    def make_timer(step: int, tokens_per_step: int, flops_per_step: float, peak: float) -> StepTimer:
+    def make_timer(step: int, tokens_per_step: int, flops_per_step: float, peak: float | None) -> StepTimer:
         peaks.append(peak)
         return StepTimer(step, tokens_per_step, flops_per_step, peak)
 
@@ -259,6 +260,18 @@ def test_mfu_counts_the_devices_of_all_processes(tmp_path: Path, monkeypatch: py
     trainer.world_size = 2
     trainer.run()
     assert peaks == [2e9]
+
+
+def test_the_log_says_that_other_programs_hold_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    waited = iter(range(1000))  # a second more at each call
+    monkeypatch.setattr("lm.train.throughput.seconds_waiting_for_cores", lambda: float(next(waited)))
+    monkeypatch.setattr("lm.train.trainer.peak_flops", lambda device, dtype: None)
+    small_trainer(tmp_path, steps=3, log_interval=1, sample_prompts=[]).run()
+    assert caplog.text.count("Other programs hold CPU cores, so steps take longer") == 1
+    assert "MFU –" in caplog.text and "MFU 0" not in caplog.text
 
 
 def test_files_have_no_nan_and_no_infinity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
