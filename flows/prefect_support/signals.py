@@ -126,10 +126,10 @@ class GracefulShutdown:
             time.sleep(_RESEND_SECONDS)
             if not (self._is_raised or self._is_block_over):
                 signal.pthread_kill(threading.main_thread().ident or 0, self._signal_number)
-        os.close(read_fd)
-        if deadline:
+        if deadline:  # the pipe stays open: a late signal is still written to it
             time.sleep(max(0.0, deadline - time.monotonic()))
             self._exit()
+        os.close(read_fd)
 
     def _exit(self) -> NoReturn:
         os.write(2, f"{STOPPED_MESSAGE}\n".encode())  # sys.stderr may be locked by the code that hangs
