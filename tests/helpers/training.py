@@ -69,6 +69,7 @@ def small_trainer(out: Path, data: TrainData | None = None, model: ModelConfig =
         attention=settings.pop("attention", "auto"),
         activation_checkpointing=settings.pop("activation_checkpointing", False),
         trackers=settings.pop("trackers", []),
+        check_memory=settings.pop("check_memory", True),
     )
     return make_trainer(train_config(**settings), model, data or small_data(), execution, out)
 
