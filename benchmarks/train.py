@@ -277,8 +277,9 @@ def main() -> None:
         print(f"{'implementation':14}{'precision':11}compiled  tokens/s     ms   MFU %  memory MB")
         for (implementation, precision, compiled), row in medians.items():
             rate = tokens / row["seconds"]
-            utilization = 100 * rate * flops / peaks[precision]
-            figures = f"{rate:9,.0f}{1000 * row['seconds']:7,.0f}{utilization:8.1f}{row['memory_mb']:11,.0f}"
+            peak = peaks[precision]
+            utilization = f"{100 * rate * flops / peak:.1f}" if peak else "–"
+            figures = f"{rate:9,.0f}{1000 * row['seconds']:7,.0f}{utilization:>8}{row['memory_mb']:11,.0f}"
             print(f"{implementation:14}{precision:11}{compiled!s:9}{figures}")
     named_rows = {" ".join(map(str, job)): row for job, row in medians.items()}
     rounded = {name: round(value, 3) for name, value in ratios.items()}

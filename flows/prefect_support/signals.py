@@ -116,8 +116,9 @@ class GracefulShutdown:
     def _run_watchdog(self, read_fd: int) -> None:
         """Send the signal again until it has raised an exception. End the process at the deadline."""
         deadline: float | None = None
-        while select.select([read_fd], [], [], deadline and max(0.0, deadline - time.monotonic()))[0]:
-            if not (received := os.read(read_fd, 1)):
+        while not deadline or time.monotonic() < deadline:  # a signal that is sent again makes the pipe ready at once
+            is_ready = select.select([read_fd], [], [], deadline and max(0.0, deadline - time.monotonic()))[0]
+            if not is_ready or not (received := os.read(read_fd, 1)):
                 break  # the with block is over, but the process may still hang while it ends
             if signal.getsignal(received[0]) != self.handle:  # e.g. a training handles it: it saves first
                 continue
