@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import re
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -132,8 +133,20 @@ def resolve_model(name: str, root: str) -> RunModel | DirectoryModel:
         directory = Path(name).expanduser()
         if directory.is_dir():
             return DirectoryModel(str(directory), directory)
+        if directory.exists():
+            reason = (
+                "is GGUF, which textmill writes but does not read; use the directory of safetensors of the same model"
+                if directory.suffix == ".gguf"
+                else "is a file; name the directory that holds it and the other files of the model"
+            )
+            raise UserError(f"There is no model {name!r} to open: this {reason}.")
     except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of an unknown user
         raise UserError(f"The model {name!r} cannot be opened: {str(error).rstrip('.')}.") from None
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not directory.parent.exists():
+        raise UserError(
+            f"There is no model {name!r} on this machine, and textmill downloads none. From the Hugging Face hub, run "
+            f"hf download {name} --local-dir {directory.name} first, then name the directory {directory.name}."
+        )
     raise UserError(
         f"There is no model {name!r}{did_you_mean(name, runs)}: neither a run below {root} nor a directory has this "
         f"name. The runs are the .json files in {store.url('runs')}."

@@ -17,6 +17,9 @@ def find_model_files(directory: Path, store: Store) -> list[Source]:
     """Return the files of a model in a local directory, with their digests."""
     paths = sorted(str(path) for pattern in _PATTERNS for path in directory.resolve().glob(pattern) if path.is_file())
     if not paths:
+        from lm.checkpoint.foreign_files import refuse_other_formats
+
+        refuse_other_formats(directory)
         raise UserError(f"{directory} has no files of a model; see docs/serving.md for the formats.")
     return describe_sources(paths, store)
 
@@ -33,7 +36,7 @@ def import_model(out: Attempt, files: list[Source]) -> None:
     directory = Path(files[0].url.removeprefix("file://")).parent
     out.sources = files
     with keep_unchanged(files, out.run.store), torch.random.fork_rng(devices=[]):
-        model, tokenizer = load_external(directory, "cpu")
+        model, tokenizer = load_external(directory, "cpu", torch.float32)
         require_byte_level(tokenizer, str(directory)).save(out.directory / "tokenizer")
         torch.manual_seed(0)  # a checkpoint holds the state of the generator
         save_training(out.directory / step_name(0), model.float(), [], 0, {})

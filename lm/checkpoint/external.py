@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 
 from lm.checkpoint.external_weights import read_json_object
+from lm.checkpoint.foreign_files import refuse_other_formats
 from lm.checkpoint.hugging_face import load_hugging_face
 from lm.checkpoint.meta import load_meta
+from lm.checkpoint.safe_load import refuse_lfs_pointer
 from lm.checkpoint.training_state import load_model
 from lm.common.errors import UserError
 from lm.common.json_files import read_json
@@ -35,26 +37,50 @@ _META_CONTEXT_LENGTH = 2048  # of Llama 1, the shortest; Meta's files do not sta
 
 
 def load_external(
-    directory: Path, device: torch.device | str = "cpu"
+    directory: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> tuple[TransformerLM, Tokenizer | SentencePieceTokenizer]:
     """Load a model in evaluation mode, and the tokenizer beside it.
 
     The model is read as :func:`load_any_model` does, the tokenizer as :func:`load_any_tokenizer` does. Rows of the
     embedding and the head that only pad the vocabulary are removed, as are those of tokens that files of transformers
-    add to another tokenizer's, with a warning. Raises UserError if a file is missing or damaged, or if model and
-    tokenizer do not belong together.
+    add to another tokenizer's, with a warning. Added tokens that the embedding lacks are removed from the tokenizer,
+    with a warning. Raises UserError if a file is missing or damaged, or if model and tokenizer do not belong together.
     """
-    model = load_any_model(directory, device)
-    tokenizer = load_any_tokenizer(directory)
-    if lost := _added_tokens(directory, tokenizer.size):
+    model = load_any_model(directory, device, dtype=dtype)
+    tokenizer, lost = _remove_tokens_without_rows(load_any_tokenizer(directory), model.config.vocab_size or 0)
+    if lost := [*dict.fromkeys([*lost, *_added_tokens(directory, tokenizer.size)])]:
         named = ", ".join(lost[:_MAX_NAMED_TOKENS]) + (" and more" if len(lost) > _MAX_NAMED_TOKENS else "")
         log.warning(
-            "%s adds tokens to its tokenizer's file, which is not supported: the model neither reads nor writes %s.",
+            "%s adds tokens that the model's embedding or its tokenizer's file lacks: the model neither reads nor "
+            "writes %s.",
             directory,
             named,
         )
     shrink_vocabulary(model, tokenizer.size)
     return model, tokenizer
+
+
+def _remove_tokens_without_rows(
+    tokenizer: Tokenizer | SentencePieceTokenizer, num_rows: int
+) -> tuple[Tokenizer | SentencePieceTokenizer, list[str]]:
+    """Return the tokenizer without its added tokens from id ``num_rows`` on, and their texts.
+
+    A padding token is often added to the tokenizer alone. If other tokens lack a row too, nothing is removed.
+    """
+    if tokenizer.size <= num_rows or not isinstance(tokenizer, Tokenizer):
+        return tokenizer, []
+    parts = tokenizer.parts
+    lost = {text: token_id for text, token_id in parts.added_ids().items() if token_id >= num_rows}
+    vocab = {token_id: token for token_id, token in parts.vocab.items() if token_id not in lost.values()}
+    if max(vocab) >= num_rows:
+        return tokenizer, []
+    kept = parts._replace(
+        vocab=vocab,
+        special_tokens=[text for text in parts.special_tokens if text not in lost],
+        added_tokens=[token for token in parts.added_tokens if token.content not in lost],
+        begin_token=None if parts.begin_token in lost else parts.begin_token,
+    )
+    return Tokenizer(*kept), list(lost)
 
 
 def _added_tokens(directory: Path, size: int) -> list[str]:
@@ -68,20 +94,25 @@ def _added_tokens(directory: Path, size: int) -> list[str]:
 
 
 def load_any_model(
-    directory: Path, device: torch.device | str = "cpu", max_seq_len: int | None = None
+    directory: Path,
+    device: torch.device | str = "cpu",
+    max_seq_len: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> TransformerLM:
     """Load the model of a directory in evaluation mode.
 
-    ``max_seq_len`` is its context length; default: that of the files, and 2,048 for Meta's, which state none. A
-    checkpoint of this project has its own. Raises UserError if a file is missing, damaged or unknown.
+    ``max_seq_len`` is its context length; default: that of the files, and 2,048 for Meta's, which state none.
+    ``dtype`` is that of its parameters; default: that of its embedding. A checkpoint of this project has its own
+    context and dtype. Raises UserError if a file is missing, damaged or unknown.
     """
     has_meta_weights = any(directory.glob("consolidated.*.pth"))
     if (directory / "params.json").exists() and (has_meta_weights or not (directory / "config.json").exists()):
-        return load_meta(directory, _META_CONTEXT_LENGTH if max_seq_len is None else max_seq_len, device)
+        return load_meta(directory, _META_CONTEXT_LENGTH if max_seq_len is None else max_seq_len, device, dtype)
     if (directory / "config.json").exists():
-        return load_hugging_face(directory, max_seq_len, device)
+        return load_hugging_face(directory, max_seq_len, device, dtype)
     if (directory / "checkpoint.json").exists():
         return load_model(directory, device)
+    refuse_other_formats(directory)
     raise UserError(
         f"{directory} is no checkpoint: it has neither params.json (Meta), config.json (Hugging Face) nor "
         "checkpoint.json (this project)."
@@ -104,6 +135,7 @@ def load_any_tokenizer(path: Path) -> Tokenizer | SentencePieceTokenizer:
             is_ours = isinstance(options, dict) and "pattern" in options
             return Tokenizer.load(path) if is_ours else Tokenizer.from_files(vocab, path / "merges.txt")
         path = meta if meta.exists() else path / "tokenizer.json"
+    refuse_lfs_pointer(path)
     if path.suffix == ".tiktoken":
         pattern = _TIKTOKEN_PATTERNS.get(path.stem)
         if pattern is None:

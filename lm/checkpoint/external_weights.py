@@ -26,6 +26,7 @@ FieldTable = dict[str, tuple[str, Any]]
 """External field name → (name in ModelConfig, default). A default of None means: required, a whole number."""
 
 _DERIVED_TENSORS = ("rope.freqs", "rotary_emb.inv_freq")  # in some files, though they follow from the config
+_EMBEDDING = "token_embeddings.weight"
 _MAX_NUMBER = 1 << 40  # of a config field
 
 
@@ -80,12 +81,15 @@ def assemble_model(
 ) -> TransformerLM:
     """Build the model of ``config`` from the tensors of ``shards``, and return it in evaluation mode.
 
-    ``names`` maps module names to the external ones; ``dtype`` defaults to that of the files. Each tensor is copied
-    once. Raises UserError if a tensor is missing, unknown, not finite or does not fit.
+    ``names`` maps module names to the external ones; ``dtype`` of the parameters defaults to that of the
+    embedding: a model computes in one dtype. Each tensor is copied once.
+    Raises UserError if a tensor is missing, unknown, not finite or does not fit.
     """
     model = create_empty_model(config, sum(map(len, shards)), str(directory))
     external_names = {name: translate_name(name, names) for name in model.state_dict()}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if dtype is None:
+        dtype = collect_parts(shards, external_names[_EMBEDDING], directory)[0].dtype
     weights = {}
     for name, expected in model.state_dict().items():
         parts = collect_parts(shards, external_names[name], directory)

@@ -24,6 +24,7 @@ from lm.checkpoint.external_weights import (
     reorder_rotary_rows,
     translate_name,
 )
+from lm.checkpoint.foreign_files import refuse_missing_head, refuse_other_formats, refuse_quantized, use_plain_names
 from lm.checkpoint.hugging_face_moe import (
     ARCHITECTURES,
     choose_moe_architecture,
@@ -109,9 +110,10 @@ def load_hugging_face(
     The model is in evaluation mode.
 
     ``max_seq_len`` is the context length, by default ``max_position_embeddings``. ``dtype`` defaults to that of the
-    files. Raises UserError if a file, a field or a tensor is missing, unknown, damaged or does not fit the others, and
-    for unsupported features: biases other than those of Qwen2 and GLM-4-MoE, scalings of rotary positions other than
-    linear and llama3, windows shorter than the context.
+    embedding. Prefixes that training code puts before the names of tensors are removed. Raises UserError if a file, a
+    field or a tensor is missing, unknown, damaged or does not fit the others, and for unsupported features: biases
+    other than those of Qwen2 and GLM-4-MoE, scalings of rotary positions other than linear and llama3, windows shorter
+    than the context, quantized weights, adapters, reward models.
     """
     path = directory / "config.json"
     content = read_json_object(path)
@@ -138,10 +140,12 @@ def load_hugging_face(
         config = replace(config, head_dim=None)
     if model_type == "mistral":
         _check_window(path, config.context_length)
-    tensors = _read_all_safetensors(directory)
-    if config.tied_embeddings and "lm_head.weight" in tensors:  # some files store the tied matrix under both names
+    tensors = use_plain_names(_read_all_safetensors(directory), directory)
+    refuse_quantized(tensors, content, directory)
+    refuse_missing_head(tensors, config.tied_embeddings, directory)
+    if config.tied_embeddings and "lm_head.weight" in tensors:  # some files store the tied matrix twice
         head = tensors.pop("lm_head.weight")
-        if not head.equal(tensors.get("model.embed_tokens.weight", head)):
+        if not head.equal(tensors.setdefault("model.embed_tokens.weight", head)):
             raise UserError(f"{path} ties the embeddings, but the weights have two; set tie_word_embeddings to false.")
     if model_type in ARCHITECTURES:
         tensors = join_experts(tensors, model_type, directory)
@@ -277,6 +281,8 @@ def _read_all_safetensors(directory: Path) -> dict[str, Tensor]:
         if outside := [name for name in files.values() if not isinstance(name, str) or Path(name).name != name]:
             raise UserError(f"{index} names {outside[0]!r}; each file must lie in {directory} itself.")
         paths = sorted({directory / name for name in files.values()})
+    elif not paths[0].exists():
+        refuse_other_formats(directory)
     tensors: dict[str, Tensor] = {}
     for path in paths:
         tensors |= read_safetensors(path)

@@ -46,8 +46,8 @@ def load_meta(
 ) -> TransformerLM:
     """Load a model of Llama 1 to 3 from Meta's files, in evaluation mode, without running code.
 
-    ``max_seq_len`` becomes its context length, which the files do not state. ``dtype`` defaults to that of the files.
-    Raises UserError if a file, a field or a tensor is missing, unknown, damaged or does not fit the others.
+    ``max_seq_len`` becomes its context length, which the files do not state. ``dtype`` defaults to that of the
+    embedding. Raises UserError if a file, a field or a tensor is missing, unknown, damaged or does not fit the others.
     """
     path = directory / "params.json"
     params = read_json_object(path)

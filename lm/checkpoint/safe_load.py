@@ -18,6 +18,7 @@ from lm.model.rope import RotaryEmbedding
 from lm.model.transformer import TransformerLM
 
 _MAX_ROTARY_NUMBERS = 1 << 28  # 1 GiB; contexts of 1 M tokens with heads of 128 need half of it
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes that a model can compute with."""
 PathOrFile = str | os.PathLike[str] | IO[bytes]
@@ -37,6 +38,8 @@ def read_tensors(src: PathOrFile, mmap: bool = False) -> Any:
 
     Raises UserError if the file is missing, damaged, or holds anything but tensors and plain data.
     """
+    if isinstance(src, str | os.PathLike):
+        refuse_lfs_pointer(Path(src))
     try:
         return torch.load(src, map_location="cpu", weights_only=True, mmap=mmap)
     except FileNotFoundError:
@@ -53,10 +56,22 @@ def read_tensors(src: PathOrFile, mmap: bool = False) -> Any:
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     """Return the memory-mapped tensors of a safetensors file. Raises UserError if it is missing or damaged."""
+    refuse_lfs_pointer(path)
     try:
         return load_file(path)
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{path} cannot be read: {error}. It must be a complete safetensors file.") from None
+
+
+def refuse_lfs_pointer(path: Path) -> None:
+    """Raise UserError if a file is only Git LFS's pointer to it, which a clone without LFS leaves in its place."""
+    try:
+        with path.open("rb") as file:
+            is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
+    except OSError:
+        return  # the file's own reader says why
+    if is_pointer:
+        raise UserError(f"{path} is a pointer of Git LFS, not the file itself; run in its directory: git lfs pull")
 
 
 def is_state_dict(value: Any) -> bool:
