@@ -155,8 +155,8 @@ def train_job_command(options: Namespace) -> None:
     log_to_console()
     url = write_train_job(_pipeline_config(options), options.root)
     print(
-        f"{url}\nOn one machine:    torchrun --nproc-per-node GPUS -m lm.train {url}\n"
-        "On each of several: torchrun --nnodes MACHINES --nproc-per-node GPUS --rdzv-backend c10d "
+        f"{url}\nOn one machine:    PYTHONSAFEPATH=1 torchrun --nproc-per-node GPUS -m lm.train {url}\n"
+        "On each of several: PYTHONSAFEPATH=1 torchrun --nnodes MACHINES --nproc-per-node GPUS --rdzv-backend c10d "
         f"--rdzv-endpoint HOST:29400 -m lm.train {url}\n"
         f"Then textmill run --root {shlex.quote(options.root)} with the same options takes the trained model."
     )

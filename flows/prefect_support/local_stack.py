@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
 
+from lm.common.child_process import import_environment
 from lm.common.errors import UserError
 
 WORK_POOL = "local"
@@ -30,6 +31,7 @@ def start_local_stack(port: int) -> None:
     environment = {
         "PREFECT_WORKER_QUERY_SECONDS": "2",  # how often the worker looks for new runs
         **os.environ,
+        **import_environment(),
         "PREFECT_API_URL": f"{url}/api",
         "PREFECT_LOGGING_LEVEL": "INFO",  # the other commands of textmill set CRITICAL
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",

@@ -5,6 +5,8 @@ import subprocess
 from types import SimpleNamespace
 from typing import Any
 
+from lm.common.child_process import import_environment
+
 
 def tie_temporary_server() -> None:
     """Have Prefect start its temporary server so that it ends when this process has ended, and not earlier.
@@ -19,8 +21,8 @@ def tie_temporary_server() -> None:
     module.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": _start_tied})
 
 
-def _start_tied(*arguments: Any, **options: Any) -> Any:
-    process = subprocess.Popen(*arguments, **options, start_new_session=True)
+def _start_tied(args: list[str], env: dict[str, str]) -> "subprocess.Popen[bytes]":
+    process = subprocess.Popen(args, env=env | import_environment(), start_new_session=True)
     null = subprocess.DEVNULL
     watcher = subprocess.Popen(
         ["/bin/sh", "-c", 'read -r _; kill "$1"', "sh", str(process.pid)],

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from lm.common.child_process import import_environment
 from lm.common.errors import MachineError, Stopped, UserError
 from lm.distributed.process_group import RENDEZVOUS_VARIABLE
 
@@ -84,7 +85,7 @@ class _Worker:
         self._is_stopped = False
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, str(job_path)],
-            env=os.environ | environment,
+            env=os.environ | import_environment() | environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
 
 from lm.common.cache import cache_directory
+from lm.common.child_process import import_environment
 from lm.kernels.simd import BOUNDSCHECK
 
 log = logging.getLogger(__name__)
@@ -140,4 +141,5 @@ def compile_in_background(pattern: str, id_bits: int) -> "subprocess.Popen[bytes
     if not IS_CACHE_WRITABLE or pipeline_marker(pattern, id_bits).exists():
         return None
     command = [sys.executable, "-m", "lm.kernels", "--pattern", pattern, "--id-bits", str(id_bits)]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    null, environment = subprocess.DEVNULL, {**os.environ, **import_environment()}
+    return subprocess.Popen(command, env=environment, stdin=null, stdout=null, stderr=null)

@@ -69,6 +69,20 @@ def test_processes_run_on_a_system_without_waitid(tmp_path: Path, monkeypatch: p
     run_processes("json.tool", job, 1, lambda: None, threading.Event())
 
 
+@pytest.mark.parametrize("module", ["tokenize", "json.tool"])
+def test_processes_run_no_file_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    (tmp_path / "tokenize.py").write_text("raise SystemExit(99)")
+    (tmp_path / "json").mkdir()
+    (tmp_path / "json" / "tool.py").write_text("raise SystemExit(99)")
+    (tmp_path / "json" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    job = tmp_path / "job.json"
+    job.write_text("{}")
+    run_processes(module, job, 1, lambda: None, threading.Event())
+
+
 MANY_BUCKETS = """
 import sys
 import lm.common.buckets
