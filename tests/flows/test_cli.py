@@ -4,8 +4,10 @@ import os
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import threading
+from contextlib import closing
 from dataclasses import fields, is_dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -353,6 +355,28 @@ def test_a_temporary_server_that_does_not_start_is_named(tiny: Path) -> None:
     done = run_in_process(tiny, PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS="0")
     assert done.returncode == 2, done.stderr
     assert "textmill: Prefect's temporary server did not start in 0 s. Run the same command again" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("is_newer", "reason"), [(True, "Can't locate revision identified by 'ffffffffffff'"), (False, "not a database")]
+)
+def test_a_temporary_server_that_cannot_use_its_database_gives_the_reason(
+    tiny: Path, is_newer: bool, reason: str
+) -> None:
+    database = tiny.parent / "prefect" / "prefect.db"
+    database.parent.mkdir()
+    if is_newer:
+        with closing(sqlite3.connect(database)) as connection, connection:
+            connection.execute("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL)")
+            connection.execute("INSERT INTO alembic_version VALUES ('ffffffffffff')")
+    else:
+        database.write_bytes(b"no database " * 1000)
+    done = run_in_process(tiny, PREFECT_SERVER_LOGGING_LEVEL="CRITICAL")
+    assert done.returncode == 2, done.stderr
+    assert re.search(rf"textmill: Prefect's temporary server ended at its start: .*{reason}", done.stderr), done.stderr
+    assert f"in {database.parent}. If another version of Prefect made the database" in done.stderr
     assert "Traceback" not in done.stderr
 
 
