@@ -6,7 +6,6 @@ import gzip
 import hashlib
 import io
 import lzma
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 from lm.common.errors import TransientError, UserError
 from lm.text.demo_corpus import demo_stories
 from lm.text.foreign_formats import refuse_binary
+from lm.text.local_glob import find_files
 
 BLOCK_BYTES = 1 << 20  # per read
 _STREAM_READ_BYTES = 1 << 16  # small: each short stream copies the rest of what was read
@@ -104,7 +104,7 @@ def expand_urls(patterns: Iterable[str]) -> list[str]:
             if not glob.has_magic(path) or fs.exists(path):
                 matches = [path]
             elif is_local:  # unlike fsspec, follow links to directories, and leave out hidden files
-                matches = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+                matches = find_files(path)
             else:
                 matches = sorted(name for name, info in fs.glob(path, detail=True).items() if info["type"] == "file")
         except Exception as error:  # each file system has its own exceptions

@@ -1,5 +1,6 @@
 """Sources: paths, globs and URLs, every compression, and errors."""
 
+import glob
 import gzip
 import json
 import os
@@ -100,6 +101,38 @@ def test_a_local_glob_follows_links_to_directories_and_leaves_out_hidden_files(t
     (tmp_path / "corpora/b").symlink_to("../other")
     for pattern, names in (("*/*.txt", ["a/1", "b/3"]), ("**/*.txt", ["a/1", "b/3", "b/deep/4"])):
         assert expand_urls([f"{tmp_path}/corpora/{pattern}"]) == [f"{tmp_path}/corpora/{name}.txt" for name in names]
+
+
+def test_two_stars_enter_each_directory_once_and_name_it_as_it_is(tmp_path: Path) -> None:
+    for name in ("a/h.txt", "b/c/x.txt", "b/.hidden/x.txt", "z.txt"):
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / name).write_text(name)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/o.txt").write_text("o")
+    (tmp_path / "outside/back").symlink_to("../tree")
+    links = {"a/up": "..", "a/up2": "..", "b/self": ".", "a/link": "../b/c", "a/out": "../../outside", "b/loop": "loop"}
+    for name, target in links.items():
+        (tmp_path / "tree" / name).symlink_to(target)
+
+    def find(pattern: str) -> list[str]:
+        return [os.path.relpath(path, tmp_path / "tree") for path in expand_urls([f"{tmp_path}/{pattern}"])]
+
+    names = ["a/h.txt", "a/out/o.txt", "b/c/x.txt", "z.txt"]
+    for pattern in ("tree/**/*.txt", "tree/**", "tr*/**/**/*.txt", "tree/**/*"):
+        assert find(pattern) == names, pattern
+    assert find("tree/**/c/*.txt") == ["b/c/x.txt"]
+    assert find("tree/**/c/**/x.txt") == ["b/c/x.txt"]
+    assert find("tree/a/**/h.txt") == ["a/h.txt"]
+    assert find("tree/a/*/z.txt") == ["a/up/z.txt", "a/up2/z.txt"], "one level follows each link"
+
+
+@pytest.mark.parametrize("pattern", ["**/*.t?t", "*/**/*.txt", "**", "**/b/**/*.txt", "*/[ab]/**/c*/*"])
+def test_without_links_two_stars_match_as_pythons_glob(tmp_path: Path, pattern: str) -> None:
+    for name in ("a/b/c[1]/1.txt", "a/b/2.tat", "a/.b/3.txt", "b/b/c/4.txt", "*/b/5.txt", "6.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    files = set(filter(os.path.isfile, glob.glob(f"{tmp_path}/{pattern}", recursive=True)))
+    assert expand_urls([f"{tmp_path}/{pattern}"]) == sorted(files)
 
 
 @pytest.mark.parametrize("name", ["x::y.txt", "data:x.txt", "memory::x.txt", "root:x.txt"])
