@@ -40,9 +40,8 @@ def stream_documents(
                     f"{url}, {row_name}: the document contains the separator {config.separator}. "
                     "Choose another separator, or set data.separator_in_document to remove."
                 )
-            while config.separator in document:  # a removal may join two halves to another separator
-                statistics.separators_removed += document.count(config.separator)
-                document = document.replace(config.separator, "")
+            document, removed = _remove_separators(document, config.separator)
+            statistics.separators_removed += removed
             while (start := _first_separator(document, config.separator)) < len(document):
                 statistics.separators_removed += 1
                 document = document[:start]
@@ -53,6 +52,30 @@ def stream_documents(
 def _first_separator(document: str, separator: str) -> int:
     """Return where the first separator begins in a document and the separator after it: the end may be part of one."""
     return (document + separator).index(separator)
+
+
+def _remove_separators(document: str, separator: str) -> tuple[str, int]:
+    """Return a document without separators, and how many were removed. A removal may join two halves to another one.
+
+    Each part between two separators joins the text before it. A separator there ends in the part's first bytes, so only
+    these are looked at one by one.
+    """
+    pattern = separator.encode()
+    text = bytearray()
+    first, *parts = document.encode().split(pattern)
+    text += first
+    removed = len(parts)
+    for part in parts:
+        position, end = 0, len(pattern) - 1  # no separator ends at ``end`` or later
+        while position < min(end, len(part)):
+            text.append(part[position])
+            position += 1
+            if text.endswith(pattern):
+                del text[-len(pattern) :]
+                removed += 1
+                end = position + len(pattern) - 1
+        text += part[position:]
+    return text.decode(), removed
 
 
 def _stream_text(

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from lm.common.errors import UserError
 from lm.text.config import DataConfig
-from lm.text.documents import _split_lines, stream_documents
+from lm.text.documents import _remove_separators, _split_lines, stream_documents
 from lm.text.statistics import TextStatistics
 from tests.helpers.corpora import EOT, read_documents, write_jsonl, write_parquet
 from tests.helpers.examples import examples
@@ -166,6 +167,27 @@ def test_a_separator_inside_a_document_is_reported_or_removed(tmp_path: Path, ki
     documents = read_documents(url, DataConfig(separator_in_document="remove"), statistics)
     assert documents == [f"good{EOT}", f"abc{EOT}", f"nested  end{EOT}"]
     assert statistics.separators_removed == 4
+
+
+@pytest.mark.parametrize("nested", ["<|endof" * 40_000 + "text|>" * 40_000, f"a{EOT}b" * 40_000])
+def test_removing_separators_takes_linear_time(tmp_path: Path, nested: str) -> None:
+    url = write_jsonl(tmp_path / "a.jsonl", json.dumps({"text": nested}))
+    statistics = TextStatistics()
+    start = time.process_time()
+    documents = read_documents(url, DataConfig(separator_in_document="remove"), statistics)
+    assert time.process_time() - start < 5, "a pass for each level takes more than 20 s"
+    assert documents == [nested.replace(EOT, "").replace("<|endof", "").replace("text|>", "") + EOT]
+    assert statistics.separators_removed == 40_000
+
+
+@examples(300)
+@given(st.text("abé ", max_size=40), st.sampled_from(["ab", "aab", "éa", "abé", "a"]))
+def test_separators_are_removed_until_none_is_left(document: str, separator: str) -> None:
+    expected, count = document, 0
+    while separator in expected:
+        count += expected.count(separator)
+        expected = expected.replace(separator, "")
+    assert _remove_separators(document, separator) == (expected, count)
 
 
 @given(
