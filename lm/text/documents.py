@@ -83,13 +83,19 @@ def _stream_text(
 ) -> Iterator[str]:
     length = 0  # of the current document
     with open_decompressed(url, digest) as blocks:
-        texts = decode_utf8_blocks(blocks, url, config.invalid_utf8, statistics)
+        texts = _remove_byte_order_mark(decode_utf8_blocks(blocks, url, config.invalid_utf8, statistics))
         for piece in split_documents(texts, config.separator):
             length += len(piece)
             if piece.endswith(config.separator):
                 statistics.add_document(length - len(config.separator))
                 length = 0
             yield piece
+
+
+def _remove_byte_order_mark(texts: Iterable[str]) -> Iterator[str]:
+    """Yield ``texts`` without the mark that some programs on Windows write before UTF-8."""
+    for number, text in enumerate(texts):
+        yield text if number else text.removeprefix("\ufeff")
 
 
 def split_documents(texts: Iterable[str], separator: str) -> Iterator[str]:
@@ -118,10 +124,8 @@ def _jsonl_rows(
     """Yield (name of the row for messages, document); null documents are skipped."""
     with open_decompressed(url, digest) as blocks:
         blocks = refuse_json_array(blocks, url)
-        lines = _split_lines(decode_utf8_blocks(blocks, url, config.invalid_utf8, statistics))
-        for number, line in enumerate(lines, start=1):
-            if number == 1:
-                line = line.removeprefix("\ufeff")  # as some programs on Windows write it
+        texts = _remove_byte_order_mark(decode_utf8_blocks(blocks, url, config.invalid_utf8, statistics))
+        for number, line in enumerate(_split_lines(texts), start=1):
             if not line.strip():
                 continue
             row_name = f"line {number:,}"

@@ -8,6 +8,7 @@ import io
 import lzma
 import re
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -377,16 +378,24 @@ def is_local_file(url: str) -> bool:
 
 
 def can_read_in_place(url: str) -> bool:
-    """Return whether a source need not be copied: it is uncompressed plain text, and its byte ranges can be read."""
+    """Return whether a source need not be copied.
+
+    It is uncompressed plain text without a byte order mark, and its byte ranges can be read.
+    """
     if url.startswith("demo:") or detect_format(url) != ("text", ""):
         return False
     fs, path = open_filesystem(url)
-    if not url.startswith(("http://", "https://")):
-        return isinstance(fs, LocalFileSystem) or url.partition("://")[0] in _RANGED_PROTOCOLS
+    is_local, is_http = isinstance(fs, LocalFileSystem), url.startswith(("http://", "https://"))
+    if not (is_local or is_http or url.partition("://")[0] in _RANGED_PROTOCOLS):
+        return False
+    options = {} if is_local else {"block_size": _RANGE_BLOCK_BYTES, "cache_type": "none"}
     try:
-        with fs.open(path, "rb", block_size=_RANGE_BLOCK_BYTES, cache_type="none") as file:
-            file.seek(1)
-            return len(file.read(1)) == 1
+        with fs.open(path, "rb", **options) as file:
+            file.seek(1)  # by a web server's answer to it, ranges can be read
+            if (second := file.read(1)) != BOM_UTF8[1:2]:
+                return bool(second) or not is_http
+            file.seek(0)
+            return bool(file.read(len(BOM_UTF8)) != BOM_UTF8)
     except ValueError:  # the server sends the whole file, or no size
         return False
     except Exception as error:  # a broken connection has several exceptions

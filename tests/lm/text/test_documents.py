@@ -1,5 +1,6 @@
 """Documents of plain text, JSON Lines and Parquet: separators, fields and errors."""
 
+import gzip
 import json
 import math
 import subprocess
@@ -81,6 +82,20 @@ def test_jsonl_documents(tmp_path: Path) -> None:
     assert read_documents(write_jsonl(tmp_path / "e.jsonl", '{"text": null}', '{"text": "x"}')) == [f"x{EOT}"]
     assert read_documents(write_jsonl(tmp_path / "d.jsonl", '\ufeff{"text": "x"}')) == [f"x{EOT}"]
     assert read_documents(write_jsonl(tmp_path / "c.ndjson", r'{"text": "\ud83d\ude42 \ud83d"}')) == [f"🙂 \ufffd{EOT}"]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_document(tmp_path: Path) -> None:
+    for text in (f"one{EOT}\ufefftwo{EOT}", "one", " one"):
+        (tmp_path / "a.txt").write_text(f"\ufeff{text}")
+        (tmp_path / "b.txt").write_text(text)
+        marked, plain = TextStatistics(), TextStatistics()
+        documents = read_documents(str(tmp_path / "a.txt"), statistics=marked)
+        assert documents == read_documents(str(tmp_path / "b.txt"), statistics=plain)
+        assert marked == plain
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"\xef\xbb\xbfone"))
+    assert read_documents(str(tmp_path / "c.txt.gz")) == [f"one{EOT}"]
+    (tmp_path / "only.txt").write_text("\ufeff")
+    assert read_documents(str(tmp_path / "only.txt")) == []
 
 
 @examples(100)

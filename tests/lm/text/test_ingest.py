@@ -15,7 +15,7 @@ from lm.common.errors import UserError
 from lm.text.chunks import cut_chunks
 from lm.text.config import DataConfig
 from lm.text.demo_corpus import demo_stories
-from lm.text.sources import open_ranges
+from lm.text.sources import open_filesystem, open_ranges
 from tests.helpers.corpora import EOT, serve_http, write_jsonl, write_parquet, write_text
 from tests.helpers.ingesting import ingest_sources, run, sources, written_files
 
@@ -128,6 +128,18 @@ def test_plain_text_in_a_bucket_is_read_in_place(bucket: Any, tmp_path: Path) ->
     assert len(chunks[0]) > 5
     copied = ingest_sources(sources("s3://corpus/b.txt.gz"), [], DataConfig(valid_fraction=0), tmp_path / "copied")
     assert [text["file"] for text in copied["train"]] == ["0/text.txt"]
+
+
+@pytest.mark.parametrize("place", ["s3://corpus", "local", "memory://marked"])
+def test_plain_text_with_a_byte_order_mark_is_copied_without_it(bucket: Any, tmp_path: Path, place: str) -> None:
+    place = str(tmp_path) if place == "local" else place
+    fs, path = open_filesystem(place)
+    fs.pipe_file(f"{path}/marked.txt", f"\ufeffa{EOT}b{EOT}".encode())
+    fs.pipe_file(f"{path}/plain.txt", f"a\ufeff{EOT}b{EOT}".encode())
+    given = sources(f"{place}/marked.txt", f"{place}/plain.txt")
+    result = ingest_sources(given, [], DataConfig(valid_fraction=0), tmp_path / "out")
+    assert [(text["file"], text["source"]) for text in result["train"]] == [("0/text.txt", None), (None, 1)]
+    assert (tmp_path / "out/0/text.txt").read_text() == f"a{EOT}b{EOT}"
 
 
 class RangeHandler(http.server.BaseHTTPRequestHandler):
