@@ -2,22 +2,23 @@
 
 import math
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-_CGROUP = Path("/sys/fs/cgroup")
+from lm.common.cgroup import CGROUPS, MEMBERSHIP, cgroup_directories
+
 _TASKS = Path("/proc/self/task")
 
 
-def available_cpus(cgroup: Path = _CGROUP) -> int:
+def available_cpus(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
     """Return the number of CPU cores that this process may use, at least 1.
 
-    Counts the cores of its affinity mask (``taskset``, cpusets), and at most the CPU quota of its container, which is
-    read from the files of cgroup version 2 or 1 and rounded up: ``docker run --cpus 2`` gives 2 on any machine.
+    Counts the cores of its affinity mask (``taskset``, cpusets), and at most the CPU quota of its control groups
+    (containers, Slurm, systemd), of cgroup version 2 or 1, rounded up: ``docker run --cpus 2`` gives 2 on any machine.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cpu_quota(cgroup)
-    return min(cores, math.ceil(quota)) if quota else cores
+    return min([cores, *map(math.ceil, _cpu_quotas(cgroups, membership))])
 
 
 def seconds_waiting_for_cores(tasks: Path = _TASKS) -> float:
@@ -33,12 +34,11 @@ def seconds_waiting_for_cores(tasks: Path = _TASKS) -> float:
     return nanoseconds / 1e9
 
 
-def _cpu_quota(cgroup: Path) -> float:
-    """Return the CPU quota in cores; 0 without a quota."""
-    with suppress(OSError, ValueError):  # cgroup version 2; "max 100000" is no quota
-        quota, period = (cgroup / "cpu.max").read_text().split()
-        return max(0.0, int(quota) / int(period))
-    with suppress(OSError, ValueError):  # cgroup version 1; -1 is no quota
-        quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        return max(0.0, int(quota) / int(period))
-    return 0.0
+def _cpu_quotas(cgroups: Path, membership: Path) -> Iterator[float]:
+    """Yield the CPU quotas in cores."""
+    for directory in cgroup_directories("cpu", cgroups, membership):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):  # of cgroup version 2 and 1
+            with suppress(OSError, ValueError):  # "max 100000" is no quota
+                quota, period = " ".join((directory / name).read_text() for name in names).split()
+                if int(quota) > 0:  # -1 is no quota
+                    yield int(quota) / int(period)

@@ -4,17 +4,19 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-_CGROUP = Path("/sys/fs/cgroup")
-_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")  # of cgroup version 2 and 1
+from lm.common.cgroup import CGROUPS, MEMBERSHIP, cgroup_directories
+
+_LIMITS = ("memory.max", "memory.limit_in_bytes")  # of cgroup version 2 and 1
 
 
-def machine_memory(cgroup: Path = _CGROUP) -> int:
-    """Return the bytes of this machine's memory, or the limit of its container if that is lower.
+def machine_memory(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
+    """Return the bytes of this machine's memory, or the lowest limit of this process's control groups if lower.
 
-    ``docker run --memory 4g`` gives 4 GiB on any machine. The limit is read from the files of cgroup version 2 or 1.
+    ``docker run --memory 4g`` gives 4 GiB on any machine. Slurm and systemd limit memory in the same way.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in _LIMITS:
-        with suppress(OSError, ValueError):  # "max" is no limit
-            return min(memory, int((cgroup / name).read_text()))
+    for directory in cgroup_directories("memory", cgroups, membership):
+        for name in _LIMITS:
+            with suppress(OSError, ValueError):  # "max" is no limit
+                memory = min(memory, int((directory / name).read_text()))
     return memory

@@ -9,6 +9,7 @@ import pytest
 
 from lm.common.cpu import available_cpus, seconds_waiting_for_cores
 
+V2 = "cpu.max"
 VERSION_1 = ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
 
 
@@ -33,6 +34,33 @@ def test_the_quota_of_a_container_limits_the_count(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert available_cpus(tmp_path) == (quota or 64)
+
+
+JOB = "/slurm/uid_1000/job_7"
+
+
+@pytest.mark.parametrize(
+    ("membership", "quotas", "expected"),
+    [
+        (f"0::{JOB}\n", {f"slurm/uid_1000/job_7/{V2}": "300000 100000", f"slurm/{V2}": "max 100000"}, 3),
+        (f"0::{JOB}\n", {f"slurm/uid_1000/job_7/{V2}": "max 100000", f"slurm/{V2}": "500000 100000"}, 5),
+        (f"0::{JOB}\n", {f"slurm/other/{V2}": "100000 100000", V2: "1200000 100000"}, 12),
+        (f"4:memory:/m\n3:cpu,cpuacct:{JOB}\n0::/\n", {f"cpu{JOB}/cpu.cfs_quota_us": "200000"}, 2),
+        ("3:cpu,cpuacct:/docker/of-the-host\n", {"cpu/cpu.cfs_quota_us": "400000"}, 4),
+        ("0::/a:b\n", {f"a:b/{V2}": "100000 100000"}, 1),
+    ],
+)
+def test_the_quota_of_the_own_group_and_its_parents_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, membership: str, quotas: dict[str, str], expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64), raising=False)
+    (tmp_path / "membership").write_text(membership)
+    for name, text in quotas.items():
+        path = tmp_path / "cgroups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.with_name("cpu.cfs_period_us").write_text("100000")
+    assert available_cpus(tmp_path / "cgroups", tmp_path / "membership") == expected
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity masks")
