@@ -121,7 +121,8 @@ def _replace_copy(kind: str, identity: str, is_intact: Callable[[Path], bool]) -
     temporary = copy.with_suffix(".tmp")
     with translate_write_errors(copy):
         copy.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{copy}.lock"):
+        # 256 locks are shared by all copies. One for each copy would stay for ever: to delete a lock is not safe.
+        with FileLock(copy.with_name(f"{copy.name[:2]}.lock")):
             with suppress(OSError):
                 os.utime(copy)  # remove_old_copies keeps it
             if is_intact(copy):

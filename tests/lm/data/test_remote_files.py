@@ -70,6 +70,17 @@ def test_a_changed_copy_of_a_directory_is_fetched_again(shards: Shards, bucket: 
     assert (fetched / "vocab.json").read_bytes() == b"{}"
 
 
+@pytest.mark.parametrize("kind", ["shards", "directories"])
+def test_the_locks_of_copies_do_not_become_more_and_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for number in range(400):
+        with remote_files._replace_copy(kind, str(number), lambda copy: True):
+            pass
+    assert len([*(tmp_path / "cache").rglob("*.lock")]) <= 256
+
+
 FETCHES: list[Callable[[Shards], object]] = [
     lambda shards: fetch_files(shards[1], shards[2], 1000),
     lambda shards: fetch_directory("s3://corpus"),
