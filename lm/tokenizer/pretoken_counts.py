@@ -170,9 +170,11 @@ def count_files(
             for table in count_pretokens(texts(), special_tokens, pattern):
                 with lock:
                     _append_counts(tables, table)
-        except InvalidUtf8Error as error:
+        except BaseException as error:
             pending.clear()  # stops the other threads
-            raise part.locate(error) from None
+            if isinstance(error, InvalidUtf8Error):
+                raise part.locate(error) from None
+            raise
 
     with ThreadPoolExecutor(workers) as pool:
         for future in [pool.submit(count) for _ in range(workers)]:

@@ -1,8 +1,10 @@
 """Pretoken counts: equal to the reference, in little memory, and their Parquet files."""
 
 import resource
+import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm.common.errors import UserError
+from lm.text.chunks import FilePart
 from lm.text.demo_corpus import demo_stories
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN
 from lm.text.windows import WINDOW
@@ -26,6 +29,7 @@ from lm.tokenizer.pretoken_counts import (
     read_counts,
     write_counts,
 )
+from tests.helpers.corpora import COMPRESSIONS
 from tests.helpers.examples import examples
 from tests.helpers.kernels import patterns
 from tests.helpers.pretoken_counts import counts_table, make_text, reference_counts, to_counter
@@ -221,3 +225,22 @@ def test_counts_of_files_are_summed_while_counting(tmp_path: Path, monkeypatch: 
     table = count_files([tmp_path / "text.txt"], [], threads=1)
     assert table.num_rows == len(words) and set(table["count"].to_pylist()) == {100}
     assert max(allocated) < 10 * size
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_damaged_file_ends_the_count_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    paths = [tmp_path / f"0.txt{suffix}", *(tmp_path / f"{number}.txt" for number in range(1, 50))]
+    paths[0].write_bytes(COMPRESSIONS[suffix](b"text " * 1000)[:-9])
+    for path in paths[1:]:
+        path.write_text("text")
+    opened, open_part = [], FilePart.open
+
+    def open_slowly(part: FilePart) -> AbstractContextManager[Iterator[bytes]]:
+        opened.append(part.path)
+        time.sleep(0 if part.path == str(paths[0]) else 0.05)
+        return open_part(part)
+
+    monkeypatch.setattr(FilePart, "open", open_slowly)
+    with pytest.raises(UserError, match="corrupt or truncated"):
+        count_files(paths, [], threads=2)
+    assert len(opened) < 25
