@@ -15,6 +15,7 @@ NORMALIZERS: tuple[Normalizer, ...] = ("NFC", "NFD", "NFKC", "NFKD")
 
 # Characters that no form joins to the text before them: ASCII and CJK ideographs. There are more; these are frequent.
 _SAFE_CUT = regex.compile(r"(?r)[\x00-\x7f\u4e00-\u9fff]")
+_SLICE = 1 << 14  # characters
 
 
 def check_normalizer(normalizer: str | None) -> str | None:
@@ -26,7 +27,14 @@ def check_normalizer(normalizer: str | None) -> str | None:
 
 def is_normalized(text: str, normalizer: str | None) -> bool:
     """Return whether ``text`` is in a normalization form; None: any text is."""
-    return normalizer is None or unicodedata.is_normalized(cast(Normalizer, normalizer), text)
+    start = 0
+    while normalizer and start < len(text):  # in slices, because Python normalizes all of a text with combining marks
+        match = _SAFE_CUT.search(text, start + 1, start + _SLICE) if len(text) > start + _SLICE else None
+        end = match.start() if match else len(text)
+        if not unicodedata.is_normalized(cast(Normalizer, normalizer), text[start:end]):
+            return False
+        start = end
+    return True
 
 
 def normalize_text(text: str, normalizer: str | None) -> str:

@@ -95,7 +95,9 @@ def split_added_tokens(
             if begin >= limit:
                 break
             token = by_text[match.group()]
-            if token.single_word and (_is_word(text[begin - 1 : begin]) or _is_word(text[end : end + 1])):
+            if token.single_word and (
+                is_word_character(text[begin - 1 : begin]) or is_word_character(text[end : end + 1])
+            ):
                 position = end
                 continue
             stop = end
@@ -125,5 +127,6 @@ def split_added_tokens(
         min_length = 2 * len(text)  # doubling bounds repeated searches of white space
 
 
-def _is_word(character: str) -> bool:
+def is_word_character(character: str) -> bool:
+    """Return whether a character is a letter, mark, digit or underscore; "" is not."""
     return _WORD_CHARACTER.match(character) is not None

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from lm.common.errors import UserError
 from lm.kernels.bpe.pretokens import Specials, pack_specials
 from lm.text.chinese_words import JIEBA
-from lm.text.normalize import check_normalizer, is_normalized
+from lm.text.normalize import check_normalizer
 from lm.text.patterns import resolve_patterns
 from lm.text.pretokenize import GPT2_PATTERN, check_special_tokens, split_at_safe_cuts
 from lm.text.scanners import has_compiled_scanner, warn_of_slow_pattern
@@ -29,6 +29,7 @@ from lm.tokenizer.fast_encoder import FastEncoder
 from lm.tokenizer.formats import gpt2, hugging_face, tiktoken, tokenizer_config, vocab_text
 from lm.tokenizer.parts import TokenizerParts
 from lm.tokenizer.pattern_process import PatternProcesses, encode_job, map_pieces
+from lm.tokenizer.plain_pieces import PlainPieces
 from lm.tokenizer.reference import ReferenceEncoder
 
 LLAMA3_BEGIN = "<|begin_of_text|>"
@@ -118,6 +119,7 @@ class Tokenizer:
         self.begin_token = begin_token or (LLAMA3_BEGIN if LLAMA3_BEGIN in self.special_tokens else None)
         self._has_plain_tokens = is_found_anywhere(self.added_tokens, self.normalizer)
         self._packed_tokens: dict[tuple[str, ...], Specials] = {}
+        self._plain_pieces: dict[tuple[str, ...], PlainPieces] = {}
 
     @classmethod
     def from_files(
@@ -216,12 +218,7 @@ class Tokenizer:
 
         Lone surrogates, which have no UTF-8 bytes, are encoded as U+FFFD.
         """
-        data, tokens = encode_utf8(text), self._select_added_tokens(allowed_special)
-        blocks = [data]
-        if self._has_plain_tokens and (self.normalizer is None or is_normalized(data.decode(), self.normalizer)):
-            arrays = list(self._encode_raw(blocks, tokens, WINDOW))
-        else:
-            arrays = list(self._encode_parts(blocks, tokens, WINDOW))
+        arrays = list(self.encode_blocks([encode_utf8(text)], allowed_special))
         return np.concatenate(arrays).tolist() if arrays else []
 
     def encode_iterable(self, iterable: Iterable[str]) -> Iterator[int]:
@@ -240,8 +237,18 @@ class Tokenizer:
         tokens = self._select_added_tokens(allowed_special)
         if self._has_plain_tokens and self.normalizer is None:
             yield from self._encode_raw(blocks, tokens, window)
-        else:
-            yield from self._encode_parts(blocks, tokens, window)
+            return
+        texts = decode_utf8_blocks(blocks, "the text")
+        if self._fast_encoder is None:
+            yield from self._encode_parts(texts, tokens, window)
+            return
+        if (key := tuple(token.content for token in tokens)) not in self._plain_pieces:
+            self._plain_pieces[key] = PlainPieces(tokens, self.normalizer)
+        for is_plain, piece in self._plain_pieces[key].split(texts, window):
+            if is_plain:
+                yield from self._encode_raw(map(encode_utf8, piece), tokens, window)
+            else:
+                yield from self._encode_parts(piece, tokens, window)
 
     def _encode_raw(
         self, blocks: Iterable[bytes], tokens: Sequence[AddedToken], window: int
@@ -273,10 +280,10 @@ class Tokenizer:
         )
 
     def _encode_parts(
-        self, blocks: Iterable[bytes], tokens: Sequence[AddedToken], window: int
+        self, blocks: Iterable[str], tokens: Sequence[AddedToken], window: int
     ) -> Iterator[npt.NDArray[np.unsignedinteger]]:
         """Encode any text, each run between two added tokens by itself."""
-        parts = split_and_normalize(decode_utf8_blocks(blocks, "the text"), tokens, self.normalizer)
+        parts = split_and_normalize(blocks, tokens, self.normalizer)
         dtype = token_dtype(self.size)
         for is_text, run in groupby(parts, key=lambda part: isinstance(part, str)):
             if not is_text:

@@ -11,7 +11,7 @@ import numpy as np
 
 from lm.kernels.bpe.pretoken_starts import STARTS_PADDING
 from lm.kernels.bpe.scan import Rules, find_starts, may_join
-from lm.kernels.jit import Bytes, Int32s, Int64s, Record, Records, helper, inlined
+from lm.kernels.jit import Bytes, Int, Int32s, Int64s, Record, Records, helper, inlined
 from lm.kernels.simd import first_bit, in_range, read
 from lm.kernels.status import WORKSPACE_FULL
 
@@ -39,23 +39,36 @@ def new_cursor() -> Records:
 
 
 class Specials(NamedTuple):
-    """Special tokens for the kernels, longest first."""
+    """Special tokens for the kernels, longest first.
+
+    The token at a place is found by binary search among all. If the last token that does not come after the text there
+    is no beginning of the text, then only its own beginnings can be.
+    """
 
     data: Bytes  # the bytes of all tokens, concatenated
     ends: Int64s  # (tokens + 1,): offsets in ``data``; the first is 0
     ids: Int64s  # (tokens,)
     prefixes: Int64s  # (unique prefixes, 2): first two bytes; the second is -1 for one-byte tokens
+    order: Int64s  # (tokens,): the tokens in the order of their bytes
+    beginnings: Int64s  # (tokens,): the longest token that this one begins with, or NO_SPECIAL
 
 
 def pack_specials(tokens: Sequence[tuple[bytes, int]]) -> Specials:
     """Pack special tokens, each (bytes, id), into arrays."""
     ordered = sorted(tokens, key=lambda token: len(token[0]), reverse=True)
     prefixes = sorted({(token[0], token[1] if len(token) > 1 else -1) for token, _ in ordered})
+    index = {token: i for i, (token, _) in reversed([*enumerate(ordered)])}
+
+    def beginning(token: bytes) -> int:
+        return next((index[token[:n]] for n in range(len(token) - 1, 0, -1) if token[:n] in index), NO_SPECIAL)
+
     return Specials(
         np.frombuffer(b"".join(token for token, _ in ordered) or b"\0", np.uint8).copy(),
         np.cumsum([0, *(len(token) for token, _ in ordered)]).astype(np.int64),
         np.array([token_id for _, token_id in ordered], np.int64),
         np.array(prefixes, np.int64).reshape(-1, 2),
+        np.array([index[token] for token in sorted(index)], np.int64),
+        np.array([beginning(token) for token, _ in ordered], np.int64),
     )
 
 
@@ -72,6 +85,25 @@ def match_special(buffer: Bytes, position: int, end: int, specials: Specials, i:
     ):
         matched += 1
     return matched, length
+
+
+@inlined
+def last_special(buffer: Bytes, start: int, end: int, specials: Specials) -> Int:
+    """Return the last special token in byte order that does not come after ``buffer[start:end]``, or NO_SPECIAL."""
+    first, stop = np.int64(0), np.int64(len(specials.order))
+    while first < stop:
+        middle = (first + stop) >> 1
+        i = read(specials.order, middle)
+        matched, length = match_special(buffer, start, end, specials, i)
+        is_after = matched < length and (
+            start + matched == end
+            or read(buffer, start + matched) < read(specials.data, read(specials.ends, i) + matched)
+        )
+        if is_after:
+            stop = middle
+        else:
+            first = middle + 1
+    return read(specials.order, first - 1) if first > 0 else np.int64(NO_SPECIAL)
 
 
 @helper
@@ -96,10 +128,12 @@ def find_special(buffer: Bytes, begin: int, end: int, specials: Specials) -> tup
             candidates &= candidates - _ONE
             if start >= end:
                 break
-            for i in range(len(specials.ids)):
+            i = last_special(buffer, start, end, specials)
+            while i >= 0:
                 matched, length = match_special(buffer, start, end, specials, i)
                 if matched == length:
                     return start, start + length, i
+                i = read(specials.beginnings, i)
         block += 64
     return end, end, NO_SPECIAL
 

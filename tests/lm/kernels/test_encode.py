@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Sequence
+from itertools import product
 
 import numpy as np
 import pytest
@@ -69,6 +70,24 @@ def test_blocks_and_windows_do_not_change_the_ids(
     expected = tokenizer.encode_reference(text, [token for token in OVERLAPPING_SPECIALS if token in allowed])
     assert tokenizer.encode(text, allowed) == expected
     assert encode_blocks(tokenizer, split(text.encode(), sizes), allowed, window) == expected
+
+
+NESTED_SPECIALS = ["".join(letters) for n in range(1, 6) for letters in product("ab", repeat=n) if letters[-1] == "a"]
+
+
+@pytest.fixture(scope="module")
+def nested() -> Tokenizer:
+    return make_tokenizer(special_tokens=NESTED_SPECIALS, merges=20)
+
+
+@examples(300)
+@given(st.text("abc", max_size=150), st.sets(st.sampled_from(NESTED_SPECIALS)), st.integers(1, 150))
+def test_the_longest_of_many_special_tokens_that_begin_with_one_another(
+    nested: Tokenizer, text: str, allowed: set[str], window: int
+) -> None:
+    expected = nested.encode_reference(text, allowed)
+    assert nested.encode(text, allowed) == expected
+    assert encode_blocks(nested, iter([text.encode()]), allowed, window) == expected
 
 
 @examples(300)

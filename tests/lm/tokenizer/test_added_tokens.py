@@ -1,5 +1,6 @@
 """Added tokens with flags, and normalizers: equal to Hugging Face's tokenizers and to a reference on the whole text."""
 
+import time
 import unicodedata
 from functools import cache
 from pathlib import Path
@@ -128,6 +129,64 @@ def test_blocks_of_text_are_encoded_like_the_whole(
     expected = tokenizer.encode_reference("".join(blocks), allowed)
     arrays = tokenizer.encode_blocks((block.encode() for block in blocks), allowed, window)
     assert [i for ids in arrays for i in ids.tolist()] == expected == tokenizer.encode("".join(blocks), allowed)
+
+
+@examples(200)
+@given(
+    st.lists(st.sampled_from(["<s>", "<a>", "<m>", "é", "e\u0301", "\u0301", *"abcde fg>"]), max_size=60),
+    st.integers(1, 6),
+    st.integers(1, 9),
+    normalizers,
+)
+@example(["e\u0301bcdefg" * 4, "<s>", "ab", "<s>", "e\u0301", "<m>", "é"], 1, 3, "NFC")  # the first document is long
+def test_long_documents_in_small_windows_equal_the_reference(
+    parts: list[str], window: int, size: int, normalizer: str | None
+) -> None:
+    text = "".join(parts)
+    tokenizer = make([AddedToken("<a>"), AddedToken("<m>", lstrip=True)], normalizer, PATTERNS["gpt2"])
+    data = text.encode()
+    arrays = tokenizer.encode_blocks((data[i : i + size] for i in range(0, len(data), size)), window=window)
+    assert [i for ids in arrays for i in ids.tolist()] == tokenizer.encode_reference(text)
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+def test_a_token_that_normalization_would_make_or_hide_is_found_as_in_the_reference(normalizer: str) -> None:
+    tokenizer = make([AddedToken("<é>"), AddedToken("<e\u0301>"), AddedToken("ﬁ")], normalizer, PATTERNS["gpt2"])
+    for text in ("ab <é> e\u0301<s>", "<e\u0301> ²<s>é", "ﬁn e\u0301 ﬁ<s>²", "fin e\u0301<s>a <\u0301>"):
+        assert tokenizer.encode(text) == tokenizer.encode_reference(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("special_tokens", "normalizer", "tokens", "some", "limit"),
+    [
+        ([], "NFC", [], "a", 5),
+        ([], None, [AddedToken("<m>", lstrip=True)], "a", 5),
+        ([], "NFC", [], "e\u0301", 20),
+        ([f"<|{i}|>" for i in range(1000)], None, [], "a", 4),
+        ([chr(192 + i // 26) + chr(192 + i % 26) for i in range(676)], None, [], "a", 4),
+    ],
+    ids=["normalizer", "flag", "some_not_normalized", "many_special_tokens", "many_first_bytes"],
+)
+def test_short_documents_are_encoded_nearly_as_fast_as_without_options(
+    special_tokens: list[str], normalizer: str | None, tokens: list[AddedToken], some: str, limit: float
+) -> None:
+    """Each of these took 10 to 100 times as long."""
+    vocab, merges, *_ = trained_parts()
+    plain = Tokenizer(vocab, merges, ["<s>"])
+    other = Tokenizer(vocab, merges, ["<s>", *special_tokens], normalizer=normalizer, added_tokens=tokens)
+    story = "Once upon a time there was a little dog who liked to run in the park with his friends. " * 4
+    texts = [("".join(f"{story}{end if i % 40 == 0 else 'a'}<s>" for i in range(6000))).encode() for end in ("a", some)]
+
+    def seconds(tokenizer: Tokenizer, text: bytes) -> float:
+        started = time.thread_time()
+        list(tokenizer.encode_blocks([text]))
+        return time.thread_time() - started
+
+    expected, taken = (
+        min(seconds(one, text) for _ in range(4)) for one, text in zip((plain, other), texts, strict=True)
+    )
+    assert taken < limit * expected
 
 
 TOKENS = [
