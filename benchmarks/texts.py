@@ -1,5 +1,6 @@
 """Texts for the tokenizer benchmarks: iterators of documents with their separators, most of them endless."""
 
+import base64
 import lzma
 import random
 import re
@@ -139,5 +140,8 @@ ADVERSARIAL: dict[str, Callable[[np.random.Generator, int], bytes]] = {
     ).tobytes(),
     "cjk_without_spaces": lambda rng, size: "".join(map(chr, rng.integers(0x4E00, 0x9FA6, size // 3))).encode(),
     "emoji": lambda rng, size: "".join(rng.choice(EMOJI, size // 9)).encode(),
+    "dna": lambda rng, size: np.frombuffer(b"acgt", np.uint8)[rng.integers(0, 4, size)].tobytes(),
+    "base64": lambda rng, size: base64.b64encode(rng.bytes(3 * size // 4)),
     "invalid_bytes": lambda rng, size: rng.bytes(size // 2).decode(errors="replace").encode(),
 }
+TRAINED = ("one_letter", "alternating_letters", "spaces", "dna", "base64")  # of ADVERSARIAL, to learn merges from

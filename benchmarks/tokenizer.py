@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.texts import ADVERSARIAL, CORPORA, DATA, END, documents, mixed, take_bytes
+from benchmarks.texts import ADVERSARIAL, CORPORA, DATA, END, TRAINED, documents, mixed, take_bytes
 from benchmarks.tokenizer_jobs import GIGATOKEN_FORMS, MERGES, Task, run_task
 from benchmarks.vocabularies import QUICKTOK, prepare
 from lm.text.patterns import PATTERNS
@@ -52,6 +52,7 @@ PACKAGES = {"quicktok": "quicktok-v1"}  # names that differ from those of the mo
 MIXED_BYTES, CORPUS_BYTES, SAMPLE_BYTES, LARGE_BYTES = 331_000_000, 32_000_000, 30_000_000, 2_000_000_000
 GIGATOKEN_PATTERNS = ("o200k", "llama3", "qwen2")  # that it recognises in our tokenizer.json
 SECTIONS = ("construct", "encode", "count", "train", "corpora", "patterns", "documents", "adversarial", "memory")
+TRAINED_VOCAB_SIZE = 300  # for the texts of TRAINED
 TIMEOUT_SECONDS = 1800  # of a measurement
 
 
@@ -147,16 +148,18 @@ class Bench:
             rows.append(row)
         return rows
 
-    def check(self, job: str, text: str, peers: Sequence[str], threads: int, pattern: str = "gpt2") -> None:
-        """Check that the peers have the same result as ours. A peer that is missing or fails is left out."""
-        ours, *results = (
-            self.measure(Task(job, library, text, threads, check=True, pattern=pattern)) for library in ("ours", *peers)
-        )
+    def check(self, job: str, text: str, peers: Sequence[str], threads: int, **settings: Any) -> None:
+        """Check that the peers have the same result as ours. A peer that is missing or fails is left out.
+
+        ``settings`` are other fields of :class:`Task`.
+        """
+        task = Task(job, "ours", text, threads, check=True, **settings)
+        ours, *results = (self.measure(replace(task, library=library)) for library in ("ours", *peers))
         for library, result in zip(peers, results, strict=True):
             if result or not ours:
                 digest = "without_separators" if library == GIGATOKEN_FORMS[1] else "all"
                 is_equal = bool(ours) and ours[digest] == result.get(digest)
-                self.checks[name := f"{job} {Path(text).stem} {pattern}: {library}"] = is_equal
+                self.checks[name := f"{job} {Path(text).stem} {task.pattern}: {library}"] = is_equal
                 log(f"{name}: {'equal' if is_equal else 'NOT EQUAL'}")
 
     def ratio(self, name: str, peers: Sequence[dict[str, Any]], ours: dict[str, Any], unit: str) -> None:
@@ -233,11 +236,11 @@ class Bench:
         tasks: list[Task] = []
         for name in PATTERNS:
             if name != "gpt2":
-                self.check("encode", text, ["tiktoken"], 1, name)
-                self.check("count", text, ["regex"], 1, name)
+                self.check("encode", text, ["tiktoken"], 1, pattern=name)
+                self.check("count", text, ["regex"], 1, pattern=name)
                 possible = ["quicktok"] if name in QUICKTOK else []
                 possible += GIGATOKEN_FORMS if name in GIGATOKEN_PATTERNS else ()
-                self.check("encode", text, possible, 1, name)
+                self.check("encode", text, possible, 1, pattern=name)
                 peers[name] = possible
                 tasks += [Task(job, "ours", self.corpus, pattern=name) for job in ("encode", "count")]
                 tasks += [Task("encode", library, self.corpus, pattern=name) for library in possible]
@@ -268,7 +271,7 @@ class Bench:
                 self.ratios[name] = row["mb_per_s"] / corpus["mb_per_s"]
 
     def adversarial(self) -> None:
-        """Encode 1 and 10 MB of texts that are hard for encoders, with a constructed tokenizer."""
+        """Encode 1 and 10 MB of texts that are hard for encoders, with a constructed tokenizer; learn from some."""
         for name, make in ADVERSARIAL.items():
             texts = []
             for size in (1, 10):
@@ -285,6 +288,16 @@ class Bench:
                 figures = {"mb_per_s": long["mb_per_s"], "times_for_10x": long["wall"] / short["wall"]}
                 figures |= {"vs_gigatoken": peer["wall"] / long["wall"]} if peer else {}
                 self.extra["adversarial"][name] = {key: round(value, 2) for key, value in figures.items()}
+        for name in TRAINED:
+            texts = [self.text(f"{name}-{size}", list) for size in (1, 10)]  # made above
+            for text in texts:
+                self.check("train", text, ["reference"], 1, vocab_size=TRAINED_VOCAB_SIZE)
+            short, long = self.medians(
+                *(Task("train", "ours", text, rounds=3, vocab_size=TRAINED_VOCAB_SIZE) for text in texts)
+            )
+            if short and long:
+                figures = {"mb_per_cpu_s": 10 / long["cpu"], "cpu_times_for_10x": long["cpu"] / short["cpu"]}
+                self.extra["adversarial"][f"train {name}"] = {key: round(value, 2) for key, value in figures.items()}
 
     def memory(self) -> None:
         """Measure the memory for the corpus, and for 2 GB of repeated corpus."""

@@ -117,9 +117,38 @@ def train(task: Task) -> Any:
         return load("lm.tokenizer.bpe").train_bpe(task.text, task.vocab_size, [END_OF_TEXT], threads=task.threads)[1]
     if task.library == "gigatoken":
         return load("gigatoken").train_bpe(task.text, task.vocab_size, [END_OF_TEXT], separator=END)[1]
+    if task.library == "reference":
+        return learn_plainly(task.read().encode(), task.vocab_size)
     documents = iter(task.read().split(END_OF_TEXT))
     train_from = load("rustbpe").Tokenizer().train_from_iterator
     return train_from(documents, vocab_size=task.vocab_size - 1, pattern=GPT2_PATTERN)
+
+
+def learn_plainly(data: bytes, vocab_size: int) -> list[tuple[bytes, bytes]]:
+    """Learn the merges of a vocabulary with one special token; count all pairs before each merge."""
+    tokens = [*(bytes([byte]) for byte in range(256)), END]
+    separator, rows = vocab_size, vocab_size + 1
+    pretokens = pretokenize(data.decode(), GPT2_PATTERN)
+    ids = np.concatenate([[*pretoken.encode(), separator] for pretoken in pretokens])
+    merges = []
+    while len(tokens) < vocab_size:
+        pairs = ids[:-1] * rows + ids[1:]
+        counts = np.bincount(pairs, minlength=rows * rows).reshape(rows, rows)
+        counts[separator] = counts[:, separator] = 0
+        if not counts.any():
+            break
+        most_frequent = np.argwhere(counts == counts.max()).tolist()
+        left, right = max(most_frequent, key=lambda pair: (tokens[pair[0]], tokens[pair[1]]))
+        places = np.flatnonzero(pairs == left * rows + right)
+        if left == right:  # in a run of places, those at even offsets
+            is_first = np.diff(places, prepend=-2) > 1
+            run_starts = np.maximum.accumulate(np.where(is_first, places, 0))
+            places = places[(places - run_starts) % 2 == 0]
+        ids[places] = len(tokens)
+        ids = np.delete(ids, places + 1)
+        merges.append((tokens[left], tokens[right]))
+        tokens.append(tokens[left] + tokens[right])
+    return merges
 
 
 def resident_mb(name: str) -> float:

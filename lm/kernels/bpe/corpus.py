@@ -90,18 +90,18 @@ def fill_corpus(
 
 
 @inlined
-def count_at(corpus: Corpus, position: Int) -> Int:
-    """Return the count of the pretoken around a position, in a time that does not grow with the pretoken's length."""
+def count_and_end_at(corpus: Corpus, position: Int) -> tuple[Int, Int]:
+    """Return the count and the end of the pretoken around a position, in a time that does not grow with its length."""
     ids, boundary = corpus.ids, read(corpus.ids, 0)
     last = position + _LONG_BYTES
     boundaries = equal_in_block(ids, position, boundary)
     while boundaries == 0 and position < last:
         position += 64 // ids.itemsize
         boundaries = equal_in_block(ids, position, boundary)
-    position = position + first_bit(boundaries) if boundaries else long_end(corpus, position)
-    count = np.int64(read(ids, position + 1)) | np.int64(read(ids, position + 2)) << 16
+    end = position + first_bit(boundaries) if boundaries else long_end(corpus, position)
+    count = np.int64(read(ids, end + 1)) | np.int64(read(ids, end + 2)) << 16
     large = count - FIRST_LARGE_COUNT
-    return read(corpus.large_counts, large) if large >= 0 else count
+    return read(corpus.large_counts, large) if large >= 0 else count, end
 
 
 @helper

@@ -6,7 +6,7 @@ When all pairs above the threshold are merged, another pass finds those above a 
 
 import numpy as np
 
-from lm.kernels.bpe.corpus import ENTRIES_PER_PRETOKEN, count_at
+from lm.kernels.bpe.corpus import ENTRIES_PER_PRETOKEN, count_and_end_at
 from lm.kernels.bpe.training_state import Training, heap_push, pair_hash, parts_of, table_index
 from lm.kernels.jit import Int, Int64s, inlined, kernel
 from lm.kernels.simd import read, write
@@ -94,7 +94,7 @@ def add_to_buckets(training: Training, length: int, buckets: Int64s) -> None:
     """Add the count of each pair to its bucket, by the hash of the pair; their number is a power of two."""
     ids, position = training.corpus.ids, np.int64(1)
     while position < length:
-        count = count_at(training.corpus, position)
+        count, _ = count_and_end_at(training.corpus, position)
         following = next_position(training, position)
         while following:
             bucket = pair_hash(read(ids, position), read(ids, following)) & (len(buckets) - 1)
@@ -111,7 +111,7 @@ def count_pairs(training: Training, length: int, buckets: Int64s, threshold: int
     """
     ids, pairs, sizes = training.corpus.ids, training.pairs, training.sizes[0]
     while position < length:
-        count = count_at(training.corpus, position)
+        count, _ = count_and_end_at(training.corpus, position)
         following = next_position(training, position)
         while following:
             left, right = np.int64(read(ids, position)), np.int64(read(ids, following))

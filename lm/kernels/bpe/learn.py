@@ -6,14 +6,15 @@ and moves down when it reaches the top with a count that has fallen since.
 
 import numpy as np
 
-from lm.kernels.bpe.corpus import count_at
+from lm.kernels.bpe.corpus import count_and_end_at
 from lm.kernels.bpe.frequent_pairs import with_room_for_places
 from lm.kernels.bpe.training_state import Training, add_pair, heap_entry, heap_replace_top, parts_of, table_index
-from lm.kernels.jit import Int32s, helper, inlined, kernel
-from lm.kernels.simd import read, write
+from lm.kernels.jit import Ids, Int32s, UInt32s, helper, inlined, kernel
+from lm.kernels.simd import prefetch, read, write
 from lm.kernels.status import OK, PLACES_FULL, TABLE_FULL
 
 _NO_PLACE = 2**32 - 1
+_PREFETCH_PLACES = 16  # how many places ahead to prefetch their ids
 
 
 def make_room_for_places(training: Training, threshold: int) -> Training:
@@ -36,6 +37,7 @@ def remove_unused_places(training: Training, threshold: int) -> None:
             left, right = parts_of(pairs, pair)
             length = np.int64(read(lengths, left))
             for i in range(start, end):
+                prefetch_ahead(ids, pairs.places, i, end)
                 position = np.int64(read(pairs.places, i))
                 if read(ids, position) == left and read(ids, position + length) == right:
                     write(pairs.places, kept, np.uint32(position))
@@ -43,6 +45,13 @@ def remove_unused_places(training: Training, threshold: int) -> None:
         write(pairs.starts, pair + 1, kept)
         start = end
     sizes.places = kept
+
+
+@inlined
+def prefetch_ahead(ids: Ids, places: UInt32s, i: int, end: int) -> None:
+    """Prefetch the ids at a later place: which of them a merge has changed is hard to predict, and memory is slow."""
+    if i + _PREFETCH_PLACES < end:
+        prefetch(ids, np.int64(read(places, i + _PREFETCH_PLACES)))
 
 
 @inlined
@@ -74,12 +83,16 @@ def merge_pair(training: Training, best: int, threshold: int) -> None:
     write(lengths, new, np.int32(length))
 
     # Merge at all places; add up by neighbor the counts that pairs gain and lose.
+    count, count_begin, count_end = np.int64(0), np.int64(0), np.int64(0)  # the places that have this count
     for i in range(first, end):
+        prefetch_ahead(ids, places, i, end)
         position = np.int64(read(places, i))
         if read(ids, position) != a or read(ids, position + length_a) != b:
             write(places, i, np.uint32(_NO_PLACE))  # a part has become part of another token since
             continue
-        count = count_at(corpus, position)
+        if not count_begin <= position < count_end:
+            count, count_end = count_and_end_at(corpus, position)
+            count_begin = position
         write(ids, position + length_a - 1, ids.dtype.type(inside))
         write(ids, position + length_a, ids.dtype.type(inside))
         write(ids, position, ids.dtype.type(new))
@@ -130,6 +143,7 @@ def merge_pair(training: Training, best: int, threshold: int) -> None:
 
     # Write the places of the new pairs, then reset the arrays.
     for i in range(first, end):
+        prefetch_ahead(ids, places, i, end)
         position = np.int64(read(places, i))
         if position == _NO_PLACE:
             continue
