@@ -20,7 +20,8 @@ characters. They are translated to a class that names its characters.
 Sources: Oniguruma's ``doc/RE`` (syntax of Ruby); the characters of each class, compared over all of Unicode.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 import regex
 
@@ -41,6 +42,7 @@ _OTHER_ESCAPE = regex.compile(r"\\(?!x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|[pPdDwWsSbB
 _OTHER_SET = regex.compile(r"(?<!\\)(?:\\\\)*\[(?!:)|&&|\\[bB]")  # a nested class, an intersection, a backspace
 _HIGH_BYTE = regex.compile(r"(?<!\\)((?:\\\\)*)\\x([89A-Fa-f][0-9A-Fa-f])")
 _CASELESS = regex.compile(r"\(\?[a-z]*i[a-z-]*(?P<end>[:)])")
+_WITHOUT_WIDTH = regex.compile(r"\\[AZzG]$|[\^$]$|\(\?<?[=!]|\(\?:\(\?<")  # a place, like \b; or a look-around
 _ESCAPES_FROM = {r"\A": "^", r"\Z": "$", r"\z": r"\Z", "^": "(?m:^)", "$": "(?m:$)"}
 _ESCAPES_TO = {r"\A": r"\A", r"\Z": r"\z", "^": r"\A", "$": r"\Z", "(?m:^)": "^", "(?m:$)": "$"}
 # The content of a class of the other syntax that matches the same characters. The first of each is that of \w outside
@@ -81,7 +83,7 @@ def from_oniguruma(pattern: str) -> str:
             return None
         return _translate_escape(kind, item, _ESCAPES_FROM, _CLASSES_FROM)
 
-    return _translate(pattern, translate, "(?:", ")+", "is not supported")
+    return _translate(pattern, translate, is_export=False)
 
 
 def to_oniguruma(pattern: str) -> str:
@@ -101,7 +103,7 @@ def to_oniguruma(pattern: str) -> str:
             return f"(?{flags[1].replace('s', 'm')}{flags[2]}" if is_supported else None
         return _translate_escape(kind, _HIGH_BYTE.sub(r"\1\\u00\2", item), _ESCAPES_TO, _CLASSES_TO)
 
-    return _translate(pattern, translate, "(?>", ")", "cannot be exported")
+    return _translate(pattern, translate, is_export=True)
 
 
 def _translate_escape(kind: str, item: str, escapes: Mapping[str, str], classes: Mapping[str, str]) -> str | None:
@@ -143,8 +145,27 @@ def _translate_class(item: str, classes: Mapping[str, str]) -> str | None:
     return f"(?:(?![{content}]){word})" if negation else f"(?:{no_word}|[{content}])"
 
 
-def _translate(pattern: str, translate: Callable[[str, str], str | None], before: str, after: str, refusal: str) -> str:
-    """Translate each item of a pattern, and put ``x{1,3}+`` between ``before`` and ``after`` without its plus sign."""
+@cache
+def _depends_on_case(item: str) -> bool:
+    """Return whether a class holds a property of case, like ``\\p{Lu}``: with ``(?i)`` the two syntaxes differ."""
+    content = item[1:-1].removeprefix("^") if item.startswith("[") else item
+    for part in _CLASS_PART.finditer(content):
+        if part["name"] or part[0].startswith((r"\p", r"\P")):
+            one = f"[{part[0]}]"
+            if regex.findall(one, "aAǅ") != regex.findall(f"(?i:{one})", "aAǅ"):
+                return True
+    return False
+
+
+def _is_refused_behind(item: str, groups: Sequence[str]) -> bool:
+    """Return whether Oniguruma refuses a translated item because a group around it is a look-behind."""
+    refused = r"\(\?[=!]" if "(?<!" not in groups else r"\(\?[=!]|^\($|^\(\?<\w"
+    return ("(?<=" in groups or "(?<!" in groups) and regex.search(refused, item) is not None
+
+
+def _translate(pattern: str, translate: Callable[[str, str], str | None], is_export: bool) -> str:
+    """Translate each item of a pattern; ``x{1,3}+`` without its plus sign, in another group."""
+    before, after, refusal = ("(?>", ")", "cannot be exported") if is_export else ("(?:", ")+", "is not supported")
     items: list[str] = []
     opened: list[int] = []  # indices in ``items`` of the groups that are open
     atom = repeat = -1  # index of the last atom; of its interval, if that is the last item
@@ -152,6 +173,7 @@ def _translate(pattern: str, translate: Callable[[str, str], str | None], before
     caseless = ""  # the last characters that are matched without case
     for match in _ITEM.finditer(pattern):
         kind, item = str(match.lastgroup), match.group()
+        groups = [items[index] for index in opened]
         if kind == "repeat":
             if item == "+" and repeat >= 0:
                 items[atom] = before + items[atom]
@@ -165,12 +187,14 @@ def _translate(pattern: str, translate: Callable[[str, str], str | None], before
                 opened.append(len(items))
             else:
                 atom = opened.pop() if kind == "close" and opened else len(items)
-        if kind == "other" and (is_all_caseless or any(_CASELESS.match(items[index]) for index in opened)):
-            caseless = (caseless + item.casefold())[-3:]
-        else:
-            caseless = ""
+        is_caseless = is_all_caseless or any(map(_CASELESS.match, groups))
+        caseless = (caseless + item.casefold())[-3:] if kind == "other" and is_caseless else ""
         folds = [fold for fold in FOLDS if fold in caseless]
-        translated = None if folds else translate(kind, item)
+        is_refused = bool(folds) or (is_caseless and kind in ("class", "escape") and _depends_on_case(item))
+        translated = None if is_refused else translate(kind, item)
+        repeats_place = kind == "repeat" and atom >= 0 and _WITHOUT_WIDTH.match(items[atom])
+        if is_export and translated and (repeats_place or _is_refused_behind(translated, groups)):
+            translated = None
         if translated is None:
             raise UserError(f"{folds[0] if folds else item!r} of the pretoken pattern {pattern!r} {refusal}.")
         items.append(translated)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lm.common.errors import UserError
 from lm.text.patterns import PATTERNS, resolve_patterns
 from lm.text.pretokenize import Pattern, pretokenize
+from lm.tokenizer.config import TokenizerConfig
 from lm.tokenizer.formats.gpt2 import unicode_to_bytes
 from lm.tokenizer.formats.oniguruma import FOLDS, from_oniguruma, to_oniguruma
 from lm.tokenizer.formats.pre_tokenizer import format_pre_tokenizer, parse_pre_tokenizer
@@ -131,6 +132,15 @@ NOT_ALIKE = [r"\h+", r"a\Gb", r"[\h]", "[a[bc]]", "[a&&b]", "a(?i)b", r"(?x-a:b)
 NOT_ALIKE += ["a{2}?", "(?P<x>a)", "[[:^digit:]]", "[[:odd:]]", "(?i:Ss)", "(?i)a|ß", "(?i:(?:x|oﬃ))"]
 
 
+NOT_ALIKE += [
+    r"(?i:\p{Ll}+)",
+    r"(?i)\p{Lu}\p{Ll}+|\s|.",
+    r"(?i:[a\p{Lt}])",
+    r"(?i:\P{Lowercase})",
+    "(?i:(?:[[:upper:]]))",
+]
+
+
 @pytest.mark.parametrize("pattern", [*NOT_ALIKE, r"\xe9", r"[\x80]"])
 def test_syntax_of_another_meaning_is_rejected_by_name(pattern: str) -> None:
     with pytest.raises(UserError, match=r"of the pretoken pattern .* is not supported"):
@@ -141,6 +151,26 @@ def test_syntax_of_another_meaning_is_rejected_by_name(pattern: str) -> None:
 def test_syntax_of_another_meaning_is_not_exported(pattern: str) -> None:
     with pytest.raises(UserError, match=r"of the pretoken pattern .* cannot be exported"):
         format_pre_tokenizer(pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *[r"(?<![^\W_])\p{L}+|\s|.", r"(?<=\b)a", r"(?<!(?:a|\B))b", "(?<!(?=a)b)c", "(?<=(?:(?!b)a))c", "(?<!(a))b"],
+        *["^*a", r"\b?a", "(?=a)*b", "(?<=a){2}b", "(?m:^)+a"],
+    ],
+)
+def test_a_pattern_that_oniguruma_refuses_is_refused_before_training(pattern: str) -> None:
+    with pytest.raises(UserError, match=r"of the pretoken pattern .* cannot be exported"):
+        TokenizerConfig(pattern=pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"(?<![\W_])a|.", r"(?<![^\W])a|\s", "(?<=(?<=a)b)_|.", "(?<=(a))b|.", r"(?i:\p{L}\d|a)."]
+)
+def test_a_similar_pattern_is_exported(pattern: str) -> None:
+    for text in ("ab_a b9", "_a9ab_", "Ä9é a"):
+        assert hf_pretokenize(format_pre_tokenizer(pattern), text) == our_pretokens(text, pattern)
 
 
 def test_the_folds_are_all_of_unicode() -> None:
