@@ -35,10 +35,11 @@ def write_shard(
     separator_id = tokenizer.special_ids.get(separator)
     if separator_id is None:
         raise UserError(f"The separator {separator!r} is not a special token of the tokenizer; add it to them.")
-    blank_ids = [token_id for token_id, token in tokenizer.vocab.items() if _BYTES_OF_SPACES.issuperset(token)]
 
     def is_blank(ids: npt.NDArray[np.unsignedinteger]) -> bool:
-        return bool(np.isin(ids, blank_ids).all()) and not tokenizer.decode(ids.tolist()).strip()
+        # The first token decides almost always, so a table of the whole vocabulary would cost more.
+        may_be = all(_BYTES_OF_SPACES.issuperset(tokenizer.vocab[int(token_id)]) for token_id in ids)
+        return may_be and not tokenizer.decode(ids.tolist()).strip()
 
     dtype = token_dtype(tokenizer.size)
     ends: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]

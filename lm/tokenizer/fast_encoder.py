@@ -1,5 +1,6 @@
 """Compiled encoder for the patterns that have a compiled scanner; the reference is :mod:`lm.tokenizer.reference`."""
 
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
@@ -18,6 +19,8 @@ from lm.text.scanners import scanner_classes, scanner_rules, scanner_subject
 from lm.text.windows import WINDOW, not_utf8, windows
 from lm.tokenizer.array_cache import TokenizerArrays
 from lm.tokenizer.used_merges import find_used_merges
+
+log = logging.getLogger(__name__)
 
 # The cache of encoded pretokens; each thread has its own.
 _INITIAL_CACHE_SLOTS = 1 << 16
@@ -71,6 +74,12 @@ class FastEncoder:
             return None
         used = find_used_merges(merges)
         if len(used) > MAX_MERGES:
+            log.warning(
+                "The vocabulary has %s merges. The compiled encoder supports %s; plain Python encodes the text, fifty "
+                "times slower. Use a smaller vocabulary for long texts.",
+                f"{len(used):,}",
+                f"{MAX_MERGES:,}",
+            )
             return None
         nodes = np.concatenate([np.arange(256), 256 + used])
         lengths = np.fromiter(map(len, tokens), np.int32, len(tokens))[nodes]

@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from lm.tokenizer.bpe import train_merges
 from lm.tokenizer.pretoken_counts import count_pretokens
 from lm.tokenizer.tokenizer import Tokenizer, token_dtype
 from tests.helpers.examples import examples
+from tests.helpers.tokenizers import bytes_tokenizer
 
 EOT = END_OF_TEXT
 PAD = "<| pad |>"
@@ -108,6 +109,25 @@ def test_another_special_token_may_be_the_separator(tokenizer: Tokenizer, tmp_pa
 @pytest.mark.parametrize("texts", [[], [""], ["", ""]])
 def test_no_text_gives_an_empty_shard(tokenizer: Tokenizer, tmp_path: Path, texts: list[str]) -> None:
     assert write_and_read_shard(tokenizer, tmp_path, *texts) == ([], [])
+
+
+class _Vocab(dict[int, bytes]):
+    """A vocabulary that only answers for single tokens."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("the whole vocabulary was read")
+
+    items = values = keys = __iter__  # type: ignore[assignment]
+
+
+def test_a_shard_does_not_read_the_whole_vocabulary(tmp_path: Path) -> None:
+    """A large vocabulary took a third of the time of each shard."""
+    tokenizer = bytes_tokenizer([EOT])
+    tokenizer.encode(EOT)
+    tokenizer.vocab = _Vocab(tokenizer.vocab)
+    for text in (f"a{EOT}b", f"a{EOT} \n\n", f"a{EOT}\xa0\u2003 ", f"a{EOT}\xa0é"):
+        _, ends = write_and_read_shard(tokenizer, tmp_path, text)
+        assert len(ends) == 1 + bool(text.split(EOT)[1].strip())
 
 
 def test_an_unknown_separator_is_rejected(tokenizer: Tokenizer, tmp_path: Path) -> None:

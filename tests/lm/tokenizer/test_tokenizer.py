@@ -187,3 +187,16 @@ def test_bytes_that_are_not_utf8_decode_to_the_replacement_character(data: bytes
 def test_decode_takes_any_iterable_of_ids() -> None:
     assert bytes_tokenizer().decode(iter([72, 105])) == "Hi"
     assert bytes_tokenizer().decode([]) == ""
+
+
+def test_more_merges_than_the_compiled_encoder_supports_are_said(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lm.tokenizer.fast_encoder.MAX_MERGES", 10)
+    large = Tokenizer(tokenizer.vocab, tokenizer.merges, tokenizer.special_tokens)
+    assert large.encode("Once upon a time") == tokenizer.encode("Once upon a time")
+    [message] = [record.getMessage() for record in caplog.records if record.name == "lm.tokenizer.fast_encoder"]
+    assert "merges. The compiled encoder supports 10; plain Python encodes the text" in message
+    caplog.clear()
+    Tokenizer(tokenizer.vocab, tokenizer.merges[:10], tokenizer.special_tokens)
+    assert not caplog.records
