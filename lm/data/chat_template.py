@@ -48,7 +48,8 @@ def has_chat_tokens(tokenizer: Tokenizer) -> bool:
 
 
 def encode_dialog(tokenizer: Tokenizer, messages: Sequence[Message]) -> EncodedExample:
-    """Return the ids of a dialog that ends with the assistant; its answers and their end tokens are the targets.
+    """Return the ids of a dialog that ends with the assistant. The targets are its answers and their end tokens, but
+    not those of answers with the weight 0.
 
     Raises UserError if the roles are out of order or the tokenizer lacks the template's tokens.
     """
@@ -58,7 +59,8 @@ def encode_dialog(tokenizer: Tokenizer, messages: Sequence[Message]) -> EncodedE
     for message in messages:
         content = [*tokenizer.encode(message["content"], allowed_special=()), tokenizer.special_ids[END_TOKEN]]
         ids += [tokenizer.special_ids[ROLE_TOKENS[message["role"]]], *content]
-        is_target += [False, *[message["role"] == "assistant"] * len(content)]
+        is_learned = message["role"] == "assistant" and message.get("weight") != 0
+        is_target += [False, *[is_learned] * len(content)]
     return EncodedExample(ids, is_target)
 
 

@@ -1,19 +1,22 @@
 """Chat data: dialogs and preference pairs, read from files with any of four kinds of rows.
 
 ``{"messages": [{"role", "content"}, …]}``, ``{"prompt", "response"}``, ``{"prompt", "chosen", "rejected"}``, and
-``{"question", "answer"}`` as in GSM8K (Cobbe et al. 2021). Rows of the first two kinds may also have a ``question``.
+``{"question", "answer"}`` as in GSM8K (Cobbe et al. 2021). Rows of the first two kinds may also have a ``question``,
+and messages of the assistant a ``weight``.
 """
 
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from lm.data.json_rows import DamagedRows, Row, read_rows
 
 _MAX_TEXT_CHARACTERS = 1_000_000
 _ANSWER_MARK = "####"
+_REFUSED_FIELDS = ("tools", "functions", "tool_calls", "function_call", "reasoning_content")
+_REFUSED_FIELDS_OF_MESSAGES = (*_REFUSED_FIELDS, "reasoning", "thinking")  # names of other columns of rows too
 
 
 class Message(TypedDict):
@@ -21,6 +24,8 @@ class Message(TypedDict):
 
     role: Literal["system", "user", "assistant"]
     content: str
+    weight: NotRequired[int]
+    """0: an answer that is not learned. Without it, answers are learned."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +51,15 @@ def read_dialogs(url: str, damaged: DamagedRows) -> Iterator[Dialog | Preference
 
     A row is damaged if it is of none of the four kinds, its roles are out of order (see :func:`find_role_problem`), a
     message is blank or has over a million characters, or the two answers of a pair are equal. A blank system message is
-    dropped.
+    dropped. A row is damaged as well if it has tool calls or reasoning, a weight that is neither 0 nor 1, or if all of
+    its answers have the weight 0.
     """
     return read_rows(url, damaged, parse_row)
 
 
 def parse_row(row: Row) -> Dialog | PreferencePair:
     """Return the dialog or the pair of a row. Raises ValueError with the reason if the row is damaged."""
+    refuse_fields(row)
     match row:
         case {"messages": [*messages]}:
             return Dialog(_check_messages(messages), _question(row))
@@ -117,10 +124,34 @@ def _exchange(question: str, answer: str) -> tuple[Message, ...]:
     return _check_messages([Message(role="user", content=question), Message(role="assistant", content=answer)])
 
 
+def refuse_fields(row: Row) -> None:
+    """Raise ValueError if a row has tools, tool calls or reasoning: they would be lost without a word."""
+    parts: list[tuple[str, Any, tuple[str, ...]]] = [("the row", row, _REFUSED_FIELDS)]
+    match row:
+        case {"messages": [*messages]}:
+            parts += ((f"message {index}", part, _REFUSED_FIELDS_OF_MESSAGES) for index, part in enumerate(messages))
+    for name, part, fields in parts:
+        for field in fields:
+            if isinstance(part, Mapping) and part.get(field):
+                raise ValueError(f"{name} has {field}, which textmill cannot use yet")
+
+
+def read_message(message: Mapping[str, Any], index: int) -> Message:
+    """Return a message of a row without other fields. Raises ValueError for a weight that is neither 0 nor 1."""
+    weight = message.get("weight")
+    if weight not in (None, 0, 1):
+        raise ValueError(f"message {index} has the weight {reprlib.repr(weight)}; it must be 0 or 1")
+    read = Message(role=message["role"], content=message["content"])
+    return Message(**read, weight=0) if weight == 0 and read["role"] == "assistant" else read
+
+
 def _check_messages(messages: Sequence[Any]) -> tuple[Message, ...]:
     if problem := find_role_problem(messages, "assistant"):
         raise ValueError(problem)
     first = 1 if messages[0]["role"] == "system" and not messages[0]["content"].strip() else 0  # it says nothing
     for index, message in enumerate(messages[first:], first):
         check_text(f"message {index}", message["content"])
-    return tuple(Message(role=message["role"], content=message["content"]) for message in messages[first:])
+    read = tuple(read_message(message, index) for index, message in enumerate(messages[first:], first))
+    if all(message.get("weight") == 0 for message in read if message["role"] == "assistant"):
+        raise ValueError("all answers have the weight 0, so there is nothing to learn")
+    return read

@@ -197,7 +197,8 @@ class ChatClient:
         if isinstance(request.messages, str):
             url, payload["prompt"] = self._sibling_url("completions"), request.messages
         else:
-            url, payload["messages"] = self.url, [*request.messages]
+            url = self.url  # servers refuse fields that they do not know, such as weight
+            payload["messages"] = [Message(role=part["role"], content=part["content"]) for part in request.messages]
         try:
             async with asyncio.timeout(self._timeout_seconds), http.stream("POST", url, json=payload) as response:
                 self._is_server_reached = True

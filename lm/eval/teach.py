@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from lm.common.errors import UserError, translate_write_errors
 from lm.common.fsync import sync_path
-from lm.data.dialogs import Message, find_role_problem
+from lm.data.dialogs import Message, find_role_problem, read_message, refuse_fields
 from lm.data.json_rows import DamagedRows, Row, read_rows
 from lm.eval.answer_cache import AnswerCache, request_key
 from lm.eval.chat_client import ChatAnswer, ChatClient, ChatFailure, ChatRequest
@@ -177,6 +177,7 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def _parse_row(row: Row) -> tuple[tuple[Message, ...], Any]:
+    refuse_fields(row)
     match row:
         case {"messages": [*messages, {"role": "assistant"}]} | {"messages": [*messages]}:
             pass
@@ -192,7 +193,7 @@ def _parse_row(row: Row) -> tuple[tuple[Message, ...], Any]:
         json.dumps(row.get("ground_truth"))
     except TypeError as error:  # of Parquet
         raise ValueError(f"the ground_truth is not plain data: {error}") from None
-    dialog = tuple(Message(role=message["role"], content=message["content"]) for message in messages)
+    dialog = tuple(read_message(message, index) for index, message in enumerate(messages))
     return dialog, row.get("ground_truth")
 
 

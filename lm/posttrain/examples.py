@@ -139,7 +139,7 @@ def _messages(example: Example) -> tuple[Message, ...]:
 
 def _starts(example: Example) -> Iterator[str]:
     """Yield the question, the messages up to it (a system message may be before it), then one more message each."""
-    messages = _messages(example)
+    messages = [Message(role=message["role"], content=message["content"]) for message in _messages(example)]
     first = 1 if messages[0]["role"] == "system" else 0
     yield json.dumps(messages[first : first + 1], sort_keys=True)
     for end in range(first + 1, len(messages) + 1):

@@ -44,6 +44,16 @@ def test_hand_worked_dialog() -> None:
     assert targets == [*b"Ho", END, *b" \n", END]
 
 
+@pytest.mark.parametrize("weighted", [1, 3])
+def test_an_answer_of_weight_0_is_no_target(weighted: int) -> None:
+    messages = make_dialog("Hi", "WRONG", "He", "right")
+    messages[weighted]["weight"] = 0
+    example = encode_dialog(CHAT, messages)
+    targets = [token_id for token_id, is_target in zip(example.ids, example.is_target, strict=True) if is_target]
+    assert targets == [*(b"right" if weighted == 1 else b"WRONG"), END]
+    assert example.ids == encode_dialog(CHAT, make_dialog("Hi", "WRONG", "He", "right")).ids
+
+
 def test_a_prompt_is_the_dialog_up_to_the_answer() -> None:
     prompt = encode_chat_prompt(CHAT, make_dialog("Hi", "Ho", "He"))
     whole = encode_dialog(CHAT, make_dialog("Hi", "Ho", "He", "yes"))

@@ -16,6 +16,16 @@ LONG = tuple(make_dialog("a", "b", "c", "d", system="e"))
 GSM8K = tuple(make_dialog("1+1?", "It is 2.\n#### 1,002 "))
 
 
+def weighted(first: Any, second: Any) -> list[Any]:
+    """Return a dialog of two answers with these weights."""
+    [user, answer, other_user, other_answer] = make_dialog("a", "b", "c", "d")
+    return [user, {**answer, "weight": first}, other_user, {**other_answer, "weight": second}]
+
+
+def with_field(**fields: Any) -> dict[str, Any]:
+    return {"messages": [HI[0], {**HI[1], **fields}]}
+
+
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
@@ -24,7 +34,11 @@ GSM8K = tuple(make_dialog("1+1?", "It is 2.\n#### 1,002 "))
         ({"messages": [{**message, "name": None} for message in HI], "id": 3}, Dialog(HI)),
         ({"messages": make_dialog("Hi.", "Ho.", system="")}, Dialog(HI)),
         ({"messages": make_dialog("a", "b", "c", "d", system=" \n")}, Dialog(LONG[1:])),
-        ({"prompt": "Hi.", "response": "Ho.", "words": ["a"]}, Dialog(HI)),
+        ({"prompt": "Hi.", "response": "Ho.", "words": ["a"], "reasoning": "off", "tools": []}, Dialog(HI)),
+        ({"messages": weighted(0, 1)}, Dialog((LONG[1], weighted(0, 1)[1], *LONG[3:]))),
+        ({"messages": weighted(None, 1.0)}, Dialog(LONG[1:])),
+        ({"messages": [{**HI[0], "weight": 0}, HI[1]]}, Dialog(HI)),
+        ({"messages": [{**message, "tool_calls": [], "reasoning": ""} for message in HI], "tools": None}, Dialog(HI)),
         ({"prompt": "Hi.", "response": "Ho.", "question": "Hey?"}, Dialog(HI, "Hey?")),
         ({"messages": list(LONG), "question": "Hey?"}, Dialog(LONG, "Hey?")),
         ({"question": "Hi.", "answer": "Ho."}, Dialog(HI)),
@@ -56,6 +70,18 @@ def test_the_four_kinds_of_rows(row: dict[str, Any], expected: Dialog | Preferen
         ({"messages": make_dialog("a", " \n")}, "message 1 is blank"),
         ({"messages": make_dialog("a", "", system="")}, "message 2 is blank"),
         ({"messages": make_dialog("", "b", system=" ")}, "message 1 is blank"),
+        ({"messages": weighted(0, 0)}, "all answers have the weight 0"),
+        ({"messages": weighted(1, 0.5)}, "message 3 has the weight 0.5; it must be 0 or 1"),
+        ({"messages": weighted("0", 1)}, "message 1 has the weight '0'"),
+        (with_field(tool_calls=[{"id": "1"}]), "message 1 has tool_calls, which textmill cannot use yet"),
+        (with_field(tool_calls=[{"id": "1"}], content=None), "message 1 has tool_calls"),
+        (with_field(function_call={"name": "f"}), "message 1 has function_call"),
+        (with_field(reasoning_content="hm"), "message 1 has reasoning_content"),
+        (with_field(thinking="hm"), "message 1 has thinking"),
+        ({"messages": list(HI), "tools": [{"type": "function"}]}, "the row has tools, which textmill cannot use yet"),
+        ({"prompt": "a", "response": "b", "reasoning_content": "c"}, "the row has reasoning_content"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "tools": [{}]}, "the row has tools"),
+        ({"messages": 5}, "no messages"),
         ({"prompt": "", "response": "b"}, "message 0 is blank"),
         ({"prompt": "x" * 10_000_000, "response": "b"}, "message 0 has 10,000,000 characters, more than 1,000,000"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),

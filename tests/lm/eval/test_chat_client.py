@@ -202,7 +202,7 @@ def test_only_given_settings_and_a_given_key_are_sent(key: str | None, monkeypat
     messages = [Message(role="system", content="Be kind."), Message(role="user", content="é")]
     with serve_chat(echo) as endpoint:
         client = ChatClient(endpoint.url, "tiny", "MY_KEY")
-        list(client.answers([ChatRequest(messages)]))
+        list(client.answers([ChatRequest([Message(**messages[0], weight=0), messages[1]])]))
         list(client.answers([ChatRequest(messages, temperature=0.0, top_p=0.5, max_tokens=7, seed=0)]))
     bodies = [asked.body for asked in endpoint.requests]
     assert bodies[0] == {"model": "tiny", "messages": messages}

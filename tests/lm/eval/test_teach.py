@@ -53,8 +53,10 @@ def test_rows_of_prompts_and_dialogs(tmp_path: Path) -> None:
         {"prompt": "b", "response": "old", "ground_truth": "B"},
         {"messages": [system, user("c"), assistant("d"), user("e")]},
         {"messages": [user("f"), assistant("old")], "ground_truth": ["F", "G"]},
+        {"messages": [user("c"), Message(**assistant("d"), weight=0), user("e")]},
         {"messages": [assistant("g")]},
         {"messages": []},
+        {"messages": [user("c"), {**assistant("d"), "tool_calls": [{}]}, user("e")]},
         {"prompt": " \n"},
         {"text": "h"},
     ]
@@ -64,11 +66,13 @@ def test_rows_of_prompts_and_dialogs(tmp_path: Path) -> None:
         Question((user("b"),), "b", "B"),
         Question((system, user("c"), assistant("d"), user("e")), "e"),
         Question((user("f"),), "f", ["F", "G"]),
+        Question((user("c"), Message(**assistant("d"), weight=0), user("e")), "e"),
     ]
     assert (repeated, rewards) == (0, {})
     assert reasons == [
         "message 0, from the user, is missing",
         "message 0, from the user, is missing",
+        "message 1 has tool_calls, which textmill cannot use yet",
         "the prompt is blank",
         "no text named prompt and no list named messages",
     ]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm.common.errors import UserError
-from lm.data.dialogs import Dialog, PreferencePair
+from lm.data.dialogs import Dialog, Message, PreferencePair
 from lm.eval.tasks import Problem
 from lm.posttrain.config import DialogsConfig
 from lm.posttrain.examples import (
@@ -133,6 +133,19 @@ def test_a_first_message_that_most_dialogs_share_does_not_decide_alone(tmp_path:
     assert len(split.pairs) + len(held.pairs) == 200 and 2 <= len(held.pairs) <= 25
 
 
+def test_weights_do_not_make_questions_differ(tmp_path: Path) -> None:
+    rows: list[object] = []
+    for number in range(100):
+        [*beginning, last] = make_dialog("Hello!", "Hi!", f"question {number // 2}", "answer")
+        beginning[1]["weight"] = number % 2
+        rows.append({"messages": [*beginning, last]})
+    train, valid, _, _ = read_examples(
+        DialogsConfig(valid_fraction=0.4), [write_file(tmp_path / "a", rows)], [], [], []
+    )
+    asked = [[example.messages[2]["content"] for example in split.dialogs] for split in (train, valid)]
+    assert len(asked[0]) + len(asked[1]) == 100 and not {*asked[0]} & {*asked[1]} and asked[1]
+
+
 def test_a_tested_problem_leaves_out_any_dialog_with_its_question(tmp_path: Path) -> None:
     rows = [system_row(f"Be {number}.", "3?", f"answer {number}") for number in range(200)]
     rows += [{"prompt": "3?", "response": f"answer {number}"} for number in range(200)]
@@ -188,7 +201,9 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 @given(TEXT, TEXT, TEXT)
 def test_stored_rows_are_read_as_they_were(tmp_path_factory: pytest.TempPathFactory, a: str, b: str, c: str) -> None:
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    first, answer = dialog(c, a).messages
     dialogs: list[Dialog] = [dialog(a, b), Dialog(dialog(b, c).messages, "4")]
+    dialogs.append(Dialog((first, Message(**answer, weight=0), *dialog(a, b).messages)))
     pairs: list[PreferencePair] = [pair(a, b, c)]
     problems = [Problem(a, [b, {"c": c}]), Problem(b, c, a)]
     write_rows(path, dialogs)
