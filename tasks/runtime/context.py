@@ -57,6 +57,8 @@ class Attempt:
     """Directories of earlier attempts at the same output that are unfinished or damaged, newest first."""
     damaged: set[Path]
     """Files in these directories that are known to be damaged. Others may be damaged too."""
+    newer_than: str = ""
+    """Name of the finished attempt that a refresh replaces: it resumes only newer ones. Empty: it resumes any."""
     sources: list[Source] = field(default_factory=list)
     """Input files that the output refers to and does not copy."""
     records: list[str] = field(default_factory=list)

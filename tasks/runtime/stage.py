@@ -167,7 +167,9 @@ class Stage:
     def _make(self, run: RunContext, ref: Ref, ingredients: dict[str, Any], arguments: dict[str, Any]) -> None:
         """Run the body in a new attempt directory, publish the files, and write the manifest last."""
         store, previous = run.store, open_output(run.store, ref)
-        unfinished = store.attempt_directories(*ref) if self.is_resumable and not self._is_refreshed(run, ref) else []
+        # A refresh resumes only attempts that began after the finished one: those of an interrupted refresh.
+        newer_than = previous.manifest["attempt"] if previous and self._is_refreshed(run, ref) else ""
+        unfinished = store.attempt_directories(*ref, newer_than=newer_than) if self.is_resumable else []
         damaged = (
             {store.local_directory(*previous.location) / name for name in previous.find_damaged()}
             if previous
@@ -177,7 +179,8 @@ class Stage:
         inputs = {name: open_input(value, store) for name, value in arguments.items()}
         _check_inputs(inputs, ingredients["parameters"])
         attempt = new_attempt_name()
-        out = Attempt(store.create_attempt_directory(*ref, attempt), store.url(*ref, attempt), run, unfinished, damaged)
+        directory, url = store.create_attempt_directory(*ref, attempt), store.url(*ref, attempt)
+        out = Attempt(directory, url, run, unfinished, damaged, newer_than)
         try:
             with _translate_errors(self.name, store, arguments, inputs):
                 self.body(out, **inputs)

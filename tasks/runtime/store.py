@@ -202,10 +202,14 @@ class Store:
             raise StorageError(f"{directory} cannot be written: {error.strerror or error}.") from None
         return directory
 
-    def attempt_directories(self, *parts: str) -> list[Path]:
-        """Return the directories of earlier attempts on this machine, newest first, without those that hold a link."""
+    def attempt_directories(self, *parts: str, newer_than: str = "") -> list[Path]:
+        """Return the directories of earlier attempts on this machine, newest first, without those that hold a link.
+
+        Their names begin with their start: ``newer_than`` leaves out the attempt of this name and older ones.
+        """
         parent = self.local_directory(*parts)
-        directories = [path for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
+        paths = parent.iterdir() if parent.is_dir() else ()
+        directories = [path for path in paths if path.name > newer_than and path.is_dir()]
         return sorted((path for path in directories if all(map(_is_plain, (path, *path.rglob("*"))))), reverse=True)
 
     def lock_file(self, *parts: str) -> Path:

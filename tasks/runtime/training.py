@@ -98,9 +98,8 @@ def _fetch_checkpoints(out: Attempt) -> None:
     from lm.checkpoint.mirror import CheckpointMirror
 
     store, (*_, stage, key, attempt) = out.run.store, out.directory.parts
-    if stage in out.run.refresh:
-        return
     for name in store.list_names(stage, key):
-        if ATTEMPT_NAME.fullmatch(name) and name != attempt:
+        if ATTEMPT_NAME.fullmatch(name) and out.newer_than < name != attempt:
             CheckpointMirror(store.local_directory(stage, key, name), store.url(stage, key, name)).download()
-    out.unfinished = [path for path in store.attempt_directories(stage, key) if path != out.directory]
+    attempts = store.attempt_directories(stage, key, newer_than=out.newer_than)
+    out.unfinished = [path for path in attempts if path != out.directory]

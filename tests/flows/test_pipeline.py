@@ -284,7 +284,10 @@ def test_a_training_in_processes_is_resumed_without_its_manifest(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "at", "saved"), [("train_step", 1, 2), ("_finish", 4, 4)])
+@pytest.mark.parametrize(
+    ("method", "at", "saved", "refresh"),
+    [("train_step", 1, 2, ()), ("_finish", 4, 4, ()), ("train_step", 1, 2, ("train",))],
+)
 def test_ctrl_c_in_a_training_saves_a_checkpoint(
     run: Runner,
     config: PipelineConfig,
@@ -293,9 +296,12 @@ def test_ctrl_c_in_a_training_saves_a_checkpoint(
     method: str,
     at: int,
     saved: int,
+    refresh: tuple[StageName, ...],
 ) -> None:
     from lm.train.trainer import Trainer
 
+    if refresh:
+        run(config)
     original = getattr(Trainer, method)
 
     def interrupted(self: Trainer, *arguments: Any) -> Any:
@@ -305,10 +311,10 @@ def test_ctrl_c_in_a_training_saves_a_checkpoint(
 
     monkeypatch.setattr(Trainer, method, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run(config)
+        run(config, refresh=refresh)
     monkeypatch.undo()
     caplog.set_level(logging.INFO)
-    assert run(config) == ["train", "sample"]
+    assert run(config, refresh=refresh) == (["train"] if refresh else ["train", "sample"])
     assert f"Training resumes at step {saved}" in caplog.text, "the training finishes the step before it stops"
 
 

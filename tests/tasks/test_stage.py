@@ -1,5 +1,6 @@
 """The stage contract without Prefect: keys, manifests, adoption, repair, and the reasons in the log."""
 
+import itertools
 import json
 import logging
 import pickle
@@ -31,6 +32,7 @@ from tasks.runtime.output import Output, read_output
 from tasks.runtime.stage import Stage, stage
 from tasks.runtime.store import Store
 from tasks.runtime.text_groups import TextGroup
+from tasks.runtime.training import _fetch_checkpoints
 from tasks.sample import sample
 from tasks.train import train
 from tests.helpers.full_disk import full_disk
@@ -211,6 +213,68 @@ def test_a_failed_attempt_has_no_manifest_and_is_passed_to_the_next(tmp_path: Pa
     materialize(failing, run, "x")
     assert seen[0] == []
     assert [(path / "started.txt").read_text() for path in seen[1]] == ["x"]
+
+
+@pytest.fixture
+def names_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name attempts as if each began a second after the last one."""
+    seconds = itertools.count(10)
+    monkeypatch.setattr("tasks.runtime.stage.new_attempt_name", lambda: f"20260101T0000{next(seconds)}-00000000")
+
+
+@pytest.mark.usefixtures("names_in_order")
+@pytest.mark.parametrize("is_worker", [False, True])
+def test_a_refresh_resumes_only_attempts_that_are_newer_than_the_finished_one(tmp_path: Path, is_worker: bool) -> None:
+    seen: list[list[str]] = []  # the seconds in the names of the unfinished attempts of each call
+
+    @stage("failing", is_resumable=True)
+    def failing(out: Attempt, text: str) -> None:
+        seen.append([path.name[13:15] for path in out.unfinished])
+        (out.directory / "a.txt").write_text(text)
+        if len(seen) in (1, 3, 4):
+            raise RuntimeError("stop")
+
+    def make(**changes: Any) -> None:
+        run = run_context(tmp_path, **changes)
+        materialize(failing, pickle.loads(pickle.dumps(run)) if is_worker else run, "x")
+
+    with pytest.raises(RuntimeError):
+        make()
+    make()
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            make(refresh=frozenset({"failing"}))
+    make(refresh=frozenset({"failing"}))
+    assert seen == [[], ["10"], [], ["12"], ["13", "12"]]
+    make(refresh=frozenset({"failing"}))
+    assert seen[5:] == [[]], "the next refresh begins at the start"
+
+
+@pytest.mark.usefixtures("names_in_order")
+def test_a_refresh_fetches_the_checkpoints_of_an_interrupted_one_from_the_root(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    place = "corpus/root/mirrored"
+
+    @stage("mirrored", is_resumable=True)
+    def mirrored(out: Attempt, text: str) -> None:
+        _fetch_checkpoints(out)
+        seen.append([path.name[13:15] for path in out.unfinished])
+        (out.directory / "a.txt").write_text(text)
+        bucket.pipe_file(f"{place}/{out.directory.parts[-2]}/{out.directory.name}/step-0000010/checkpoint.json", b"{}")
+        if len(seen) > 1:
+            raise RuntimeError("stop")
+
+    def make(machine: str, **changes: Any) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / machine))
+        materialize(mirrored, run_context("s3://corpus/root", **changes), "x")
+
+    make("a")
+    for machine in "ab":
+        with pytest.raises(RuntimeError):
+            make(machine, refresh=frozenset({"mirrored"}))
+    assert seen == [[], [], ["11"]]
 
 
 @pytest.mark.parametrize(
