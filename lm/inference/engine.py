@@ -61,6 +61,8 @@ class Generation:
     """Log-probabilities of the prompt's ids, except the first."""
     prompt_alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
     """``alternatives`` for the prompt's ids, except the first."""
+    window_start: int = 0
+    """Index in ``prompt`` + ``ids`` of the first token that the next one depends on. It grows past the context."""
     is_prefilled: bool = False
     """Whether the prompt was computed."""
     num_cached_tokens: int = 0
@@ -74,6 +76,11 @@ class Generation:
 
     def __post_init__(self) -> None:
         self._random = torch.Generator().manual_seed(self.seed % (1 << 63))
+
+    @property
+    def window_length(self) -> int:
+        """Number of tokens that the next one depends on."""
+        return len(self.prompt) + len(self.ids) - self.window_start
 
     def next_uniform(self) -> float:
         """Return a random number in (0, 1] that depends on the seed and the number of calls only, not on the batch."""
@@ -98,9 +105,10 @@ class Generation:
 class Engine:
     """Runs up to ``max_batch_size`` generations at once with one model.
 
-    A sequence longer than ``max_seq_len`` tokens, by default the model's context, continues from its last
-    ``max_seq_len`` tokens, which are recomputed for every new token. With ``prefix_cache_bytes``, a prompt that begins
-    like a recent sequence computes only the rest; see :class:`lm.inference.prefix_cache.PrefixCache`.
+    Of a prompt longer than ``max_seq_len`` tokens, by default the model's context, the last ``max_seq_len`` are read. A
+    sequence that outgrows them continues from their last half, which is computed again from position 0. With
+    ``prefix_cache_bytes``, a prompt that begins like a recent sequence computes only the rest; see
+    :class:`lm.inference.prefix_cache.PrefixCache`.
     """
 
     def __init__(
@@ -152,6 +160,7 @@ class Engine:
             raise ValueError(f"{first} + {len(generations)} sequences are more than {self.max_batch_size}")
         self.active += generations
         for generation in generations:
+            generation.window_start = max(0, len(generation.prompt) + len(generation.ids) - self.max_seq_len)
             if generation.max_new_tokens == 0:
                 generation.finish_reason = "length"
             edits, penalty = generation.edits, generation.sampling.repetition_penalty
@@ -174,7 +183,7 @@ class Engine:
         self._remove_finished()
         if not self.active:
             return
-        lengths = [len(generation.prompt) + len(generation.ids) for generation in self.active]
+        lengths = [generation.window_length for generation in self.active]
         guesses = [self._guess(generation) for generation in self.active]
         if any(guesses) and max(lengths) <= self.max_seq_len:
             self._verify(guesses)
@@ -183,8 +192,10 @@ class Engine:
         self._remove_finished()
 
     def _next_logits(self, lengths: list[int]) -> Tensor:
-        """Return the logits (B, V) of the tokens after the active sequences, which have ``lengths``."""
+        """Return the logits (B, V) of the tokens after the active sequences, whose windows have ``lengths``."""
         overlong_rows = [row for row, length in enumerate(lengths) if length > self.max_seq_len]
+        for row in overlong_rows:
+            self.active[row].window_start += lengths[row] - max(1, self.max_seq_len // 2)
         if len(overlong_rows) == len(self.active):
             return self._prefill(overlong_rows, uses_prefix_cache=False)
         last_ids = [generation.ids[-1] for generation in self.active]
@@ -196,15 +207,16 @@ class Engine:
 
     def _guess(self, generation: Generation) -> list[int]:
         """Return guesses of the next tokens that leave room for one more token in the text and in the context."""
-        lookup, count = self._lookups.get(generation), len(generation.ids)
+        lookup = self._lookups.get(generation)
         if lookup is None:
             return []
-        room = min(generation.max_new_tokens - count - 1, self.max_seq_len - len(generation.prompt) - count)
+        wanted = generation.max_new_tokens - len(generation.ids) - 1
+        room = min(wanted, self.max_seq_len - generation.window_length)
         return lookup.guess(generation.ids, room)
 
     def _verify(self, guesses: list[list[int]]) -> None:
         """Sample the next token of every active generation, and one more after each guess that equals its sample."""
-        starts = [len(generation.prompt) + len(generation.ids) - 1 for generation in self.active]
+        starts = [generation.window_length - 1 for generation in self.active]
         suffixes = [(generation.ids[-1], *guess) for generation, guess in zip(self.active, guesses, strict=True)]
         hidden = self.prefill.compute(range(len(starts)), suffixes, starts)
         logits = self.model.logits(torch.cat(hidden)).split([len(suffix) for suffix in suffixes])
@@ -243,10 +255,10 @@ class Engine:
             self._prefix_cache.store((*generation.prompt, *generation.ids[:-1]), self._cache, row)
 
     def _prefill(self, rows: list[int], uses_prefix_cache: bool) -> Tensor:
-        """Compute whole sequences, and return the logits (rows, V) of their next tokens."""
+        """Compute the windows of sequences, and return the logits (rows, V) of their next tokens."""
         generations = [self.active[row] for row in rows]
         needs_scores = [generation.wants_prompt_logprobs and not generation.ids for generation in generations]
-        sequences = [(*generation.prompt, *generation.ids)[-self.max_seq_len :] for generation in generations]
+        sequences = [(*generation.prompt, *generation.ids)[generation.window_start :] for generation in generations]
         prefilled = self.prefill(list(map(PrefillJob, rows, sequences, needs_scores)), uses_prefix_cache)
         for generation, tokens, result, is_scored in zip(generations, sequences, prefilled, needs_scores, strict=True):
             if not generation.ids:

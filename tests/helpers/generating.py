@@ -47,3 +47,19 @@ def fixed_model(logits: list[float], context_length: int = 2) -> TransformerLM:
         model.ln_final.weight.fill_(0.25)
         model.lm_head.weight.copy_(torch.tensor(logits)[:, None].expand(-1, 4))
     return model
+
+
+def generate_without_cache(model: TransformerLM, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    """Return greedy ids, each from a forward pass over its window of the text, and the log-probabilities of prompt and
+    ids. A window that outgrows the context begins again with the last half of a context."""
+    ids, logprobs, context = list(prompt), [], model.config.context_length
+    start = max(0, len(prompt) - context)
+    with torch.no_grad():
+        for end in range(start + 1, len(prompt) + count):
+            if end - start > context:
+                start = end - max(1, context // 2)
+            logits = model(torch.tensor([ids[start:end]]))[0, -1]
+            if end == len(ids):
+                ids.append(int(logits.argmax()))
+            logprobs.append(float(logits.log_softmax(-1)[ids[end]]))
+    return ids[len(prompt) :], logprobs

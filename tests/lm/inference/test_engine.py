@@ -13,7 +13,7 @@ from lm.inference.engine import Engine, Generation, generate, stream
 from lm.inference.logit_edits import LogitEdits
 from lm.model.transformer import TransformerLM
 from tests.helpers.examples import examples
-from tests.helpers.generating import fixed_model, make_model
+from tests.helpers.generating import fixed_model, generate_without_cache, make_model
 
 GREEDY = SampleConfig(temperature=0)
 UNTRUNCATED = SampleConfig(temperature=1, top_p=1)
@@ -32,18 +32,6 @@ def generate_ids(
     generation = Generation(prompt, count, sampling, **more)
     generate(model, [generation])
     return generation.ids
-
-
-def generate_without_cache(model: TransformerLM, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
-    """Return greedy ids, each from a forward pass over the whole text, and the log-probabilities of prompt and ids."""
-    ids, logprobs = list(prompt), []
-    with torch.no_grad():
-        for _ in range(count):
-            ids.append(int(model(torch.tensor([ids[-model.config.context_length :]]))[0, -1].argmax()))
-        for end in range(1, len(ids)):
-            before = torch.tensor([ids[max(0, end - model.config.context_length) : end]])
-            logprobs.append(float(model(before)[0, -1].log_softmax(-1)[ids[end]]))
-    return ids[len(prompt) :], logprobs
 
 
 def test_any_integer_is_a_seed() -> None:
@@ -80,6 +68,39 @@ def test_sequence_beyond_the_context_continues_from_its_last_tokens(prompt: list
     generate(model, [companion, generation])
     assert generation.ids == generate_without_cache(model, prompt, 20)[0]
     assert companion.ids == generate_ids(model, [1], 25)
+
+
+@pytest.mark.parametrize("context_length", [1, 2, 5, 8])
+@examples(8)
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 10), min_size=1, max_size=12), min_size=1, max_size=5),
+    rows=st.integers(1, 5),
+    guesses=st.integers(0, 3),
+)
+def test_batches_beyond_the_context_equal_uncached_generation(
+    context_length: int, prompts: list[list[int]], rows: int, guesses: int
+) -> None:
+    model = make_model(context_length=context_length)
+    sampling = SampleConfig(temperature=0, speculative_tokens=guesses)
+    generations = [
+        Generation(prompt, 13 + 4 * n, sampling, wants_logprobs=True, wants_prompt_logprobs=True)
+        for n, prompt in enumerate(prompts)
+    ]
+    generate(model, generations, rows)
+    for generation in generations:
+        expected, logprobs = generate_without_cache(model, list(generation.prompt), generation.max_new_tokens)
+        assert generation.ids == expected
+        assert [*generation.prompt_logprobs, *generation.logprobs] == pytest.approx(logprobs, abs=1e-5)
+
+
+def test_half_a_context_is_computed_again_when_it_is_full() -> None:
+    engine, generation = Engine(make_model(context_length=16), 1), Generation([1, 2], 60, GREEDY)
+    engine.add([generation])
+    while engine.active:
+        engine.step()
+    # The 17th token and each ninth after it begin a window: tokens 17, 26, 35, 44, 53.
+    assert engine.prefill.num_computed == 2 + 5 * 8
+    assert generation.window_start == 53 - 8
 
 
 def test_a_sequence_beyond_the_context_beside_others_in_bfloat16() -> None:

@@ -1,5 +1,6 @@
 """With the prefix cache, generation computes less and has the same results."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from lm.inference.packed import prepare_for_inference
 from lm.inference.prefix_cache import BLOCK_TOKENS, PrefixCache
 from lm.model.transformer import TransformerLM
 from tests.helpers.examples import examples
-from tests.helpers.generating import make_model
+from tests.helpers.generating import generate_without_cache, make_model
 
 GREEDY = SampleConfig(temperature=0)
 CONTEXT = 96
@@ -237,6 +238,26 @@ def test_sequences_beyond_the_context_are_not_stored() -> None:
     generate(model, [plain])
     assert long.ids == plain.ids
     assert len(cached(engine)) == 90 // BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("prepare", [TransformerLM.eval, prepare_for_inference], ids=["plain", "prepared"])
+def test_sequences_beyond_the_context_equal_uncached_generation(
+    prepare: Callable[[TransformerLM], TransformerLM],
+) -> None:
+    model = make_model(context_length=40, num_heads=4, num_kv_heads=2).eval()
+    text = [i * i % 11 for i in range(90)]
+    expected = {length: generate_without_cache(model, text[:length], 45) for length in (20, 40, 90)}
+    prepared = prepare(model)
+    for guesses in (0, 3):
+        engine, sampling = make_engine(prepared), SampleConfig(temperature=0, speculative_tokens=guesses)
+        for num_cached in (0, 16):
+            generations = [Generation(text[:length], 45, sampling, wants_logprobs=True) for length in expected]
+            run(engine, generations)
+            for generation, (ids, logprobs) in zip(generations, expected.values(), strict=True):
+                assert generation.ids == ids
+                assert generation.logprobs == pytest.approx(logprobs[-45:], abs=1e-5)
+            assert min(generation.num_cached_tokens for generation in generations) >= num_cached
+            assert any(generation.num_accepted_tokens for generation in generations) == bool(guesses)
 
 
 def test_the_prepared_model_has_the_same_results() -> None:
