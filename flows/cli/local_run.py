@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, TypeVar
@@ -31,8 +32,10 @@ def run_flow(flow: Callable[..., R], *arguments: Any) -> R:
     if not settings.api.url:
         _check_prefect_home(settings.home)
         tie_temporary_server()
-    # Without heartbeats the flow ends up to a second earlier. The liveness lock replaces them.
-    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+    # Without heartbeats the flow ends up to a second earlier. The liveness lock replaces them unless the user asks.
+    is_set = "heartbeat_frequency" in settings.flows.model_fields_set
+    quiet = nullcontext() if is_set else temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
+    with quiet:
         try:
             return flow(*arguments)
         except Exception as error:

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 from prefect import flow
-from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+    PREFECT_HOME,
+    get_current_settings,
+    temporary_settings,
+)
 
 from flows.cli.local_run import run_flow
 from lm.common.errors import UserError
@@ -54,6 +60,14 @@ def test_a_home_of_prefect_that_cannot_be_written_is_named(tmp_path: Path) -> No
     settings = temporary_settings({PREFECT_HOME: home}, restore_defaults={PREFECT_API_URL})
     with settings, pytest.raises(UserError, match=f"{home} cannot be written.*PREFECT_HOME"):
         run_flow(empty)
+
+
+@pytest.mark.parametrize("frequency", [None, 30, 75])
+def test_heartbeats_are_off_unless_the_user_sets_them(frequency: int | None) -> None:
+    chosen = {} if frequency is None else {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: frequency}
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api", **chosen}):
+        found = run_flow(lambda: get_current_settings().flows.heartbeat_frequency)
+    assert found == frequency
 
 
 @pytest.mark.slow
