@@ -3,13 +3,17 @@
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
+from uuid import UUID
 
+from prefect.client.schemas.objects import State, StateDetails
 from prefect.futures import PrefectFuture
+from prefect.states import Completed
+from prefect.utilities.annotations import quote
 
 from flows.prefect_support.deployed_run import run_deployment_to_end
 from flows.prefect_support.liveness import mark_task_runs_crashed
@@ -37,6 +41,7 @@ class PrefectExecutor:
     def __init__(self, run: RunContext, config: Any) -> None:
         self.run, self.config = run, config
         self._resources = ExitStack()
+        self._finished: dict[Ref, State[Any]] = {}  # task runs of this run, by their outputs
 
     def __enter__(self) -> "PrefectExecutor":
         return self
@@ -53,9 +58,22 @@ class PrefectExecutor:
         """Run a stage in this process, or return its cached output. Raise the stage's exception if it fails."""
         if stage is train and self.run.execution.train_deployment:
             return self._train_elsewhere(stage.bind(*arguments))
-        parameters = self._parameters(stage, [stage.bind(*arguments)], stage.name)
-        state: Any = stage_task(stage.name)(**parameters, return_state=True)
-        return read_refs(state.result())[0]
+        calls = [stage.bind(*arguments)]
+        # Quoted: Prefect would take any object with the memory address of an earlier result for that result.
+        parameters = {name: quote(value) for name, value in self._parameters(stage, calls, stage.name).items()}
+        state: Any = stage_task(stage.name)(**parameters, return_state=True, wait_for=self._upstream(calls))
+        (ref,) = read_refs(state.result())
+        self._note_finished([ref], state.state_details.task_run_id)
+        return ref
+
+    def _upstream(self, calls: Sequence[dict[str, Any]]) -> list[State[Any]]:
+        """Return the task runs of this run that made the inputs of calls: the arrows in Prefect's graph."""
+        states = (self._finished[ref] for ref in _find_refs(calls) if ref in self._finished)
+        return list({state.state_details.task_run_id: state for state in states}.values())
+
+    def _note_finished(self, refs: Sequence[Ref], task_run_id: UUID) -> None:
+        state: State[Any] = Completed(data=[], state_details=StateDetails(task_run_id=task_run_id))
+        self._finished.update(dict.fromkeys(refs, state))
 
     def _train_elsewhere(self, arguments: dict[str, Any]) -> Ref:
         """Have ``execution.train_deployment`` make the output, unless it is cached."""
@@ -91,15 +109,22 @@ class PrefectExecutor:
         if missing:
             reason = stage.explain(self.run, calls[missing[0]])
             log.info("%s: %s of %s groups run: %s.", title, len(missing), len(items), reason)
-            self._make(stage, title, calls, missing)
+            self._make(stage, title, calls, outputs, missing)
             self.run.made.update(outputs[index][0] for index in missing)  # workers have their own copy of the run
             stage.note_latest(self.run, outputs[-1][0])
         else:
             log.info("%s: %s of %s groups are cached.", title, len(items), len(items))
         return [ref for ref, _ in outputs]
 
-    def _make(self, stage: Stage, title: str, calls: Sequence[dict[str, Any]], missing: Sequence[int]) -> None:
-        running: dict[PrefectFuture[Any], int] = {}
+    def _make(
+        self,
+        stage: Stage,
+        title: str,
+        calls: Sequence[dict[str, Any]],
+        outputs: Sequence[tuple[Ref, bool]],
+        missing: Sequence[int],
+    ) -> None:
+        running: dict[PrefectFuture[Any], Sequence[int]] = {}
         finished: SimpleQueue[PrefectFuture[Any]] = SimpleQueue()
         done = len(calls) - len(missing)
         with show_progress(title, len(calls), "group", self.run.label) as progress:
@@ -112,16 +137,19 @@ class PrefectExecutor:
                     while pending and len(running) < slots:
                         indices = pending.popleft()
                         name = f"{title} {indices[0] + 1}/{len(calls)}"
-                        parameters = self._parameters(stage, [calls[index] for index in indices], name)
-                        future = self._runner.submit(stage_task(stage.name), parameters)
-                        running[future] = len(indices)
+                        group = [calls[index] for index in indices]
+                        parameters = self._parameters(stage, group, name)
+                        future = self._runner.submit(stage_task(stage.name), parameters, self._upstream(group))
+                        running[future] = indices
                         future.add_done_callback(finished.put)
                     try:
                         future = finished.get(timeout=_CHECK_SECONDS)
                     except Empty:
                         continue
                     future.result()
-                    done += running.pop(future)  # without a reference, Dask forgets the task
+                    indices = running.pop(future)  # without a reference, Dask forgets the task
+                    self._note_finished([outputs[index][0] for index in indices], future.task_run_id)
+                    done += len(indices)
                     progress(done)
             except BaseException as error:
                 if explained := self._explain(error, list(running)):
@@ -160,3 +188,16 @@ class PrefectExecutor:
             return None
         message = self._runner.explain(error)
         return MachineError(f"{message} Finished groups are kept; run the same command again.") if message else None
+
+
+def _find_refs(value: Any) -> Iterator[Ref]:
+    """Yield the Refs in arguments of a stage, also those inside collections and dataclasses."""
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, dict):
+        yield from _find_refs(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _find_refs(item)
+    elif is_dataclass(value):
+        yield from _find_refs([getattr(value, field.name) for field in fields(value)])

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Protocol
 
-from prefect import Task
+from prefect import State, Task
 from prefect.settings import get_current_settings
 from prefect.utilities.annotations import quote
 
@@ -29,8 +29,8 @@ _MIN_TASK_RUNS_ON_CLUSTER = 16
 class Runner(Protocol):
     """Runs Prefect tasks."""
 
-    def submit(self, task: "Task[..., Any]", parameters: dict[str, Any]) -> Any:
-        """Start a task and return its Prefect future."""
+    def submit(self, task: "Task[..., Any]", parameters: dict[str, Any], upstream: list[State[Any]]) -> Any:
+        """Start a task and return its Prefect future. ``upstream`` has the finished task runs that it reads from."""
 
     def count_slots(self) -> int:
         """Return how many tasks may be in flight."""
@@ -57,10 +57,11 @@ class ThreadRunner:
     def __init__(self, execution: Execution) -> None:
         self._slots = execution.tasks_in_flight or execution.workers
 
-    def submit(self, task: "Task[..., Any]", parameters: dict[str, Any]) -> Any:
+    def submit(self, task: "Task[..., Any]", parameters: dict[str, Any], upstream: list[State[Any]]) -> Any:
         """Start a task in the flow's own thread pool."""
-        # Prefect looks for futures in what is not quoted, while other threads add outputs to the run.
-        return task.submit(**parameters | {"run": quote(parameters["run"])})
+        # Prefect looks for futures in what is not quoted, while other threads add outputs to the run. It would also
+        # take any object with the memory address of an earlier result for that result.
+        return task.submit(**{name: quote(value) for name, value in parameters.items()}, wait_for=upstream)
 
     def count_slots(self) -> int:
         """Return the number of threads."""
@@ -82,9 +83,9 @@ class DaskRunner:
         self._runner, self._execution = runner, execution
         self._address = runner.client.scheduler_info()["address"]
 
-    def submit(self, task: "Task[..., Any]", parameters: dict[str, Any]) -> Any:
+    def submit(self, task: "Task[..., Any]", parameters: dict[str, Any], upstream: list[State[Any]]) -> Any:
         """Submit a task to the scheduler."""
-        return self._runner.submit(task, parameters=parameters)
+        return self._runner.submit(task, parameters=parameters, wait_for=upstream)
 
     def count_slots(self) -> int:
         """Return two tasks for each thread of a worker: while one runs, the next one waits there."""
@@ -112,9 +113,9 @@ class RayRunner:
     def __init__(self, runner: Any, execution: Execution) -> None:
         self._runner, self._execution = runner, execution
 
-    def submit(self, task: "Task[..., Any]", parameters: dict[str, Any]) -> Any:
+    def submit(self, task: "Task[..., Any]", parameters: dict[str, Any], upstream: list[State[Any]]) -> Any:
         """Submit a task to Ray."""
-        return self._runner.submit(task, parameters=parameters)
+        return self._runner.submit(task, parameters=parameters, wait_for=upstream)
 
     def count_slots(self) -> int:
         """Return two tasks for each CPU core of the cluster."""

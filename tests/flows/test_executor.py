@@ -53,7 +53,7 @@ class Cluster:
             status="running", scheduler_info=lambda: {"address": ADDRESS}, nthreads=lambda: {"tcp://worker:1": 1}
         )
 
-    def submit(self, task: Any, parameters: dict[str, Any]) -> FailedFuture:
+    def submit(self, task: Any, parameters: dict[str, Any], wait_for: list[Any]) -> FailedFuture:
         self.futures.append(FailedFuture(self._error))
         return self.futures[-1]
 

@@ -97,6 +97,26 @@ def test_a_second_run_is_all_cached_and_execution_changes_nothing(run: Runner, c
 
 
 @pytest.mark.slow
+def test_prefect_knows_which_task_run_read_from_which(run: Runner, config: PipelineConfig) -> None:
+    """The arrows of the run graph: inputs inside lists and dataclasses too, and no others."""
+    run(config)
+    with get_client(sync_client=True) as client:
+        (flow_run,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name={"any_": [run.record["name"]]}))
+        task_runs = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id])))
+    stages = {task_run.id: task_run.name.partition(" ")[0] for task_run in task_runs}
+    parents: dict[str, set[str]] = {stage: set() for stage in stages.values()}
+    for task_run in task_runs:
+        inputs = {name for name, found in task_run.task_inputs.items() if found}
+        assert inputs <= {"wait_for"}, "an object with the memory address of an earlier result"
+        parents[stages[task_run.id]] |= {stages[item.id] for item in task_run.task_inputs.get("wait_for", [])}
+    assert parents["ingest"] == {"ingest-train", "ingest-valid"}
+    assert parents["count"] >= {"chunk-train", "ingest-train"}, "of its groups; they are in a dataclass"
+    assert parents["merge"] == {"count"}
+    assert parents["train"] == {"encode", "encode-train", "encode-valid", "merge"}
+    assert parents["sample"] == {"train", "merge"}
+
+
+@pytest.mark.slow
 def test_a_change_reruns_the_stages_that_depend_on_it(run: Runner, config: PipelineConfig) -> None:
     run(config)
     assert run(replace(config, sample=SampleConfig(prompts=["One"], max_new_tokens=3))) == ["sample"]
