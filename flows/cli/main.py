@@ -17,9 +17,8 @@ from lm.common.errors import UserError
 
 # Prefect and its ephemeral server read these settings when they are imported.
 _PREFECT_SETTINGS = {
-    # The console shows the project's own log lines. Prefect's UI shows Prefect's.
-    "PREFECT_LOGGING_LEVEL": "CRITICAL",
-    "PREFECT_LOGGING_ROOT_LEVEL": "CRITICAL",
+    # The terminal shows the project's own log lines. Prefect's UI shows Prefect's too, such as errors and tracebacks.
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
     "PREFECT_INTERNAL_LOGGING_LEVEL": "CRITICAL",
     "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",
     # Send no telemetry.

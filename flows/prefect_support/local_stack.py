@@ -33,7 +33,7 @@ def start_local_stack(port: int) -> None:
         **os.environ,
         **import_environment(),
         "PREFECT_API_URL": f"{url}/api",
-        "PREFECT_LOGGING_LEVEL": "INFO",  # the other commands of textmill set CRITICAL
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "NOTSET",  # the other commands of textmill set CRITICAL
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
         "PWD": str(Path.cwd()),  # the working directory of runs in prefect.yaml
     }

@@ -1,7 +1,9 @@
 """Flows in the process of a command: mistakes in Prefect's settings, and the end of its temporary server."""
 
+import logging
 import os
 import subprocess
+import sys
 import threading
 import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.settings import (
     PREFECT_API_URL,
     PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
@@ -21,7 +25,7 @@ from flows.cli.local_run import run_flow
 from lm.common.errors import UserError
 from tests.helpers.deployed import TEXTMILL, own_environment
 from tests.helpers.limits import wait_for
-from tests.helpers.processes import processes_with_variable
+from tests.helpers.processes import PROJECT, processes_with_variable
 
 
 @flow
@@ -91,3 +95,36 @@ def test_the_temporary_server_ends_with_a_killed_run_and_not_by_ctrl_c(tmp_path:
         assert os.getpgid(server) != os.getpgid(run.pid)
         run.kill()
     wait_for(lambda: not servers(), 60, "end of the server")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [("demo:20", "ZeroDivisionError: a bug in the stage"), ("missing.txt", "missing.txt does not exist")],
+)
+def test_the_log_in_the_ui_of_a_run_has_its_errors_and_the_terminal_has_no_lines_of_prefect(
+    tmp_path: Path, train: str, expected: str
+) -> None:
+    """The traceback of a bug, and the message of a mistake."""
+    (tmp_path / "broken.py").write_text(
+        "import sys\nimport tasks.ingest\n"
+        "def body(out, **inputs):\n    raise ZeroDivisionError('a bug in the stage')\n"
+        "tasks.ingest.ingest.body = body\n"
+        "from flows.cli.main import main\nsys.exit(main())\n"
+    )
+    environment = {"PREFECT_API_URL": str(get_current_settings().api.url), "PYTHONPATH": str(PROJECT)}
+    environment = {**os.environ, **own_environment(tmp_path), **environment}
+    command = [sys.executable, "broken.py", "run", f"--root={tmp_path / 'root'}", "--data.train", train]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert expected in done.stderr and " | ERROR" not in done.stderr, done.stderr
+
+    def error_lines() -> list[str]:
+        with get_client(sync_client=True) as client:
+            (run,) = [run for run in client.read_flow_runs() if run.parameters.get("root") == str(tmp_path / "root")]
+            lines = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id])), limit=200)
+        return [line.message for line in lines if line.level >= logging.ERROR]
+
+    wait_for(lambda: any(expected in line for line in error_lines()), 60, "the error in Prefect's log")
+    has_traceback = any("Traceback" in line and expected in line for line in error_lines())
+    assert has_traceback == ("bug" in expected)

@@ -192,6 +192,7 @@ def own_environment(home: Path) -> dict[str, str]:
     return {
         "PREFECT_HOME": str(home / "prefect"),
         "XDG_CACHE_HOME": cache_with_kernels(home / "cache"),
+        "PREFECT_LOGGING_LEVEL": "INFO",  # conftest.py sets CRITICAL
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",  # telemetry fails without a network
     }
