@@ -34,8 +34,8 @@ _COUNTS_PER_SUM = 32  # files of counts that are open at the same time
 class Executor(Protocol):
     """Something that returns the outputs of stages: it runs the stages, or only looks in the cache."""
 
-    def call(self, stage: Stage, *arguments: Any) -> Ref:
-        """Return the output of a stage."""
+    def call(self, stage: Stage, *arguments: Any, title: str = "") -> Ref:
+        """Return the output of a stage. ``title`` names this call for people; empty: the name of the stage."""
 
     def read(self, function: Callable[..., Sequence[Any]], *arguments: Any) -> Sequence[Any]:
         """Return the items of a mapped stage: what a function of the store and these arguments reads from outputs."""

@@ -10,6 +10,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 from uuid import UUID
 
+from prefect import Task
+from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, StateDetails
 from prefect.futures import PrefectFuture
 from prefect.states import Completed
@@ -54,14 +56,19 @@ class PrefectExecutor:
         """Opened by the first group that is not cached: a cached run needs no cluster."""
         return self._resources.enter_context(open_runner(self.run, [*self.config.data.train, *self.config.data.valid]))
 
-    def call(self, stage: Stage, *arguments: Any) -> Ref:
-        """Run a stage in this process, or return its cached output. Raise the stage's exception if it fails."""
-        if stage is train and self.run.execution.train_deployment:
-            return self._train_elsewhere(stage.bind(*arguments))
+    def call(self, stage: Stage, *arguments: Any, title: str = "") -> Ref:
+        """Run a stage in this process, or return its cached output. Raise the stage's exception if it fails.
+
+        The stage train runs in ``execution.train_deployment`` if there is one.
+        """
         calls = [stage.bind(*arguments)]
+        if stage is train and self.run.execution.train_deployment and not stage.look_up(self.run, calls)[0][1]:
+            task, parameters = _elsewhere_task, {"run": self.run, "config": self.config, "calls": calls}
+        else:
+            task, parameters = stage_task(stage.name), self._parameters(stage, calls, title or stage.name)
         # Quoted: Prefect would take any object with the memory address of an earlier result for that result.
-        parameters = {name: quote(value) for name, value in self._parameters(stage, calls, stage.name).items()}
-        state: Any = stage_task(stage.name)(**parameters, return_state=True, wait_for=self._upstream(calls))
+        quoted = {name: quote(value) for name, value in parameters.items()}
+        state: Any = task(**quoted, return_state=True, wait_for=self._upstream(calls))
         (ref,) = read_refs(state.result())
         self._note_finished([ref], state.state_details.task_run_id)
         return ref
@@ -74,22 +81,6 @@ class PrefectExecutor:
     def _note_finished(self, refs: Sequence[Ref], task_run_id: UUID) -> None:
         state: State[Any] = Completed(data=[], state_details=StateDetails(task_run_id=task_run_id))
         self._finished.update(dict.fromkeys(refs, state))
-
-    def _train_elsewhere(self, arguments: dict[str, Any]) -> Ref:
-        """Have ``execution.train_deployment`` make the output, unless it is cached."""
-        ((ref, is_cached),) = train.look_up(self.run, [arguments])
-        if not is_cached:
-            execution = replace(self.config.execution, train_deployment="")
-            config = asdict(replace(self.config, execution=execution))
-            refresh = ["train"] if "train" in self.run.refresh else []
-            parameters = {"config": config, "root": self.run.root, "until": "train", "refresh": refresh}
-            run_deployment_to_end(self.run.execution.train_deployment, parameters)
-            if not open_output(self.run.store, ref):
-                raise UserError(
-                    f"{self.run.execution.train_deployment} did not make the output that this run needs. It needs a "
-                    "root that both machines see, and the same version of textmill and of its libraries."
-                )
-        return ref
 
     def read(self, function: Callable[..., Sequence[Any]], *arguments: Any) -> Sequence[Any]:
         """Return the items of a mapped stage, which a function reads from outputs."""
@@ -188,6 +179,27 @@ class PrefectExecutor:
             return None
         message = self._runner.explain(error)
         return MachineError(f"{message} Finished groups are kept; run the same command again.") if message else None
+
+
+def _train_elsewhere(run: RunContext, config: Any, calls: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """Have a run of ``execution.train_deployment`` make the output of the stage train. Return its Ref as a dict."""
+    ((ref, _),) = train.look_up(run, calls)
+    name = run.execution.train_deployment
+    config = asdict(replace(config, execution=replace(config.execution, train_deployment="")))
+    refresh = ["train"] if "train" in run.refresh else []
+    run_deployment_to_end(name, {"config": config, "root": run.root, "until": "train", "refresh": refresh})
+    if not open_output(run.store, ref):
+        raise UserError(
+            f"{name} did not make the output that this run needs. It needs a root that both machines see, and the "
+            "same version of textmill and of its libraries."
+        )
+    run.made.add(ref)
+    return [ref._asdict()]
+
+
+_elsewhere_task = Task(
+    _train_elsewhere, name=train.name, task_run_name=train.name, cache_policy=NO_CACHE, persist_result=False
+)
 
 
 def _find_refs(value: Any) -> Iterator[Ref]:

@@ -30,8 +30,8 @@ class DryRunExecutor:
     """Stages that would run, and the share of their groups that is missing. Groups belong to the stage that combines
     them: those of encode-group to encode."""
 
-    def call(self, stage: Stage, *arguments: Any) -> Ref:
-        """Return the cached output, or a pending one."""
+    def call(self, stage: Stage, *arguments: Any, title: str = "") -> Ref:
+        """Return the cached output, or a pending one. All calls of a stage have its name, so that a plan is short."""
         if reason := _pending_reason(arguments):
             return self._add_pending(stage, stage.name, reason)
         ((ref, is_cached),) = stage.look_up(self.run, [stage.bind(*arguments)])

@@ -71,17 +71,22 @@ class Recorder:
             "stages": {},
         }
         self._outputs: dict[str, Output] = {}
+        self._seconds: dict[Ref, float] = {}
         self._last_stage_end = time.perf_counter()
 
     def add(self, stage: str, ref: Ref) -> tuple[Output, bool]:
         """Record a finished stage. Return its output, and whether this run made it."""
         output = self._outputs[stage] = read_output(self.run.store, ref)
-        is_made = output.manifest["made"]["run"] == self.run.name
+        made = output.manifest["made"]
+        is_made = made["run"] == self.run.name or ref in self.run.made  # in a run of another deployment
         now = time.perf_counter()
-        seconds, self._last_stage_end = round(now - self._last_stage_end, 3), now
+        elapsed, self._last_stage_end = now - self._last_stage_end, now
+        is_new = ref not in self._seconds  # a sweep ends with the stages of its best point again
+        # A trial trains its model before the stage train is added.
+        seconds = self._seconds.setdefault(ref, round(max(elapsed, made["seconds"]) if is_made else elapsed, 3))
         self.content["stages"][stage] = {"key": ref.key, "state": "made" if is_made else "cached", "seconds": seconds}
         self._write(f"{self.run.name}.json")
-        if is_made:
+        if is_made and is_new:
             log.info("%s finished in %.1f s.", stage, seconds)
         return output, is_made
 

@@ -47,10 +47,10 @@ class _UntilTraining:
         self._executor = executor
         self.arguments: tuple[Any, ...] = ()
 
-    def call(self, stage: Stage, *arguments: Any) -> Ref:
+    def call(self, stage: Stage, *arguments: Any, title: str = "") -> Ref:
         """Return the output of a stage."""
         if stage is not train:
-            return self._executor.call(stage, *arguments)
+            return self._executor.call(stage, *arguments, title=title)
         self.arguments = arguments
         return Ref(train.name, "")
 
@@ -171,9 +171,10 @@ class _Sweep:
     def _train_one(self, point: Point, title: str, limits: dict[str, float] | None = None) -> Ref:
         self._log("%s: %s.", title, point.title)
         config, shared = _trial_config(point, limits), self.shared(point)
+        name = f"trial {point.title}"
         if self.config.execution.runner == "threads":
-            return self.executor.call(trial, config, *shared)
-        return self.executor.map(trial, "trial", [config], *shared)[0]  # in a worker of the cluster
+            return self.executor.call(trial, config, *shared, title=name)
+        return self.executor.map(trial, name, [config], *shared)[0]  # in a worker of the cluster
 
     def _log(self, message: str, *values: Any) -> None:
         if not isinstance(self.executor, DryRunExecutor):

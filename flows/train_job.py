@@ -21,11 +21,11 @@ class FindTraining(DryRunExecutor):
     arguments: tuple[Any, ...] = ()
     """Empty until the stage train is looked up."""
 
-    def call(self, stage: Stage, *arguments: Any) -> Ref:
+    def call(self, stage: Stage, *arguments: Any, title: str = "") -> Ref:
         """Look up the output of a stage."""
         if stage is train:
             self.arguments = arguments
-        return super().call(stage, *arguments)
+        return super().call(stage, *arguments, title=title)
 
 
 def write_train_job(config: PipelineConfig, root: str) -> str:

@@ -33,12 +33,15 @@ def check_deployment(name: str) -> None:
 def run_deployment_to_end(name: str, parameters: dict[str, Any]) -> None:
     """Run a deployment ``flow/name`` with these parameters. The run is cancelled if this one is stopped.
 
+    Call it in a Prefect flow.
+
     Raises UserError if there is no such deployment, or if the run does not complete.
     """
     check_deployment(name)
     run: Any = run_deployment(name, parameters=parameters, timeout=0)
     log.info("Run %s of %s trains; it starts when a worker of its work pool is free.", run.name, name)
     with get_client(sync_client=True) as client:
+        client.set_task_run_name(run.parent_task_run_id, name)  # it stands for the run in the graph of this one
         try:
             while not (state := _read_state(client, run.id)) or not state.is_final():
                 time.sleep(_POLL_SECONDS)

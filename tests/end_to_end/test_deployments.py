@@ -119,7 +119,10 @@ def test_a_machine_of_another_work_pool_trains(prefect_deployed: Deployed, tmp_p
     by_pool = {run.work_pool_name: run for run in runs}
     assert by_pool.keys() == {"local", "gpu"}
     assert all(run.state_name == "Completed" for run in runs)
-    assert "train" not in prefect_deployed.states(by_pool["local"].id)
+    states = prefect_deployed.states(by_pool["local"].id)
+    assert states["train"] == states["pipeline/gpu-train"] == "Completed"
+    record = json.loads((tmp_path / "runs" / f"{by_pool['local'].name}.json").read_text())
+    assert record["stages"]["train"]["state"] == "made"
     states = prefect_deployed.states(by_pool["gpu"].id)
     assert states["train"] == "Completed"
     assert states["encode"] == "Cached"

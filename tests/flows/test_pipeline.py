@@ -82,6 +82,21 @@ class Runner:
         name = self.record["name"]
         return [out for out in outputs if not made_in_last_run or out.manifest["made"]["run"] == name]
 
+    def inputs(self) -> dict[str, set[str]]:
+        """Return the stages whose task runs are inputs of the task runs of each stage in the last run, for Prefect."""
+        with get_client(sync_client=True) as client:
+            (flow_run,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name={"any_": [self.record["name"]]}))
+            task_runs = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id])))
+        stages = {task_run.id: task_run.name.partition(" ")[0] for task_run in task_runs}
+        parents: dict[str, set[str]] = {stage: set() for stage in stages.values()}
+        for task_run in task_runs:
+            inputs = {name for name, found in task_run.task_inputs.items() if found} - {
+                "__parents__"
+            }  # of a nested run
+            assert inputs <= {"wait_for"}, "an object with the memory address of an earlier result"
+            parents[stages[task_run.id]] |= {stages[item.id] for item in task_run.task_inputs.get("wait_for", [])}
+        return parents
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Runner:
@@ -100,20 +115,33 @@ def test_a_second_run_is_all_cached_and_execution_changes_nothing(run: Runner, c
 def test_prefect_knows_which_task_run_read_from_which(run: Runner, config: PipelineConfig) -> None:
     """The arrows of the run graph: inputs inside lists and dataclasses too, and no others."""
     run(config)
-    with get_client(sync_client=True) as client:
-        (flow_run,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name={"any_": [run.record["name"]]}))
-        task_runs = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id])))
-    stages = {task_run.id: task_run.name.partition(" ")[0] for task_run in task_runs}
-    parents: dict[str, set[str]] = {stage: set() for stage in stages.values()}
-    for task_run in task_runs:
-        inputs = {name for name, found in task_run.task_inputs.items() if found}
-        assert inputs <= {"wait_for"}, "an object with the memory address of an earlier result"
-        parents[stages[task_run.id]] |= {stages[item.id] for item in task_run.task_inputs.get("wait_for", [])}
+    parents = run.inputs()
     assert parents["ingest"] == {"ingest-train", "ingest-valid"}
     assert parents["count"] >= {"chunk-train", "ingest-train"}, "of its groups; they are in a dataclass"
     assert parents["merge"] == {"count"}
     assert parents["train"] == {"encode", "encode-train", "encode-valid", "merge"}
     assert parents["sample"] == {"train", "merge"}
+
+
+@pytest.mark.slow
+def test_a_training_of_another_deployment_counts_as_made_by_this_run(
+    run: Runner, config: PipelineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_here(name: str, parameters: dict[str, Any]) -> None:
+        pipeline(**parameters)
+
+    monkeypatch.setattr("flows.executor.run_deployment_to_end", run_here)
+    monkeypatch.setattr("flows.pipeline.check_deployment", lambda name: None)
+    elsewhere = replace(config, execution=replace(config.execution, train_deployment="pipeline/gpu"))
+    assert run(elsewhere, until="encode") == STAGES[:5]
+    assert run(elsewhere) == ["train", "sample"]
+    report = (run.root / "runs" / f"{run.record['name']}.md").read_text()
+    assert "## train" in report and "## sample" in report and "## encode" not in report
+    inputs = run.inputs()
+    assert inputs["train"] == {"encode", "merge"}
+    assert inputs["sample"] == {"train", "merge"}
+    assert run(elsewhere) == []
+    assert run(elsewhere, until="train", refresh=("train",)) == ["train"]
 
 
 @pytest.mark.slow
@@ -137,7 +165,7 @@ def test_the_version_of_jieba_enters_the_keys_of_what_it_decides(
     class Calls:
         """Runs nothing, and notes the arguments of mapped stages."""
 
-        def call(self, stage: Stage, *arguments: Any) -> Ref:
+        def call(self, stage: Stage, *arguments: Any, title: str = "") -> Ref:
             return Ref(stage.name, "")
 
         def read(self, function: Any, *arguments: Any) -> list[Ref]:

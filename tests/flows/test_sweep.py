@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
 from flows.chain import PIPELINE
 from flows.cli.main import main
@@ -112,6 +114,23 @@ def test_the_best_configuration_runs_from_the_cache(finished: tuple[Path, dict[s
     model = resolve_model(record["name"], str(root))
     assert isinstance(model, RunModel)
     assert model.model.ref.key == record["stages"]["train"]["key"], "the model of the run is the best one"
+
+
+def test_prefect_names_each_trial_by_its_settings(finished: tuple[Path, dict[str, Any]]) -> None:
+    _, record = finished
+    with get_client(sync_client=True) as client:
+        (flow_run,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name={"any_": [record["name"]]}))
+        task_runs = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id])))
+    expected = {f"trial {point.title}" for point in GRID.points()}
+    assert {task_run.name for task_run in task_runs if "trial" in task_run.name} == expected
+    assert len(expected) == 4
+
+
+def test_a_stage_of_a_sweep_took_at_least_the_time_of_its_making(finished: tuple[Path, dict[str, Any]]) -> None:
+    """Also the stages that are recorded again at the end, and the training inside a trial."""
+    root, record = finished
+    for name, stage in record["stages"].items():
+        assert stage["seconds"] >= output(root, record, name).manifest["made"]["seconds"], name
 
 
 def test_the_best_configuration_has_the_types_of_the_options() -> None:
