@@ -9,13 +9,14 @@ from flows.chain import PIPELINE
 from flows.config import PipelineConfig, StageName, complete_config, load_preset
 from flows.forecast import check_training_memory
 from flows.prefect_support.deployed_run import check_deployment
+from flows.prefect_support.liveness import mark_cancelled_after_ctrl_c
 from flows.prefect_support.naming import name_run
 from flows.run_stages import TASK_RUNNER, check_device, run_stages
 
 DEFAULTS = load_preset("demo")
 
 
-@flow(name="pipeline", flow_run_name=name_run, task_runner=TASK_RUNNER)
+@flow(name="pipeline", flow_run_name=name_run, task_runner=TASK_RUNNER, on_crashed=[mark_cancelled_after_ctrl_c])
 def pipeline(
     config: Annotated[PipelineConfig, BeforeValidator(complete_config)] = DEFAULTS,
     root: str = "artifacts",

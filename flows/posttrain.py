@@ -10,13 +10,14 @@ from pydantic import BeforeValidator
 
 from flows.posttrain_chain import POSTTRAIN
 from flows.posttrain_config import PosttrainConfig, PosttrainStage, complete_posttrain_config, load_posttrain_preset
+from flows.prefect_support.liveness import mark_cancelled_after_ctrl_c
 from flows.prefect_support.naming import name_run
 from flows.run_stages import TASK_RUNNER, check_device, run_stages
 
 DEFAULTS = load_posttrain_preset("demo")
 
 
-@flow(name="posttrain", flow_run_name=name_run, task_runner=TASK_RUNNER)
+@flow(name="posttrain", flow_run_name=name_run, task_runner=TASK_RUNNER, on_crashed=[mark_cancelled_after_ctrl_c])
 def posttrain(
     config: Annotated[PosttrainConfig, BeforeValidator(complete_posttrain_config)] = DEFAULTS,
     root: str = "artifacts",

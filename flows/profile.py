@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, PositiveInt
 from flows.chain import PIPELINE
 from flows.config import PipelineConfig, complete_config, load_preset
 from flows.prefect_support.artifacts import ArtifactPublisher
+from flows.prefect_support.liveness import mark_cancelled_after_ctrl_c
 from flows.profile_training import ProfileResult, profile_training
 from flows.run_record import make_run, run_name
 from flows.run_stages import TASK_RUNNER, check_device, run_stages
@@ -24,7 +25,7 @@ def _name_run() -> str:
     return run_name("profile", flow_run.name or "run")
 
 
-@flow(name="profile", flow_run_name=_name_run, task_runner=TASK_RUNNER)
+@flow(name="profile", flow_run_name=_name_run, task_runner=TASK_RUNNER, on_crashed=[mark_cancelled_after_ctrl_c])
 def profile(
     config: Annotated[PipelineConfig, BeforeValidator(complete_config)] = DEFAULTS,
     root: str = "artifacts",

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from prefect import flow
 from pydantic import BeforeValidator
 
+from flows.prefect_support.liveness import mark_cancelled_after_ctrl_c
 from flows.prefect_support.naming import name_run
 from flows.run_stages import TASK_RUNNER, check_device, run_stages
 from flows.sweep_chain import SWEEP
@@ -13,7 +14,7 @@ from flows.sweep_config import SweepConfig, SweepStage, complete_sweep_config, l
 DEFAULTS = load_sweep("learning-rate", "demo")
 
 
-@flow(name="sweep", flow_run_name=name_run, task_runner=TASK_RUNNER)
+@flow(name="sweep", flow_run_name=name_run, task_runner=TASK_RUNNER, on_crashed=[mark_cancelled_after_ctrl_c])
 def sweep(
     config: Annotated[SweepConfig, BeforeValidator(complete_sweep_config)] = DEFAULTS,
     root: str = "artifacts",

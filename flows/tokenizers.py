@@ -4,13 +4,14 @@ from prefect import Task, flow
 from prefect.cache_policies import NO_CACHE
 
 from flows.prefect_support.artifacts import ArtifactPublisher
+from flows.prefect_support.liveness import mark_cancelled_after_ctrl_c
 from flows.tokenizer_comparison import ComparisonResult, compare
 from tasks.pages.tokenizers import describe
 
 _compare = Task(compare, name="compare", task_run_name="compare", cache_policy=NO_CACHE, persist_result=False)
 
 
-@flow(name="tokenizers")
+@flow(name="tokenizers", on_crashed=[mark_cancelled_after_ctrl_c])
 def tokenizers(tokenizers: list[str], texts: list[str], root: str = "artifacts", out: str = "") -> ComparisonResult:
     """Compare tokenizers on texts by compression, speed, use of the vocabulary, and split words.
 

@@ -3,24 +3,28 @@
 import hashlib
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 import httpx
 from filelock import FileLock, Timeout
+from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, TaskRunFilter, TaskRunFilterState
 from prefect.client.schemas.filters import TaskRunFilterStateType as StateTypes
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
 from prefect.states import Cancelled, Crashed
 
+from flows.prefect_support.signals import find_interrupt, signal_number
 from lm.common.cache import cache_directory
 
 log = logging.getLogger(__name__)
@@ -73,6 +77,18 @@ def mark_task_runs_crashed(task_run_ids: Sequence[UUID], message: str) -> None:
     with suppress(Exception), get_client(sync_client=True) as client:  # the failure of the run is what counts
         for task_run_id in task_run_ids:
             client.set_task_run_state(task_run_id, Crashed(message=message), force=True)
+
+
+def mark_cancelled_after_ctrl_c(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Replace the state Crashed after Ctrl-C by Cancelled. A hook of Prefect, which takes every interrupt for a crash.
+
+    SIGTERM and SIGHUP stay crashes: a scheduler or a lost connection ended the run, and no person decided it.
+    """
+    error: Any = state.data
+    interrupt = find_interrupt(error)
+    if interrupt and signal_number(interrupt) == signal.SIGINT:
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(flow_run.id, Cancelled(message="Stopped by Ctrl-C."), force=True)
 
 
 def _lock_directory() -> Path:

@@ -23,6 +23,7 @@ from flows.pipeline import pipeline
 from flows.plan import plan
 from flows.prefect_support.signals import Terminated
 from flows.stage_task import make_outputs, read_refs
+from flows.tokenizers import tokenizers
 from lm.common.errors import UserError
 from lm.common.runtime import Execution
 from lm.inference.config import SampleConfig
@@ -366,18 +367,39 @@ def test_ctrl_c_in_a_training_saves_a_checkpoint(
     assert f"Training resumes at step {saved}" in caplog.text, "the training finishes the step before it stops"
 
 
-def test_a_run_with_a_wrapped_interrupt_is_reported_as_a_crash(
-    config: PipelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("interrupt", "state"), [(KeyboardInterrupt, "Cancelled"), (Terminated, "Crashed")], ids=["Ctrl-C", "SIGTERM"]
+)
+def test_a_run_with_a_wrapped_interrupt_is_cancelled_by_ctrl_c_and_else_a_crash(
+    config: PipelineConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    interrupt: type[KeyboardInterrupt],
+    state: str,
 ) -> None:
-    def call(*_: Any) -> Ref:
-        raise ValueError("Task run is not set") from Terminated()
+    def call(*_: Any, **__: Any) -> Ref:
+        raise ValueError("Task run is not set") from interrupt()
 
     monkeypatch.setattr(PrefectExecutor, "call", call)
-    with pytest.raises(Terminated):
+    with pytest.raises(interrupt):
         pipeline(config, str(tmp_path / "root"))
+    assert latest_state() == state
+
+
+def test_a_comparison_of_tokenizers_that_ctrl_c_stops_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compare(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flows.tokenizers._compare", compare)
+    with pytest.raises(KeyboardInterrupt):
+        tokenizers([], [])
+    assert latest_state() == "Cancelled"
+
+
+def latest_state() -> str | None:
+    """Return the state of the last flow run."""
     with get_client(sync_client=True) as client:
-        latest = max(client.read_flow_runs(), key=attrgetter("created"))
-    assert latest.state_name == "Crashed"
+        return max(client.read_flow_runs(), key=attrgetter("created")).state_name
 
 
 def test_invalid_utf8_is_reported_with_file_and_offset(run: Runner, config: PipelineConfig) -> None:
