@@ -28,6 +28,7 @@ _PREFECT_SETTINGS = {
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
 }
 
+_RUN_FLOWS = {"run", "posttrain", "sweep", "profile", "tokenizers"}
 _KEEP_NOTHING = {"sample", "chat", "tokenizers", "export"}  # commands whose work is lost if they are stopped
 
 
@@ -96,9 +97,24 @@ def _run(arguments: list[str]) -> int:
     options: Namespace = parser.instantiate(parsed)[parsed.command]
     if options.get("preset", preset) != preset:  # named in a file or by an abbreviation, which _preset_name ignores
         raise UserError(f"Name the preset on the command line: --preset {options.preset}")
+    if parsed.command in _RUN_FLOWS:
+        _use_local_stack()
     from flows.cli import commands
 
     return getattr(commands, f"{parsed.command.replace('-', '_')}_command")(options) or 0
+
+
+def _use_local_stack() -> None:
+    """Report to the server of a running ``textmill up``, unless Prefect's settings name a server.
+
+    A temporary server would write the same database.
+    """
+    from flows.cli.local_run import is_server_configured
+    from flows.prefect_support.local_stack import find_local_stack
+
+    if not is_server_configured() and (url := find_local_stack()):
+        os.environ["PREFECT_API_URL"] = f"{url}/api"
+        print_message(f"This run reports to the server of textmill up, {url}.")
 
 
 def _preset_name(arguments: list[str]) -> str:

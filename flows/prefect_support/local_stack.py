@@ -11,6 +11,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from lm.common.child_process import import_environment
 from lm.common.errors import UserError
 
@@ -19,6 +21,8 @@ _WORK_POOLS = (WORK_POOL, "gpu")  # of the deployments in prefect.yaml; the work
 _START_SECONDS = 180
 _STOP_SECONDS = 45  # a worker gives its runs 30 s
 _POLL_SECONDS = 0.3
+_LOCK_SECONDS = 1  # find_local_stack holds the lock for an instant
+_STOPS_ALL = "Ctrl-C stops everything here."
 _MAX_HEALTH_BYTES = 100  # a server of Prefect answers with true
 
 
@@ -38,8 +42,10 @@ def start_local_stack(port: int) -> None:
         "PWD": str(Path.cwd()),  # the working directory of runs in prefect.yaml
     }
     with ExitStack() as stack:
+        stack.enter_context(_hold_lock())
         processes = []
-        if not is_server_healthy(url):
+        has_server = is_server_healthy(url)
+        if not has_server:
             command = ["server", "start", "--host", "127.0.0.1", "--port", str(port)]
             processes.append(stack.enter_context(_background_process(command, environment)))
             _wait_for_server(url, processes[0])
@@ -47,16 +53,62 @@ def start_local_stack(port: int) -> None:
         _run_prefect(["deploy", "--all"], environment)
         worker = ["worker", "start", "--pool", WORK_POOL]
         processes.append(stack.enter_context(_background_process(worker, environment)))
+        url_file = _lock_files()[1]
+        url_file.write_text(url, encoding="utf-8")
+        stack.callback(url_file.unlink, missing_ok=True)  # before the processes are stopped
+        ending = "Ctrl-C stops the worker. The server ran before and goes on." if has_server else _STOPS_ALL
         print(
             f"The UI is at {url}. In another terminal:\n"
             f"  export PREFECT_API_URL={url}/api\n"
             "  prefect deployment run 'pipeline/full' --watch\n"
-            "Ctrl-C stops everything here.",
+            f"{ending}",
             flush=True,
         )
         while all(process.poll() is None for process in processes):
             time.sleep(_POLL_SECONDS)
         raise UserError("A Prefect process has ended; see its output above.")
+
+
+def _lock_files() -> tuple[FileLock, Path]:
+    """Return the lock that ``textmill up`` holds in Prefect's directory, and the file with the URL of its server."""
+    home = Path(os.environ.get("PREFECT_HOME") or Path.home() / ".prefect")
+    return FileLock(home / "textmill-up.lock"), home / "textmill-up.url"
+
+
+@contextmanager
+def _hold_lock() -> Iterator[None]:
+    """Hold the lock of ``textmill up``. Raise UserError if another one holds it."""
+    lock, url_file = _lock_files()
+    try:
+        url_file.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=_LOCK_SECONDS)
+    except Timeout:
+        place = f" at {url_file.read_text(encoding='utf-8')}" if url_file.exists() else ""
+        raise UserError(
+            f"Another textmill up runs{place}. Stop it first, or set PREFECT_HOME to another directory: two servers "
+            "must not write the same database."
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"Prefect's directory {url_file.parent} cannot be written: {error.strerror}. Set PREFECT_HOME to another "
+            "directory."
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def find_local_stack() -> str:
+    """Return the URL of the server of a ``textmill up`` with the same Prefect directory; empty if none runs."""
+    lock, url_file = _lock_files()
+    with suppress(OSError):  # the directory is not writable, or that textmill up just ended
+        url = url_file.read_text(encoding="utf-8")
+        try:
+            lock.acquire(timeout=0).lock.release()  # that textmill up was killed
+        except Timeout:
+            return url if is_server_healthy(url) else ""
+    return ""
 
 
 def _prefect_command(arguments: list[str]) -> list[str]:
