@@ -13,7 +13,7 @@ from typing import Any, get_args
 import pytest
 from prefect import Flow
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
 
 from flows import chain, runners
 from flows.chain import PIPELINE
@@ -85,17 +85,16 @@ class Runner:
 
     def inputs(self) -> dict[str, set[str]]:
         """Return the stages whose task runs are inputs of the task runs of each stage in the last run, for Prefect."""
+        of_run = FlowRunFilter(name=FlowRunFilterName(any_=[self.record["name"]]))
         with get_client(sync_client=True) as client:
-            (flow_run,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name={"any_": [self.record["name"]]}))
-            task_runs = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id])))
+            task_runs = client.read_task_runs(flow_run_filter=of_run)
         stages = {task_run.id: task_run.name.partition(" ")[0] for task_run in task_runs}
         parents: dict[str, set[str]] = {stage: set() for stage in stages.values()}
         for task_run in task_runs:
-            inputs = {name for name, found in task_run.task_inputs.items() if found} - {
-                "__parents__"
-            }  # of a nested run
-            assert inputs <= {"wait_for"}, "an object with the memory address of an earlier result"
-            parents[stages[task_run.id]] |= {stages[item.id] for item in task_run.task_inputs.get("wait_for", [])}
+            names = {name for name, found in task_run.task_inputs.items() if found}
+            assert names <= {"wait_for", "__parents__"}, "an object with the memory address of an earlier result"
+            inputs: list[Any] = task_run.task_inputs.get("wait_for", [])
+            parents[stages[task_run.id]] |= {stages[item.id] for item in inputs}
         return parents
 
 

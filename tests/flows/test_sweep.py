@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 
 from flows.chain import PIPELINE
 from flows.cli.main import main
@@ -119,8 +119,8 @@ def test_the_best_configuration_runs_from_the_cache(finished: tuple[Path, dict[s
 def test_prefect_names_each_trial_by_its_settings(finished: tuple[Path, dict[str, Any]]) -> None:
     _, record = finished
     with get_client(sync_client=True) as client:
-        (flow_run,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name={"any_": [record["name"]]}))
-        task_runs = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id])))
+        of_run = FlowRunFilter(name=FlowRunFilterName(any_=[record["name"]]))
+        task_runs = client.read_task_runs(flow_run_filter=of_run)
     expected = {f"trial {point.title}" for point in GRID.points()}
     assert {task_run.name for task_run in task_runs if "trial" in task_run.name} == expected
     assert len(expected) == 4
