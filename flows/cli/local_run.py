@@ -8,6 +8,7 @@ from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 from flows.config import PipelineConfig, StageName
+from flows.prefect_support.settings_errors import settings_files
 from flows.prefect_support.temporary_server import tie_temporary_server
 from lm.common.errors import UserError
 
@@ -25,11 +26,16 @@ def run_pipeline(
 
 def run_flow(flow: Callable[..., R], *arguments: Any) -> R:
     """Run a flow in this process and return its result. Raise UserError if Prefect's server is unreachable or refuses
-    the run, or if its temporary server does not start."""
+    the run, or if its temporary server is switched off or does not start."""
     from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings, temporary_settings
 
     settings = get_current_settings()
     if not settings.api.url:
+        if not settings.server.ephemeral.enabled:
+            raise UserError(
+                "Prefect's setting PREFECT_SERVER_ALLOW_EPHEMERAL_MODE is false, and PREFECT_API_URL is not set. "
+                "Set PREFECT_API_URL to the URL of a server, or remove the setting to run without one."
+            )
         _check_prefect_home(settings.home)
         tie_temporary_server()
     # Without heartbeats the flow ends up to a second earlier. The liveness lock replaces them unless the user asks.
@@ -90,11 +96,8 @@ def is_server_configured() -> bool:
     """Return whether Prefect's settings name a server. Import Prefect only if a settings file may name one."""
     if os.environ.get("PREFECT_API_URL"):
         return True
-    home = Path(os.environ.get("PREFECT_HOME") or Path.home() / ".prefect")
-    profiles = Path(os.environ.get("PREFECT_PROFILES_PATH") or home / "profiles.toml")
-    files = [profiles, Path(".env"), Path("prefect.toml"), Path("pyproject.toml")]
     try:
-        texts = [file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()]
+        texts = [file.read_text(encoding="utf-8", errors="replace") for file in settings_files()]
     except OSError as error:
         raise UserError(
             f"{error.filename}, which may have settings of Prefect, cannot be read: {error.strerror}."

@@ -5,12 +5,14 @@ import errno
 import os
 import select
 import sys
+from pathlib import Path
 
 from jsonargparse import Namespace
 
 from flows.cli.console import discard_stream, flush_messages, prepare_streams, print_message
 from flows.cli.parser import build_parser, parse
 from flows.config import PipelineConfig
+from flows.prefect_support.settings_errors import explain_settings_error, mute_settings_errors
 from flows.prefect_support.signals import STOPPED_MESSAGE, find_interrupt, handle_termination, signal_number
 from flows.sweep_config import load_sweep
 from lm.common.errors import UserError
@@ -43,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     prepare_streams()
     for name, value in _PREFECT_SETTINGS.items():
         os.environ.setdefault(name, value)
+    mute_settings_errors()
     arguments = sys.argv[1:] if arguments is None else arguments
     command = arguments[0] if arguments else ""
     try:
@@ -53,8 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
         if interrupt := find_interrupt(error):
             print_message("textmill: stopped." if command in _KEEP_NOTHING else STOPPED_MESSAGE)
             code = 128 + signal_number(interrupt)
-        elif isinstance(error, UserError):
-            print_message(f"textmill: {error}")
+        elif explained := error if isinstance(error, UserError) else explain_settings_error(error):
+            print_message(f"textmill: {explained}")
             code = 2
         elif isinstance(error, BrokenPipeError) and _is_output_closed():  # e.g. head has read enough
             discard_stream(sys.stdout)
@@ -88,6 +91,10 @@ def _is_output_full() -> bool:
 
 
 def _run(arguments: list[str]) -> int:
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise UserError(f"The working directory cannot be used: {error.strerror}. Change to another one.") from None
     preset = _preset_name(arguments)
     command = arguments[0] if arguments else None
     presets = {"posttrain_preset" if command == "posttrain" else "preset": preset}
