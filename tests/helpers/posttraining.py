@@ -3,11 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lm.checkpoint.training_state import save_training
 from lm.common.runtime import Execution
 from lm.data.chat_template import add_chat_tokens
 from lm.data.dialogs import Dialog, Message, PreferencePair
 from lm.eval.tasks import Problem
+from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.posttrain.examples import write_rows
 from lm.posttrain.job import PosttrainJob
@@ -23,6 +26,15 @@ def chat_policy(seed: int = 0) -> TransformerLM:
     return make_policy(seed, CHAT)
 
 
+def wide_policy() -> TransformerLM:
+    """Return a random model that is wide enough for products in bfloat16 to round otherwise at another length."""
+    torch.manual_seed(0)
+    config = ModelConfig(
+        vocab_size=CHAT.size, context_length=256, d_model=192, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=512
+    )
+    return TransformerLM(config)
+
+
 def dialog(prompt: str, answer: str) -> Dialog:
     return Dialog((Message(role="user", content=prompt), Message(role="assistant", content=answer)))
 
@@ -34,6 +46,7 @@ def pair(prompt: str, chosen: str, rejected: str) -> PreferencePair:
 DIALOGS = [dialog(f"say {letter}", letter * (1 + number)) for number, letter in enumerate("abcdefgh")]
 PAIRS = [pair(f"say {letter}", letter, letter * (2 + number)) for number, letter in enumerate("abcdefgh")]
 PROBLEMS = [Problem(f"write {letter}", [letter]) for letter in "abcdefgh"]
+UNEVEN_PROBLEMS = [Problem(letter * length, [letter]) for letter, length in (("a", 18), ("b", 52))]
 EXAMPLES: dict[str, list[Any]] = {
     "sft": DIALOGS,
     "preference": PAIRS,

@@ -20,7 +20,7 @@ from lm.posttrain.log_probs import get_response_log_probs
 from lm.posttrain.policy_gradient_objective import PolicyGradient
 from lm.train.metrics_file import read_metrics
 from tests.helpers.full_disk import full_disk
-from tests.helpers.posttraining import CHAT, PROBLEMS, chat_policy, quick_config
+from tests.helpers.posttraining import CHAT, PROBLEMS, UNEVEN_PROBLEMS, chat_policy, quick_config, wide_policy
 
 
 class LetterReward(RewardWorker):
@@ -40,10 +40,12 @@ def model() -> TransformerLM:
     return chat_policy()
 
 
-def make_objective(model: TransformerLM, out: Path, **settings: Any) -> PolicyGradient:
+def make_objective(
+    model: TransformerLM, out: Path, problems: list[Problem] = PROBLEMS, **settings: Any
+) -> PolicyGradient:
     train = quick_config(batch_size=8, gradient_accumulation_steps=settings.pop("gradient_accumulation_steps", 2))
     config = ReinforceConfig(train=train, group_size=4, max_new_tokens=6, **settings)
-    return PolicyGradient(config, model, CHAT, PROBLEMS, PROBLEMS[:3], LetterReward(), {}, out)
+    return PolicyGradient(config, model, CHAT, problems, problems[:3], LetterReward(), {}, out)
 
 
 def gradients(model: TransformerLM, objective: PolicyGradient, step: int = 0) -> list[torch.Tensor]:
@@ -240,8 +242,7 @@ def test_the_second_epoch_has_the_gradient_of_a_loop(model: TransformerLM, tmp_p
 @pytest.mark.parametrize("method", ["noclip", "grpo", "gspo", "cispo"])
 def test_fresh_responses_have_the_ratio_1_in_bfloat16(model: TransformerLM, tmp_path: Path, method: str) -> None:
     """The decoder's log-probabilities differ from those of an update under autocast; the ratio must not."""
-    options = {"importance_reweighting": method, "clip_low": 3e-4, "clip_high": 4e-4}
-    objective = make_objective(model, tmp_path, **options)
+    objective = make_objective(model, tmp_path, importance_reweighting=method, clip_low=3e-4, clip_high=4e-4)
     with torch.autocast("cpu", torch.bfloat16):
         actual = gradients(model, objective)
     assert objective.step_metrics().get("clip_fraction", 0.0) == 0.0
@@ -251,6 +252,23 @@ def test_fresh_responses_have_the_ratio_1_in_bfloat16(model: TransformerLM, tmp_
         expected = gradients(model, objective)
     for gradient, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["noclip", "gspo"])
+def test_old_log_probs_in_bfloat16_are_those_of_the_update_bit_for_bit(tmp_path: Path, method: str) -> None:
+    """Products of another length round otherwise, so all batches of a rollout have one length."""
+    model = wide_policy()
+    options: dict[str, Any] = {"importance_reweighting": method, "kl_weight": 0.1, "epochs_per_rollout": 2}
+    objective = make_objective(model, tmp_path, UNEVEN_PROBLEMS, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        batches = [*objective.micro_batches(0), *objective.micro_batches(1)]  # in another order
+        scores = [get_response_log_probs(model, batch.input_ids, batch.labels, False)["log_probs"] for batch in batches]
+    longest = max(len(row.prompt_ids) + len(row.ids) for row in objective._responses)
+    assert [batch.input_ids.shape for batch in batches] == [(4, longest - 1)] * 4
+    assert len({len(row.prompt_ids) for row in objective._responses}) == 2
+    for batch, score in zip(batches, scores, strict=True):
+        assert torch.equal(score[batch.mask], batch.old_log_probs[batch.mask])
+        assert torch.equal(score[batch.mask], batch.reference_log_probs[batch.mask])
 
 
 def test_numbers_that_are_not_finite_are_a_user_error(model: TransformerLM, tmp_path: Path) -> None:

@@ -12,22 +12,34 @@ from torch import Tensor
 from lm.common.runtime import Execution
 from lm.data.chat_template import END_TOKEN, encode_chat_prompt
 from lm.data.dialogs import Message, PreferencePair
+from lm.eval.tasks import Problem
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import PPOConfig
+from lm.posttrain.log_probs import score_labels
 from lm.posttrain.ppo_objective import ProximalPolicyOptimization, add_value_head
 from lm.posttrain.reward_model import add_reward_head, score_dialogs
 from lm.train.metrics_file import read_metrics
 from lm.train.trainer import Trainer
-from tests.helpers.posttraining import CHAT, PAIRS, PROBLEMS, chat_policy, quick_config
+from tests.helpers.posttraining import (
+    CHAT,
+    PAIRS,
+    PROBLEMS,
+    UNEVEN_PROBLEMS,
+    chat_policy,
+    quick_config,
+    wide_policy,
+)
 from tests.lm.posttrain.test_policy_gradient_objective import LetterReward
 
 
-def make_objective(model: TransformerLM, out: Path, **settings: Any) -> ProximalPolicyOptimization:
+def make_objective(
+    model: TransformerLM, out: Path, problems: list[Problem] = PROBLEMS, **settings: Any
+) -> ProximalPolicyOptimization:
     train = quick_config(batch_size=8, gradient_accumulation_steps=settings.pop("gradient_accumulation_steps", 2))
     options: dict[str, Any] = {"train": train, "max_new_tokens": 6, "epochs_per_rollout": 2, **settings}
     config = PPOConfig(**options)
     judge = add_reward_head(chat_policy(seed=5))
-    return ProximalPolicyOptimization(config, model, judge, CHAT, PROBLEMS, PROBLEMS[:3], LetterReward(), {}, out)
+    return ProximalPolicyOptimization(config, model, judge, CHAT, problems, problems[:3], LetterReward(), {}, out)
 
 
 @pytest.fixture
@@ -130,6 +142,26 @@ def test_an_unchanged_policy_has_no_kl_and_no_clipping_in_bfloat16(model: Transf
     metrics = objective.step_metrics()
     assert metrics["reward_with_kl"] == pytest.approx(metrics["learned_reward"], abs=1e-9)
     assert metrics["clip_fraction"] == 0.0
+
+
+def test_old_figures_in_bfloat16_are_those_of_the_update_bit_for_bit(tmp_path: Path) -> None:
+    """Products of another length round otherwise, so all batches of a rollout have one length."""
+    model = add_value_head(wide_policy())
+    assert model.scalar_head is not None
+    torch.nn.init.normal_(model.scalar_head.weight, std=0.1)
+    objective = make_objective(model, tmp_path, [UNEVEN_PROBLEMS[0]] * 7 + UNEVEN_PROBLEMS[1:])
+    with torch.autocast("cpu", torch.bfloat16):
+        batches = [*objective.micro_batches(0), *objective.micro_batches(1)]  # in another order
+        hidden_states = [model.hidden_states(batch.input_ids) for batch in batches]
+        logits = [model.logits(hidden) for hidden in hidden_states]
+        values = [model.scalars(hidden) for hidden in hidden_states]
+    assert len({batch.input_ids.shape for batch in batches}) == 1
+    assert len({len(row.prompt_ids) for row in objective._responses}) == 2
+    for batch, logit, value in zip(batches, logits, values, strict=True):
+        log_probs = score_labels(logit, batch.labels, return_token_entropy=False)["log_probs"]
+        assert torch.equal(log_probs[batch.mask], batch.old_log_probs[batch.mask])
+        assert torch.equal(log_probs[batch.mask], batch.reference_log_probs[batch.mask])
+        assert torch.equal(value[batch.mask], batch.old_values[batch.mask])
 
 
 def test_micro_batches_do_not_change_the_gradient(model: TransformerLM, tmp_path: Path) -> None:
