@@ -55,7 +55,8 @@ class DecodeGraphs:
             self._compute(rows, keys)  # warm-up: libraries allocate their workspaces
         torch.cuda.current_stream().wait_stream(side_stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=side_stream):
+        # thread_local: another thread, such as one that prefetches batches, may allocate memory meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=side_stream, capture_error_mode="thread_local"):
             logits = self._compute(rows, keys)
         self._pool = graph.pool()
         return graph, logits

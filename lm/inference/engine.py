@@ -72,9 +72,12 @@ class Generation:
     num_accepted_tokens: int = 0
     """Number of guesses that the model sampled."""
     finish_reason: Literal["stop", "length"] | None = None
-    """``stop``: a stop id, ``on_token`` or a cancellation. ``length``: ``max_new_tokens``. None: unfinished."""
+    """``stop``: a stop id, ``on_token``, a cancellation, an error. ``length``: ``max_new_tokens``. None: unfinished."""
+    error: Exception | None = None
+    """The error that ended the generation."""
 
     def __post_init__(self) -> None:
+        self._uniform: float | None = None
         self._random = torch.Generator().manual_seed(self.seed % (1 << 63))
 
     @property
@@ -86,8 +89,19 @@ class Generation:
         """Return a random number in (0, 1] that depends on the seed and the number of calls only, not on the batch."""
         return 1.0 - float(torch.rand(1, generator=self._random))
 
+    def choose_uniform(self) -> float:
+        """Return the random number of the next id, the same until an id is appended: a failed step can be repeated."""
+        if self._uniform is None:
+            self._uniform = self.next_uniform()
+        return self._uniform
+
+    def fail(self, error: Exception) -> None:
+        """End with an error."""
+        self.finish_reason, self.error = "stop", error
+
     def append(self, token_id: int, score: TokenScore | None) -> None:
         """Add a new id, and set ``finish_reason`` if it is the last one."""
+        self._uniform = None
         if token_id in self.stop_ids:
             self.end_score = None if score is None else (token_id, score)
             self.finish_reason = "stop"
@@ -148,7 +162,8 @@ class Engine:
     def add(self, generations: Sequence[Generation]) -> None:
         """Prefill the prompts and sample the first token of each.
 
-        Raises UserError for a bad prompt, before any is added, and ValueError if there are too few free rows.
+        Raises UserError for a bad prompt, before any is added, and ValueError if there are too few free rows. After
+        any error none is added.
         """
         for generation in generations:
             self.check_prompt(generation)
@@ -170,15 +185,21 @@ class Engine:
             if generation.sampling.speculative_tokens:
                 self._lookups[generation] = PromptLookup(generation.prompt, generation.sampling.speculative_tokens)
         self._sampler = None
-        logits = self._prefill(list(range(first, len(self.active))), uses_prefix_cache=True)
-        self._sample(logits, generations)
+        try:
+            logits = self._prefill(list(range(first, len(self.active))), uses_prefix_cache=True)
+            self._sample(logits, generations)
+        except Exception:
+            for generation in self.active[first:]:
+                self._forget(generation)
+            del self.active[first:]
+            raise
         self._remove_finished()
 
     @torch.inference_mode()
     def step(self) -> None:
         """Sample the next token of every active generation, and more where guesses are right. Remove those that finish.
 
-        See :mod:`lm.inference.speculation` for guesses.
+        See :mod:`lm.inference.speculation` for guesses. After an error, the step can be repeated with the same result.
         """
         self._remove_finished()
         if not self.active:
@@ -194,16 +215,27 @@ class Engine:
     def _next_logits(self, lengths: list[int]) -> Tensor:
         """Return the logits (B, V) of the tokens after the active sequences, whose windows have ``lengths``."""
         overlong_rows = [row for row, length in enumerate(lengths) if length > self.max_seq_len]
-        for row in overlong_rows:
-            self.active[row].window_start += lengths[row] - max(1, self.max_seq_len // 2)
         if len(overlong_rows) == len(self.active):
-            return self._prefill(overlong_rows, uses_prefix_cache=False)
+            return self._refill(overlong_rows)
         last_ids = [generation.ids[-1] for generation in self.active]
         positions = [min(length, self.max_seq_len) - 1 for length in lengths]
         logits = self._decode_step(torch.tensor([last_ids, positions], device=self.device), max(positions))
         if overlong_rows:
-            logits[overlong_rows] = self._prefill(overlong_rows, uses_prefix_cache=False).to(logits.dtype)
+            logits[overlong_rows] = self._refill(overlong_rows).to(logits.dtype)
         return logits
+
+    def _refill(self, rows: list[int]) -> Tensor:
+        """Compute the last half of full windows from position 0, and return the logits (rows, V) of the next tokens."""
+        generations = [self.active[row] for row in rows]
+        starts = [generation.window_start for generation in generations]
+        for generation in generations:
+            generation.window_start += generation.window_length - max(1, self.max_seq_len // 2)
+        try:
+            return self._prefill(rows, uses_prefix_cache=False)
+        except Exception:
+            for generation, start in zip(generations, starts, strict=True):
+                generation.window_start = start
+            raise
 
     def _guess(self, generation: Generation) -> list[int]:
         """Return guesses of the next tokens that leave room for one more token in the text and in the context."""
@@ -238,14 +270,18 @@ class Engine:
         """Remove finished generations. The last row moves into the place of each."""
         for row in reversed(range(len(self.active))):
             if self.active[row].finish_reason:
-                self._sampler = None
                 self._store(row)
-                self._editors.pop(self.active[row], None)
-                self._lookups.pop(self.active[row], None)
+                self._forget(self.active[row])
                 if row < (last := len(self.active) - 1):
                     self._cache.copy_rows([last], [row])  # first: if it fails, no row has the keys of another
                     self.active[row] = self.active[last]
                 self.active.pop()
+
+    def _forget(self, generation: Generation) -> None:
+        """Drop the state of a generation that leaves the batch."""
+        self._sampler = None
+        self._editors.pop(generation, None)
+        self._lookups.pop(generation, None)
 
     def _store(self, row: int) -> None:
         """Keep the sequence of a row in the prefix cache. The last id was not computed yet."""
@@ -269,6 +305,8 @@ class Engine:
 
     def _score_prompt(self, generation: Generation, hidden: Tensor, tokens: Sequence[int]) -> None:
         """Set the prompt's log-probabilities, from the hidden states (T - 1, D) before each id except the first."""
+        generation.prompt_logprobs.clear()  # of a prefill that failed
+        generation.prompt_alternatives.clear()
         targets = torch.tensor(tokens[1:], device=self.device)
         chunk_size = max(1, _MAX_LOGITS // (self.model.config.vocab_size or 1))
         for chunk, chunk_targets in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):
@@ -279,7 +317,7 @@ class Engine:
     def _sample(self, logits: Tensor, generations: Sequence[Generation]) -> list[int]:
         """Sample from ``logits`` (rows, V) for these of the active generations, in their order. Return the ids."""
         logits = logits.float()  # argmax and max are slow in bfloat16
-        uniform = torch.tensor([generation.next_uniform() for generation in generations], device=self.device)
+        uniform = torch.tensor([generation.choose_uniform() for generation in generations], device=self.device)
         sampler = self._choose_sampler(generations)
         has_few_rows = self._compiled_step is not None and len(logits) <= self._compiled_step.max_tokens
         with resting_torch_threads() if has_few_rows else nullcontext():
@@ -290,7 +328,10 @@ class Engine:
             if not generation.finish_reason:
                 if editor := self._editors.get(generation):
                     editor.record(token_id)
-                generation.append(token_id, scores.get(row))
+                try:
+                    generation.append(token_id, scores.get(row))
+                except Exception as error:  # of its on_token
+                    generation.fail(error)
         return id_list
 
     def _choose_sampler(self, generations: Sequence[Generation]) -> Sampler:
@@ -328,7 +369,7 @@ class Engine:
 def generate(model: TransformerLM, generations: Sequence[Generation], max_batch_size: int | None = None) -> None:
     """Run all ``generations`` to their end, ``max_batch_size`` at once (default: all).
 
-    Raises UserError for a bad prompt, before anything is computed.
+    Raises UserError for a bad prompt, before anything is computed, and the error of a generation that fails.
     """
     for _ in generate_each(model, generations, max_batch_size):
         pass
@@ -349,6 +390,9 @@ def generate_each(
             running += waiting[:free_rows]
             del waiting[:free_rows]
         engine.step()
+        for generation in running:
+            if generation.error:
+                raise generation.error
         yield from (generation for generation in running if generation.finish_reason)
         running = [generation for generation in running if not generation.finish_reason]
 
@@ -361,6 +405,8 @@ def stream(model: TransformerLM, generation: Generation) -> Iterator[int]:
     while True:
         yield from generation.ids[count:]
         count = len(generation.ids)
+        if generation.error:
+            raise generation.error
         if generation.finish_reason:
             return
         engine.step()

@@ -4,6 +4,7 @@ Sequences are stored in blocks of 16 tokens, each once, whatever sequences share
 room for new ones. Source: Kwon et al. 2023 (vLLM: automatic prefix caching).
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from torch import Tensor
 from lm.common.errors import UserError
 from lm.inference.kv_cache import KVCache
 from lm.model.config import ModelConfig
+
+log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 16
 _BlockKey = tuple[int, tuple[int, ...]]  # serial number of the block before it (0: none), and its tokens
@@ -86,6 +89,7 @@ class PrefixCache:
     ) -> None:
         """Store the whole blocks of ``tokens``, which are in a row of ``cache``, as far as they are not stored yet.
 
+        If that fails, the cache is empty: generations go on without it.
         ``hidden`` (T, D) are the hidden states of the tokens from ``hidden_start`` on.
         """
         keys: list[_BlockKey] = []
@@ -108,9 +112,11 @@ class PrefixCache:
         self._touch(keys)
         try:
             self._copy(cache, row, len(keys), new, hidden, without_hidden)
-        except BaseException:  # e.g. out of memory: nothing may be served that was not copied
+        except BaseException as error:  # e.g. out of memory: nothing may be served that was not copied
             self._blocks.clear()
-            raise
+            if not isinstance(error, Exception):
+                raise
+            log.warning("The prefix cache failed to store a sequence and is empty now.", exc_info=True)
 
     def _copy(
         self,

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from lm.inference.engine import Engine, Generation
 from lm.model.transformer import TransformerLM
@@ -30,8 +31,8 @@ class Scheduler:
     At most ``max_batch_size`` generations run at once. At most ``max_waiting`` more wait. A free place goes to each
     request in turn, so that one with many generations does not keep the others waiting.
 
-    ``on_token`` and ``on_finish`` are called in the scheduler's thread. If the engine fails, its active generations end
-    with the error, and the waiting ones follow.
+    ``on_token`` and ``on_finish`` are called in the scheduler's thread. A generation whose prompt or ``on_token`` fails
+    ends with the error, alone. If a decoding step fails, the longest generation ends, and the others repeat the step.
     """
 
     def __init__(
@@ -105,26 +106,34 @@ class Scheduler:
 
     def _run(self) -> None:
         while (admitted := self._admit()) is not None:
-            error: Exception | None = None
-            failed: set[Generation] = set()
-            try:
-                if admitted:
-                    self._engine.add(admitted)
-                self._engine.step()
-            except Exception as failure:
-                log.exception("The engine failed.")
-                error = failure
-                failed = {one for one in (*admitted, *self._engine.active) if not one.finish_reason}
-                for generation in failed:
-                    generation.finish_reason = "stop"  # the engine removes it
+            self._add(admitted)
+            self._step()
             with self._changed:
                 finished = [generation for generation in self._on_finish if generation.finish_reason]
                 if finished:  # those that waited and were cancelled would stay until a row is free
                     unfinished = (deque(one for one in request if not one.finish_reason) for request in self._waiting)
                     self._waiting = deque(filter(None, unfinished))
-            self._notify([generation for generation in finished if generation not in failed], None)
-            self._notify([generation for generation in finished if generation in failed], error)
-        self._notify(list(self._on_finish), SchedulerClosed("The scheduler was closed."))
+            self._notify(finished)
+        for generation in list(self._on_finish):
+            generation.fail(SchedulerClosed("The scheduler was closed."))
+        self._notify(list(self._on_finish))
+
+    def _add(self, generations: list[Generation]) -> None:
+        """Add generations to the batch. If they fail together, each is added alone, and those that fail again end."""
+        error = _attempt(partial(self._engine.add, generations))
+        if error and len(generations) == 1:
+            generations[0].fail(error)
+        elif error:
+            for generation in generations:
+                self._add([generation])
+
+    def _step(self) -> None:
+        """Compute a step. While it fails, the longest generation ends: it needs the most memory."""
+        while error := _attempt(self._engine.step):
+            active = [generation for generation in self._engine.active if not generation.finish_reason]
+            if not active:
+                return
+            max(active, key=lambda generation: generation.window_length).fail(error)
 
     def _admit(self) -> list[Generation] | None:
         """Wait for work, and return the waiting generations that fit into free rows; None after :meth:`close`."""
@@ -142,11 +151,21 @@ class Scheduler:
                     self._waiting.append(request)
             return admitted
 
-    def _notify(self, generations: list[Generation], error: Exception | None) -> None:
+    def _notify(self, generations: list[Generation]) -> None:
         for generation in generations:
             with self._changed:
                 on_finish = self._on_finish.pop(generation)
             try:
-                on_finish(generation, error)
+                on_finish(generation, generation.error)
             except Exception:  # e.g. a disconnected client; the others must still be notified
                 log.exception("The callback of a finished generation failed.")
+
+
+def _attempt(compute: Callable[[], None]) -> Exception | None:
+    """Return the error of ``compute``, without its frames: they would keep their tensors in memory."""
+    try:
+        compute()
+    except Exception as error:
+        log.exception("The engine failed.")
+        return error.with_traceback(None)
+    return None

@@ -272,16 +272,21 @@ def test_the_prepared_model_has_the_same_results() -> None:
         assert ours.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
 
 
-def test_blocks_whose_copy_failed_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(make_model(context_length=CONTEXT).eval())
+def test_blocks_whose_copy_failed_are_not_served(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model(context_length=CONTEXT).eval()
+    engine = make_engine(model)
 
     def fail(*arguments: Any) -> None:
         raise torch.OutOfMemoryError
 
-    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+    first, beside, again, expected = (Generation([5] * 40, count, GREEDY) for count in (4, 9, 9, 9))
+    with monkeypatch.context() as patch:
         patch.setattr(PrefixCache, "_copy", fail)
-        run(engine, [Generation([5] * 40, 4, GREEDY)])
-    engine.active[0].finish_reason = "stop"  # as the scheduler does
-    again = Generation([5] * 40, 4, GREEDY)
+        run(engine, [first, beside])
+    assert "failed to store a sequence" in caplog.text
     run(engine, [again])
+    generate(model, [expected])
     assert again.num_cached_tokens == 0
+    assert beside.ids == again.ids == expected.ids and first.ids == expected.ids[:4]

@@ -3,12 +3,13 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
-from lm.inference.engine import Generation, generate
+from lm.inference.engine import Generation, generate, stream
 from lm.inference.scheduler import QueueFull, Scheduler
 from lm.model.transformer import TransformerLM
 from tests.helpers.generating import make_model
@@ -151,7 +152,7 @@ def test_a_cancelled_generation_leaves_the_queue_while_all_rows_are_taken(schedu
     finished.wait(*active)
 
 
-def test_failure_ends_active_generations_only(scheduler: Scheduler) -> None:
+def test_a_failing_callback_for_tokens_ends_its_generation_only(scheduler: Scheduler) -> None:
     def fail(token_id: int) -> bool:
         raise MemoryError("no room")
 
@@ -159,8 +160,95 @@ def test_failure_ends_active_generations_only(scheduler: Scheduler) -> None:
     failing, beside, waiting = make_generation([1], on_token=fail), make_generation([2]), make_generation([3])
     scheduler.submit([failing, beside, waiting], finished)
     finished.wait(failing, beside, waiting)
-    assert isinstance(finished.errors[failing], MemoryError) and isinstance(finished.errors[beside], MemoryError)
-    assert finished.errors[waiting] is None and len(waiting.ids) == 9
+    assert isinstance(finished.errors[failing], MemoryError)
+    for generation in (beside, waiting):
+        assert finished.errors[generation] is None and len(generation.ids) == 9
+
+
+def run_with_failures(
+    model: TransformerLM, monkeypatch: pytest.MonkeyPatch, name: str, fails: Callable[..., bool]
+) -> tuple[list[Generation], FinishRecorder]:
+    """Run a short, a long and a short prompt at once, while ``name`` of the engine runs out of memory if ``fails``."""
+    prompts = [[1], list(range(10)), [2, 3]]
+    generations = [Generation(prompt, 9, SampleConfig(temperature=1), seed=7) for prompt in prompts]
+    for generation in generations:
+        generation.wants_logprobs = generation.wants_prompt_logprobs = True
+    scheduler = Scheduler(model, max_batch_size=3, max_waiting=3)
+    owner = scheduler._engine.prefill if name == "compute" else scheduler._engine
+    compute = getattr(owner, name)
+
+    def fail(*arguments: Any) -> Any:
+        result = compute(*arguments)
+        if fails(*arguments):
+            raise MemoryError("no room")
+        return result
+
+    monkeypatch.setattr(owner, name, fail)
+    finished = FinishRecorder()
+    scheduler.submit(generations, finished)
+    finished.wait(*generations)
+    scheduler.close()
+    return generations, finished
+
+
+def assert_same_as_alone(model: TransformerLM, generation: Generation) -> None:
+    alone = Generation(generation.prompt, 9, generation.sampling, seed=7)
+    alone.wants_logprobs = alone.wants_prompt_logprobs = True
+    generate(model, [alone])
+    assert generation.ids == alone.ids
+    assert generation.prompt_logprobs == pytest.approx(alone.prompt_logprobs, abs=1e-5)
+    assert generation.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "fails"),
+    [
+        ("compute", lambda rows, suffixes, starts: any(len(suffix) > 9 for suffix in suffixes)),
+        ("_score_prompt", lambda generation, hidden, tokens: len(tokens) > 9),
+        ("_decode_step", lambda inputs, last: inputs.shape[1] == 3),
+        ("_sample", lambda logits, generations: False),
+    ],
+    ids=["prefill", "scores of a prompt", "decoding", "none"],
+)
+def test_one_generation_without_memory_ends_alone(
+    model: TransformerLM, monkeypatch: pytest.MonkeyPatch, name: str, fails: Callable[..., bool]
+) -> None:
+    generations, finished = run_with_failures(model, monkeypatch, name, fails)
+    errors = [finished.errors[generation] for generation in generations]
+    assert errors[0] is errors[2] is None
+    assert isinstance(errors[1], MemoryError) == (name != "_sample")
+    for generation in (generations[0], generations[2]):
+        assert_same_as_alone(model, generation)
+
+
+def test_a_refill_without_memory_is_repeated_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sequences outgrow the context in one step; the first refill fails."""
+    model, failures = make_model(11, 12).eval(), iter([True])
+    generations, finished = run_with_failures(
+        model,
+        monkeypatch,
+        "compute",
+        lambda rows, suffixes, starts: {len(suffix) for suffix in suffixes} == {6} and next(failures, False),
+    )
+    assert sum(error is not None for error in finished.errors.values()) == 1
+    for generation in generations:
+        if not generation.error:
+            assert_same_as_alone(model, generation)
+
+
+def test_a_failure_of_every_step_ends_each_generation(model: TransformerLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, finished = run_with_failures(model, monkeypatch, "_decode_step", lambda inputs, last: True)
+    assert all(isinstance(error, MemoryError) for error in finished.errors.values())
+
+
+def test_generate_raises_the_error_of_a_generation(model: TransformerLM) -> None:
+    def fail(token_id: int) -> bool:
+        raise MemoryError("no room")
+
+    with pytest.raises(MemoryError, match="no room"):
+        generate(model, [make_generation([1]), make_generation([2], on_token=fail)])
+    with pytest.raises(MemoryError, match="no room"):
+        list(stream(model, make_generation([2], on_token=fail)))
 
 
 def test_generation_that_finished_before_a_failure_has_no_error(scheduler: Scheduler) -> None:
