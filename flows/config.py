@@ -1,8 +1,8 @@
 """The configuration of a run, one section per subject, and the presets."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from flows.yaml_files import read_yaml
 from lm.common.config import PYDANTIC_CONFIG
@@ -148,11 +148,21 @@ def complete(config: Any, default: Any) -> Any:
     base = asdict(default)
     if deployment.id:
         with get_client(sync_client=True) as client:
-            base = merge_fields(base, client.read_deployment(deployment.id).parameters.get("config", {}))
-    return merge_fields(base, config)
+            own = client.read_deployment(deployment.id).parameters.get("config", {})
+            base = merge_fields(type(default), base, own)
+    return merge_fields(type(default), base, config)
 
 
-def merge_fields(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a configuration, with those of ``override`` in their place. A section keeps the others."""
-    sections = [name for name in base if isinstance(base[name], dict) and isinstance(override.get(name), dict)]
-    return base | override | {name: merge_fields(base[name], override[name]) for name in sections}
+def merge_fields(config_type: type[Any], base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a configuration, with those of ``override`` in their place.
+
+    A section, which is a field with a dataclass, keeps its other fields. Other values are replaced as a whole, also a
+    mapping such as ``rewards``.
+    """
+    merged = base | override
+    for name, hint in get_type_hints(config_type).items():
+        kinds = (hint, *get_args(hint))  # None may stand for a section
+        section = next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
+        if section and isinstance(base.get(name), dict) and isinstance(override.get(name), dict):
+            merged[name] = merge_fields(section, base[name], override[name])
+    return merged

@@ -236,7 +236,7 @@ def _base_config(base: str, folder: Path, options: Mapping[str, Any]) -> Pipelin
             raise UserError(f"The base {base} cannot be found: {str(error).rstrip('.')}.") from None
         content = read_yaml(path)
         if isinstance(content, dict):
-            content = merge_fields(asdict(load_preset("demo")), content)
+            content = merge_fields(PipelineConfig, asdict(load_preset("demo")), content)
         try:
             config: PipelineConfig = _validate(PipelineConfig, content)
         except UserError as error:

@@ -9,11 +9,19 @@ import pytest
 import yaml
 
 from flows.cli.main import main
-from flows.config import PRESETS, PipelineConfig, StageName, complete_config, load_preset, preset_parameters
+from flows.config import (
+    PRESETS,
+    PipelineConfig,
+    StageName,
+    complete_config,
+    load_preset,
+    merge_fields,
+    preset_parameters,
+)
 from flows.pipeline import pipeline
 from flows.posttrain import posttrain
 from flows.posttrain_config import POSTTRAIN_PRESETS, PosttrainConfig, load_posttrain_preset
-from flows.sweep_config import load_sweep, sweep_parameters
+from flows.sweep_config import SweepConfig, load_sweep, sweep_parameters
 
 PROJECT = Path(__file__).parents[2]
 ENTRIES = yaml.safe_load((PROJECT / "prefect.yaml").read_text())["deployments"]
@@ -72,6 +80,30 @@ def test_a_partial_config_is_completed_from_the_demo() -> None:
     assert config["model"] == demo["model"]
     full = load_preset("owt")
     assert complete_config(full) is full
+
+
+@pytest.mark.parametrize(
+    ("config_type", "path", "own", "given", "merged"),
+    [
+        (PosttrainConfig, "reinforce.rewards", {"exact": 1.0}, {"length:1-5": 0.5}, {"length:1-5": 0.5}),
+        (PosttrainConfig, "ppo.rewards", {"exact": 1.0}, {}, {}),
+        (SweepConfig, "derive", {"train.steps": "10"}, {"train.batch_size": "2"}, {"train.batch_size": "2"}),
+        (SweepConfig, "axes", [{"option": "a"}], [{"option": "b"}], [{"option": "b"}]),
+        (PipelineConfig, "train", {"steps": 9, "batch_size": 3}, {"steps": 7}, {"steps": 7, "batch_size": 3}),
+        (PipelineConfig, "model.moe", {"num_experts": 4, "top_k": 1}, {"top_k": 2}, {"num_experts": 4, "top_k": 2}),
+        (PipelineConfig, "model.moe", {"num_experts": 4}, None, None),
+        (PipelineConfig, "model.moe", None, {"num_experts": 4}, {"num_experts": 4}),
+    ],
+)
+def test_sections_of_a_deployment_are_merged_and_values_replaced(
+    config_type: type[Any], path: str, own: Any, given: Any, merged: Any
+) -> None:
+    def nested(value: Any) -> dict[str, Any]:
+        for name in reversed(path.split(".")):
+            value = {name: value}
+        return dict(value)
+
+    assert merge_fields(config_type, nested(own), nested(given)) == nested(merged)
 
 
 def test_the_default_parameters_are_the_demo() -> None:
