@@ -142,6 +142,9 @@ class _Sweep:
                 trials |= dict(zip(indices, refs, strict=True))
         self.points += points
         self.trials += [trials[index] for index in range(len(points))]
+        for point, ref in zip(points, self.trials[-len(points) :], strict=True):
+            if refusal := self._read_refusal(point, ref):
+                self._log("%s", refusal)
 
     def search(self, search: Search) -> None:
         """Run the trials of a search, each after the results of the earlier ones."""
@@ -153,12 +156,14 @@ class _Sweep:
                     pass
                 self.check_epochs([point])
                 ref = self._train_one(point, f"Trial {number} of {config.trials}", search.limits())
+                if refusal := self._read_refusal(point, ref):
+                    raise UserError(refusal)
             except MachineError:
                 raise
-            except UserError as refusal:
+            except UserError as error:
                 if number == config.trials and not self.trials:
                     raise
-                self._log("Trial %d is left out. %s", number, refusal)
+                self._log("Trial %d is left out. %s", number, error)
                 search.leave_out()
                 continue
             self.points.append(point)
@@ -175,6 +180,12 @@ class _Sweep:
         if self.config.execution.runner == "threads":
             return self.executor.call(trial, config, *shared, title=name)
         return self.executor.map(trial, name, [config], *shared)[0]  # in a worker of the cluster
+
+    def _read_refusal(self, point: Point, trial: Ref) -> str:
+        """Return why a point cannot be trained; empty if it can, or is not tried yet."""
+        (result,) = self.executor.read(_read_results, [trial])
+        is_refused = isinstance(result, TrialResult) and result.state == "refused"
+        return f"The point with {point.title} cannot be trained. {result.reason}" if is_refused else ""
 
     def _log(self, message: str, *values: Any) -> None:
         if not isinstance(self.executor, DryRunExecutor):
@@ -216,6 +227,14 @@ class _Sweep:
         self.check_epochs([point])
         self.check = [self._train_one(point, "Check")]
         self.points.append(point)
+        if refusal := self._read_refusal(point, self.check[0]):
+            raise UserError(refusal)
+
+    def check_trained(self) -> None:
+        """Raise UserError if no point can be trained."""
+        refusals = [self._read_refusal(point, ref) for point, ref in zip(self.points, self.trials, strict=False)]
+        if refusals and all(refusals):
+            raise UserError(refusals[0])
 
 
 def _shared_key(config: PipelineConfig) -> str:
@@ -286,6 +305,7 @@ def _stages(config: SweepConfig, inputs: dict[str, Any], executor: Executor) -> 
         yield "trial", ref
     failure: UserError | None = None
     try:
+        state.check_trained()
         state.check_law()
     except UserError as error:  # raised after the table, which shows what to add
         failure = error

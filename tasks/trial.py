@@ -1,4 +1,4 @@
-"""Stage ``trial``: one training of a sweep. Its output is how the training ended, so that a diverged one counts too."""
+"""Stage ``trial``: one training of a sweep. Its output is how it ended: a diverged or refused one counts too."""
 
 import json
 import threading
@@ -25,7 +25,11 @@ def _trainings_at_once(execution: Execution) -> int:
     return execution.max_trainings or max(1, available_cpus() // (execution.threads or 1))
 
 
-@stage("trial", at_once=_trainings_at_once)
+def _is_refused(output: Output) -> bool:
+    return bool(output.manifest["figures"].get("state") == "refused")
+
+
+@stage("trial", at_once=_trainings_at_once, is_retried=_is_refused)
 def trial(
     out: Attempt,
     config: TrialConfig,
@@ -37,7 +41,8 @@ def trial(
     """Train, or take the trained model from the cache. Write ``trial.json``, see
     :class:`lm.experiments.trial.TrialResult`.
 
-    The model is an output of the stage ``train``, the same that the pipeline makes of this configuration.
+    The model is an output of the stage ``train``, the same that the pipeline makes of this configuration. A point that
+    is refused is tried again in each run: another machine may have enough memory.
     """
     from lm.train.metrics_file import read_metrics
 
@@ -47,6 +52,7 @@ def trial(
     ((ref, _),) = train.look_up(run, [arguments])
     training: dict[str, Any] | None = None
     divergence: dict[str, Any] | None = None
+    refusal = ""
     try:
         with _stopping(out.run, run, ref, config):
             train.materialize(run, arguments)
@@ -58,15 +64,16 @@ def trial(
         raise
     except UserError as error:
         attempt = _newest_attempt(run, ref)
-        if attempt is None or not (attempt / "diverged.json").exists():  # such as too little memory
-            raise UserError(f"The point with {config.title} cannot be trained. {error}") from None
-        divergence = json.loads((attempt / "diverged.json").read_text(encoding="utf-8"))
+        if attempt and (attempt / "diverged.json").exists():
+            divergence = json.loads((attempt / "diverged.json").read_text(encoding="utf-8"))
+        else:  # such as a context that is longer than the text
+            refusal = str(error)
         rows = _read_rows(run, ref)
     else:
         model = read_output(run.store, ref)
         training, rows = model.manifest["figures"], read_metrics(model.path("metrics.jsonl"))
     vocab_size = int(index.json("index.json")["vocab_size"])
-    result = make_result(config, vocab_size, rows, training, divergence)
+    result = make_result(config, vocab_size, rows, training, divergence, refusal)
     out.figures = {name: value for name, value in as_json(result).items() if name != "curve"}
     content = {**as_json(result), "model": ref.key if training else None}
     (out.directory / "trial.json").write_text(json.dumps(content, indent=1, allow_nan=False), encoding="utf-8")

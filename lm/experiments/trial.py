@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lm.model.config import ModelConfig
 from lm.train.config import TrainConfig
 
-State = Literal["finished", "pruned", "diverged"]
+State = Literal["finished", "pruned", "diverged", "refused"]
 _CURVE_FIELDS = ("step", "loss", "smoothed_loss", "valid_loss", "valid_bits_per_byte")
 
 
@@ -35,7 +35,8 @@ class TrialResult:
     """How a trial ended, and its curve."""
 
     state: State
-    """finished: all steps. pruned: stopped because others were better. diverged: see :func:`make_result`."""
+    """finished: all steps. pruned: stopped because others were better. diverged: see :func:`make_result`. refused: it
+    cannot be trained, such as with a context longer than the text, or with too little memory."""
     reason: str
     """Why it is not finished; empty if it is."""
     steps: int
@@ -62,7 +63,7 @@ class TrialResult:
     def objective(self) -> float | None:
         """The loss to compare trials by: bits per byte, or without validation text the training loss."""
         loss = self.train_loss if self.valid_bits_per_byte is None else self.valid_bits_per_byte
-        return None if self.state == "diverged" else loss
+        return None if self.state in ("diverged", "refused") else loss
 
     @property
     def eval_losses(self) -> dict[int, float]:
@@ -95,11 +96,13 @@ def make_result(
     rows: Sequence[Mapping[str, Any]],
     training: Mapping[str, Any] | None,
     divergence: Mapping[str, Any] | None = None,
+    refusal: str = "",
 ) -> TrialResult:
     """Return the result of a trial from its rows of metrics.
 
     ``training`` is the content of ``training.json`` of a finished training. ``divergence`` has the step and the reason
-    if the trainer gave up. A finished training whose last loss is not finite counts as diverged too.
+    if the trainer gave up. A finished training whose last loss is not finite counts as diverged too. ``refusal`` is why
+    there can be no training.
     """
     from lm.model.flops import flops_per_token, parameter_count
 
@@ -114,6 +117,8 @@ def make_result(
         rows = [row for row in rows if row["step"] <= pruned]
     elif divergence is not None:
         state, steps, reason, final = "diverged", int(divergence["step"]), str(divergence["reason"]), {}
+    elif refusal:
+        state, reason = "refused", refusal
     curve = [{name: row[name] for name in _CURVE_FIELDS if name in row} for row in rows]
     last = {name: value for row in curve for name, value in row.items() if value is not None}
     has_validation = _has_validation(curve)
@@ -138,8 +143,8 @@ def make_result(
 
 
 def rank(results: Sequence[TrialResult]) -> list[int]:
-    """Return the indices of the results, the best first: finished by loss, then pruned by loss, then diverged ones by
-    the steps that they got to. Equal ones keep their order."""
+    """Return the indices of the results, the best first: finished by loss, then pruned by loss, then the others by the
+    steps that they got to. Equal ones keep their order."""
 
     def key(index: int) -> tuple[int, float]:
         result = results[index]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from tasks.pages.markdown import plain, table
 from tasks.pages.plots import embed_figure, new_figure
@@ -29,13 +29,13 @@ def sweep(
 ) -> Iterator[str]:
     """Show all points sorted by loss, their curves, the loss over each axis, and the best configuration."""
     from lm.experiments.report import table_rows
-    from lm.experiments.trial import from_json
+    from lm.experiments.trial import State, from_json
 
     results = [from_json(output.json("trial.json")) for output in (*trials, *check)]
     rows = table_rows(report, results)
     if report.description:
         yield report.description
-    states = {state: count for state, count in out.figures.items() if state in ("finished", "pruned", "diverged")}
+    states = {state: count for state, count in out.figures.items() if state in get_args(State)}
     shown = ", ".join(f"{count:,} {state}" for state, count in states.items())
     yield f"**{len(results):,}** points: {shown}. The loss is {_loss_name(results)}; the lowest comes first."
     yield _results_table(report, results, rows)
@@ -269,7 +269,7 @@ def _scaling_law(content: dict[str, Any], check: "list[TrialResult]", unit: str)
     for result in check:
         loss = result.objective
         if loss is None:
-            yield f"The check diverged: {result.reason}."
+            yield f"The check is {result.state}: {result.reason.removesuffix('.')}."
         else:
             difference = 100 * (loss / prediction["loss"] - 1)
             place = "inside" if prediction["low"] <= loss <= prediction["high"] else "outside"

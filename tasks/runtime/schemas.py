@@ -189,7 +189,7 @@ class _Sample(_Schema):
 
 
 class _Trial(_Schema):
-    state: Literal["finished", "pruned", "diverged"]
+    state: Literal["finished", "pruned", "diverged", "refused"]
     reason: str
     steps: _Size
     tokens: _Size

@@ -72,6 +72,8 @@ class Stage:
     """How many calls of a mapped stage run in threads at the same time. Default: ``execution.workers``."""
     is_resumable: bool = False
     """Whether the body can resume an unfinished attempt. Failed attempts of other stages are deleted."""
+    is_retried: Callable[[Output], bool] | None = None
+    """Whether an output holds a failure, which each later run tries again. Default: none does."""
 
     def __post_init__(self) -> None:
         self.file = inspect.getsourcefile(self.body) or ""
@@ -118,8 +120,14 @@ class Stage:
 
     def _is_refreshed(self, run: RunContext, ref: Ref) -> bool:
         """Return whether an output has to be made although it is cached: once in a run."""
-        whole_stage = self.name.partition("-")[0]  # that includes its groups and sums
-        return whole_stage in run.refresh and ref not in run.made
+        return ref not in run.made and (self._is_in_refresh(run) or self._holds_failure(run, ref))
+
+    def _is_in_refresh(self, run: RunContext) -> bool:
+        return self.name.partition("-")[0] in run.refresh  # a whole stage includes its groups and sums
+
+    def _holds_failure(self, run: RunContext, ref: Ref) -> bool:
+        output = open_output(run.store, ref) if self.is_retried else None
+        return bool(output and self.is_retried and self.is_retried(output))
 
     def _cached_output(self, run: RunContext, ref: Ref) -> Output | None:
         output = None if self._is_refreshed(run, ref) else open_output(run.store, ref)
@@ -239,7 +247,7 @@ class Stage:
 
     def _explain(self, run: RunContext, ref: Ref, ingredients: dict[str, Any]) -> str:
         if self._is_refreshed(run, ref):
-            return "a refresh was asked for"
+            return "a refresh was asked for" if self._is_in_refresh(run) else "its last result is a failure"
         if open_output(run.store, ref):
             return "its files are damaged or missing"
         if names := [name for name in run.store.list_names(*ref) if name != LOCK_FILE]:

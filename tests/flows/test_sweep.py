@@ -261,10 +261,27 @@ def test_a_point_that_only_its_training_refuses(tmp_path: Path, caplog: pytest.L
     message = "The point with model.context_length 100000 cannot be trained. The training text has "
     left_out = caplog.text.count(f"is left out. {message}")
     assert 0 < left_out == 4 - len(rows) < 4
+    caplog.clear()
+    axes = [Axis(option="model.context_length", values=[16, 100_000, 8])]
     for max_trainings in (1, 2):
         base = replace(BASE, execution=replace(BASE.execution, max_trainings=max_trainings))
-        with pytest.raises(UserError, match=message):
-            sweep(replace(config, base=base, search=None), str(tmp_path))
+        with caplog.at_level("INFO"):
+            record = sweep(replace(config, base=base, axes=axes, search=None), str(tmp_path))
+        rows = table(tmp_path, record)
+        assert sorted(row["model.context_length"] for row in rows[:2]) == ["16", "8"], "points after it are trained"
+        assert (rows[2]["point"], rows[2]["state"]) == ("2", "refused")
+        assert rows[2]["reason"].startswith("The training text has ")
+        assert "The training text has " in str(output(tmp_path, record).page)
+        assert message in caplog.text
+    assert caplog.text.count("train runs: ") == 3, "the second run tries only the refused point again"
+
+
+@pytest.mark.slow
+def test_a_sweep_in_which_no_point_can_be_trained_is_an_error_after_its_table(tmp_path: Path) -> None:
+    axes = [Axis(option="model.context_length", values=[100_000, 200_000])]
+    with pytest.raises(UserError, match=r"model\.context_length 100000 cannot be trained\. The training text has "):
+        sweep(SweepConfig(name="contexts", base=BASE, axes=axes), str(tmp_path))
+    assert len(list(tmp_path.glob("sweep/*/*/table.csv"))) == 1
 
 
 @pytest.mark.slow

@@ -77,6 +77,25 @@ def test_a_refresh_makes_an_output_once_in_a_run(tmp_path: Path) -> None:
     assert letters.look_up(run, [letters.bind("x", 3)])[0][1], "cached for the rest of the run"
 
 
+def test_an_output_that_holds_a_failure_is_made_again_once_in_each_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(out: Attempt, text: str) -> None:
+        CALLS.append(text)
+        out.figures = {"state": "refused" if len(CALLS) < 3 else "finished"}
+
+    trying = Stage("trying", body, is_retried=lambda output: output.manifest["figures"]["state"] == "refused")
+    with caplog.at_level(logging.INFO):
+        for count in (1, 2, 3, 3):
+            run = run_context(tmp_path)
+            assert not trying.look_up(run, [trying.bind("x")])[0][1] or len(CALLS) == 3
+            for _ in range(2):
+                materialize(trying, run, "x")
+            assert len(CALLS) == count
+            assert trying.look_up(run, [trying.bind("x")])[0][1]
+    assert caplog.text.count("trying runs: its last result is a failure.") == 2
+
+
 def test_records_are_not_content(tmp_path: Path) -> None:
     """Two attempts with different records have the same content digest."""
     run = run_context(tmp_path)

@@ -5,16 +5,21 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from lm.common.errors import StorageError, UserError
 from lm.common.runtime import Execution
-from lm.experiments.trial import TrialConfig
+from lm.experiments.trial import TrialConfig, TrialResult, from_json, rank
 from lm.model.config import ModelConfig
 from lm.train.config import TrainConfig
+from tasks.runtime.context import Attempt, RunContext
 from tasks.runtime.output import Ref
 from tasks.runtime.stage import _config_identity, new_attempt_name
-from tasks.trial import _share_of_threads, _stopping
+from tasks.train import train
+from tasks.trial import _share_of_threads, _stopping, trial
 from tests.helpers.roots import run_context
 
 REF = Ref("train", "0" * 64)
@@ -58,6 +63,40 @@ def test_trainings_at_once_share_the_cores_and_one_alone_has_all(
     with ThreadPoolExecutor() as pool:
         assert pool.submit(_share_of_threads, execution).result().threads == threads
         assert pool.submit(_share_of_threads, replace(execution, threads=5)).result().threads == 5
+
+
+@pytest.mark.parametrize("reason", ["The training text has 9 tokens, too few.", "The GPU has too little memory."])
+def test_a_point_that_cannot_be_trained_is_a_result_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    content = run_trial(tmp_path, monkeypatch, UserError(reason))
+    assert (content["state"], content["reason"], content["steps"], content["model"]) == ("refused", reason, 0, None)
+    diverged = TrialResult("diverged", "", 0, 0, 1, 0.0, None, None, None, [])
+    assert rank([from_json(content), diverged, replace(diverged, state="finished", train_loss=9.0)])[0] == 2
+    assert from_json({**content, "steps": 5, "train_loss": 3.0}).objective is None, (
+        "a loss before the refusal is no result"
+    )
+
+
+def test_a_failure_of_the_machine_ends_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StorageError, match="disk"):
+        run_trial(tmp_path, monkeypatch, StorageError("disk"))
+
+
+def run_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: UserError) -> dict[str, Any]:
+    """Return ``trial.json`` of a trial whose training raises an error."""
+
+    def fail(run: RunContext, arguments: dict[str, Any]) -> None:
+        raise error
+
+    monkeypatch.setattr(train, "look_up", lambda run, calls: [(REF, False)])
+    monkeypatch.setattr(train, "materialize", fail)
+    index: Any = SimpleNamespace(ref=REF, json=lambda name: {"vocab_size": 300})
+    out = Attempt(tmp_path, "", run_context(tmp_path), [], set())
+    trial.body(out, TrialConfig(ModelConfig(), TrainConfig()), index, [], [], index)
+    content = json.loads((tmp_path / "trial.json").read_text())
+    assert out.figures["state"] == content["state"]
+    return dict(content)
 
 
 def test_the_name_of_a_point_does_not_enter_the_key() -> None:
