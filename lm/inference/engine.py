@@ -5,6 +5,7 @@ between steps. Sources: CS336 assignment 1 (section 6); Touvron et al. 2023 (Lla
 batching).
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from lm.inference.prefix_cache import PrefixCache
 from lm.inference.sampler import Sampler, TokenScore, score_tokens
 from lm.inference.speculation import PromptLookup
 from lm.model.transformer import TransformerLM
+
+log = logging.getLogger(__name__)
 
 _MAX_LOGITS = 1 << 24  # numbers at a time for the log-probabilities of a prompt
 
@@ -330,7 +333,8 @@ class Engine:
                     editor.record(token_id)
                 try:
                     generation.append(token_id, scores.get(row))
-                except Exception as error:  # of its on_token
+                except Exception as error:
+                    log.exception("on_token of a generation failed.")
                     generation.fail(error)
         return id_list
 

@@ -72,10 +72,10 @@ class Llama:
     ) -> "Llama":
         """Load a checkpoint of Meta, Hugging Face or this project, and a tokenizer as :meth:`LlamaTokenizer.load` does.
 
-        ``dtype`` defaults to that of the files. Raises UserError if a file is missing, damaged or unknown.
+        ``dtype`` defaults to that of the embedding. Raises UserError if a file is missing, damaged or unknown.
         """
         tokenizer = LlamaTokenizer.load(Path(tokenizer_path))
-        model = load_any_model(Path(ckpt_dir), device, max_seq_len)
+        model = load_any_model(Path(ckpt_dir), device, max_seq_len, dtype)
         shrink_vocabulary(model, tokenizer.n_words)
         return cls(prepare_for_inference(model, dtype), tokenizer, max_seq_len, max_batch_size)
 

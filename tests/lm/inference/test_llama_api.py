@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from lm.checkpoint.hugging_face import save_hugging_face
+from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
 from lm.checkpoint.meta import load_meta
 from lm.checkpoint.training_state import save_training
 from lm.common.errors import UserError
@@ -203,6 +204,20 @@ def test_padded_vocabulary_is_truncated(tmp_path: Path) -> None:
         save_hugging_face(model, tokenizer, folder)
         ids, _ = Llama.build(folder, folder, 32, 1).generate([[1]], 30, temperature=0)
         assert len(ids[0]) > 9 and max(ids[0]) < tokenizer.size
+
+
+def test_a_dtype_is_that_of_all_parameters_without_rounding(tmp_path: Path) -> None:
+    folder, prompt = tmp_path / "mixed", [1, 2, 3, 4]
+    save_hugging_face(make_model(257, MAX_SEQ_LEN).bfloat16(), bytes_tokenizer([END_OF_TEXT]), folder)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"lm_head.weight": torch.randn(257, 16)}, path)
+    with torch.no_grad():
+        logits = load_hugging_face(folder, dtype=torch.float32)(torch.tensor([prompt[:-1]]))[0]
+    expected = logits.log_softmax(-1)[range(3), prompt[1:]].tolist()
+    built = Llama.build(folder, folder, MAX_SEQ_LEN, 1, dtype=torch.float32)
+    _, logprobs = built.generate([prompt], 0, logprobs=True, echo=True)
+    assert logprobs is not None and logprobs[0][1:] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.slow

@@ -152,7 +152,9 @@ def test_a_cancelled_generation_leaves_the_queue_while_all_rows_are_taken(schedu
     finished.wait(*active)
 
 
-def test_a_failing_callback_for_tokens_ends_its_generation_only(scheduler: Scheduler) -> None:
+def test_a_failing_callback_for_tokens_ends_its_generation_only(
+    scheduler: Scheduler, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(token_id: int) -> bool:
         raise MemoryError("no room")
 
@@ -160,7 +162,7 @@ def test_a_failing_callback_for_tokens_ends_its_generation_only(scheduler: Sched
     failing, beside, waiting = make_generation([1], on_token=fail), make_generation([2]), make_generation([3])
     scheduler.submit([failing, beside, waiting], finished)
     finished.wait(failing, beside, waiting)
-    assert isinstance(finished.errors[failing], MemoryError)
+    assert isinstance(finished.errors[failing], MemoryError) and "MemoryError: no room" in caplog.text
     for generation in (beside, waiting):
         assert finished.errors[generation] is None and len(generation.ids) == 9
 
