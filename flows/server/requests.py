@@ -8,7 +8,17 @@ from functools import partial
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from fastapi.responses import JSONResponse, Response
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from lm.common.errors import UserError
@@ -22,13 +32,18 @@ T = TypeVar("T")
 _List = Annotated[list[T], Field(fail_fast=True)]  # report the first wrong item only, not a million
 
 
-def _refuse_unless_empty(value: T) -> T:
-    if value:
-        raise PydanticCustomError("unsupported", "This server does not support it; leave it out")
-    return value
+def _refuse_unless(*harmless: Any) -> AfterValidator:
+    """Refuse a value that would change the answer: all but null and ``harmless``."""
+
+    def check(value: Any) -> Any:
+        if value is not None and value not in harmless:
+            raise PydanticCustomError("unsupported", "This server does not support it; leave it out")
+        return value
+
+    return AfterValidator(check)
 
 
-_Empty = Annotated[T, AfterValidator(_refuse_unless_empty)]
+_Unsupported = Annotated[Any, _refuse_unless(False, "", [])]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _MAX_COUNT = 1 << 31  # numbers of thousands of digits cannot be written into a message
@@ -58,7 +73,11 @@ class ApiError(Exception):
 
 
 class _StrictModel(BaseModel):
-    """Rejects fields of a wrong type. Unknown fields are ignored, because newer clients send newer fields."""
+    """Rejects fields of a wrong type. Unknown fields are ignored, because newer clients send newer fields.
+
+    A known field that would change the answer is declared as unsupported, so that no client takes the answer for the
+    one that it asked for.
+    """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -67,17 +86,21 @@ class _StreamOptions(_StrictModel):
     include_usage: bool | None = None
 
 
+class _ResponseFormat(_StrictModel):
+    type: Literal["text"]
+
+
 class GenerationRequest(_StrictModel):
     """The common fields of completion and chat requests. Missing fields and null mean the default of SampleConfig.
 
-    Features that the server lacks are accepted only with a value that has no effect. Some bounds are tighter than
-    OpenAI's: float32 must be able to represent all results, or the whole batch fails.
+    Features that the server lacks, also those of vLLM and llama.cpp, are accepted only with a value that has no effect.
+    Some bounds are tighter than OpenAI's: float32 must be able to represent all results, or the whole batch fails.
     """
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=0, le=_MAX_COUNT)
     temperature: float | None = Field(None, ge=0, le=2)
-    top_k: int | None = Field(None, ge=0, le=1 << 30)
+    top_k: int | None = Field(None, ge=-1, le=1 << 30)
     top_p: float | None = Field(None, ge=0, le=1)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.1, le=10)
@@ -89,6 +112,41 @@ class GenerationRequest(_StrictModel):
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
+    response_format: _ResponseFormat | None = None
+
+    # Structured output.
+    structured_outputs: _Unsupported = None
+    guided_json: _Unsupported = None
+    guided_regex: _Unsupported = None
+    guided_choice: _Unsupported = None
+    guided_grammar: _Unsupported = None
+    guided_json_object: _Unsupported = None
+    grammar: _Unsupported = None
+    json_schema: _Unsupported = None
+    # Which tokens may come, and where a text ends.
+    allowed_token_ids: _Unsupported = None
+    bad_words: _Unsupported = None
+    stop_token_ids: _Unsupported = None
+    ignore_eos: _Unsupported = None
+    min_tokens: _Unsupported = None
+    include_stop_str_in_output: _Unsupported = None
+    skip_special_tokens: Annotated[Any, _refuse_unless(True)] = None
+    # Sampling.
+    use_beam_search: _Unsupported = None
+    typical_p: Annotated[Any, _refuse_unless(1)] = None
+    top_n_sigma: Annotated[Any, _refuse_unless(0, -1)] = None
+    mirostat: _Unsupported = None
+    dynatemp_range: _Unsupported = None
+    dry_multiplier: _Unsupported = None
+    xtc_probability: _Unsupported = None
+    # The prompt.
+    prompt_embeds: _Unsupported = None
+    truncate_prompt_tokens: _Unsupported = None
+
+    @field_validator("top_k")
+    @classmethod
+    def _read_top_k(cls, value: int | None) -> int | None:
+        return 0 if value == -1 else value  # both turn it off
 
     def sample_config(self, max_new_tokens: int, *extra_stops: str) -> SampleConfig:
         """Return the sampling parameters, with additional stop texts."""
@@ -113,7 +171,7 @@ class CompletionRequest(GenerationRequest):
     """The body of ``POST /v1/completions``."""
 
     prompt: str | _List[str] | _List[int] | _List[_List[int]]
-    suffix: _Empty[str] | None = None
+    suffix: _Unsupported = None
     best_of: int | None = Field(None, ge=1, le=_MAX_COUNT)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=_MAX_ALTERNATIVES)
@@ -156,23 +214,40 @@ class CompletionRequest(GenerationRequest):
         return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in self._prompts()]
 
 
-class _TextPart(_StrictModel):
-    type: Literal["text"]
-    text: str
+class _Part(_StrictModel):
+    type: str
+    text: str | None = None
+
+    @model_validator(mode="after")
+    def _check_type(self) -> Self:
+        if self.type != "text":
+            raise PydanticCustomError(
+                "unsupported", "A part of type {type} is not supported; send text", {"type": repr(self.type[:40])}
+            )
+        if self.text is None:
+            raise PydanticCustomError("missing", "The part has no text")
+        return self
 
 
-class _ResponseFormat(_StrictModel):
-    type: Literal["text"]
+_Content = Annotated[
+    Annotated[str, Tag("str")] | Annotated[_List[_Part], Tag("list[part]")],
+    Discriminator(lambda value: "list[part]" if isinstance(value, list) else "str"),  # errors of one form only
+]
 
 
 class _ChatMessage(_StrictModel):
+    tool_calls: _Unsupported = None
+    function_call: _Unsupported = None
+    audio: _Unsupported = None
+    prefix: _Unsupported = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | _List[_TextPart] | None
+    content: _Content | None = None
 
     @model_validator(mode="after")
     def _check_content(self) -> Self:
-        if self.content is None and self.role != "assistant":  # clients send an empty answer back as null
-            raise PydanticCustomError("missing", "content must not be null")
+        is_empty_answer = self.role == "assistant" and "content" in self.model_fields_set  # clients send it as null
+        if self.content is None and not is_empty_answer:
+            raise PydanticCustomError("missing", "The message has no content")
         return self
 
 
@@ -180,11 +255,23 @@ class ChatRequest(GenerationRequest):
     """The body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[_List[_ChatMessage], Field(min_length=1)]
-    tools: _Empty[list[Any]] | None = None
-    response_format: _ResponseFormat | None = None
     max_completion_tokens: int | None = Field(None, ge=0, le=_MAX_COUNT)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=_MAX_ALTERNATIVES)
+
+    tools: _Unsupported = None
+    tool_choice: Annotated[Any, _refuse_unless("none", "auto")] = None
+    functions: _Unsupported = None
+    function_call: Annotated[Any, _refuse_unless("none", "auto")] = None
+    modalities: Annotated[Any, _refuse_unless([], ["text"])] = None
+    audio: _Unsupported = None
+    web_search_options: _Unsupported = None
+    echo: _Unsupported = None
+    best_of: Annotated[Any, _refuse_unless(1)] = None
+    continue_final_message: _Unsupported = None
+    add_generation_prompt: Annotated[Any, _refuse_unless(True)] = None
+    chat_template: _Unsupported = None
+    documents: _Unsupported = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -212,7 +299,7 @@ class ChatRequest(GenerationRequest):
         messages = []
         for message in self.messages:
             content = message.content or ""
-            text = content if isinstance(content, str) else "".join(part.text for part in content)
+            text = content if isinstance(content, str) else "".join(part.text or "" for part in content)
             messages.append(Message(role="system" if message.role == "developer" else message.role, content=text))
         try:
             return [chat_format.encode(messages)]

@@ -7,6 +7,9 @@ import pytest
 
 from tests.helpers.completion_server import CLIENT_TIMEOUT_SECONDS, CONTEXT, RunningServer, httpx, openai
 
+MESSAGES: list[Any] = [{"role": "user", "content": "a"}]
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
 
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
@@ -98,6 +101,100 @@ def test_an_invalid_request_is_refused(
     assert error["type"] == "invalid_request_error" and len(error["message"]) < 500
     assert len(server.scheduler) == 0
     assert server.post({"prompt": "a", "max_tokens": 1, "new_field": {"x": [1]}}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("functions", [{"name": "f", "parameters": {}}]),
+        ("function_call", {"name": "f"}),
+        ("tool_choice", "required"),
+        ("modalities", ["text", "audio"]),
+        ("audio", {"voice": "alloy", "format": "wav"}),
+        ("web_search_options", {}),
+        ("guided_json", {"type": "object"}),
+        ("guided_regex", "[0-9]+"),
+        ("guided_choice", ["a", "b"]),
+        ("structured_outputs", {"regex": "[0-9]+"}),
+        ("response_format", {"type": "json_object"}),
+        ("grammar", 'root ::= "a"'),
+        ("continue_final_message", True),
+        ("add_generation_prompt", False),
+        ("skip_special_tokens", False),
+        ("ignore_eos", True),
+        ("min_tokens", 5),
+        ("typical_p", 0.9),
+        ("best_of", 2),
+        ("top_k", -2),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_known_field_that_would_change_the_answer_is_refused_by_name(
+    server: RunningServer, field: str, value: Any
+) -> None:
+    response = server.post({"messages": MESSAGES, "max_tokens": 1, field: value}, "chat/completions")
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, field)
+    assert error["message"].startswith(field)
+
+
+@pytest.mark.parametrize("field", ["guided_json", "structured_outputs", "response_format", "grammar", "min_tokens"])
+def test_completions_refuse_such_fields_too(server: RunningServer, field: str) -> None:
+    response = server.post({"prompt": "a", "max_tokens": 1, field: {"type": "json_object"}})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+
+
+def test_such_fields_are_accepted_with_values_that_have_no_effect(server: RunningServer) -> None:
+    harmless: dict[str, Any] = {
+        "tools": [], "tool_choice": "none", "functions": None, "function_call": "auto", "modalities": ["text"],
+        "response_format": {"type": "text"}, "guided_json": None, "grammar": "", "continue_final_message": False,
+        "add_generation_prompt": True, "skip_special_tokens": True, "ignore_eos": False, "min_tokens": 0,
+        "typical_p": 1.0, "top_n_sigma": -1, "mirostat": 0, "best_of": 1,
+    }  # fmt: skip
+    answer: dict[str, Any] = {
+        "role": "assistant",
+        "content": "b",
+        "tool_calls": [],
+        "function_call": None,
+        "refusal": None,
+    }
+    request = {"messages": [*MESSAGES, answer, *MESSAGES], "max_tokens": 2, **harmless}
+    response = server.post(request, "chat/completions")
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, "1.tool_calls: This server does not support it"),
+        ({"role": "assistant", "tool_calls": [CALL]}, "1.tool_calls: This server does not support it; leave it out."),
+        ({"role": "assistant", "content": "b", "function_call": CALL["function"]}, "1.function_call: This server"),
+        ({"role": "assistant", "content": "b", "prefix": True}, "1.prefix: This server does not support it"),
+        ({"role": "assistant"}, "1: The message has no content."),
+        (
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "b"}, {"type": "image_url", "image_url": {"url": "c"}}],
+            },
+            "1.content.1: A part of type 'image_url' is not supported; send text.",
+        ),
+        ({"role": "user", "content": [{"type": "input_audio"}]}, "1.content.0: A part of type 'input_audio' is not"),
+        ({"role": "user", "content": [{"type": "text"}]}, "1.content.0: The part has no text."),
+        ({"role": "user", "content": 5}, "1.content: Input should be a valid string."),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+def test_messages_name_what_is_not_supported(server: RunningServer, message: Any, text: str) -> None:
+    response = server.post({"messages": [*MESSAGES, message]}, "chat/completions")
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "messages")
+    assert error["message"].startswith(f"messages.{text}")
+
+
+def test_top_k_minus_1_turns_it_off(server: RunningServer) -> None:
+    request = {"prompt": "a", "max_tokens": 20, "temperature": 2, "top_p": 1, "seed": 3}
+    texts = [server.post({**request, "top_k": top_k}).json()["choices"][0]["text"] for top_k in (-1, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
 
 
 def test_too_many_log_probabilities_are_refused(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
