@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from lm.checkpoint.atomic_dir import atomic_directory, fill_directory
@@ -35,7 +34,7 @@ from lm.checkpoint.hugging_face_moe import (
 )
 from lm.checkpoint.hugging_face_rope import flatten_rope_fields, read_rope_scaling, rope_fields
 from lm.checkpoint.model_card import make_model_card
-from lm.checkpoint.safe_load import read_safetensors
+from lm.checkpoint.safe_load import read_safetensors, save_safetensors
 from lm.common.errors import UserError, translate_write_errors
 from lm.common.json_files import read_json
 from lm.data.chat_template import END_TOKEN, has_chat_tokens, make_jinja_template
@@ -225,7 +224,8 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
     }
     target = fill_directory(directory, "config.json") if directory.exists() else atomic_directory(directory)
     with translate_write_errors(directory, (OSError, SafetensorError)), target as temporary:
-        save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})  # transformers 4 requires it
+        # transformers 4 requires the metadata.
+        save_safetensors(weights, temporary / "model.safetensors", metadata={"format": "pt"})
         tokenizer.save_tokenizer_json(temporary / "tokenizer.json")
         card = make_model_card(directory.name, _CLASSES[model_type], model, tokenizer, details)
         (temporary / "README.md").write_text(card, encoding="utf-8")

@@ -8,7 +8,7 @@ from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lm.common.device import explain_out_of_memory
@@ -31,6 +31,14 @@ def save_tensors(state: dict[str, Any], path: Path) -> None:
             torch.save(state, file)
         except RuntimeError as error:  # torch's zip writer hides the OSError
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+
+
+def save_safetensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a new file of safetensors with the permissions of any new file. Raises OSError or SafetensorError."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata=metadata)  # for the owner alone
+    path.chmod(mode)
 
 
 def read_tensors(src: PathOrFile, mmap: bool = False) -> Any:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lm.checkpoint.atomic_dir import atomic_directory
@@ -29,6 +28,7 @@ from lm.checkpoint.safe_load import (
     load_weights,
     read_safetensors,
     read_tensors,
+    save_safetensors,
     save_tensors,
 )
 from lm.common.checksum import dumps_with_checksum, file_checksum, loads_with_checksum
@@ -93,9 +93,9 @@ def _save_weights(model: TransformerLM, directory: Path, part: int, parts: int, 
         for key, tensor in model.state_dict().items()
     }
     head = {key: weights.pop(key) for key in list(weights) if key.startswith(_HEAD_PREFIX)}
-    save_file(weights, directory / _part_name("model", part, parts))
+    save_safetensors(weights, directory / _part_name("model", part, parts))
     if head:
-        save_file(head, directory / _HEAD_NAME)
+        save_safetensors(head, directory / _HEAD_NAME)
 
 
 def _state_of_part(optimizer: torch.optim.Optimizer, part: int, parts: int, parallel: Parallel) -> dict[str, Any]:

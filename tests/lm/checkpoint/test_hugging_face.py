@@ -75,6 +75,13 @@ def test_round_trip_is_exact(tmp_path: Path, options: dict[str, Any]) -> None:
     assert_same_weights(load_hugging_face(tmp_path / "half"), half)
 
 
+def test_all_files_of_an_export_have_the_mode_of_new_files(tmp_path: Path) -> None:
+    make_exported(tmp_path / "out")
+    (tmp_path / "new").touch()
+    modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert modes == {(tmp_path / "new").stat().st_mode}
+
+
 def test_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     model = load_meta(write_meta(tmp_path / "meta", GROUPED | {"vocab_size": -1}, meta_weights(GROUPED), 4), 16)
     with pytest.raises(UserError, match="tokenizer has 256 ids, the model 36"):

@@ -60,6 +60,16 @@ def test_rows_of_a_divided_checkpoint_do_not_keep_the_whole_in_memory() -> None:
     assert torch.equal(rows, parts[0]) and rows.untyped_storage().nbytes() == rows.nbytes
 
 
+def test_all_files_of_a_checkpoint_have_the_mode_of_new_files(tmp_path: Path) -> None:
+    model, optimizers = make_training(0)
+    model.scalar_head = ScalarHead(model.config.d_model)
+    save_training(tmp_path / "step-1", model, optimizers, 1, {})
+    (tmp_path / "new").touch()
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "step-1").iterdir()}
+    assert modes.keys() == {"model.safetensors", "head.safetensors", "optimizer.pt", "checkpoint.json"}
+    assert {*modes.values()} == {(tmp_path / "new").stat().st_mode}
+
+
 def test_description_of_a_checkpoint(saved: Path) -> None:
     description = read_description(saved)
     assert description is not None
