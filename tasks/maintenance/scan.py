@@ -15,6 +15,7 @@ from tasks.runtime.store import LEASES, LOCK_FILE, Store
 
 _KEY_DIRECTORY = re.compile(f"{STAGE_NAME}/[0-9a-f]{{64}}")
 _PATH_IN_KEY_DIRECTORY = re.compile(f"({STAGE_NAME})/([0-9a-f]{{64}})/([^/]+)(/.+)?", re.DOTALL)
+_NOTES = {"README.md", ".gitignore", ".gitkeep"}  # at the top of a root that is kept in git
 _TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{32}\.tmp")
 
 
@@ -48,7 +49,7 @@ def scan(store: Store) -> Scan:
     for path, size in sizes.items():
         if match := _PATH_IN_KEY_DIRECTORY.fullmatch(path):
             entries[Ref(match[1], match[2])][match[3]][path] = size
-        elif path != LOCK_FILE:
+        elif path not in {LOCK_FILE, *_NOTES}:
             others[path] = size
     for ref, names in entries.items():
         result.findings += catch_damage("/".join(ref), _scan_key_directory(store, ref, names, result))

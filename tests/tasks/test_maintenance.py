@@ -70,6 +70,8 @@ def test_an_intact_root_has_no_findings(tmp_path: Path, where: str, request: pyt
         request.getfixturevalue("bucket")
     root = {"disk": str(tmp_path), "memory": f"memory://{tmp_path.name}", "s3": "s3://corpus/intact"}[where]
     run, low, _ = make_root(root)
+    for name in ("README.md", ".gitignore"):  # as in a root that is kept in git
+        run.store.fs.pipe_file(run.store.path(name), b"a note")
     assert find_kinds(run.store) == {}
     assert find_garbage(run.store) == []
     path = (*read_output(run.store, low).location, "a.txt")
@@ -117,21 +119,21 @@ def test_unfinished_and_orphaned_files_are_distinguished(tmp_path: Path) -> None
     (tmp_path / "runs" / f"a.json.{'ab' * 16}.tmp").write_text("cut o")
     Path(after.url, "more.txt").write_text("a note")
     (tmp_path / "letters" / low.key / "folder").mkdir()
-    (tmp_path / "README.md").write_text("a note")
+    (tmp_path / "note.md").write_text("a note")
     assert find_kinds(run.store) == {
         "/".join(before.location): "orphaned",
         unfinished.relative_to(tmp_path).as_posix(): "unfinished",
         f"runs/a.json.{'ab' * 16}.tmp": "orphaned",
         f"{'/'.join(after.location)}/more.txt": "orphaned",
         f"letters/{low.key}/folder": "orphaned",
-        "README.md": "orphaned",
+        "note.md": "orphaned",
     }
     with lock_root(run.store, exclusive=True):
         assert all(delete(run.store, finding) for finding in find_garbage(run.store))
     assert not Path(before.url).exists()
     assert not unfinished.parent.exists()
     assert not list(tmp_path.rglob("*.tmp"))
-    foreign = {f"{'/'.join(after.location)}/more.txt", f"letters/{low.key}/folder", "README.md"}
+    foreign = {f"{'/'.join(after.location)}/more.txt", f"letters/{low.key}/folder", "note.md"}
     assert set(find_kinds(run.store)) == foreign, "gc deletes only files of runs"
     assert after.is_intact()
 
