@@ -36,12 +36,16 @@ def cell(value: Any) -> str:
 
 def code(text: str | bytes) -> str:
     """Return text as inline code. Control characters, and spaces at the ends, are made visible."""
-    if isinstance(text, bytes):
-        text = text.decode("utf-8", "backslashreplace")
-    shown = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
-    shown = re.sub("^ +| +$", lambda spaces: "␣" * len(spaces.group()), shown)
+    shown = re.sub("^ +| +$", lambda spaces: "␣" * len(spaces.group()), make_visible(text))
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", shown)), default=0))
     return f"{fence} {shown} {fence}" if len(fence) > 1 else f"`{shown}`"
+
+
+def make_visible(text: str | bytes) -> str:
+    r"""Return text with control characters, and bytes that are not UTF-8, as escapes such as ``\t`` and ``\xc3``."""
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", "backslashreplace")
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def escape_markdown(text: str) -> str:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tasks.pages.markdown import make_visible
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -56,14 +58,9 @@ def embed_image(data: bytes, media_type: str, alt: str) -> str:
 
 
 def token_texts(tokenizer: "Tokenizer", text: str) -> list[str]:
-    """Encode a text and return each token as a string, in hexadecimal if it is not printable."""
-    return [_printable(tokenizer.vocab[token_id]) for token_id in tokenizer.encode(text, allowed_special=())]
-
-
-def _printable(token: bytes) -> str:
-    text = token.decode("utf-8", "replace")
-    is_printable = text.encode() == token and text.replace("\n", "").isprintable()
-    return text if is_printable else token.hex(" ").upper()
+    r"""Encode a text and return each token as a string. Bytes that are not printable are escaped, as in ``\xc3``."""
+    tokens = (tokenizer.vocab[token_id] for token_id in tokenizer.encode(text, allowed_special=()))
+    return ["\n".join(map(make_visible, token.split(b"\n"))) for token in tokens]
 
 
 def token_picture(tokens: Sequence[str]) -> str:

@@ -176,15 +176,21 @@ def test_code_shows_each_space_at_the_ends() -> None:
     assert [markdown.code(text) for text in (" ", "  ", " a b  ")] == ["`␣`", "`␣␣`", "`␣a b␣␣`"]
 
 
-@given(st.text("ab \n東🙂é<&", max_size=60))
+@given(st.text("ab \n\t東🙂é<&\x00", max_size=60))
 def test_the_tokens_of_a_text_join_to_it(text: str) -> None:
     tokenizer = Tokenizer({index: bytes([index]) for index in range(256)}, [])
     segments = plots.token_texts(tokenizer, text)
-    assert (
-        b"".join(segment.encode() if len(segment) == 1 else bytes.fromhex(segment) for segment in segments)
-        == text.encode()
-    )
+    assert all(len(segment) == 1 or segment[0] == "\\" for segment in segments)
+    read = [segment.encode().decode("unicode_escape").encode("latin-1") for segment in segments]
+    assert b"".join(read) == text.encode()
     assert base64.b64decode(plots.token_picture(segments).partition("base64,")[2][:-1]).startswith(b"<svg")
+
+
+def test_bytes_of_a_token_that_are_no_text_are_escaped() -> None:
+    vocab = {index: bytes([index]) for index in range(256)} | {256: " naï".encode()[:4], 257: b"\n\x00a"}
+    tokenizer = Tokenizer(vocab, [])
+    tokenizer.encode = lambda text, allowed_special: [256, 0xAF, 257, 9]  # type: ignore[assignment,misc]
+    assert plots.token_texts(tokenizer, "") == [" na\\xc3", "\\xaf", "\n\\x00a", "\\t"]
 
 
 def test_the_heat_map_of_experts_has_a_colour_for_each_load() -> None:
