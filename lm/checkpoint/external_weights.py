@@ -120,6 +120,8 @@ def translate_name(name: str, names: dict[str, str]) -> str:
 def collect_parts(shards: Sequence[dict[str, Tensor]], name: str, directory: Path) -> list[Tensor]:
     """Return the tensor ``name`` of each shard, not joined. Raises UserError if one is missing or dtypes differ."""
     parts = [shard[name] for shard in shards if name in shard]
+    if not parts:
+        raise UserError(f"{directory} has no {name}; use all files of one model, with its own config.")
     if len(parts) < len(shards):
         raise UserError(f"{directory} has {name} in {len(parts)} of {len(shards)} files; use all files of one model.")
     if bad := [part.dtype for part in parts if part.dtype not in WEIGHT_DTYPES or part.dtype != parts[0].dtype]:
