@@ -27,7 +27,7 @@ from flows.cli.summary import (
 )
 from flows.config import PipelineConfig, StageName, has_demo_model, options_replaced_by_budget
 from flows.forecast import plan_with_forecasts
-from flows.models import RunModel, resolve_model
+from flows.models import DirectoryModel, RunModel, resolve_model
 from flows.plan import cached_run, plan
 from flows.posttrain_config import PosttrainConfig, PosttrainStage, has_demo_problems
 from flows.run_record import absolute_root, run_name
@@ -262,8 +262,10 @@ def export_command(options: Namespace) -> None:
     from flows.model_card import training_details
     from lm.checkpoint.gguf import save_gguf
     from lm.checkpoint.hugging_face import save_hugging_face
+    from lm.checkpoint.lost_settings import warn_of_lost_settings
     from lm.tokenizer.text_tokenizer import require_byte_level
 
+    log_to_console()
     resolved = resolve_model(options.model, options.root)
     model, tokenizer = resolved.load("cpu")
     tokenizer, path = require_byte_level(tokenizer, resolved.name), Path(options.path)
@@ -272,6 +274,8 @@ def export_command(options: Namespace) -> None:
     else:
         details = training_details(resolved) if isinstance(resolved, RunModel) else ""
         save_hugging_face(model, tokenizer, path, details)
+    if isinstance(resolved, DirectoryModel):
+        warn_of_lost_settings(resolved.directory, tokenizer)
     reader = "llama.cpp" if options.gguf else "transformers' from_pretrained"
     print(f"Exported to {path}. {reader} can load it.")
 
@@ -291,7 +295,8 @@ def verify_command(options: Namespace) -> int:
     if counts["damaged"]:
         print("Damaged outputs are never used: the next run that needs them makes them again.")
     if counts.keys() - {"damaged"}:
-        print("Orphaned files are never used. A training may go on from unfinished ones. textmill gc lists both.")
+        print("Orphaned files are never used. A training may go on from unfinished ones.")
+        print("textmill gc lists the files that it can delete.")
     return 1 if counts["damaged"] else 0
 
 

@@ -262,13 +262,30 @@ def test_a_model_is_exported_for_llama_cpp(tmp_path: Path, capsys: pytest.Captur
     path = tmp_path / "model.gguf"
     options = ["--root", str(tmp_path / "root"), "--model", str(tmp_path / "model"), "--gguf", "q8_0"]
     assert main(["export", str(path), *options]) == 0
-    assert capsys.readouterr().out == f"Exported to {path}. llama.cpp can load it.\n"
+    shown = capsys.readouterr()
+    assert shown.out == f"Exported to {path}. llama.cpp can load it.\n" and "does not keep" not in shown.err
     [head] = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == "output.weight"]
     assert head.tensor_type.name == "Q8_0"
     weights = gguf.dequantize(np.array(head.data), head.tensor_type)
     torch.testing.assert_close(torch.from_numpy(weights), model.head_weight.detach(), rtol=0, atol=0.01)
     assert main(["export", str(path), *options]) == 2
     assert "already exists; name a new file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("format_options", [[], ["--gguf", "float32"]], ids=["directory", "gguf"])
+def test_an_export_names_the_settings_that_it_does_not_keep(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], format_options: list[str]
+) -> None:
+    if format_options:
+        pytest.importorskip("gguf", reason="gguf is not installed")
+    tokenizer, directory = make_tokenizer(special_tokens=[END_OF_TEXT], merges=63), tmp_path / "model"
+    save_hugging_face(make_model(tokenizer.size, 64, d_model=32, d_ff=64), tokenizer, directory)
+    (directory / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    (directory / "generation_config.json").write_text('{"temperature": 0.6}', encoding="utf-8")
+    options = ["--root", str(tmp_path / "root"), "--model", str(directory), *format_options]
+    assert main(["export", str(tmp_path / "out"), *options]) == 0
+    message = f"The export does not keep the chat template, the generation settings temperature of {directory}. "
+    assert message in capsys.readouterr().err
 
 
 def test_a_model_is_not_exported_for_llama_cpp(
