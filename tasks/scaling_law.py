@@ -36,4 +36,5 @@ def scaling_law(out: Attempt, trials: list[Output], settings: list[dict[str, Any
     }
     (out.directory / "law.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     out.figures = {name: asdict(getattr(law, name)) for name in ("parameters", "tokens", "loss")}
+    out.figures |= {"irreducible_loss": law.irreducible_loss} if law.irreducible_loss else {}
     out.figures |= {"prediction": content["prediction"]}

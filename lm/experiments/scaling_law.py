@@ -1,7 +1,8 @@
 """Scaling laws from trainings of several sizes at equal FLOPs: approach 2 of Hoffmann et al. 2022 ("Chinchilla").
 
 At each budget, a parabola in the logarithm of the parameters is fitted to the losses. Its minimum is the best size of
-the budget. Power laws of the budget go through the minima.
+the budget. Power laws of the budget go through the minima. From four budgets on, the loss may have an irreducible part,
+``E + A · C^-alpha`` as in that paper: fewer budgets do not tell it from a power law.
 """
 
 import math
@@ -20,6 +21,9 @@ Array = npt.NDArray[np.float64]
 _DRAWS = 500  # of the bootstrap
 _SEED = 0
 _MAX_LOG_DISTANCE = math.log(100)  # of the best size from the sizes trained
+MIN_BUDGETS_FOR_IRREDUCIBLE_LOSS = 4
+_DECAYS = np.geomspace(0.005, 2.0, 160)  # alphas that are tried
+_REFINEMENTS = 2  # of alpha, each with 1 / 20 of the distance
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,17 @@ class ScalingLaw:
     tokens: PowerLaw
     """Best number of tokens of a budget. Hoffmann et al. name its exponent b."""
     loss: PowerLaw
-    """Loss of the best size of a budget."""
+    """Loss of the best size of a budget, without the irreducible loss."""
+    irreducible_loss: float
+    """Loss that no budget goes below. 0 with fewer than four budgets, which do not show it."""
     loss_noise: float
     """Standard deviation of the losses around the parabolas."""
     law_noise: float
-    """Standard deviation of ln loss of the minima around the power law."""
+    """Standard deviation of ln loss of the minima around the law."""
+
+    def predict_loss(self, budget: float) -> float:
+        """Return the loss of the best size of a budget."""
+        return self.irreducible_loss + self.loss(budget)
 
 
 @dataclass(frozen=True)
@@ -152,34 +162,92 @@ def fit_scaling_law(runs: Sequence[Measurement]) -> ScalingLaw:
         low, high = np.percentile(_line(np.log(budgets), log_draws)[0], (15.9, 84.1))  # no outlier rules the error
         return PowerLaw(law.coefficient, law.exponent, math.hypot(scatter, float(high - low) / 2))
 
-    loss = fit("best_loss", drawn.losses)
-    residuals = [math.log(parabola.best_loss / loss(parabola.budget)) for parabola in parabolas]
-    law_noise = math.sqrt(sum(residual**2 for residual in residuals) / max(1, len(budgets) - 2))
+    irreducible, fitted = 0.0, 2
+    if len(budgets) < MIN_BUDGETS_FOR_IRREDUCIBLE_LOSS:
+        loss = fit("best_loss", drawn.losses)
+    else:
+        log_budgets, fitted = np.log(budgets), 3
+        curve = _fit_curves(log_budgets, np.array([[parabola.best_loss for parabola in parabolas]]))
+        decays = _fit_curves(log_budgets, np.exp(drawn.losses)).decays
+        low, high = np.percentile(decays, (15.9, 84.1))
+        decay, irreducible = float(curve.decays[0]), float(curve.offsets[0])
+        coefficient = float(curve.scales[0]) * math.exp(decay * float(log_budgets.mean()))
+        loss = PowerLaw(coefficient, -decay, float(high - low) / 2)
+    residuals = [math.log(parabola.best_loss / (irreducible + loss(parabola.budget))) for parabola in parabolas]
+    law_noise = math.sqrt(sum(residual**2 for residual in residuals) / max(1, len(budgets) - fitted))
     return ScalingLaw(
         parabolas,
         fit("best_parameters", drawn.parameters),
         fit("best_tokens", drawn.tokens),
         loss,
+        irreducible,
         noise,
         law_noise,
     )
 
 
+class _Curves(NamedTuple):
+    """Curves ``offset + scale · exp(-decay · (ln budget - mean of ln budget))``: (draws,) each."""
+
+    offsets: Array
+    scales: Array
+    decays: Array
+
+    def __call__(self, distance: float) -> Array:
+        """Return the losses at a distance of ln budget from the mean."""
+        return self.offsets + self.scales * np.exp(-self.decays * distance)
+
+
+def _fit_curves(log_budgets: Array, losses: Array) -> _Curves:
+    """Fit curves to losses (draws, budgets) by least squares, with offsets of 0 or more."""
+    distances = log_budgets - log_budgets.mean()
+    curves = _choose_decays(distances, losses, np.broadcast_to(_DECAYS, (len(losses), len(_DECAYS))))
+    step = math.log(_DECAYS[1] / _DECAYS[0])
+    for _ in range(_REFINEMENTS):
+        curves = _choose_decays(distances, losses, curves.decays[:, None] * np.exp(np.linspace(-step, step, 41)))
+        step /= 20
+    return curves
+
+
+def _choose_decays(distances: Array, losses: Array, decays: Array) -> _Curves:
+    """Return the best curve of each row of losses (draws, budgets) with one of its decays (draws, candidates).
+
+    At a given decay, offset and scale are those of a line.
+    """
+    falling = np.exp(-decays[..., None] * distances)  # (draws, candidates, budgets)
+    targets = losses[:, None, :]
+    centred = falling - falling.mean(axis=-1, keepdims=True)
+    scales = (centred * targets).sum(axis=-1) / (centred**2).sum(axis=-1)
+    offsets = targets.mean(axis=-1) - scales * falling.mean(axis=-1)
+    through_zero = (falling * targets).sum(axis=-1) / (falling**2).sum(axis=-1)
+    scales, offsets = np.where(offsets < 0, through_zero, scales), np.maximum(offsets, 0.0)
+    errors = ((targets - offsets[..., None] - scales[..., None] * falling) ** 2).sum(axis=-1)
+    chosen = np.where(scales > 0, errors, np.inf).argmin(axis=1)[:, None]  # the loss falls with the budget
+    offsets, scales, decays = (np.take_along_axis(part, chosen, 1)[:, 0] for part in (offsets, scales, decays))
+    return _Curves(offsets, scales, decays)
+
+
 def predict(runs: Sequence[Measurement], law: ScalingLaw, budget: float) -> Prediction:
     """Predict the best loss of a budget with its 95 % interval.
 
-    The interval has the bootstrap of :func:`fit_scaling_law`, and the scatter of the minima around the power law. It
-    assumes that the power law goes on: an irreducible loss, which small budgets do not show, would make the true loss
-    higher.
+    The interval has the bootstrap of :func:`fit_scaling_law`, and the scatter of the minima around the law. With fewer
+    than four budgets it assumes that the power law goes on: an irreducible loss would make the true loss higher.
     """
     log_budgets = np.log([parabola.budget for parabola in law.parabolas])
-    slopes, intercepts = _line(log_budgets, _draw_minima(_by_budget(runs), law.parabolas, law.loss_noise).losses)
-    offset = math.log(budget) - float(log_budgets.mean())
-    spread = float(((log_budgets - log_budgets.mean()) ** 2).sum())
-    scatter = law.law_noise * math.sqrt(1 + 1 / len(log_budgets) + offset**2 / spread)
-    noise = scatter * np.random.default_rng(_SEED + 1).standard_normal(len(slopes))
-    low, high = np.exp(np.percentile(slopes * math.log(budget) + intercepts + noise, (2.5, 97.5)))
-    loss = law.loss(budget)
+    draws = _draw_minima(_by_budget(runs), law.parabolas, law.loss_noise).losses
+    distance = math.log(budget) - float(log_budgets.mean())
+    generator = np.random.default_rng(_SEED + 1)
+    if len(log_budgets) < MIN_BUDGETS_FOR_IRREDUCIBLE_LOSS:
+        slopes, intercepts = _line(log_budgets, draws)
+        spread = float(((log_budgets - log_budgets.mean()) ** 2).sum())
+        scatter = law.law_noise * math.sqrt(1 + 1 / len(log_budgets) + distance**2 / spread)
+        losses = np.exp(slopes * math.log(budget) + intercepts + scatter * generator.standard_normal(len(slopes)))
+    else:
+        losses = _fit_curves(log_budgets, np.exp(draws + law.law_noise * generator.standard_normal(draws.shape)))(
+            distance
+        )
+    low, high = np.percentile(losses, (2.5, 97.5))
+    loss = law.predict_loss(budget)
     # Draws without a minimum are left out, so near an edge of the sizes the interval may lie beside the prediction.
     low, high = min(float(low), loss), max(float(high), loss)
     return Prediction(budget, law.parameters(budget), law.tokens(budget), loss, low, high)

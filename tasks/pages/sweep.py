@@ -223,7 +223,7 @@ def _scaling_law(content: dict[str, Any], check: "list[TrialResult]", unit: str)
     """Show the parabola of each budget, the power law through their minima, and the prediction with its check."""
     import numpy as np
 
-    from lm.experiments.scaling_law import Parabola
+    from lm.experiments.scaling_law import MIN_BUDGETS_FOR_IRREDUCIBLE_LOSS, Parabola
 
     law, prediction = content["law"], content["prediction"]
     figure, axes = new_figure("Loss over size at equal FLOPs", "parameters", unit)
@@ -250,21 +250,25 @@ def _scaling_law(content: dict[str, Any], check: "list[TrialResult]", unit: str)
         for fields in law["parabolas"]
     ]
     yield table(header, rows)
+    irreducible = law.get("irreducible_loss", 0.0)
     laws = [
         (
             name,
-            f"{law[name]['coefficient']:.4g} · FLOPs^{law[name]['exponent']:.4f}",
+            (f"{irreducible:.4g} + " if name == "loss" and irreducible else "")
+            + f"{law[name]['coefficient']:.4g} · FLOPs^{law[name]['exponent']:.4f}",
             f"{law[name]['exponent_error']:.4f}",
         )
         for name in ("parameters", "tokens", "loss")
     ]
-    yield table(("of the best size", "power law", "standard error of the exponent"), laws)
+    yield table(("of the best size", "law", "standard error of the exponent"), laws)
     if not prediction:
         return
+    has_few = len(law["parabolas"]) < MIN_BUDGETS_FOR_IRREDUCIBLE_LOSS
+    assumption = " if the power law goes on" if has_few else ""
     yield (
         f"Prediction for {prediction['budget']:.3g} FLOPs, written before its training: **{prediction['loss']:.4f}**, "
-        f"95 % interval {prediction['low']:.4f} to {prediction['high']:.4f}, with {prediction['parameters']:.4g} "
-        f"parameters and {prediction['tokens']:.4g} tokens."
+        f"95 % interval {prediction['low']:.4f} to {prediction['high']:.4f}{assumption}, with "
+        f"{prediction['parameters']:.4g} parameters and {prediction['tokens']:.4g} tokens."
     )
     for result in check:
         loss = result.objective
@@ -281,7 +285,8 @@ def _scaling_law(content: dict[str, Any], check: "list[TrialResult]", unit: str)
     budgets = [fields["budget"] for fields in law["parabolas"]]
     axes.loglog(budgets, [fields["best_loss"] for fields in law["parabolas"]], "o", label="minima")
     shown = np.geomspace(budgets[0], prediction["budget"], 50)
-    axes.plot(shown, law["loss"]["coefficient"] * shown ** law["loss"]["exponent"], linewidth=1, label="power law")
+    losses = irreducible + law["loss"]["coefficient"] * shown ** law["loss"]["exponent"]
+    axes.plot(shown, losses, linewidth=1, label="law")
     errors = [[prediction["loss"] - prediction["low"]], [prediction["high"] - prediction["loss"]]]
     axes.errorbar([prediction["budget"]], [prediction["loss"]], errors, fmt="s", capsize=4, label="prediction")
     measured = [result.objective for result in check if result.objective is not None]

@@ -229,6 +229,7 @@ class _ScalingLaw(_Schema):
     parameters: _PowerLaw
     tokens: _PowerLaw
     loss: _PowerLaw
+    irreducible_loss: float = 0.0
     loss_noise: float
     law_noise: float
 

@@ -2,12 +2,14 @@
 
 import base64
 import io
+import math
 import re
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -16,9 +18,11 @@ from flows.sweep_chain import _report
 from flows.sweep_config import SWEEP_PRESETS, SweepConfig, load_sweep
 from lm.experiments.axes import Axis
 from lm.experiments.report import table_rows
+from lm.experiments.scaling_law import Measurement, fit_scaling_law, predict
 from lm.experiments.trial import TrialResult
 from lm.train.config import TrainConfig
 from tasks.pages import sweep as pages
+from tasks.pages.sweep import _scaling_law
 
 BASE = PipelineConfig(train=TrainConfig(min_lr=0))
 
@@ -77,6 +81,20 @@ def test_null_is_a_value_of_an_axis(axes: list[Axis], tmp_path: Path) -> None:
     page = draw_page(SweepConfig(name="null", base=BASE, axes=axes), tmp_path)
     assert f"![Loss over {axes[0].option} and {axes[1].option}]" in page
     assert ("![Loss over train.patience;" in page) == (len(axes[1].values) > 2), "two numbers beside null"
+
+
+@pytest.mark.parametrize("budgets", [3, 4])
+def test_the_page_says_on_what_a_prediction_depends(budgets: int) -> None:
+    runs = [
+        Measurement(flops, size, flops / (6 * size), 1.7 + 9 * flops**-0.15 + 0.05 * math.log(size / flops**0.5) ** 2)
+        for flops in (1e12, 3e12, 1e13, 3e13)[:budgets]
+        for size in flops**0.5 * np.array([0.3, 0.6, 1.2, 2.4])
+    ]
+    law = fit_scaling_law(runs)
+    content = {"measurements": [*map(asdict, runs)], "law": asdict(law), "prediction": asdict(predict(runs, law, 3e14))}
+    page = "\n\n".join(_scaling_law(content, [], "bits per byte"))
+    assert ("if the power law goes on" in page) == (budgets < 4)
+    assert (re.search(r"loss \| 1\.7\d* \+ [\d.]+ · FLOPs", page) is not None) == (budgets == 4)
 
 
 def test_variables_with_the_names_of_results_keep_their_columns() -> None:

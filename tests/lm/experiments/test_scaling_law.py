@@ -1,6 +1,7 @@
 """Fits of data with known exponents."""
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -53,6 +54,57 @@ def test_noise_gives_errors_that_cover_the_truth() -> None:
         inside += prediction.low <= 9 * 3e14**-0.05 <= prediction.high
     assert covered >= 17
     assert inside >= 17
+
+
+def chinchilla(sizes: np.ndarray, budget: float, irreducible: float) -> np.ndarray:
+    """Losses of the surface of Hoffmann et al. 2022."""
+    return irreducible + 406.4 / sizes**0.34 + 410.7 / (budget / 6 / sizes) ** 0.28
+
+
+def best_loss(budget: float, irreducible: float) -> tuple[float, float]:
+    """Return the lowest loss of a budget and its size."""
+    sizes = np.geomspace(1e5, 1e12, 20_001)
+    losses = chinchilla(sizes, budget, irreducible)
+    return float(losses.min()), float(sizes[losses.argmin()])
+
+
+def measure_chinchilla(budgets: list[float], irreducible: float, seed: int) -> list[Measurement]:
+    """Return losses with 0.3 % of noise of five sizes at each budget, whose middle is not quite the best size."""
+    generator, runs = np.random.default_rng(seed), []
+    for budget in budgets:
+        sizes = best_loss(budget, irreducible)[1] * np.geomspace(0.5, 2, 5) * math.exp(generator.uniform(-0.3, 0.3))
+        losses = chinchilla(sizes, budget, irreducible) * (1 + 0.003 * generator.standard_normal(5))
+        runs += [Measurement(budget, *run) for run in zip(sizes, budget / 6 / sizes, losses, strict=True)]
+    return runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("irreducible", "draws", "budgets"), [(1.69, 10, 4), (0.0, 5, 4), (1.0, 5, 4), (1.69, 5, 5)], ids=str
+)
+def test_the_interval_covers_the_truth_with_an_irreducible_loss_from_four_budgets_on(
+    irreducible: float, draws: int, budgets: int
+) -> None:
+    flops = [1e17 * 10 ** (index / 2) for index in range(budgets)]
+    truth = best_loss(10 * flops[-1], irreducible)[0]
+    covered = 0
+    for seed in range(draws):
+        runs = measure_chinchilla(flops, irreducible, seed)
+        prediction = predict(runs, fit_scaling_law(runs), 10 * flops[-1])
+        covered += prediction.low <= truth <= prediction.high
+        assert prediction.high - prediction.low < 0.15 * truth
+    assert covered >= draws - 1
+
+
+@pytest.mark.parametrize(("irreducible", "alpha"), [(1.7, 0.15), (0.4, 0.5), (0.0, 0.05)])
+def test_the_irreducible_loss_of_exact_data_is_found(irreducible: float, alpha: float) -> None:
+    runs = [replace(run, loss=run.loss + irreducible) for run in measure(0.5, alpha, budgets=(1e12, 3e12, 1e13, 3e13))]
+    law = fit_scaling_law(runs)
+    truth = irreducible + 9 * 3e14**-alpha
+    assert law.irreducible_loss == pytest.approx(irreducible, abs=0.01)
+    assert law.loss.exponent == pytest.approx(-alpha, rel=0.02)
+    assert predict(runs, law, 3e14).loss == law.predict_loss(3e14) == pytest.approx(truth, rel=1e-3)
+    assert fit_scaling_law([run for run in runs if run.budget > 1e12]).irreducible_loss == 0, "three do not show it"
 
 
 def test_the_minimum_of_a_parabola() -> None:
