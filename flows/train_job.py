@@ -10,6 +10,7 @@ from flows.config import PipelineConfig
 from flows.plan import DryRunExecutor
 from flows.run_record import make_run
 from lm.common.errors import UserError
+from tasks.runtime.lease import training_heartbeat
 from tasks.runtime.output import Ref
 from tasks.runtime.stage import Stage, new_attempt_name, open_input
 from tasks.train import make_job, train
@@ -44,7 +45,8 @@ def write_train_job(config: PipelineConfig, root: str) -> str:
         raise UserError(f"The stages before train are not finished. First: {command}.")
     arguments = train.bind(*executor.arguments)
     ref = train.look_up(run, [arguments])[0][0]
-    place = (*ref, new_attempt_name())
+    attempt = new_attempt_name()
+    place = (*ref, attempt)
     inputs = {name: open_input(value, run.store) for name, value in arguments.items()}
     train_shards, valid_shards = inputs.pop("train_shards"), inputs.pop("valid_shards")
     train_urls, valid_urls = ([shard.file_url("tokens.bin") for shard in part] for part in (train_shards, valid_shards))
@@ -59,5 +61,6 @@ def write_train_job(config: PipelineConfig, root: str) -> str:
     for url, shard in zip([*train_urls, *valid_urls], [*train_shards, *valid_shards], strict=True):
         (tokens,) = (file for file in shard.manifest["files"] if file["path"] == "tokens.bin")
         job.checksums[url] = tokens["sha256"]
+    job.heartbeat = training_heartbeat(run.store, attempt)
     run.store.write_text(json.dumps(asdict(job), indent=1), *place, "job.json")
     return run.store.url(*place, "job.json")

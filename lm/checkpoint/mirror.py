@@ -1,6 +1,7 @@
 """Copies of checkpoints on an object store, so that a training can resume on another machine."""
 
 import logging
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -16,6 +17,7 @@ from lm.text.sources import open_filesystem
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 2.0
+_HEARTBEAT_SECONDS = 5.0
 _LOGS = ("job.json", *ROW_FILES)
 _DESCRIPTION = "checkpoint.json"  # uploaded last: a checkpoint without it is incomplete
 
@@ -109,3 +111,25 @@ class CheckpointMirror:
         except Exception as error:  # each file system has its own exceptions
             log.warning("A checkpoint could not be uploaded to %s: %s. Trying again.", self.url, error)
         return False
+
+
+@contextmanager
+def send_heartbeats(url: str) -> Iterator[None]:
+    """Rewrite the file at ``url`` every few seconds, in a background thread, and delete it at the end.
+
+    ``textmill gc`` deletes nothing from a root while such a file below ``leases/`` changes.
+    """
+    fs, path = open_filesystem(url)
+
+    def send() -> bool:
+        with suppress(Exception):  # the network may recover; each file system has its own exceptions
+            fs.pipe_file(path, uuid.uuid4().hex.encode())
+        return False
+
+    send()
+    try:
+        with run_periodically(send, _HEARTBEAT_SECONDS):
+            yield
+    finally:
+        with suppress(Exception):
+            fs.rm_file(path)

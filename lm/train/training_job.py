@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from lm.checkpoint.mirror import CheckpointMirror
+from lm.checkpoint.mirror import CheckpointMirror, send_heartbeats
 from lm.common.cache import cache_directory
 from lm.common.device import choose_device
 from lm.common.errors import UserError, translate_write_errors
@@ -38,6 +38,8 @@ class TrainingJob(ABC):
     """Directories of earlier attempts to resume from, the newest first."""
     mirror: str = ""
     """URL to which the checkpoints are copied as they are saved. Default: ``out``, if that is a URL."""
+    heartbeat: str = ""
+    """URL of a file that is rewritten every few seconds while the job runs. Default: none."""
     execution: Execution = field(default_factory=Execution)
 
     module: ClassVar[str]
@@ -92,7 +94,11 @@ class TrainingJob(ABC):
     ) -> dict[str, Any]:
         """Train, from the newest checkpoint if there is one; see :meth:`lm.train.trainer.Trainer.run`."""
         out, mirror = self._open_out()
-        with process_group(choose_device(self.execution.device)) as device, lock_directory(out):
+        with (
+            process_group(choose_device(self.execution.device)) as device,
+            lock_directory(out),
+            send_heartbeats(self.heartbeat) if self.heartbeat and get_rank() == 0 else nullcontext(),
+        ):
             if mirror:
                 _exchange_checkpoints(mirror)
             trainer = self.make_trainer(out, device)

@@ -200,6 +200,12 @@ def _lease(name: str) -> tuple[str, str]:
     return LEASES, f"{name}.json"
 
 
+def training_heartbeat(store: Store, attempt: str) -> str:
+    """Return the URL of the heartbeat of a training that runs outside a run, for an unfinished attempt. gc deletes
+    nothing while it changes. Empty on a local root: ``lm.train`` locks its job there."""
+    return "" if store.is_local else store.url(*_heartbeat(f"train-job-{attempt}"))
+
+
 def _heartbeat(name: str) -> tuple[str, str]:
     return LEASES, f"{name}.heartbeat"
 

@@ -1,27 +1,40 @@
 """Leases on a root without locks: runs, gc, outputs and workers."""
 
+import json
 import pickle
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from flows.cli.main import main
+from lm.checkpoint import mirror
 from lm.common.errors import Stopped, UserError
+from lm.train.job import Job
 from tasks.maintenance.gc import find_garbage
 from tasks.maintenance.verify import verify
 from tasks.runtime import lease
 from tasks.runtime.context import Attempt, RunContext
-from tasks.runtime.lease import check_lease, hold_gc_lease, hold_output_lease, hold_run_lease, stop_without_lease
+from tasks.runtime.lease import (
+    check_lease,
+    hold_gc_lease,
+    hold_output_lease,
+    hold_run_lease,
+    stop_without_lease,
+    training_heartbeat,
+)
 from tasks.runtime.output import read_output
 from tasks.runtime.root_lock import own_root, use_root
 from tasks.runtime.stage import stage
 from tasks.runtime.store import LEASES, LOCK_FILE, Store
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
 from tests.helpers.roots import letters, materialize, run_context, write_run_record
+from tests.helpers.training import write_job
 
 
 @pytest.fixture
@@ -66,6 +79,33 @@ def test_gc_deletes_nothing_while_a_run_is_at_work(root: str, capsys: pytest.Cap
     assert main(["gc", "--root", root, "--delete"]) == 0
     assert f"letters/{ref.key}: no run record needs it" in capsys.readouterr().out
     assert set(Store(root).list_files()) == {"letters/latest.json"}
+
+
+@pytest.mark.slow
+def test_gc_deletes_nothing_while_a_training_of_train_job_is_at_work(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = Store(root)
+    seen: list[int] = []
+    path = write_job(tmp_path)
+    job = json.loads(path.read_text()) | {"heartbeat": training_heartbeat(store, "20260101T000000-00000000")}
+    path.write_text(json.dumps(job))
+    store.write_text("{}", "train", "a" * 64, "20260101T000000-00000000", "job.json")
+
+    def train(*_: Any) -> dict[str, Any]:
+        seen.append(main(["gc", "--root", root, "--delete"]))
+        return {}
+
+    trainer = SimpleNamespace(resume=lambda place: True, run=train)
+    monkeypatch.setattr(Job, "make_trainer", lambda self, out, device: trainer)
+    monkeypatch.setattr(mirror, "_HEARTBEAT_SECONDS", 0.1)
+    Job.read(path).run()
+    assert seen == [2]
+    assert "Run train-job-20260101T000000-00000000 uses" in capsys.readouterr().err
+    assert store.list_names(LEASES) == []
+    assert main(["gc", "--root", root, "--delete"]) == 0
+    assert store.list_names("train", "a" * 64) == []
+    assert training_heartbeat(Store(str(tmp_path)), "x") == "", "on a local root, lm.train locks the job"
 
 
 def test_gc_keeps_what_a_run_record_needs_and_deletes_the_leases_of_dead_runs(root: str) -> None:
