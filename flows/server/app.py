@@ -23,6 +23,7 @@ from flows.server.logprobs import TokenNames
 from flows.server.metrics import CountRequests, ServerMetrics
 from flows.server.page import page_response
 from flows.server.requests import ApiError, ChatRequest, CompletionRequest, parse_request
+from flows.server.request_timeout import RequestTimeout
 from flows.server.responses import GenerationResponse
 from lm.common.device import explain_out_of_memory
 from lm.common.errors import UserError
@@ -274,7 +275,9 @@ def serve(
         url = f"http://{url_host}:{port}"
         print(f"Serving {resolved.name} on {url}/v1 (model: textmill). Ctrl-C stops the server.", flush=True)
         print(f"Chat in a browser: {url}/", flush=True)
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_SECONDS + 2)
+        config = uvicorn.Config(
+            app, http=RequestTimeout, log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_SECONDS + 2
+        )
         _Server(config, app.state.scheduler).run(sockets=[listener])
 
 
