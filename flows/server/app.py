@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from ipaddress import IPv4Address, IPv6Address
 from typing import Any
 
 import uvicorn
@@ -22,8 +23,8 @@ from flows.server.access import AccessControl
 from flows.server.logprobs import TokenNames
 from flows.server.metrics import CountRequests, ServerMetrics
 from flows.server.page import page_response
-from flows.server.requests import ApiError, ChatRequest, CompletionRequest, parse_request
 from flows.server.request_timeout import RequestTimeout
+from flows.server.requests import ApiError, ChatRequest, CompletionRequest, parse_request
 from flows.server.responses import GenerationResponse
 from lm.common.device import explain_out_of_memory
 from lm.common.errors import UserError
@@ -135,6 +136,7 @@ def build_app(
     # Not OpenAI's; textmill evaluate and the page read them.
     model_json |= {"has_chat_template": chat_format.has_template, "identity": identity}
     model_json["special_tokens"] = list(tokenizer.special_ids)
+    model_json["max_model_len"] = model.config.context_length  # vLLM's name
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -256,6 +258,7 @@ def serve(
         ) from None
     with listener, suppress(KeyboardInterrupt):
         address, port, *_ = listener.getsockname()
+        ip_address = ipaddress.ip_address(address)
         model, tokenizer = resolved.load_for_inference(device, quantization)
         with explain_out_of_memory(_OUT_OF_MEMORY):
             app = build_app(
@@ -269,16 +272,28 @@ def serve(
                 speculative_tokens=speculative_tokens,
                 # Hashed: it may hold the path of a directory, which is not for clients.
                 identity=hashlib.sha256(f"{resolved.identify()} {quantization}".encode()).hexdigest()[:16],
-                is_private=api_key is None and ipaddress.ip_address(address).is_loopback,
+                is_private=api_key is None and ip_address.is_loopback,
             )
-        url_host = f"[{host}]" if ":" in host else host
-        url = f"http://{url_host}:{port}"
-        print(f"Serving {resolved.name} on {url}/v1 (model: textmill). Ctrl-C stops the server.", flush=True)
+        if api_key is None and not ip_address.is_loopback:
+            log.warning(
+                "Everyone who can reach this machine can use the model, because there is no API key. Set --api_key, or "
+                "leave out --host."
+            )
+        url = f"http://{_find_url_host(host, ip_address)}:{port}"
+        place = f"{url}/v1 and on all other addresses of this machine" if ip_address.is_unspecified else f"{url}/v1"
+        print(f"Serving {resolved.name} on {place} (model: textmill). Ctrl-C stops the server.", flush=True)
         print(f"Chat in a browser: {url}/", flush=True)
         config = uvicorn.Config(
             app, http=RequestTimeout, log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_SECONDS + 2
         )
         _Server(config, app.state.scheduler).run(sockets=[listener])
+
+
+def _find_url_host(host: str, address: IPv4Address | IPv6Address) -> str:
+    """Return a host that a browser on this machine can open; it cannot open 0.0.0.0 or ::, which mean all addresses."""
+    if address.is_unspecified:
+        host = "127.0.0.1" if address.version == 4 else "::1"
+    return f"[{host}]" if ":" in host else host
 
 
 class _Server(uvicorn.Server):

@@ -10,6 +10,7 @@ import uvicorn
 from flows.cli import commands
 from flows.cli.main import main
 from flows.server.app import build_app
+from flows.server.request_timeout import RequestTimeout
 from lm.data.dialogs import Message
 from lm.inference.chat_format import PLAIN_STOP, render_plain
 from lm.model.transformer import TransformerLM
@@ -160,6 +161,40 @@ def test_the_command_prints_its_url(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "Change --host or --port" in capsys.readouterr().err
     for option in (["--max-batch-size", "0"], ["--max-batch-size", str(10**17)], ["--prefix-cache-mb", str(10**15)]):
         assert main(["serve", *option]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "url", "is_open"),
+    [
+        (["--host", "0.0.0.0"], "http://127.0.0.1:", True),
+        (["--host", "0.0.0.0", "--api-key", "a"], "http://127.0.0.1:", False),
+        (["--host", "::"], "http://[::1]:", True),
+        (["--host", "localhost"], "http://localhost:", False),
+    ],
+    ids=["all addresses", "with a key", "IPv6", "loopback"],
+)
+def test_the_command_prints_a_url_to_open_and_warns_of_an_open_server(
+    arguments: list[str],
+    url: str,
+    is_open: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if "::" in arguments and not socket.has_ipv6:
+        pytest.skip("this machine has no IPv6")
+    monkeypatch.setattr(commands, "resolve_model", lambda *_: LoadedModel(make_model(257, 8).eval(), TOKENIZER))
+
+    def run(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        assert server.config.http is RequestTimeout
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    assert main(["serve", "--port", "0", *arguments]) == 0
+    shown = capsys.readouterr().out
+    assert f"Chat in a browser: {url}" in shown and f" on {url}" in shown
+    assert ("all other addresses of this machine" in shown) == ("localhost" not in arguments)
+    assert ("Everyone who can reach this machine can use the model" in caplog.text) == is_open
 
 
 def test_a_private_server_serves_local_clients() -> None:
