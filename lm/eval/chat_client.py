@@ -35,6 +35,7 @@ _RETRIED_STATUSES = {408, _RATE_LIMITED_STATUS}  # and 500 to 599
 _PAUSE_STATUSES = {_RATE_LIMITED_STATUS, 503}  # their Retry-After is honoured
 _REFUSED_KEY_STATUSES = {401, 403}
 _REFUSED_PROMPT_STATUSES = {400, 413, 422}  # the prompt may be the reason, e.g. if it is too long
+_MAX_USELESS = 20  # requests that were refused or have a malformed answer, if none has a good one
 
 _jitter = random.Random()  # the seeded generator of the module stays untouched
 
@@ -69,17 +70,26 @@ class ChatAnswer:
 
 @dataclass(frozen=True)
 class ChatFailure:
-    """Why a request has no answer: the server refused it, or the retries are used up."""
+    """Why a request has no answer: the server refused it, its answer is malformed, or the retries are used up."""
 
     error: str
     is_refused: bool = False
+    is_malformed: bool = False
+    tokens: int = 0
+    """The tokens of malformed answers and their prompts, as the server reports them."""
+
+    @property
+    def is_permanent(self) -> bool:
+        """Whether the same request would most likely fail again."""
+        return self.is_refused or self.is_malformed
 
 
 class ChatClient:
     """Asks a model for answers, many at once.
 
-    A request is repeated after a lost connection, a time-out, a malformed answer, and the statuses 408, 429 and 5xx,
-    with exponentially growing, random delays. A ``Retry-After`` pauses all requests.
+    A request is repeated after a lost connection, a time-out, a body that is not an answer, and the statuses 408, 429
+    and 5xx, with exponentially growing, random delays. A ``Retry-After`` pauses all requests. An answer in a form that
+    the client cannot read was generated and is paid for, so its request is not repeated.
 
     Args:
         url: The server's, e.g. ``http://127.0.0.1:8000``. A path is kept; without one, ``/v1`` is added.
@@ -113,14 +123,19 @@ class ChatClient:
         self._answer_count = 0
         self._resume_time = 0.0  # no request is sent earlier, by the clock of the event loop
 
-    def answers(self, requests: Iterable[ChatRequest]) -> Iterator[tuple[int, ChatAnswer | ChatFailure]]:
+    def answers(
+        self, requests: Iterable[ChatRequest], has_answers: bool = False
+    ) -> Iterator[tuple[int, ChatAnswer | ChatFailure]]:
         """Yield the index and the answer of each request, in the order in which the answers arrive.
 
         ``requests`` is read only as fast as requests are sent, so it may end early depending on the answers so far. No
         answer is received while the caller works on one. Raises UserError if the server cannot be reached at the
-        start, or refuses all requests, e.g. for a wrong key or model name. Do not call it from a running event loop.
+        start, or refuses all requests, e.g. for a wrong key or model name. It also does if 20 requests were refused or
+        have a malformed answer, none has a good one, and no earlier request had one (``has_answers``). Do not call it
+        from a running event loop.
         """
         indexed_requests = enumerate(requests)
+        num_useless = 0
         tasks: dict[asyncio.Task[ChatAnswer | ChatFailure], int] = {}
         with asyncio.Runner() as runner:
             http = self._open_http()
@@ -131,8 +146,13 @@ class ChatClient:
                     if not tasks:
                         return
                     done, _ = runner.run(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))
-                    for task in sorted(done, key=lambda task: task.exception() is not None):  # answers before an error
+                    for task in sorted(done, key=_rank):
                         answer = task.result()
+                        has_answers |= isinstance(answer, ChatAnswer)
+                        if isinstance(answer, ChatFailure) and answer.is_permanent:
+                            num_useless += 1
+                            if num_useless >= _MAX_USELESS and not has_answers:
+                                raise _no_good_answer(answer)
                         yield tasks.pop(task), answer
             finally:
                 runner.run(_cancel(tasks, http))
@@ -161,7 +181,7 @@ class ChatClient:
         )
 
     async def _ask(self, http: httpx.AsyncClient, request: ChatRequest) -> ChatAnswer | ChatFailure:
-        attempts = failures = 0
+        attempts = failures = tokens = 0
         while True:
             await self._wait_for_permission()
             answer_count = self._answer_count
@@ -169,9 +189,11 @@ class ChatClient:
                 answer = await self._send(http, request)
             except _FailedAttemptError as failure:
                 attempts += 1
+                tokens += failure.tokens
                 failures += not (failure.is_rate_limited and self._answer_count > answer_count)
                 if not failure.can_retry or failures > self._max_retries:
-                    return ChatFailure(str(failure), is_refused=not failure.can_retry)
+                    is_refused = not (failure.can_retry or failure.is_malformed)
+                    return ChatFailure(str(failure), is_refused, failure.is_malformed, tokens)
                 self._pause(failure.retry_after_seconds)
                 await asyncio.sleep(_backoff_seconds(attempts))
             else:
@@ -216,7 +238,7 @@ class ChatClient:
             return answer
         status, message = response.status_code, self._describe(response, body)
         if response.is_success:
-            raise _FailedAttemptError(f"the answer is malformed; {message}")
+            raise _malformed_answer(body, message)
         if status in _RETRIED_STATUSES or status >= 500:
             delay = _retry_after_seconds(response) if status in _PAUSE_STATUSES else 0.0
             raise _FailedAttemptError(message, True, status == _RATE_LIMITED_STATUS, delay)
@@ -246,6 +268,13 @@ class ChatClient:
         return f"status {response.status_code}: {message or response.reason_phrase}"
 
 
+def _rank(task: asyncio.Task[ChatAnswer | ChatFailure]) -> int:
+    """Sort answers before failures, and failures before an error, which ends all requests."""
+    if task.exception():
+        return 2
+    return 0 if isinstance(task.result(), ChatAnswer) else 1
+
+
 class _FailedAttemptError(Exception):
     def __init__(
         self,
@@ -253,11 +282,28 @@ class _FailedAttemptError(Exception):
         can_retry: bool = True,
         is_rate_limited: bool = False,
         retry_after_seconds: float = 0.0,
+        is_malformed: bool = False,
+        tokens: int = 0,
     ) -> None:
         super().__init__(message)
         self.can_retry = can_retry
+        self.is_malformed = is_malformed
+        self.tokens = tokens
         self.is_rate_limited = is_rate_limited
         self.retry_after_seconds = retry_after_seconds
+
+
+def _malformed_answer(body: bytes, message: str) -> _FailedAttemptError:
+    content = _parse_json(body)
+    can_retry = not (isinstance(content, dict) and "choices" in content)
+    tokens = sum(_usage_tokens(content))
+    return _FailedAttemptError(f"the answer is malformed; {message}", can_retry, is_malformed=True, tokens=tokens)
+
+
+def _no_good_answer(failure: ChatFailure) -> UserError:
+    if failure.is_refused:
+        return UserError(f"The server refuses all requests: {failure.error}. Check the settings.")
+    return UserError(f"No answer of the server can be read: {failure.error}. Check the URL and the server.")
 
 
 def _chat_url(text: str) -> str:
@@ -296,18 +342,25 @@ async def _read_body(response: httpx.Response) -> bytes:
 
 def _parse_answer(body: bytes) -> ChatAnswer | None:
     match _parse_json(body):
-        case {"choices": [{"message": {"content": str() | None as content}, **choice}, *_], **rest} | {
+        case {"choices": [{"message": {"content": str() | list() | None as content}, **choice}, *_], **rest} | {
             "choices": [{"text": str() as content, **choice}, *_],
             **rest,
         }:
-            reason, usage = choice.get("finish_reason"), rest.get("usage")
-            return ChatAnswer(
-                replace_surrogates(content or ""),
-                replace_surrogates(reason) if isinstance(reason, str) else None,
-                _token_count(usage, "prompt_tokens"),
-                _token_count(usage, "completion_tokens"),
-            )
+            reason, text = choice.get("finish_reason"), _join_parts(content)
+            if text is not None:
+                reason = replace_surrogates(reason) if isinstance(reason, str) else None
+                return ChatAnswer(replace_surrogates(text), reason, *_usage_tokens(rest))
     return None
+
+
+def _join_parts(content: str | list[Any] | None) -> str | None:
+    """Return the text of an answer, without parts of other types, such as the reasoning; None if a part has no type."""
+    if not isinstance(content, list):
+        return content or ""
+    if not all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in content):
+        return None
+    texts = [part.get("text") for part in content if part["type"] == "text"]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else None
 
 
 def _parse_json(body: bytes) -> Any:
@@ -317,9 +370,12 @@ def _parse_json(body: bytes) -> Any:
         return None
 
 
-def _token_count(usage: Any, name: str) -> int:
-    count = usage.get(name) if isinstance(usage, dict) else None
-    return count if isinstance(count, int) and count > 0 else 0
+def _usage_tokens(content: Any) -> tuple[int, int]:
+    """Return the tokens of the prompt and of the answer; 0 if the server does not report them."""
+    usage = content.get("usage") if isinstance(content, dict) else None
+    counts = [usage.get(f"{name}_tokens") if isinstance(usage, dict) else None for name in ("prompt", "completion")]
+    prompt, completion = (count if isinstance(count, int) and count > 0 else 0 for count in counts)
+    return prompt, completion
 
 
 def _error_message(body: bytes) -> str:

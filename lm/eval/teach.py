@@ -26,8 +26,6 @@ Outcome = Literal["kept", "low reward", "reward failed", "cut at the maximum", "
 
 log = logging.getLogger(__name__)
 
-_MAX_REFUSED = 20  # requests, if none has an answer
-
 
 @dataclass(frozen=True)
 class Question:
@@ -90,12 +88,11 @@ def ask_missing(
 ) -> Generator[tuple[str, ChatAnswer | ChatFailure]]:
     """Ask for the answers that ``cache`` does not have, and yield each after it was added there.
 
-    No request is sent after the prompts and answers of ``requests``, with those in the cache, have ``token_budget``
-    tokens; the answers to requests in flight are still received. Raises UserError if the server refuses the first 20
-    requests, and none has an answer.
+    No request is sent after the prompts and answers of ``requests``, with those in the cache and the malformed ones,
+    have ``token_budget`` tokens; the answers to requests in flight are still received. Raises UserError as
+    :meth:`lm.eval.chat_client.ChatClient.answers` does.
     """
     missing = [key for key in requests if key not in cache.answers]
-    refused, has_answers = 0, len(missing) < len(requests)
     spent_tokens = sum(cache.answers[key].tokens for key in requests.keys() - set(missing))
 
     def take() -> Iterator[ChatRequest]:
@@ -104,17 +101,12 @@ def ask_missing(
                 return
             yield requests[key]
 
-    for index, answer in client.answers(take()):
+    for index, answer in client.answers(take(), has_answers=len(missing) < len(requests)):
+        spent_tokens += answer.tokens
         if isinstance(answer, ChatAnswer):
             cache.add(missing[index], answer)
-            spent_tokens += answer.tokens
-            has_answers = True
             if token_budget is not None and not answer.tokens:
                 raise UserError("The server does not report how many tokens an answer has; leave out the token budget.")
-        elif answer.is_refused:
-            refused += 1
-            if refused == _MAX_REFUSED and not has_answers:
-                raise UserError(f"The server refuses all requests: {answer.error}. Check the settings.")
         yield missing[index], answer
 
 

@@ -239,6 +239,29 @@ def test_a_server_that_refuses_each_request_is_a_message(tmp_path: Path) -> None
 
 def test_a_wrong_key_is_a_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_malformed_answers_cost_one_request_each_and_count_in_the_budget(tmp_path: Path) -> None:
+    bad = Reply(completion({"text": "not a text"}))
+    options: dict[str, Any] = {"file": write_gsm8k(tmp_path / "gsm8k.jsonl"), "task": "gsm8k", "max_in_flight": 1}
+    with serve_chat(lambda *_: bad) as endpoint:
+        with pytest.raises(UserError, match="No answer of the server can be read: the answer is malformed"):
+            run(endpoint, tmp_path, **options)
+        assert len(endpoint.requests) == 20
+    with serve_chat(lambda asked, _: double(asked, 0) if " 3?" in asked.prompt else bad) as endpoint:
+        result = run(endpoint, tmp_path, **options, token_budget=73)  # an answer with its prompt has 8 tokens
+        assert (result.answers, len(result.failures), len(endpoint.requests)) == (1, 9, 10)
+
+
+def test_answers_in_parts_are_read(tmp_path: Path) -> None:
+    def reply(asked: Asked, attempt: int) -> Reply:
+        text = json.loads(double(asked, attempt).body)["choices"][0]["message"]["content"]
+        return Reply(completion([{"type": "thinking", "thinking": "a"}, {"type": "text", "text": text}]))
+
+    with serve_chat(reply) as endpoint:
+        result = run(endpoint, tmp_path, file=write_gsm8k(tmp_path / "gsm8k.jsonl"), task="gsm8k")
+    assert rows_of(result.file) == expected_rows()
+    assert len(endpoint.requests) == NUMBERS
+
+
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-wrong")
     body = b'{"error": {"message": "Incorrect API key provided: sk-wrong"}}'

@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 
-def completion(text: str | None, **changes: Any) -> bytes:
-    """Return the body of an answer, with 5 tokens in the prompt and 3 in the answer."""
+def completion(text: Any, **changes: Any) -> bytes:
+    """Return the body of an answer with the content ``text``, with 5 tokens in the prompt and 3 in the answer."""
     choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
     usage = {"prompt_tokens": 5, "completion_tokens": 3}
     return json.dumps({"choices": [choice], "usage": usage, **changes}).encode()

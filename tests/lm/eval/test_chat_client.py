@@ -152,6 +152,46 @@ def test_a_refused_prompt_fails_without_a_retry() -> None:
     assert sorted(endpoint.prompts) == ["long", "short"]
 
 
+UNREADABLE = [
+    completion([{"type": "text", "text": 5}]),
+    completion(None).replace(b'"content": null', b'"reasoning_content": "a"'),
+    completion("a", choices=[]),
+]
+
+
+@pytest.mark.parametrize("body", UNREADABLE, ids=["parts", "left out", "no choices"])
+def test_an_answer_that_cannot_be_read_is_not_paid_for_again(body: bytes) -> None:
+    bad = Reply(body=body)
+    with serve_chat(lambda asked, attempt: bad if asked.prompt == "bad" else echo(asked, attempt)) as endpoint:
+        answers = ask(endpoint, "a", "bad", "b", max_in_flight=1)
+    failure = answers["bad"]
+    assert isinstance(failure, ChatFailure) and failure.is_malformed and not failure.is_refused
+    assert failure.error.startswith("the answer is malformed; status 200: {") and failure.tokens == 8
+    assert endpoint.prompts == ["a", "bad", "b"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "requests", "message"),
+    [
+        *(
+            (Reply(body=body), 20, "No answer of the server can be read: the answer is malformed")
+            for body in UNREADABLE
+        ),
+        (Reply(body=b"<html>a page"), 60, "No answer of the server can be read: .* <html>a page. Check the URL"),
+        (Reply(status=422, body=b'{"detail": "no"}'), 20, "refuses all requests: status 422: no. Check the settings"),
+    ],
+    ids=["parts", "left out", "no choices", "page", "refused"],
+)
+def test_a_server_without_a_good_answer_is_given_up(reply: Reply, requests: int, message: str) -> None:
+    prompts = [str(number) for number in range(50)]
+    with serve_chat(lambda *_: reply) as endpoint, pytest.raises(UserError, match=message):
+        ask(endpoint, *prompts, max_in_flight=1, max_retries=2)
+    assert len(endpoint.requests) == requests
+    with serve_chat(lambda asked, attempt: echo(asked, attempt) if asked.prompt == "10" else reply) as endpoint:
+        answers = ask(endpoint, *prompts, max_in_flight=1, max_retries=0)
+    assert [prompt for prompt, answer in answers.items() if isinstance(answer, ChatAnswer)] == ["10"]
+
+
 @pytest.mark.parametrize(
     ("status", "body", "message"),
     [
@@ -336,6 +376,17 @@ def test_any_json_is_an_answer_or_malformed(value: Any) -> None:
         (completion(None), ChatAnswer("", "stop", 5, 3)),
         (completion("a", usage=None), ChatAnswer("a", "stop", 0, 0)),
         (completion("a", usage={"prompt_tokens": -4, "completion_tokens": "9"}), ChatAnswer("a", "stop", 0, 0)),
+        (completion([{"type": "text", "text": "a"}]), ChatAnswer("a", "stop", 5, 3)),
+        (
+            completion(
+                [{"type": "thinking", "thinking": []}, {"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+            ),
+            ChatAnswer("ab", "stop", 5, 3),
+        ),
+        (completion([]), ChatAnswer("", "stop", 5, 3)),
+        (completion([{"type": "text"}]), None),
+        (completion(["a"]), None),
+        (completion({"text": "a"}), None),
         (b'{"choices": []}', None),
         (b"[" * 100_000, None),
         (b"\xff", None),
