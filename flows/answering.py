@@ -44,7 +44,8 @@ class EndpointModel:
     """A model behind a URL with OpenAI's API.
 
     ``model`` is its name for the server, by default that of the only model that the server lists. textmill's server
-    says which model it is, and whether it has a chat template; the models of other servers are taken to have one.
+    says which model it is, and whether it has a chat template; the models of other servers are taken to have one. Some
+    servers also say the length of the context.
     """
 
     def __init__(self, url: str, model: str) -> None:
@@ -60,16 +61,23 @@ class EndpointModel:
         entry = listed.get(model, {})
         self.identity = " ".join([self.name, *([str(entry["identity"])] if "identity" in entry else [])])
         self.has_chat_template = bool(entry.get("has_chat_template", True))
+        context_length = entry.get("max_model_len")
+        self._context_length = context_length if isinstance(context_length, int) else None
 
     def respond(self, prompts: Sequence[tuple[int, Prompt]], config: SampleConfig) -> Iterator[tuple[int, Response]]:
-        """Yield the index and the response of each numbered prompt that has one. Log why others have none."""
+        """Yield the index and the response of each numbered prompt that has one. Log why others have none.
+
+        Raises UserError at the end if the server would fail at some of them again, and as
+        :meth:`lm.eval.chat_client.ChatClient.answers` does.
+        """
         failures = 0
+        permanent_failures: list[str] = []
         requests = (
             ChatRequest(
                 prompt,
                 temperature=config.temperature,
                 top_p=config.top_p,
-                max_tokens=config.max_new_tokens,
+                max_tokens=self._max_tokens(prompt, config.max_new_tokens),
                 seed=(config.seed + index) % (1 << 63) if config.temperature else None,
                 stop=config.stop or None,
             )
@@ -81,8 +89,21 @@ class EndpointModel:
                 failures += 1
                 if failures <= _MAX_FAILURES_LOGGED:
                     log.warning("Problem %d has no response: %s", index, answer.error)
+                if answer.is_permanent:
+                    permanent_failures.append(f"problem {index}: {answer.error}")
             else:
                 yield index, Response(answer.text, answer.completion_tokens or None, answer.finish_reason)
+        if permanent_failures:
+            raise UserError(
+                f"{len(permanent_failures):,} of {len(prompts):,} requests failed, and would fail again: "
+                f"{permanent_failures[0].rstrip('.')}. Use fewer or shorter examples, fewer new tokens, or another "
+                "model; the other responses are kept."
+            )
+
+    def _max_tokens(self, prompt: Prompt, max_new_tokens: int) -> int | None:
+        """Return the maximum to ask for. Without one, a server fills its context with the answer to a dialog."""
+        fills_context = self._context_length is not None and max_new_tokens >= self._context_length
+        return None if fills_context and not isinstance(prompt, str) else max_new_tokens
 
 
 def open_model(

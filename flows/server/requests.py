@@ -58,13 +58,15 @@ class ApiError(Exception):
     headers: Mapping[str, str] | None = None
     """Headers of the response. Default: those of the status."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, **fields: Any
+    ) -> None:
         super().__init__(message)
         error_type = (
             "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
         )
         self.status = status
-        self.body = {"error": {"message": message, "type": error_type, "param": param, "code": code}}
+        self.body = {"error": {"message": message, "type": error_type, "param": param, "code": code, **fields}}
 
     def response(self) -> Response:
         """Return the HTTP response."""

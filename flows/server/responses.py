@@ -263,7 +263,8 @@ def _max_tokens(request: CompletionRequest | ChatRequest, prompt_tokens: int, co
     if free_tokens < (1 if max_tokens is None else max_tokens):
         requested = f" and {max_tokens} more are requested" if max_tokens else ""
         message = f"The prompt has {prompt_tokens} tokens{requested}; the model's context has {context_length}."
-        raise ApiError(400, message, "messages" if is_chat else "prompt", "context_length_exceeded")
+        room = {"max_tokens": free_tokens} if free_tokens > 0 else {}  # not OpenAI's; textmill's clients read it
+        raise ApiError(400, message, "messages" if is_chat else "prompt", "context_length_exceeded", **room)
     if max_tokens is not None:
         return max_tokens
     return free_tokens if is_chat else min(free_tokens, _DEFAULT_COMPLETION_TOKENS)

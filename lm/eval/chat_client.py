@@ -10,7 +10,7 @@ import os
 import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -89,7 +89,8 @@ class ChatClient:
 
     A request is repeated after a lost connection, a time-out, a body that is not an answer, and the statuses 408, 429
     and 5xx, with exponentially growing, random delays. A ``Retry-After`` pauses all requests. An answer in a form that
-    the client cannot read was generated and is paid for, so its request is not repeated.
+    the client cannot read was generated and is paid for, so its request is not repeated. If the server says how many
+    tokens fit into its context, the request is repeated with this maximum.
 
     Args:
         url: The server's, e.g. ``http://127.0.0.1:8000``. A path is kept; without one, ``/v1`` is added.
@@ -211,7 +212,7 @@ class ChatClient:
             log.info("The server asks to wait %.0f seconds.", seconds)
         self._resume_time = max(self._resume_time, resume_time)
 
-    async def _send(self, http: httpx.AsyncClient, request: ChatRequest) -> ChatAnswer:
+    async def _send(self, http: httpx.AsyncClient, request: ChatRequest, is_shortened: bool = False) -> ChatAnswer:
         """Return the answer to a request. Raises _FailedAttemptError, or UserError if all requests would fail."""
         settings = {name: getattr(request, name) for name in ("temperature", "top_p", "max_tokens", "seed", "stop")}
         payload: dict[str, Any] = {"model": self.model}
@@ -243,6 +244,8 @@ class ChatClient:
             delay = _retry_after_seconds(response) if status in _PAUSE_STATUSES else 0.0
             raise _FailedAttemptError(message, True, status == _RATE_LIMITED_STATUS, delay)
         if status in _REFUSED_PROMPT_STATUSES:
+            if not is_shortened and (room := _find_room(body, request.max_tokens)):
+                return await self._send(http, replace(request, max_tokens=room), is_shortened=True)
             raise _FailedAttemptError(message, can_retry=False)
         raise self._refusal(response, body)
 
@@ -306,6 +309,14 @@ def _no_good_answer(failure: ChatFailure) -> UserError:
     return UserError(f"No answer of the server can be read: {failure.error}. Check the URL and the server.")
 
 
+def _find_room(body: bytes, max_tokens: int | None) -> int | None:
+    """Return the most tokens that fit after the prompt, if the server says so and they are fewer than requested."""
+    match _parse_json(body):
+        case {"error": {"code": "context_length_exceeded", "max_tokens": int(room)}} if 0 < room < (max_tokens or 0):
+            return room
+    return None
+
+
 def _chat_url(text: str) -> str:
     try:
         url = httpx.URL(text)
@@ -320,7 +331,7 @@ def _chat_url(text: str) -> str:
         host = ""
     if url.scheme not in ("http", "https") or not host or not 0 <= (url.port or 0) < 1 << 16:
         raise UserError(f"{text!r} is not the URL of a server; give one such as http://127.0.0.1:8000.")
-    path = url.path.rstrip("/").removesuffix("/chat/completions") or "/v1"
+    path = re.sub(r"/(chat/completions|completions|models)$", "", url.path.rstrip("/")) or "/v1"
     return str(url.copy_with(path=f"{path}/chat/completions"))
 
 

@@ -19,7 +19,7 @@ from lm.checkpoint.hugging_face import save_hugging_face
 from lm.common.errors import UserError
 from lm.data.chat_template import add_chat_tokens
 from lm.data.json_rows import DamagedRows
-from lm.eval import load_task, read_task
+from lm.eval import chat_client, load_task, read_task
 from lm.eval.config import EvaluationConfig
 from lm.eval.tasks import R1_ZERO_PROMPT, Problem
 from lm.tokenizer.tokenizer import Tokenizer
@@ -54,7 +54,8 @@ class Stub:
         }
         self.requests: list[dict[str, Any]] = []
         self.refused: set[str] = set()
-        """Prompts that get status 400."""
+        """Prompts that get the status ``refusal``."""
+        self.refusal = 400
         self.delay_seconds = delay_seconds
         self.models = ["known"]
         self.list_status = 200
@@ -64,7 +65,7 @@ class Stub:
         time.sleep(random.random() * self.delay_seconds)
         [message] = request["messages"]
         if message["content"] in self.refused:
-            return 400, {"error": {"message": "too long"}}
+            return self.refusal, {"error": {"message": "too long"}}
         text = self.outputs[message["content"]][0]
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
         return 200, {"choices": [choice], "usage": {"prompt_tokens": 9, "completion_tokens": len(text)}}
@@ -199,7 +200,7 @@ def test_a_refused_prompt_is_asked_again_by_the_next_command(tmp_path: Path, cap
     stub.refused = {list(stub.outputs)[2]}
     with run_stub(stub) as url:
         arguments: dict[str, Any] = {"config": r1_zero(tmp_path / "test.jsonl"), "root": "", "out": str(tmp_path)}
-        with pytest.raises(UserError, match=r"1 of 6 problems have no response\. Run the same command again"):
+        with pytest.raises(UserError, match=r"1 of 6 requests failed, and would fail again: problem 2: status 400"):
             evaluate_model(url, **arguments)
         assert "Problem 2 has no response: status 400: too long" in caplog.text
         stub.refused, stub.requests = set(), []
@@ -217,6 +218,30 @@ def test_a_refused_prompt_is_asked_again_by_the_next_command(tmp_path: Path, cap
         assert len(stub.requests) == 1
         assert evaluate_model(url, **arguments) == result
     check_known_outputs(read_rows(result.responses), problems)
+
+
+def test_a_failure_that_may_pass_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_client, "_FIRST_DELAY_SECONDS", 0.001)
+    stub = Stub(write_gsm8k(tmp_path / "test.jsonl", 6))
+    stub.refused, stub.refusal = {list(stub.outputs)[2]}, 500
+    message = r"1 of 6 problems have no response\. Run the same command again"
+    with run_stub(stub) as url, pytest.raises(UserError, match=message):
+        evaluate_model(url, r1_zero(tmp_path / "test.jsonl"), "", out=str(tmp_path))
+
+
+def test_a_server_that_refuses_each_problem_is_given_up(tmp_path: Path) -> None:
+    stub = Stub(write_gsm8k(tmp_path / "test.jsonl", 200))
+    stub.refused = set(stub.outputs)
+    with run_stub(stub) as url, pytest.raises(UserError, match="refuses all requests: status 400: too long"):
+        evaluate_model(url, r1_zero(tmp_path / "test.jsonl"), "", out=str(tmp_path))
+    assert 20 <= len(stub.requests) <= 20 + 100
+
+
+@pytest.mark.parametrize("ending", ["/v1", "/v1/completions", "/v1/chat/completions"])
+def test_the_url_of_an_endpoint_names_its_server(tmp_path: Path, ending: str) -> None:
+    with run_stub(Stub(write_gsm8k(tmp_path / "test.jsonl", 1))) as url:
+        result = evaluate_model(f"{url}{ending}", r1_zero(tmp_path / "test.jsonl"), "", out=str(tmp_path))
+    assert result.summary.accuracy == 1.0 and result.model.startswith("known of ")
 
 
 def test_the_name_of_the_model_at_a_url(tmp_path: Path) -> None:
@@ -251,12 +276,16 @@ def test_a_url_without_a_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("max_new_tokens", [16, 100, 512], ids=lambda number: f"{number} new tokens")
 @pytest.mark.parametrize("tokenizer", [PLAIN, add_chat_tokens(PLAIN)], ids=["no template", "template"])
-def test_a_directory_and_our_server_give_the_same_responses(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_directory_and_our_server_give_the_same_responses(
+    tmp_path: Path, tokenizer: Tokenizer, max_new_tokens: int
+) -> None:
+    """The context is 128: a response ends there, whatever the maximum is."""
     model = make_model(tokenizer.size, 128).eval()
     save_hugging_face(model, tokenizer, tmp_path / "llama")
     root = str(tmp_path / "root")
-    config = EvaluationConfig(task="addition:1-2", count=12, shots=1, max_new_tokens=16)
+    config = EvaluationConfig(task="addition:1-2", count=12, shots=1, max_new_tokens=max_new_tokens)
     here = evaluate_model(str(tmp_path / "llama"), config, root, "cpu", out=str(tmp_path / "here"))
     with serve_app(build_app(model, tokenizer, "textmill", 4)) as url:
         there = evaluate_model(f"{url}/v1", config, root, out=str(tmp_path / "there"))

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,7 @@ def test_our_own_server_answers_all_prompts(tmp_path: Path) -> None:
     with serve_app(build_app(model, tokenizer, "tiny", 2)) as url:
         config = TeachConfig(url, "tiny", str(prompts), seed=0, max_new_tokens=4, out=str(tmp_path / "taught.jsonl"))
         result = teach(config)
+        assert teach(replace(config, max_new_tokens=1024, count=2)).failures == [], "more than the context of 64"
     assert (result.answers, result.failures) == (30, [])
     assert 30 <= result.completion_tokens <= 30 * 4
     assert result.outcomes["cut at the maximum"] > 0
@@ -237,8 +239,6 @@ def test_a_server_that_refuses_each_request_is_a_message(tmp_path: Path) -> None
             assert len(run(endpoint, tmp_path, **options).failures) == NUMBERS - 1
 
 
-def test_a_wrong_key_is_a_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 def test_malformed_answers_cost_one_request_each_and_count_in_the_budget(tmp_path: Path) -> None:
     bad = Reply(completion({"text": "not a text"}))
     options: dict[str, Any] = {"file": write_gsm8k(tmp_path / "gsm8k.jsonl"), "task": "gsm8k", "max_in_flight": 1}
@@ -262,6 +262,8 @@ def test_answers_in_parts_are_read(tmp_path: Path) -> None:
     assert len(endpoint.requests) == NUMBERS
 
 
+def test_a_wrong_key_is_a_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-wrong")
     body = b'{"error": {"message": "Incorrect API key provided: sk-wrong"}}'

@@ -214,6 +214,11 @@ def test_openais_client_raises_its_own_exceptions(server: RunningServer) -> None
     with pytest.raises(openai.BadRequestError) as refused:
         server.client.completions.create(model="tiny", prompt="a" * CONTEXT, max_tokens=1)
     assert refused.value.code == "context_length_exceeded"
+    assert refused.value.body.get("max_tokens") is None, "not even one fits"
+    with pytest.raises(openai.BadRequestError) as refused:
+        server.client.completions.create(model="tiny", prompt="a" * 12, max_tokens=CONTEXT)
+    assert refused.value.body["max_tokens"] == CONTEXT - 12
+    assert server.client.models.list().data[0].max_model_len == CONTEXT
     assert httpx.get(f"{server.url}/v1/completions").status_code == 405
 
 

@@ -192,6 +192,21 @@ def test_a_server_without_a_good_answer_is_given_up(reply: Reply, requests: int,
     assert [prompt for prompt, answer in answers.items() if isinstance(answer, ChatAnswer)] == ["10"]
 
 
+def test_a_request_beyond_the_context_is_repeated_with_the_tokens_that_fit() -> None:
+    def reply(asked: Asked, attempt: int) -> Reply:
+        error = {"message": "too long", "code": "context_length_exceeded", "max_tokens": 30}
+        is_too_long = asked.body["max_tokens"] > (30 if asked.prompt == "fits" else 20)
+        return Reply(status=400, body=json.dumps({"error": error}).encode()) if is_too_long else echo(asked, attempt)
+
+    with serve_chat(reply) as endpoint:
+        requests = [chat_request(text, max_tokens=100) for text in ("fits", "never")]
+        answers = dict(ChatClient(endpoint.url, "tiny", max_in_flight=1).answers(requests))
+    assert answers == {0: ChatAnswer("to fits", "stop", 5, 3), 1: ChatFailure("status 400: too long", is_refused=True)}
+    assert [(asked.prompt, asked.body["max_tokens"]) for asked in endpoint.requests] == [
+        ("fits", 100), ("fits", 30), ("never", 100), ("never", 30),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("status", "body", "message"),
     [
@@ -266,6 +281,8 @@ def test_a_key_with_impossible_characters_is_refused(key: str, monkeypatch: pyte
         ("http://h:1/v1", "http://h:1/v1/chat/completions"),
         ("http://h:1/v1/", "http://h:1/v1/chat/completions"),
         ("https://h/api/openai", "https://h/api/openai/chat/completions"),
+        ("http://h:1/v1/completions", "http://h:1/v1/chat/completions"),
+        ("http://h:1/v1/models/", "http://h:1/v1/chat/completions"),
         ("https://h/v1/chat/completions?api-version=3", "https://h/v1/chat/completions?api-version=3"),
     ],
 )
