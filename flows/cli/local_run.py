@@ -74,6 +74,11 @@ def _explain_server_error(error: Exception, settings: Any) -> UserError | None:
             "when the machine is less busy, or set PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS to more."
         )
     server = f"Prefect's server at {settings.api.url}"
+    if is_server_unreachable(error) and not settings.api.url:
+        return UserError(
+            f"Prefect's temporary server has ended or does not answer: {error}. Finished work is kept; run the same "
+            "command again to continue."
+        )
     if is_server_unreachable(error):
         return UserError(
             f"{server} cannot be reached: {error}. Finished work is kept; start the server and run the same command "

@@ -25,6 +25,7 @@ from prefect.settings import get_current_settings
 from prefect.states import Cancelled, Crashed
 
 from flows.prefect_support.signals import find_interrupt, signal_number
+from flows.prefect_support.temporary_server import has_temporary_server_ended
 from lm.common.cache import cache_directory
 
 log = logging.getLogger(__name__)
@@ -63,9 +64,12 @@ def exit_if_server_is_gone(code: int) -> None:
 
     Otherwise Prefect would retry each unsent event for seconds. The next run reports this run's end.
     """
-    if _held_locks and get_current_settings().api.url:
-        with get_client(sync_client=True) as client:
-            is_gone = client.api_healthcheck() is not None
+    if _held_locks:
+        if get_current_settings().api.url:
+            with get_client(sync_client=True) as client:
+                is_gone = client.api_healthcheck() is not None
+        else:
+            is_gone = has_temporary_server_ended()
         if is_gone:
             print("Prefect's server does not respond; its record of this run is incomplete.", file=sys.stderr)
             sys.stdout.flush()

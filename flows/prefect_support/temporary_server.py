@@ -12,6 +12,7 @@ from lm.common.errors import MachineError
 
 _PORT_TAKEN_CODE = 3  # Prefect then tries another port
 _ERROR_LINE = re.compile(r"[\w.]*(?:Error|Exception): .*")  # the last line of a traceback
+_started: "list[_TiedServer]" = []
 
 
 def tie_temporary_server() -> None:
@@ -26,6 +27,11 @@ def tie_temporary_server() -> None:
 
     module: Any = server
     module.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": _TiedServer})
+
+
+def has_temporary_server_ended() -> bool:
+    """Return whether this process has started a temporary server that does not run any more."""
+    return bool(_started) and _started[-1].has_ended()
 
 
 class _TiedServer(subprocess.Popen[bytes]):
@@ -49,6 +55,7 @@ class _TiedServer(subprocess.Popen[bytes]):
             start_new_session=True,
         )
         atexit.register(_end, watcher)  # Prefect registers later, so it has ended the server by then
+        _started.append(self)
 
     def poll(self) -> int | None:
         """Return the exit code, or None while the server runs. Raise MachineError if it has ended at its start."""
@@ -65,6 +72,10 @@ class _TiedServer(subprocess.Popen[bytes]):
             self._output.seek(0)
             output = self._output.read().decode(errors="replace")
         raise MachineError(_explain_end(code, output))
+
+    def has_ended(self) -> bool:
+        """Return whether it has ended, also after its start."""
+        return super().poll() is not None
 
     def send_signal(self, sig: int) -> None:
         """Send a signal. From now on the server can end without an error."""

@@ -9,6 +9,7 @@ import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
@@ -21,6 +22,7 @@ from prefect.settings import (
     temporary_settings,
 )
 
+from flows.cli import local_run
 from flows.cli.local_run import run_flow
 from lm.common.errors import UserError
 from tests.helpers.deployed import TEXTMILL, own_environment
@@ -56,6 +58,17 @@ def test_the_url_of_another_server_or_a_missing_key_is_one_message(status: int, 
                 run_flow(empty)
         finally:
             server.shutdown()
+
+
+def test_a_temporary_server_that_ended_during_a_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose_server() -> None:
+        raise httpx.ConnectError("Connection refused")
+
+    monkeypatch.setattr(local_run, "tie_temporary_server", lambda: None)
+    settings = temporary_settings({PREFECT_HOME: tmp_path}, restore_defaults={PREFECT_API_URL})
+    with settings, pytest.raises(UserError, match=r"temporary server has ended or .*: Connection refused") as caught:
+        run_flow(lose_server)
+    assert "PREFECT_API_URL" not in str(caught.value)
 
 
 def test_a_home_of_prefect_that_cannot_be_written_is_named(tmp_path: Path) -> None:

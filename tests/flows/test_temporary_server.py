@@ -1,14 +1,22 @@
 """The process of Prefect's temporary server, here a short Python program, while Prefect waits for its start."""
 
+import os
+import signal
 import socket
 import sys
 
 import pytest
 
-from flows.prefect_support.temporary_server import _TiedServer
+from flows.prefect_support import temporary_server
+from flows.prefect_support.temporary_server import _TiedServer, has_temporary_server_ended
 from lm.common.errors import MachineError
 from tests.helpers.deployed import free_port
 from tests.helpers.limits import wait_for
+
+
+@pytest.fixture(autouse=True)
+def _no_earlier_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(temporary_server, "_started", [])
 
 
 def start(program: str, port: int, level: str = "CRITICAL") -> _TiedServer:
@@ -47,6 +55,13 @@ def test_a_server_that_is_stopped_is_no_error() -> None:
     server.terminate()
     server.wait(60)
     assert server.poll() == -15
+
+
+def test_a_server_that_ends_after_its_start_is_noticed() -> None:
+    server = start("import time; time.sleep(100)", free_port())
+    assert not has_temporary_server_ended()
+    os.kill(server.pid, signal.SIGKILL)
+    wait_for(has_temporary_server_ended, 60, "end of the server")
 
 
 def test_the_output_is_shown_if_the_user_asks_for_a_log(capfd: pytest.CaptureFixture[str]) -> None:
