@@ -20,10 +20,12 @@ from tests.faults.flows import PIPELINE, TestedFlow
 from tests.faults.object_store import KEYS, ObjectStore
 from tests.helpers.cluster import DaskCluster, Installation
 from tests.helpers.deployed import Server
+from tests.helpers.limits import TIMEOUT_SCALE
 from tests.helpers.processes import PROJECT
 
 _POLL_SECONDS = 0.02
-_HANG_SECONDS = 240.0  # long enough to compile the kernels on a busy machine
+_HANG_SECONDS = 60.0 * TIMEOUT_SCALE
+_FIRST_RUN_SECONDS = 600.0  # it compiles the kernels
 _FEW_RETRIES = {"AWS_MAX_ATTEMPTS": "2", "PREFECT_CLIENT_MAX_RETRIES": "2"}  # the defaults take longer than a round
 EXECUTION: dict[str, Any] = {"threads": 1, "compile": False, "device": "cpu", "log_interval": 1000}
 
@@ -38,7 +40,9 @@ def poll(seconds: float) -> Iterator[None]:
 class Process:
     """A run of ``textmill``, with its output lines and the stages that have finished according to them."""
 
-    def __init__(self, arguments: list[str], zygote: subprocess.Popen[str], fifo: Path) -> None:
+    def __init__(
+        self, arguments: list[str], environment: dict[str, str | None], zygote: subprocess.Popen[str], fifo: Path
+    ) -> None:
         self.lines: list[str] = []
         self.finished: list[str] = []
         self.name = ""
@@ -46,7 +50,7 @@ class Process:
         """The exit code, or None while the process runs."""
         assert zygote.stdin is not None and zygote.stdout is not None
         os.mkfifo(fifo)
-        zygote.stdin.write(json.dumps([arguments, str(fifo)]) + "\n")
+        zygote.stdin.write(json.dumps([arguments, str(fifo), environment]) + "\n")
         zygote.stdin.flush()
         self.id = int(zygote.stdout.readline())
         self._threads = [
@@ -78,9 +82,9 @@ class Process:
                 break
         return condition()
 
-    def wait(self) -> bool:
+    def wait(self, seconds: float = _HANG_SECONDS) -> bool:
         """Wait for the end. Return False if the process hangs; it is then killed."""
-        has_ended = any(self.code is not None for _ in poll(_HANG_SECONDS))
+        has_ended = any(self.code is not None for _ in poll(seconds))
         if not has_ended:
             os.kill(self.id, signal.SIGABRT)  # prints the stacks
             any(self.code is not None for _ in poll(5))
@@ -96,19 +100,29 @@ class Process:
 
     def children(self) -> list[int]:
         """Return the ids of the processes in its session that still run."""
-        pids = []
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = path.read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[3]) == self.id and fields[0] != "Z":  # session id and state
-                pids.append(int(path.parent.name))
-        return pids
+        return [pid for pid, (_, session) in _running_processes().items() if session == self.id]
+
+    def temporary_servers(self) -> list[int]:
+        """Return the ids of the temporary servers of Prefect that it has started and that still run."""
+        children = [pid for pid, (parent, _) in _running_processes().items() if parent == self.id]
+        return [pid for pid in children if b"uvicorn" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     @property
     def output(self) -> str:
         return "\n".join(self.lines)
+
+
+def _running_processes() -> dict[int, tuple[int, int]]:
+    """Return the parent and the session of each process of the machine, by its id."""
+    processes = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent, _, session = path.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if state != "Z":
+            processes[int(path.parent.name)] = int(parent), int(session)
+    return processes
 
 
 class Bench:
@@ -160,17 +174,17 @@ class Bench:
         self._environment.stop()
         fsspec.get_filesystem_class("s3").clear_instance_cache()
 
-    def start(self, root: str) -> Process:
-        """Run the whole flow below ``root``."""
+    def start(self, root: str, environment: dict[str, str | None] | None = None) -> Process:
+        """Run the whole flow below ``root``, with changes of the environment (None: without the variable)."""
         arguments = [self.flow.command, "--config", str(self.home / "config.yaml"), "--root", root]
         if self.cluster:
             arguments += ["--execution.runner", "dask", "--execution.address", self.cluster.address]
             arguments += ["--execution.shared_root", "true"]  # the workers see the sources
-        return Process(arguments, self._zygote, self.home / f"{time.monotonic_ns()}.fifo")
+        return Process(arguments, environment or {}, self._zygote, self.home / f"{time.monotonic_ns()}.fifo")
 
     def _run_reference(self, name: str) -> Path:
         run = self.start(str(self.home / name))
-        run.wait()
+        run.wait(_FIRST_RUN_SECONDS)
         assert run.code == 0, run.output
         return self.home / name
 

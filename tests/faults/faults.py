@@ -19,6 +19,7 @@ import fsspec
 from tests.faults.bench import Bench, Process
 from tests.faults.checks import read_manifests
 from tests.faults.flows import ALL_STAGES, PIPELINE, TestedFlow
+from tests.faults.zygote import KERNEL_LINE
 from tests.helpers.cluster import kill_group
 
 _MOUNT_COMMAND = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs"]
@@ -32,13 +33,15 @@ class Scene:
     rng: random.Random
     stage: str
     root: str
+    environment: dict[str, str | None] = field(default_factory=dict)
+    """Changes of the environment of the runs."""
     runs: list[Process] = field(default_factory=list)
     damaged: set[str] = field(default_factory=set)
     """``stage/key`` of the outputs that the fault has damaged."""
 
     def start(self) -> Process:
         """Run the flow. The fault is injected into the first run."""
-        self.runs.append(self.bench.start(self.root))
+        self.runs.append(self.bench.start(self.root, self.environment))
         return self.runs[-1]
 
 
@@ -84,10 +87,28 @@ class Signal(Fault):
         self.number, self.exit_codes = number, {code}
 
     def inject(self, scene: Scene) -> None:
-        if self.number == signal.SIGINT:  # a terminal sends it to all processes of the run
-            os.killpg(scene.runs[0].id, self.number)
-        else:
-            os.kill(scene.runs[0].id, self.number)
+        send_signal(scene.runs[0], self.number)
+
+
+class SignalInKernel(Fault):
+    """A signal while the main thread is inside a kernel, where Python calls no signal handler."""
+
+    message = "stopped"
+    exit_codes = frozenset({129, 130, 143})
+
+    def inject(self, scene: Scene) -> None:
+        run = scene.runs[0]
+        os.kill(run.id, signal.SIGUSR1)
+        if run.wait_until(lambda: KERNEL_LINE in run.lines) and run.code is None:
+            send_signal(run, scene.rng.choice([signal.SIGHUP, signal.SIGINT, signal.SIGTERM]))
+
+
+def send_signal(run: Process, number: signal.Signals) -> None:
+    """Send a signal as a terminal does, to all processes of the run, or as ``kill`` does."""
+    if number in (signal.SIGINT, signal.SIGHUP):
+        os.killpg(run.id, number)
+    else:
+        os.kill(run.id, number)
 
 
 class DiskFull(Fault):
@@ -244,6 +265,25 @@ class ServerKilled(Fault):
         scene.bench.server.start_missing("server")
 
 
+class TemporaryServerKilled(Fault):
+    """The runs have no server, and the temporary one that Prefect starts for the first is killed."""
+
+    message = "Prefect's temporary server has ended or does not answer"
+    on_dask = False
+
+    def prepare(self, scene: Scene) -> None:
+        home = str(scene.bench.home / "temporary")
+        scene.environment = {
+            "PREFECT_API_URL": None,
+            "PREFECT_HOME": home,
+            "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",  # the default of textmill
+        }
+
+    def inject(self, scene: Scene) -> None:
+        for process_id in scene.runs[0].temporary_servers():
+            os.kill(process_id, signal.SIGKILL)
+
+
 class StoreFails(Fault):
     """All or some requests to the object store fail, for some seconds or until the run ends."""
 
@@ -290,11 +330,14 @@ FAULTS: dict[str, Fault] = {
     "SIGKILL": Signal(signal.SIGKILL, -9),
     "SIGTERM": Signal(signal.SIGTERM, 143),
     "SIGINT": Signal(signal.SIGINT, 130),
+    "SIGHUP": Signal(signal.SIGHUP, 129),
+    "signal in kernel": SignalInKernel(),
     "disk full": DiskFull() if command_works(_MOUNT_COMMAND, ["umount"]) else FileLimit(),
     "unwritable": Unwritable(),
     "source removed": SourceRemoved(),
     **{kind: Damage(kind) for kind in ("flip", "truncate", "delete", "swap", "manifest")},
     "server killed": ServerKilled(),
+    "temporary server killed": TemporaryServerKilled(),
     "worker killed": WorkerKilled(),
     "scheduler killed": SchedulerKilled(),
     **{f"S3 {kind}": StoreFails(kind) for kind in ("500", "reset", "slow")},

@@ -51,6 +51,9 @@ def test_check_outputs_finds_a_changed_byte_and_a_missing_output(bench: Bench, t
         pytest.param("merge", "flip", marks=pytest.mark.long),
         ("encode", "S3 500"),
         ("train", "SIGTERM"),
+        pytest.param("train", "SIGHUP", marks=pytest.mark.long),
+        pytest.param("encode", "signal in kernel", marks=pytest.mark.long),
+        pytest.param("train", "temporary server killed", marks=pytest.mark.long),
     ],
 )
 def test_a_run_recovers_from_a_fault(bench: Bench, stage: str, fault: str) -> None:

@@ -1,7 +1,8 @@
 """A process that imports the command line once and forks a child for each run, as the imports take most of the time.
 
-It reads lines of JSON, ``[arguments, path of a FIFO for the output]``. For each it prints two lines: the process id of
-the child, and after its end the exit code, which is negative for a signal.
+It reads lines of JSON, ``[arguments, path of a FIFO for the output, changes of the environment]``. For each it prints
+two lines: the process id of the child, and after its end the exit code, which is negative for a signal. SIGUSR1 has the
+main thread of a child call a kernel of some seconds.
 """
 
 import faulthandler
@@ -10,7 +11,10 @@ import os
 import signal
 import sys
 from importlib import import_module
+from types import FrameType
 
+from numba import njit
+from prefect.context import refresh_global_settings_context
 from tenacity import wait_random
 
 from flows.cli.main import main
@@ -18,16 +22,44 @@ from lm.text.retry import retry_reading, retry_request
 
 _LAZY_IMPORTS = ("matplotlib.figure", "s3fs", "torch._dynamo", "flows.posttrain")  # imported on first use
 
+KERNEL_LINE = "A kernel runs."
+
+
+@njit("int64(int64)", nogil=True)
+def _kernel(count: int) -> int:
+    total = 0
+    for i in range(count):
+        total ^= i * total + 1
+    return total
+
+
+def _call_kernel(number: int, frame: FrameType | None) -> None:
+    os.write(2, f"{KERNEL_LINE}\n".encode())
+    _kernel(1 << 31)
+
+
+def _change_environment(changes: dict[str, str | None]) -> None:
+    for name, value in changes.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    refresh_global_settings_context()
+
+
 if __name__ == "__main__":
     for name in _LAZY_IMPORTS:
         import_module(name)
     # Retry as often as usual, but faster.
     retry_reading.wait = retry_request.wait = wait_random(0, 0.5)
     for line in sys.stdin:
-        arguments, fifo = json.loads(line)
+        arguments, fifo, environment = json.loads(line)
         if not (child := os.fork()):
             os.setsid()
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores SIGINT
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
+            signal.signal(signal.SIGUSR1, _call_kernel)
+            if environment:
+                _change_environment(environment)
             for path, flags, descriptors in ((os.devnull, os.O_RDONLY, (0,)), (fifo, os.O_WRONLY, (1, 2))):
                 for descriptor in descriptors:
                     os.dup2(os.open(path, flags), descriptor)
