@@ -113,9 +113,14 @@ def _stages(config: PipelineConfig, inputs: PipelineInputs, executor: Executor) 
         read = [*executor.read(read_start, model, tokenizer, stated, separator)]
         specials, pattern, settings[2] = read if len(read) > 1 else read * 3  # not imported yet
         start_model = [model]
+    # Only if there are other special tokens than the separator, an argument and part of the keys.
+    ordinary: list[Any] = []
+    if config.data.special_tokens_in_document == "text" and (start is not None or set(specials) != {separator}):
+        ordinary = [specials]
     fraction = 0.0 if valid_sources else valid_fraction(config.data, sum(source.bytes for source in train_sources))
-    train_ingested = executor.map(ingest_group, "ingest-train", group_sources(train_sources), fraction, config.data)
-    valid_ingested = executor.map(ingest_group, "ingest-valid", group_sources(valid_sources), fraction, config.data)
+    read_as: list[Any] = [fraction, config.data, *ordinary]
+    train_ingested = executor.map(ingest_group, "ingest-train", group_sources(train_sources), *read_as)
+    valid_ingested = executor.map(ingest_group, "ingest-valid", group_sources(valid_sources), *read_as)
     texts = executor.call(ingest, train_ingested, valid_ingested, fraction, config.data)
     yield "ingest", texts
     if config.budget:

@@ -21,7 +21,8 @@ def chunk_group(
     out: Attempt, group: OpenTextGroup, special_tokens: list[str], pattern: str, config: ChunkConfig
 ) -> None:
     """Write ``chunks.jsonl``, the byte ranges of each chunk, and ``groups.json``, the groups of chunks."""
-    chunks = cut_chunks(group.urls, special_tokens, config.target_bytes, pattern, group.ranges)
+    texts = group.urls, special_tokens, config.target_bytes, pattern, group.ranges
+    chunks = cut_chunks(*texts, rows=group.rows, separator=group.separator)
     with keep_unchanged(group.sources, out.run.store):
         sizes = write_groups(out.directory, chunks, group.bytes_before)
     out.figures = {

@@ -1,5 +1,7 @@
 """Stage ``count``: count the pretokens of each group of chunks, then add up the counts."""
 
+from collections.abc import Iterator
+
 from tasks.pages import stages as pages
 from tasks.runtime.chunk_input import Ranges, open_ranges, size_in_bytes
 from tasks.runtime.context import Attempt
@@ -12,9 +14,16 @@ def count_group(out: Attempt, group: Ranges, special_tokens: list[str], pattern:
     """Count the pretokens of one group. ``jieba``: its version, if the pattern is jieba, for the key."""
     from lm.tokenizer.pretoken_counts import count_to_file
 
-    texts = (blocks for blocks, _ in open_ranges(group, out.run.stopping))
     memory_bytes = (out.run.execution.count_memory << 20) // out.run.execution.workers
-    total, unique = count_to_file(out.directory / "counts.parquet", texts, special_tokens, pattern, memory_bytes)
+
+    def texts(separator: str) -> Iterator[Iterator[bytes]]:
+        """Yield the blocks of the ranges with this ``separator``."""
+        ranges = [item for item in group if item[1].separator == separator]
+        return (blocks for blocks, _, _ in open_ranges(ranges, out.run.stopping))
+
+    rows = {separator: texts(separator) for separator in {part.separator for _, part in group} - {""}}
+    path = out.directory / "counts.parquet"
+    total, unique = count_to_file(path, texts(""), special_tokens, pattern, memory_bytes, rows)
     out.figures = {"bytes": size_in_bytes(group), "pretokens": total, "unique": unique}
 
 

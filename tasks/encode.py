@@ -44,6 +44,7 @@ def encode_group(out: Attempt, group: Ranges, tokenizer: Output, separator: str,
     tokens, documents = write_shard(texts, loaded_tokenizer, separator, out.directory)
     out.figures = {"tokens": tokens, "documents": documents, "bytes": size_in_bytes(group)}
     (out.directory / "shard.json").write_text(json.dumps(out.figures), encoding="utf-8")
+    out.figures["special_texts"] = sum(part.special_texts for _, part in group)
 
 
 @stage("encode", page=pages.encode)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
@@ -9,10 +10,9 @@ from typing import Any
 from lm.text.config import DataConfig
 from lm.text.ingest import (
     HELD_OUT,
-    GroupTexts,
     Text,
     combine_groups,
-    join_files,
+    join_held_out,
     read_group,
     warn_about_repeated_sources,
 )
@@ -37,11 +37,17 @@ def find_sources(data: DataConfig, store: Store) -> tuple[list[Source], list[Sou
 
 
 @stage("ingest-group", is_mapped=True)
-def ingest_group(out: Attempt, group: list[Source], fraction: float, data: DataConfig) -> None:
-    """Write the texts of a group of sources, or refer to the sources; ``texts.json`` lists them."""
+def ingest_group(
+    out: Attempt, group: list[Source], fraction: float, data: DataConfig, special_tokens: Sequence[str] = ()
+) -> None:
+    """Write the texts of a group of sources, or refer to the sources; ``texts.json`` lists them.
+
+    ``special_tokens``: those whose text is ordinary in documents of JSON Lines and Parquet.
+    """
     out.sources = group
-    texts = retry_reading(read_group, group, data, fraction, out.directory)  # a retry overwrites the first try
-    (out.directory / "texts.json").write_text(json.dumps(asdict(texts)), encoding="utf-8")
+    arguments = group, data, fraction, out.directory, special_tokens
+    texts = retry_reading(read_group, *arguments)  # a retry overwrites the first try
+    (out.directory / "texts.json").write_text(json.dumps(texts.to_json()), encoding="utf-8")
 
 
 @stage("ingest", page=pages.ingest)
@@ -72,8 +78,8 @@ def ingest(out: Attempt, train: list[Output], valid: list[Output], fraction: flo
     if any(entry["group"] is None for entry in content["valid"]):
         held_out = [output for output, group in zip(outputs, groups, strict=True) if group.held_out_bytes]
         paths = out.run.store.map(lambda output: output.path(HELD_OUT), held_out)
-        texts = GroupTexts([join_files(paths, out.directory / "valid.txt")])
-        (out.directory / "texts.json").write_text(json.dumps(asdict(texts)), encoding="utf-8")
+        texts = join_held_out([group for group in groups if group.held_out_bytes], paths, out.directory / "valid.txt")
+        (out.directory / "texts.json").write_text(json.dumps(texts.to_json()), encoding="utf-8")
     content["statistics"] = {
         name: {**asdict(split.statistics), "bytes": sum(size for _, size in split.selections)}
         for name, split in splits.items()

@@ -24,10 +24,11 @@ _BYTES_OF_SPACES = frozenset("".join(filter(str.isspace, map(chr, range(0x3001))
 
 
 def write_shard(
-    texts: Iterable[tuple[Iterable[bytes], bool]], tokenizer: Tokenizer, separator: str, directory: Path
+    texts: Iterable[tuple[Iterable[bytes], bool, str]], tokenizer: Tokenizer, separator: str, directory: Path
 ) -> tuple[int, int]:
-    """Encode ``texts``, each (blocks of UTF-8, whether its file ends here), into a shard; return (tokens, documents).
+    """Encode ``texts`` into a shard; return (tokens, documents).
 
+    A text is (blocks of UTF-8, whether its file ends here, the only special token in it or "" for all).
     Writes ``tokens.bin`` and ``documents.npy`` (int64 positions after the separators) to ``directory``. If the last
     document of a file lacks the separator, it is added. White space after the last separator is no document. Memory
     grows only with the number of documents. Raises UserError if the tokenizer lacks the separator.
@@ -45,9 +46,9 @@ def write_shard(
     ends: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
     written = 0
     with (directory / "tokens.bin").open("wb") as file:
-        for blocks, is_last in texts:
+        for blocks, is_last, only in texts:
             in_document = False
-            for ids in tokenizer.encode_blocks(blocks):
+            for ids in tokenizer.encode_blocks(blocks, [only] if only else "all"):
                 file.write(ids.data)
                 separators = np.flatnonzero(ids == separator_id)
                 ends.append(separators + written + 1)

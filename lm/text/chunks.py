@@ -6,10 +6,10 @@ Source: CS336 assignment 1 (section 2.5, chunk boundaries), extended to many fil
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import regex
 
@@ -17,6 +17,7 @@ from lm.common.errors import InvalidUtf8Error, UserError
 from lm.text.config import ChunkConfig
 from lm.text.pretokenize import GPT2_PATTERN, Pattern, can_cut_before_space
 from lm.text.sources import ByteRanges, is_plain_local_file, open_decompressed, open_ranges, open_raw, read_blocks
+from lm.text.special_texts import SpecialTextCounter, split_ranges
 from lm.text.utf8 import decode_utf8_blocks
 
 _WINDOW_BYTES = 1 << 16  # per read during the search for a cut
@@ -28,11 +29,15 @@ _SPACE_AFTER_TEXT = regex.compile(
 )
 
 
+_REQUIRED = ("text", "start", "end", "last", "sha256")
+
+
 @dataclass(frozen=True)
 class Range:
     """Bytes ``start`` to ``end`` of text number ``text`` and their SHA-256; ``last``: the text ends with them.
 
     Unless ``last`` is set, the next range of the same chunk continues the text: the bytes between are not part of it.
+    If ``separator`` is set, it is the only special token in the bytes; ``special_texts`` counts the texts of others.
     """
 
     text: int
@@ -40,6 +45,12 @@ class Range:
     end: int
     last: bool
     sha256: str = ""
+    separator: str = ""
+    special_texts: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields, without ``separator`` and ``special_texts`` if they are empty."""
+        return {name: value for name, value in asdict(self).items() if value or name in _REQUIRED}
 
 
 def cut_chunks(
@@ -49,6 +60,8 @@ def cut_chunks(
     pattern: Pattern = GPT2_PATTERN,
     ranges: Sequence[ByteRanges] | None = None,
     has_checksums: bool = True,
+    rows: Sequence[ByteRanges] | None = None,
+    separator: str = "",
 ) -> Iterator[list[Range]]:
     """Yield the chunks of plain UTF-8 files in order. A chunk is a list of ranges; small files share a chunk.
 
@@ -58,11 +71,13 @@ def cut_chunks(
     Text appended to the last file changes only the last chunks.
 
     ``ranges`` selects the byte ranges of each file that are its text; all but a file's last end with a special token.
-    Default: whole files. Without ``has_checksums``, only the text around the cuts is read, and ``sha256`` is empty.
+    Default: whole files. In the byte ranges ``rows`` of each file ``separator`` is the only special token.
+    Without ``has_checksums``, only the text around the cuts is read, and ``sha256`` is empty.
     Raises UserError if a file is shorter than its ranges.
     """
     specials = [token.encode() for token in special_tokens]
     longest = max(map(len, specials), default=1)
+    others = [token for token in special_tokens if token != separator]
     chunk: list[Range] = []
     size = 0
     for number, path in enumerate(paths):
@@ -71,21 +86,23 @@ def cut_chunks(
             file_ranges = ranges[number] if ranges else [(0, length)]
             if file_ranges and file_ranges[-1][1] > length:
                 raise UserError(f"{path} is shorter than it was when it was read; run the pipeline again.")
-            for range_start, stop in file_ranges:
-                start = range_start
+            for range_start, stop, is_row in split_ranges(file_ranges, rows[number] if rows else []):
+                start, tokens = range_start, [separator.encode()] if is_row else specials
                 while start < stop:
                     min_end = start + target_bytes - size
                     digest, search_start = hashlib.sha256(), max(start, min(stop, min_end - longest))
+                    special_texts = SpecialTextCounter(others if is_row else [])
                     if has_checksums:  # before the search, so that the file is read in order
-                        _update_digest(digest, file, start, search_start)
+                        _update_digest(digest, special_texts, file, start, search_start)
                     try:
-                        end = _find_cut(file, start, stop, min_end, min_end + target_bytes, specials, pattern)
+                        end = _find_cut(file, start, stop, min_end, min_end + target_bytes, tokens, pattern)
                     except EOFError:
                         raise UserError(f"{path} was cut short while it was read; run the pipeline again.") from None
                     if has_checksums:
-                        _update_digest(digest, file, search_start, end)
+                        _update_digest(digest, special_texts, file, search_start, end)
                     sha256 = digest.hexdigest() if has_checksums else ""
-                    chunk.append(Range(number, start, end, end == file_ranges[-1][1], sha256))
+                    only = (separator, special_texts.total) if special_texts.total else ()
+                    chunk.append(Range(number, start, end, end == file_ranges[-1][1], sha256, *only))
                     size += end - start
                     if end < stop or size >= target_bytes:  # the end of a range ends a document
                         yield chunk
@@ -95,9 +112,12 @@ def cut_chunks(
         yield chunk
 
 
-def _update_digest(digest: "hashlib._Hash", file: IO[bytes], start: int, end: int) -> None:
+def _update_digest(
+    digest: "hashlib._Hash", special_texts: SpecialTextCounter, file: IO[bytes], start: int, end: int
+) -> None:
     for block in read_blocks(file, start, end):
         digest.update(block)
+        special_texts.update(block)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,9 @@ class DataConfig:
     separator_in_document: Literal["error", "remove"] = "error"
     """Treatment of a jsonl or parquet document that contains the separator. error: stop and report the row. remove:
     delete the separator and count it."""
+    special_tokens_in_document: Literal["text", "token"] = "text"
+    """Treatment of the text of another special token in a jsonl or parquet document. text: ordinary text. token: the
+    special token, as in plain text."""
 
     def __post_init__(self) -> None:
         if not self.train:
@@ -47,8 +50,9 @@ class DataConfig:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Fields that enter the cache key. Sources enter it by their content, and the fraction by its effect."""
-        others = ("train", "valid", "valid_fraction", "valid_max_bytes")
+        """Fields that enter the cache key. Sources enter it by their content, the fraction and special tokens by their
+        effect."""
+        others = ("train", "valid", "valid_fraction", "valid_max_bytes", "special_tokens_in_document")
         return {name: value for name, value in asdict(self).items() if name not in others}
 
 

@@ -7,8 +7,8 @@ import hashlib
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, chain, count, groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from lm.text.sources import (
     open_ranges,
     source_version,
 )
+from lm.text.special_texts import SpecialTextCounter, join_adjacent, rows_of_copy
 from lm.text.statistics import TextStatistics
 from lm.text.utf8 import decode_utf8_blocks
 
@@ -51,6 +52,9 @@ class Text:
     source: int | None
     bytes: int
     ranges: list[tuple[int, int]]
+    rows: list[tuple[int, int]] = field(default_factory=list)
+    """Byte ranges of JSON Lines and Parquet, if special tokens occur in them as ordinary text. In these ranges only the
+    separator is a token."""
 
 
 @dataclass
@@ -63,16 +67,27 @@ class GroupTexts:
     kept_statistics: TextStatistics = field(default_factory=TextStatistics)
     """Also counts the replacements and removals in the documents held out."""
     held_out_statistics: TextStatistics = field(default_factory=TextStatistics)
+    held_out_rows: list[tuple[int, int]] = field(default_factory=list)
+    """As ``Text.rows``, of ``held-out.txt``."""
+    separator: str = ""
+    """The separator, if there are rows."""
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "GroupTexts":
-        """Read the content of ``texts.json``, which is ``asdict`` of this class."""
-        kept, statistics = [Text(**text) for text in content["kept"]], content["held_out_statistics"]
-        kept_statistics, held_out_statistics = (
-            TextStatistics(**content["kept_statistics"]),
-            TextStatistics(**statistics),
-        )
-        return cls(kept, content["held_out_bytes"], kept_statistics, held_out_statistics)
+        """Read the content of ``texts.json``."""
+        kept = [Text(**text) for text in content["kept"]]
+        statistics = {name: TextStatistics(**content[name]) for name in ("kept_statistics", "held_out_statistics")}
+        rows, separator = content.get("held_out_rows", []), content.get("separator", "")
+        return cls(kept, content["held_out_bytes"], held_out_rows=rows, separator=separator, **statistics)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of ``texts.json``. Fields about rows are left out if they are empty."""
+        content = asdict(self)
+        for part in (content, *content["kept"]):
+            for name in ("rows", "held_out_rows", "separator"):
+                if not part.get(name, True):
+                    del part[name]
+        return content
 
 
 @dataclass(frozen=True)
@@ -136,20 +151,27 @@ def group_sources(sources: Iterable[Source]) -> list[list[Source]]:
     return groups
 
 
-def read_group(sources: Sequence[Source], config: DataConfig, fraction: float, out: Path) -> GroupTexts:
+def read_group(
+    sources: Sequence[Source], config: DataConfig, fraction: float, out: Path, special_tokens: Collection[str] = ()
+) -> GroupTexts:
     """Read the documents of a group of sources, and hold out about ``fraction`` of them for validation.
 
     Plain text that allows reads of byte ranges stays in place. Other sources are written to ``text.txt``,
-    ``text-2.txt``, … in the directory ``out``. Documents held out are copied to ``held-out.txt``. Raises UserError for
-    invalid input.
+    ``text-2.txt``, … in the directory ``out``. Documents held out are copied to ``held-out.txt``. The text of
+    ``special_tokens`` is ordinary in documents of JSON Lines and Parquet. Raises UserError for invalid input.
     """
-    readers = _read_sources(sources, config, int(fraction * 2**64), out)
+    others, limit = [token for token in special_tokens if token != config.separator], int(fraction * 2**64)
+    readers = _read_sources(sources, lambda: _TextReader(config, limit, SpecialTextCounter(others)), out)
     _warn_about_formats(readers)
     group = GroupTexts()
     held_out_path = out / HELD_OUT
     with held_out_path.open("wb") as file:
         for reader in readers:
             text, held_out = reader.text, reader.held_out_ranges
+            rows = reader.rows if reader.special_texts.total else []
+            if rows:
+                group.separator = config.separator
+                group.held_out_rows += rows_of_copy(held_out, rows, file.tell())
             if held_out:
                 with open_ranges(
                     str(out / text.file) if text.file else sources[text.source or 0].url, held_out
@@ -161,7 +183,7 @@ def read_group(sources: Sequence[Source], config: DataConfig, fraction: float, o
                     file.write(config.separator.encode())
             edges = [0, *chain.from_iterable(held_out), text.bytes]
             kept = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
-            group.kept.append(Text(text.file, text.source, text.bytes, kept))
+            group.kept.append(replace(text, ranges=kept, rows=rows))
             group.kept_statistics += reader.kept_statistics
             group.held_out_statistics += reader.held_out_statistics
         group.held_out_bytes = file.tell()
@@ -180,10 +202,14 @@ class _TextReader:
 
     config: DataConfig
     hash_limit: int
+    special_texts: SpecialTextCounter
+    """Counts the texts of special tokens in ``rows``."""
     text: Text = field(default_factory=lambda: Text(None, None, 0, []))
     version: tuple[int, str] | None = None  # of the source, if the text stays in place
     size: int = 0
     held_out_ranges: list[tuple[int, int]] = field(default_factory=list)
+    rows: list[tuple[int, int]] = field(default_factory=list)
+    """Byte ranges of JSON Lines and Parquet."""
     statistics: TextStatistics = field(default_factory=TextStatistics)
     held_out_statistics: TextStatistics = field(default_factory=TextStatistics)
     formats: dict[str, list[str]] = field(default_factory=dict)
@@ -205,7 +231,8 @@ class _TextReader:
         Parquet is not read in order. So it is read again to compare it, if it is local.
         """
         document, digest = DocumentHash(), hashlib.sha256()
-        is_first = detect_format(source.url)[0] == "text"
+        start, is_rows = self.size, detect_format(source.url)[0] != "text"
+        is_first = not is_rows
         for piece in stream_documents(source.url, self.config, self.statistics, digest):
             if is_first and (name := text_format(source.url, piece)):
                 self.formats.setdefault(name, []).append(source.url)
@@ -213,6 +240,8 @@ class _TextReader:
             data = piece.encode()
             yield data
             self.size += len(data)
+            if is_rows:
+                self.special_texts.update(data)
             if not self.hash_limit:
                 continue
             document.update(piece.removesuffix(self.config.separator))
@@ -224,6 +253,8 @@ class _TextReader:
             else:
                 self._kept_statistics.add_document(document.length)
             self._document_start, document = self.size, DocumentHash()
+        if is_rows and start < self.size:
+            self.rows = join_adjacent([*self.rows, (start, self.size)])
         if detect_format(source.url)[0] != "parquet":
             check_unchanged(source, digest.hexdigest())
         elif is_local_file(source.url):
@@ -243,16 +274,16 @@ def _warn_about_formats(readers: Iterable[_TextReader]) -> None:
         )
 
 
-def _read_sources(sources: Sequence[Source], config: DataConfig, hash_limit: int, out: Path) -> list[_TextReader]:
+def _read_sources(sources: Sequence[Source], make_reader: Callable[[], _TextReader], out: Path) -> list[_TextReader]:
     """Read sources to texts. Plain files stay in place; consecutive other sources become one file in ``out``."""
     readers: list[_TextReader] = []
     file_numbers = count(1)
-    checked = ((source, _read_in_place(source, number, config, hash_limit)) for number, source in enumerate(sources))
+    checked = ((source, _read_in_place(source, number, make_reader())) for number, source in enumerate(sources))
     for is_copied, group in groupby(checked, key=lambda item: item[1] is None):
         if not is_copied:
             readers += [reader for _, reader in group if reader]
             continue
-        number, reader = next(file_numbers), _TextReader(config, hash_limit)
+        number, reader = next(file_numbers), make_reader()
         path = out / ("text.txt" if number == 1 else f"text-{number}.txt")
         with path.open("wb") as file:
             for source, _ in group:
@@ -265,11 +296,11 @@ def _read_sources(sources: Sequence[Source], config: DataConfig, hash_limit: int
     return readers
 
 
-def _read_in_place(source: Source, number: int, config: DataConfig, hash_limit: int) -> _TextReader | None:
+def _read_in_place(source: Source, number: int, reader: _TextReader) -> _TextReader | None:
     """Read plain text without a copy. Returns None if a copy is needed."""
     if not can_read_in_place(source.url):
         return None
-    reader = _TextReader(config, hash_limit, Text(None, number, source.bytes, []), source_version(source.url))
+    reader.text, reader.version = Text(None, number, source.bytes, []), source_version(source.url)
     for _ in reader.read(source):
         pass
     return None if reader.statistics.replaced else reader
@@ -311,14 +342,17 @@ def combine_groups(
     return splits
 
 
-def join_files(paths: Iterable[Path], joined: Path) -> Text:
-    """Write the content of files, one after the other, to ``joined``. Return it as a text."""
+def join_held_out(groups: Sequence[GroupTexts], paths: Iterable[Path], joined: Path) -> GroupTexts:
+    """Write the held-out texts of groups, one after the other, to ``joined``. Return it as the text of a group."""
+    rows: list[tuple[int, int]] = []
     with joined.open("wb") as file:
-        for path in paths:
+        for group, path in zip(groups, paths, strict=True):
+            rows += [(file.tell() + start, file.tell() + end) for start, end in group.held_out_rows]
             with path.open("rb") as part:
                 shutil.copyfileobj(part, file)
         size = file.tell()
-    return Text(joined.name, None, size, [(0, size)])
+    text = Text(joined.name, None, size, [(0, size)], join_adjacent(rows))
+    return GroupTexts([text], separator=next((group.separator for group in groups if group.held_out_rows), ""))
 
 
 def _kept_texts(groups: Sequence[GroupTexts], first: int) -> Split:

@@ -6,9 +6,11 @@ Source: CS336 assignment 1 (section 2.4).
 """
 
 import json
+import re
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 
@@ -118,15 +120,35 @@ def _table_from_counter(counts: Counter[str]) -> pa.Table:
     return pa.table([[pretoken.encode() for pretoken in counts], list(counts.values())], schema=SCHEMA)
 
 
+def _count_rows(
+    texts: Iterable[Iterable[bytes]], separator: str, special_tokens: Sequence[str], pattern: str, memory_bytes: int
+) -> Iterator[pa.Table]:
+    """Count as :func:`count_pretokens` texts in which ``separator`` is the only special token.
+
+    Leaves out pretokens that contain the text of another one: a merge must not make a second token of that text.
+    """
+    search = "|".join(re.escape(token) for token in special_tokens)
+    for table in count_pretokens(texts, [separator], pattern, memory_bytes):
+        yield table.filter(pc.invert(pc.match_substring_regex(table["pretoken"], search)))
+
+
 def count_to_file(
-    path: Path, texts: Iterable[Iterable[bytes]], special_tokens: Sequence[str], pattern: str, memory_bytes: int
+    path: Path,
+    texts: Iterable[Iterable[bytes]],
+    special_tokens: Sequence[str],
+    pattern: str,
+    memory_bytes: int,
+    rows: Mapping[str, Iterable[Iterable[bytes]]] | None = None,
 ) -> tuple[int, int]:
     """Write the counts of :func:`count_pretokens` to one file, by way of temporary files if they exceed the memory.
 
-    Returns (pretokens, different pretokens).
+    ``rows``: more texts, by the only special token in them. Returns (pretokens, different pretokens).
     """
     parts: list[Path] = []
-    for table in count_pretokens(texts, special_tokens, pattern, memory_bytes):
+    tables = [count_pretokens(texts, special_tokens, pattern, memory_bytes)]
+    for separator, row_texts in (rows or {}).items():
+        tables.append(_count_rows(row_texts, separator, special_tokens, pattern, memory_bytes))
+    for table in chain.from_iterable(tables):
         parts.append(path.with_name(f"{path.name}.{len(parts)}"))
         totals = write_counts(parts[-1], table)
     if len(parts) == 1:

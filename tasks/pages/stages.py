@@ -143,6 +143,11 @@ def encode(out: "Attempt", train: "list[Output]", valid: "list[Output]", **input
         for split, parts in (("train", train), ("valid", valid))
     ]
     yield table(("text", "shards", "documents", "bytes", "tokens", "bytes per token"), rows)
+    if special_texts := sum(part.manifest["figures"].get("special_texts", 0) for part in (*train, *valid)):
+        yield (
+            f"**{special_texts:,}** texts of special tokens inside documents were encoded as ordinary text "
+            "(`data.special_tokens_in_document` is text)."
+        )
     yield _throughput([part.manifest for part in (*train, *valid)])
     shards = [*train, *valid]
     shown = shards[:: -(-len(shards) // _MAX_SHARDS_READ)]

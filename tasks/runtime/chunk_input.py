@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from threading import Event
@@ -32,7 +32,8 @@ class ChunkGroup:
     """Output of ``chunk-group``."""
     chunks: int
     sha256: str
-    """Digest of the bytes of each range and whether its text ends there: what decides the tokens."""
+    """Digest of the bytes of each range, whether its text ends there, and its ``separator``: what decides the tokens.
+    """
     start: int
     end: int
     """The lines of the chunks are the bytes ``start`` to ``end`` of ``chunks.jsonl``."""
@@ -65,7 +66,9 @@ class ChunkGroup:
 
 def digest_of_ranges(ranges: Iterable[Mapping[str, Any]]) -> str:
     """Return the digest of a group from its ranges."""
-    return json_digest([[part["sha256"], part["last"]] for part in ranges])
+    return json_digest(
+        [[part["sha256"], part["last"], *([part["separator"]] if part.get("separator") else [])] for part in ranges]
+    )
 
 
 def write_groups(directory: Path, chunks: Iterable[list[Range]], bytes_before: int) -> list[int]:
@@ -83,8 +86,8 @@ def write_groups(directory: Path, chunks: Iterable[list[Range]], bytes_before: i
 
         def end_group() -> None:
             start = file.tell()
-            file.writelines(json.dumps([asdict(part) for part in ranges]).encode() + b"\n" for ranges in group)
-            digest = digest_of_ranges(asdict(part) for ranges in group for part in ranges)
+            file.writelines(json.dumps([part.to_json() for part in ranges]).encode() + b"\n" for ranges in group)
+            digest = digest_of_ranges(part.to_json() for ranges in group for part in ranges)
             groups.append({"chunks": len(group), "sha256": digest, "start": start, "end": file.tell()})
             group.clear()
 
@@ -117,15 +120,16 @@ def size_in_bytes(ranges: Ranges) -> int:
     return sum(part.end - part.start for _, part in ranges)
 
 
-def open_ranges(ranges: Ranges, stopping: Event) -> Iterator[tuple[Iterator[bytes], bool]]:
-    """Yield (blocks of bytes, whether the text ends with them) of each text in the ranges, one open at a time.
+def open_ranges(ranges: Ranges, stopping: Event) -> Iterator[tuple[Iterator[bytes], bool, str]]:
+    """Yield (blocks of bytes, whether the text ends with them, the only special token if one is set) of each text in
+    the ranges, one open at a time.
 
     The blocks raise UserError at the end of a range whose bytes have changed since it was cut, and Stopped once
     ``stopping`` is set.
     """
-    for (path, _), items in groupby(ranges, key=lambda item: (item[0], item[1].text)):
+    for (path, _, separator), items in groupby(ranges, key=lambda item: (item[0], item[1].text, item[1].separator)):
         parts = [part for _, part in items]
-        yield _read_checked(path, parts, stopping), parts[-1].last
+        yield _read_checked(path, parts, stopping), parts[-1].last, separator
 
 
 def _read_checked(path: str, parts: list[Range], stopping: Event) -> Iterator[bytes]:

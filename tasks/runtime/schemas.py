@@ -118,11 +118,14 @@ class _Text(_Schema):
     source: _Size | None
     bytes: _Size
     ranges: list[_Interval]
+    rows: list[_Interval] = []
 
 
 class _GroupTexts(_Schema):
     kept: list[_Text]
     held_out_bytes: _Size
+    held_out_rows: list[_Interval] = []
+    separator: str = ""
     kept_statistics: _Statistics
     held_out_statistics: _Statistics
 
@@ -140,6 +143,8 @@ class _Range(_Schema):
     end: _Size
     last: bool
     sha256: _Digest
+    separator: str = ""
+    special_texts: _Size = 0
 
 
 class _Group(_Schema):

@@ -1,7 +1,7 @@
 """Texts of groups of sources, the input of the stage that cuts chunks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lm.common.errors import UserError
@@ -22,6 +22,10 @@ class OpenTextGroup:
     ranges: list[ByteRanges]
     """The byte ranges of each text."""
     bytes_before: int
+    rows: Sequence[ByteRanges] = field(default_factory=list)
+    """The byte ranges of each text in which only the separator is a token."""
+    separator: str = ""
+    """The separator, if there are rows."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,12 @@ class TextGroup:
         output = read_output(store, self.output)
         if url := output.find_damaged_url():
             raise UserError(f"{url} is damaged. Run the pipeline again: it makes it again.")
-        texts = self.selection.texts(read_texts(output))
+        group = read_texts(output)
+        texts = self.selection.texts(group)
         urls = [text_url(output, text) for text, _ in texts]
         sources = [source for text, _ in texts for source in text_sources(output, text)]
-        return OpenTextGroup(urls, sources, [ranges for _, ranges in texts], self.bytes_before)
+        ranges, rows = [ranges for _, ranges in texts], [text.rows for text, _ in texts]
+        return OpenTextGroup(urls, sources, ranges, self.bytes_before, rows, group.separator)
 
     def find_damaged_url(self, store: Store) -> str:
         """Return the path or URL of a damaged file of the output; empty if there is none."""

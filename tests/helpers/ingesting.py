@@ -7,7 +7,7 @@ from typing import Any
 
 from lm.text.config import DataConfig
 from lm.text.held_out import valid_fraction
-from lm.text.ingest import HELD_OUT, GroupTexts, Text, combine_groups, group_sources, join_files, read_group
+from lm.text.ingest import HELD_OUT, GroupTexts, Text, combine_groups, group_sources, join_held_out, read_group
 from lm.text.sources import Source, expand_urls, hash_source
 
 
@@ -28,7 +28,7 @@ def ingest_sources(train: list[Source], valid: list[Source], config: DataConfig,
     for number, group in enumerate(groups):
         (out / str(number)).mkdir(parents=True)
         texts.append(read_group(group, config, fraction, out / str(number)))
-    texts = [GroupTexts.from_json(json.loads(json.dumps(asdict(group)))) for group in texts]
+    texts = [GroupTexts.from_json(json.loads(json.dumps(group.to_json()))) for group in texts]
     train_groups = len(group_sources(train))
 
     def url_of(number: int, text: Text) -> str:
@@ -49,7 +49,8 @@ def ingest_sources(train: list[Source], valid: list[Source], config: DataConfig,
             for text, ranges in selection.texts(texts[selection.group])
         ]
         if any(selection.group is None for selection, _ in split.selections):
-            text = join_files(held_out, out / "valid.txt")
+            groups_held_out = [group for group in texts if group.held_out_bytes]
+            (text,) = join_held_out(groups_held_out, held_out, out / "valid.txt").kept
             result[name] = [{"file": text.file, "source": None, "ranges": text.ranges}]
         result["statistics"][name] = {**asdict(split.statistics), "bytes": sum(size for _, size in split.selections)}
     return result

@@ -100,7 +100,7 @@ def test_groups_give_the_tokens_and_counts_of_single_chunks(tmp_path: Path, monk
             write_shard(open_ranges(group, threading.Event()), tokenizer, END_OF_TEXT, out)
             ends.append(np.load(out / "documents.npy") + sum(map(len, tokens)))
             tokens.append(np.fromfile(out / "tokens.bin", "<u2"))
-            texts = (blocks for blocks, _ in open_ranges(group, threading.Event()))
+            texts = (blocks for blocks, *_ in open_ranges(group, threading.Event()))
             count_to_file(out / "counts.parquet", texts, [END_OF_TEXT], GPT2_PATTERN, 1 << 24)
             for row in read_counts(out / "counts.parquet").to_pylist():
                 counts[row["pretoken"]] = counts.get(row["pretoken"], 0) + row["count"]

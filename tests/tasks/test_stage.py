@@ -421,10 +421,10 @@ def test_a_text_that_changes_while_it_is_read_body_fails(tmp_path: Path) -> None
     path.write_text("one two")
     (ranges,) = cut_chunks([str(path)], [], 100)
     group = [(str(path), part) for part in ranges]
-    assert [b"".join(blocks) for blocks, _ in open_ranges(group, threading.Event())] == [b"one two"]
+    assert [b"".join(blocks) for blocks, *_ in open_ranges(group, threading.Event())] == [b"one two"]
     path.write_text("one too")
     with pytest.raises(UserError, match=r"text\.txt changed or was damaged while the pipeline ran"):
-        for blocks, _ in open_ranges(group, threading.Event()):
+        for blocks, *_ in open_ranges(group, threading.Event()):
             b"".join(blocks)
 
 
@@ -437,13 +437,13 @@ def test_consecutive_ranges_of_a_text_are_read_as_one(tmp_path: Path) -> None:
     (ranges,) = cut_chunks(urls, ["|"], 100, ranges=[[(0, 4), (8, 18)], [(4, 8)], [(0, 4)]])
     assert len(ranges) == 4
     chunk = [(urls[part.text], part) for part in ranges]
-    texts = [(b"".join(blocks), is_last) for blocks, is_last in open_ranges(chunk, threading.Event())]
+    texts = [(b"".join(blocks), is_last) for blocks, is_last, _ in open_ranges(chunk, threading.Event())]
     assert texts == [(b"one|three|four", True), (b"two|", True), (b"one|", True)]
     paths[0].write_text("one|TWO|three|four")
-    assert next(b"".join(blocks) for blocks, _ in open_ranges(chunk, threading.Event())) == b"one|three|four"
+    assert next(b"".join(blocks) for blocks, *_ in open_ranges(chunk, threading.Event())) == b"one|three|four"
     paths[0].write_text("onE|two|three|four")
     with pytest.raises(UserError, match=r"a\.txt changed or was damaged while the pipeline ran"):
-        [b"".join(blocks) for blocks, _ in open_ranges(chunk, threading.Event())]
+        [b"".join(blocks) for blocks, *_ in open_ranges(chunk, threading.Event())]
 
 
 def test_a_chunk_ends_early_when_the_run_is_stopped(tmp_path: Path) -> None:
@@ -453,7 +453,7 @@ def test_a_chunk_ends_early_when_the_run_is_stopped(tmp_path: Path) -> None:
     stopping = threading.Event()
     stopping.set()
     with pytest.raises(Stopped):
-        for blocks, _ in open_ranges([(str(path), part) for part in ranges], stopping):
+        for blocks, *_ in open_ranges([(str(path), part) for part in ranges], stopping):
             b"".join(blocks)
 
 

@@ -44,8 +44,8 @@ def write_and_read_shard(
     tokenizer: Tokenizer, directory: Path, *texts: str | tuple[str, bool], separator: str = EOT
 ) -> tuple[list[int], list[int]]:
     """Write texts, each a whole file or (text, is_last), to a shard and read it."""
-    given_texts: Iterable[tuple[list[bytes], bool]] = (
-        ([text.encode()], True) if isinstance(text, str) else ([text[0].encode()], text[1]) for text in texts
+    given_texts: Iterable[tuple[list[bytes], bool, str]] = (
+        ([text.encode()], True, "") if isinstance(text, str) else ([text[0].encode()], text[1], "") for text in texts
     )
     directory.mkdir(parents=True, exist_ok=True)
     tokens, documents = write_shard(given_texts, tokenizer, separator, directory)

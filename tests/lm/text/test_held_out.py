@@ -194,7 +194,7 @@ def encode_chunks(
             parts = [
                 (stack.enter_context(open_ranges(paths[part.text], [(part.start, part.end)])), part) for part in chunk
             ]
-            write_shard(((blocks, part.last) for blocks, part in parts), TOKENIZER, EOT, out)
+            write_shard(((blocks, part.last, part.separator) for blocks, part in parts), TOKENIZER, EOT, out)
         ends += [len(ids) + int(end) for end in np.load(out / "documents.npy")]
         ids += np.fromfile(out / "tokens.bin", token_dtype(TOKENIZER.size)).tolist()
     return ids, ends
