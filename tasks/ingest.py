@@ -14,8 +14,8 @@ from lm.text.ingest import (
     combine_groups,
     join_held_out,
     read_group,
-    warn_about_repeated_sources,
 )
+from lm.text.repeated_text import warn_about_equal_texts, warn_about_repeated_sources
 from lm.text.retry import retry_reading
 from lm.text.sources import Source
 from tasks.pages import stages as pages
@@ -48,12 +48,14 @@ def ingest_group(
     arguments = group, data, fraction, out.directory, special_tokens
     texts = retry_reading(read_group, *arguments)  # a retry overwrites the first try
     (out.directory / "texts.json").write_text(json.dumps(texts.to_json()), encoding="utf-8")
+    out.figures = {"digests": texts.digests}
 
 
 @stage("ingest", page=pages.ingest)
 def ingest(out: Attempt, train: list[Output], valid: list[Output], fraction: float, data: DataConfig) -> None:
     """Choose the training and the validation text; ``text_groups.json`` lists the parts of both."""
     outputs = [*train, *valid]
+    warn_about_equal_texts(_read_digests(train), _read_digests(valid))
     groups = out.run.store.map(read_texts, outputs)
     with ExitStack() as read:
 
@@ -89,3 +91,12 @@ def ingest(out: Attempt, train: list[Output], valid: list[Output], fraction: flo
         split: {name: number for name, number in statistics.items() if name != "lengths"}
         for split, statistics in content["statistics"].items()
     }
+
+
+def _read_digests(groups: list[Output]) -> list[tuple[Source, str | None]]:
+    """Return the sources of groups, each with the digest of its documents if it is known."""
+    return [
+        (Source(**source), group.manifest["figures"].get("digests", {}).get(source["url"]))
+        for group in groups
+        for source in group.manifest["sources"]
+    ]

@@ -6,7 +6,6 @@ Groups of sources are read independently, in parallel. :func:`combine_groups` th
 import hashlib
 import logging
 import shutil
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, chain, count, groupby, pairwise
@@ -18,6 +17,7 @@ from lm.text.config import DataConfig
 from lm.text.documents import split_documents, stream_documents
 from lm.text.foreign_formats import text_format
 from lm.text.held_out import DocumentHash, find_cut_before
+from lm.text.repeated_text import list_some
 from lm.text.sources import (
     ByteRanges,
     Source,
@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 
 _MAX_GROUP_BYTES = 1 << 30  # of stored sources; a larger source is a group of its own
 _MAX_GROUP_SOURCES = 1024
-_MAX_SOURCES_NAMED = 6  # in a warning
 HELD_OUT = "held-out.txt"  # the documents of a group that are held out
 
 
@@ -71,18 +70,26 @@ class GroupTexts:
     """As ``Text.rows``, of ``held-out.txt``."""
     separator: str = ""
     """The separator, if there are rows."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of the documents of each source, by its URL; not in ``texts.json``. It finds equal text in two formats.
+    """
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "GroupTexts":
         """Read the content of ``texts.json``."""
-        kept = [Text(**text) for text in content["kept"]]
-        statistics = {name: TextStatistics(**content[name]) for name in ("kept_statistics", "held_out_statistics")}
-        rows, separator = content.get("held_out_rows", []), content.get("separator", "")
-        return cls(kept, content["held_out_bytes"], held_out_rows=rows, separator=separator, **statistics)
+        return cls(
+            [Text(**text) for text in content["kept"]],
+            content["held_out_bytes"],
+            TextStatistics(**content["kept_statistics"]),
+            TextStatistics(**content["held_out_statistics"]),
+            content.get("held_out_rows", []),
+            content.get("separator", ""),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``texts.json``. Fields about rows are left out if they are empty."""
         content = asdict(self)
+        del content["digests"]
         for part in (content, *content["kept"]):
             for name in ("rows", "held_out_rows", "separator"):
                 if not part.get(name, True):
@@ -119,23 +126,6 @@ class Split:
 
     selections: list[tuple[Selection, int]]
     statistics: TextStatistics
-
-
-def warn_about_repeated_sources(train: Sequence[Source], valid: Sequence[Source]) -> None:
-    """Log a warning if sources have the same bytes: within the training or the validation text, or in both."""
-    for name, sources in (("training", train), ("validation", valid)):
-        copies = Counter(source.sha256 for source in sources)
-        if repeated := [source.url for source in sources if copies[source.sha256] > 1]:
-            log.warning("The %s text holds the same source more than once: %s.", name, _list_some(repeated))
-    train_digests = {source.sha256 for source in train}
-    if shared := [source.url for source in valid if source.sha256 in train_digests]:
-        log.warning("Validation text is also training text, so its loss will be too low: %s.", _list_some(shared))
-
-
-def _list_some(urls: Iterable[str]) -> str:
-    names = [*dict.fromkeys(urls)]
-    others = len(names) - _MAX_SOURCES_NAMED
-    return ", ".join(names[:_MAX_SOURCES_NAMED]) + (f" and {others:,} more" if others > 0 else "")
 
 
 def group_sources(sources: Iterable[Source]) -> list[list[Source]]:
@@ -184,6 +174,7 @@ def read_group(
             edges = [0, *chain.from_iterable(held_out), text.bytes]
             kept = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
             group.kept.append(replace(text, ranges=kept, rows=rows))
+            group.digests |= reader.digests
             group.kept_statistics += reader.kept_statistics
             group.held_out_statistics += reader.held_out_statistics
         group.held_out_bytes = file.tell()
@@ -212,6 +203,8 @@ class _TextReader:
     """Byte ranges of JSON Lines and Parquet."""
     statistics: TextStatistics = field(default_factory=TextStatistics)
     held_out_statistics: TextStatistics = field(default_factory=TextStatistics)
+    digests: dict[str, str] = field(default_factory=dict)
+    """As ``GroupTexts.digests``."""
     formats: dict[str, list[str]] = field(default_factory=dict)
     """URLs of the plain texts that begin like another format, by that format."""
     _kept_statistics: TextStatistics = field(default_factory=TextStatistics)
@@ -230,7 +223,7 @@ class _TextReader:
 
         Parquet is not read in order. So it is read again to compare it, if it is local.
         """
-        document, digest = DocumentHash(), hashlib.sha256()
+        document, digest, documents = DocumentHash(), hashlib.sha256(), hashlib.sha256()
         start, is_rows = self.size, detect_format(source.url)[0] != "text"
         is_first = not is_rows
         for piece in stream_documents(source.url, self.config, self.statistics, digest):
@@ -239,6 +232,7 @@ class _TextReader:
             is_first = False
             data = piece.encode()
             yield data
+            documents.update(data)
             self.size += len(data)
             if is_rows:
                 self.special_texts.update(data)
@@ -253,6 +247,8 @@ class _TextReader:
             else:
                 self._kept_statistics.add_document(document.length)
             self._document_start, document = self.size, DocumentHash()
+        if start < self.size:
+            self.digests[source.url] = documents.hexdigest()
         if is_rows and start < self.size:
             self.rows = join_adjacent([*self.rows, (start, self.size)])
         if detect_format(source.url)[0] != "parquet":
@@ -270,7 +266,7 @@ def _warn_about_formats(readers: Iterable[_TextReader]) -> None:
             "Read as plain text, markup included, though it looks like %s: %s. For one document a row, give JSON Lines "
             "(.jsonl) or Parquet.",
             name,
-            _list_some(url for _, url in items),
+            list_some(url for _, url in items),
         )
 
 
