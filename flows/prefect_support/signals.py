@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -133,7 +134,8 @@ class GracefulShutdown:
         os.close(read_fd)
 
     def _exit(self) -> NoReturn:
-        os.write(2, f"{STOPPED_MESSAGE}\n".encode())  # sys.stderr may be locked by the code that hangs
+        with suppress(OSError):  # the terminal may be closed
+            os.write(2, f"{STOPPED_MESSAGE}\n".encode())  # sys.stderr may be locked by the code that hangs
         os._exit(128 + self._signal_number)
 
 

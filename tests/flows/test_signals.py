@@ -295,6 +295,28 @@ hang()
     assert (done.returncode, done.stderr) == (code, f"{STOPPED_MESSAGE}\n")
 
 
+@pytest.mark.parametrize("stderr", ["closed terminal", "closed pipe", "closed"])
+def test_a_process_that_hangs_is_ended_if_nobody_reads_its_messages(stderr: str) -> None:
+    script = f"""
+import os, signal, threading
+from flows.prefect_support import signals
+if "{stderr}" == "closed terminal":
+    reader, writer = os.openpty()
+else:
+    reader, writer = os.pipe()
+os.dup2(writer, 2)
+os.close(reader)
+if "{stderr}" == "closed":
+    os.close(2)
+with signals.GracefulShutdown(exit_seconds=0.5):
+    try:
+        signal.raise_signal(signal.SIGHUP)
+    finally:
+        threading.Event().wait(60)
+"""
+    assert run_script(script).returncode == 129
+
+
 _KERNELS = {
     "numba": """
 from numba import njit
