@@ -97,7 +97,8 @@ def plan(chain: Chain, config: Any, root: str, until: str | None, refresh: Seque
 
 
 def cached_run(chain: Chain, config: Any, root: str, until: str | None) -> dict[str, Any] | None:
-    """Write and return the record of a run that takes every stage from the cache. Return None if a stage must run."""
+    """Return the record of a run that takes every stage from the cache, and write it unless the last record says the
+    same. Return None if a stage must run."""
     run = make_run(config, root, run_name(until, f"cached-{uuid4().hex[:8]}"))
     executor, recorder = DryRunExecutor(run), Recorder(run, config, until)
     with use_root(run):

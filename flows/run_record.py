@@ -1,6 +1,7 @@
-"""Records of runs, ``runs/<name>.json``: the configuration, and the key of each stage's output."""
+"""Records of runs, ``runs/<name>.json``: the configuration, the key of each stage's output, and how the run ended."""
 
 import hashlib
+import json
 import logging
 import re
 import time
@@ -14,7 +15,7 @@ from flows.report import report_text
 from lm.common.errors import UserError
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Output, Ref, read_output
-from tasks.runtime.schemas import RUN_NAME
+from tasks.runtime.schemas import RUN_NAME, RunRecord, read_record
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,11 @@ def outputs_of(run: RunContext, record: dict[str, Any]) -> dict[str, Output]:
 
 
 class Recorder:
-    """Writes the record of a run after each stage, and the report at its end."""
+    """Writes the record of a run after each stage, and the report at its end.
+
+    A run that finds all outputs cached, and whose configuration and outputs are those of the last record, leaves
+    nothing: its record would say the same again.
+    """
 
     def __init__(self, run: RunContext, config: Any, until: str | None, refresh: tuple[str, ...] = ()) -> None:
         self.run = run
@@ -68,6 +73,7 @@ class Recorder:
             "config": asdict(config),
             "until": until,
             "refresh": list(refresh),
+            "state": "running",  # that of a killed run stays
             "stages": {},
         }
         self._outputs: dict[str, Output] = {}
@@ -85,25 +91,57 @@ class Recorder:
         # A trial trains its model before the stage train is added.
         seconds = self._seconds.setdefault(ref, round(max(elapsed, made["seconds"]) if is_made else elapsed, 3))
         self.content["stages"][stage] = {"key": ref.key, "state": "made" if is_made else "cached", "seconds": seconds}
-        self._write(f"{self.run.name}.json")
         if is_made and is_new:
             log.info("%s finished in %.1f s.", stage, seconds)
         return output, is_made
 
+    def save(self) -> None:
+        """Write the record of a run that is not finished: gc keeps the outputs that it has made."""
+        self._write(f"{self.run.name}.json")
+
     def finish(self) -> dict[str, Any]:
-        """Write the report, mark the run as the latest, and return the record."""
+        """Write the report, mark the run as the latest, and return the record.
+
+        If the last record says the same, write nothing, and return this record with the name and the report of that.
+        """
+        self.content["state"] = "finished"
+        if last := self._find_equal_record():
+            self.run.store.delete_file("runs", f"{self.run.name}.json")
+            return {**self.content, "name": last["name"], "report": last["report"]}
         self._write_report()
         self._write("latest.json")
         return self.content
 
-    def fail(self, error: UserError) -> None:
-        """Write a report of the failure if the root is writable."""
+    def stop(self) -> None:
+        """Record that the run was stopped, if the root is writable."""
+        self.content["state"] = "stopped"
         with suppress(UserError):
-            self._write_report(str(error))
+            self.save()
+
+    def fail(self, error: BaseException) -> None:
+        """Record that the run failed, with a report, if the root is writable."""
+        self.content |= {"state": "failed", "error": str(error) or type(error).__name__}
+        with suppress(UserError):
+            self._write_report(self.content["error"])
 
     def table(self, failure: str = "") -> str:
         """Return the report without the pages of the stages."""
         return report_text(self.content, self._outputs, failure, has_pages=False)
+
+    def _find_equal_record(self) -> dict[str, Any] | None:
+        """Return the last record if this run made nothing and its record would be equal but for names and times."""
+
+        def essence(record: dict[str, Any]) -> dict[str, Any]:
+            keys = {name: stage["key"] for name, stage in record["stages"].items()}
+            return {name: record.get(name) for name in ("config", "root", "until", "state")} | {"keys": keys}
+
+        if self.run.made or any(stage["state"] == "made" for stage in self.content["stages"].values()):
+            return None
+        names = [name for name in self.run.store.list_names("runs") if name.endswith(".json")]
+        names = sorted(set(names) - {"latest.json", f"{self.run.name}.json"})
+        last = read_record(RunRecord, self.run.store, "runs", names[-1]) if names else None
+        own = json.loads(json.dumps(self.content))  # tuples become lists
+        return last if last and last.get("report") and essence(last) == essence(own) else None
 
     def _write_report(self, failure: str = "") -> None:
         report, name = report_text(self.content, self._outputs, failure), f"{self.run.name}.md"

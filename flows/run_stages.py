@@ -18,7 +18,7 @@ from flows.prefect_support.naming import tag_run
 from flows.prefect_support.signals import find_interrupt, reinstall_sigterm_handler
 from flows.run_record import Recorder, make_run
 from lm.common.copies import remove_old_copies
-from lm.common.errors import UserError
+from lm.common.errors import Stopped, UserError
 from tasks.runtime.root_lock import use_root
 from tasks.runtime.store import Store
 
@@ -56,15 +56,20 @@ def run_stages(chain: Chain, config: Any, root: str, until: str | None, refresh:
             inputs = _find_inputs(chain, config, run.store)
             for stage_name, ref in chain.run(config, inputs, executor, until):
                 output, is_made = recorder.add(stage_name, ref)
+                recorder.save()
                 if is_made:
                     artifacts.publish_stage(stage_name, output)
         except BaseException as error:
             run.stopping.set()  # other threads may still process groups of chunks
             if (interrupt := find_interrupt(error)) and interrupt is not error:
+                recorder.stop()
                 # Prefect reports an interrupt as a crash, and another error as a failure.
                 raise type(interrupt)(*interrupt.args) from error
-            if isinstance(error, UserError):
+            if isinstance(error, Exception) and not isinstance(error, Stopped):
                 recorder.fail(error)
+            else:
+                recorder.stop()
+            if isinstance(error, UserError):
                 artifacts.publish("report", recorder.table(str(error)), f"Run {run.name} failed")
             raise
         record = recorder.finish()
