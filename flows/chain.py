@@ -9,6 +9,7 @@ from flows.start_model import StartModel, check_continued, find_start, open_star
 from lm.common.errors import UserError
 from lm.experiments.budget import parse_budget
 from lm.model.config import ModelConfig
+from lm.text.character_tables import tables_identity
 from lm.text.chinese_words import JIEBA, jieba_version
 from lm.text.held_out import valid_fraction
 from lm.text.ingest import group_sources
@@ -137,7 +138,9 @@ def _stages(config: PipelineConfig, inputs: PipelineInputs, executor: Executor) 
     valid_cuts = executor.map(chunk_group, "chunk-valid", valid_texts, specials, pattern, chunk_config)
     chunks = executor.call(chunk, train_cuts, valid_cuts)
     yield "chunk", chunks
-    versions = [jieba_version()] if pattern == JIEBA else []  # only then an argument, and part of the keys
+    # The version of jieba is an argument, and so part of the keys, only if it is used.
+    versions = [pattern if isinstance(pattern, Ref) else tables_identity(pattern)]
+    versions += [jieba_version()] if pattern == JIEBA else []
     train_groups = executor.read(read_groups, chunks, train_texts, train_cuts, "train")
     if start is None:
         parts = executor.map(count_group, "count", train_groups, specials, pattern, *versions)

@@ -9,11 +9,19 @@ from tasks.runtime.output import Output
 from tasks.runtime.stage import stage
 
 
-@stage("count-group", libraries=("regex",), is_mapped=True)
-def count_group(out: Attempt, group: Ranges, special_tokens: list[str], pattern: str, jieba: str = "") -> None:
-    """Count the pretokens of one group. ``jieba``: its version, if the pattern is jieba, for the key."""
+@stage("count-group", is_mapped=True)
+def count_group(
+    out: Attempt, group: Ranges, special_tokens: list[str], pattern: str, tables: str, jieba: str = ""
+) -> None:
+    """Count the pretokens of one group.
+
+    ``tables``: see :func:`lm.text.character_tables.tables_identity`. ``jieba``: its version, if the pattern is jieba,
+    for the key.
+    """
+    from lm.text.character_tables import check_tables
     from lm.tokenizer.pretoken_counts import count_to_file
 
+    check_tables(pattern, tables)
     memory_bytes = (out.run.execution.count_memory << 20) // out.run.execution.workers
 
     def texts(separator: str) -> Iterator[Iterator[bytes]]:

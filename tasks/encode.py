@@ -31,15 +31,18 @@ def _load_tokenizer_once(directory: Path) -> "Tokenizer":
     return Tokenizer.load(directory)
 
 
-@stage("encode-group", libraries=("regex",), is_mapped=True)
-def encode_group(out: Attempt, group: Ranges, tokenizer: Output, separator: str, jieba: str = "") -> None:
+@stage("encode-group", is_mapped=True)
+def encode_group(out: Attempt, group: Ranges, tokenizer: Output, separator: str, tables: str, jieba: str = "") -> None:
     """Encode one group to a shard: ``tokens.bin``, ``documents.npy``, and the totals in ``shard.json``.
 
-    ``jieba``: its version, if the pattern is jieba, for the key.
+    ``tables``: see :func:`lm.text.character_tables.tables_identity`. ``jieba``: its version, if the pattern is jieba,
+    for the key.
     """
     from lm.data.token_shards import write_shard
+    from lm.text.character_tables import check_tables
 
     loaded_tokenizer = _load_tokenizer(tokenizer.directory("tokenizer"))
+    check_tables(loaded_tokenizer.pattern, tables)
     texts = open_ranges(group, out.run.stopping)
     tokens, documents = write_shard(texts, loaded_tokenizer, separator, out.directory)
     out.figures = {"tokens": tokens, "documents": documents, "bytes": size_in_bytes(group)}

@@ -51,6 +51,11 @@ PATTERNS = {
 }
 
 
+def has_compiled_scanner(pattern: Pattern) -> bool:
+    """Return whether the kernels find the pretokens of a resolved pattern."""
+    return pattern in PATTERNS.values()
+
+
 def resolve_pattern(pattern: str) -> str:
     """Return the regular expression of a pattern that is given by name or as a regular expression.
 

@@ -1,15 +1,18 @@
 """Which pretoken patterns the kernels can find, and how."""
 
 import logging
-from functools import cache
+from functools import cache, lru_cache
 
+import numpy as np
+
+from lm.kernels.bpe import classes as known
 from lm.kernels.bpe.cl100k_starts import Cl100kRules
-from lm.kernels.bpe.classes import cased_character_classes, character_classes, cjk_character_classes
 from lm.kernels.bpe.deepseek_starts import DeepseekRules
 from lm.kernels.bpe.o200k_starts import O200kRules
 from lm.kernels.bpe.scan import Rules
 from lm.kernels.jit import Bytes
-from lm.text.patterns import CJK, PATTERNS
+from lm.text.character_tables import installed_tables, unpack_tables
+from lm.text.patterns import CJK, PATTERNS, has_compiled_scanner
 from lm.text.pretokenize import Pattern
 
 log = logging.getLogger(__name__)
@@ -22,11 +25,6 @@ _RULES: dict[Pattern, Rules] = {
     PATTERNS["o200k"]: O200kRules(max_digits=3),
     PATTERNS["deepseek"]: DeepseekRules(max_digits=3),
 }
-
-
-def has_compiled_scanner(pattern: Pattern) -> bool:
-    """Return whether the kernels find the pretokens of a pattern."""
-    return pattern in _RULES
 
 
 @cache
@@ -47,11 +45,28 @@ def scanner_rules(pattern: Pattern) -> Rules:
     return _RULES[pattern]
 
 
-def scanner_classes(rules: Rules) -> Bytes:
-    """Return the class of each code point, uint8 (0x110000,), for the scanner of ``rules``."""
-    if isinstance(rules, O200kRules):
-        return cased_character_classes()
-    return cjk_character_classes(CJK) if isinstance(rules, DeepseekRules) else character_classes()
+def scanner_classes(rules: Rules, tables: str | None = None) -> Bytes:
+    """Return the class of each code point, uint8 (0x110000,), for the scanner of ``rules``.
+
+    ``tables`` are by default those of the installed ``regex``; see :mod:`lm.text.character_tables`.
+    """
+    is_cased, is_cjk = isinstance(rules, O200kRules), isinstance(rules, DeepseekRules)
+    return _scanner_classes(is_cased, is_cjk, tables or installed_tables())
+
+
+@lru_cache(maxsize=8)
+def _scanner_classes(is_cased: bool, is_cjk: bool, tables: str) -> Bytes:
+    scanned = np.arange(8, dtype=np.uint8)  # by class in the tables
+    if not is_cased:
+        scanned[[known.UPPER, known.UNCASED, known.MARK]] = known.LETTER, known.LETTER, known.OTHER
+    if is_cjk:
+        scanned[known.MARK] = known.LETTER
+    else:
+        scanned[known.CONTROL] = known.OTHER
+    classes: Bytes = scanned[unpack_tables(tables)]
+    for first, last in zip(CJK[::3], CJK[2::3], strict=True) if is_cjk else ():
+        classes[ord(first) : ord(last) + 1] |= known.CJK
+    return classes
 
 
 def scanner_subject(rules: Rules) -> str:

@@ -39,11 +39,12 @@ class FastEncoder:
         whole_tokens: Table,
         dtype: np.dtype[np.unsignedinteger],
         pattern: Pattern,
+        tables: str,
     ) -> None:
         self.dtype = dtype
         self.used_merges = used_merges
         self._rules = scanner_rules(pattern)
-        self._classes = scanner_classes(self._rules)
+        self._classes = scanner_classes(self._rules, tables)
         self._subject = f"encoding {dtype.name}{scanner_subject(self._rules)}"
         self._merge_table = merge_table
         self._whole_tokens = whole_tokens
@@ -58,10 +59,12 @@ class FastEncoder:
         dtype: np.dtype[np.unsignedinteger],
         pattern: Pattern,
         whole_tokens: Mapping[bytes, int],
+        tables: str,
     ) -> "FastEncoder | None":
         """Create an encoder of ``dtype`` ids, or return None if the kernels do not support the vocabulary.
 
         ``pattern`` must have a compiled scanner. A pretoken in ``whole_tokens`` is one token, whatever the merges.
+        ``tables``: those of :mod:`lm.text.character_tables` by which text is split.
 
         They need an id for each byte and merged token, and at most ``MAX_MERGES`` merges.
         """
@@ -86,11 +89,17 @@ class FastEncoder:
         whole_lengths = np.fromiter(map(len, whole_tokens), np.int64, len(whole_tokens))
         whole_ids = np.fromiter(whole_tokens.values(), np.int64, len(whole_tokens))
         whole = np.frombuffer(b"".join(whole_tokens), np.uint8), whole_lengths, whole_ids
-        return cls._from_ids(token_ids[nodes], part_ids.reshape(-1, 2)[used], used, lengths, whole, dtype, pattern)
+        options = dtype, pattern, tables
+        return cls._from_ids(token_ids[nodes], part_ids.reshape(-1, 2)[used], used, lengths, whole, *options)
 
     @classmethod
     def from_arrays(
-        cls, arrays: TokenizerArrays, dtype: np.dtype[np.unsignedinteger], pattern: Pattern, added: Collection[int]
+        cls,
+        arrays: TokenizerArrays,
+        dtype: np.dtype[np.unsignedinteger],
+        pattern: Pattern,
+        added: Collection[int],
+        tables: str,
     ) -> "FastEncoder":
         """Create an encoder as :meth:`from_merges` did from the same tokenizer. The whole tokens are all but
         ``added`` if the arrays say ``ignore_merges``, else none."""
@@ -104,7 +113,8 @@ class FastEncoder:
         token_ids[256:] = merges[:, 2]
         is_whole = is_text & (lengths > 0) & ~np.isin(arrays.ids, list(added)) & arrays.ignore_merges
         whole = arrays.data[np.repeat(is_whole, lengths)], lengths[is_whole], arrays.ids[is_whole].astype(np.int64)
-        return cls._from_ids(token_ids, merges[:, :2], arrays.used, length_by_id[token_ids], whole, dtype, pattern)
+        options = dtype, pattern, tables
+        return cls._from_ids(token_ids, merges[:, :2], arrays.used, length_by_id[token_ids], whole, *options)
 
     @classmethod
     def _from_ids(
@@ -116,6 +126,7 @@ class FastEncoder:
         whole: tuple[Bytes, Int64s, Int64s],
         dtype: np.dtype[np.unsignedinteger],
         pattern: Pattern,
+        tables: str,
     ) -> "FastEncoder":
         """``token_ids`` and ``lengths``: of the 256 bytes and the merged tokens. ``part_ids`` (merges, 2), of
         the merges of the ranks ``used``. ``whole``: concatenated bytes, lengths and ids of the whole tokens."""
@@ -129,7 +140,7 @@ class FastEncoder:
             arrays = token_ids.astype(np.uint32), lengths, id_lengths, np.ascontiguousarray(parts)
             merge_table = make_merge_table(*arrays)
             token_table = make_token_table(*whole)
-        return cls(merge_table, used, token_table, dtype, pattern)
+        return cls(merge_table, used, token_table, dtype, pattern, tables)
 
     def encode(
         self, blocks: Iterable[bytes], specials: Specials, window: int = WINDOW

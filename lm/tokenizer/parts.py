@@ -18,6 +18,7 @@ class TokenizerParts(NamedTuple):
     normalizer: str | None = None
     added_tokens: Sequence[AddedToken] = ()  # those that are more than a special token's text
     begin_token: str | None = None
+    character_tables: str | None = None  # see lm.text.character_tables
 
     def added_ids(self) -> dict[str, int]:
         """Return the ids of all added tokens, special or not."""

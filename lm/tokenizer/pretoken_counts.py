@@ -28,9 +28,9 @@ from lm.kernels.bpe.pretokens import SCAN_BYTES, new_cursor, pack_specials
 from lm.kernels.jit import log_compilation
 from lm.kernels.status import ARENA_FULL, INVALID_UTF8, WORKSPACE_FULL
 from lm.text.chunks import FilePart, split_files
-from lm.text.patterns import resolve_pattern
+from lm.text.patterns import has_compiled_scanner, resolve_pattern
 from lm.text.pretokenize import GPT2_PATTERN, Pattern, split_at_safe_cuts
-from lm.text.scanners import has_compiled_scanner, scanner_classes, scanner_rules, scanner_subject, warn_of_slow_pattern
+from lm.text.scanners import scanner_classes, scanner_rules, scanner_subject, warn_of_slow_pattern
 from lm.text.utf8 import decode_utf8_blocks
 from lm.text.windows import WINDOW, not_utf8, windows
 from lm.tokenizer.pattern_process import PatternProcesses, count_job, count_pieces, map_pieces

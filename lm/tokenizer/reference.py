@@ -8,7 +8,8 @@ import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from lm.text.pretokenize import Pattern, pretokenize
+from lm.text.character_tables import pretokenize_by_tables
+from lm.text.pretokenize import Pattern
 from lm.text.utf8 import encode_utf8
 
 _MAX_CACHE_ENTRIES = 1 << 18  # about 50 MB
@@ -20,7 +21,8 @@ Token = TypeVar("Token", int, bytes)
 class ReferenceEncoder:
     """Encodes text with ``regex`` and :func:`apply_merges`. Caches the ids of short pretokens.
 
-    A pretoken in ``whole_tokens`` is one token, whatever the merges.
+    A pretoken in ``whole_tokens`` is one token, whatever the merges. ``tables``: those by which a known pattern splits
+    text; others follow ``regex``.
     """
 
     def __init__(
@@ -29,8 +31,10 @@ class ReferenceEncoder:
         merges: Sequence[tuple[bytes, bytes]],
         pattern: Pattern,
         whole_tokens: Mapping[bytes, int],
+        tables: str,
     ) -> None:
         self._whole_tokens = whole_tokens
+        self._tables = tables
         self._pattern = pattern
         self._byte_ids = [ids[bytes([byte])] for byte in range(256)]
         self._merges: dict[tuple[int, int], tuple[int, int]] = {}  # pair of ids → (rank, merged id)
@@ -41,7 +45,7 @@ class ReferenceEncoder:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``, which is normalized and without added tokens."""
         ids: list[int] = []
-        for pretoken in pretokenize(text, self._pattern):
+        for pretoken in pretokenize_by_tables(text, self._pattern, self._tables):
             ids += self._cache.get(pretoken) or self._encode_pretoken(pretoken)
         return ids
 

@@ -5,6 +5,7 @@ Sources: Sennrich et al. 2016 (BPE); Radford et al. 2019 (bytes, pretokens); CS3
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -14,11 +15,13 @@ import numpy.typing as npt
 
 from lm.common.errors import UserError
 from lm.kernels.bpe.pretokens import Specials, pack_specials
+from lm.text.character_tables import installed_tables, warn_of_other_tables
 from lm.text.chinese_words import JIEBA
 from lm.text.normalize import check_normalizer
-from lm.text.patterns import resolve_patterns
+from lm.text.patterns import has_compiled_scanner, resolve_patterns
 from lm.text.pretokenize import GPT2_PATTERN, check_special_tokens, split_at_safe_cuts
-from lm.text.scanners import has_compiled_scanner, warn_of_slow_pattern
+from lm.text.scanners import warn_of_slow_pattern
+from lm.text.unicode_16 import PUBLISHED_TABLES
 from lm.text.utf8 import decode_utf8_blocks, encode_utf8, encode_utf8_blocks
 from lm.text.windows import WINDOW
 from lm.tokenizer import array_cache
@@ -53,6 +56,8 @@ class Tokenizer:
     special tokens, such as "NFC" (Qwen); decoding does not undo it. ``added_tokens``: tokens that are found like
     special tokens, but are not special or have flags. ``begin_token``: the special token that the model has seen before
     each text; ``encode`` leaves it to the caller. Llama 3's ``<|begin_of_text|>`` is one by its name.
+    ``character_tables``: the classes of all characters by which text is split, see :mod:`lm.text.character_tables`; by
+    default those of the installed ``regex``. Files of other libraries get those of Unicode 16, as these libraries have.
 
     Raises UserError if the vocabulary lacks a token of the merges, an id is too large, or a token is invalid.
     """
@@ -70,10 +75,12 @@ class Tokenizer:
         normalizer: str | None = None,
         added_tokens: Sequence[AddedToken] = (),
         begin_token: str | None = None,
+        character_tables: str | None = None,
     ) -> None:
         self.vocab = dict(vocab)
         self.merges = list(merges)
-        self._set_options(special_tokens or (), pattern, ignore_merges, normalizer, added_tokens, begin_token)
+        options = pattern, ignore_merges, normalizer, added_tokens, begin_token, character_tables
+        self._set_options(special_tokens or (), *options)
         self._text_ids, self._added_ids = self._number_tokens()
         if not self.vocab or min(self.vocab) < 0:
             raise UserError("The vocabulary is empty or has a negative token id; number tokens from 0.")
@@ -83,8 +90,14 @@ class Tokenizer:
         if any(not left or not right for left, right in self.merges):
             raise UserError("A merge has an empty part; leave it out.")
         if has_compiled_scanner(self.pattern):
-            options = token_dtype(self.size), self.pattern, self._whole_tokens
-            self._fast_encoder = FastEncoder.from_merges(self._text_ids, self.merges, *options)
+            self._fast_encoder = FastEncoder.from_merges(
+                self._text_ids,
+                self.merges,
+                token_dtype(self.size),
+                self.pattern,
+                self._whole_tokens,
+                self.character_tables,
+            )
         if not self._fast_encoder:
             try:
                 self._reference_encoder  # noqa: B018
@@ -102,10 +115,12 @@ class Tokenizer:
         normalizer: str | None,
         added_tokens: Sequence[AddedToken],
         begin_token: str | None,
+        character_tables: str | None,
     ) -> None:
         self.ignore_merges = ignore_merges
         self.normalizer = check_normalizer(normalizer)
         self.pattern = resolve_patterns(pattern)
+        self.character_tables = character_tables or installed_tables()
         check_special_tokens(special_tokens)
         given = {token.content: token for token in added_tokens}
         others = [token.content for token in added_tokens if token.content not in special_tokens]
@@ -135,7 +150,8 @@ class Tokenizer:
 
         def read() -> TokenizerParts:
             vocab = gpt2.read_vocab(vocab_path, specials)
-            return TokenizerParts(vocab, gpt2.read_merges(merges_path), specials, resolve_patterns(pattern))
+            parts = TokenizerParts(vocab, gpt2.read_merges(merges_path), specials, resolve_patterns(pattern))
+            return parts._replace(character_tables=PUBLISHED_TABLES)
 
         return cls._read(read, [vocab_path, merges_path], "gpt2", specials, pattern)
 
@@ -178,7 +194,8 @@ class Tokenizer:
             for token, token_id in specials.items():
                 if vocab.setdefault(token_id, token.encode()) != token.encode():
                     raise UserError(f"{path} has another token with the id {token_id} of the special token {token!r}.")
-            return TokenizerParts(vocab, merges, list(specials), pattern, ignore_merges)
+            parts = TokenizerParts(vocab, merges, list(specials), pattern, ignore_merges)
+            return parts._replace(character_tables=PUBLISHED_TABLES)
 
         return cls._read(read, [path], "tiktoken", list(specials.items()), pattern)
 
@@ -211,7 +228,7 @@ class Tokenizer:
         """The arguments that make this tokenizer."""
         options = self.special_tokens, self.pattern, self.ignore_merges, self.normalizer
         flagged = [token for token in self.added_tokens if token != AddedToken(token.content)]
-        return TokenizerParts(self.vocab, self.merges, *options, flagged, self.begin_token)
+        return TokenizerParts(self.vocab, self.merges, *options, flagged, self.begin_token, self.character_tables)
 
     def encode(self, text: str, allowed_special: Literal["all"] | Collection[str] = "all") -> list[int]:
         """Return the token ids of ``text``. Special tokens outside ``allowed_special`` are encoded as plain text.
@@ -345,12 +362,16 @@ class Tokenizer:
         A large one is kept in the user's cache, in a form that is fast to read; see :mod:`lm.tokenizer.array_cache`.
         ``read`` may extend ``ignored``; a tokenizer from the cache extends it likewise.
         """
+        settings = *settings, version("regex")  # older files of a tokenizer have no tables
         key = array_cache.find_key(paths, *settings)
         if key and (arrays := array_cache.read_arrays(key)):
             if ignored is not None:
                 ignored += arrays.options["ignored"]
-            return cls._from_arrays(arrays)
+            tokenizer = cls._from_arrays(arrays)
+            warn_of_other_tables(tokenizer.character_tables, tokenizer.pattern)
+            return tokenizer
         tokenizer = cls(*read())
+        warn_of_other_tables(tokenizer.character_tables, tokenizer.pattern)
         if key and tokenizer._fast_encoder and len(tokenizer.vocab) >= _MIN_CACHED_SIZE:
             options = tokenizer_config.format_config(tokenizer.parts)
             options |= {"added_ids": tokenizer._added_ids, "ignored": ignored}
@@ -367,7 +388,7 @@ class Tokenizer:
         self._set_options(*tokenizer_config.parse_config(arrays.options)[2:])
         self._added_ids = arrays.options["added_ids"]
         self.size = int(arrays.ids.max()) + 1
-        options = token_dtype(self.size), self.pattern, list(self._added_ids.values())
+        options = token_dtype(self.size), self.pattern, list(self._added_ids.values()), self.character_tables
         self._fast_encoder = FastEncoder.from_arrays(arrays, *options)
         return self
 
@@ -416,7 +437,8 @@ class Tokenizer:
 
     @cached_property
     def _reference_encoder(self) -> ReferenceEncoder:
-        return ReferenceEncoder(self._text_ids, self.merges, self.pattern, self._whole_tokens)
+        options = self.pattern, self._whole_tokens, self.character_tables
+        return ReferenceEncoder(self._text_ids, self.merges, *options)
 
     @cached_property
     def _pattern_processes(self) -> PatternProcesses:

@@ -28,6 +28,7 @@ from lm.common.errors import UserError
 from lm.common.runtime import Execution
 from lm.inference.config import SampleConfig
 from lm.model.config import ModelConfig
+from lm.text.character_tables import tables_identity
 from lm.text.config import ChunkConfig, DataConfig
 from lm.text.demo_corpus import demo_stories
 from lm.tokenizer.config import TokenizerConfig
@@ -159,7 +160,7 @@ def test_a_change_reruns_the_stages_that_depend_on_it(run: Runner, config: Pipel
     assert not run.groups("count-group", made_in_last_run=True)
 
 
-def test_the_version_of_jieba_enters_the_keys_of_what_it_decides(
+def test_character_tables_and_the_version_of_jieba_enter_the_keys_of_what_they_decide(
     config: PipelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Calls:
@@ -182,6 +183,8 @@ def test_the_version_of_jieba_enters_the_keys_of_what_it_decides(
         changed = replace(config, tokenizer=TokenizerConfig(vocab_size=300, pattern=pattern))
         list(PIPELINE.run(changed, inputs, Calls(), "encode"))
         assert [bound[title].get("jieba") for title in ("count", "encode-train", "encode-valid")] == [version] * 3
+        identity = tables_identity(pattern)
+        assert [bound[title]["tables"] for title in ("count", "encode-train", "encode-valid")] == [identity] * 3
 
 
 @pytest.mark.slow

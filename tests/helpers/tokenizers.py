@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from lm.text.demo_corpus import demo_stories
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN
+from lm.text.unicode_16 import PUBLISHED_TABLES
 from lm.tokenizer.bpe import train_merges
+from lm.tokenizer.parts import TokenizerParts
 from lm.tokenizer.pretoken_counts import count_pretokens
 from lm.tokenizer.tokenizer import Tokenizer
 
@@ -31,6 +33,11 @@ def make_tokenizer(
 def bytes_tokenizer(special_tokens: list[str] | None = None) -> Tokenizer:
     """Make a tokenizer without merges."""
     return Tokenizer({i: bytes([i]) for i in range(256)}, [], special_tokens)
+
+
+def published_parts(tokenizer: Tokenizer) -> TokenizerParts:
+    """Return the parts as a file of another library gives them, which holds no character tables."""
+    return tokenizer.parts._replace(character_tables=PUBLISHED_TABLES)
 
 
 def with_hugging_face(tokenizers: Sequence[Tokenizer], path: Path) -> list[tuple[Tokenizer, Any]]:

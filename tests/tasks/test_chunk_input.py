@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from lm.common.errors import UserError
 from lm.common.json_files import read_json
 from lm.data.token_shards import write_shard
+from lm.text.character_tables import tables_identity
 from lm.text.chunks import Range, cut_chunks
 from lm.text.config import ChunkConfig, DataConfig
 from lm.text.demo_corpus import demo_stories
@@ -165,7 +166,7 @@ def test_a_file_that_changes_before_a_group_is_read_is_named(
     if damage is delete and file != "copied text":
         problem = "does not exist" if file == "source" else "is missing"
     with pytest.raises(UserError, match=f"{re.escape(path.removeprefix('s3://'))} {problem}"):
-        materialize(count_group, run, group, [END_OF_TEXT], GPT2_PATTERN)
+        materialize(count_group, run, group, [END_OF_TEXT], GPT2_PATTERN, tables_identity(GPT2_PATTERN))
 
 
 def test_threads_load_a_tokenizer_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from lm.common.errors import UserError
 from lm.common.json_files import read_json
 from lm.text.normalize import NORMALIZERS
 from lm.text.pretokenize import Pattern
+from lm.text.unicode_16 import PUBLISHED_TABLES
 from lm.tokenizer.added_tokens import AddedToken
 from lm.tokenizer.formats.gpt2 import bytes_to_unicode, format_vocab, parse_merges, parse_vocab
 from lm.tokenizer.formats.pre_tokenizer import BYTE_LEVEL, format_pre_tokenizer, parse_pre_tokenizer
@@ -100,7 +101,8 @@ def read_tokenizer_json(path: Path, ignored: list[str]) -> TokenizerParts:
     normalizer = normalizers[0] if normalizers else None
     specials = [token.content for token in added if token.special]
     flagged = _drop_default_ids(path, vocab, added)
-    return TokenizerParts(vocab, merges, specials, pattern, ignore_merges, normalizer, flagged, begin)
+    options = pattern, ignore_merges, normalizer, flagged, begin, PUBLISHED_TABLES
+    return TokenizerParts(vocab, merges, specials, *options)
 
 
 def _parse_pattern(path: Path, content: dict[str, Any]) -> Pattern:

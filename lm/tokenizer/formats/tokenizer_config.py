@@ -8,6 +8,7 @@ from typing import Any
 
 from lm.common.errors import UserError
 from lm.common.json_files import read_json
+from lm.text.character_tables import unpack_tables
 from lm.tokenizer.added_tokens import AddedToken
 from lm.tokenizer.parts import TokenizerParts
 
@@ -30,6 +31,8 @@ def format_config(parts: TokenizerParts) -> dict[str, Any]:
         config["added_tokens"] = [asdict(token) for token in parts.added_tokens]
     if parts.begin_token:
         config["begin_token"] = parts.begin_token
+    if parts.character_tables:
+        config["character_tables"] = parts.character_tables
     return config
 
 
@@ -48,7 +51,7 @@ def parse_config(config: Any) -> TokenizerParts:
         specials, pattern = config["special_tokens"], config["pattern"]
         pattern = pattern if isinstance(pattern, str) else tuple(pattern)
         ignore_merges, normalizer = config.get("ignore_merges", False), config.get("normalizer")
-        begin_token = config.get("begin_token")
+        begin_token, tables = config.get("begin_token"), config.get("character_tables")
         tokens = [parse_added_token(token) for token in config.get("added_tokens", [])]
         is_valid = (
             isinstance(specials, list)
@@ -56,12 +59,15 @@ def parse_config(config: Any) -> TokenizerParts:
             and type(ignore_merges) is bool
             and isinstance(normalizer, str | None)
             and isinstance(begin_token, str | None)
+            and isinstance(tables, str | None)
         )
     except (AttributeError, KeyError, TypeError):
         is_valid = False
     if not is_valid:
         raise ValueError("does not name special_tokens, pattern and other options")
-    return TokenizerParts({}, [], specials, pattern, ignore_merges, normalizer, tokens, begin_token)
+    if tables is not None:
+        unpack_tables(tables)
+    return TokenizerParts({}, [], specials, pattern, ignore_merges, normalizer, tokens, begin_token, tables)
 
 
 def parse_added_token(fields: Mapping[str, Any]) -> AddedToken:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from lm.common.errors import UserError
 from lm.kernels.bpe.o200k_starts import O200kRules
-from lm.text.patterns import DEEPSEEK_SPLITS, PATTERNS
+from lm.text.patterns import DEEPSEEK_SPLITS, PATTERNS, has_compiled_scanner
 from lm.text.pretokenize import pretokenize
-from lm.text.scanners import has_compiled_scanner, scanner_rules, warn_of_slow_pattern
+from lm.text.scanners import scanner_rules, warn_of_slow_pattern
 from lm.tokenizer.config import TokenizerConfig
 from lm.tokenizer.pretoken_counts import count_pretokens
 from lm.tokenizer.tokenizer import Tokenizer
