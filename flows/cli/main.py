@@ -121,6 +121,10 @@ def _use_local_stack() -> None:
 
     if not is_server_configured() and (url := find_local_stack()):
         os.environ["PREFECT_API_URL"] = f"{url}/api"
+        if "prefect" in sys.modules:  # it has read its settings already, to see whether they name a server
+            from prefect.context import refresh_global_settings_context
+
+            refresh_global_settings_context()
         print_message(f"This run reports to the server of textmill up, {url}.")
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from flows.prefect_support.settings_errors import find_prefect_home
+from flows.prefect_support.temporary_server import end_watcher, start_watcher
 from lm.common.child_process import import_environment
 from lm.common.errors import UserError
 
@@ -49,12 +51,12 @@ def start_local_stack(port: int) -> None:
             command = ["server", "start", "--host", "127.0.0.1", "--port", str(port)]
             processes.append(stack.enter_context(_background_process(command, environment)))
             _wait_for_server(url, processes[0])
+        url_file = _lock_files()[1]
+        url_file.write_text(url, encoding="utf-8")  # runs use the server from now on
         create_work_pools(url)
         _run_prefect(["deploy", "--all"], environment)
         worker = ["worker", "start", "--pool", WORK_POOL]
         processes.append(stack.enter_context(_background_process(worker, environment)))
-        url_file = _lock_files()[1]
-        url_file.write_text(url, encoding="utf-8")
         stack.callback(url_file.unlink, missing_ok=True)  # before the processes are stopped
         ending = "Ctrl-C stops the worker. The server ran before and goes on." if has_server else _STOPS_ALL
         print(
@@ -71,7 +73,7 @@ def start_local_stack(port: int) -> None:
 
 def _lock_files() -> tuple[FileLock, Path]:
     """Return the lock that ``textmill up`` holds in Prefect's directory, and the file with the URL of its server."""
-    home = Path(os.environ.get("PREFECT_HOME") or Path.home() / ".prefect")
+    home = find_prefect_home()
     return FileLock(home / "textmill-up.lock"), home / "textmill-up.url"
 
 
@@ -144,14 +146,17 @@ def create_work_pools(url: str) -> None:
 def _background_process(arguments: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     # A new session: Ctrl-C reaches only this process, which then stops the others in the right order.
     process = subprocess.Popen(_prefect_command(arguments), env=environment, start_new_session=True)
+    watcher = start_watcher(process.pid)
     try:
         yield process
     finally:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal sends it twice: the shell, then the kernel
         process.terminate()
         try:
             process.wait(_STOP_SECONDS)
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
             process.kill()
+        end_watcher(watcher)
 
 
 def is_server_healthy(url: str) -> bool:

@@ -11,10 +11,14 @@ from typing import Any
 from lm.common.errors import UserError
 
 
+def find_prefect_home() -> Path:
+    """Return Prefect's directory."""
+    return Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
+
+
 def settings_files() -> list[Path]:
     """Return the files that exist and can have settings of Prefect."""
-    home = Path(os.environ.get("PREFECT_HOME") or Path.home() / ".prefect")
-    profiles = Path(os.environ.get("PREFECT_PROFILES_PATH") or home / "profiles.toml")
+    profiles = Path(os.environ.get("PREFECT_PROFILES_PATH") or find_prefect_home() / "profiles.toml")
     files = [profiles, *map(Path, (".env", "prefect.toml", "pyproject.toml"))]
     return [file for file in files if file.is_file()]
 

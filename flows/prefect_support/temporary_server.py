@@ -46,15 +46,8 @@ class _TiedServer(subprocess.Popen[bytes]):
             env["PREFECT_SERVER_LOGGING_LEVEL"] = "ERROR"  # it has the reason of a failed start
             self._output = tempfile.TemporaryFile()  # noqa: SIM115 # the server writes to it
         super().__init__(args, env=env, stdout=self._output, stderr=self._output, start_new_session=True)
-        null = subprocess.DEVNULL
-        watcher = subprocess.Popen(
-            ["/bin/sh", "-c", 'read -r _; kill "$1"', "sh", str(self.pid)],
-            stdin=subprocess.PIPE,  # it reads the end of the file when this process has ended
-            stdout=null,
-            stderr=null,
-            start_new_session=True,
-        )
-        atexit.register(_end, watcher)  # Prefect registers later, so it has ended the server by then
+        # Prefect registers later, so it has ended the server by then.
+        atexit.register(end_watcher, start_watcher(self.pid))
         _started.append(self)
 
     def poll(self) -> int | None:
@@ -95,6 +88,19 @@ def _explain_end(code: int, output: str) -> str:
     )
 
 
-def _end(watcher: "subprocess.Popen[bytes]") -> None:
+def start_watcher(pid: int) -> "subprocess.Popen[bytes]":
+    """Start a process that sends SIGTERM to process ``pid`` when this process has ended, also if it was killed."""
+    null = subprocess.DEVNULL
+    return subprocess.Popen(
+        ["/bin/sh", "-c", 'read -r _; kill "$1"', "sh", str(pid)],
+        stdin=subprocess.PIPE,  # it reads the end of the file when this process has ended
+        stdout=null,
+        stderr=null,
+        start_new_session=True,
+    )
+
+
+def end_watcher(watcher: "subprocess.Popen[bytes]") -> None:
+    """End a process of :func:`start_watcher`, whose process has ended."""
     watcher.kill()
     watcher.wait()

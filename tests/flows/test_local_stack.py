@@ -5,28 +5,48 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from flows.cli import main as main_module
-from flows.prefect_support import local_stack
+from flows.prefect_support import settings_errors
 from tests.helpers.limits import wait_for
 from tests.helpers.processes import PROJECT, processes_with_variable
 
-_UP = """
-import sys
+_PREFECT = "trap 'kill $!; sleep 0.5; touch ended-$$; exit' TERM; touch started-$$; sleep 1000 & wait"
+_UP = f"""
+import fcntl, os, sys, termios
 from flows.prefect_support import local_stack
+if os.isatty(0):
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # become the program of this terminal
 answers = iter([False])
-local_stack._prefect_command = lambda arguments: ["sleep", "1000"]
+local_stack._prefect_command = lambda arguments: ["/bin/sh", "-c", {_PREFECT!r}]
 local_stack._run_prefect = lambda *arguments: None
 local_stack.create_work_pools = lambda url: None
 local_stack.is_server_healthy = lambda url: HAS_SERVER or next(answers, True)
 from flows.cli.main import main
 sys.exit(main(["up", "--port=PORT"]))
+"""
+
+_RUN = """
+import sys
+from flows.cli import commands
+from flows.cli.main import main
+def report(options):
+    from prefect.settings import get_current_settings
+    print(get_current_settings().api.url)
+commands.{name}_command = report
+sys.exit(main({arguments}))
+"""
+_PROFILES = """
+active = "mine"
+[profiles.mine]
+[profiles.other]
+PREFECT_API_URL = "http://elsewhere/api"
 """
 
 
@@ -58,74 +78,123 @@ def port() -> Iterator[int]:
 
 
 def start_up(
-    port: int, has_server: bool = False, variables: Mapping[str, str] | None = None
+    port: int, has_server: bool = False, variables: Mapping[str, str] | None = None, terminal: int | None = None
 ) -> "subprocess.Popen[str]":
-    """Start ``textmill up`` with processes that sleep."""
+    """Start ``textmill up`` with processes that sleep, and need half a second to end."""
     script = _UP.replace("PORT", str(port)).replace("HAS_SERVER", str(has_server))
+    directory = Path(os.environ["PREFECT_HOME"]).parent
+    (directory / "prefect.yaml").touch()
     return subprocess.Popen(
         [sys.executable, "-c", script],
-        cwd=PROJECT,
-        env={**os.environ, **(variables or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(PROJECT), **(variables or {})},
+        stdin=subprocess.DEVNULL if terminal is None else terminal,
+        stdout=subprocess.PIPE if terminal is None else terminal,
+        stderr=subprocess.PIPE if terminal is None else terminal,
+        start_new_session=True,
         text=True,
     )
 
 
-def read_until_ready(process: "subprocess.Popen[str]") -> str:
+def read_until_ready(output: Iterable[str] | None) -> str:
     """Return the last line of what ``textmill up`` prints when it is ready."""
-    assert process.stdout
-    return next(line for line in process.stdout if line.startswith("Ctrl-C"))
+    assert output
+    return next(line for line in output if line.startswith("Ctrl-C"))
 
 
-@pytest.mark.usefixtures("home")
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT], ids=["SIGHUP", "SIGTERM", "SIGINT"])
-def test_a_closed_terminal_a_termination_and_ctrl_c_end_the_server_and_the_worker(number: signal.Signals) -> None:
+def count_files(home: Path, pattern: str) -> int:
+    """Return the number of files that the processes made beside Prefect's directory."""
+    return len(list(home.parent.glob(pattern)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGKILL],
+    ids=["SIGHUP", "SIGTERM", "SIGINT", "SIGKILL"],
+)
+def test_each_end_of_it_ends_the_server_and_the_worker(home: Path, number: signal.Signals) -> None:
     variable = ("LOCAL_STACK_TEST", uuid.uuid4().hex)
     with start_up(1, variables=dict([variable])) as process:
-        assert read_until_ready(process) == "Ctrl-C stops everything here.\n"
-        assert len(processes_with_variable(*variable)) == 3, "a server and a worker"
+        assert read_until_ready(process.stdout) == "Ctrl-C stops everything here.\n"
+        wait_for(lambda: count_files(home, "started-*") == 2, 20, "start of the processes")
         process.send_signal(number)
-        assert process.wait(60) == 128 + number
-    wait_for(lambda: not processes_with_variable(*variable), 10, "end of the processes")
+        assert process.wait(60) == (-number if number == signal.SIGKILL else 128 + number)
+    wait_for(lambda: not processes_with_variable(*variable), 20, "end of the processes")
+    assert count_files(home, "ended-*") == 2, "each had the time that it needed"
+
+
+def test_a_closed_terminal_ends_the_server_and_the_worker(home: Path) -> None:
+    """It sends SIGHUP, the shell in it sends one more, and nothing can be written to it any more."""
+    variable = ("LOCAL_STACK_TEST", uuid.uuid4().hex)
+    ours, terminal = os.openpty()
+    with start_up(1, variables=dict([variable]), terminal=terminal) as process:
+        os.close(terminal)
+        with open(ours) as output:
+            read_until_ready(output)
+            wait_for(lambda: count_files(home, "started-*") == 2, 20, "start of the processes")
+        time.sleep(0.2)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(60) == 128 + signal.SIGHUP
+    assert not processes_with_variable(*variable)
+    assert count_files(home, "ended-*") == 2, "each had the time that it needed"
 
 
 @pytest.mark.usefixtures("home")
-@pytest.mark.parametrize("second_port", [1, 2], ids=["same port", "another port"])
+@pytest.mark.parametrize(
+    "second_port", [pytest.param(1, marks=pytest.mark.slow, id="same port"), pytest.param(2, id="another port")]
+)
 def test_a_second_one_is_refused_while_the_first_runs(second_port: int) -> None:
     with start_up(1) as first:
-        read_until_ready(first)
+        read_until_ready(first.stdout)
         with start_up(second_port) as second:
             _, message = second.communicate(timeout=60)
             assert second.returncode == 2
             assert "Another textmill up runs at http://127.0.0.1:1. Stop it first" in message
         first.kill()
     with start_up(second_port) as third:
-        read_until_ready(third)
+        read_until_ready(third.stdout)
         third.terminate()
 
 
 @pytest.mark.usefixtures("home")
 def test_a_server_that_ran_before_is_not_said_to_be_stopped() -> None:
     with start_up(1, has_server=True) as process:
-        assert "The server ran before and goes on" in read_until_ready(process)
+        assert "The server ran before and goes on" in read_until_ready(process.stdout)
         process.terminate()
 
 
-@pytest.mark.parametrize("command", ["run", "sweep"])
-def test_a_run_beside_it_uses_its_server(
-    home: Path, port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    assert command in main_module._RUN_FLOWS and local_stack.find_local_stack() == ""
-    monkeypatch.setenv("PREFECT_API_URL", "")  # removed at the end of the test
+def reported_server(arguments: list[str], **variables: str) -> tuple[str, str]:
+    """Return the URL of the API that the flow of a command would report to, and the command's messages."""
+    script = _RUN.format(name=arguments[0], arguments=arguments)
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT), **variables}
+    directory = Path(os.environ["PREFECT_HOME"]).parent
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=directory, env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip(), done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_beside_it_uses_its_server(home: Path, port: int) -> None:
     with start_up(port) as process:
-        read_until_ready(process)
-        main_module._use_local_stack()
-        assert os.environ["PREFECT_API_URL"] == f"http://127.0.0.1:{port}/api"
-        assert f"reports to the server of textmill up, http://127.0.0.1:{port}." in capsys.readouterr().err
-        monkeypatch.setenv("PREFECT_API_URL", "http://elsewhere/api")
-        main_module._use_local_stack()
-        assert os.environ["PREFECT_API_URL"] == "http://elsewhere/api", "the user's setting"
+        read_until_ready(process.stdout)
+        url, messages = reported_server(["run"])
+        assert url == f"http://127.0.0.1:{port}/api"
+        assert f"reports to the server of textmill up, http://127.0.0.1:{port}." in messages
+        (home / "profiles.toml").write_text(_PROFILES)
+        assert reported_server(["sweep", "learning-rate"])[0] == url, "the profile that names a server is not active"
+        assert reported_server(["run"], PREFECT_PROFILE="other") == ("http://elsewhere/api", "")
+        assert reported_server(["run"], PREFECT_API_URL="http://elsewhere/api") == ("http://elsewhere/api", "")
         process.kill()
     assert (home / "textmill-up.url").exists()
-    assert local_stack.find_local_stack() == "", "it was killed"
+    assert reported_server(["run"]) == ("None", ""), "it was killed"
+
+
+def test_the_directory_of_prefect_may_begin_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for value in ("~/mine", str(tmp_path / "mine")):
+        monkeypatch.setenv("PREFECT_HOME", value)
+        assert settings_errors.find_prefect_home() == tmp_path / "mine"
+    monkeypatch.delenv("PREFECT_HOME")
+    assert settings_errors.find_prefect_home() == tmp_path / ".prefect"
