@@ -40,7 +40,8 @@ class _TiedServer(subprocess.Popen[bytes]):
     def __init__(self, args: list[str], env: dict[str, str]) -> None:
         self._can_end = False
         self._port = int(args[args.index("--port") + 1])
-        env = env | import_environment()
+        # The level of the handler is for the terminal of this process. The server has its own level.
+        env = env | import_environment() | {"PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "NOTSET"}
         self._output = None
         if env.get("PREFECT_SERVER_LOGGING_LEVEL") == "CRITICAL":  # nobody wants to see the log
             env["PREFECT_SERVER_LOGGING_LEVEL"] = "ERROR"  # it has the reason of a failed start
