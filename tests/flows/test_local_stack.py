@@ -17,7 +17,7 @@ from flows.prefect_support import settings_errors
 from tests.helpers.limits import wait_for
 from tests.helpers.processes import PROJECT, processes_with_variable
 
-_PREFECT = "trap 'kill $!; sleep 0.5; touch ended-$$; exit' TERM; touch started-$$; sleep 1000 & wait"
+_PREFECT = "trap 'sleep 0.5; touch ended-$$; exit' TERM; touch started-$$; while :; do sleep 0.1; done"
 _UP = f"""
 import fcntl, os, sys, termios
 from flows.prefect_support import local_stack
