@@ -92,13 +92,14 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         steps = {name: make(model, batch, PRECISION, True, options.device) for name, make in makers.items()}
         seconds = time_in_turns(steps, options)
         rate = batch * model.context_length / seconds["ours"]
+        peak = peak_flops(options.device, torch.bfloat16)
         ratios = {f"step_vs_{name}": round(seconds[name] / seconds["ours"], 3) for name in makers if name != "ours"}
         results[shape] = (
             seconds
             | ratios
             | {
                 "tokens_per_second": round(rate),
-                "mfu": round(rate * flops_per_token(model) / peak_flops(options.device, torch.bfloat16), 4),
+                "mfu": round(rate * flops_per_token(model) / peak, 4) if peak else None,
             }
         )
         print(json.dumps(results), flush=True)

@@ -33,7 +33,7 @@ class DirectCaller:
 
     run: Any
 
-    def call(self, stage: Any, *arguments: Any) -> Any:
+    def call(self, stage: Any, *arguments: Any, title: str = "") -> Any:
         return stage.materialize(self.run, stage.bind(*arguments))[0]
 
     def read(self, function: Any, *arguments: Any) -> Any:
