@@ -94,14 +94,8 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         rate = batch * model.context_length / seconds["ours"]
         peak = peak_flops(options.device, torch.bfloat16)
         ratios = {f"step_vs_{name}": round(seconds[name] / seconds["ours"], 3) for name in makers if name != "ours"}
-        results[shape] = (
-            seconds
-            | ratios
-            | {
-                "tokens_per_second": round(rate),
-                "mfu": round(rate * flops_per_token(model) / peak, 4) if peak else None,
-            }
-        )
+        utilization = {"mfu": round(rate * flops_per_token(model) / peak, 4)} if peak else {}
+        results[shape] = seconds | ratios | {"tokens_per_second": round(rate)} | utilization
         print(json.dumps(results), flush=True)
         release_memory()
     return results
