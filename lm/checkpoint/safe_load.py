@@ -76,7 +76,7 @@ def refuse_lfs_pointer(path: Path) -> None:
     try:
         with path.open("rb") as file:
             is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a name that no file can have
         return  # the file's own reader says why
     if is_pointer:
         raise UserError(f"{path} is a pointer of Git LFS, not the file itself; run in its directory: git lfs pull")

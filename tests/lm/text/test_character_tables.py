@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import regex
-import tiktoken
-import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,6 +65,7 @@ def test_the_tables_of_the_installed_regex_are_its_classes() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "o200k"])
 def test_published_tables_split_text_as_tokenizers_does(name: str) -> None:
     """On characters that the installed ``regex`` has in other classes, and on others."""
+    tokenizers = pytest.importorskip("tokenizers", reason="the Hugging Face library is not installed")
     splitter = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PATTERNS[name]), "isolated")
     different = unpack_tables(PUBLISHED_TABLES) != unpack_tables(installed_tables())
     codes = [*range(0x80, 0xD800, 7), *np.flatnonzero(different)[::5].tolist(), *map(ord, CHANGED)]
@@ -79,6 +78,7 @@ def test_published_tables_split_text_as_tokenizers_does(name: str) -> None:
     ("pattern", "classes"), [(r"\p{L}+", (0, 4, 5)), (r"[\p{Lu}\p{Lt}]+", (4,)), (r"\p{N}+", (1,))]
 )
 def test_the_published_tables_are_those_of_tiktoken(pattern: str, classes: tuple[int, ...]) -> None:
+    tiktoken = pytest.importorskip("tiktoken", reason="tiktoken is not installed")
     single_bytes = {bytes([byte]): byte for byte in range(256)}
     peer = tiktoken.Encoding("peer", pat_str=pattern, mergeable_ranks=single_bytes, special_tokens={})
     characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
