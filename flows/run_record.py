@@ -129,7 +129,7 @@ class Recorder:
         return report_text(self.content, self._outputs, failure, has_pages=False)
 
     def _find_equal_record(self) -> dict[str, Any] | None:
-        """Return the last record if this run made nothing and its record would be equal but for names and times."""
+        """Return the last record if this run made nothing, and its record would differ only in names and times."""
 
         def essence(record: dict[str, Any]) -> dict[str, Any]:
             keys = {name: stage["key"] for name, stage in record["stages"].items()}

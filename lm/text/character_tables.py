@@ -71,7 +71,7 @@ def unpack_tables(tables: str) -> npt.NDArray[np.uint8]:
 
 
 def tables_identity(pattern: str | Sequence[str]) -> str:
-    """Return what decides the pretokens of a pattern besides itself, for keys of results.
+    """Return what decides the pretokens of text besides the pattern: a part of the keys of results.
 
     It is a digest of the tables, or the version of ``regex``, which itself finds pretokens without a compiled scanner.
     """

@@ -61,7 +61,7 @@ def make_posttrain_job(
 
 
 def _explain_no_examples(method: str, kind: str, figures: dict[str, Any]) -> str:
-    """Return why a method has no examples for training: none are named, or none of those can be used."""
+    """Return why a method has no examples: no files are named, or no row of them can be used."""
     field = "dialogs.task" if kind == "problems" else "dialogs.train"
     unused = {
         "are held out": figures[kind]["valid"],

@@ -34,6 +34,22 @@ def generate_ids(
     return generation.ids
 
 
+def assert_equals_uncached(
+    model: TransformerLM, prompts: list[tuple[list[int], int]], rows: int, sampling: SampleConfig
+) -> None:
+    """Generate for prompts with their numbers of new tokens, ``rows`` at once; compare ids and log-probabilities."""
+    generations = [
+        Generation(prompt, count, sampling, wants_logprobs=True, wants_prompt_logprobs=True)
+        for prompt, count in prompts
+    ]
+    generate(model, generations, rows)
+    for generation in generations:
+        expected, logprobs = generate_without_cache(model, list(generation.prompt), generation.max_new_tokens)
+        assert generation.ids == expected
+        assert [*generation.prompt_logprobs, *generation.logprobs] == pytest.approx(logprobs, abs=1e-5)
+        assert generation.finish_reason == "length"
+
+
 def test_any_integer_is_a_seed() -> None:
     model = make_model()
     assert generate_ids(model, [1], 3, seed=10**30) == generate_ids(model, [1], 3, seed=10**30 % (1 << 63))
@@ -47,16 +63,7 @@ def test_any_integer_is_a_seed() -> None:
 )
 def test_ragged_batch_equals_uncached_generation(variant: str, prompts: list[list[int]], rows: int) -> None:
     model = make_model(context_length=24, **VARIANTS[variant])
-    generations = [
-        Generation(prompt, 3 + 2 * n, GREEDY, wants_logprobs=True, wants_prompt_logprobs=True)
-        for n, prompt in enumerate(prompts)
-    ]
-    generate(model, generations, rows)
-    for generation in generations:
-        expected, logprobs = generate_without_cache(model, list(generation.prompt), generation.max_new_tokens)
-        assert generation.ids == expected
-        assert [*generation.prompt_logprobs, *generation.logprobs] == pytest.approx(logprobs, abs=1e-5)
-        assert generation.finish_reason == "length"
+    assert_equals_uncached(model, [(prompt, 3 + 2 * n) for n, prompt in enumerate(prompts)], rows, GREEDY)
 
 
 @pytest.mark.parametrize("prompt", [[3], [1, 2, 3, 4], [5, 4, 3, 2, 1, 0, 7, 8]], ids=["short", "full", "longer"])
@@ -82,15 +89,7 @@ def test_batches_beyond_the_context_equal_uncached_generation(
 ) -> None:
     model = make_model(context_length=context_length)
     sampling = SampleConfig(temperature=0, speculative_tokens=guesses)
-    generations = [
-        Generation(prompt, 13 + 4 * n, sampling, wants_logprobs=True, wants_prompt_logprobs=True)
-        for n, prompt in enumerate(prompts)
-    ]
-    generate(model, generations, rows)
-    for generation in generations:
-        expected, logprobs = generate_without_cache(model, list(generation.prompt), generation.max_new_tokens)
-        assert generation.ids == expected
-        assert [*generation.prompt_logprobs, *generation.logprobs] == pytest.approx(logprobs, abs=1e-5)
+    assert_equals_uncached(model, [(prompt, 13 + 4 * n) for n, prompt in enumerate(prompts)], rows, sampling)
 
 
 def test_half_a_context_is_computed_again_when_it_is_full() -> None:
