@@ -84,7 +84,7 @@ def run_round(bench: Bench, seed: int, number: int, stage: str, name: str) -> Ro
         else:
             after = read_attempts(root)
             result.problems += [f"{output} was made again" for output in before if after.get(output) != before[output]]
-            result.problems += _check_cached(scene, finished)
+            result.problems += _check_cached(scene, finished, first.name)
             result.problems += check_outputs(_expected_digests(bench.reference), root)
             if bench.cluster:
                 result.problems += check_maintenance(root)
@@ -131,9 +131,12 @@ def _running_stage(flow: TestedFlow, finished: list[str], is_running: bool) -> s
     return next((stage for stage in flow.stages if stage not in finished), "after") if is_running else "after"
 
 
-def _check_cached(scene: Scene, finished: list[str]) -> list[str]:
+def _check_cached(scene: Scene, finished: list[str], first_name: str) -> list[str]:
     """Return the stages whose output was finished and intact, but was not taken from the cache."""
     with fsspec.open(f"{scene.root}/runs/latest.json", "r", encoding="utf-8") as file:
-        states = {stage: summary["state"] for stage, summary in json.load(file)["stages"].items()}
+        record = json.load(file)
+    if record["name"] == first_name:  # the second run found all outputs cached, so it left no record
+        return []
+    states = {stage: summary["state"] for stage, summary in record["stages"].items()}
     damaged = {output.partition("/")[0] for output in scene.damaged}
     return [f"{stage} is {states[stage]}" for stage in finished if stage not in damaged and states[stage] != "cached"]
