@@ -66,8 +66,8 @@ class Process:
                 self.lines.append(line.rstrip("\n"))
                 if match := re.match(r"\S+  (\w+) (?:finished in|is cached:)", line):
                     self.finished.append(match.group(1))
-                elif match := re.match(r"\S+  Run (\S+):", line):
-                    self.name = match.group(1)
+                elif match := re.search(r"^\S+  Run (\S+):|Beginning flow run '(\S+)'", line):
+                    self.name = match.group(1) or match.group(2)  # with a temporary server, only Prefect names the run
         fifo.unlink()
 
     def _wait(self, codes: IO[str]) -> None:
