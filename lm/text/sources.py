@@ -242,10 +242,7 @@ def open_raw(url: str, is_ranged: bool = False) -> Iterator[IO[bytes]]:
     except Exception as error:  # each file system has its own exceptions
         if isinstance(error, IsADirectoryError):
             raise UserError(f"{url} is a directory; name its files, such as {url.rstrip('/')}/*.txt.") from None
-        # fsspec's HTTP raises FileNotFoundError also for a server error.
-        if isinstance(error, FileNotFoundError) and not is_transient_error(error):
-            raise UserError(f"{url} does not exist.") from None
-        raise _source_error(f"{url} cannot be opened", error) from error
+        raise _opening_error(url, error) from error
     with file as raw:
         try:
             yield raw
@@ -253,6 +250,13 @@ def open_raw(url: str, is_ranged: bool = False) -> Iterator[IO[bytes]]:
             if is_transient_error(error):
                 raise TransientError(f"{url}: the connection broke during reading: {error!r}") from error
             raise
+
+
+def _opening_error(url: str, error: Exception) -> UserError:
+    # fsspec's HTTP raises FileNotFoundError also for a server error.
+    if isinstance(error, FileNotFoundError) and not is_transient_error(error):
+        return UserError(f"{url} does not exist.")
+    return _source_error(f"{url} cannot be opened", error)
 
 
 def _source_error(failure: str, error: Exception) -> UserError:
@@ -399,4 +403,4 @@ def can_read_in_place(url: str) -> bool:
     except ValueError:  # the server sends the whole file, or no size
         return False
     except Exception as error:  # a broken connection has several exceptions
-        raise _source_error(f"{url} cannot be opened", error) from error
+        raise _opening_error(url, error) from error
