@@ -83,8 +83,18 @@ class Process:
         return condition()
 
     def wait(self, seconds: float = _HANG_SECONDS) -> bool:
-        """Wait for the end. Return False if the process hangs; it is then killed."""
-        has_ended = any(self.code is not None for _ in poll(seconds))
+        """Wait for the end. Return False if the process hangs; it is then killed.
+
+        It hangs if it prints no line for ``seconds``, or does not end in five times that. A run that waits half a
+        minute for the lease of a dead one does not hang.
+        """
+        last_line, silent = 0, 0.0
+        for _ in poll(5 * seconds):
+            silent = 0.0 if len(self.lines) > last_line else silent + _POLL_SECONDS
+            last_line = len(self.lines)
+            if self.code is not None or silent > seconds:
+                break
+        has_ended = self.code is not None
         if not has_ended:
             os.kill(self.id, signal.SIGABRT)  # prints the stacks
             any(self.code is not None for _ in poll(5))
