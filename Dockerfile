@@ -9,6 +9,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY lm lm
 COPY tasks tasks
 COPY flows flows
+COPY textmill textmill
 RUN pip install --no-cache-dir '.[dask,s3]'
 
 # The compiled kernels depend on the CPU. On another kind of CPU, a container compiles them again when it starts.

@@ -51,7 +51,7 @@ def run(root: Path, texts: dict[str, Path], until: str, options: dict[str, Any])
     """Run the pipeline and return the record of the run."""
     options = {f"data.{name}": [str(path)] for name, path in texts.items()} | options
     arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    code = "import sys; from flows.cli.main import main; sys.exit(main())"
+    code = "import sys; from textmill.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "run", "--root", str(root), "--until", until, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -32,7 +32,7 @@ PROJECT = Path(__file__).parents[1]
 _CHUNK_BYTES = 2_000
 _CODE = """
 import json, resource, sys
-from flows.cli.main import main
+from textmill.cli.main import main
 code = main()
 print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss), file=sys.stderr)
 sys.exit(code)

@@ -26,7 +26,7 @@ from benchmarks.chunks import PROJECT, new_home, server
 from benchmarks.orchestration import free_port
 from benchmarks.texts import mixed, take_bytes
 
-_TEXTMILL = [sys.executable, "-c", "from flows.cli.main import main; raise SystemExit(main())"]
+_TEXTMILL = [sys.executable, "-c", "from textmill.cli.main import main; raise SystemExit(main())"]
 _CASES = {"one thread": ("threads", 1), "two threads": ("threads", 2), "dask": ("dask", 2)}
 
 

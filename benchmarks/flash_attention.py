@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lm.common.device import is_out_of_memory
+from lm.hardware.device import is_out_of_memory
 from lm.model import FlashAttentionTriton
 from lm.model.ops.attention_form import reference_attention
 

@@ -31,8 +31,8 @@ from benchmarks import flash_attention, generate
 from benchmarks import train as training
 from benchmarks.moe import EXPERTS, mixtral
 from benchmarks.train import SHAPES, WARM_UP_STEPS, Step, bound, hugging_face, random_data
-from lm.common.device import choose_device
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
+from lm.hardware.device import choose_device
 from lm.model.flops import flops_per_token, peak_flops
 from lm.train.config import TrainConfig
 from lm.train.pretraining import make_trainer

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.texts import story_file
 from flows.config import load_preset
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from lm.data.token_shards import TokenShards
 from lm.model.config import ModelConfig
 from lm.model.flops import parameter_count

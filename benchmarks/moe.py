@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.train import SHAPES, WARM_UP_STEPS, Step, ours
-from lm.common.device import choose_device
+from lm.hardware.device import choose_device
 from lm.model.config import ModelConfig
 from lm.model.flops import flops_per_token, parameter_count
 from lm.model.moe_config import MoEConfig

@@ -47,11 +47,11 @@ class DirectCaller:
 def measure(kind: str, preset: str, until: Any, data: dict[str, Any]) -> dict[str, float]:
     """Run once in this process; return the wall, idle and CPU seconds."""
     from flows.chain import PIPELINE
-    from flows.cli.local_run import run_pipeline
     from flows.config import load_preset
     from tasks.ingest import find_sources
     from tasks.runtime.context import RunContext
     from tasks.runtime.stage import Stage
+    from textmill.cli.local_run import run_pipeline
 
     intervals: list[tuple[float, float]] = []
     materialize = Stage.materialize

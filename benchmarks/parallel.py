@@ -34,9 +34,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from lm.common.device import choose_device
 from lm.distributed import DDP, FSDP, ShardedOptimizer
 from lm.distributed.process_group import RENDEZVOUS_VARIABLE, get_rank, process_group
+from lm.hardware.device import choose_device
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 

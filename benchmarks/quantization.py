@@ -12,11 +12,11 @@ import fsspec
 import torch
 from torch.nn.functional import cross_entropy
 
-from flows.models import resolve_model
 from lm.eval.loss import bits_per_byte
 from lm.inference.packed import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.text_tokenizer import require_byte_level
+from tasks.runs.models import resolve_model
 
 _WINDOWS = 8  # at a time
 

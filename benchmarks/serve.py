@@ -25,11 +25,11 @@ import torch
 import uvicorn
 
 from flows.config import load_preset
-from flows.server.app import build_app
 from lm.inference.packed import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.tokenizer import Tokenizer
+from textmill.server.app import build_app
 
 BATCH_SIZE = 16  # the default of textmill serve
 PREFIX_CACHE_BYTES = 256 * 10**6  # the default too

@@ -36,8 +36,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.learning import compare, read_data
-from lm.common.device import choose_device
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
+from lm.hardware.device import choose_device
 from lm.model.config import ModelConfig
 from lm.model.flops import flops_per_token, parameter_count, peak_flops
 from lm.model.linear import Linear

@@ -4,12 +4,12 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from flows.models import DirectoryModel, RunModel, resolve_model
 from lm.common.errors import UserError
 from lm.eval.chat_client import ChatClient, ChatFailure, ChatRequest
 from lm.eval.evaluate import Response
 from lm.eval.few_shot import Prompt
 from lm.inference.config import Quantization, SampleConfig
+from tasks.runs.models import DirectoryModel, RunModel, resolve_model
 
 if TYPE_CHECKING:
     from lm.model.transformer import TransformerLM
@@ -109,7 +109,7 @@ class EndpointModel:
 def open_model(
     name: str, model_name: str, root: str, device: str, quantization: Quantization = "none"
 ) -> LocalModel | EndpointModel:
-    """Return the model of a name for :func:`flows.models.resolve_model`, or ``model_name`` of a server's URL.
+    """Return the model of a name for :func:`tasks.runs.models.resolve_model`, or ``model_name`` of a server's URL.
 
     Raises UserError for options that the model does not have.
     """

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 from flows.yaml_files import read_yaml
 from lm.common.config import PYDANTIC_CONFIG
 from lm.common.errors import UserError, did_you_mean
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from lm.experiments.budget import parse_budget
 from lm.inference.config import SampleConfig
 from lm.model.config import ModelConfig

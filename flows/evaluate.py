@@ -15,9 +15,9 @@ from lm.data.json_rows import DamagedRows
 from lm.eval.config import EvaluationConfig
 from lm.eval.evaluate import Response, Summary, evaluate, pick_examples, summarize
 from lm.eval.few_shot import PROMPT_TEMPLATES, Prompt, PromptFormat
+from lm.eval.problems import is_generated, load_task
 from lm.eval.response_file import ResponseFile
 from lm.eval.reward_worker import RewardWorker
-from lm.eval.tasks import is_generated, load_task
 from lm.inference.config import Quantization, SampleConfig
 
 log = logging.getLogger(__name__)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from flows.chain import PIPELINE, PipelineInputs
 from flows.config import PipelineConfig
 from flows.plan import DryRunExecutor, plan
-from flows.run_record import make_run
 from flows.train_job import FindTraining
 from lm.common.errors import UserError
 from lm.model.config import ModelConfig
 from lm.text.sources import Source, detect_format
 from lm.train.config import TrainConfig
+from tasks.runs.run_record import make_run
 from tasks.runtime.output import Ref
 from tasks.runtime.store import Store
 from tasks.train import train
@@ -68,7 +68,7 @@ def check_training_memory(config: PipelineConfig, root: str, refresh: Sequence[s
 
     If a budget or another model decides the shape, only the training itself can check it.
     """
-    from lm.common.device import choose_device
+    from lm.hardware.device import choose_device
     from lm.train.parallel import check_memory
 
     if config.budget or config.train.init_from:
@@ -111,10 +111,10 @@ def _forecast_merge(inputs: PipelineInputs) -> Forecast:
 
 
 def _forecast_model(stage: str, config: PipelineConfig, executor: DryRunExecutor) -> Forecast:
-    from lm.common.device import choose_device
     from lm.experiments.speed import guess_flops_per_second
+    from lm.hardware.device import choose_device
     from lm.model.flops import flops_per_token, parameter_count
-    from lm.model.memory import predict_training_memory
+    from lm.model.training_memory import predict_training_memory
     from lm.train.parallel import need_memory
 
     known, execution = _training(config, executor), config.execution

@@ -7,7 +7,7 @@ from typing import Any
 from uuid import uuid4
 
 from flows.chain import Chain
-from flows.run_record import Recorder, make_run, run_name
+from tasks.runs.run_record import Recorder, make_run, run_name
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Ref
 from tasks.runtime.root_lock import use_root

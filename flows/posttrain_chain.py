@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from typing import NamedTuple, get_args
 
 from flows.chain import Chain, Executor
-from flows.models import PRETRAINED_STAGES, latest_model
 from flows.posttrain_config import PosttrainConfig, PosttrainStage
 from flows.start_model import StartModel, find_start, open_start
 from lm.common.errors import UserError
-from lm.eval.tasks import problem_libraries, reward_libraries
+from lm.eval.problems import problem_libraries, reward_libraries
 from lm.posttrain.config import PPOConfig, ReinforceConfig
 from lm.text.sources import Source
 from tasks.base import base
@@ -18,6 +17,7 @@ from tasks.ppo import ppo
 from tasks.preference import preference
 from tasks.reinforce import reinforce
 from tasks.reward_model import reward_model
+from tasks.runs.models import PRETRAINED_STAGES, latest_model
 from tasks.runtime.output import Ref
 from tasks.runtime.store import Store
 from tasks.sft import sft

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 from flows.config import PRESETS, complete, load_config, preset_path
 from lm.common.config import PYDANTIC_CONFIG, validate_fields
 from lm.common.errors import UserError
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from lm.posttrain.config import (
     ComparisonConfig,
     DialogsConfig,

@@ -12,9 +12,9 @@ from flows.config import PipelineConfig, complete_config, load_preset
 from flows.prefect_support.artifacts import ArtifactPublisher
 from flows.prefect_support.liveness import mark_cancelled_after_ctrl_c
 from flows.profile_training import ProfileResult, profile_training
-from flows.run_record import make_run, run_name
 from flows.run_stages import TASK_RUNNER, check_device, run_stages
 from tasks.pages.profile import describe
+from tasks.runs.run_record import make_run, run_name
 
 DEFAULTS = load_preset("demo")
 

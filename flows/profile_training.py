@@ -6,11 +6,11 @@ from typing import Any
 
 from flows.chain import PIPELINE
 from flows.config import PipelineConfig
-from flows.run_record import make_run
 from flows.train_job import FindTraining
 from lm.common.errors import UserError, translate_write_errors
 from tasks.pages.profile import profile_page
 from tasks.profile import profile
+from tasks.runs.run_record import make_run
 from tasks.runtime.root_lock import use_root
 from tasks.runtime.stage import open_input
 from tasks.train import train

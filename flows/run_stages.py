@@ -16,9 +16,9 @@ from flows.prefect_support.liveness import hold_liveness_lock
 from flows.prefect_support.logging import send_logs_to_prefect
 from flows.prefect_support.naming import tag_run
 from flows.prefect_support.signals import find_interrupt, reinstall_sigterm_handler
-from flows.run_record import Recorder, make_run
-from lm.common.copies import remove_old_copies
 from lm.common.errors import Stopped, UserError
+from lm.files.copies import remove_old_copies
+from tasks.runs.run_record import Recorder, make_run
 from tasks.runtime.root_lock import use_root
 from tasks.runtime.store import Store
 
@@ -80,6 +80,6 @@ def run_stages(chain: Chain, config: Any, root: str, until: str | None, refresh:
 def check_device(name: str) -> None:
     """Raise UserError if the device is missing."""
     if name not in ("auto", "cpu"):
-        from lm.common.device import choose_device
+        from lm.hardware.device import choose_device
 
         choose_device(name)

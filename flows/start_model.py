@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 from flows.config import PipelineConfig, load_preset
-from flows.models import RunModel, resolve_model
 from lm.common.errors import UserError
 from lm.text.sources import Source
 from lm.tokenizer.config import TokenizerConfig
 from tasks.import_model import find_model_files, import_model
+from tasks.runs.models import RunModel, resolve_model
 from tasks.runtime.output import Ref
 from tasks.runtime.store import Store
 

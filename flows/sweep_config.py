@@ -13,7 +13,7 @@ from flows.config import PRESETS, PipelineConfig, complete, load_preset, merge_f
 from flows.yaml_files import read_yaml
 from lm.common.config import PYDANTIC_CONFIG, bounded_field
 from lm.common.errors import UserError, did_you_mean
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from lm.experiments.axes import (
     MODEL_COSTS,
     Axis,

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.models import resolve_tokenizer
 from lm.common.errors import UserError
 from lm.text.config import DataConfig
 from lm.text.documents import stream_documents
@@ -16,6 +15,7 @@ from lm.text.statistics import TextStatistics
 from lm.text.utf8 import replace_surrogates
 from lm.tokenizer.compare import Comparison, compare_tokenizers
 from tasks.pages.tokenizers import comparison_page
+from tasks.runs.models import resolve_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class ComparisonResult:
 def compare(tokenizers: Iterable[str], texts: Iterable[str], root: str, out: str = "") -> ComparisonResult:
     """Compare tokenizers on texts. Write ``comparison.json`` and ``comparison.md`` to the directory ``out``.
 
-    A tokenizer is ``NAME`` or ``LABEL=NAME``, see :func:`flows.models.resolve_tokenizer`; a text is ``FILE`` or
+    A tokenizer is ``NAME`` or ``LABEL=NAME``, see :func:`tasks.runs.models.resolve_tokenizer`; a text is ``FILE`` or
     ``LABEL=FILE``, in any form that ``data.train`` takes. The first 16 million characters of a text are used. By
     default, ``out`` is the directory ``tokenizers``. Raises UserError for names and files that are not there.
     """

@@ -8,8 +8,8 @@ from typing import Any
 from flows.chain import PIPELINE
 from flows.config import PipelineConfig
 from flows.plan import DryRunExecutor
-from flows.run_record import make_run
 from lm.common.errors import UserError
+from tasks.runs.run_record import make_run
 from tasks.runtime.lease import training_heartbeat
 from tasks.runtime.output import Ref
 from tasks.runtime.stage import Stage, new_attempt_name, open_input

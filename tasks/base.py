@@ -15,7 +15,7 @@ def base(out: Attempt, model: Output, tokenizer: Output) -> None:
     """Write the best checkpoint of a training with a grown vocabulary, and the tokenizer."""
     import torch
 
-    from lm.checkpoint.training_state import save_training, step_name
+    from lm.checkpoint.training_checkpoint import save_training, step_name
     from lm.data.chat_template import add_chat_tokens
     from lm.model.vocabulary import grow_vocabulary
 

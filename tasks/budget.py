@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from lm.common.memory import machine_memory
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from lm.experiments.budget import Budget
+from lm.hardware.memory import machine_memory
 from lm.model.config import ModelConfig
 from lm.text.config import ChunkConfig
 from lm.tokenizer.config import TokenizerConfig
@@ -66,7 +66,7 @@ def budget(out: Attempt, texts: Output, amount: Budget, machine: str) -> None:
 def machine_kind(execution: Execution) -> str:
     """Return what decides the speed and the size of this machine's trainings: the number and the kind of its CPUs or
     GPUs, the memory of CPUs, the processes that train, and the options of the execution that are not the default."""
-    from lm.common.device import choose_device
+    from lm.hardware.device import choose_device
 
     device, usual = choose_device(execution.device), Execution()
     values = {name: getattr(execution, name) for name in _OPTIONS_OF_SPEED}

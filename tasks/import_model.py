@@ -30,7 +30,7 @@ def import_model(out: Attempt, files: list[Source]) -> None:
     import torch
 
     from lm.checkpoint.external import load_external
-    from lm.checkpoint.training_state import save_training, step_name
+    from lm.checkpoint.training_checkpoint import save_training, step_name
     from lm.tokenizer.text_tokenizer import require_byte_level
 
     directory = Path(files[0].url.removeprefix("file://")).parent

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 def load_trained(model: Output, tokenizer: Output, device: str) -> "tuple[TransformerLM, Tokenizer]":
     """Load the best checkpoint to ``device``, and its tokenizer."""
-    from lm.checkpoint.training_state import load_model
-    from lm.common.device import choose_device
+    from lm.checkpoint.training_checkpoint import load_model
+    from lm.hardware.device import choose_device
     from lm.tokenizer.tokenizer import Tokenizer
 
     loaded_model = load_model(model.directory(model.json("training.json")["best"]), choose_device(device))

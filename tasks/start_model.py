@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lm.common.checksum import loads_with_checksum
 from lm.common.errors import UserError
+from lm.files.checksum import loads_with_checksum
 from lm.model.config import ModelConfig
 from lm.train.start_model import continued_config
 from tasks.runtime.output import Ref, read_output

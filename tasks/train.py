@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lm.common.errors import UserError
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from lm.model.config import ModelConfig
 from lm.train.config import TrainConfig
 from tasks.pages import stages as pages

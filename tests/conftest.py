@@ -119,7 +119,7 @@ def _draw_no_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 def _propagate_logs() -> None:
     """Undo what a command does to the project's loggers and Prefect to the root logger, at which pytest captures."""
     logging.getLogger().setLevel(logging.WARNING)
-    for name in ("lm", "tasks", "flows"):
+    for name in ("lm", "tasks", "flows", "textmill"):
         logging.getLogger(name).propagate = True
         logging.getLogger(name).setLevel(logging.NOTSET)
 

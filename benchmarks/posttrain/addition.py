@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from benchmarks.posttrain.trainings import answer, make_dialog, metrics, responses, train
-from lm.checkpoint.training_state import save_training
+from lm.checkpoint.training_checkpoint import save_training
 from lm.data.chat_template import add_chat_tokens
+from lm.eval.problems import Problem, make_addition_task
 from lm.eval.rewards import gsm8k_reward
-from lm.eval.tasks import Problem, make_addition_task
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer

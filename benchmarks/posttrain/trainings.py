@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from lm.checkpoint.training_state import load_model
-from lm.common.runtime import Execution
+from lm.checkpoint.training_checkpoint import load_model
+from lm.common.execution import Execution
 from lm.data.dialogs import Dialog, Message, PreferencePair
-from lm.eval.tasks import Problem
+from lm.eval.problems import Problem
 from lm.inference.config import SampleConfig
 from lm.inference.packed import prepare_for_inference
 from lm.posttrain.examples import write_rows

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from benchmarks.posttrain.trainings import make_dialog
 from lm.data.dialogs import Dialog
-from lm.eval.tasks import Problem
+from lm.eval.problems import Problem
 
 LIST_WORDS = (1, 8)  # from lists of up to twenty a small model learns much more slowly
 PARAGRAPH_WORDS = (2, 4)

@@ -25,14 +25,13 @@ import torch
 from benchmarks.posttrain.trainings import answer, make_dialog, metrics, train
 from benchmarks.posttrain.word_dialogs import WordDialogs
 from benchmarks.texts import DATA
-from flows.models import latest_model
-from lm.checkpoint.training_state import load_model, save_training
+from lm.checkpoint.training_checkpoint import load_model, save_training
 from lm.common.errors import UserError
 from lm.data.chat_template import add_chat_tokens
 from lm.data.dialogs import Dialog, PreferencePair, read_dialogs
 from lm.data.json_rows import DamagedRows
+from lm.eval.problems import Problem, read_task
 from lm.eval.rewards import combine_rewards
-from lm.eval.tasks import Problem, read_task
 from lm.inference.packed import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from lm.model.vocabulary import grow_vocabulary
@@ -42,6 +41,7 @@ from lm.posttrain.sft_objective import SupervisedFineTuning
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
+from tasks.runs.models import latest_model
 from tasks.runtime.store import Store
 
 DIALOGS = 3_000  # of dialogs_train, besides all of words_train
@@ -108,7 +108,7 @@ def make_base(directory: Path) -> tuple[Path, Path]:
     model_path, tokenizer_path = directory / "model", directory / "tokenizer"
     if not model_path.exists():
         root = directory / "root"
-        program = "from flows.cli.main import main; raise SystemExit(main())"
+        program = "from textmill.cli.main import main; raise SystemExit(main())"
         command = [sys.executable, "-c", program, "run", "--preset", "stories-fast"]
         files = {split: str([str(DATA / f"stories_{split}.txt.xz")]) for split in ("train", "valid")}
         subprocess.run(

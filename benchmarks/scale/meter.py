@@ -82,7 +82,7 @@ class Meter:
 
 def run_measured(record: Path, counter_url: str, arguments: list[str]) -> int:
     """Run ``textmill`` with arguments. Return its exit status."""
-    from flows.cli.main import main as textmill
+    from textmill.cli.main import main as textmill
 
     meter = Meter(counter_url)
     meter.patch()

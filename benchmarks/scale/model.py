@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from benchmarks.scale.costs import MB, Costs, StepCost
 from flows.chain import _COUNTS_PER_SUM
-from flows.runners import _MAX_TASK_RUNS, max_task_runs_on_cluster
+from flows.clusters import _MAX_TASK_RUNS, max_task_runs_on_cluster
 from lm.text.ingest import _MAX_GROUP_BYTES as _MAX_SOURCE_GROUP_BYTES
 from lm.text.ingest import _MAX_GROUP_SOURCES
 from lm.text.sources import _RANGE_BLOCK_BYTES, BLOCK_BYTES

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.chunks import count_chunks, count_rows
 from benchmarks.scale.site import GROUP_BYTES, Site, read_manifests, small_text
-from flows.runners import _MAX_TASK_RUNS
+from flows.clusters import _MAX_TASK_RUNS
 
 _CHUNK_BYTES = 2_000
 _ROWS_SECONDS = 3.0  # until the server has written the last events of a run

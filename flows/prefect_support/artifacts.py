@@ -3,7 +3,7 @@
 import logging
 
 from flows.prefect_support.liveness import is_server_unreachable
-from flows.report import figures_line, page_of
+from tasks.runs.run_report import figures_line, page_of
 from tasks.runtime.output import Output
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from prefect.states import Cancelled, Crashed
 
 from flows.prefect_support.signals import find_interrupt, signal_number
 from flows.prefect_support.temporary_server import has_temporary_server_ended
-from lm.common.cache import cache_directory
+from lm.files.cache_dir import cache_directory
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from filelock import FileLock, Timeout
 
 from flows.prefect_support.settings_errors import find_prefect_home
 from flows.prefect_support.temporary_server import end_watcher, start_watcher
-from lm.common.child_process import import_environment
 from lm.common.errors import UserError
+from lm.common.processes import import_environment
 
 WORK_POOL = "local"
 _WORK_POOLS = (WORK_POOL, "gpu")  # of the deployments in prefect.yaml; the worker here is of the first

@@ -19,7 +19,7 @@ def send_logs_to_prefect() -> None:
 
     A server that cannot be reached is one too: it may end before the flow reports its last state.
     """
-    for name in ("lm", "tasks", "flows"):
+    for name in ("lm", "tasks", "flows", "textmill"):
         logging.getLogger(name).setLevel(logging.INFO)
         logging.getLogger(name).addHandler(_api_handler)
     for name in ("prefect.flow_runs", "prefect.task_runs"):

@@ -6,7 +6,7 @@ from uuid import UUID
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 
-from flows.run_record import run_name
+from tasks.runs.run_record import run_name
 
 
 def name_run() -> str:

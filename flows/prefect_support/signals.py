@@ -21,7 +21,7 @@ from lm.common.signals import STOP_SIGNALS
 
 STOPPED_MESSAGE = "textmill: stopped. Finished work is kept; run the same command again to continue."
 
-_PROJECT_PACKAGES = {"lm", "tasks", "flows"}
+_PROJECT_PACKAGES = {"lm", "tasks", "flows", "textmill"}
 _RESEND_SECONDS = 0.02
 _LIBRARY_GRACE_SECONDS = 1.0  # a library call that takes longer than this waits for something and may be interrupted
 

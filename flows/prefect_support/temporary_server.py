@@ -7,8 +7,8 @@ import tempfile
 from types import SimpleNamespace
 from typing import Any
 
-from lm.common.child_process import import_environment
 from lm.common.errors import MachineError
+from lm.common.processes import import_environment
 
 _PORT_TAKEN_CODE = 3  # Prefect then tries another port
 _ERROR_LINE = re.compile(r"[\w.]*(?:Error|Exception): .*")  # the last line of a traceback

@@ -12,9 +12,9 @@ from lm.checkpoint.foreign_files import refuse_other_formats
 from lm.checkpoint.hugging_face import load_hugging_face
 from lm.checkpoint.meta import load_meta
 from lm.checkpoint.safe_load import refuse_lfs_pointer
-from lm.checkpoint.training_state import load_model
+from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
-from lm.common.json_files import read_json
+from lm.files.json_files import read_json
 from lm.model.transformer import TransformerLM
 from lm.model.vocabulary import shrink_vocabulary
 from lm.text.patterns import PATTERNS

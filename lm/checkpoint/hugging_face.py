@@ -11,7 +11,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from lm.checkpoint.atomic_dir import atomic_directory, fill_directory
 from lm.checkpoint.external_weights import (
     FieldTable,
     assemble_model,
@@ -36,8 +35,9 @@ from lm.checkpoint.hugging_face_rope import flatten_rope_fields, read_rope_scali
 from lm.checkpoint.model_card import make_model_card
 from lm.checkpoint.safe_load import read_safetensors, save_safetensors
 from lm.common.errors import UserError, translate_write_errors
-from lm.common.json_files import read_json
 from lm.data.chat_template import END_TOKEN, has_chat_tokens, make_jinja_template
+from lm.files.atomic_dir import atomic_directory, fill_directory
+from lm.files.json_files import read_json
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.text_ends import find_text_ends

@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lm.common.device import explain_out_of_memory
 from lm.common.errors import UserError, did_you_mean
+from lm.hardware.device import explain_out_of_memory
 from lm.model.config import ModelConfig
 from lm.model.rope import RotaryEmbedding
 from lm.model.transformer import TransformerLM

@@ -1,1 +1,1 @@
-"""Errors, config validation, checksums, execution settings and devices."""
+"""Errors, bounds of configuration fields, execution settings and phases."""

@@ -1,5 +1,5 @@
-"""Sizes of buckets, the tensors that ranks send together: :mod:`lm.distributed` fills them, and :mod:`lm.model.memory`
-predicts their memory."""
+"""Sizes of buckets, the tensors that ranks send together: :mod:`lm.distributed` fills them, and
+:mod:`lm.model.training_memory` predicts their memory."""
 
 MAX_BUCKET_BYTES = 25 << 20
 _MIN_BUCKET_BYTES = 1 << 20

@@ -1,6 +1,6 @@
 """Files on an object store: read by requests, or copied once per machine while its disk may hold them.
 
-Copies lie in the user's cache, see :mod:`lm.common.copies`. Processes of a machine share them.
+Copies lie in the user's cache, see :mod:`lm.files.copies`. Processes of a machine share them.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ from typing import Any
 
 from filelock import FileLock
 
-from lm.common.cache import cache_directory
-from lm.common.checksum import file_checksum
-from lm.common.copies import hold_shards, remove_old_copies
 from lm.common.errors import UserError, translate_write_errors
-from lm.common.fsync import sync_path
+from lm.files.cache_dir import cache_directory
+from lm.files.checksum import file_checksum
+from lm.files.copies import hold_shards, remove_old_copies
+from lm.files.fsync import sync_path
 from lm.text.retry import NOT_FOUND_ERRORS, retry_request, translate_errors
 from lm.text.sources import is_range_past_end, open_filesystem, source_version
 

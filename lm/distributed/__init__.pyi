@@ -1,7 +1,7 @@
 from .ddp import DDP as DDP
 from .fsdp import FSDP as FSDP
 from .launch import run_processes as run_processes
-from .pipeline import PipelineParallel as PipelineParallel
+from .pipeline_parallel import PipelineParallel as PipelineParallel
 from .tensor_parallel import apply_tensor_parallel as apply_tensor_parallel
 from .tensor_parallel import gather_full_params as gather_full_params
 from .zero import ShardedOptimizer as ShardedOptimizer

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from lm.common.child_process import import_environment
 from lm.common.errors import MachineError, Stopped, UserError
+from lm.common.processes import import_environment
 from lm.distributed.process_group import RENDEZVOUS_VARIABLE
 
 log = logging.getLogger(__name__)

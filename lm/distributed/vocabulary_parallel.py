@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from lm.model.functional import IGNORE_INDEX
-from lm.model.ops.linear import linear
+from lm.model.ops.matmul import linear
 
 _CHUNK_BYTES = 1 << 27  # float32 logits of a chunk of tokens, on one rank
 

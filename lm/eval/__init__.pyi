@@ -8,11 +8,11 @@ from .evaluate import score_responses as score_responses
 from .evaluate import summarize as summarize
 from .evaluate import wilson_interval as wilson_interval
 from .loss import bits_per_byte as bits_per_byte
+from .problems import Task as Task
+from .problems import load_task as load_task
+from .problems import make_addition_task as make_addition_task
+from .problems import make_reasoning_gym_task as make_reasoning_gym_task
+from .problems import read_task as read_task
 from .reward_worker import RewardWorker as RewardWorker
 from .rewards import combine_rewards as combine_rewards
 from .rewards import get_reward as get_reward
-from .tasks import Task as Task
-from .tasks import load_task as load_task
-from .tasks import make_addition_task as make_addition_task
-from .tasks import make_reasoning_gym_task as make_reasoning_gym_task
-from .tasks import read_task as read_task

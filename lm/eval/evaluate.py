@@ -8,10 +8,10 @@ from typing import Any, Literal, NamedTuple
 
 from lm.common.errors import UserError
 from lm.eval.few_shot import Prompt
+from lm.eval.problems import Problem
 from lm.eval.response_file import ResponseFile
 from lm.eval.reward_worker import RewardWorker
 from lm.eval.rewards import REWARD_KEYS, REWARD_TOLERANCE, perfect_rewards
-from lm.eval.tasks import Problem
 
 Category = Literal["right", "wrong answer", "wrong format"]
 CATEGORIES: tuple[Category, ...] = ("right", "wrong answer", "wrong format")

@@ -5,7 +5,7 @@ from itertools import islice
 
 from lm.common.errors import UserError
 from lm.data.dialogs import Message
-from lm.eval.tasks import R1_ZERO_PROMPT, Problem
+from lm.eval.problems import R1_ZERO_PROMPT, Problem
 
 Prompt = str | list[Message]
 

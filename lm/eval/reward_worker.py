@@ -18,8 +18,8 @@ from importlib import import_module
 from types import TracebackType
 from typing import IO, Any, cast
 
-from lm.common.child_process import start_child
 from lm.common.errors import UserError
+from lm.common.processes import start_child
 from lm.eval.rewards import REWARD_KEYS, REWARD_LIBRARIES, combine_rewards
 
 _MAX_MEMORY_BYTES = 4 << 30  # of the worker's address space

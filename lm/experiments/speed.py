@@ -9,11 +9,11 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-from lm.common.device import choose_device, choose_precision
-from lm.common.runtime import Execution, ParallelKind
+from lm.common.execution import Execution, ParallelKind
+from lm.hardware.device import choose_device, choose_precision
 from lm.model.config import ModelConfig
 from lm.model.flops import peak_flops, time_products
-from lm.model.memory import TrainingMemory, largest_micro_batch
+from lm.model.training_memory import TrainingMemory, largest_micro_batch
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
 from lm.train.parallel import available_memory, predict_memory

@@ -4,8 +4,8 @@ import codecs
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from lm.common.device import explain_out_of_memory
 from lm.common.errors import UserError
+from lm.hardware.device import explain_out_of_memory
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate, stream
 from lm.inference.logit_edits import LogitEdits

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.common.errors import UserError
-from lm.common.memory import machine_memory
+from lm.hardware.memory import machine_memory
 from lm.inference.compiled_step import FlatWeights
 from lm.inference.config import Quantization
 from lm.inference.cpu_decode import AttentionKernel, NormKernel, multiply_few_rows
@@ -31,7 +31,7 @@ from lm.model.linear import Linear
 from lm.model.moe import Experts
 from lm.model.norm import RMSNorm
 from lm.model.ops.causal_attention import causal_attention
-from lm.model.ops.linear import count_padding_rows
+from lm.model.ops.matmul import count_padding_rows
 from lm.model.transformer import TransformerLM
 
 _MAX_KERNEL_NUMEL = 1 << 16  # larger tensors are faster with torch's operators

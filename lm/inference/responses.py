@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lm.common.device import explain_out_of_memory
 from lm.common.errors import UserError
 from lm.data.dialogs import Message
+from lm.hardware.device import explain_out_of_memory
 from lm.inference.chat_format import Answer, ChatFormat
 from lm.inference.completion import OUT_OF_MEMORY, TextStream, check_vocabulary, create_text_generation, encode_prompt
 from lm.inference.config import SampleConfig

@@ -23,8 +23,8 @@ import numba
 from filelock import FileLock, Timeout
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
 
-from lm.common.cache import cache_directory
-from lm.common.child_process import import_environment
+from lm.common.processes import import_environment
+from lm.files.cache_dir import cache_directory
 from lm.kernels.simd import BOUNDSCHECK
 
 log = logging.getLogger(__name__)

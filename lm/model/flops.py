@@ -8,9 +8,9 @@ from functools import lru_cache
 
 import torch
 
-from lm.common.cpu import seconds_waiting_for_cores
+from lm.hardware.cpu import seconds_waiting_for_cores
 from lm.model.config import ModelConfig
-from lm.model.ops.linear import linear
+from lm.model.ops.matmul import linear
 from lm.model.transformer import TransformerLM
 
 _PART_OF_ROLE = {

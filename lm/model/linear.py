@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from lm.model.ops.linear import linear
+from lm.model.ops.matmul import linear
 from lm.model.roles import Role
 
 

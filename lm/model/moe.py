@@ -18,7 +18,7 @@ from lm.model.feed_forward import FeedForward, SwiGLU
 from lm.model.linear import Linear, truncated_normal_
 from lm.model.moe_config import MoEConfig
 from lm.model.ops.experts import Activation, ExpertWeights, mix_experts
-from lm.model.ops.linear import linear
+from lm.model.ops.matmul import linear
 from lm.model.roles import Role
 
 _EPS = 1e-20  # sigmoid affinities may all be 0 in float32

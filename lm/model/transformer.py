@@ -24,7 +24,7 @@ from lm.model.moe_config import MoEConfig
 from lm.model.norm import RMSNorm
 from lm.model.ops.causal_attention import causal_attention
 from lm.model.ops.cross_entropy import linear_cross_entropy
-from lm.model.ops.linear import linear
+from lm.model.ops.matmul import linear
 from lm.model.roles import Role
 from lm.model.rope import RotaryEmbedding
 from lm.model.scalar_head import ScalarHead

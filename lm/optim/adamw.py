@@ -124,7 +124,7 @@ def _update_by_kernel(
 def _load_kernel(device: torch.device) -> Callable[[tuple[Tensor, ...], int, dict[str, Any], Tensor], None] | None:
     """Return the kernel; None, with a warning, if it does not work, for example without a C compiler."""
     try:
-        from lm.optim.adamw_kernel import update
+        from lm.optim.adamw_triton import update
     except ModuleNotFoundError:
         return None
     options = {"lr": 0.0, "betas": (0.9, 0.9), "eps": 1e-8, "weight_decay": 0.0}

@@ -11,8 +11,8 @@ from lm.data.dialogs import Dialog
 from lm.data.packing import has_target
 from lm.eval.evaluate import Response, ScoredResponse, Summary, score_responses, summarize
 from lm.eval.few_shot import PromptFormat
+from lm.eval.problems import Problem
 from lm.eval.reward_worker import RewardWorker
-from lm.eval.tasks import Problem
 from lm.inference.packed import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import ComparisonConfig

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from lm.common.errors import UserError
 from lm.data.dialogs import Dialog, Message, PreferencePair, read_dialogs
 from lm.data.json_rows import DamagedRows
-from lm.eval.tasks import Problem, Split, Task, is_generated, load_task
+from lm.eval.problems import Problem, Split, Task, is_generated, load_task
 from lm.posttrain.config import DialogsConfig
 
 T = TypeVar("T")

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from lm.checkpoint.training_state import load_model
-from lm.common.device import explain_out_of_memory
+from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
 from lm.distributed.process_group import get_rank
 from lm.eval.reward_worker import RewardWorker
+from lm.hardware.device import explain_out_of_memory
 from lm.model.moe import MoE
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import PPOConfig, PreferenceConfig, ReinforceConfig, RewardModelConfig

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lm.eval.problems import Problem
 from lm.eval.reward_worker import RewardWorker
-from lm.eval.tasks import Problem
 from lm.model.transformer import TransformerLM
 from lm.posttrain.advantages import compute_group_normalized_rewards
 from lm.posttrain.config import ReinforceConfig

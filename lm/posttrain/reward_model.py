@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.checkpoint.training_state import load_model
+from lm.checkpoint.training_checkpoint import load_model
 from lm.model.scalar_head import ScalarHead
 from lm.model.transformer import TransformerLM
 

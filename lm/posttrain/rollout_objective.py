@@ -17,9 +17,9 @@ from lm.common.errors import UserError
 from lm.data.dialogs import PreferencePair
 from lm.data.shuffle import shuffled_indices
 from lm.distributed.process_group import all_gather, all_reduce_mean, call_on_rank0, get_rank, get_world_size
+from lm.eval.problems import Problem
 from lm.eval.reward_worker import RewardWorker, Verdict
 from lm.eval.rewards import REWARD_KEYS
-from lm.eval.tasks import Problem
 from lm.inference.completion import Completion
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import PPOConfig, ReinforceConfig

@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from lm.common.cache import cache_directory
+from lm.files.cache_dir import cache_directory
 from lm.kernels.jit import Bytes, Int32s, Int64s
 
 _MAX_FILES = 32  # 1 MB for GPT-2's tokenizer; the least recently used are removed

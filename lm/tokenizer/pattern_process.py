@@ -20,8 +20,8 @@ from typing import IO, Any, TypeVar, cast
 
 import numpy as np
 
-from lm.common.child_process import start_child
 from lm.common.errors import UserError
+from lm.common.processes import start_child
 from lm.text.pretokenize import Pattern, pretokenize, split_special_tokens
 from lm.text.windows import WINDOW
 from lm.tokenizer.formats.tokenizer_config import format_config, parse_config

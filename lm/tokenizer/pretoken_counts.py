@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lm.common.cpu import available_cpus
 from lm.common.errors import InvalidUtf8Error, UserError
+from lm.hardware.cpu import available_cpus
 from lm.kernels.bpe import count as kernel
 from lm.kernels.bpe.pretoken_table import SLOT_WORDS, Table, grow_arena, grow_table, make_table, make_workspace
 from lm.kernels.bpe.pretokens import SCAN_BYTES, new_cursor, pack_specials

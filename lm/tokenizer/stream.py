@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
-from lm.common.cpu import available_cpus
 from lm.common.errors import InvalidUtf8Error
+from lm.hardware.cpu import available_cpus
 from lm.text.chunks import FilePart, split_files
 from lm.tokenizer.added_tokens import is_found_anywhere
 from lm.tokenizer.tokenizer import Tokenizer

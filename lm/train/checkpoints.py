@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError
 from torch.optim import Optimizer
 
-from lm.checkpoint.atomic_dir import prevent_cleanup
-from lm.checkpoint.training_state import (
+from lm.checkpoint.training_checkpoint import (
     ROW_FILES,
     newest_checkpoint,
     read_description,
@@ -19,7 +18,8 @@ from lm.checkpoint.training_state import (
     step_name,
 )
 from lm.common.errors import StorageError, UserError
-from lm.distributed.parallel import Parallel
+from lm.distributed.plan import Parallel
+from lm.files.atomic_dir import prevent_cleanup
 from lm.model.transformer import TransformerLM
 from lm.train.metrics_file import iterate_metrics, write_metrics
 
@@ -67,7 +67,7 @@ class Resumable(NamedTuple):
     paths: Sequence[Path] = ()
     """Directories of all."""
     description: dict[str, Any] = {}  # noqa: RUF012
-    """Description of the newest one, see :func:`lm.checkpoint.training_state.read_description`."""
+    """Description of the newest one, see :func:`lm.checkpoint.training_checkpoint.read_description`."""
 
 
 def find_resumable(previous: Path, settings: Settings) -> Resumable:

@@ -9,9 +9,9 @@ import torch
 import torch._functorch.config
 from torch import Tensor
 
-from lm.common.device import is_out_of_memory
-from lm.distributed.parallel import Parallel
+from lm.distributed.plan import Parallel
 from lm.distributed.process_group import is_true_on_any_rank
+from lm.hardware.device import is_out_of_memory
 from lm.model.transformer import TransformerLM
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
 from lm.common.phases import PHASES, Phase, observe_phases
-from lm.model.memory import TrainingMemory
+from lm.model.training_memory import TrainingMemory
 from lm.train.trainer import Trainer
 
 _STEP_LABEL = "textmill.measured_step"

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lm.distributed.parallel import Parallel
+from lm.distributed.plan import Parallel
 from lm.model.roles import HIDDEN_MATRICES
 from lm.model.transformer import TransformerLM
 from lm.optim.adamw import AdamW

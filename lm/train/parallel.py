@@ -9,11 +9,9 @@ from pathlib import Path
 import torch
 
 from lm.checkpoint.safe_load import assign_weights, create_empty_model
-from lm.common.device import has_bfloat16
 from lm.common.errors import UserError
-from lm.common.memory import machine_memory
-from lm.common.runtime import Execution, ParallelKind
-from lm.distributed.parallel import Parallel
+from lm.common.execution import Execution, ParallelKind
+from lm.distributed.plan import Parallel
 from lm.distributed.process_group import (
     all_gather,
     broadcast_from_rank0,
@@ -21,9 +19,11 @@ from lm.distributed.process_group import (
     get_rank,
     get_world_size,
 )
+from lm.hardware.device import has_bfloat16
+from lm.hardware.memory import machine_memory
 from lm.model.config import ModelConfig
 from lm.model.flops import parameter_count
-from lm.model.memory import TrainingMemory, predict_training_memory
+from lm.model.training_memory import TrainingMemory, predict_training_memory
 from lm.model.transformer import TransformerLM
 from lm.train.config import TrainConfig
 
@@ -74,7 +74,7 @@ def predict_memory(
     device: torch.device,
 ) -> TrainingMemory:
     """Predict the memory of each of ``world_size`` processes with micro-batches of ``sequences`` full contexts, divided
-    as ``kind`` says; see :func:`lm.model.memory.predict_training_memory`."""
+    as ``kind`` says; see :func:`lm.model.training_memory.predict_training_memory`."""
     return predict_training_memory(
         model_config,
         sequences,

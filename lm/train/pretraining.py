@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from lm.checkpoint.safe_load import load_weights
-from lm.checkpoint.training_state import load_model
-from lm.common.device import choose_device, explain_out_of_memory
+from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from lm.data.batches import Batch, TokenSequence, batch_starts, check_length, evenly_spaced_starts, gather_batch
 from lm.distributed.process_group import all_reduce_mean, get_rank, get_world_size
 from lm.eval.loss import bits_per_byte
+from lm.hardware.device import choose_device, explain_out_of_memory
 from lm.inference.completion import Completion, complete
 from lm.inference.config import SampleConfig
 from lm.model.config import ModelConfig

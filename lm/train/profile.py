@@ -20,7 +20,7 @@ from lm.common.errors import Stopped, UserError, translate_write_errors
 from lm.common.phases import PHASES, Phase, observe_phases, phase
 from lm.distributed.process_group import barrier
 from lm.model.flops import parameter_count, peak_flops
-from lm.model.memory import TrainingMemory, largest_micro_batch
+from lm.model.training_memory import TrainingMemory, largest_micro_batch
 from lm.train.compile import is_compiled
 from lm.train.memory_profile import MemoryProfile, measure_memory
 from lm.train.objective import MicroBatch
@@ -56,7 +56,7 @@ class Profile:
     device: str
     processes: int
     parallel: str
-    """What the processes divide, see :class:`lm.common.runtime.Execution`."""
+    """What the processes divide, see :class:`lm.common.execution.Execution`."""
     is_compiled: bool
     precision: str
     parameters: int
@@ -79,7 +79,7 @@ class Profile:
     """Mean over the steps under torch's profiler."""
     memory: MemoryProfile
     predicted_memory: TrainingMemory
-    """See :func:`lm.model.memory.predict_training_memory`, which knows no torch.compile."""
+    """See :func:`lm.model.training_memory.predict_training_memory`, which knows no torch.compile."""
     available_memory: int
     """Bytes that the tensors of a process may take."""
     largest_micro_batch: int

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from lm.common.device import choose_device
 from lm.distributed.process_group import process_group
+from lm.hardware.device import choose_device
 from lm.train.directory_lock import lock_directory
 from lm.train.job import Job
 from lm.train.profile import profile_training

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lm.checkpoint.training_state import newest_checkpoint
+from lm.checkpoint.training_checkpoint import newest_checkpoint
 from lm.common.errors import UserError, translate_write_errors
 from lm.distributed.process_group import get_rank
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from lm.common.cpu import seconds_waiting_for_cores
+from lm.hardware.cpu import seconds_waiting_for_cores
 
 
 @dataclass(frozen=True)

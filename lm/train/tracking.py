@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lm.checkpoint.training_state import ROW_FILES
+from lm.checkpoint.training_checkpoint import ROW_FILES
 from lm.common.errors import UserError
 from lm.train.metrics_file import append_rows
 from lm.train.throughput import Throughput

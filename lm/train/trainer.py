@@ -14,15 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lm.checkpoint.atomic_dir import remove_abandoned_directories
-from lm.checkpoint.training_state import load_training, step_name
-from lm.common.allocator import keep_freed_memory
-from lm.common.device import choose_precision, explain_out_of_memory
+from lm.checkpoint.training_checkpoint import load_training, step_name
 from lm.common.errors import Stopped, UserError, translate_write_errors
+from lm.common.execution import Execution
 from lm.common.phases import phase
-from lm.common.runtime import Execution
 from lm.data.batches import prefetch_batches
-from lm.distributed.parallel import Parallel
+from lm.distributed.plan import Parallel
 from lm.distributed.process_group import (
     all_reduce_mean,
     barrier,
@@ -33,6 +30,9 @@ from lm.distributed.process_group import (
     get_world_size,
     is_true_on_any_rank,
 )
+from lm.files.atomic_dir import remove_abandoned_directories
+from lm.hardware.allocator import keep_freed_memory
+from lm.hardware.device import choose_precision, explain_out_of_memory
 from lm.model.flops import flops_per_token, peak_flops
 from lm.model.ops.attention_form import choose_attention
 from lm.model.transformer import TransformerLM
@@ -57,7 +57,7 @@ NO_MEMORY_FOR_MODEL = (
     "Memory is full before the first step: each process builds the whole model in float32, and divides it then. Use a "
     "smaller model, fewer processes on a machine, or a device with more memory."
 )
-"""Advice of :func:`lm.common.device.explain_out_of_memory` where a trainer is made."""
+"""Advice of :func:`lm.hardware.device.explain_out_of_memory` where a trainer is made."""
 
 
 class Trainer:

@@ -14,12 +14,12 @@ from typing import Any, ClassVar, Self
 import torch
 
 from lm.checkpoint.mirror import CheckpointMirror, send_heartbeats
-from lm.common.cache import cache_directory
-from lm.common.device import choose_device
 from lm.common.errors import UserError, translate_write_errors
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from lm.data.remote_files import read_file
 from lm.distributed.process_group import barrier, get_rank, process_group
+from lm.files.cache_dir import cache_directory
+from lm.hardware.device import choose_device
 from lm.train.config import TrainConfig
 from lm.train.directory_lock import lock_directory
 from lm.train.trainer import Trainer

@@ -70,7 +70,7 @@ def catch_damage(path: str, findings: Iterable[Finding]) -> Iterator[Finding]:
 
 def _scan_key_directory(store: Store, ref: Ref, names: dict[str, dict[str, int]], result: Scan) -> Iterator[Finding]:
     """``names`` has the entries of the directory, each with the sizes of its files."""
-    from lm.checkpoint.training_state import newest_checkpoint
+    from lm.checkpoint.training_checkpoint import newest_checkpoint
 
     output = open_output(store, ref)
     if output:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from lm.common.checksum import loads_with_checksum
+from lm.files.checksum import loads_with_checksum
 from tasks.maintenance.scan import Finding, catch_damage, scan
 from tasks.runtime.output import Output, open_output
 from tasks.runtime.store import Store

@@ -29,7 +29,7 @@ _PACKAGES = ("lm", "tasks")
 
 # Prefixes of modules that decide where files lie, how a run is shown and how fast it is, but never the content.
 _EXCLUDED_MODULES = (
-    "lm.common.runtime",
+    "lm.common.execution",
     "tasks.pages",
     "tasks.runtime.code_version",
     "tasks.runtime.context",

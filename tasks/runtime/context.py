@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from lm.text.sources import Source
 from tasks.runtime.store import Store
 

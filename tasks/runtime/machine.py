@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 from filelock import FileLock, Timeout
 
-from lm.common.cache import cache_directory
 from lm.common.errors import Stopped, StorageError
+from lm.files.cache_dir import cache_directory
 from tasks.runtime.context import RunContext
 
 log = logging.getLogger(__name__)

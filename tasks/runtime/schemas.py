@@ -10,9 +10,9 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from lm.common.checksum import loads_with_checksum
 from lm.common.errors import UserError
-from lm.common.json_files import read_json
+from lm.files.checksum import loads_with_checksum
+from lm.files.json_files import read_json
 from tasks.runtime.store import Store
 
 STAGE_NAME = "[a-z][a-z0-9_-]{0,63}"

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from lm.common.cpu import available_cpus
 from lm.common.errors import UserError
+from lm.hardware.cpu import available_cpus
 from lm.text.retry import retry_reading
 from lm.text.sources import Source, check_unchanged, check_version, expand_urls, hash_source, source_version
 from tasks.runtime.schemas import SourceRecord, read_record

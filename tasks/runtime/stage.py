@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.common.errors import Stopped, StorageError, TransientError, UserError
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from tasks.runtime.code_version import (
     check_not_edited,
     code_identity,

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from fsspec.implementations.local import LocalFileSystem
 
-from lm.common.cache import cache_directory
-from lm.common.checksum import dumps_with_checksum, file_checksum
-from lm.common.cpu import available_cpus
 from lm.common.errors import StorageError, UserError
-from lm.common.fsync import sync_path
+from lm.files.cache_dir import cache_directory
+from lm.files.checksum import dumps_with_checksum, file_checksum
+from lm.files.fsync import sync_path
+from lm.hardware.cpu import available_cpus
 from lm.text.retry import NOT_FOUND_ERRORS, retry_request, translate_errors
 from lm.text.sources import is_range_past_end, open_filesystem, remote_version
 from tasks.runtime.verified_files import open_verified_files

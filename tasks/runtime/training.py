@@ -26,7 +26,7 @@ def run_training(out: Attempt, job: "TrainingJob", unfinished_page: Callable[[Pa
     Resumes from the last checkpoint of an unfinished attempt that read the same files. ``unfinished_page`` returns the
     Markdown of a training that is still running, from its directory.
     """
-    from lm.checkpoint.training_state import ROW_FILES
+    from lm.checkpoint.training_checkpoint import ROW_FILES
     from lm.distributed.launch import run_processes
     from lm.train.graceful_stop import stop_on_signals
     from lm.train.metrics_file import step_reporter

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-from lm.common.cache import cache_directory
+from lm.files.cache_dir import cache_directory
 
 log = logging.getLogger(__name__)
 

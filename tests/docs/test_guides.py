@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.parser import build_parser, parse
 from lm.text.demo_corpus import demo_stories
+from textmill.cli.parser import build_parser, parse
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted((ROOT / "docs").glob("*.md"))

@@ -8,7 +8,6 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from flows.cli.main import main
 from flows.config import (
     PRESETS,
     PipelineConfig,
@@ -22,6 +21,7 @@ from flows.pipeline import pipeline
 from flows.posttrain import posttrain
 from flows.posttrain_config import POSTTRAIN_PRESETS, PosttrainConfig, load_posttrain_preset
 from flows.sweep_config import SweepConfig, load_sweep, sweep_parameters
+from textmill.cli.main import main
 
 PROJECT = Path(__file__).parents[2]
 ENTRIES = yaml.safe_load((PROJECT / "prefect.yaml").read_text())["deployments"]

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.posttrain import addition, words
 from lm.eval.answers import parse_gsm8k_response
+from lm.eval.problems import Problem
 from lm.eval.rewards import gsm8k_reward
-from lm.eval.tasks import Problem
 from lm.model.functional import cross_entropy
 from lm.posttrain.rollout import Rollout
 from tests.helpers.posttraining import chat_policy

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lm.common.cpu import available_cpus
+from lm.hardware.cpu import available_cpus
 from tests.helpers.deployed import TEXTMILL, TINY, Server
 from tests.helpers.kernel_cache import cache_with_kernels
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for

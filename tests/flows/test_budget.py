@@ -8,12 +8,9 @@ import pytest
 import yaml
 
 from flows.chain import PIPELINE
-from flows.cli.main import main
-from flows.cli.parser import build_parser, parse
 from flows.config import PipelineConfig, has_demo_model, load_preset
-from flows.models import resolve_model
 from flows.plan import plan
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from lm.experiments import speed
 from lm.experiments.speed import Speed
 from lm.kernels import disk_cache
@@ -23,8 +20,11 @@ from lm.text.config import DataConfig
 from lm.text.demo_corpus import demo_stories
 from lm.train.config import TrainConfig
 from tasks.budget import machine_kind
+from tasks.runs.models import resolve_model
 from tasks.runtime.output import Ref, read_output
 from tasks.runtime.store import Store
+from textmill.cli.main import main
+from textmill.cli.parser import build_parser, parse
 
 
 @pytest.fixture

@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 
-from flows.cli.main import main
 from flows.evaluate import evaluate_model
-from flows.server.app import build_app
 from lm.checkpoint.hugging_face import save_hugging_face
 from lm.common.errors import UserError
 from lm.data.chat_template import add_chat_tokens
 from lm.data.json_rows import DamagedRows
 from lm.eval import chat_client, load_task, read_task
 from lm.eval.config import EvaluationConfig
-from lm.eval.tasks import R1_ZERO_PROMPT, Problem
+from lm.eval.problems import R1_ZERO_PROMPT, Problem
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.generating import make_model
 from tests.helpers.serving import serve_app
 from tests.helpers.tokenizers import bytes_tokenizer
+from textmill.cli.main import main
+from textmill.server.app import build_app
 
 PLAIN = bytes_tokenizer(["<|endoftext|>"])
 RIGHT = {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}

@@ -11,11 +11,11 @@ from uuid import UUID, uuid4
 import pytest
 
 from flows import executor
+from flows.clusters import DaskRunner
 from flows.executor import PrefectExecutor
 from flows.prefect_support.signals import Terminated
-from flows.runners import DaskRunner
 from lm.common.errors import InvalidUtf8Error, Stopped, TransientError, UserError
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from tests.helpers.roots import letters, run_context
 
 ADDRESS = "tcp://scheduler:1"

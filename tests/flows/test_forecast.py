@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.main import main
 from flows.config import PipelineConfig, load_preset
 from flows.forecast import plan_with_forecasts
 from flows.pipeline import pipeline
 from lm.common.errors import UserError
 from lm.text.config import DataConfig
+from textmill.cli.main import main
 
 LINE = "Once upon a time there was a text.\n"
 

@@ -11,16 +11,15 @@ import torch
 
 from flows.chain import PIPELINE
 from flows.config import PipelineConfig
-from flows.models import resolve_model
 from flows.pipeline import pipeline
 from flows.plan import plan
 from flows.posttrain_config import PosttrainConfig
 from flows.sweep_config import SweepConfig
 from flows.train_job import write_train_job
 from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
-from lm.checkpoint.training_state import load_model
+from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from lm.experiments.axes import Axis
 from lm.inference.config import SampleConfig
 from lm.model.config import ModelConfig
@@ -32,6 +31,7 @@ from lm.text.demo_corpus import demo_stories
 from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig
 from lm.train.job import Job
+from tasks.runs.models import resolve_model
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Output, Ref, read_output
 from tests.helpers.llamas import assert_same_weights

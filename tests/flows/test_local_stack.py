@@ -28,14 +28,14 @@ local_stack._prefect_command = lambda arguments: ["/bin/sh", "-c", {_PREFECT!r}]
 local_stack._run_prefect = lambda *arguments: None
 local_stack.create_work_pools = lambda url: None
 local_stack.is_server_healthy = lambda url: HAS_SERVER or next(answers, True)
-from flows.cli.main import main
+from textmill.cli.main import main
 sys.exit(main(["up", "--port=PORT"]))
 """
 
 _RUN = """
 import sys
-from flows.cli import commands
-from flows.cli.main import main
+from textmill.cli import commands
+from textmill.cli.main import main
 def report(options):
     from prefect.settings import get_current_settings
     print(get_current_settings().api.url)

@@ -9,7 +9,7 @@ from prefect.flow_engine import run_flow
 from prefect.runtime import flow_run
 
 from flows.prefect_support.naming import name_run
-from flows.run_record import run_name
+from tasks.runs.run_record import run_name
 
 
 @pytest.mark.parametrize(

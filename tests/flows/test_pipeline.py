@@ -25,7 +25,7 @@ from flows.prefect_support.signals import Terminated
 from flows.stage_task import make_outputs, read_refs
 from flows.tokenizers import tokenizers
 from lm.common.errors import UserError
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from lm.inference.config import SampleConfig
 from lm.model.config import ModelConfig
 from lm.text.character_tables import tables_identity

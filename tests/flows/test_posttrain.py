@@ -10,15 +10,14 @@ from unittest.mock import Mock
 import pytest
 
 from flows.config import PipelineConfig
-from flows.models import RunModel, resolve_model
 from flows.pipeline import pipeline
 from flows.plan import cached_run, plan
 from flows.posttrain import posttrain
 from flows.posttrain_chain import POSTTRAIN
 from flows.posttrain_config import PosttrainConfig
-from lm.checkpoint.training_state import load_model
+from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from lm.data.chat_template import has_chat_tokens
 from lm.eval import wilson_interval
 from lm.model.config import ModelConfig
@@ -33,6 +32,7 @@ from lm.posttrain.config import (
 from lm.text.config import DataConfig
 from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig
+from tasks.runs.models import RunModel, resolve_model
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Output, Ref, read_output
 from tasks.sample import load_trained
@@ -188,7 +188,7 @@ def test_mistakes_are_named(
         replace(config, sft=replace(config.sft, data_order="shuffled_epochs"))
     judged = replace(config, reinforce=replace(config.reinforce, rewards={"r1_zero": 1.0}))
     with monkeypatch.context() as patch:
-        patch.setattr("lm.eval.tasks.metadata.version", Mock(side_effect=PackageNotFoundError("math_verify")))
+        patch.setattr("lm.eval.problems.metadata.version", Mock(side_effect=PackageNotFoundError("math_verify")))
         for until in ("reinforce", None):
             with pytest.raises(UserError, match=r"pip install 'textmill\[math\]'"):
                 POSTTRAIN.check(judged, until, ())

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from prefect.artifacts import Artifact
 
-from flows.cli.main import main
 from flows.config import PipelineConfig
 from flows.profile_training import profile_training
-from flows.run_record import make_run
 from lm.common.errors import UserError
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from lm.text.config import DataConfig
 from lm.text.demo_corpus import demo_stories
 from tasks.pages.plots import embed_image
+from tasks.runs.run_record import make_run
+from textmill.cli.main import main
 
 TINY = """\
 name: tiny

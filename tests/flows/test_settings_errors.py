@@ -8,11 +8,11 @@ import pytest
 from prefect import flow
 from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
 
-from flows.cli.local_run import run_flow
-from flows.cli.main import main
 from flows.prefect_support.settings_errors import explain_settings_error
 from lm.common.errors import UserError
 from tests.helpers.deployed import TEXTMILL, own_environment
+from textmill.cli.local_run import run_flow
+from textmill.cli.main import main
 
 SHELL_LINES = "if true; then\n  make all\nfi\n" * 5
 

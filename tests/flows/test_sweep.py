@@ -14,16 +14,14 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 
 from flows.chain import PIPELINE
-from flows.cli.main import main
 from flows.config import PipelineConfig, load_config
 from flows.executor import PrefectExecutor
-from flows.models import RunModel, resolve_model
 from flows.plan import cached_run, plan
 from flows.sweep import sweep
 from flows.sweep_chain import SWEEP, _report
 from flows.sweep_config import SweepConfig
 from lm.common.errors import StorageError, UserError
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from lm.experiments.axes import Axis
 from lm.experiments.config import LawConfig, SearchConfig
 from lm.experiments.trial import TrialConfig, TrialResult, make_result
@@ -35,10 +33,12 @@ from lm.train import checkpoints
 from lm.train.config import TrainConfig
 from tasks.count import count_group
 from tasks.maintenance.gc import find_garbage
+from tasks.runs.models import RunModel, resolve_model
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Output, Ref, read_output
 from tasks.train import train
 from tasks.trial import trial
+from textmill.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.cli.main import main
 from flows.config import load_preset
 from flows.sweep_config import SWEEP_PRESETS, load_sweep, with_base
 from lm.common.errors import UserError
 from lm.model.config import ModelConfig
 from lm.model.flops import parameter_count
+from textmill.cli.main import main
 
 
 def write(path: Path, **fields: Any) -> str:

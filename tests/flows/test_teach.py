@@ -15,8 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flows.cli.main import main
-from flows.server.app import build_app
 from flows.teach import TeachResult, teach
 from lm.common.errors import UserError
 from lm.data.chat_template import add_chat_tokens
@@ -29,6 +27,8 @@ from tests.helpers.limits import wait_for
 from tests.helpers.processes import PROJECT
 from tests.helpers.serving import serve_app
 from tests.helpers.tokenizers import bytes_tokenizer
+from textmill.cli.main import main
+from textmill.server.app import build_app
 
 NUMBERS = 40
 FAILURES = [Reply(status=500), Reply(status=429, headers={"Retry-After": "0"}), Reply(status=None), Reply(body=b"{")]

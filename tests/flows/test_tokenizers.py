@@ -10,14 +10,14 @@ import pytest
 from matplotlib.text import Text
 from prefect.artifacts import Artifact
 
-from flows.cli.main import main
-from flows.models import resolve_tokenizer
 from flows.tokenizer_comparison import compare
 from lm.common.errors import UserError
 from lm.tokenizer.bpe import train_bpe
 from lm.tokenizer.compare import Comparison
 from lm.tokenizer.tokenizer import Tokenizer
 from tasks.pages.tokenizers import comparison_page
+from tasks.runs.models import resolve_tokenizer
+from textmill.cli.main import main
 
 
 @pytest.fixture

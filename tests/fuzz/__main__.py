@@ -64,7 +64,7 @@ def work(name: str, seed: int, seconds: float, executions: int, folder: Path, fi
             # numba cannot compile instrumented code.
             paths = [path.relative_to(PROJECT).with_suffix("") for path in (PROJECT / "lm" / "kernels").rglob("*.py")]
             kernels = [".".join(path.parts).removesuffix(".__init__") for path in paths]
-            with atheris.instrument_imports(include=["lm", "tasks", "flows"], exclude=kernels):
+            with atheris.instrument_imports(include=["lm", "tasks", "flows", "textmill"], exclude=kernels):
                 make_target(name, Path())
     files = folder / "files"
     files.mkdir()

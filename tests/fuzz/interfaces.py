@@ -12,21 +12,21 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from starlette.types import Message
 
-from flows.cli.parser import build_parser, parse
 from flows.config import PRESETS, PipelineConfig, complete_config
-from flows.models import resolve_model
-from flows.report import format_figures
-from flows.server.app import build_app
-from lm.common.checksum import dumps_with_checksum
 from lm.common.errors import UserError
 from lm.data.chat_template import add_chat_tokens
+from lm.files.checksum import dumps_with_checksum
 from tasks.maintenance.gc import find_garbage
 from tasks.maintenance.verify import verify
+from tasks.runs.models import resolve_model
+from tasks.runs.run_report import format_figures
 from tasks.runtime.output import FORMAT, Ref, read_output
 from tasks.runtime.store import Store, describe_files
 from tests.fuzz.choices import DEEP, Choices, json_bytes, mutate, mutate_bytes
 from tests.helpers.generating import make_model
 from tests.helpers.tokenizers import bytes_tokenizer
+from textmill.cli.parser import build_parser, parse
+from textmill.server.app import build_app
 
 ATTEMPT = "20260101T000000-00000000"
 REF = Ref("train", "0" * 64)

@@ -70,7 +70,7 @@ class Installation:
 
     def __init__(self, home: Path) -> None:
         self.code, self.cache = home / "code", home / "cache"
-        for package in ("lm", "tasks", "flows"):
+        for package in ("lm", "tasks", "flows", "textmill"):
             shutil.copytree(PROJECT / package, self.code / package, ignore=shutil.ignore_patterns("__pycache__"))
 
     def compile_kernels(self) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from flows.server.app import build_app
 from lm.inference.completion import complete
 from lm.inference.config import SampleConfig
 from lm.inference.scheduler import Scheduler
@@ -15,6 +14,7 @@ from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
 from tests.helpers.serving import serve_app
+from textmill.server.app import build_app
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")

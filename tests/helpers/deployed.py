@@ -26,7 +26,7 @@ from tests.helpers.limits import TIMEOUT_SCALE, wait_for
 from tests.helpers.processes import PROJECT, processes_with_variable
 
 STAGES = tuple(stage for stage in get_args(StageName) if stage != "budget")  # of a run without a budget
-TEXTMILL = [sys.executable, "-c", "import sys; from flows.cli.main import main; sys.exit(main())"]
+TEXTMILL = [sys.executable, "-c", "import sys; from textmill.cli.main import main; sys.exit(main())"]
 
 TINY: dict[str, Any] = {
     "data": {"train": ["demo:400"]},

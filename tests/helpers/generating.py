@@ -9,7 +9,7 @@ from lm.tokenizer.text_tokenizer import TextTokenizer
 
 
 class LoadedModel:
-    """Takes the place of flows.models.ResolvedModel: a model that is in memory already."""
+    """Takes the place of tasks.runs.models.ResolvedModel: a model that is in memory already."""
 
     name = "in-memory"
 

@@ -3,7 +3,7 @@
 from contextlib import suppress
 from pathlib import Path
 
-from lm.common.cache import cache_directory
+from lm.files.cache_dir import cache_directory
 
 
 def cache_with_kernels(folder: Path) -> str:

@@ -11,8 +11,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from lm.common.runtime import ParallelKind
-from lm.distributed.parallel import Parallel
+from lm.common.execution import ParallelKind
+from lm.distributed.plan import Parallel
 from lm.distributed.process_group import all_reduce_mean, get_rank, get_world_size
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from lm.checkpoint.training_state import save_training
-from lm.common.runtime import Execution
+from lm.checkpoint.training_checkpoint import save_training
+from lm.common.execution import Execution
 from lm.data.chat_template import add_chat_tokens
 from lm.data.dialogs import Dialog, Message, PreferencePair
-from lm.eval.tasks import Problem
+from lm.eval.problems import Problem
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.posttrain.examples import write_rows

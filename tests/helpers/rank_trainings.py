@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lm.checkpoint.training_state import ROW_FILES
+from lm.checkpoint.training_checkpoint import ROW_FILES
 from lm.common.errors import UserError
 from lm.distributed import FSDP
 from lm.model.transformer import TransformerLM

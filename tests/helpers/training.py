@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from lm.common.runtime import Execution, ParallelKind
+from lm.common.execution import Execution, ParallelKind
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer

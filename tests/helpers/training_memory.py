@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import torch
 
-from lm.common.runtime import ParallelKind
-from lm.distributed.parallel import Parallel
+from lm.common.execution import ParallelKind
+from lm.distributed.plan import Parallel
 from lm.model.config import ModelConfig
-from lm.model.memory import TrainingMemory, predict_training_memory
+from lm.model.training_memory import TrainingMemory, predict_training_memory
 from lm.model.transformer import TransformerLM
 from lm.train.config import TrainConfig
 from lm.train.optimizers import make_optimizers, whole_parameters

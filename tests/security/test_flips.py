@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from flows.pipeline import pipeline
-from flows.run_record import outputs_of
 from lm.common.errors import UserError
 from tasks.maintenance.verify import verify
+from tasks.runs.run_record import outputs_of
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Output, Ref, open_output
 from tasks.runtime.schemas import RunRecord, read_record

@@ -14,12 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flows.server.requests import ApiError, ChatRequest, CompletionRequest, parse_request
 from lm.common.errors import UserError
 from lm.data.chat_template import CHAT_TOKENS, encode_chat_prompt, encode_dialog
 from lm.data.dialogs import Dialog, read_dialogs
 from lm.data.json_rows import DamagedRows
-from lm.eval.tasks import read_task
+from lm.eval.problems import read_task
 from lm.inference.chat_format import ChatFormat
 from lm.posttrain.config import DialogsConfig
 from lm.posttrain.examples import read_dialog_rows, write_rows
@@ -32,6 +31,7 @@ from tests.helpers.llamas import make_dialog
 from tests.helpers.posttraining import CHAT
 from tests.helpers.processes import PROJECT
 from tests.helpers.roots import materialize, run_context
+from textmill.server.requests import ApiError, ChatRequest, CompletionRequest, parse_request
 
 GOOD = b'{"prompt": "good", "response": "fine"}'
 SPECIAL_IDS = set(CHAT.special_ids.values())

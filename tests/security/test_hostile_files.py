@@ -20,9 +20,15 @@ from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
 from lm.checkpoint.meta import load_meta
 from lm.checkpoint.safe_load import assign_weights, create_empty_model
 from lm.checkpoint.single_file import load_checkpoint, save_checkpoint
-from lm.checkpoint.training_state import load_model, load_training, newest_checkpoint, read_description, save_training
+from lm.checkpoint.training_checkpoint import (
+    load_model,
+    load_training,
+    newest_checkpoint,
+    read_description,
+    save_training,
+)
 from lm.common.errors import TransientError, UserError
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from lm.inference.llama_tokenizer import LlamaTokenizer
 from lm.model.config import ModelConfig
 from lm.model.moe_config import MoEConfig

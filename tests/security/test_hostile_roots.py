@@ -15,17 +15,16 @@ from typing import Any
 
 import pytest
 
-from flows.cli.main import main
-from flows.models import resolve_model
-from lm.checkpoint.training_state import read_description
-from lm.common.checksum import dumps_with_checksum, loads_with_checksum
+from lm.checkpoint.training_checkpoint import read_description
 from lm.common.errors import UserError
+from lm.files.checksum import dumps_with_checksum, loads_with_checksum
 from lm.text.chunks import Range
 from lm.text.ingest import GroupTexts, Selection, Text
 from lm.text.sources import Source
 from lm.text.statistics import TextStatistics
 from tasks.maintenance.gc import delete, find_garbage
 from tasks.maintenance.verify import verify
+from tasks.runs.models import resolve_model
 from tasks.runtime.chunk_input import ChunkGroup, read_groups, write_groups
 from tasks.runtime.context import Attempt, RunContext
 from tasks.runtime.output import Ref, open_output, read_output
@@ -33,6 +32,7 @@ from tasks.runtime.schemas import read_json_content
 from tasks.runtime.stage import Stage
 from tasks.runtime.text_groups import TextGroup, read_text_groups
 from tests.helpers.roots import CALLS, letters, materialize, run_context, write_run_record
+from textmill.cli.main import main
 
 PATHS = ["../../../../outside.txt", "/outside.txt", "sub/../../a.txt", "..", ".", "", "sub//b.txt", "a\0b", "sub/"]
 Content = dict[str, Any]

@@ -15,17 +15,17 @@ import torch
 import yaml
 from torch import nn
 
-from flows.cli.main import main
 from lm.checkpoint.hugging_face import load_hugging_face
 from lm.checkpoint.meta import load_meta
 from lm.checkpoint.safe_load import read_tensors
 from lm.checkpoint.single_file import load_checkpoint
-from lm.checkpoint.training_state import load_training
+from lm.checkpoint.training_checkpoint import load_training
 from lm.common.errors import UserError
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.training import ROOT
+from textmill.cli.main import main
 
-FOLDERS = ("lm", "tasks", "flows", "benchmarks")
+FOLDERS = ("lm", "tasks", "flows", "textmill", "benchmarks")
 
 
 class Payload:
@@ -188,7 +188,7 @@ NOT_IMPORTED = {"pytest-xdist", "pytest-timeout", "tensorboard"}  # pytest loads
 
 def test_each_dependency_is_used_and_has_a_version_range() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    project_modules, test_modules = imported_modules(("lm", "tasks", "flows")), imported_modules(("tests",))
+    project_modules, test_modules = imported_modules(("lm", "tasks", "flows", "textmill")), imported_modules(("tests",))
     extras = project["optional-dependencies"]
     for requirements, modules in [
         (project["dependencies"], project_modules),

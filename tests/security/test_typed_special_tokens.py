@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 
-from flows.cli import commands
-from flows.cli.main import main
-from flows.server.requests import ChatRequest, CompletionRequest, parse_request
 from lm.inference.chat_format import ChatFormat
 from lm.inference.completion import complete, encode_prompt, stream_text
 from lm.inference.config import SampleConfig
@@ -20,6 +17,9 @@ from lm.inference.llama_tokenizer import LlamaTokenizer
 from tests.helpers.generating import LoadedModel, make_model
 from tests.helpers.tokenizers import bytes_tokenizer
 from tests.helpers.training import small_trainer
+from textmill.cli import commands
+from textmill.cli.main import main
+from textmill.server.requests import ChatRequest, CompletionRequest, parse_request
 
 SPECIALS = ["<|endoftext|>", "<s>", "</s>"]
 TYPED = "a<|endoftext|>b</s><s>"

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from flows.cli.main import main
 from lm.checkpoint import mirror
 from lm.common.errors import Stopped, UserError
 from lm.train.job import Job
@@ -35,6 +34,7 @@ from tasks.runtime.store import LEASES, LOCK_FILE, Store
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
 from tests.helpers.roots import letters, materialize, run_context, write_run_record
 from tests.helpers.training import write_job
+from textmill.cli.main import main
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from tenacity import wait_none
 
-from flows.cli.main import main
-from lm.checkpoint.training_state import read_description
+from lm.checkpoint.training_checkpoint import read_description
 from lm.common.errors import TransientError, UserError
 from lm.text import retry
 from tasks.maintenance.gc import delete, find_garbage
@@ -27,6 +26,7 @@ from tests.helpers.limits import wait_for
 from tests.helpers.processes import PROJECT, python_process, read_line
 from tests.helpers.roots import letters, materialize, run_context, upper, write_run_record
 from tests.helpers.training import small_trainer, write_job
+from textmill.cli.main import main
 
 ROOT_USER = """
 import sys

@@ -15,13 +15,13 @@ from PIL import Image
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, FlowRunFilter, FlowRunFilterName
 
-from flows import report
 from flows.config import PipelineConfig
 from flows.pipeline import pipeline
-from flows.run_record import make_run, outputs_of
 from lm.common.errors import UserError
 from lm.tokenizer.tokenizer import Tokenizer
 from tasks.pages import experts, markdown, plots, sweep
+from tasks.runs import run_report as report
+from tasks.runs.run_record import make_run, outputs_of
 from tasks.runtime.context import Attempt, RunContext
 from tasks.runtime.output import PAGE, read_output
 from tasks.runtime.stage import Stage

@@ -18,7 +18,7 @@ import pytest
 from tenacity import wait_none
 
 from lm.common.errors import Stopped, UserError
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from lm.text import retry
 from lm.text.chunks import Range, cut_chunks
 from lm.text.ingest import GroupTexts, Selection, Text
@@ -411,9 +411,12 @@ def test_the_code_of_a_stage_contains_the_modules_that_decide_its_content() -> N
     assert {"lm.data.token_shards", "lm.train.trainer", "lm.model", "lm.optim"} <= set(train.code)
     assert "lm.train.trainer" not in sample.code
     for used in (count_group, encode_group, train, sample):
-        assert not {"tasks.runtime.stage", "tasks.runtime.store", "tasks.runtime.progress", "lm.common.runtime"} & set(
-            used.code
-        )
+        assert not {
+            "tasks.runtime.stage",
+            "tasks.runtime.store",
+            "tasks.runtime.progress",
+            "lm.common.execution",
+        } & set(used.code)
 
 
 def test_a_text_that_changes_while_it_is_read_body_fails(tmp_path: Path) -> None:

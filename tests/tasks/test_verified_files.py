@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from tasks.runtime import store as store_module
 from tasks.runtime import verified_files as verified_module
 from tasks.runtime.context import RunContext

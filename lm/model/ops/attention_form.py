@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.common.runtime import AttentionForm
+from lm.common.execution import AttentionForm
 from lm.model.functional import scaled_dot_product_attention
 from lm.model.ops.causal_attention import causal_attention
 from lm.model.ops.flash_attention import FlashAttentionTorch

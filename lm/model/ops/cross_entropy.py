@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lm.model.functional import IGNORE_INDEX
-from lm.model.ops.linear import linear_forward, linear_weight_grad
+from lm.model.ops.matmul import linear_forward, linear_weight_grad
 
 # float32 logits of a chunk: half of a CPU's cache, or enough work for a GPU.
 _CHUNK_BYTES = {"cpu": 1 << 24, "cuda": 1 << 30}

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lm.model.ops.linear import count_padding_rows, linear_forward, linear_weight_grad, runs_on_mkl
+from lm.model.ops.matmul import count_padding_rows, linear_forward, linear_weight_grad, runs_on_mkl
 
 
 def mix_expert_segments(

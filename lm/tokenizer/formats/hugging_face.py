@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.common.errors import UserError
-from lm.common.json_files import read_json
+from lm.files.json_files import read_json
 from lm.text.normalize import NORMALIZERS
 from lm.text.pretokenize import Pattern
 from lm.text.unicode_16 import PUBLISHED_TABLES

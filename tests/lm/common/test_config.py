@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from flows.config import PipelineConfig
 from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
 from lm.common.errors import UserError
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from lm.model.config import ModelConfig
 
 SECTIONS: dict[str, Any] = {name: kind for name, kind in get_type_hints(PipelineConfig).items() if is_dataclass(kind)}

@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tenacity import wait_none
 
-from lm.common import copies
-from lm.common.copies import remove_old_copies
 from lm.common.errors import UserError
 from lm.data import remote_files
 from lm.data.batches import gather_batch
 from lm.data.remote_files import fetch_directory, fetch_files
 from lm.data.token_shards import TokenShards
+from lm.files import copies
+from lm.files.copies import remove_old_copies
 from lm.text import retry
 from lm.text.sources import open_filesystem
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import lm.distributed.launch
-from lm.checkpoint.training_state import newest_checkpoint
+from lm.checkpoint.training_checkpoint import newest_checkpoint
 from lm.common.errors import MachineError, Stopped, UserError
-from lm.common.runtime import ParallelKind
+from lm.common.execution import ParallelKind
 from lm.distributed.launch import run_processes
 from lm.train.job import Job
 from lm.train.metrics_file import step_reporter

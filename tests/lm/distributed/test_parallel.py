@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lm.common.runtime import ParallelKind
+from lm.common.execution import ParallelKind
 from tests.helpers.parallel import Case, run_cases
 
 KINDS: list[ParallelKind] = ["ddp", "zero1", "zero2", "fsdp"]

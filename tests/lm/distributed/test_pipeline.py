@@ -10,7 +10,7 @@ import pytest
 
 from lm.common.errors import UserError
 from lm.distributed import PipelineParallel
-from lm.distributed.pipeline import divide_layers
+from lm.distributed.pipeline_parallel import divide_layers
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 from tests.helpers.model_parallel import Case, check_cases
@@ -51,7 +51,7 @@ def test_a_pipeline_in_one_process_is_refused() -> None:
 def test_too_few_micro_batches_are_refused(schedule: str) -> None:
     model = TransformerLM(ModelConfig(33, num_layers=4, **_SMALL))
     with (
-        patch("lm.distributed.pipeline.get_world_size", return_value=4),
+        patch("lm.distributed.pipeline_parallel.get_world_size", return_value=4),
         pytest.raises(UserError, match="micro-batches are too few"),
     ):
         PipelineParallel(model, 3 if schedule == "1f1b" else 0, schedule)  # type: ignore[arg-type]

@@ -23,8 +23,8 @@ from lm.eval.evaluate import (
     wilson_interval,
 )
 from lm.eval.few_shot import Prompt, PromptFormat
+from lm.eval.problems import Problem
 from lm.eval.response_file import ResponseFile
-from lm.eval.tasks import Problem
 from tests.helpers.full_disk import full_disk
 
 PROBLEMS = [Problem(f"What is {number}?", str(number)) for number in range(20)]

@@ -10,7 +10,7 @@ import pytest
 from lm.common.errors import UserError
 from lm.data.json_rows import DamagedRows
 from lm.eval import get_reward, load_task, make_addition_task, make_reasoning_gym_task, read_task
-from lm.eval.tasks import R1_ZERO_PROMPT, Problem, problem_libraries, reward_libraries
+from lm.eval.problems import R1_ZERO_PROMPT, Problem, problem_libraries, reward_libraries
 
 
 def read(tmp_path: Path, name: str, *rows: dict[str, Any]) -> tuple[list[Problem], list[str]]:
@@ -159,7 +159,7 @@ def test_the_r1_zero_prompt_takes_any_question() -> None:
 
 
 def test_versions_of_the_libraries_that_decide_problems_and_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lm.eval.tasks.metadata.version", lambda library: f"version of {library}")
+    monkeypatch.setattr("lm.eval.problems.metadata.version", lambda library: f"version of {library}")
     math, gym = ({name: f"version of {name}"} for name in ("math_verify", "reasoning_gym"))
     assert problem_libraries("reasoning-gym:dice") == gym
     assert problem_libraries("math") == problem_libraries("") == {}
@@ -173,7 +173,7 @@ def test_a_missing_library_is_named_before_the_training(monkeypatch: pytest.Monk
     def find_nothing(library: str) -> str:
         raise PackageNotFoundError(library)
 
-    monkeypatch.setattr("lm.eval.tasks.metadata.version", find_nothing)
+    monkeypatch.setattr("lm.eval.problems.metadata.version", find_nothing)
     with pytest.raises(UserError, match=r"pip install 'textmill\[math\]'"):
         reward_libraries("gsm8k", ["r1_zero"])
     with pytest.raises(UserError, match=r"pip install 'textmill\[reasoning-gym\]'"):

@@ -20,8 +20,8 @@ from lm.data.json_rows import DamagedRows
 from lm.eval.answer_cache import AnswerCache, request_key
 from lm.eval.chat_client import ChatAnswer, ChatRequest
 from lm.eval.config import TeachConfig
+from lm.eval.problems import R1_ZERO_PROMPT
 from lm.eval.reward_worker import RewardWorker
-from lm.eval.tasks import R1_ZERO_PROMPT
 from lm.eval.teach import Question, QuestionSet, make_requests, read_questions, select_answers, write_rows
 from tests.helpers.full_disk import full_disk
 

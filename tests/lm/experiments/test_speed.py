@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from lm.experiments import speed
 from lm.model.config import ModelConfig
 from lm.train.config import TrainConfig

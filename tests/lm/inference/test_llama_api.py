@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
 from lm.checkpoint.meta import load_meta
-from lm.checkpoint.training_state import save_training
+from lm.checkpoint.training_checkpoint import save_training
 from lm.common.errors import UserError
 from lm.inference.llama_api import TAGS_ANSWER, Llama
 from lm.inference.llama_chat import LLAMA_TAGS, encode_llama_dialog

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from lm.common.errors import UserError
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from lm.experiments.speed import guess_flops_per_second
 from lm.model.config import ModelConfig
 from lm.model.flops import data_sheet_flops, flops_per_token, parameter_count, peak_flops
@@ -153,7 +153,7 @@ def test_gpt2_by_hand(layers: int, d_model: int, heads: int, released: int) -> N
 def test_flops_equal_torchs_counter(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention runs as plain matrix products, which include the masked half: torch's counter does not see inside fused
     attention on every device, nor inside oneDNN's products."""
-    monkeypatch.setattr("lm.model.ops.linear._PREFERS_ONEDNN", False)
+    monkeypatch.setattr("lm.model.ops.matmul._PREFERS_ONEDNN", False)
     batch = 2
     model = TransformerLM(config)
     ids = torch.zeros(batch, config.context_length, dtype=torch.int64)

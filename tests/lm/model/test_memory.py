@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from lm.common.runtime import ParallelKind
+from lm.common.execution import ParallelKind
 from lm.model.config import ModelConfig
-from lm.model.memory import TrainingMemory, largest_micro_batch, predict_training_memory
 from lm.model.moe_config import MoEConfig
+from lm.model.training_memory import TrainingMemory, largest_micro_batch, predict_training_memory
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training_memory import Case, measure_peak
 

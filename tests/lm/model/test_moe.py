@@ -141,7 +141,7 @@ def test_grouped_products_equal_the_segments(
     inputs = [x, gates, w1, w2, *([w3] if is_gated else [])]
     results = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lm.model.ops.linear._PREFERS_ONEDNN", on_onednn and torch.backends.mkldnn.is_available())
+        patch.setattr("lm.model.ops.matmul._PREFERS_ONEDNN", on_onednn and torch.backends.mkldnn.is_available())
         for function in (mix_experts, mix_experts_grouped):
             arguments = [tensor.clone().requires_grad_() for tensor in inputs]
             weights = ExpertWeights(arguments[2], arguments[3], arguments[4] if is_gated else None)

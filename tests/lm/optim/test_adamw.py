@@ -56,7 +56,7 @@ def test_the_kernel_of_gpus_equals_the_lists(
     beta1: float, weight_decay: float, size: int, step: int, is_skipped: bool
 ) -> None:
     """Without a GPU, in Triton's interpreter. A skipped step changes nothing, whatever the gradient."""
-    from lm.optim.adamw_kernel import update
+    from lm.optim.adamw_triton import update
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tensors = torch.randn(4, size, generator=torch.Generator().manual_seed(step), dtype=torch.float32).to(device)
@@ -84,7 +84,7 @@ def test_a_kernel_that_does_not_compile_is_left_out(
     _load_kernel.cache_clear()
     assert _load_kernel(device) is not None
     _load_kernel.cache_clear()
-    monkeypatch.setattr("lm.optim.adamw_kernel.update", fail)
+    monkeypatch.setattr("lm.optim.adamw_triton.update", fail)
     assert _load_kernel(device) is None
     _load_kernel.cache_clear()
     assert "AdamW updates without it: Failed to find C compiler.\n" in caplog.text

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lm.common.errors import UserError
 from lm.data.dialogs import Dialog, Message, PreferencePair
-from lm.eval.tasks import Problem
+from lm.eval.problems import Problem
 from lm.posttrain.config import DialogsConfig
 from lm.posttrain.examples import (
     Examples,

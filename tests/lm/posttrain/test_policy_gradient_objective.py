@@ -10,8 +10,8 @@ import torch
 
 from lm.common.errors import UserError
 from lm.data.chat_template import END_TOKEN, encode_chat_prompt
+from lm.eval.problems import Problem
 from lm.eval.reward_worker import RewardWorker, Verdict
-from lm.eval.tasks import Problem
 from lm.model.transformer import TransformerLM
 from lm.optim.sgd import SGD
 from lm.posttrain.config import PPOConfig, ReinforceConfig

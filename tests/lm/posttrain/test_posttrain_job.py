@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lm.checkpoint.training_state import load_model, save_training
+from lm.checkpoint.training_checkpoint import load_model, save_training
 from lm.common.errors import UserError
 from lm.distributed.launch import run_processes
 from lm.model.moe_config import MoEConfig

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from lm.data.chat_template import END_TOKEN, encode_chat_prompt
 from lm.data.dialogs import Message, PreferencePair
-from lm.eval.tasks import Problem
+from lm.eval.problems import Problem
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import PPOConfig
 from lm.posttrain.log_probs import score_labels

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.common.cache import cache_directory
 from lm.common.errors import UserError
+from lm.files.cache_dir import cache_directory
 from lm.tokenizer import array_cache
 from lm.tokenizer import tokenizer as module
 from lm.tokenizer.added_tokens import AddedToken

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import lm.train.compile
 from lm.common.errors import UserError
-from lm.common.runtime import ParallelKind
+from lm.common.execution import ParallelKind
 from lm.data.batches import Batch
-from lm.distributed.parallel import Parallel
+from lm.distributed.plan import Parallel
 from lm.model import TransformerLM
 from lm.train.compile import compile_loss
 from lm.train.trainer import Trainer

@@ -72,6 +72,6 @@ def test_a_limit_that_is_not_set_keeps_the_key_of_a_training() -> None:
 
 def test_configs_do_not_import_torch() -> None:
     """The command line imports all configs; torch takes seconds."""
-    code = "import sys, lm.common.runtime, lm.train.config; print('torch' in sys.modules)"
+    code = "import sys, lm.common.execution, lm.train.config; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.checkpoint.training_state import load_model
-from lm.common.runtime import ParallelKind
+from lm.checkpoint.training_checkpoint import load_model
+from lm.common.execution import ParallelKind
 from lm.distributed.launch import run_processes
 from lm.model.functional import softmax
 from lm.model.moe_config import MoEConfig

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lm.common.errors import UserError
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from lm.model.config import ModelConfig
 from lm.train.parallel import check_memory
 from tests.helpers.training import MODEL, small_trainer, train_config

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lm.distributed.parallel import Parallel
+from lm.distributed.plan import Parallel
 from lm.model.linear import Linear
 from lm.model.norm import RMSNorm
 from lm.model.scalar_head import ScalarHead

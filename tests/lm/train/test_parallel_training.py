@@ -10,11 +10,11 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from lm.checkpoint.training_state import load_model
+from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
-from lm.common.runtime import Execution, ParallelKind
+from lm.common.execution import Execution, ParallelKind
 from lm.distributed.launch import run_processes
-from lm.model.memory import predict_training_memory
+from lm.model.training_memory import predict_training_memory
 from lm.train.job import Job
 from lm.train.parallel import choose_parallel
 from tests.helpers.ranks import run_ranks

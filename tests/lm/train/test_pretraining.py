@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.checkpoint.training_state import load_model
+from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
-from lm.common.runtime import Execution
+from lm.common.execution import Execution
 from lm.data.batches import Batch
 from lm.model.functional import cross_entropy
 from lm.model.transformer import TransformerLM

@@ -15,7 +15,7 @@ from lm.common.phases import PHASES, observe_phases, phase
 from lm.distributed.launch import run_processes
 from lm.model.config import ModelConfig
 from lm.model.flops import flops_per_token
-from lm.model.memory import TrainingMemory
+from lm.model.training_memory import TrainingMemory
 from lm.train.job import Job
 from lm.train.profile import PROFILE_FILE, TRACE_FILE, PhaseClock, Profile, profile_training
 from lm.train.profile_job import ProfileJob

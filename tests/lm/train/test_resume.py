@@ -16,11 +16,11 @@ from typing import IO, Any
 
 import pytest
 
-import lm.checkpoint.training_state
+import lm.checkpoint.training_checkpoint
 import lm.train.checkpoints
-from lm.checkpoint.training_state import newest_checkpoint, read_description, save_training, step_directories
-from lm.common.checksum import file_checksum
+from lm.checkpoint.training_checkpoint import newest_checkpoint, read_description, save_training, step_directories
 from lm.common.errors import Stopped, UserError
+from lm.files.checksum import file_checksum
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.train.pretraining import Pretraining
@@ -118,7 +118,7 @@ def test_a_resume_hashes_each_checkpoint_once(tmp_path: Path, monkeypatch: pytes
         hashed.append(file.name)
         return file_checksum(file)
 
-    monkeypatch.setattr(lm.checkpoint.training_state, "file_checksum", checksum)
+    monkeypatch.setattr(lm.checkpoint.training_checkpoint, "file_checksum", checksum)
     assert small_trainer(tmp_path / "new" if is_moved else tmp_path).resume(tmp_path)
     checkpoints = step_directories(tmp_path)
     files = [str(path) for directory in checkpoints for path in directory.iterdir() if path.suffix != ".json"]
@@ -357,7 +357,7 @@ def test_killed_process_resumes_to_the_same_weights(tmp_path: Path, finished: Tr
 WRITER = """
 import sys, time
 from pathlib import Path
-from lm.checkpoint.atomic_dir import atomic_directory
+from lm.files.atomic_dir import atomic_directory
 
 with atomic_directory(Path(sys.argv[1]) / "step-0000005") as temporary:
     (temporary / "half").write_text("half")

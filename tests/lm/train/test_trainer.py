@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lm.checkpoint.training_state import load_model, newest_checkpoint, read_description
+from lm.checkpoint.training_checkpoint import load_model, newest_checkpoint, read_description
 from lm.common.errors import Stopped, UserError
 from lm.model.moe_config import MoEConfig
 from lm.optim.schedules import lr_cosine_schedule
@@ -358,7 +358,7 @@ from pathlib import Path
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"prefect", "tasks", "flows"}:
+        if name.partition(".")[0] in {"prefect", "tasks", "flows", "textmill"}:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Blocked())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.checkpoint.training_state import load_model, newest_checkpoint
+from lm.checkpoint.training_checkpoint import load_model, newest_checkpoint
 from lm.common.errors import UserError
 from lm.data.batches import Batch
 from lm.model.transformer import TransformerLM

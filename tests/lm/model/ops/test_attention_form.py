@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 import torch
 
-from lm.common.runtime import AttentionForm
+from lm.common.execution import AttentionForm
 from lm.model.ops.attention_form import choose_attention, flash_attention, reference_attention
 from tests.helpers.tensors import assert_equal_with_gradients
 from tests.helpers.training import small_trainer

@@ -1,0 +1,202 @@
+"""Where the groups of a mapped stage run: in threads of this process, or in the workers of a Dask or Ray cluster.
+
+The libraries of the clusters are imported when they are used. A cluster runner is entered inside the flow, and is not
+the flow's own task runner: otherwise Prefect would connect each task on a worker to the cluster again.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, Protocol
+
+from prefect import State, Task
+from prefect.settings import get_current_settings
+from prefect.utilities.annotations import quote
+
+from lm.common.errors import MachineError, UserError
+from lm.common.execution import Execution
+from lm.text.sources import is_local_file
+from tasks.runtime.context import RunContext
+
+log = logging.getLogger(__name__)
+
+
+_MAX_TASK_RUNS = 256  # of a stage; more make Prefect's UI slow
+_MIN_TASK_RUNS_ON_CLUSTER = 16
+
+
+class Runner(Protocol):
+    """Runs Prefect tasks."""
+
+    def submit(self, task: "Task[..., Any]", parameters: dict[str, Any], upstream: list[State[Any]]) -> Any:
+        """Start a task and return its Prefect future. ``upstream`` has the finished task runs that it reads from."""
+
+    def count_slots(self) -> int:
+        """Return how many tasks may be in flight."""
+
+    def max_task_runs(self) -> int:
+        """Return the largest number of task runs of a stage."""
+
+    def explain(self, error: BaseException) -> str:
+        """Return what to tell the user about an exception that no task raised; empty if it is not of the cluster."""
+
+
+def max_task_runs_on_cluster(slots: int) -> int:
+    """Return the largest number of task runs of a stage on a cluster with ``slots``, two for each thread.
+
+    Prefect needs 0.1 seconds of a worker for each task run: it loads its settings and opens two HTTP clients. Eight
+    task runs a thread share the work well enough.
+    """
+    return min(_MAX_TASK_RUNS, max(_MIN_TASK_RUNS_ON_CLUSTER, 4 * slots))
+
+
+class ThreadRunner:
+    """Runs tasks in threads of this process."""
+
+    def __init__(self, execution: Execution) -> None:
+        self._slots = execution.tasks_in_flight or execution.workers
+
+    def submit(self, task: "Task[..., Any]", parameters: dict[str, Any], upstream: list[State[Any]]) -> Any:
+        """Start a task in the flow's own thread pool."""
+        # Prefect looks for futures in what is not quoted, while other threads add outputs to the run. It would also
+        # take any object with the memory address of an earlier result for that result.
+        return task.submit(**{name: quote(value) for name, value in parameters.items()}, wait_for=upstream)
+
+    def count_slots(self) -> int:
+        """Return the number of threads."""
+        return self._slots
+
+    def max_task_runs(self) -> int:
+        """Return 256: a task run costs little here."""
+        return _MAX_TASK_RUNS
+
+    def explain(self, error: BaseException) -> str:
+        """Threads have no failures of their own."""
+        return ""
+
+
+class DaskRunner:
+    """Runs tasks in the workers of a Dask cluster."""
+
+    def __init__(self, runner: Any, execution: Execution) -> None:
+        self._runner, self._execution = runner, execution
+        self._address = runner.client.scheduler_info()["address"]
+
+    def submit(self, task: "Task[..., Any]", parameters: dict[str, Any], upstream: list[State[Any]]) -> Any:
+        """Submit a task to the scheduler."""
+        return self._runner.submit(task, parameters=parameters, wait_for=upstream)
+
+    def count_slots(self) -> int:
+        """Return two tasks for each thread of a worker: while one runs, the next one waits there."""
+        if self._runner.client.status != "running":
+            raise ConnectionError(f"the client is {self._runner.client.status}")
+        return self._execution.tasks_in_flight or max(1, 2 * sum(self._runner.client.nthreads().values()))
+
+    def max_task_runs(self) -> int:
+        """Return some for each thread; see :func:`max_task_runs_on_cluster`."""
+        return max_task_runs_on_cluster(self.count_slots())
+
+    def explain(self, error: BaseException) -> str:
+        """Explain a lost scheduler, or a task whose workers died."""
+        name = type(error).__name__
+        if name == "KilledWorker":
+            return "Several workers died one after the other while they did the same group. Do they have enough memory?"
+        if isinstance(error, (OSError, TimeoutError)) or name in ("CancelledError", "FutureCancelledError"):
+            return f"The Dask scheduler at {self._address} is lost. Start it again."
+        return ""
+
+
+class RayRunner:
+    """Runs tasks in the workers of a Ray cluster."""
+
+    def __init__(self, runner: Any, execution: Execution) -> None:
+        self._runner, self._execution = runner, execution
+
+    def submit(self, task: "Task[..., Any]", parameters: dict[str, Any], upstream: list[State[Any]]) -> Any:
+        """Submit a task to Ray."""
+        return self._runner.submit(task, parameters=parameters, wait_for=upstream)
+
+    def count_slots(self) -> int:
+        """Return two tasks for each CPU core of the cluster."""
+        cpus = import_module("ray").cluster_resources().get("CPU", 1)
+        return self._execution.tasks_in_flight or max(1, 2 * int(cpus))
+
+    def max_task_runs(self) -> int:
+        """Return some for each core; see :func:`max_task_runs_on_cluster`."""
+        return max_task_runs_on_cluster(self.count_slots())
+
+    def explain(self, error: BaseException) -> str:
+        """Explain a lost cluster, or a task whose workers died."""
+        if type(error).__module__.startswith("ray."):
+            return f"The Ray cluster failed: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return ""
+
+
+_CLUSTER_RUNNERS: dict[str, tuple[str, str, Callable[[Any, Execution], Runner]]] = {
+    "dask": ("prefect_dask", "DaskTaskRunner", DaskRunner),
+    "ray": ("prefect_ray", "RayTaskRunner", RayRunner),
+}
+
+
+@contextmanager
+def open_runner(run: RunContext, sources: Sequence[str]) -> Iterator[Runner]:
+    """Connect to the cluster of ``execution.address``, or start a cluster on this machine.
+
+    Raises UserError if the library is missing, the cluster does not answer, or its workers could not read the root or
+    the ``sources``, which are paths or URLs.
+    """
+    execution = run.execution
+    if execution.runner == "threads":
+        yield ThreadRunner(execution)
+        return
+    _check_reachable(run, sources)
+    module, name, kind = _CLUSTER_RUNNERS[execution.runner]
+    try:
+        task_runner = getattr(import_module(module), name)
+    except ImportError as error:
+        raise UserError(
+            f"execution.runner {execution.runner} needs an extra: pip install 'textmill[{execution.runner}]' ({error})."
+        ) from None
+    with task_runner(**_runner_options(execution)) as entered:
+        try:
+            runner = kind(entered, execution)
+            runner.count_slots()
+        except (OSError, ValueError) as error:  # ValueError: the address is not valid
+            raise MachineError(f"The cluster at {execution.address} does not answer: {error}.") from None
+        yield runner
+
+
+def _runner_options(execution: Execution) -> dict[str, Any]:
+    """Return the arguments of Prefect's task runner. Without an address, it starts a cluster on this machine."""
+    options: dict[str, Any] = {"address": execution.address or None}
+    if execution.runner == "dask":
+        for connection in ("distributed.client", "distributed.batched"):  # they print tracebacks of lost connections
+            logging.getLogger(connection).setLevel(logging.CRITICAL)
+        local = {"n_workers": execution.workers, "threads_per_worker": 1, "dashboard_address": None}
+        return options | {"cluster_kwargs": {} if execution.address else local}
+    local = {"num_cpus": execution.workers, "include_dashboard": False}
+    # The log of the workers goes to Prefect.
+    return options | {"init_kwargs": {"log_to_driver": False} | ({} if execution.address else local)}
+
+
+def _check_reachable(run: RunContext, sources: Sequence[str]) -> None:
+    """Raise UserError if workers on other machines could not work for this run."""
+    execution = run.execution
+    if execution.address and not execution.shared_root:
+        if run.store.is_local:
+            raise UserError(
+                f"The workers at {execution.address} may not see {run.store.base}, a directory of this machine. Use a "
+                "root on an object store, such as s3://bucket/root. If all machines share that directory, set "
+                "execution.shared_root."
+            )
+        if local := [source for source in sources if is_local_file(source)]:
+            raise UserError(
+                f"The workers at {execution.address} may not see {local[0]}, a file of this machine. Copy it to an "
+                "object store. If all machines have the same files there, set execution.shared_root."
+            )
+    if not get_current_settings().api.url:
+        raise UserError(
+            f"execution.runner {run.execution.runner} needs a Prefect server that the workers can reach. Start one "
+            "with prefect server start --host 0.0.0.0, and set PREFECT_API_URL here."
+        )

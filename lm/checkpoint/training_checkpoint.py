@@ -1,0 +1,302 @@
+"""The checkpoint directories of a training run: ``model.safetensors``, ``optimizer.pt`` and ``checkpoint.json``.
+
+A model with a scalar head has ``head.safetensors`` too, so that ``model.safetensors`` is that of any language model. A
+directory counts as a checkpoint only if its ``checkpoint.json`` is intact, and the size and SHA-256 of the other files
+are as stated there.
+
+A training that divides weights or optimizer state among processes saves them in parts, ``model-1-of-4.safetensors`` and
+``optimizer-1-of-4.pt``: each process writes its rows of every tensor. The rows of all parts in order are the tensor. So
+any number of processes can read it, whether divided or not.
+"""
+
+import re
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from lm.checkpoint.safe_load import (
+    assign_weights,
+    check_weights_are_finite,
+    create_empty_model,
+    load_optimizer_states,
+    load_weights,
+    read_safetensors,
+    read_tensors,
+    save_safetensors,
+    save_tensors,
+)
+from lm.common.errors import UserError
+from lm.distributed.plan import Parallel
+from lm.distributed.process_group import all_gather, broadcast_from_rank0, call_on_rank0, get_rank, get_world_size
+from lm.distributed.sharding import local_rows
+from lm.files.atomic_dir import atomic_directory
+from lm.files.checksum import dumps_with_checksum, file_checksum, loads_with_checksum
+from lm.model.config import ModelConfig
+from lm.model.scalar_head import ScalarHead
+from lm.model.transformer import TransformerLM
+
+ROW_FILES = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "reference.jsonl")
+"""Files that a training may write beside its checkpoints: a JSON object per line, each with its ``step``."""
+_PARTS = {"model": ".safetensors", "optimizer": ".pt"}
+_HEAD_NAME = "head.safetensors"
+_HEAD_PREFIX = "scalar_head."
+_STEP_NAME = re.compile("step-([0-9]+)")
+
+
+def save_training(
+    directory: Path,
+    model: TransformerLM,
+    optimizers: list[torch.optim.Optimizer],
+    step: int,
+    metadata: dict[str, Any],
+    parallel: Parallel | None = None,
+) -> None:
+    """Write a checkpoint directory atomically, replacing an older one of that name.
+
+    If ``parallel`` divides weights or state, all ranks must call this together, and see the same ``directory``. The
+    file ``optimizer.pt`` also holds the states of torch's random number generators; ``checkpoint.json`` holds the step,
+    the model's config and ``metadata``. Raises OSError, on all ranks if one cannot write its part.
+    """
+    rank, world_size = (get_rank(), get_world_size()) if parallel and parallel.divides_state else (0, 1)
+    weight_parts = world_size if parallel and parallel.divides_weights else 1
+    with atomic_directory(directory) if rank == 0 else nullcontext(directory) as temporary:
+        if world_size > 1:
+            temporary = Path(broadcast_from_rank0(str(temporary)))
+        error = ""
+        try:
+            if rank < weight_parts:
+                _save_weights(model, temporary, rank, weight_parts, parallel)
+            states = [_state_of_part(o, rank, world_size, parallel) if parallel else o.state_dict() for o in optimizers]
+            rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}  # cuda: one state per device
+            save_tensors({"optimizers": states, "rng": rng}, temporary / _part_name("optimizer", rank, world_size))
+        except (OSError, RuntimeError, SafetensorError) as caught:
+            if world_size == 1:
+                raise
+            error = f"process {rank}: {caught}"
+        if world_size > 1 and any(errors := all_gather(error)):
+            raise OSError("; ".join(filter(None, errors)))
+        if rank == 0:
+            files = {path.name: _describe_file(path) for path in sorted(temporary.iterdir())}
+            description = {"step": step, "model": asdict(model.config), **metadata, "files": files}
+            (temporary / "checkpoint.json").write_text(dumps_with_checksum(description), encoding="utf-8")
+
+
+def _save_weights(model: TransformerLM, directory: Path, part: int, parts: int, parallel: Parallel | None) -> None:
+    divided = {name for name, p in model.named_parameters(remove_duplicate=False) if parallel and parallel.bounds(p)}
+    weights = {
+        key: (tensor if key in divided else _rows_of_part(tensor, part, parts)).contiguous()
+        for key, tensor in model.state_dict().items()
+    }
+    head = {key: weights.pop(key) for key in list(weights) if key.startswith(_HEAD_PREFIX)}
+    save_safetensors(weights, directory / _part_name("model", part, parts))
+    if head:
+        save_safetensors(head, directory / _HEAD_NAME)
+
+
+def _state_of_part(optimizer: torch.optim.Optimizer, part: int, parts: int, parallel: Parallel) -> dict[str, Any]:
+    """Return the state dict of the rows that belong to a part: of a parameter that all ranks have whole, its share."""
+    optimizer = parallel.local(optimizer)
+    state_dict = optimizer.state_dict()
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {
+        index: {
+            key: _rows_of_part(value, part, parts).clone()  # a view would be saved with the whole tensor
+            if parts > 1 and isinstance(value, Tensor) and value.ndim and parallel.bounds(params[index]) is None
+            else value
+            for key, value in entry.items()
+        }
+        for index, entry in state_dict["state"].items()
+    }
+    return state_dict | {"state": state}
+
+
+def _rows_of_part(tensor: Tensor, part: int, parts: int) -> Tensor:
+    if parts == 1:
+        return tensor
+    tensor = tensor if tensor.ndim else tensor[None]
+    return tensor[len(tensor) * part // parts : len(tensor) * (part + 1) // parts]
+
+
+def _part_name(stem: str, part: int, parts: int) -> str:
+    return f"{stem}{_PARTS[stem]}" if parts == 1 else f"{stem}-{part + 1}-of-{parts}{_PARTS[stem]}"
+
+
+def _part_names(stem: str, files: dict[str, Any]) -> list[str]:
+    """Return the names of all parts, if ``files`` has them; else the name of the only part."""
+    counts = [match[1] for name in files if (match := re.fullmatch(rf"{stem}-1-of-([0-9]+)\..*", name))]
+    parts = int(counts[0]) if counts and int(counts[0]) <= len(files) else 1
+    return [_part_name(stem, part, parts) for part in range(parts)]
+
+
+def _describe_file(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": file_checksum(path.open("rb"))}
+
+
+def read_description(directory: Path) -> dict[str, Any] | None:
+    """Return the content of ``checkpoint.json`` if ``directory`` is an intact checkpoint, else None."""
+    try:
+        match loads_with_checksum((directory / "checkpoint.json").read_bytes()):
+            case {"step": int(), "model": dict(), "files": dict(files)} as description if files.keys() - {
+                _HEAD_NAME
+            } == {*_part_names("model", files), *_part_names("optimizer", files)}:
+                paths = {name: directory / name for name in files}
+                # Only regular files: reading a device or a named pipe may never end.
+                is_intact = all(paths[name].is_file() and _describe_file(paths[name]) == files[name] for name in files)
+                return description if is_intact else None
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return None
+
+
+def _require_description(directory: Path) -> dict[str, Any]:
+    description = read_description(directory)
+    if description is None:
+        raise UserError(f"{directory} is not an intact checkpoint.")
+    return description
+
+
+def step_name(step: int) -> str:
+    """Return the directory name of a checkpoint. Names get longer past step 9,999,999, so sort them by number."""
+    return f"step-{step:07d}"
+
+
+def step_number(name: str) -> int:
+    """Return the step of a checkpoint from the name of its directory, or -1 if no checkpoint has such a name."""
+    match = _STEP_NAME.fullmatch(name)
+    return int(match[1]) if match else -1
+
+
+def step_directories(directory: Path) -> list[Path]:
+    """Return all ``step-NNNNNNN`` directories in ``directory``, intact or not, sorted by number."""
+    numbered = sorted((step_number(path.name), path) for path in directory.glob("step-*"))
+    return [path for step, path in numbered if step >= 0]
+
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    """Return the intact checkpoint in ``directory`` with the highest step, or None."""
+    described = ((read_description(path), path) for path in step_directories(directory))
+    intact = [(description["step"], path) for description, path in described if description]
+    return max(intact)[1] if intact else None
+
+
+def load_training(
+    directory: Path,
+    model: TransformerLM,
+    optimizers: list[torch.optim.Optimizer],
+    parallel: Parallel | None = None,
+    description: dict[str, Any] | None = None,
+) -> int:
+    """Restore all state of a checkpoint, and return its step.
+
+    With ``parallel``, each rank restores its rows. If it divides no state, only rank 0 reads the directory, which other
+    machines may not have. ``description`` is that of :func:`read_description`; if it is given, the files are not hashed
+    again. Raises UserError if the checkpoint is damaged or does not fit.
+    """
+
+    def read() -> tuple[dict[str, Tensor], list[Any], int]:
+        return _read_training(directory, description or _require_description(directory))
+
+    weights, parts, step = call_on_rank0(read) if parallel and not parallel.divides_state else read()
+    for name, p in model.named_parameters():
+        if name in weights:
+            weights[name] = _select_rows([weights[name]], p, parallel)
+    load_weights(model, weights, str(directory))
+    states = []
+    for part in parts:
+        match part:
+            case {"optimizers": list(part_states), "rng": {"cpu": torch.Tensor(), "cuda": list()}}:
+                states.append(part_states)
+            case _:
+                raise UserError(
+                    f"The checkpoint {directory} lacks the states of optimizers or random number generators."
+                )
+    local_optimizers = [parallel.local(o) if parallel else o for o in optimizers]
+    try:
+        if len(parts) > 1 or (parallel and parallel.divides_state):
+            by_optimizer = zip(local_optimizers, *states, strict=True)
+            states = [[_select_state(optimizer, list(parts), parallel) for optimizer, *parts in by_optimizer]]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        raise UserError(f"{directory} belongs to another optimizer config: {error}") from None
+    load_optimizer_states(local_optimizers, states[0], str(directory))
+    rng = parts[0]["rng"]
+    try:
+        torch.set_rng_state(rng["cpu"])
+        if len(rng["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(rng["cuda"])
+    except (TypeError, RuntimeError) as error:
+        raise UserError(f"The checkpoint {directory} has an invalid random number generator state: {error}") from None
+    return step
+
+
+def _read_training(directory: Path, description: dict[str, Any]) -> tuple[dict[str, Tensor], list[Any], int]:
+    """Return the whole weights, the content of the optimizers' files, and the step."""
+    weights = _read_weights(directory, description)
+    if (directory / _HEAD_NAME).exists():
+        weights |= read_safetensors(directory / _HEAD_NAME)
+    parts = [read_tensors(directory / name, mmap=True) for name in _part_names("optimizer", description["files"])]
+    return weights, parts, description["step"]
+
+
+def _select_state(
+    optimizer: torch.optim.Optimizer, parts: list[dict[str, Any]], parallel: Parallel | None
+) -> dict[str, Any]:
+    """Return the state of the rows that ``optimizer`` has, from the state dicts of all parts."""
+    state = {}
+    for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        entries = [part["state"][index] for part in parts if index in part["state"]]  # a part may have no rows of it
+        if entries and p.numel():
+            state[index] = {
+                key: _select_rows([entry[key] for entry in entries], p, parallel)
+                if isinstance(value, Tensor) and value.ndim
+                else value
+                for key, value in entries[0].items()
+            }
+    return {"state": state, "param_groups": parts[0]["param_groups"]}
+
+
+def _select_rows(parts: list[Tensor], p: nn.Parameter, parallel: Parallel | None) -> Tensor:
+    """Join the parts of a tensor, and return the rows that this rank has of the parameter ``p``."""
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    bounds = parallel.bounds(p) if parallel else None
+    rows = whole if bounds is None else local_rows(whole, bounds).clone()  # a view would keep the whole in memory
+    return rows.view(p.shape) if rows.numel() == p.numel() else rows  # a scalar may be saved as a row
+
+
+def _read_weights(directory: Path, description: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the whole weights. Raises UserError if a file is damaged or the parts have different tensors."""
+    parts = [read_safetensors(directory / name) for name in _part_names("model", description["files"])]
+    if any(part.keys() != parts[0].keys() for part in parts):
+        raise UserError(f"The parts of the checkpoint {directory} hold different tensors.")
+    if len(parts) == 1:
+        return parts[0]
+    try:
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    except RuntimeError as error:
+        raise UserError(f"The parts of the checkpoint {directory} do not fit together: {error}") from None
+
+
+def load_model(directory: Path, device: str | torch.device = "cpu", has_scalar_head: bool = False) -> TransformerLM:
+    """Load the model of a checkpoint directory in evaluation mode, without its scalar head unless ``has_scalar_head``.
+
+    Raises UserError if it is missing or damaged, or if a weight is not finite.
+    """
+    description = _require_description(directory)
+    try:
+        config = ModelConfig(**description["model"])
+    except TypeError as error:
+        raise UserError(f"The checkpoint {directory} cannot be read: {error}") from None
+    weights = _read_weights(directory, description)
+    model = create_empty_model(config, len(weights), str(directory))
+    if has_scalar_head:
+        weights |= read_safetensors(directory / _HEAD_NAME)
+        model.scalar_head = ScalarHead(config.d_model, device="meta")
+    # The files are memory-mapped. One tensor at a time is copied, so that no device holds the weights twice.
+    copies = {key: weights.pop(key).to(device, copy=True) for key in list(weights)}
+    assign_weights(model, copies, str(directory), device)
+    check_weights_are_finite(model.state_dict(), str(directory))
+    return model.eval()

@@ -1,0 +1,1 @@
+"""Files: written atomically, with checksums, and copied to the cache of the user."""

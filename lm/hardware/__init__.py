@@ -1,0 +1,1 @@
+"""The CPU cores, memory and accelerators of this machine."""

@@ -1,0 +1,44 @@
+"""The CPU cores that this process may use."""
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from lm.hardware.cgroup import CGROUPS, MEMBERSHIP, cgroup_directories
+
+_TASKS = Path("/proc/self/task")
+
+
+def available_cpus(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
+    """Return the number of CPU cores that this process may use, at least 1.
+
+    Counts the cores of its affinity mask (``taskset``, cpusets), and at most the CPU quota of its control groups
+    (containers, Slurm, systemd), of cgroup version 2 or 1, rounded up: ``docker run --cpus 2`` gives 2 on any machine.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([cores, *map(math.ceil, _cpu_quotas(cgroups, membership))])
+
+
+def seconds_waiting_for_cores(tasks: Path = _TASKS) -> float:
+    """Return for how long the threads of this process, added up, were ready to run while others held the cores.
+
+    0 if the system does not say it, as outside Linux. Threads that have ended do not count.
+    """
+    nanoseconds = 0
+    with suppress(OSError):
+        for task in tasks.iterdir():
+            with suppress(OSError, ValueError, IndexError):  # the thread has ended, or the kernel keeps no statistics
+                nanoseconds += int((task / "schedstat").read_text().split()[1])
+    return nanoseconds / 1e9
+
+
+def _cpu_quotas(cgroups: Path, membership: Path) -> Iterator[float]:
+    """Yield the CPU quotas in cores."""
+    for directory in cgroup_directories("cpu", cgroups, membership):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):  # of cgroup version 2 and 1
+            with suppress(OSError, ValueError):  # "max 100000" is no quota
+                quota, period = " ".join((directory / name).read_text() for name in names).split()
+                if int(quota) > 0:  # -1 is no quota
+                    yield int(quota) / int(period)

@@ -1,0 +1,217 @@
+"""The model that ``--model`` names: that of a run, or of a directory in a format of Hugging Face or Meta."""
+
+import hashlib
+import logging
+import re
+import shlex
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lm.common.errors import UserError, did_you_mean
+from lm.hardware.cpu import available_cpus
+from lm.inference.config import Quantization
+from tasks.runs.run_record import absolute_root
+from tasks.runtime.output import Output, Ref, read_output
+from tasks.runtime.schemas import RunRecord, read_record
+from tasks.runtime.store import Store
+from tasks.sample import load_trained
+
+if TYPE_CHECKING:
+    from lm.model.transformer import TransformerLM
+    from lm.tokenizer.text_tokenizer import TextTokenizer
+
+log = logging.getLogger(__name__)
+
+# (stage of the model, stage of its tokenizer); of a run with several, the first is its result.
+# A pretraining that continued from another model has the tokenizer of that.
+PRETRAINED_STAGES = (("train", "merge"), ("train", "import"), ("train", "base"))
+RESULT_STAGES = (("ppo", "base"), ("reinforce", "base"), ("preference", "base"), ("sft", "base"), *PRETRAINED_STAGES)
+
+
+@dataclass(frozen=True)
+class ResolvedModel(ABC):
+    """A model that was found. Its weights are not read yet."""
+
+    name: str
+    """The run, or the directory, for display."""
+
+    @abstractmethod
+    def _read(self, device: str) -> "tuple[TransformerLM, TextTokenizer]":
+        """See :meth:`load`. Out-of-memory errors are torch's."""
+
+    @abstractmethod
+    def identify(self) -> str:
+        """Return a text that changes with the model."""
+
+    def load(self, device: str) -> "tuple[TransformerLM, TextTokenizer]":
+        """Load the model to ``device`` in evaluation mode, and its tokenizer.
+
+        Raises UserError if a file is damaged, and if the memory is too small.
+        """
+        with self._explain_out_of_memory():
+            return self._read(device)
+
+    def _explain_out_of_memory(self) -> AbstractContextManager[None]:
+        from lm.hardware.device import explain_out_of_memory
+
+        return explain_out_of_memory(
+            f"The model {self.name} does not fit into memory; use a smaller one, or a machine with more memory."
+        )
+
+    def load_for_inference(
+        self, device: str, quantization: Quantization = "none"
+    ) -> "tuple[TransformerLM, TextTokenizer]":
+        """Load the model with its weights packed for inference, and its tokenizer. Raises as :meth:`load` does, and
+        UserError for quantization on another device than the CPU."""
+        import torch
+
+        from lm.inference.packed import prepare_for_inference
+
+        torch.set_num_threads(min(torch.get_num_threads(), available_cpus()))  # torch knows no quota of a container
+        with self._explain_out_of_memory():
+            model, tokenizer = self._read(device)
+            return prepare_for_inference(model, quantization=quantization), tokenizer
+
+
+@dataclass(frozen=True)
+class RunModel(ResolvedModel):
+    """The result of a run: the best checkpoint of its last training."""
+
+    model: Output
+    tokenizer: Output
+
+    def _read(self, device: str) -> "tuple[TransformerLM, TextTokenizer]":
+        return load_trained(self.model, self.tokenizer, device)
+
+    def identify(self) -> str:
+        """See :meth:`ResolvedModel.identify`."""
+        return f"{self.model.ref.stage} {self.model.digest[:16]}"
+
+
+@dataclass(frozen=True)
+class DirectoryModel(ResolvedModel):
+    """The files of Hugging Face or Meta in a local directory."""
+
+    directory: Path
+
+    def _read(self, device: str) -> "tuple[TransformerLM, TextTokenizer]":
+        from lm.checkpoint.external import load_external
+        from lm.hardware.device import choose_device
+
+        return load_external(self.directory, choose_device(device))
+
+    def identify(self) -> str:
+        """See :meth:`ResolvedModel.identify`."""
+        files = sorted(path for path in self.directory.iterdir() if path.is_file())
+        versions = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        return f"{self.directory.resolve()} {hashlib.sha256(repr(versions).encode()).hexdigest()[:16]}"
+
+
+def resolve_model(name: str, root: str) -> RunModel | DirectoryModel:
+    """Find the model ``name``: a run below ``root``, or a local directory; if empty, the latest run with a model.
+
+    A run comes before a directory of the same name; ``./NAME`` is always the directory. Raises UserError if there is no
+    such run or directory, or if the run has no model.
+    """
+    store = Store(absolute_root(root))
+    if not name:
+        return latest_model(store, root)
+    runs = _run_names(store)
+    if name in runs:
+        record = read_run(store, name)
+        if not record:
+            raise UserError(f"The run record {store.url('runs', name)}.json is damaged; run the pipeline again.")
+        if model := _find_result(store, name, record):
+            return model
+        stages = ", ".join(record["stages"]) or "none"
+        raise UserError(f"The run {name} trained no model; its stages are: {stages}. Name a run that trained one.")
+    try:
+        directory = Path(name).expanduser()
+        if directory.is_dir():
+            return DirectoryModel(str(directory), directory)
+        if directory.exists():
+            reason = (
+                "is GGUF, which textmill writes but does not read; use the directory of safetensors of the same model"
+                if directory.suffix == ".gguf"
+                else "is a file; name the directory that holds it and the other files of the model"
+            )
+            raise UserError(f"There is no model {name!r} to open: this {reason}.")
+    except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of an unknown user
+        raise UserError(f"The model {name!r} cannot be opened: {str(error).rstrip('.')}.") from None
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not directory.parent.exists():
+        raise UserError(
+            f"There is no model {name!r} on this machine, and textmill downloads none. From the Hugging Face hub, run "
+            f"hf download {name} --local-dir {directory.name} first, then name the directory {directory.name}."
+        )
+    raise UserError(
+        f"There is no model {name!r}{did_you_mean(name, runs)}: neither a run below {root} nor a directory has this "
+        f"name. The runs are the .json files in {store.url('runs')}."
+    )
+
+
+def resolve_tokenizer(name: str, root: str) -> "TextTokenizer":
+    """Load the tokenizer ``name``: that of a run below ``root``, or a local file or directory; see
+    :func:`lm.checkpoint.external.load_any_tokenizer`. If empty, that of the latest run.
+
+    Raises UserError if there is no such run or file, or if the run has no tokenizer.
+    """
+    from lm.checkpoint.external import load_any_tokenizer
+    from lm.tokenizer.tokenizer import Tokenizer
+
+    store = Store(absolute_root(root))
+    runs = _run_names(store)
+    for run in [name] if name in runs else reversed(runs) if not name else []:
+        stages = (read_run(store, run) or {"stages": {}})["stages"]
+        for stage in ("base", "merge", "import"):
+            if stage in stages:
+                return Tokenizer.load(read_output(store, Ref(stage, stages[stage]["key"])).directory("tokenizer"))
+    if not name or name in runs:
+        command = f"textmill run --root {shlex.quote(root)} --until merge"
+        raise UserError(f"{name or root} has no tokenizer; make one with: {command}")
+    try:
+        path = Path(name).expanduser()
+        if path.exists():
+            return load_any_tokenizer(path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of an unknown user
+        raise UserError(f"The tokenizer {name!r} cannot be opened: {str(error).rstrip('.')}.") from None
+    raise UserError(
+        f"There is no tokenizer {name!r}{did_you_mean(name, runs)}: neither a run below {root} nor a file has "
+        "this name."
+    )
+
+
+def latest_model(store: Store, root: str, stages: Sequence[tuple[str, str]] = RESULT_STAGES) -> RunModel:
+    """Return the model of the latest run that has one of ``stages``. Raises UserError if there is no such run."""
+    for name in reversed(_run_names(store)):
+        record = read_run(store, name)
+        if record is None:
+            log.warning("The run record %s.json is damaged and is skipped.", store.url("runs", name))
+        elif model := _find_result(store, name, record, stages):
+            return model
+    raise UserError(f"{root} has no finished model; make one with: textmill run --root {shlex.quote(root)}")
+
+
+def _find_result(
+    store: Store, name: str, record: dict[str, Any], stages: Sequence[tuple[str, str]] = RESULT_STAGES
+) -> RunModel | None:
+    results = record["stages"]
+    for model, tokenizer in stages:
+        if {model, tokenizer} <= results.keys():
+            outputs = (read_output(store, Ref(stage, results[stage]["key"])) for stage in (model, tokenizer))
+            return RunModel(name, *outputs)
+    return None
+
+
+def _run_names(store: Store) -> list[str]:
+    """Return the names of all runs, the latest last."""
+    files = [Path(file) for file in store.list_names("runs")]
+    return [file.stem for file in files if file.suffix == ".json" and file.stem != "latest"]
+
+
+def read_run(store: Store, name: str) -> dict[str, Any] | None:
+    """Return the record of a run; None if it is damaged or missing."""
+    return read_record(RunRecord, store, "runs", f"{name}.json")

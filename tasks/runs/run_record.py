@@ -1,0 +1,154 @@
+"""Records of runs, ``runs/<name>.json``: the configuration, the key of each stage's output, and how the run ended."""
+
+import hashlib
+import json
+import logging
+import re
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from lm.common.errors import UserError
+from tasks.runs.run_report import report_text
+from tasks.runtime.context import RunContext
+from tasks.runtime.output import Output, Ref, read_output
+from tasks.runtime.schemas import RUN_NAME, RunRecord, read_record
+
+log = logging.getLogger(__name__)
+
+
+def absolute_root(root: str) -> str:
+    """Return an absolute path for a local root, and a URL unchanged. Raises UserError for a path that leads nowhere."""
+    if not root:
+        raise UserError("--root is empty. It is a directory or a URL; without it, the root is artifacts.")
+    if "://" in root:
+        return root
+    try:
+        path = str(Path(root).expanduser().resolve())
+        path.encode()  # records name it
+        return path
+    except (OSError, RuntimeError, UnicodeError) as error:  # a link to itself, or the home of an unknown user
+        raise UserError(f"The root {root!r} cannot be used: {str(error).rstrip('.')}.") from None
+
+
+def make_run(config: Any, root: str, name: str, refresh: tuple[str, ...] = ()) -> RunContext:
+    """Return the description of a run that its stages get."""
+    place = absolute_root(root)
+    last = place.rstrip("/").rpartition("/")[2]
+    words = re.sub("[^a-z0-9]+", "-", f"{config.name}-{last}".lower()).strip("-")
+    label = f"{words}-{hashlib.sha256(place.encode()).hexdigest()[:6]}"
+    lease = name if "://" in place or config.execution.runner != "threads" else ""
+    return RunContext(place, name, frozenset(refresh), config.execution, label=label, lease=lease)
+
+
+def run_name(until: str | None, name: str) -> str:
+    """Return ``<start time>-<last stage>-<name>``. A name that has this form already is returned unchanged."""
+    if RUN_NAME.fullmatch(name):
+        return name
+    words = re.sub(r"[^\w.-]+", "-", f"{until or 'full'}-{name}", flags=re.ASCII)[:200]  # it names files
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{words}"
+
+
+def outputs_of(run: RunContext, record: dict[str, Any]) -> dict[str, Output]:
+    """Return the outputs of a run by the name of their stage. ``record`` is the content of ``runs/NAME.json``."""
+    return {name: read_output(run.store, Ref(name, stage["key"])) for name, stage in record["stages"].items()}
+
+
+class Recorder:
+    """Writes the record of a run after each stage, and the report at its end.
+
+    A run that finds all outputs cached, and whose configuration and outputs are those of the last record, leaves
+    nothing: its record would say the same again.
+    """
+
+    def __init__(self, run: RunContext, config: Any, until: str | None, refresh: tuple[str, ...] = ()) -> None:
+        self.run = run
+        self.content: dict[str, Any] = {
+            "name": run.name,
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "root": run.root,
+            "config": asdict(config),
+            "until": until,
+            "refresh": list(refresh),
+            "state": "running",  # that of a killed run stays
+            "stages": {},
+        }
+        self._outputs: dict[str, Output] = {}
+        self._seconds: dict[Ref, float] = {}
+        self._last_stage_end = time.perf_counter()
+
+    def add(self, stage: str, ref: Ref) -> tuple[Output, bool]:
+        """Record a finished stage. Return its output, and whether this run made it."""
+        output = self._outputs[stage] = read_output(self.run.store, ref)
+        made = output.manifest["made"]
+        is_made = made["run"] == self.run.name or ref in self.run.made  # in a run of another deployment
+        now = time.perf_counter()
+        elapsed, self._last_stage_end = now - self._last_stage_end, now
+        is_new = ref not in self._seconds  # a sweep ends with the stages of its best point again
+        # A trial trains its model before the stage train is added.
+        seconds = self._seconds.setdefault(ref, round(max(elapsed, made["seconds"]) if is_made else elapsed, 3))
+        self.content["stages"][stage] = {"key": ref.key, "state": "made" if is_made else "cached", "seconds": seconds}
+        if is_made and is_new:
+            log.info("%s finished in %.1f s.", stage, seconds)
+        return output, is_made
+
+    def save(self) -> None:
+        """Write the record of a run that is not finished: gc keeps the outputs that it has made."""
+        self._write(f"{self.run.name}.json")
+
+    def finish(self) -> dict[str, Any]:
+        """Write the report, mark the run as the latest, and return the record.
+
+        If the last record says the same, write nothing, and return this record with the name and the report of that.
+        """
+        self.content["state"] = "finished"
+        if last := self._find_equal_record():
+            self.run.store.delete_file("runs", f"{self.run.name}.json")
+            return {**self.content, "name": last["name"], "report": last["report"]}
+        self._write_report()
+        self._write("latest.json")
+        return self.content
+
+    def stop(self) -> None:
+        """Record that the run was stopped, if the root is writable."""
+        self.content["state"] = "stopped"
+        with suppress(UserError):
+            self.save()
+
+    def fail(self, error: BaseException) -> None:
+        """Record that the run failed, with a report, if the root is writable."""
+        self.content |= {"state": "failed", "error": str(error) or type(error).__name__}
+        with suppress(UserError):
+            self._write_report(self.content["error"])
+
+    def table(self, failure: str = "") -> str:
+        """Return the report without the pages of the stages."""
+        return report_text(self.content, self._outputs, failure, has_pages=False)
+
+    def _find_equal_record(self) -> dict[str, Any] | None:
+        """Return the last record if this run made nothing, and its record would differ only in names and times."""
+
+        def essence(record: dict[str, Any]) -> dict[str, Any]:
+            keys = {name: stage["key"] for name, stage in record["stages"].items()}
+            return {name: record.get(name) for name in ("config", "root", "until", "state")} | {"keys": keys}
+
+        if self.run.made or any(stage["state"] == "made" for stage in self.content["stages"].values()):
+            return None
+        names = [name for name in self.run.store.list_names("runs") if name.endswith(".json")]
+        names = sorted(set(names) - {"latest.json", f"{self.run.name}.json"})
+        last = read_record(RunRecord, self.run.store, "runs", names[-1]) if names else None
+        own = json.loads(json.dumps(self.content))  # tuples become lists
+        return last if last and last.get("report") and essence(last) == essence(own) else None
+
+    def _write_report(self, failure: str = "") -> None:
+        report, name = report_text(self.content, self._outputs, failure), f"{self.run.name}.md"
+        data = report.encode()
+        self.run.store.write_text(report, "runs", name)
+        self.content["report"] = {"path": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        self._write(f"{self.run.name}.json")
+
+    def _write(self, name: str) -> None:
+        self.run.store.write_json(self.content, "runs", name)

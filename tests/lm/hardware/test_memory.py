@@ -1,0 +1,49 @@
+"""The memory that this machine or container has."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lm.hardware.memory import machine_memory
+
+MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, MACHINE),
+        ({"memory.max": "max\n"}, MACHINE),
+        ({"memory.max": f"{4 << 20}\n"}, 4 << 20),
+        ({"memory.max": f"{1 << 62}\n"}, MACHINE),
+        ({"memory.max": "damaged"}, MACHINE),
+        ({"memory/memory.limit_in_bytes": f"{3 << 20}\n"}, 3 << 20),
+        ({"memory/memory.limit_in_bytes": "9223372036854771712\n"}, MACHINE),
+    ],
+)
+def test_the_limit_of_a_container_counts(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert machine_memory(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("membership", "limits"),
+    [
+        ("0::/user.slice/run-3.scope\n", {"user.slice/run-3.scope/memory.max": 3, "user.slice/memory.max": 4}),
+        ("0::/user.slice/run-3.scope\n", {"user.slice/run-3.scope/memory.max": 5, "user.slice/memory.max": 3}),
+        ("9:cpu:/c\n4:memory:/slurm/job_7\n0::/\n", {"memory/slurm/job_7/memory.limit_in_bytes": 3, "memory.max": 8}),
+        ("4:memory:/docker/of-the-host\n", {"memory/memory.limit_in_bytes": 3}),
+    ],
+)
+def test_the_limit_of_the_own_group_and_its_parents_counts(
+    tmp_path: Path, membership: str, limits: dict[str, int]
+) -> None:
+    (tmp_path / "membership").write_text(membership)
+    for name, megabytes in limits.items():
+        path = tmp_path / "cgroups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{megabytes << 20}\n")
+    assert machine_memory(tmp_path / "cgroups", tmp_path / "membership") == 3 << 20

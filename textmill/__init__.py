@@ -1,0 +1,1 @@
+"""Commands and the HTTP server: all that a person types or calls."""

@@ -1,0 +1,1 @@
+"""Runs: what they made, for people and for other programs."""

@@ -1,0 +1,313 @@
+"""``textmill serve``: an HTTP server for a model with the completion and chat endpoints of OpenAI's API."""
+
+import asyncio
+import hashlib
+import ipaddress
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from ipaddress import IPv4Address, IPv6Address
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from lm.common.errors import UserError
+from lm.hardware.device import explain_out_of_memory
+from lm.inference.chat_format import PLAIN_NOTICE, ChatFormat
+from lm.inference.completion import check_vocabulary
+from lm.inference.config import Quantization
+from lm.inference.engine import Generation
+from lm.inference.scheduler import QueueFull, Scheduler, SchedulerClosed
+from lm.model.transformer import TransformerLM
+from lm.tokenizer.text_tokenizer import TextTokenizer
+from tasks.runs.models import ResolvedModel
+from textmill.server.access import AccessControl
+from textmill.server.logprobs import TokenNames
+from textmill.server.metrics import CountRequests, ServerMetrics
+from textmill.server.page import page_response
+from textmill.server.request_timeout import RequestTimeout
+from textmill.server.requests import ApiError, ChatRequest, CompletionRequest, parse_request
+from textmill.server.responses import GenerationResponse
+
+log = logging.getLogger(__name__)
+
+_ENDPOINTS = frozenset({"/", "/health", "/metrics", "/v1/completions", "/v1/chat/completions", "/v1/models"})
+_MAX_BODY_BYTES = 1 << 20
+_MAX_SCORES = 1 << 18  # log-probabilities of a response: about 10 MB; json keeps the other threads waiting meanwhile
+_MAX_WAITING_COMPLETIONS = 256
+_SHUTDOWN_SECONDS = 5  # time for open responses when the server stops
+_OUT_OF_MEMORY = (
+    "The KV cache and the prefix cache do not fit into memory; lower --max_batch_size or --prefix_cache_mb."
+)
+_CLIENT_CLOSED_REQUEST = 499  # nginx's status code; nobody receives it
+
+
+def build_app(
+    model: TransformerLM,
+    tokenizer: TextTokenizer,
+    name: str,
+    max_batch_size: int,
+    max_waiting: int = _MAX_WAITING_COMPLETIONS,
+    prefix_cache_bytes: int = 0,
+    api_key: str | None = None,
+    max_requests_per_client: int = 0,
+    speculative_tokens: int = 0,
+    identity: str = "",
+    is_private: bool = False,
+) -> FastAPI:
+    """Return the web application for ``model``, which clients call ``name``. ``app.state.scheduler`` is its scheduler.
+
+    ``api_key``, ``max_requests_per_client`` and ``is_private`` are those of
+    :class:`textmill.server.access.AccessControl`, ``speculative_tokens`` is that of
+    :class:`lm.inference.config.SampleConfig`. ``identity`` is a text that changes with the model.
+    Raises UserError if the model and the tokenizer do not match.
+    """
+    check_vocabulary(model, tokenizer.size)
+    chat_format = ChatFormat(tokenizer)
+    if not chat_format.has_template:
+        log.warning(PLAIN_NOTICE)
+    token_names = TokenNames(tokenizer)
+    scheduler = Scheduler(model, max_batch_size, max_waiting, prefix_cache_bytes)
+    metrics = ServerMetrics(scheduler)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        scheduler.close()
+
+    app = FastAPI(title="textmill", lifespan=lifespan, openapi_url=None)
+    for error_type in (ApiError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(error_type, _error_response)
+    app.state.scheduler = scheduler
+    app.add_middleware(
+        AccessControl, api_key=api_key, max_requests_per_client=max_requests_per_client, is_private=is_private
+    )
+    app.add_middleware(CountRequests, metrics=metrics, endpoints=_ENDPOINTS)  # the outer one: it counts refusals too
+
+    async def generate(http_request: Request, request_type: type[CompletionRequest] | type[ChatRequest]) -> Response:
+        request = parse_request(request_type, await _read_body(http_request))
+        if request.model is not None:
+            _check_model(request.model, name)
+        request.model = name
+        count = request.count_prompts() * request.completions_per_prompt
+        if not 0 < count <= scheduler.capacity:
+            raise ApiError(400, f"{count} completions are requested; 1 to {scheduler.capacity} are possible.", "n")
+        prompts = await asyncio.to_thread(request.encode_prompts, chat_format)
+        response = GenerationResponse(
+            request, prompts, chat_format, token_names, model.config.context_length, speculative_tokens
+        )
+        choices = {choice.generation: choice for choice in response.choices}
+        if request.wants_logprobs and (num_scores := sum(map(_count_scores, choices))) > _MAX_SCORES:
+            message = f"{num_scores:,} log-probabilities are requested; at most {_MAX_SCORES:,} are possible."
+            raise ApiError(400, message, "logprobs")
+
+        def on_finish(generation: Generation, error: Exception | None) -> None:
+            metrics.record_completion(choices[generation])
+            choices[generation].finish(error)
+
+        try:
+            scheduler.submit(list(choices), on_finish)
+        except QueueFull as busy:
+            raise ApiError(429, str(busy)) from None
+        except SchedulerClosed:
+            raise ApiError(503, "The server is stopping.") from None
+        except UserError as error:
+            raise ApiError(400, str(error), "prompt") from None
+        if request.stream:
+            return _EventStream(response, scheduler)
+        return await _wait_for_response(http_request, response, scheduler)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await generate(request, CompletionRequest)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await generate(request, ChatRequest)
+
+    model_json = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "textmill"}
+    # Not OpenAI's; textmill evaluate and the page read them.
+    model_json |= {"has_chat_template": chat_format.has_template, "identity": identity}
+    model_json["special_tokens"] = list(tokenizer.special_ids)
+    model_json["max_model_len"] = model.config.context_length  # vLLM's name
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model_json]}
+
+    @app.get("/v1/models/{model_id:path}")
+    async def model_info(model_id: str) -> dict[str, Any]:
+        _check_model(model_id, name)
+        return model_json
+
+    page = page_response()
+
+    @app.get("/")
+    async def show_page() -> Response:
+        return page
+
+    @app.api_route("/health", methods=["GET", "HEAD"])
+    async def health() -> Response:
+        if scheduler.is_running:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "The thread that runs the model has ended."}, 503)
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        return metrics.response()
+
+    return app
+
+
+def _count_scores(generation: Generation) -> int:
+    """Return the most log-probabilities that the response has for a completion."""
+    echoed = len(generation.prompt) if generation.wants_prompt_logprobs else 0
+    return (echoed + generation.max_new_tokens) * (1 + generation.num_alternatives)
+
+
+def _check_model(requested: str, name: str) -> None:
+    """Raise ApiError unless the requested model is the one called ``name``."""
+    if requested != name:
+        raise ApiError(404, f"There is no model {requested[:80]!r}; this is {name!r}.", "model", "model_not_found")
+
+
+async def _error_response(_: Request, error: Exception) -> Response:
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    if isinstance(error, HTTPException):
+        headers, error = error.headers, ApiError(error.status_code, error.detail)
+        error.headers = headers
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, "The server failed; see its log.")
+    return error.response()
+
+
+async def _read_body(request: Request) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > _MAX_BODY_BYTES:
+            raise ApiError(413, f"The body is longer than {_MAX_BODY_BYTES:,} bytes.")
+    return bytes(body)
+
+
+class _EventStream(StreamingResponse):
+    """Streams events, and cancels the generation if the client disconnects."""
+
+    def __init__(self, response: GenerationResponse, scheduler: Scheduler) -> None:
+        super().__init__(response.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._response, self._scheduler = response, scheduler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            _cancel(self._response, self._scheduler)
+
+
+async def _wait_for_response(request: Request, response: GenerationResponse, scheduler: Scheduler) -> Response:
+    """Wait for the whole response, and cancel the generation if the client disconnects."""
+    whole, disconnect = asyncio.ensure_future(response.whole()), asyncio.ensure_future(_wait_for_disconnect(request))
+    try:
+        await asyncio.wait({whole, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        return whole.result() if whole.done() else Response(status_code=_CLIENT_CLOSED_REQUEST)
+    finally:
+        whole.cancel()
+        disconnect.cancel()
+        _cancel(response, scheduler)
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _cancel(response: GenerationResponse, scheduler: Scheduler) -> None:
+    for choice in response.choices:
+        scheduler.cancel(choice.generation)
+
+
+def serve(
+    resolved: ResolvedModel,
+    host: str,
+    port: int,
+    max_batch_size: int,
+    device: str,
+    prefix_cache_bytes: int = 0,
+    api_key: str | None = None,
+    max_requests_per_client: int = 0,
+    speculative_tokens: int = 0,
+    quantization: Quantization = "none",
+) -> None:
+    """Serve a model until Ctrl-C."""
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
+        raise UserError("The API key must be printable ASCII text without spaces around it, and not empty.")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"Cannot listen on {host}, port {port}: {str(error).rstrip('.')}. Change --host or --port."
+        ) from None
+    with listener, suppress(KeyboardInterrupt):
+        address, port, *_ = listener.getsockname()
+        ip_address = ipaddress.ip_address(address)
+        model, tokenizer = resolved.load_for_inference(device, quantization)
+        with explain_out_of_memory(_OUT_OF_MEMORY):
+            app = build_app(
+                model,
+                tokenizer,
+                "textmill",
+                max_batch_size,
+                prefix_cache_bytes=prefix_cache_bytes,
+                api_key=api_key,
+                max_requests_per_client=max_requests_per_client,
+                speculative_tokens=speculative_tokens,
+                # Hashed: it may hold the path of a directory, which is not for clients.
+                identity=hashlib.sha256(f"{resolved.identify()} {quantization}".encode()).hexdigest()[:16],
+                is_private=api_key is None and ip_address.is_loopback,
+            )
+        if api_key is None and not ip_address.is_loopback:
+            log.warning(
+                "Everyone who can reach this machine can use the model, because there is no API key. Set --api_key, or "
+                "leave out --host."
+            )
+        url = f"http://{_find_url_host(host, ip_address)}:{port}"
+        place = f"{url}/v1 and on all other addresses of this machine" if ip_address.is_unspecified else f"{url}/v1"
+        print(f"Serving {resolved.name} on {place} (model: textmill). Ctrl-C stops the server.", flush=True)
+        print(f"Chat in a browser: {url}/", flush=True)
+        config = uvicorn.Config(
+            app, http=RequestTimeout, log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_SECONDS + 2
+        )
+        _Server(config, app.state.scheduler).run(sockets=[listener])
+
+
+def _find_url_host(host: str, address: IPv4Address | IPv6Address) -> str:
+    """Return a host that a browser on this machine can open; it cannot open 0.0.0.0 or ::, which mean all addresses."""
+    if address.is_unspecified:
+        host = "127.0.0.1" if address.version == 4 else "::1"
+    return f"[{host}]" if ":" in host else host
+
+
+class _Server(uvicorn.Server):
+    """Ends open responses by an error that clients understand, before uvicorn cancels them."""
+
+    def __init__(self, config: uvicorn.Config, scheduler: Scheduler) -> None:
+        super().__init__(config)
+        self._scheduler = scheduler
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        async def close() -> None:
+            await asyncio.sleep(_SHUTDOWN_SECONDS)
+            await asyncio.to_thread(self._scheduler.close)
+
+        closing = asyncio.create_task(close())
+        await super().shutdown(sockets)
+        closing.cancel()

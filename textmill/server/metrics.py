@@ -1,0 +1,103 @@
+"""Figures of the server for Prometheus: requests, tokens, the queue, latencies, and the process."""
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lm.inference.scheduler import Scheduler
+from textmill.server.responses import Choice
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+
+
+class ServerMetrics:
+    """The metrics of one server, in a registry of their own."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self.requests = Counter("textmill_requests", "Finished requests.", ["endpoint", "status"], registry=registry)
+        self.request_seconds = Histogram(
+            "textmill_request_seconds",
+            "Seconds from the start of a request to the end of its response.",
+            ["endpoint"],
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self._first_token_seconds = Histogram(
+            "textmill_time_to_first_token_seconds",
+            "Seconds from a request to the first token of a completion, with the time in the queue.",
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self._token_seconds = Histogram(
+            "textmill_time_per_output_token_seconds",
+            "Mean seconds from one token of a completion to the next.",
+            registry=registry,
+            buckets=_TOKEN_SECONDS,
+        )
+        self._prompt_tokens = Counter("textmill_prompt_tokens", "Tokens of prompts.", registry=registry)
+        cached_help = "Tokens of prompts that were in the prefix cache."
+        self._cached_tokens = Counter("textmill_cached_prompt_tokens", cached_help, registry=registry)
+        self._completion_tokens = Counter("textmill_completion_tokens", "Generated tokens.", registry=registry)
+        self._guessed_tokens = Counter(
+            "textmill_guessed_tokens", "Tokens that speculative decoding guessed.", registry=registry
+        )
+        self._accepted_tokens = Counter(
+            "textmill_accepted_tokens", "Guessed tokens that the model sampled.", registry=registry
+        )
+        for name, help_text, get in (
+            ("textmill_running_completions", "Completions in the batch.", lambda: scheduler.running_count),
+            ("textmill_waiting_completions", "Completions in the queue.", lambda: scheduler.waiting_count),
+        ):
+            Gauge(name, help_text, registry=registry).set_function(get)
+
+    def record_completion(self, choice: Choice) -> None:
+        """Count a finished completion. It may have no token, if its client disconnected. A prompt that was computed
+        counts once."""
+        generation = choice.generation
+        if choice.is_first_of_prompt and generation.is_prefilled:
+            self._prompt_tokens.inc(len(generation.prompt))
+            self._cached_tokens.inc(generation.num_cached_tokens)
+        self._completion_tokens.inc(len(generation.ids))
+        self._guessed_tokens.inc(generation.num_guessed_tokens)
+        self._accepted_tokens.inc(generation.num_accepted_tokens)
+        if choice.first_token_at is not None:
+            self._first_token_seconds.observe(choice.first_token_at - choice.created_at)
+            if (others := len(generation.ids) - 1) > 0:
+                self._token_seconds.observe((time.monotonic() - choice.first_token_at) / others)
+
+    def response(self) -> Response:
+        """Return all metrics in Prometheus's text format."""
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+
+class CountRequests:
+    """ASGI middleware that counts requests by endpoint and status. Paths outside ``endpoints`` count as ``other``."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, endpoints: frozenset[str]) -> None:
+        self._app, self._metrics, self._endpoints = app, metrics, endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request to the application, and count its response."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        endpoint = scope["path"] if scope["path"] in self._endpoints else "other"
+        status, started = 500, time.monotonic()
+
+        async def count_and_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, count_and_send)
+        finally:
+            self._metrics.requests.labels(endpoint, str(status)).inc()
+            self._metrics.request_seconds.labels(endpoint).observe(time.monotonic() - started)
