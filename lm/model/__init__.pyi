@@ -8,8 +8,8 @@ from .functional import cross_entropy as cross_entropy
 from .functional import scaled_dot_product_attention as scaled_dot_product_attention
 from .functional import silu as silu
 from .functional import softmax as softmax
-from .matmul import Embedding as Embedding
-from .matmul import Linear as Linear
+from .linear import Embedding as Embedding
+from .linear import Linear as Linear
 from .moe import MoE as MoE
 from .moe_config import MoEConfig as MoEConfig
 from .norm import RMSNorm as RMSNorm
