@@ -48,10 +48,10 @@ def measure(kind: str, preset: str, until: Any, data: dict[str, Any]) -> dict[st
     """Run once in this process; return the wall, idle and CPU seconds."""
     from flows.chain import PIPELINE
     from flows.config import load_preset
+    from flows.prefect_support.server import server_for_flow
     from tasks.ingest import find_sources
     from tasks.runtime.context import RunContext
     from tasks.runtime.stage import Stage
-    from textmill.cli.local_run import run_pipeline
 
     intervals: list[tuple[float, float]] = []
     materialize = Stage.materialize
@@ -69,7 +69,10 @@ def measure(kind: str, preset: str, until: Any, data: dict[str, Any]) -> dict[st
     with tempfile.TemporaryDirectory() as root:
         started, cpu = time.perf_counter(), time.process_time()
         if kind == "prefect":
-            run_pipeline(config, root, until)
+            from flows.pipeline import pipeline
+
+            with server_for_flow():
+                pipeline(config, root, until)
         else:
             caller = DirectCaller(RunContext(root, "direct", execution=config.execution))
             sources = find_sources(config.data, caller.run.store)

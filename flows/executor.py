@@ -18,7 +18,7 @@ from prefect.states import Completed
 from prefect.utilities.annotations import quote
 
 from flows.clusters import Runner, open_runner
-from flows.prefect_support.deployed_run import run_deployment_to_end
+from flows.prefect_support.deployments import run_deployment_to_end
 from flows.prefect_support.liveness import mark_task_runs_crashed
 from flows.prefect_support.signals import find_interrupt
 from flows.stage_task import read_refs, stage_task

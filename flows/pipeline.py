@@ -8,9 +8,9 @@ from pydantic import BeforeValidator
 from flows.chain import PIPELINE
 from flows.config import PipelineConfig, StageName, complete_config, load_preset
 from flows.forecast import check_training_memory
-from flows.prefect_support.deployed_run import check_deployment
+from flows.prefect_support.deployments import check_deployment
 from flows.prefect_support.liveness import mark_cancelled_after_ctrl_c
-from flows.prefect_support.naming import name_run
+from flows.prefect_support.logging import name_run
 from flows.run_stages import TASK_RUNNER, check_device, run_stages
 
 DEFAULTS = load_preset("demo")

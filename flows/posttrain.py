@@ -11,7 +11,7 @@ from pydantic import BeforeValidator
 from flows.posttrain_chain import POSTTRAIN
 from flows.posttrain_config import PosttrainConfig, PosttrainStage, complete_posttrain_config, load_posttrain_preset
 from flows.prefect_support.liveness import mark_cancelled_after_ctrl_c
-from flows.prefect_support.naming import name_run
+from flows.prefect_support.logging import name_run
 from flows.run_stages import TASK_RUNNER, check_device, run_stages
 
 DEFAULTS = load_posttrain_preset("demo")

@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, PositiveInt
 
 from flows.chain import PIPELINE
 from flows.config import PipelineConfig, complete_config, load_preset
-from flows.prefect_support.artifacts import ArtifactPublisher
 from flows.prefect_support.liveness import mark_cancelled_after_ctrl_c
+from flows.prefect_support.logging import ArtifactPublisher
 from flows.profile_training import ProfileResult, profile_training
 from flows.run_stages import TASK_RUNNER, check_device, run_stages
 from tasks.pages.profile import describe

@@ -11,10 +11,8 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.chain import Chain
 from flows.executor import PrefectExecutor
-from flows.prefect_support.artifacts import ArtifactPublisher
 from flows.prefect_support.liveness import hold_liveness_lock
-from flows.prefect_support.logging import send_logs_to_prefect
-from flows.prefect_support.naming import tag_run
+from flows.prefect_support.logging import ArtifactPublisher, send_logs_to_prefect, tag_run
 from flows.prefect_support.signals import find_interrupt, reinstall_sigterm_handler
 from lm.common.errors import Stopped, UserError
 from lm.files.copies import remove_old_copies

@@ -6,7 +6,7 @@ from prefect import flow
 from pydantic import BeforeValidator
 
 from flows.prefect_support.liveness import mark_cancelled_after_ctrl_c
-from flows.prefect_support.naming import name_run
+from flows.prefect_support.logging import name_run
 from flows.run_stages import TASK_RUNNER, check_device, run_stages
 from flows.sweep_chain import SWEEP
 from flows.sweep_config import SweepConfig, SweepStage, complete_sweep_config, load_sweep, with_trials

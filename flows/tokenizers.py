@@ -3,8 +3,8 @@
 from prefect import Task, flow
 from prefect.cache_policies import NO_CACHE
 
-from flows.prefect_support.artifacts import ArtifactPublisher
 from flows.prefect_support.liveness import mark_cancelled_after_ctrl_c
+from flows.prefect_support.logging import ArtifactPublisher
 from flows.tokenizer_comparison import ComparisonResult, compare
 from tasks.pages.tokenizers import describe
 

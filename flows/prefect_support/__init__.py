@@ -1,1 +1,1 @@
-"""The project's own additions to Prefect: names, logs, artifacts, shutdown, dead runs, and ``textmill up``."""
+"""The project's own additions to Prefect: its server, ``textmill up``, logs and artifacts, dead runs, shutdown."""

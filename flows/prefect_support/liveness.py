@@ -12,20 +12,18 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-import httpx
 from filelock import FileLock, Timeout
 from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, TaskRunFilter, TaskRunFilterState
-from prefect.client.schemas.filters import TaskRunFilterStateType as StateTypes
+from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
 from prefect.states import Cancelled, Crashed
 
+from flows.prefect_support.server import has_temporary_server_ended
 from flows.prefect_support.signals import find_interrupt, signal_number
-from flows.prefect_support.temporary_server import has_temporary_server_ended
 from lm.files.cache_dir import cache_directory
 
 log = logging.getLogger(__name__)
@@ -38,10 +36,14 @@ def hold_liveness_lock(run_id: str, run_count: int) -> None:
     """Mark the dead runs of this machine as crashed, and hold a lock for this run until its process ends.
 
     The operating system releases the lock however the process ends. The lock is never released earlier, because the
-    run's last state reaches Prefect after the flow's function has returned. ``run_count`` is the number of times that
-    Prefect has started the run; each start has its own lock.
+    run's last state reaches Prefect after the flow's function has returned. Each Prefect database has its own locks,
+    and so has each start of a run: ``run_count`` is the number of times that Prefect has started it.
     """
-    directory = _lock_directory()
+    settings = get_current_settings()
+    database = settings.api.url
+    if not database and (connection := settings.server.database.connection_url):
+        database = connection.get_secret_value()
+    directory = cache_directory() / "runs" / hashlib.sha256(str(database).encode()).hexdigest()[:16]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _mark_dead_runs_crashed(directory)
@@ -52,11 +54,6 @@ def hold_liveness_lock(run_id: str, run_count: int) -> None:
         _held_locks.append(lock)
     except OSError as error:
         log.warning("Prefect will not be told if this run's process dies: cannot write to %s: %s", directory, error)
-
-
-def is_server_unreachable(error: BaseException) -> bool:
-    """Return whether Prefect's server cannot be reached. Prefect's client wraps some of these errors."""
-    return any(isinstance(cause, httpx.TransportError) for cause in (error, error.__cause__))
 
 
 def exit_if_server_is_gone(code: int) -> None:
@@ -95,15 +92,6 @@ def mark_cancelled_after_ctrl_c(flow: Flow[..., Any], flow_run: FlowRun, state: 
             client.set_flow_run_state(flow_run.id, Cancelled(message="Stopped by Ctrl-C."), force=True)
 
 
-def _lock_directory() -> Path:
-    """Return the directory for the locks of all runs in the current Prefect database."""
-    settings = get_current_settings()
-    database = settings.api.url
-    if not database and (connection := settings.server.database.connection_url):
-        database = connection.get_secret_value()
-    return cache_directory() / "runs" / hashlib.sha256(str(database).encode()).hexdigest()[:16]
-
-
 def _mark_dead_runs_crashed(directory: Path) -> None:
     for path in directory.glob("*_*.lock"):
         with suppress(Timeout), FileLock(path, timeout=0):  # a live run holds its lock
@@ -131,9 +119,9 @@ def _mark_crashed(client: SyncPrefectClient, run_id: UUID, run_count: int) -> bo
     if is_waiting or run.run_count > run_count:
         return True
     message = f"Its process died; detected by run {flow_run.name}."
-    unfinished = TaskRunFilter(state=TaskRunFilterState(type=StateTypes(any_=[StateType.RUNNING, StateType.PENDING])))
     for task_run in client.read_task_runs(
-        flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run_id])), task_run_filter=unfinished
+        flow_run_filter=FlowRunFilter.model_validate({"id": {"any_": [run_id]}}),
+        task_run_filter=TaskRunFilter.model_validate({"state": {"type": {"any_": ["RUNNING", "PENDING"]}}}),
     ):
         client.set_task_run_state(task_run.id, Crashed(message=message), force=True)
     if run.state and not run.state.is_final():

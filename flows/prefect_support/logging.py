@@ -1,17 +1,38 @@
-"""Log records of the project in Prefect."""
+"""What Prefect shows of a run: its name, tags, log records and artifacts."""
 
 import logging
+from contextlib import suppress
+from uuid import UUID
 
+import prefect.artifacts
+from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.logging.handlers import APILogHandler
+from prefect.runtime import flow_run
 
-from flows.prefect_support.liveness import is_server_unreachable
+from flows.prefect_support.server import is_server_unreachable
 from lm.common.errors import Stopped, UserError
+from tasks.runs.run_record import run_name
+from tasks.runs.run_report import figures_line, page_of
+from tasks.runtime.output import Output
+
+log = logging.getLogger(__name__)
 
 # Not Prefect's setting PREFECT_LOGGING_EXTRA_LOGGERS: it sets no level, warns outside of runs, and has no effect after
 # Prefect is imported.
 _api_handler = APILogHandler()
 _api_handler.addFilter(lambda record: bool(FlowRunContext.get() or TaskRunContext.get()))
+
+
+def name_run() -> str:
+    """Return the name of the current run, in Prefect and under ``runs/``."""
+    return run_name((flow_run.parameters or {}).get("until"), flow_run.name or "run")
+
+
+def tag_run(*tags: str) -> None:
+    """Add tags to the current run. The UI filters runs by tags."""
+    with suppress(Exception), get_client(sync_client=True) as client:  # a run without tags is still a good run
+        client.update_flow_run(UUID(flow_run.id), tags={*flow_run.tags, *tags})
 
 
 def send_logs_to_prefect() -> None:
@@ -31,3 +52,33 @@ def _remove_traceback(record: logging.LogRecord) -> bool:
     if error and (isinstance(error, (UserError, Stopped)) or is_server_unreachable(error)):
         record.exc_info = None
     return True
+
+
+class ArtifactPublisher:
+    """Publishes Markdown artifacts of the current run.
+
+    It stops after the first failure to reach Prefect's server, because each further attempt would take a minute.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._is_server_gone = False
+
+    def publish_stage(self, stage: str, output: Output) -> None:
+        """Publish the page of a stage."""
+        self.publish(stage, f"# {stage}\n\n{page_of(output)}", figures_line(output))
+
+    def publish(self, name: str, markdown: str, description: str) -> None:
+        """Publish Markdown as the artifact ``<label>-<name>``. A failure is only logged.
+
+        Prefect's keys have no underscores: they become dashes.
+        """
+        if self._is_server_gone:
+            return
+        try:
+            key = f"{self._label}-{name}".replace("_", "-")
+            prefect.artifacts.create_markdown_artifact(markdown, key=key, description=description)
+        except Exception as error:  # an artifact only describes outputs that exist already
+            self._is_server_gone = is_server_unreachable(error)
+            suffix = "; no more artifacts are published" if self._is_server_gone else ""
+            log.warning("Cannot publish the artifact %s in Prefect%s: %s", name, suffix, error)

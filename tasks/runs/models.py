@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from lm.common.errors import UserError, did_you_mean
 from lm.hardware.cpu import available_cpus
 from lm.inference.config import Quantization
-from tasks.runs.run_record import absolute_root
+from tasks.runs.run_record import absolute_root, list_runs, read_run
 from tasks.runtime.output import Output, Ref, read_output
-from tasks.runtime.schemas import RunRecord, read_record
 from tasks.runtime.store import Store
 from tasks.sample import load_trained
 
@@ -120,7 +119,7 @@ def resolve_model(name: str, root: str) -> RunModel | DirectoryModel:
     store = Store(absolute_root(root))
     if not name:
         return latest_model(store, root)
-    runs = _run_names(store)
+    runs = list_runs(store)
     if name in runs:
         record = read_run(store, name)
         if not record:
@@ -163,7 +162,7 @@ def resolve_tokenizer(name: str, root: str) -> "TextTokenizer":
     from lm.tokenizer.tokenizer import Tokenizer
 
     store = Store(absolute_root(root))
-    runs = _run_names(store)
+    runs = list_runs(store)
     for run in [name] if name in runs else reversed(runs) if not name else []:
         stages = (read_run(store, run) or {"stages": {}})["stages"]
         for stage in ("base", "merge", "import"):
@@ -186,7 +185,7 @@ def resolve_tokenizer(name: str, root: str) -> "TextTokenizer":
 
 def latest_model(store: Store, root: str, stages: Sequence[tuple[str, str]] = RESULT_STAGES) -> RunModel:
     """Return the model of the latest run that has one of ``stages``. Raises UserError if there is no such run."""
-    for name in reversed(_run_names(store)):
+    for name in reversed(list_runs(store)):
         record = read_run(store, name)
         if record is None:
             log.warning("The run record %s.json is damaged and is skipped.", store.url("runs", name))
@@ -204,14 +203,3 @@ def _find_result(
             outputs = (read_output(store, Ref(stage, results[stage]["key"])) for stage in (model, tokenizer))
             return RunModel(name, *outputs)
     return None
-
-
-def _run_names(store: Store) -> list[str]:
-    """Return the names of all runs, the latest last."""
-    files = [Path(file) for file in store.list_names("runs")]
-    return [file.stem for file in files if file.suffix == ".json" and file.stem != "latest"]
-
-
-def read_run(store: Store, name: str) -> dict[str, Any] | None:
-    """Return the record of a run; None if it is damaged or missing."""
-    return read_record(RunRecord, store, "runs", f"{name}.json")

@@ -16,6 +16,7 @@ from tasks.runs.run_report import report_text
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Output, Ref, read_output
 from tasks.runtime.schemas import RUN_NAME, RunRecord, read_record
+from tasks.runtime.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,17 @@ def run_name(until: str | None, name: str) -> str:
         return name
     words = re.sub(r"[^\w.-]+", "-", f"{until or 'full'}-{name}", flags=re.ASCII)[:200]  # it names files
     return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{words}"
+
+
+def list_runs(store: Store) -> list[str]:
+    """Return the names of all runs, the latest last."""
+    files = [Path(file) for file in store.list_names("runs")]
+    return [file.stem for file in files if file.suffix == ".json" and file.stem != "latest"]
+
+
+def read_run(store: Store, name: str) -> dict[str, Any] | None:
+    """Return the record of a run; None if it is damaged or missing."""
+    return read_record(RunRecord, store, "runs", f"{name}.json")
 
 
 def outputs_of(run: RunContext, record: dict[str, Any]) -> dict[str, Output]:
@@ -95,9 +107,9 @@ class Recorder:
             log.info("%s finished in %.1f s.", stage, seconds)
         return output, is_made
 
-    def save(self) -> None:
-        """Write the record of a run that is not finished: gc keeps the outputs that it has made."""
-        self._write(f"{self.run.name}.json")
+    def save(self, name: str = "") -> None:
+        """Write the record, by default under the name of the run. Of one that is not finished, gc keeps the outputs."""
+        self.run.store.write_json(self.content, "runs", f"{name or self.run.name}.json")
 
     def finish(self) -> dict[str, Any]:
         """Write the report, mark the run as the latest, and return the record.
@@ -109,7 +121,7 @@ class Recorder:
             self.run.store.delete_file("runs", f"{self.run.name}.json")
             return {**self.content, "name": last["name"], "report": last["report"]}
         self._write_report()
-        self._write("latest.json")
+        self.save("latest")
         return self.content
 
     def stop(self) -> None:
@@ -137,9 +149,8 @@ class Recorder:
 
         if self.run.made or any(stage["state"] == "made" for stage in self.content["stages"].values()):
             return None
-        names = [name for name in self.run.store.list_names("runs") if name.endswith(".json")]
-        names = sorted(set(names) - {"latest.json", f"{self.run.name}.json"})
-        last = read_record(RunRecord, self.run.store, "runs", names[-1]) if names else None
+        names = [name for name in list_runs(self.run.store) if name != self.run.name]
+        last = read_run(self.run.store, names[-1]) if names else None
         own = json.loads(json.dumps(self.content))  # tuples become lists
         return last if last and last.get("report") and essence(last) == essence(own) else None
 
@@ -148,7 +159,4 @@ class Recorder:
         data = report.encode()
         self.run.store.write_text(report, "runs", name)
         self.content["report"] = {"path": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        self._write(f"{self.run.name}.json")
-
-    def _write(self, name: str) -> None:
-        self.run.store.write_json(self.content, "runs", name)
+        self.save()

@@ -19,7 +19,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, LogFi
 from prefect.client.schemas.objects import FlowRun, Log, TaskRun
 
 from flows.config import StageName
-from flows.prefect_support.local_stack import create_work_pools
+from flows.prefect_support.deployments import create_work_pools
 from lm.text.pretokenize import GPT2_PATTERN
 from tests.helpers.kernel_cache import cache_with_kernels
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for

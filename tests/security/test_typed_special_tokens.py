@@ -17,7 +17,7 @@ from lm.inference.llama_tokenizer import LlamaTokenizer
 from tests.helpers.generating import LoadedModel, make_model
 from tests.helpers.tokenizers import bytes_tokenizer
 from tests.helpers.training import small_trainer
-from textmill.cli import commands
+from textmill.cli import tools
 from textmill.cli.main import main
 from textmill.server.requests import ChatRequest, CompletionRequest, parse_request
 
@@ -39,7 +39,7 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         original(self)
 
     monkeypatch.setattr(Generation, "__post_init__", spy)
-    monkeypatch.setattr(commands, "resolve_model", lambda *arguments: LoadedModel(MODEL, TOKENIZER))
+    monkeypatch.setattr(tools, "resolve_model", lambda *arguments: LoadedModel(MODEL, TOKENIZER))
     return recorded
 
 

@@ -1,21 +1,25 @@
-"""The command ``textmill``: run a subcommand, and turn user errors, signals and a closed output into an exit code."""
+"""The command ``textmill``: run a subcommand, and turn user errors, signals and a closed output into an exit code.
 
-import argparse
+Log lines and messages go to stderr. If they cannot be written, the command goes on.
+"""
+
 import errno
+import io
+import logging
 import os
 import select
 import sys
-from pathlib import Path
+from contextlib import suppress
+from typing import Any, TextIO
 
-from jsonargparse import Namespace
+from tqdm import tqdm
 
-from flows.config import PipelineConfig
-from flows.prefect_support.settings_errors import explain_settings_error, mute_settings_errors
+from flows.prefect_support.deployments import find_local_stack
+from flows.prefect_support.server import explain_settings_error, is_server_configured, mute_settings_errors
 from flows.prefect_support.signals import STOPPED_MESSAGE, find_interrupt, handle_termination, signal_number
-from flows.sweep_config import load_sweep
 from lm.common.errors import UserError
-from textmill.cli.console import discard_stream, flush_messages, prepare_streams, print_message
-from textmill.cli.parser import build_parser, parse
+from tasks.runtime.stage import group_log
+from textmill.cli.parser import parse_command
 
 # Prefect and its ephemeral server read these settings when they are imported.
 _PREFECT_SETTINGS = {
@@ -30,8 +34,9 @@ _PREFECT_SETTINGS = {
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
 }
 
-_RUN_FLOWS = {"run", "posttrain", "sweep", "profile", "tokenizers"}
+_FLOW_COMMANDS = {"run", "posttrain", "sweep", "profile", "tokenizers"}  # those of textmill.cli.run
 _KEEP_NOTHING = {"sample", "chat", "tokenizers", "export"}  # commands whose work is lost if they are stopped
+_WITHOUT_LOG = {"sample", "chat", "serve", "verify", "gc", "up"}  # commands that do not show the project's log lines
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,33 +52,96 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     mute_settings_errors()
     arguments = sys.argv[1:] if arguments is None else arguments
-    command = arguments[0] if arguments else ""
     try:
-        code = _run(arguments)
+        command, options = parse_command(arguments)
+        code = _prepare_command(command)(options) or 0
         if sys.stdout is not None:  # None: it was closed before the start
             sys.stdout.flush()
     except BaseException as error:
         if interrupt := find_interrupt(error):
-            print_message("textmill: stopped." if command in _KEEP_NOTHING else STOPPED_MESSAGE)
+            keeps_nothing = bool(_KEEP_NOTHING.intersection(arguments[:1]))
+            _print_message("textmill: stopped." if keeps_nothing else STOPPED_MESSAGE)
             code = 128 + signal_number(interrupt)
         elif explained := error if isinstance(error, UserError) else explain_settings_error(error):
-            print_message(f"textmill: {explained}")
+            _print_message(f"textmill: {explained}")
             code = 2
         elif isinstance(error, BrokenPipeError) and _is_output_closed():  # e.g. head has read enough
-            discard_stream(sys.stdout)
+            _discard_stream(sys.stdout)
             code = 141
         elif isinstance(error, OSError) and error.errno == errno.ENOSPC and _is_output_full():
-            discard_stream(sys.stdout)
-            print_message(f"textmill: The output cannot be written: {error.strerror}.")
+            _discard_stream(sys.stdout)
+            _print_message(f"textmill: The output cannot be written: {error.strerror}.")
             code = 2
         else:
             raise
-    flush_messages()
-    if "flows.run_stages" in sys.modules:  # otherwise no flow can have run, and importing Prefect would take seconds
-        from flows.prefect_support.liveness import exit_if_server_is_gone
-
-        exit_if_server_is_gone(code)
+    try:
+        sys.stderr.flush()
+    except OSError:  # Python would fail when it flushes at the end
+        _discard_stream(sys.stderr)
+    if liveness := sys.modules.get("flows.prefect_support.liveness"):  # otherwise no flow can have run
+        liveness.exit_if_server_is_gone(code)
     return code
+
+
+def _prepare_command(name: str) -> Any:
+    """Return the function of a command. Show log lines, and report to a server, as the command does."""
+    from textmill.cli import run, tools
+
+    if name not in _WITHOUT_LOG:
+        log_to_console()
+    # A temporary server would write the same database as that of a running textmill up.
+    if name in _FLOW_COMMANDS and not is_server_configured() and (url := find_local_stack()):
+        os.environ["PREFECT_API_URL"] = f"{url}/api"
+        if "prefect" in sys.modules:  # it has read its settings already, to see whether they name a server
+            from prefect.context import refresh_global_settings_context
+
+            refresh_global_settings_context()
+        _print_message(f"This run reports to the server of textmill up, {url}.")
+    return getattr(run if name in _FLOW_COMMANDS else tools, f"{name.replace('-', '_')}_command")
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints log lines above a progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name != group_log.name or record.levelno > logging.INFO:  # a progress bar counts the groups
+            try:
+                tqdm.write(self.format(record), file=sys.stderr)
+            except Exception:  # a log line that cannot be written must not end a training
+                self.handleError(record)
+
+
+_console_handler = _ConsoleHandler()
+_console_handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
+
+
+def log_to_console() -> None:
+    """Print the project's log lines from level INFO to stderr."""
+    for name in ("lm", "tasks", "flows", "textmill"):
+        logger = logging.getLogger(name)
+        logger.propagate = False  # the root logger has Prefect's console handler
+        logger.setLevel(logging.INFO)
+        logger.addHandler(_console_handler)
+
+
+def prepare_streams() -> None:
+    """Escape characters that stdout cannot encode. Open the null device in place of a closed stdin or stderr."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    for name, mode in (("stdin", "r"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # input would fail; print and tqdm would write to stdout
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 # until the process ends
+
+
+def _print_message(message: str) -> None:
+    """Print a message to stderr, unless it cannot be written."""
+    with suppress(OSError):
+        print(message, file=sys.stderr)
+
+
+def _discard_stream(stream: TextIO) -> None:
+    """Discard what a stream has not written yet and will write."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _is_output_closed() -> bool:
@@ -88,60 +156,3 @@ def _is_output_full() -> bool:
     except OSError:
         return True
     return False
-
-
-def _run(arguments: list[str]) -> int:
-    try:
-        Path.cwd()
-    except OSError as error:
-        raise UserError(f"The working directory cannot be used: {error.strerror}. Change to another one.") from None
-    preset = _preset_name(arguments)
-    command = arguments[0] if arguments else None
-    presets = {"posttrain_preset" if command == "posttrain" else "preset": preset}
-    sweep_base = _sweep_base(arguments) if command == "sweep" else None
-    parser = build_parser(**presets, sweep_base=sweep_base, only=command)
-    parsed = parse(parser, arguments)
-    options: Namespace = parser.instantiate(parsed)[parsed.command]
-    if options.get("preset", preset) != preset:  # named in a file or by an abbreviation, which _preset_name ignores
-        raise UserError(f"Name the preset on the command line: --preset {options.preset}")
-    if parsed.command in _RUN_FLOWS:
-        _use_local_stack()
-    from textmill.cli import commands
-
-    return getattr(commands, f"{parsed.command.replace('-', '_')}_command")(options) or 0
-
-
-def _use_local_stack() -> None:
-    """Report to the server of a running ``textmill up``, unless Prefect's settings name a server.
-
-    A temporary server would write the same database.
-    """
-    from flows.prefect_support.local_stack import find_local_stack
-    from textmill.cli.local_run import is_server_configured
-
-    if not is_server_configured() and (url := find_local_stack()):
-        os.environ["PREFECT_API_URL"] = f"{url}/api"
-        if "prefect" in sys.modules:  # it has read its settings already, to see whether they name a server
-            from prefect.context import refresh_global_settings_context
-
-            refresh_global_settings_context()
-        print_message(f"This run reports to the server of textmill up, {url}.")
-
-
-def _preset_name(arguments: list[str]) -> str:
-    """Return the preset, which is needed to build the parser."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--preset", nargs="?", const="demo", default="demo")
-    return str(parser.parse_known_args(arguments)[0].preset)
-
-
-def _sweep_base(arguments: list[str]) -> PipelineConfig | None:
-    """Return the base of the sweep that a command line names, which is needed to build the parser."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--size", nargs="?", default="")
-    size, rest = parser.parse_known_args(arguments[1:])
-    if not rest or {"-h", "--help"} & {*rest}:
-        return None
-    if rest[0].startswith("-"):  # without its base, the sweep's options would be those of another configuration
-        raise UserError("Name the sweep first: textmill sweep NAME [options].")
-    return load_sweep(rest[0], size.size or "").base

@@ -1,9 +1,10 @@
-"""The options of ``textmill`` and its subcommands. :mod:`textmill.cli.commands` has a function ``<name>_command`` for
-each subcommand.
+"""The options of ``textmill`` and its subcommands. A subcommand has a function ``<name>_command`` in
+:mod:`textmill.cli.run` if it starts a flow, and else in :mod:`textmill.cli.tools`.
 
 The options that configure the pipeline come from the config dataclasses.
 """
 
+import argparse
 import json
 import re
 from dataclasses import asdict, is_dataclass
@@ -17,27 +18,30 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_t
 
 from flows.config import PRESETS, PipelineConfig, StageName, preset_names, preset_path
 from flows.posttrain_config import POSTTRAIN_PRESETS, Method, PosttrainConfig, PosttrainStage
-from flows.sweep_config import SWEEP_PRESETS
+from flows.sweep_config import SWEEP_PRESETS, load_sweep
 from flows.yaml_files import read_yaml
 from lm.common.errors import UserError, did_you_mean
 from lm.eval.config import EvaluationConfig, TeachConfig
 from lm.inference.config import Quantization, SampleConfig
 from lm.train.config import TrainConfig
 
-_ROOT: dict[str, Any] = {"type": str, "default": "artifacts", "help": "directory or URL of all outputs"}
-_MODEL: dict[str, Any] = {
-    "type": str,
-    "default": "",
-    "help": "a run below --root, or a local directory in a format of Hugging Face or Meta; default: the latest run",
+_SHARED_OPTIONS: dict[str, dict[str, Any]] = {
+    "root": {"type": str, "default": "artifacts", "help": "directory or URL of all outputs"},
+    "model": {
+        "type": str,
+        "default": "",
+        "help": "a run below --root, or a local directory in a format of Hugging Face or Meta; default: the latest run",
+    },
+    "device": {"type": str, "default": "auto", "help": "cpu, cuda, mps or auto"},
+    "quantize": {
+        "choices": get_args(Quantization),
+        "default": "none",
+        "help": "how weights are stored: none: as saved; bfloat16: 16 bits; int8: 8 bits, on CPUs only. "
+        "Fewer bits are faster and a little less exact",
+    },
+    "refresh": {"type": str, "default": "", "help": "stages to run again, separated by commas"},
+    "plan": {"action": "store_true", "help": "show what a run would do and why, without running it"},
 }
-_DEVICE: dict[str, Any] = {"type": str, "default": "auto", "help": "cpu, cuda, mps or auto"}
-_QUANTIZE: dict[str, Any] = {
-    "choices": get_args(Quantization),
-    "default": "none",
-    "help": "how weights are stored: none: as saved; bfloat16: 16 bits; int8: 8 bits, on CPUs only. "
-    "Fewer bits are faster and a little less exact",
-}
-
 _BatchSize = restricted_number_type("BatchSize", int, [(">=", 1), ("<=", 1 << 16)])
 _Megabytes = restricted_number_type("Megabytes", int, [(">=", 0), ("<=", 1 << 30)])
 
@@ -73,6 +77,11 @@ class _Parser(ArgumentParser):
             message = message.replace(missing.group(), re.sub(r"\b\w+\.(?=\w)", "", missing.group()))
         raise UserError(f"{message.rstrip('.')}{hint}. See textmill --help, textmill run --help.")
 
+    def share(self, *names: str) -> None:
+        """Add options that several commands have."""
+        for name in names:
+            self.add_argument(f"--{name}", **_SHARED_OPTIONS[name])
+
 
 class _ConfigFile(ActionConfigFile):
     """The option ``--config``. Its errors name the file."""
@@ -90,37 +99,40 @@ class _ConfigFile(ActionConfigFile):
 
 
 def build_parser(
-    preset: str = "demo",
-    posttrain_preset: str = "demo",
-    sweep_base: PipelineConfig | None = None,
-    only: str | None = None,
+    preset: str = "demo", sweep_base: PipelineConfig | None = None, only: str | None = None
 ) -> ArgumentParser:
-    """Return the parser of all subcommands. Options that a command line omits come from the presets, and those of a
+    """Return the parser of all subcommands. Options that a command line omits come from the preset, and those of a
     sweep from its base.
 
     ``only``: the subcommand that will be parsed. The others have no options of the pipeline then, which saves 0.3 s.
+    ``preset`` is one of post-training only if this is ``posttrain``.
     """
     description = "Turn raw text into a language model, in cached stages."
-    parser = _Parser(prog="textmill", description=description, version=_installed_version())
+    try:
+        installed = version("textmill")
+    except PackageNotFoundError:
+        installed = "unknown: the package is not installed"
+    parser = _Parser(prog="textmill", description=description, version=installed)
     subcommands = parser.add_subcommands(required=True, dest="command")
 
-    def add(name: str, description: str, **options: Any) -> ArgumentParser:
+    def add(name: str, description: str, *shared: str, **options: Any) -> _Parser:
         subparser = _Parser(description=description, **options)
         subcommands.add_subcommand(name, subparser, help=description)
+        subparser.share(*shared)
         return subparser
 
-    def add_flow(name: str, description: str, preset: str, presets: Path, config: type, stages: Any) -> ArgumentParser:
+    def add_flow(name: str, description: str, preset: str, presets: Path, config: type, stages: Any) -> _Parser:
         if only not in (None, name):
             return add(name, description)
         command = add(name, description, default_config_files=[str(preset_path(preset, presets))])
         names = ", ".join(preset_names(presets))
         command.add_argument("--preset", type=str, default="demo", help=f"configuration to start from: {names}")
         command.add_argument("--config", action=_ConfigFile, help="YAML file of options; it overrides the preset")
-        command.add_argument("--root", **_ROOT)
+        command.share("root")
         if stages:
             known = ", ".join(get_args(stages))
             command.add_argument("--until", type=str, default="", help=f"last stage to run: {known}")
-            command.add_argument("--refresh", type=str, default="", help="stages to run again, separated by commas")
+            command.share("refresh")
         command.add_class_arguments(config)
         return command
 
@@ -132,46 +144,31 @@ def build_parser(
             command.add_argument("--out", type=str, default="", help="directory of the files; default: below profiles/")
 
     description = "Fine-tune a trained model on dialogs, preferences or rewards. Unchanged stages are cached."
+    posttrain_preset = preset if only == "posttrain" else "demo"
     posttrain = add_flow("posttrain", description, posttrain_preset, POSTTRAIN_PRESETS, PosttrainConfig, PosttrainStage)
-    posttrain.add_argument("--plan", action="store_true", help="show what a run would do and why, without running it")
+    posttrain.share("plan")
 
     sweep = add("sweep", "Train at many points that differ in some options, and compare. Finished points are cached.")
     sweep.add_argument("sweep", type=str, help=f"{', '.join(preset_names(SWEEP_PRESETS))}, or a YAML file")
-    sweep.add_argument(
-        "--size",
-        type=str,
-        default="",
-        help="such as demo or stories; default: the first size in the file",
-    )
-    sweep.add_argument("--root", **_ROOT)
-    sweep.add_argument("--refresh", type=str, default="", help="stages to run again, separated by commas")
-    sweep.add_argument("--plan", action="store_true", help="show what a run would do and why, without running it")
+    size_help = "such as demo or stories; default: the first size in the file"
+    sweep.add_argument("--size", type=str, default="", help=size_help)
+    sweep.share("root", "refresh", "plan")
     if only in (None, "sweep"):
         sweep.add_class_arguments(PipelineConfig)
     if sweep_base:
         sweep.set_defaults(_flat(asdict(sweep_base)))
 
-    sample = add("sample", "Sample text from a model.")
-    sample.add_argument("--model", **_MODEL)
-    sample.add_argument("--root", **_ROOT)
-    sample.add_argument("--device", **_DEVICE)
-    sample.add_argument("--quantize", **_QUANTIZE)
+    sample = add("sample", "Sample text from a model.", "model", "root", "device", "quantize")
     sample.add_argument("--prompt", action="append", default=None, type=str, help="text to continue; may be repeated")
     sample.add_class_arguments(SampleConfig, skip={"prompts"})
 
-    chat = add("chat", "Chat with a model. Ctrl-C stops an answer; Ctrl-D or /quit ends the chat.")
-    chat.add_argument("--model", **_MODEL)
-    chat.add_argument("--root", **_ROOT)
-    chat.add_argument("--device", **_DEVICE)
-    chat.add_argument("--quantize", **_QUANTIZE)
+    description = "Chat with a model. Ctrl-C stops an answer; Ctrl-D or /quit ends the chat."
+    chat = add("chat", description, "model", "root", "device", "quantize")
     chat.add_argument("--system", type=str, default="", help="system message: how the model should answer")
     chat.add_class_arguments(SampleConfig, skip={"prompts", "samples"})
 
-    serve = add("serve", "Serve a model over OpenAI's HTTP API: completions and chat.")
-    serve.add_argument("--model", **_MODEL)
-    serve.add_argument("--root", **_ROOT)
-    serve.add_argument("--device", **_DEVICE)
-    serve.add_argument("--quantize", **_QUANTIZE)
+    description = "Serve a model over OpenAI's HTTP API: completions and chat."
+    serve = add("serve", description, "model", "root", "device", "quantize")
     serve.add_argument("--host", type=str, default="127.0.0.1", help="address to listen on")
     serve.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free port")
     serve.add_argument("--max_batch_size", type=_BatchSize, default=16, help="completions computed at the same time")
@@ -185,12 +182,11 @@ def build_parser(
     serve.add_argument("--max_requests_per_client", type=NonNegativeInt, default=0, help=limit_help)
 
     evaluate = add("evaluate", "Ask a model the problems of a task, and show how many of its answers are right.")
-    evaluate.add_argument("--model", **_MODEL | {"help": f"{_MODEL['help']}; or the URL of a server with OpenAI's API"})
+    model_help = f"{_SHARED_OPTIONS['model']['help']}; or the URL of a server with OpenAI's API"
+    evaluate.add_argument("--model", **_SHARED_OPTIONS["model"] | {"help": model_help})
     name_help = "name of the model at the URL; default: that of the only one. OPENAI_API_KEY may hold a key"
     evaluate.add_argument("--model_name", type=str, default="", help=name_help)
-    evaluate.add_argument("--root", **_ROOT)
-    evaluate.add_argument("--device", **_DEVICE)
-    evaluate.add_argument("--quantize", **_QUANTIZE)
+    evaluate.share("root", "device", "quantize")
     evaluate.add_argument("--out", type=str, default="", help="directory of the responses; default: below evaluations/")
     evaluate.add_class_arguments(EvaluationConfig)
 
@@ -202,33 +198,22 @@ def build_parser(
     tokenizers.add_argument("tokenizers", nargs="*", type=str, help=tokenizer_help)
     text_help = "text to compare on, as FILE or LABEL=FILE, in any form of --data.train; may be repeated"
     tokenizers.add_argument("--text", action="append", default=None, type=str, required=True, help=text_help)
-    tokenizers.add_argument("--root", **_ROOT)
+    tokenizers.share("root")
     tokenizers.add_argument("--out", type=str, default="", help="directory of the files; default: tokenizers/")
 
     export = add("export", "Export a model for transformers, as a Llama, a Qwen3 or a relative, or for llama.cpp.")
     export.add_argument("path", type=str, help="new or empty directory; with --gguf, a new file")
     gguf_help = "write one GGUF file for llama.cpp, with matrices of this type"
     export.add_argument("--gguf", choices=["float32", "bfloat16", "q8_0"], default=None, help=gguf_help)
-    export.add_argument("--model", **_MODEL)
-    export.add_argument("--root", **_ROOT)
+    export.share("model", "root")
 
-    verify = add("verify", "Check all digests under a root. The exit code is 1 if files are damaged.")
-    verify.add_argument("--root", **_ROOT)
-
-    gc = add("gc", "List outputs that no run needs, and what unfinished or replaced stages left.")
-    gc.add_argument("--root", **_ROOT)
+    add("verify", "Check all digests under a root. The exit code is 1 if files are damaged.", "root")
+    gc = add("gc", "List outputs that no run needs, and what unfinished or replaced stages left.", "root")
     gc.add_argument("--delete", action="store_true", help="delete the listed files")
 
     up = add("up", "Start Prefect's server, the deployments of prefect.yaml and a worker. Ctrl-C stops them.")
     up.add_argument("--port", type=int, default=4200, help="port of the server and its UI, on 127.0.0.1")
     return parser
-
-
-def _installed_version() -> str:
-    try:
-        return version("textmill")
-    except PackageNotFoundError:
-        return "unknown: the package is not installed"
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
@@ -289,25 +274,52 @@ def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
         raise UserError("An option's value has a class_path, which is not allowed.") from None
     except OverflowError as error:
         raise UserError(f"An option's number is out of range: {error}.") from None
-    config = {
-        **dict.fromkeys(_PIPELINE_COMMANDS, PipelineConfig),
-        "posttrain": PosttrainConfig,
-        "sweep": PipelineConfig,
-    }.get(parsed.command)
-    types = get_type_hints(config) if config else {}
+    options = parsed[parsed.command]
+    configs = {**dict.fromkeys((*_PIPELINE_COMMANDS, "sweep"), PipelineConfig), "posttrain": PosttrainConfig}
+    types = get_type_hints(configs[parsed.command]) if parsed.command in configs else {}
     for name in (name for name, kind in types.items() if is_dataclass(kind)):
-        if not isinstance(section := parsed[parsed.command].get(name, Namespace()), Namespace):
+        if not isinstance(section := options.get(name, Namespace()), Namespace):
             raise UserError(f"{name} is {section!r}; it must be a section of options, each with a name and a value.")
-    if parsed.command == "posttrain":
-        _check_trainings(parsed.posttrain)
+    for method in get_args(Method) if parsed.command == "posttrain" else ():
+        section = "sft" if method == "sft" else f"{method}.train"
+        try:
+            TrainConfig(**vars(options[section]))
+        except UserError as error:  # name the options of this training
+            raise UserError(re.sub(r"\btrain\.", f"{section}.", str(error))) from None
     return parsed
 
 
-def _check_trainings(config: Namespace) -> None:
-    """Raise UserError for a mistake in a training of ``posttrain``. Its message names the options of that training."""
-    for method in get_args(Method):
-        section = "sft" if method == "sft" else f"{method}.train"
-        try:
-            TrainConfig(**vars(config[section]))
-        except UserError as error:
-            raise UserError(re.sub(r"\btrain\.", f"{section}.", str(error))) from None
+def parse_command(arguments: list[str]) -> tuple[str, Namespace]:
+    """Return the command that a command line names, and its options. Raise UserError if they are invalid."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise UserError(f"The working directory cannot be used: {error.strerror}. Change to another one.") from None
+    command = arguments[0] if arguments else None
+    # The preset and the base of the sweep are needed to build the parser.
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--preset", nargs="?", const="demo", default="demo")
+    preset = str(early.parse_known_args(arguments)[0].preset)
+    parser = build_parser(preset, _read_sweep_base(arguments) if command == "sweep" else None, command)
+    parsed = parse(parser, arguments)
+    options: Namespace = parser.instantiate(parsed)[parsed.command]
+    if options.get("preset", preset) != preset:  # named in a file or by an abbreviation, which ``early`` ignores
+        raise UserError(f"Name the preset on the command line: --preset {options.preset}")
+    return parsed.command, options
+
+
+def _read_sweep_base(arguments: list[str]) -> PipelineConfig | None:
+    """Return the base of the sweep that a command line names."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--size", nargs="?", default="")
+    size, rest = parser.parse_known_args(arguments[1:])
+    if not rest or {"-h", "--help"} & {*rest}:
+        return None
+    if rest[0].startswith("-"):  # without its base, the sweep's options would be those of another configuration
+        raise UserError("Name the sweep first: textmill sweep NAME [options].")
+    return load_sweep(rest[0], size.size or "").base
+
+
+def read_config(config_type: Any, options: Namespace) -> Any:
+    """Return the config whose fields are options. A field that is no option has its default."""
+    return config_type(**{name: options[name] for name in config_type.__dataclass_fields__ if name in options})

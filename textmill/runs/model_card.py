@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.pages.markdown import code, table
-from tasks.runs.models import RunModel, read_run
+from tasks.runs.models import RunModel
+from tasks.runs.run_record import read_run
 from tasks.runs.run_report import format_figures
 from tasks.runtime.output import Ref, open_output
 

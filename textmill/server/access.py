@@ -1,22 +1,25 @@
-"""Who may send requests: an API key, the name of the server, and a limit of requests at a time for each client.
+"""Who may send requests: an API key, the name of the server, a limit of requests at a time for each client, and a time
+limit for the arrival of a request.
 
-All are checked before the body of a request is read, so a refused request costs nothing.
+All but the last are checked before the body of a request is read, so a refused request costs nothing.
 """
 
+import asyncio
 import hashlib
 import hmac
 import re
 from collections import Counter
 
+import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from textmill.server.requests import ApiError
 
-OPEN_PATHS = frozenset({"/", "/health"})
-"""The page, which asks for the key itself, and the check of a load balancer."""
+_OPEN_PATHS = frozenset({"/", "/health"})  # the page, which asks for the key itself, and the check of a load balancer
 _LOOPBACK = rb"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]+)?"
-_LOOPBACK_HOST = re.compile(_LOOPBACK, re.IGNORECASE)
-_LOOPBACK_ORIGIN = re.compile(rb"https?://" + _LOOPBACK, re.IGNORECASE)
+_ARRIVAL_SECONDS = 30.0  # for the headers, and again for the body
+_TIMEOUT_RESPONSE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class AccessControl:
@@ -43,30 +46,37 @@ class AccessControl:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if self._is_private and (error := _find_foreign_header(scope)):
-            await error.response()(scope, receive, send)
-            return
-        if scope["path"] in OPEN_PATHS:
-            await self._app(scope, receive, send)
-            return
-        if not self._has_key(scope):
-            # Clients look for the first words, which are OpenAI's.
-            message = "Incorrect API key provided, or none; send the server's key as a bearer token."
-            error = ApiError(401, message, code="invalid_api_key")
-            await error.response()(scope, receive, send)
-            return
         client = scope["client"][0] if scope.get("client") else ""
-        if 0 < self._max_requests <= self._requests_of[client]:
-            message = f"{self._max_requests} requests of this client are unfinished, the most at a time. Retry later."
-            await ApiError(429, message).response()(scope, receive, send)
+        if error := self._find_error(scope, client):
+            await error.response()(scope, receive, send)
             return
-        self._requests_of[client] += 1
+        is_limited = scope["path"] not in _OPEN_PATHS
+        self._requests_of[client] += is_limited
         try:
             await self._app(scope, receive, send)
         finally:
-            self._requests_of[client] -= 1
+            self._requests_of[client] -= is_limited
             if not self._requests_of[client]:
                 del self._requests_of[client]
+
+    def _find_error(self, scope: Scope, client: str) -> ApiError | None:
+        """Return why a request is refused; None if it is not."""
+        for name, value in scope["headers"] if self._is_private else ():
+            if name == b"host" and not re.fullmatch(_LOOPBACK, value, re.IGNORECASE):
+                message = "Without an API key, the server answers requests to localhost, 127.0.0.1 or [::1] only."
+                return ApiError(421, message)
+            if name == b"origin" and not re.fullmatch(rb"https?://" + _LOOPBACK, value, re.IGNORECASE):
+                return ApiError(403, "Without an API key, the server answers no web pages of other machines.")
+        if scope["path"] in _OPEN_PATHS:
+            return None
+        if not self._has_key(scope):
+            # Clients look for the first words, which are OpenAI's.
+            message = "Incorrect API key provided, or none; send the server's key as a bearer token."
+            return ApiError(401, message, code="invalid_api_key")
+        if 0 < self._max_requests <= self._requests_of[client]:
+            message = f"{self._max_requests} requests of this client are unfinished, the most at a time. Retry later."
+            return ApiError(429, message)
+        return None
 
     def _has_key(self, scope: Scope) -> bool:
         if self._key_digest is None:
@@ -77,16 +87,49 @@ class AccessControl:
         return hmac.compare_digest(_digest(key.strip()), self._key_digest) and scheme.lower() == b"bearer"
 
 
-def _find_foreign_header(scope: Scope) -> ApiError | None:
-    """Return what is wrong with a request that names another machine than this; None if it names none."""
-    for name, value in scope["headers"]:
-        if name == b"host" and not _LOOPBACK_HOST.fullmatch(value):
-            message = "Without an API key, the server answers requests to localhost, 127.0.0.1 or [::1] only."
-            return ApiError(421, message)
-        if name == b"origin" and not _LOOPBACK_ORIGIN.fullmatch(value):
-            return ApiError(403, "Without an API key, the server answers no web pages of other machines.")
-    return None
-
-
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+class RequestTimeout(H11Protocol):
+    """uvicorn's HTTP protocol, which closes a connection if the headers or the body take more than 30 seconds.
+
+    uvicorn itself limits only the time between two requests. The answer is 408, unless the request has one already.
+    """
+
+    _timer: asyncio.TimerHandle | None = None
+    _timed_cycle: RequestResponseCycle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the time of the first headers."""
+        super().connection_made(transport)
+        self._update_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the time."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        """Handle what has arrived, and start or stop the time of the next part."""
+        super().handle_events()
+        self._update_timer()
+
+    def _update_timer(self) -> None:
+        is_arriving = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if not is_arriving or self._timed_cycle is not self.cycle:  # the headers of a request make a cycle
+            self._stop_timer()
+        if is_arriving and self._timer is None and not self.transport.is_closing():
+            self._timer = self.loop.call_later(_ARRIVAL_SECONDS, self._close)
+            self._timed_cycle = self.cycle
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _close(self) -> None:
+        has_response = self.conn.their_state is h11.SEND_BODY and self.cycle.response_started
+        if not has_response and not self.transport.is_closing():
+            self.transport.write(_TIMEOUT_RESPONSE)
+        self.transport.close()

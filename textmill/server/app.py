@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from ipaddress import IPv4Address, IPv6Address
 from typing import Any
 
 import uvicorn
@@ -28,11 +27,10 @@ from lm.inference.scheduler import QueueFull, Scheduler, SchedulerClosed
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.text_tokenizer import TextTokenizer
 from tasks.runs.models import ResolvedModel
-from textmill.server.access import AccessControl
+from textmill.server.access import AccessControl, RequestTimeout
 from textmill.server.logprobs import TokenNames
 from textmill.server.metrics import CountRequests, ServerMetrics
 from textmill.server.page import page_response
-from textmill.server.request_timeout import RequestTimeout
 from textmill.server.requests import ApiError, ChatRequest, CompletionRequest, parse_request
 from textmill.server.responses import GenerationResponse
 
@@ -104,7 +102,7 @@ def build_app(
             request, prompts, chat_format, token_names, model.config.context_length, speculative_tokens
         )
         choices = {choice.generation: choice for choice in response.choices}
-        if request.wants_logprobs and (num_scores := sum(map(_count_scores, choices))) > _MAX_SCORES:
+        if response.has_logprobs and (num_scores := sum(map(_count_scores, choices))) > _MAX_SCORES:
             message = f"{num_scores:,} log-probabilities are requested; at most {_MAX_SCORES:,} are possible."
             raise ApiError(400, message, "logprobs")
 
@@ -238,15 +236,12 @@ def serve(
     resolved: ResolvedModel,
     host: str,
     port: int,
-    max_batch_size: int,
     device: str,
-    prefix_cache_bytes: int = 0,
-    api_key: str | None = None,
-    max_requests_per_client: int = 0,
-    speculative_tokens: int = 0,
     quantization: Quantization = "none",
+    api_key: str | None = None,
+    **options: int,
 ) -> None:
-    """Serve a model until Ctrl-C."""
+    """Serve a model until Ctrl-C. ``options`` are further arguments of :func:`build_app`."""
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
         raise UserError("The API key must be printable ASCII text without spaces around it, and not empty.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -259,27 +254,22 @@ def serve(
     with listener, suppress(KeyboardInterrupt):
         address, port, *_ = listener.getsockname()
         ip_address = ipaddress.ip_address(address)
+        is_private = api_key is None and ip_address.is_loopback
         model, tokenizer = resolved.load_for_inference(device, quantization)
+        # Hashed: it may hold the path of a directory, which is not for clients.
+        identity = hashlib.sha256(f"{resolved.identify()} {quantization}".encode()).hexdigest()[:16]
         with explain_out_of_memory(_OUT_OF_MEMORY):
             app = build_app(
-                model,
-                tokenizer,
-                "textmill",
-                max_batch_size,
-                prefix_cache_bytes=prefix_cache_bytes,
-                api_key=api_key,
-                max_requests_per_client=max_requests_per_client,
-                speculative_tokens=speculative_tokens,
-                # Hashed: it may hold the path of a directory, which is not for clients.
-                identity=hashlib.sha256(f"{resolved.identify()} {quantization}".encode()).hexdigest()[:16],
-                is_private=api_key is None and ip_address.is_loopback,
+                model, tokenizer, "textmill", api_key=api_key, identity=identity, is_private=is_private, **options
             )
-        if api_key is None and not ip_address.is_loopback:
+        if api_key is None and not is_private:
             log.warning(
                 "Everyone who can reach this machine can use the model, because there is no API key. Set --api_key, or "
                 "leave out --host."
             )
-        url = f"http://{_find_url_host(host, ip_address)}:{port}"
+        if ip_address.is_unspecified:  # all addresses: a browser cannot open 0.0.0.0 or ::
+            host = "127.0.0.1" if ip_address.version == 4 else "::1"
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         place = f"{url}/v1 and on all other addresses of this machine" if ip_address.is_unspecified else f"{url}/v1"
         print(f"Serving {resolved.name} on {place} (model: textmill). Ctrl-C stops the server.", flush=True)
         print(f"Chat in a browser: {url}/", flush=True)
@@ -287,13 +277,6 @@ def serve(
             app, http=RequestTimeout, log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_SECONDS + 2
         )
         _Server(config, app.state.scheduler).run(sockets=[listener])
-
-
-def _find_url_host(host: str, address: IPv4Address | IPv6Address) -> str:
-    """Return a host that a browser on this machine can open; it cannot open 0.0.0.0 or ::, which mean all addresses."""
-    if address.is_unspecified:
-        host = "127.0.0.1" if address.version == 4 else "::1"
-    return f"[{host}]" if ":" in host else host
 
 
 class _Server(uvicorn.Server):

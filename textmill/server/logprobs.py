@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lm.inference.completion import TextStream
+from lm.inference.engine import Generation
 from lm.tokenizer.text_tokenizer import TextTokenizer
 
 _MIN_LOGPROB = -9999.0  # OpenAI's value for "impossible"; JSON has no infinity
@@ -48,17 +49,35 @@ class TokenNames:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
-class CompletionLogprobs:
-    """Log-probabilities in the form of ``/v1/completions``, for one choice, part by part."""
+class LogprobsWriter:
+    """Writes the log-probabilities of one choice, part by part."""
 
-    def __init__(self, names: TokenNames, has_alternatives: bool, num_echoed: int) -> None:
-        """The first ``num_echoed`` tokens are the prompt's, a text of their own."""
-        self._names, self._has_alternatives, self._num_echoed = names, has_alternatives, num_echoed
-        self._stream = TextStream(names.text_bytes)
-        self._offset = 0
+    def __init__(self, generation: Generation, names: TokenNames, is_chat: bool) -> None:
+        self._generation, self._names, self._is_chat = generation, names, is_chat
+        self._stream, self._offset = TextStream(names.text_bytes), 0
+        self._num_echoed = len(generation.prompt) if generation.wants_prompt_logprobs else 0
+        self._num_taken: int | None = None
+
+    def take(self, end: int | None) -> list[ScoredToken]:
+        """Return the next tokens: of an echoed prompt, then those generated before index ``end``. If None, return all
+        that are left, and the one that ended the generation."""
+        generation, part = self._generation, slice(self._num_taken, end)
+        parts: list[tuple[Sequence[Any], ...]] = []  # each ids, log-probabilities and alternatives
+        if self._num_taken is None and self._num_echoed:  # the prompt's first token follows nothing
+            prompt_logprobs, alternatives = generation.prompt_logprobs, generation.prompt_alternatives
+            parts.append((generation.prompt, [None, *prompt_logprobs], [[], *alternatives]))
+        parts.append((generation.ids[part], generation.logprobs[part], generation.alternatives[part]))
+        tokens = [ScoredToken(*row) for columns in parts for row in zip(*columns, strict=True)]
+        if end is None and generation.end_score:
+            end_id, score = generation.end_score
+            tokens.append(ScoredToken(end_id, *score))
+        self._num_taken = end
+        return tokens
 
     def to_json(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
         """Return the JSON object of the next tokens."""
+        if self._is_chat:
+            return {"content": [self._chat_entry(token) for token in tokens], "refusal": None}
         offsets = []
         for token in tokens:
             offsets.append(self._offset)
@@ -66,14 +85,15 @@ class CompletionLogprobs:
             self._num_echoed -= 1
             if self._num_echoed == 0:
                 self._offset += len(self._stream.finish())
+        has_alternatives = self._generation.num_alternatives > 0
         return {
             "tokens": [self._names.name(token.token_id) for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [self._alternatives(token) for token in tokens] if self._has_alternatives else None,
+            "top_logprobs": [self._completion_entry(token) for token in tokens] if has_alternatives else None,
             "text_offset": offsets,
         }
 
-    def _alternatives(self, token: ScoredToken) -> dict[str, float] | None:
+    def _completion_entry(self, token: ScoredToken) -> dict[str, float] | None:
         """Return the log-probabilities of the most likely tokens and of the token itself."""
         if token.logprob is None:
             return None
@@ -82,24 +102,14 @@ class CompletionLogprobs:
             result.setdefault(self._names.name(token_id), _finite(logprob))
         return result
 
-
-class ChatLogprobs:
-    """Log-probabilities in the form of ``/v1/chat/completions``."""
-
-    def __init__(self, names: TokenNames) -> None:
-        self._names = names
-
-    def to_json(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
-        """Return the JSON object of the next tokens."""
-        content = []
-        for token in tokens:
-            alternatives = [self._entry(*alternative) for alternative in token.alternatives]
-            content.append({**self._entry(token.token_id, token.logprob), "top_logprobs": alternatives})
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        token = self._names.bytes_of(token_id)
-        return {"token": self._names.name(token_id), "logprob": _finite(logprob), "bytes": [*token]}
+    def _chat_entry(self, token: ScoredToken) -> dict[str, Any]:
+        """Return the log-probability of the token, and those of the most likely tokens."""
+        names, scores = self._names, [(token.token_id, token.logprob), *token.alternatives]
+        entry, *alternatives = (
+            {"token": names.name(token_id), "logprob": _finite(logprob), "bytes": [*names.bytes_of(token_id)]}
+            for token_id, logprob in scores
+        )
+        return {**entry, "top_logprobs": alternatives}
 
 
 def _finite(logprob: float | None) -> Any:

@@ -1,6 +1,7 @@
 """Figures of the server for Prometheus: requests, tokens, the queue, latencies, and the process."""
 
 import time
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -20,36 +21,25 @@ class ServerMetrics:
     def __init__(self, scheduler: Scheduler) -> None:
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        self.requests = Counter("textmill_requests", "Finished requests.", ["endpoint", "status"], registry=registry)
-        self.request_seconds = Histogram(
-            "textmill_request_seconds",
-            "Seconds from the start of a request to the end of its response.",
-            ["endpoint"],
-            registry=registry,
-            buckets=_SECONDS,
-        )
-        self._first_token_seconds = Histogram(
-            "textmill_time_to_first_token_seconds",
-            "Seconds from a request to the first token of a completion, with the time in the queue.",
-            registry=registry,
-            buckets=_SECONDS,
-        )
-        self._token_seconds = Histogram(
-            "textmill_time_per_output_token_seconds",
-            "Mean seconds from one token of a completion to the next.",
-            registry=registry,
-            buckets=_TOKEN_SECONDS,
-        )
-        self._prompt_tokens = Counter("textmill_prompt_tokens", "Tokens of prompts.", registry=registry)
-        cached_help = "Tokens of prompts that were in the prefix cache."
-        self._cached_tokens = Counter("textmill_cached_prompt_tokens", cached_help, registry=registry)
-        self._completion_tokens = Counter("textmill_completion_tokens", "Generated tokens.", registry=registry)
-        self._guessed_tokens = Counter(
-            "textmill_guessed_tokens", "Tokens that speculative decoding guessed.", registry=registry
-        )
-        self._accepted_tokens = Counter(
-            "textmill_accepted_tokens", "Guessed tokens that the model sampled.", registry=registry
-        )
+
+        def counter(name: str, help_text: str, labels: Sequence[str] = ()) -> Counter:
+            return Counter(f"textmill_{name}", help_text, labels, registry=registry)
+
+        def histogram(name: str, help_text: str, buckets: Sequence[float], labels: Sequence[str] = ()) -> Histogram:
+            return Histogram(f"textmill_{name}_seconds", help_text, labels, registry=registry, buckets=buckets)
+
+        self.requests = counter("requests", "Finished requests.", ["endpoint", "status"])
+        request_help = "Seconds from the start of a request to the end of its response."
+        self.request_seconds = histogram("request", request_help, _SECONDS, ["endpoint"])
+        first_help = "Seconds from a request to the first token of a completion, with the time in the queue."
+        self._first_token_seconds = histogram("time_to_first_token", first_help, _SECONDS)
+        token_help = "Mean seconds from one token of a completion to the next."
+        self._token_seconds = histogram("time_per_output_token", token_help, _TOKEN_SECONDS)
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self._cached_tokens = counter("cached_prompt_tokens", "Tokens of prompts that were in the prefix cache.")
+        self._completion_tokens = counter("completion_tokens", "Generated tokens.")
+        self._guessed_tokens = counter("guessed_tokens", "Tokens that speculative decoding guessed.")
+        self._accepted_tokens = counter("accepted_tokens", "Guessed tokens that the model sampled.")
         for name, help_text, get in (
             ("textmill_running_completions", "Completions in the batch.", lambda: scheduler.running_count),
             ("textmill_waiting_completions", "Completions in the queue.", lambda: scheduler.waiting_count),

@@ -185,14 +185,9 @@ class CompletionRequest(GenerationRequest):
         return prompts or [[item for item in self.prompt if isinstance(item, int)]]
 
     @property
-    def wants_logprobs(self) -> bool:
-        """Whether the response has log-probabilities."""
-        return self.logprobs is not None
-
-    @property
-    def num_alternatives(self) -> int:
-        """Number of most likely tokens beside each log-probability."""
-        return self.logprobs or 0
+    def num_alternatives(self) -> int | None:
+        """Number of most likely tokens beside each log-probability; None if the response has no log-probabilities."""
+        return self.logprobs
 
     @property
     def completions_per_prompt(self) -> int:
@@ -276,16 +271,14 @@ class ChatRequest(GenerationRequest):
     documents: _Unsupported = None
 
     @property
-    def wants_logprobs(self) -> bool:
-        """Whether the response has log-probabilities. Raise ApiError if only their alternatives are requested."""
+    def num_alternatives(self) -> int | None:
+        """Number of most likely tokens beside each log-probability; None if the response has no log-probabilities.
+
+        Raise ApiError if only the most likely tokens are requested.
+        """
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true.", "top_logprobs")
-        return bool(self.logprobs)
-
-    @property
-    def num_alternatives(self) -> int:
-        """Number of most likely tokens beside each log-probability."""
-        return self.top_logprobs or 0
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def completions_per_prompt(self) -> int:

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from lm.inference.chat_format import Answer, ChatFormat
 from lm.inference.completion import TextStream, create_text_generation
 from lm.inference.scheduler import SchedulerClosed
-from textmill.server.logprobs import ChatLogprobs, CompletionLogprobs, ScoredToken, TokenNames
+from textmill.server.logprobs import LogprobsWriter, ScoredToken, TokenNames
 from textmill.server.requests import ApiError, ChatRequest, CompletionRequest
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default; a chat answer may by default fill the context
@@ -37,38 +37,24 @@ class Choice:
     def __init__(
         self, response: "GenerationResponse", index: int, prompt: list[int], max_tokens: int, seed: int
     ) -> None:
-        request, tokenizer = response.request, response.chat_format.tokenizer
+        request, chat_format, is_chat = response.request, response.chat_format, response.is_chat
         self.index = index
         self.is_first_of_prompt = index % response.generated_count == 0
         self.created_at = time.monotonic()
         self.first_token_at: float | None = None
         self._response = response
-        self._has_logprobs = request.wants_logprobs
-        self._has_echo = isinstance(request, CompletionRequest) and bool(request.echo)
+        self._has_echo = bool(request.echo)
         self._is_started = False
-        self._answer = Answer(response.chat_format)
-        self._sent_tokens = 0
-        self._logprobs: ChatLogprobs | CompletionLogprobs = (
-            ChatLogprobs(response.token_names)
-            if response.is_chat
-            else CompletionLogprobs(
-                response.token_names, request.num_alternatives > 0, len(prompt) if self._has_echo else 0
-            )
-        )
+        self._answer = Answer(chat_format)
+        sampling = request.sample_config(max_tokens, *(chat_format.stop if is_chat else []))
+        sampling = replace(sampling, speculative_tokens=response.speculative_tokens)
         self.generation, self._text = create_text_generation(
-            tokenizer,
-            prompt,
-            replace(
-                request.sample_config(max_tokens, *(response.chat_format.stop if response.is_chat else [])),
-                speculative_tokens=response.speculative_tokens,
-            ),
-            seed,
-            self._send,
-            response.edits,
+            chat_format.tokenizer, prompt, sampling, seed, self._send, response.edits
         )
-        self.generation.wants_logprobs = self._has_logprobs or response.has_best_of
-        self.generation.wants_prompt_logprobs = self._has_logprobs and self._has_echo
-        self.generation.num_alternatives = request.num_alternatives
+        self.generation.wants_logprobs = response.has_logprobs or response.has_best_of
+        self.generation.wants_prompt_logprobs = response.has_logprobs and self._has_echo
+        self.generation.num_alternatives = request.num_alternatives or 0
+        self._logprobs = LogprobsWriter(self.generation, response.token_names, is_chat)
 
     @property
     def mean_logprob(self) -> float:
@@ -90,44 +76,23 @@ class Choice:
 
     def to_json(self, update: Update) -> dict[str, Any] | None:
         """Return the JSON object of an update, or None if it has nothing to send."""
-        text, generation = update.text, self.generation
-        first, self._sent_tokens = self._sent_tokens, update.token_count
-        tokens: list[ScoredToken] = []
-        if self._has_logprobs:
-            tokens = self._scored_tokens(first, update.token_count)
-            if update.finish_reason and generation.end_score:
-                end_id, score = generation.end_score
-                tokens.append(ScoredToken(end_id, *score))
+        response, text, tokens = self._response, update.text, list[ScoredToken]()
+        if response.has_logprobs:
+            tokens = self._logprobs.take(None if update.finish_reason else update.token_count)
         if self._has_echo and not self._is_started:
-            prompt = TextStream(self._response.token_names.text_bytes)
-            text = "".join([*map(prompt.add, generation.prompt), prompt.finish(), text])
-            if self._has_logprobs:
-                tokens = [*self._scored_prompt(), *tokens]
-        if self._response.is_chat:
+            prompt = TextStream(response.token_names.text_bytes)
+            text = "".join([*map(prompt.add, self.generation.prompt), prompt.finish(), text])
+        if response.is_chat:
             text = self._answer.add(text)
         if not (text or update.finish_reason or tokens):
             return None
         content: dict[str, Any] = {"text": text}
-        if self._response.is_chat:
+        if response.is_chat:
             role = {} if self._is_started else {"role": "assistant"}
-            content = {"delta" if self._response.request.stream else "message": role | {"content": text}}
+            content = {"delta" if response.request.stream else "message": role | {"content": text}}
         self._is_started = True
-        logprobs = self._logprobs.to_json(tokens) if self._has_logprobs else None
+        logprobs = self._logprobs.to_json(tokens) if response.has_logprobs else None
         return {"index": self.index, **content, "logprobs": logprobs, "finish_reason": update.finish_reason}
-
-    def _scored_tokens(self, first: int, end: int) -> list[ScoredToken]:
-        generation = self.generation
-        columns = (generation.ids[first:end], generation.logprobs[first:end], generation.alternatives[first:end])
-        return [ScoredToken(*row) for row in zip(*columns, strict=True)]
-
-    def _scored_prompt(self) -> list[ScoredToken]:
-        generation = self.generation
-        columns = (
-            generation.prompt,
-            [None, *generation.prompt_logprobs],
-            [[], *generation.prompt_alternatives],
-        )
-        return [ScoredToken(*row) for row in zip(*columns, strict=True)]
 
 
 class GenerationResponse:
@@ -150,6 +115,7 @@ class GenerationResponse:
         self.edits = request.logit_edits(chat_format.tokenizer.size)
         self._count, self.generated_count = request.n or 1, request.completions_per_prompt  # for each prompt
         self.has_best_of = self.generated_count > self._count
+        self.has_logprobs = request.num_alternatives is not None
         self.is_chat = isinstance(request, ChatRequest)
         self._prompt_tokens = sum(map(len, prompts))
         self._loop, self._updates = asyncio.get_running_loop(), asyncio.Queue[Update]()
@@ -231,7 +197,7 @@ class GenerationResponse:
         has_usage = self.request.stream_options is not None and bool(self.request.stream_options.include_usage)
         try:
             async for update in self._iterate_updates():
-                if self.request.wants_logprobs:
+                if self.has_logprobs:
                     chunk = await asyncio.to_thread(self._chunk, update, has_usage)  # a prompt's take long
                 else:
                     chunk = self._chunk(update, has_usage)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from flows.config import PRESETS, PipelineConfig, preset_path
-from flows.prefect_support.local_stack import is_server_healthy
+from flows.prefect_support.deployments import is_server_healthy
 from flows.prefect_support.signals import STOPPED_MESSAGE, Terminated
 from lm.checkpoint.hugging_face import load_hugging_face
 from lm.common.errors import UserError
@@ -28,7 +28,7 @@ from lm.text.demo_corpus import demo_stories
 from tasks.runs.models import RunModel, resolve_model
 from tests.helpers.deployed import TEXTMILL, own_environment
 from tests.helpers.limits import TIMEOUT_SCALE
-from textmill.cli import commands
+from textmill.cli import tools
 from textmill.cli.main import main
 from textmill.cli.parser import build_parser, parse
 
@@ -230,10 +230,10 @@ def test_an_interrupt_in_the_error_of_a_library_counts_as_stopped(
     def verify(options: Any) -> int:
         raise BaseExceptionGroup("unhandled errors in a TaskGroup", [interrupt])
 
-    monkeypatch.setattr(commands, "verify_command", verify)
+    monkeypatch.setattr(tools, "verify_command", verify)
     assert main(["verify"]) == code
     assert capfd.readouterr().err == f"{STOPPED_MESSAGE}\n"
-    monkeypatch.setattr(commands, "export_command", verify)
+    monkeypatch.setattr(tools, "export_command", verify)
     assert main(["export", str(tmp_path)]) == code
     assert capfd.readouterr().err == "textmill: stopped.\n", "an export keeps nothing"
 

@@ -10,7 +10,7 @@ import pytest
 from lm.text.demo_corpus import demo_stories
 from tests.helpers.corpora import write_text
 from tests.helpers.deployed import TEXTMILL
-from textmill.cli.console import prepare_streams
+from textmill.cli.main import prepare_streams
 
 
 @pytest.mark.slow

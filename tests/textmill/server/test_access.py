@@ -19,7 +19,7 @@ from lm.inference.scheduler import Scheduler
 from tests.helpers.examples import examples
 from tests.helpers.generating import LoadedModel, make_model
 from tests.helpers.tokenizers import bytes_tokenizer
-from textmill.cli import commands
+from textmill.cli import tools
 from textmill.cli.main import main
 from textmill.server.access import AccessControl
 from textmill.server.app import build_app
@@ -117,7 +117,7 @@ def test_a_private_server_answers_only_by_the_names_of_its_machine(path: str, ho
 
 
 def test_the_command_is_private_on_a_loopback_address_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "resolve_model", lambda *_: LoadedModel(make_model(257, 8).eval(), TOKENIZER))
+    monkeypatch.setattr(tools, "resolve_model", lambda *_: LoadedModel(make_model(257, 8).eval(), TOKENIZER))
     found: list[bool] = []
 
     def record(*_: Any, **options: Any) -> Any:
@@ -275,7 +275,7 @@ def test_health_reports_an_ended_scheduler(client: TestClient) -> None:
 def test_the_command_takes_the_key_from_an_option_or_the_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(commands, "resolve_model", lambda *_: LoadedModel(make_model(257, 8).eval(), TOKENIZER))
+    monkeypatch.setattr(tools, "resolve_model", lambda *_: LoadedModel(make_model(257, 8).eval(), TOKENIZER))
     keys: list[Any] = []
 
     def record(*_: Any, **options: Any) -> Any:

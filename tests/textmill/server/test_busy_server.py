@@ -26,7 +26,7 @@ from tests.helpers.completion_server import (
 )
 from tests.helpers.generating import fixed_model, make_model
 from tests.helpers.limits import TIMEOUT_SCALE
-from textmill.server.logprobs import CompletionLogprobs
+from textmill.server.logprobs import LogprobsWriter
 
 
 @pytest.fixture
@@ -51,14 +51,14 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
 def test_other_requests_do_not_wait_for_log_probabilities(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    is_rendering, is_healthy, to_json = threading.Event(), threading.Event(), CompletionLogprobs.to_json
+    is_rendering, is_healthy, to_json = threading.Event(), threading.Event(), LogprobsWriter.to_json
 
     def wait(*arguments: Any) -> Any:
         is_rendering.set()
         assert is_healthy.wait(CLIENT_TIMEOUT_SECONDS)
         return to_json(*arguments)
 
-    monkeypatch.setattr(CompletionLogprobs, "to_json", wait)
+    monkeypatch.setattr(LogprobsWriter, "to_json", wait)
     with ThreadPoolExecutor() as pool:
         request = {"prompt": "ab", "echo": True, "logprobs": 2, "max_tokens": 2, "stream": stream}
         response = pool.submit(server.post, request)
@@ -161,7 +161,8 @@ from tests.helpers.tokenizers import bytes_tokenizer
 handle_termination()
 app._SHUTDOWN_SECONDS = 1
 Engine.step = lambda engine: time.sleep(0.1)  # no generation ever ends
-app.serve(LoadedModel(make_model(257, 64).eval(), bytes_tokenizer(["<|endoftext|>"])), "127.0.0.1", 0, 2, "cpu")
+model = LoadedModel(make_model(257, 64).eval(), bytes_tokenizer(["<|endoftext|>"]))
+app.serve(model, "127.0.0.1", 0, "cpu", max_batch_size=2)
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout and process.stderr

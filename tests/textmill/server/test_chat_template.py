@@ -18,7 +18,7 @@ from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.generating import LoadedModel, fixed_model, make_model
 from tests.helpers.llamas import make_dialog
 from tests.helpers.tokenizers import bytes_tokenizer
-from textmill.cli import commands
+from textmill.cli import tools
 from textmill.cli.main import main
 from textmill.server import app
 from textmill.server.app import build_app
@@ -154,6 +154,6 @@ def test_a_cache_that_is_too_large_is_explained(
         raise torch.OutOfMemoryError("900 GiB")
 
     monkeypatch.setattr(app, "Scheduler", fail)
-    monkeypatch.setattr(commands, "resolve_model", lambda *_: LoadedModel(make_model(TEMPLATE.size, 8), TEMPLATE))
+    monkeypatch.setattr(tools, "resolve_model", lambda *_: LoadedModel(make_model(TEMPLATE.size, 8), TEMPLATE))
     assert main(["serve", "--port", "0"]) == 2
     assert "lower --max_batch_size or --prefix_cache_mb. (900 GiB)" in capsys.readouterr().err

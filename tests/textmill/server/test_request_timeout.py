@@ -9,9 +9,8 @@ import pytest
 from fastapi import FastAPI, Request
 
 from tests.helpers.serving import serve_app
-from textmill.server import request_timeout
-from textmill.server.access import AccessControl
-from textmill.server.request_timeout import RequestTimeout
+from textmill.server import access
+from textmill.server.access import AccessControl, RequestTimeout
 
 SECONDS = 1.0
 SLOW_SECONDS = 2.5  # longer than a request may take to arrive
@@ -35,7 +34,7 @@ def address() -> Iterator[tuple[str, int]]:
         return "done"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(request_timeout, "_ARRIVAL_SECONDS", SECONDS)
+        patch.setattr(access, "_ARRIVAL_SECONDS", SECONDS)
         with serve_app(application, http=RequestTimeout) as url:
             yield "127.0.0.1", int(url.rpartition(":")[2])
 

@@ -13,10 +13,10 @@ from lm.model.transformer import TransformerLM
 from tests.helpers.completion_server import CONTEXT, END, TOKENIZER, RunningServer, httpx, openai, run_server
 from tests.helpers.generating import LoadedModel, fixed_model, make_model
 from tests.helpers.serving import serve_app
-from textmill.cli import commands
+from textmill.cli import tools
 from textmill.cli.main import main
+from textmill.server.access import RequestTimeout
 from textmill.server.app import build_app
-from textmill.server.request_timeout import RequestTimeout
 
 
 def test_completions(server: RunningServer) -> None:
@@ -147,7 +147,7 @@ def test_echo_and_logprobs(server: RunningServer) -> None:
 
 
 def test_the_command_prints_its_url(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(commands, "resolve_model", lambda *_: LoadedModel(make_model(257, 8).eval(), TOKENIZER))
+    monkeypatch.setattr(tools, "resolve_model", lambda *_: LoadedModel(make_model(257, 8).eval(), TOKENIZER))
 
     def run(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
         address = sockets[0].getsockname()
@@ -183,7 +183,7 @@ def test_the_command_prints_a_url_to_open_and_warns_of_an_open_server(
 ) -> None:
     if "::" in arguments and not socket.has_ipv6:
         pytest.skip("this machine has no IPv6")
-    monkeypatch.setattr(commands, "resolve_model", lambda *_: LoadedModel(make_model(257, 8).eval(), TOKENIZER))
+    monkeypatch.setattr(tools, "resolve_model", lambda *_: LoadedModel(make_model(257, 8).eval(), TOKENIZER))
 
     def run(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
         assert server.config.http is RequestTimeout

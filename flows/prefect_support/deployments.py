@@ -1,5 +1,9 @@
-"""``textmill up``: start Prefect's server, a work pool, the deployments and a worker on this machine."""
+"""Deployments: run one to its end, and ``textmill up``, which starts Prefect's server, the deployments and a worker.
 
+Prefect is imported inside the functions: every command looks for a ``textmill up``, and most need no Prefect.
+"""
+
+import logging
 import os
 import signal
 import subprocess
@@ -10,22 +14,77 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from flows.prefect_support.settings_errors import find_prefect_home
-from flows.prefect_support.temporary_server import end_watcher, start_watcher
+from flows.prefect_support.server import end_watcher, explain_home_error, find_prefect_home, start_watcher
 from lm.common.errors import UserError
 from lm.common.processes import import_environment
 
-WORK_POOL = "local"
-_WORK_POOLS = (WORK_POOL, "gpu")  # of the deployments in prefect.yaml; the worker here is of the first
+log = logging.getLogger(__name__)
+
+_WORK_POOLS = ("local", "gpu")  # of the deployments in prefect.yaml; the worker of textmill up is of the first
 _START_SECONDS = 180
 _STOP_SECONDS = 45  # a worker gives its runs 30 s
 _POLL_SECONDS = 0.3
-_LOCK_SECONDS = 1  # find_local_stack holds the lock for an instant
-_STOPS_ALL = "Ctrl-C stops everything here."
-_MAX_HEALTH_BYTES = 100  # a server of Prefect answers with true
+_RUN_POLL_SECONDS = 2.0
+_PATIENCE_SECONDS = 300.0  # with a server that fails
+
+
+def check_deployment(name: str) -> None:
+    """Raise UserError if Prefect's server has no deployment ``flow/name``."""
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import ObjectNotFound
+
+    with get_client(sync_client=True) as client:
+        try:
+            client.read_deployment_by_name(name)
+        except ObjectNotFound:
+            raise UserError(
+                f"There is no deployment {name}, which execution.train_deployment names; see prefect deployment ls."
+            ) from None
+
+
+def run_deployment_to_end(name: str, parameters: dict[str, Any]) -> None:
+    """Run a deployment ``flow/name`` with these parameters. The run is cancelled if this one is stopped.
+
+    Call it in a Prefect flow. Prefect's own wait ends with the first failure of its server, and leaves the run.
+
+    Raises UserError if there is no such deployment, or if the run does not complete.
+    """
+    from prefect.client.orchestration import get_client
+    from prefect.deployments import run_deployment
+    from prefect.states import Cancelling
+
+    check_deployment(name)
+    run: Any = run_deployment(name, parameters=parameters, timeout=0)
+    log.info("Run %s of %s trains; it starts when a worker of its work pool is free.", run.name, name)
+    with get_client(sync_client=True) as client:
+        client.set_task_run_name(run.parent_task_run_id, name)  # it stands for the run in the graph of this one
+        try:
+            while not (state := _read_state(client, run.id)) or not state.is_final():
+                time.sleep(_RUN_POLL_SECONDS)
+        except BaseException:
+            client.set_flow_run_state(run.id, Cancelling())
+            raise
+    if not state.is_completed():
+        raise UserError(f"Run {run.name} of {name} ended in the state {state.name}: {state.message}")
+
+
+def _read_state(client: Any, run_id: Any) -> Any:
+    """Return the state of a run. A failure of the server, which may pass, does not end a training of hours."""
+    import httpx
+
+    retrying = Retrying(
+        retry=retry_if_exception_type(httpx.HTTPError),
+        stop=stop_after_delay(_PATIENCE_SECONDS),
+        wait=wait_fixed(_RUN_POLL_SECONDS),
+        before=lambda call: log.info("Prefect's server fails; the run goes on.") if call.attempt_number == 2 else None,
+        reraise=True,
+    )
+    return retrying(client.read_flow_run, run_id).state
 
 
 def start_local_stack(port: int) -> None:
@@ -44,26 +103,29 @@ def start_local_stack(port: int) -> None:
         "PWD": str(Path.cwd()),  # the working directory of runs in prefect.yaml
     }
     with ExitStack() as stack:
-        stack.enter_context(_hold_lock())
+        url_file = stack.enter_context(_hold_lock())
         processes = []
         has_server = is_server_healthy(url)
         if not has_server:
             command = ["server", "start", "--host", "127.0.0.1", "--port", str(port)]
             processes.append(stack.enter_context(_background_process(command, environment)))
-            _wait_for_server(url, processes[0])
-        url_file = _lock_files()[1]
+            deadline = time.monotonic() + _START_SECONDS
+            while not is_server_healthy(url):
+                if processes[0].poll() is not None or time.monotonic() > deadline:
+                    raise UserError(f"Prefect's server did not start at {url}; see its output above. Is the port free?")
+                time.sleep(_POLL_SECONDS)
         url_file.write_text(url, encoding="utf-8")  # runs use the server from now on
         create_work_pools(url)
         _run_prefect(["deploy", "--all"], environment)
-        worker = ["worker", "start", "--pool", WORK_POOL]
+        worker = ["worker", "start", "--pool", _WORK_POOLS[0]]
         processes.append(stack.enter_context(_background_process(worker, environment)))
         stack.callback(url_file.unlink, missing_ok=True)  # before the processes are stopped
-        ending = "Ctrl-C stops the worker. The server ran before and goes on." if has_server else _STOPS_ALL
+        stopped = "the worker. The server ran before and goes on" if has_server else "everything here"
         print(
             f"The UI is at {url}. In another terminal:\n"
             f"  export PREFECT_API_URL={url}/api\n"
             "  prefect deployment run 'pipeline/full' --watch\n"
-            f"{ending}",
+            f"Ctrl-C stops {stopped}.",
             flush=True,
         )
         while all(process.poll() is None for process in processes):
@@ -78,12 +140,12 @@ def _lock_files() -> tuple[FileLock, Path]:
 
 
 @contextmanager
-def _hold_lock() -> Iterator[None]:
-    """Hold the lock of ``textmill up``. Raise UserError if another one holds it."""
+def _hold_lock() -> Iterator[Path]:
+    """Hold the lock of ``textmill up``. Yield the file for the URL. Raise UserError if another one holds the lock."""
     lock, url_file = _lock_files()
     try:
         url_file.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=_LOCK_SECONDS)
+        lock.acquire(timeout=1)  # find_local_stack holds the lock for an instant
     except Timeout:
         place = f" at {url_file.read_text(encoding='utf-8')}" if url_file.exists() else ""
         raise UserError(
@@ -91,12 +153,9 @@ def _hold_lock() -> Iterator[None]:
             "must not write the same database."
         ) from None
     except OSError as error:
-        raise UserError(
-            f"Prefect's directory {url_file.parent} cannot be written: {error.strerror}. Set PREFECT_HOME to another "
-            "directory."
-        ) from None
+        raise explain_home_error(url_file.parent, error) from None
     try:
-        yield
+        yield url_file
     finally:
         lock.release()
 
@@ -163,14 +222,6 @@ def is_server_healthy(url: str) -> bool:
     """Return whether a Prefect server answers at ``url``."""
     try:
         with urllib.request.urlopen(f"{url}/api/health", timeout=5) as response:  # nosec B310 # always http://127.0.0.1
-            return bool(response.read(_MAX_HEALTH_BYTES).strip() == b"true")
+            return bool(response.read(100).strip() == b"true")  # the server of another program may answer with much
     except (OSError, HTTPException):  # HTTPException: the port belongs to a service that is no web server
         return False
-
-
-def _wait_for_server(url: str, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    while not is_server_healthy(url):
-        if server.poll() is not None or time.monotonic() > deadline:
-            raise UserError(f"Prefect's server did not start at {url}; see its output above. Is the port free?")
-        time.sleep(_POLL_SECONDS)

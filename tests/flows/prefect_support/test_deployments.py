@@ -1,4 +1,7 @@
-"""The command ``textmill up``: its end, a second one, and runs beside it. Sleeping processes play Prefect's."""
+"""Deployments: the end of a run of one, and ``textmill up``: its end, a second one, and runs beside it.
+
+Sleeping processes play Prefect's.
+"""
 
 import os
 import signal
@@ -8,38 +11,51 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import httpx
 import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State
+from prefect.states import Completed, Failed, Running
 
-from flows.prefect_support import settings_errors
+from flows.pipeline import pipeline
+from flows.prefect_support import deployments
+from flows.prefect_support.server import find_prefect_home
+from lm.common.errors import UserError
+from tests.helpers.deployed import TINY
 from tests.helpers.limits import wait_for
 from tests.helpers.processes import PROJECT, processes_with_variable
 
 _PREFECT = "trap 'sleep 0.5; touch ended-$$; exit' TERM; touch started-$$; while :; do sleep 0.1; done"
 _UP = f"""
 import fcntl, os, sys, termios
-from flows.prefect_support import local_stack
+from flows.prefect_support import deployments
 if os.isatty(0):
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # become the program of this terminal
 answers = iter([False])
-local_stack._prefect_command = lambda arguments: ["/bin/sh", "-c", {_PREFECT!r}]
-local_stack._run_prefect = lambda *arguments: None
-local_stack.create_work_pools = lambda url: None
-local_stack.is_server_healthy = lambda url: HAS_SERVER or next(answers, True)
+deployments._prefect_command = lambda arguments: ["/bin/sh", "-c", {_PREFECT!r}]
+deployments._run_prefect = lambda *arguments: None
+deployments.create_work_pools = lambda url: None
+deployments.is_server_healthy = lambda url: HAS_SERVER or next(answers, True)
 from textmill.cli.main import main
 sys.exit(main(["up", "--port=PORT"]))
 """
 
 _RUN = """
 import sys
-from textmill.cli import commands
+from textmill.cli import run
 from textmill.cli.main import main
 def report(options):
     from prefect.settings import get_current_settings
     print(get_current_settings().api.url)
-commands.{name}_command = report
+run.{name}_command = report
 sys.exit(main({arguments}))
 """
 _PROFILES = """
@@ -195,6 +211,80 @@ def test_the_directory_of_prefect_may_begin_with_a_tilde(tmp_path: Path, monkeyp
     monkeypatch.setenv("HOME", str(tmp_path))
     for value in ("~/mine", str(tmp_path / "mine")):
         monkeypatch.setenv("PREFECT_HOME", value)
-        assert settings_errors.find_prefect_home() == tmp_path / "mine"
+        assert find_prefect_home() == tmp_path / "mine"
     monkeypatch.delenv("PREFECT_HOME")
-    assert settings_errors.find_prefect_home() == tmp_path / ".prefect"
+    assert find_prefect_home() == tmp_path / ".prefect"
+
+
+class FailingClient:
+    """Fails ``failures`` times."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+
+    def read_flow_run(self, run_id: str) -> Any:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise httpx.HTTPStatusError("500", request=httpx.Request("GET", "http://s"), response=httpx.Response(500))
+        return SimpleNamespace(state="running")
+
+
+def test_a_failure_of_the_server_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deployments, "_RUN_POLL_SECONDS", 0.0)
+    assert deployments._read_state(FailingClient(3), "x") == "running"
+    monkeypatch.setattr(deployments, "_PATIENCE_SECONDS", 0.0)
+    with pytest.raises(httpx.HTTPStatusError):
+        deployments._read_state(FailingClient(3), "x")
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_missing_deployment_is_named_before_the_first_stage(tmp_path: Path) -> None:
+    config: Any = TINY | {"execution": {"train_deployment": "pipeline/none"}}  # Prefect makes a PipelineConfig of it
+    with pytest.raises(UserError, match=r"no deployment pipeline/none, which execution\.train_deployment names"):
+        pipeline(config, str(tmp_path))
+    assert not list(tmp_path.glob("*/*/manifest.json"))
+
+
+@flow
+def parent() -> None:
+    """Wait for a run of a deployment."""
+    deployments.run_deployment_to_end("child/gpu", {})
+
+
+@contextmanager
+def worker(state: State[Any]) -> Iterator[None]:
+    """Give the first run of the deployment ``child/gpu`` a state, as a worker does."""
+
+    def work() -> None:
+        with get_client(sync_client=True) as client:
+            while not stop.wait(0.2):
+                for run in client.read_flow_runs():
+                    if run.deployment_id == deployment and run.state and not run.state.is_final():
+                        client.set_flow_run_state(run.id, Running(), force=True)
+                        client.set_flow_run_state(run.id, state, force=True)
+
+    stop = threading.Event()
+    with get_client(sync_client=True) as client:
+        deployment = client.create_deployment(client.create_flow_from_name("child"), "gpu")
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize("state", [Completed(), Failed(message="no memory")], ids=["completed", "failed"])
+def test_a_run_of_a_deployment_has_its_name_in_the_graph(monkeypatch: pytest.MonkeyPatch, state: State[Any]) -> None:
+    monkeypatch.setattr(deployments, "_RUN_POLL_SECONDS", 0.1)
+    with worker(state):
+        if state.is_completed():
+            parent()
+        else:
+            with pytest.raises(UserError, match="child/gpu ended in the state Failed: no memory"):
+                parent()
+    with get_client(sync_client=True) as client:
+        latest = max(client.read_task_runs(), key=attrgetter("created"))
+    assert (latest.name, latest.state_name) == ("child/gpu", state.name)

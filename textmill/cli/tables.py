@@ -23,14 +23,12 @@ if TYPE_CHECKING:
 _MAX_FAILURES = 5
 _MAX_OPERATIONS = 5
 _MAX_POINTS = 30
-_HIDDEN_COLUMNS = ("valid_loss", "train_loss", "flops", "reason")  # of a sweep's table
-_PROFILE_FILES = (
-    ("page", "profile.md"),
-    ("figures", "profile.json"),
-    ("trace", "trace.json.gz"),
-    ("memory snapshot", "memory_snapshot.pickle"),
-)
-_COMPARISON_FILES = (("page", "comparison.md"), ("figures", "comparison.json"))
+_PROFILE_FILES = {
+    "page": "profile.md",
+    "figures": "profile.json",
+    "trace": "trace.json.gz",
+    "memory snapshot": "memory_snapshot.pickle",
+}
 
 
 def format_sample(prompt: str, text: str) -> str:
@@ -72,12 +70,12 @@ def format_summary(record: dict[str, Any]) -> str:
 
 def format_forecasts(forecasts: Sequence[Forecast]) -> str:
     """Return a table of the memory, disk and time that stages need."""
-    rows = [(f.stage, _format_bytes(f.memory), _format_bytes(f.disk), _format_seconds(f.seconds)) for f in forecasts]
     disk, seconds = sum(f.disk or 0 for f in forecasts), sum(f.seconds or 0 for f in forecasts)
+    rows = [("stage", "memory", "disk", "time")]
+    rows += [(f.stage, _format_bytes(f.memory), _format_bytes(f.disk), _format_seconds(f.seconds)) for f in forecasts]
     rows.append(("total", "", _format_bytes(disk), _format_seconds(seconds)))
     lines = [f"{stage:<10} {memory:>12} {disk:>12} {time:>12}" for stage, memory, disk, time in rows]
-    title = "About what the stages that run need (–: not known yet):"
-    return "\n".join(["", title, f"{'stage':<10} {'memory':>12} {'disk':>12} {'time':>12}", *lines])
+    return "\n".join(["", "About what the stages that run need (–: not known yet):", *lines])
 
 
 def _format_bytes(count: float | None) -> str:
@@ -98,37 +96,30 @@ def format_sweep(record: dict[str, Any]) -> str:
     """Return the best points of a sweep as a table, and the paths of its outputs."""
     output = outputs_of(RunContext(record["root"], record["name"]), record)["sweep"]
     with output.path("table.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+        points = list(csv.DictReader(file))
 
     def column(name: str) -> str:
-        return f"trained_{name}" if f"trained_{name}" in rows[0] else name
+        return f"trained_{name}" if f"trained_{name}" in points[0] else name
 
     losses = [column(name) for name in ("valid_bits_per_byte", "train_loss")]
-    loss = next((name for name in losses if any(row[name] for row in rows)), losses[0])
-    hidden = {column(name) for name in _HIDDEN_COLUMNS} - {loss}
-    varied = {name for name in rows[0] if len({row[name] for row in rows}) > 1} - hidden
-    columns = [name for name in rows[0] if name in {"point", loss, column("state")} | varied]
-    lines = [[_short(row[name]) for name in columns] for row in rows[:_MAX_POINTS]]
-    widths = [max(len(line[i]) for line in [columns, *lines]) for i in range(len(columns))]
-    text = [
-        "  ".join(f"{word:<{width}}" for word, width in zip(line, widths, strict=True)) for line in [columns, *lines]
-    ]
-    if len(rows) > _MAX_POINTS:
-        text.append(f"… and {len(rows) - _MAX_POINTS:,} more")
-    text += [
-        "",
-        "Outputs:",
-        f"  table   {output.url}/table.csv",
-        f"  report  {output.store.url('runs', record['name'])}.md",
-    ]
+    loss = next((name for name in losses if any(point[name] for point in points)), losses[0])
+    hidden = {column(name) for name in ("valid_loss", "train_loss", "flops", "reason")} - {loss}
+    varied = {name for name in points[0] if len({point[name] for point in points}) > 1} - hidden
+    columns = [name for name in points[0] if name in {"point", loss, column("state")} | varied]
+    rows = [columns, *([_shorten(point[name]) for name in columns] for point in points[:_MAX_POINTS])]
+    template = "  ".join(f"{{:<{max(map(len, cells))}}}" for cells in zip(*rows, strict=True))
+    lines = ["", *(template.format(*row) for row in rows)]
+    if (more := len(points) - _MAX_POINTS) > 0:
+        lines.append(f"… and {more:,} more")
+    lines += ["", "Outputs:", f"  table   {output.url}/table.csv"]
+    lines.append(f"  report  {output.store.url('runs', record['name'])}.md")
     if "best_point" in output.manifest["figures"]:
-        text.append(f"  best    {output.url}/best.yaml")
         root, best = shlex.quote(record["root"]), shlex.quote(f"{output.url}/best.yaml")
-        text += ["", "Try next:", f"  textmill run --root {root} --config {best}"]
-    return "\n".join(["", *text])
+        lines += [f"  best    {output.url}/best.yaml", "", "Try next:", f"  textmill run --root {root} --config {best}"]
+    return "\n".join(lines)
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     """Return a number with up to six digits, and other text unchanged."""
     try:
         return text if text.isdigit() else f"{float(text):.6g}"
@@ -139,77 +130,80 @@ def _short(text: str) -> str:
 def format_evaluation(result: "EvaluationResult") -> str:
     """Return the figures of an evaluation as a table, and the paths of its files."""
     summary = result.summary
-    rows = [
-        ("accuracy", f"{percent_with_interval(asdict(summary))}, the 95 % interval"),
-        ("reward", f"{summary.reward:.3f}  (format {summary.format_reward:.3f}, answer {summary.answer_reward:.3f})"),
-        *((name, f"{count:,}") for name, count in summary.categories.items()),
-        ("cut at the maximum", f"{summary.cut_responses:,}"),
-        ("reward failed", f"{summary.failed_rewards:,}"),
-        ("responses", str(result.responses)),
-        ("summary", str(result.summary_file)),
-    ]
-    lines = [f"{result.task}, {summary.problems:,} problems, {result.model}"]
-    return "\n".join(lines + [f"  {name:<18}  {text}" for name, text in rows])
+    rows: dict[str, Any] = {
+        "accuracy": f"{percent_with_interval(asdict(summary))}, the 95 % interval",
+        "reward": f"{summary.reward:.3f}  (format {summary.format_reward:.3f}, answer {summary.answer_reward:.3f})",
+        **{name: f"{count:,}" for name, count in summary.categories.items()},
+        "cut at the maximum": f"{summary.cut_responses:,}",
+        "reward failed": f"{summary.failed_rewards:,}",
+        "responses": result.responses,
+        "summary": result.summary_file,
+    }
+    title = f"{result.task}, {summary.problems:,} problems, {result.model}"
+    return "\n".join([title, *(f"  {name:<18}  {text}" for name, text in rows.items())])
 
 
 def format_profile(result: "ProfileResult") -> str:
     """Return where time and memory of a step go, as a table, and the paths of the files."""
     profile = result.profile
-    lines = [f"{describe(profile)}, mean of {profile['steps']:,} steps", "", f"{'time of a step':<30} {'ms':>10}"]
-    lines += [f"  {name:<28} {value:>10,.1f} {share:>7}" for name, value, share in phase_rows(profile)]
-    lines += [f"  {'step without the clock':<28} {profile['plain_seconds_per_step'] * 1e3:>10,.1f}", ""]
-    lines += [f"{'operations with most own time':<58} {'ms':>10}"]
-    lines += [f"  {row['name']:<56} {row['seconds'] * 1e3:>10,.1f}" for row in profile["operations"][:_MAX_OPERATIONS]]
-    lines += ["", f"{'memory, MB':<30} {'measured':>10} {'predicted':>10}"]
-    lines += [f"  {name:<28} {here:>10,.1f} {predicted:>10,.1f}" for name, here, predicted in memory_rows(profile)]
-    largest = f"{profile['largest_micro_batch']:,} sequences by the formula, now {profile['micro_batch']:,}"
+    operations = profile["operations"][:_MAX_OPERATIONS]
     rows = [
         *compute_rows(profile),
-        ("largest micro-batch", largest),
-        *((title, str(path)) for title, name in _PROFILE_FILES if (path := result.directory / name).exists()),
+        (
+            "largest micro-batch",
+            f"{profile['largest_micro_batch']:,} sequences by the formula, now {profile['micro_batch']:,}",
+        ),
+        *((title, path) for title, name in _PROFILE_FILES.items() if (path := result.directory / name).exists()),
     ]
-    return "\n".join([*lines, "", *(f"{name:<30} {text}" for name, text in rows)])
+    lines = [
+        f"{describe(profile)}, mean of {profile['steps']:,} steps",
+        f"\n{'time of a step':<30} {'ms':>10}",
+        *(f"  {name:<28} {value:>10,.1f} {share:>7}" for name, value, share in phase_rows(profile)),
+        f"  {'step without the clock':<28} {profile['plain_seconds_per_step'] * 1e3:>10,.1f}",
+        f"\n{'operations with most own time':<58} {'ms':>10}",
+        *(f"  {row['name']:<56} {row['seconds'] * 1e3:>10,.1f}" for row in operations),
+        f"\n{'memory, MB':<30} {'measured':>10} {'predicted':>10}",
+        *(f"  {name:<28} {here:>10,.1f} {predicted:>10,.1f}" for name, here, predicted in memory_rows(profile)),
+        "",
+        *(f"{name:<30} {text}" for name, text in rows),
+    ]
+    return "\n".join(lines)
 
 
 def format_comparison(result: "ComparisonResult") -> str:
     """Return the bytes per token of each tokenizer on each text as a table, and the paths of the files."""
     names = list(result.comparison.tokenizers)
     width = max(map(len, ["bytes per token", *result.comparison.texts]))
-    widths = [max(8, len(name)) for name in names]
-    heads = "  ".join(f"{name:>{size}}" for name, size in zip(names, widths, strict=True))
+    sizes = [max(8, len(name)) for name in names]
+    heads = "  ".join(f"{name:>{size}}" for name, size in zip(names, sizes, strict=True))
+    template = "  ".join([f"{{:<{width}}}  {{:>12,}}", *(f"{{:>{size}.3f}}" for size in sizes)])
     lines = ["", f"{'bytes per token':<{width}}  {'bytes':>12}  {heads}"]
-    for text, size, *figures in compression_rows(result.comparison):
-        cells = "  ".join(f"{value:>{size}.3f}" for value, size in zip(figures, widths, strict=True))
-        lines.append(f"{text:<{width}}  {size:>12,}  {cells}")
-    return "\n".join([*lines, "", *(f"{name:<8}  {result.directory / file}" for name, file in _COMPARISON_FILES)])
+    lines += [template.format(*row) for row in compression_rows(result.comparison)]
+    files = ("page", "comparison.md"), ("figures", "comparison.json")
+    return "\n".join([*lines, "", *(f"{name:<8}  {result.directory / file}" for name, file in files)])
 
 
 def format_teaching(result: "TeachResult") -> str:
     """Return the counts of the answers of another model as a table, the path of the file, and the next command."""
     kept = result.outcomes["kept"]
-    share = f" ({kept / result.answers:.1%} of the answers)" if result.answers else ""
-    rows = [
-        ("prompts", f"{result.prompts:,}, and {result.repeated_prompts:,} repeated"),
-        ("answers", f"{result.answers:,}, {result.earlier_answers:,} of them from earlier runs"),
-        ("failed", f"{len(result.failures):,}"),
-        ("not asked", f"{result.not_asked:,}{', as the token budget is reached' if result.not_asked else ''}"),
-        *((name, f"{count:,}") for name, count in sorted(result.outcomes.items()) if name != "kept"),
-        ("kept", f"{kept:,}{share}"),
-        ("tokens", f"{result.prompt_tokens:,} of prompts, {result.completion_tokens:,} of answers"),
-        ("all answers", str(result.answers_file)),
-        ("kept answers", str(result.file)),
-    ]
-    lines = [f"{name:<18}  {text}" for name, text in rows]
+    rows: dict[str, Any] = {
+        "prompts": f"{result.prompts:,}, and {result.repeated_prompts:,} repeated",
+        "answers": f"{result.answers:,}, {result.earlier_answers:,} of them from earlier runs",
+        "failed": f"{len(result.failures):,}",
+        "not asked": f"{result.not_asked:,}{', as the token budget is reached' if result.not_asked else ''}",
+        **{name: f"{count:,}" for name, count in sorted(result.outcomes.items()) if name != "kept"},
+        "kept": f"{kept:,}{f' ({kept / result.answers:.1%} of the answers)' if result.answers else ''}",
+        "tokens": f"{result.prompt_tokens:,} of prompts, {result.completion_tokens:,} of answers",
+        "all answers": result.answers_file,
+        "kept answers": result.file,
+    }
+    lines = [f"{name:<18}  {text}" for name, text in rows.items()]
     if result.failures:
         lines += ["", "Failed; the same command asks them again:"]
         lines += [f"  {failure}" for failure in result.failures[:_MAX_FAILURES]]
-        lines += (
-            [f"  and {len(result.failures) - _MAX_FAILURES:,} more"] if len(result.failures) > _MAX_FAILURES else []
-        )
+    if (more := len(result.failures) - _MAX_FAILURES) > 0:
+        lines.append(f"  and {more:,} more")
     if kept:
-        lines += [
-            "",
-            "Try next:",
-            f"  textmill posttrain --preset dialogs --dialogs.train {shlex.quote(str(result.file))}",
-        ]
+        command = f"textmill posttrain --preset dialogs --dialogs.train {shlex.quote(str(result.file))}"
+        lines += ["", "Try next:", f"  {command}"]
     return "\n".join(lines)

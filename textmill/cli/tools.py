@@ -1,0 +1,177 @@
+"""The commands of ``textmill`` that start no flow.
+
+``textmill NAME`` calls the function ``NAME_command`` with its options. Heavy libraries are imported inside the
+functions.
+"""
+
+import os
+import shlex
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from jsonargparse import Namespace
+
+from flows.config import PipelineConfig
+from lm.common.errors import UserError
+from lm.eval.config import EvaluationConfig, TeachConfig
+from lm.inference.config import SampleConfig
+from tasks.runs.models import DirectoryModel, RunModel, resolve_model
+from tasks.runs.run_record import absolute_root
+from tasks.runtime.root_lock import own_root
+from tasks.runtime.store import Store
+from textmill.cli.parser import read_config
+from textmill.cli.run import print_plan, read_pipeline_arguments
+from textmill.cli.tables import format_evaluation, format_forecasts, format_sample, format_teaching
+
+
+def plan_command(options: Namespace) -> None:
+    """Print what a run would do, and what its stages need."""
+    from flows.forecast import plan_with_forecasts
+
+    run = read_pipeline_arguments(options)
+    rows, forecasts = plan_with_forecasts(run.config, options.root, run.until, run.refresh)
+    print_plan(rows)
+    if forecasts:
+        print(format_forecasts(forecasts))
+
+
+def train_job_command(options: Namespace) -> None:
+    """Write the job of the training to the root, and print how to run it."""
+    from flows.train_job import write_train_job
+
+    url = write_train_job(read_config(PipelineConfig, options), options.root)
+    print(
+        f"{url}\nOn one machine:    PYTHONSAFEPATH=1 torchrun --nproc-per-node GPUS -m lm.train {url}\n"
+        "On each of several: PYTHONSAFEPATH=1 torchrun --nnodes MACHINES --nproc-per-node GPUS --rdzv-backend c10d "
+        f"--rdzv-endpoint HOST:29400 -m lm.train {url}\n"
+        f"Then textmill run --root {shlex.quote(options.root)} with the same options takes the trained model."
+    )
+
+
+def sample_command(options: Namespace) -> None:
+    """Print samples from a model."""
+    from lm.inference.completion import complete
+
+    config: SampleConfig = read_config(SampleConfig, options)
+    config = replace(config, prompts=options.prompt or config.prompts)
+    model = resolve_model(options.model, options.root)
+    for sample in complete(*model.load_for_inference(options.device, options.quantize), config):
+        print(format_sample(sample.prompt, sample.text))
+
+
+def chat_command(options: Namespace) -> None:
+    """Chat with a model in the terminal."""
+    from textmill.cli.chat import chat
+
+    model = resolve_model(options.model, options.root)
+    loaded = model.load_for_inference(options.device, options.quantize)
+    chat(*loaded, read_config(SampleConfig, options), options.system)
+
+
+def serve_command(options: Namespace) -> None:
+    """Serve a model over HTTP until Ctrl-C."""
+    from textmill.server.app import serve
+
+    if not options.host:
+        raise UserError("--host is empty. 127.0.0.1 is this machine alone, 0.0.0.0 all its addresses.")
+    serve(
+        resolve_model(options.model, options.root),
+        options.host,
+        options.port,
+        options.device,
+        options.quantize,
+        api_key=os.environ.get("TEXTMILL_API_KEY") if options.api_key is None else options.api_key,
+        max_batch_size=options.max_batch_size,
+        prefix_cache_bytes=options.prefix_cache_mb * 10**6,
+        max_requests_per_client=options.max_requests_per_client,
+        speculative_tokens=options.speculative_tokens,
+    )
+
+
+def evaluate_command(options: Namespace) -> None:
+    """Evaluate a model on a task, and print its figures."""
+    from flows.evaluate import evaluate_model
+
+    config: EvaluationConfig = read_config(EvaluationConfig, options)
+    place = options.root, options.device, options.model_name, options.out
+    print(format_evaluation(evaluate_model(options.model, config, *place, quantization=options.quantize)))
+
+
+def teach_command(options: Namespace) -> None:
+    """Ask another model for answers to prompts, and print how many are kept for fine-tuning."""
+    from flows.teach import teach
+
+    print(format_teaching(teach(read_config(TeachConfig, options))))
+
+
+def export_command(options: Namespace) -> None:
+    """Write a model as a Hugging Face directory, or with ``--gguf`` as a file for llama.cpp."""
+    from lm.checkpoint.gguf import save_gguf
+    from lm.checkpoint.hugging_face import save_hugging_face
+    from lm.checkpoint.lost_settings import warn_of_lost_settings
+    from lm.tokenizer.text_tokenizer import require_byte_level
+    from textmill.runs.model_card import training_details
+
+    resolved = resolve_model(options.model, options.root)
+    model, tokenizer = resolved.load("cpu")
+    tokenizer, path = require_byte_level(tokenizer, resolved.name), Path(options.path)
+    if options.gguf:
+        save_gguf(model, tokenizer, path, options.gguf)
+    else:
+        details = training_details(resolved) if isinstance(resolved, RunModel) else ""
+        save_hugging_face(model, tokenizer, path, details)
+    if isinstance(resolved, DirectoryModel):
+        warn_of_lost_settings(resolved.directory, tokenizer)
+    reader = "llama.cpp" if options.gguf else "transformers' from_pretrained"
+    print(f"Exported to {path}. {reader} can load it.")
+
+
+def verify_command(options: Namespace) -> int:
+    """Print the damaged, unfinished and orphaned files under a root. Return 1 if files are damaged."""
+    from tasks.maintenance.verify import verify
+
+    counts: Counter[str] = Counter()
+    for finding in verify(Store(absolute_root(options.root))):
+        counts[finding.kind] += 1
+        print(f"{finding.kind:<10}  {finding.path}: {finding.problem}")
+    if not counts:
+        print(f"All outputs under {options.root} are intact.")
+        return 0
+    print(", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) + f" under {options.root}.")
+    if counts["damaged"]:
+        print("Damaged outputs are never used: the next run that needs them makes them again.")
+    if counts.keys() - {"damaged"}:
+        print("Orphaned files are never used. A training may go on from unfinished ones.")
+        print("textmill gc lists the files that it can delete.")
+    return 1 if counts["damaged"] else 0
+
+
+def gc_command(options: Namespace) -> None:
+    """List the files below a root that no run needs. With ``--delete``, delete them."""
+    from tasks.maintenance.gc import delete, find_garbage
+
+    store = Store(absolute_root(options.root))
+    with own_root(store) if options.delete else nullcontext(lambda: None) as check_ownership:
+        findings, lines = find_garbage(store), []
+        for finding in findings:
+            check_ownership()
+            is_kept = options.delete and not delete(store, finding)
+            reason = "kept, a training uses it" if is_kept else finding.problem
+            lines.append(f"{finding.bytes / 1e6:>10,.1f} MB  {finding.path}: {reason}")
+    for line in lines:  # not before all is deleted: whoever reads it may stop
+        print(line)
+    total = f"{len(findings)} in all, {sum(finding.bytes for finding in findings) / 1e6:,.1f} MB"
+    if options.delete or not findings:
+        print(f"{total}.")
+    else:
+        print(f"{total}. Nothing is deleted yet. To delete, add --delete while no run uses {options.root}.")
+        print("To delete the outputs of a run too, first delete its record in runs/; of the latest, latest.json too.")
+
+
+def up_command(options: Namespace) -> None:
+    """Start Prefect's server, the deployments and a worker."""
+    from flows.prefect_support.deployments import start_local_stack
+
+    start_local_stack(options.port)
