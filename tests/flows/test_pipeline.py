@@ -15,7 +15,7 @@ from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
 
-from flows import chain, runners
+from flows import chain, clusters
 from flows.chain import PIPELINE
 from flows.config import PipelineConfig, StageName
 from flows.executor import PrefectExecutor
@@ -437,7 +437,7 @@ def test_many_groups_share_few_task_runs_and_a_tree_of_sums(
     config = replace(config, chunk=ChunkConfig(target_bytes=5_000))
     run(config, until="encode")
     assert run.groups("count-sum") == [], "32 files of counts can be added up at once"
-    monkeypatch.setattr(runners, "_MAX_TASK_RUNS", 3)
+    monkeypatch.setattr(clusters, "_MAX_TASK_RUNS", 3)
     monkeypatch.setattr(chain, "_COUNTS_PER_SUM", 2)
     other = Runner(tmp_path / "other")
     other(config, until="encode")
