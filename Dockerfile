@@ -14,7 +14,7 @@ RUN pip install --no-cache-dir '.[dask,s3]'
 
 # The compiled kernels depend on the CPU. On another kind of CPU, a container compiles them again when it starts.
 ENV XDG_CACHE_HOME=/var/cache DO_NOT_TRACK=1 PREFECT_SERVER_ANALYTICS_ENABLED=false
-RUN cd / && python -m lm.kernels
+RUN cd / && python -m lm.compile_kernels
 
 WORKDIR /work
 CMD ["textmill", "--help"]

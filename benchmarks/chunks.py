@@ -99,7 +99,8 @@ def new_home(home: Path) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     }
-    subprocess.run([sys.executable, "-m", "lm.kernels"], cwd=PROJECT, env=environment, check=True, capture_output=True)
+    command = [sys.executable, "-m", "lm.compile_kernels"]
+    subprocess.run(command, cwd=PROJECT, env=environment, check=True, capture_output=True)
     return environment
 
 

@@ -46,7 +46,7 @@ def compile_demo() -> dict[str, tuple[float, float]]:
     """Run the stages in this process and return the (wall, CPU) seconds of each compiled kernel."""
     import torch
 
-    from lm.inference.packed import compile_kernels
+    from lm.inference.runners.runner import compile_kernels
     from lm.text.demo_corpus import demo_stories
     from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN
     from lm.tokenizer.bpe import train_merges

@@ -3,7 +3,8 @@
 ``python -m benchmarks.generate [--device auto] [--shape 110m|1b|tiny] [--rounds N] [--json]``. Three implementations
 are measured with the same weights, precision, threads and prompts, and greedy decoding:
 
-- ``ours``: :class:`lm.inference.engine.Engine` with a model from :func:`lm.inference.packed.prepare_for_inference`
+- ``ours``: :class:`lm.inference.engine.Engine` with a model from
+  :func:`lm.inference.runners.runner.prepare_for_inference`
 - ``transformers``: ``generate`` of ``LlamaForCausalLM`` with its defaults
 - ``compiled``: the same with a static cache and torch.compile
 
@@ -38,7 +39,7 @@ from lm.checkpoint.hugging_face import save_hugging_face
 from lm.hardware.device import choose_device
 from lm.inference.config import Quantization, SampleConfig
 from lm.inference.engine import Engine, Generation
-from lm.inference.packed import prepare_for_inference
+from lm.inference.runners.runner import prepare_for_inference
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ import torch
 from flows.config import load_preset
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Engine, Generation
-from lm.inference.packed import prepare_for_inference
+from lm.inference.runners.runner import prepare_for_inference
 from lm.model.transformer import TransformerLM
 
 PREFIX_CACHE_BYTES = 256 * 10**6  # the default of textmill serve

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from lm.eval.loss import bits_per_byte
-from lm.inference.packed import prepare_for_inference
+from lm.inference.runners.runner import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.text_tokenizer import require_byte_level
 from tasks.runs.models import resolve_model

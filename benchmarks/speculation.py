@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.generate import SHAPES
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Engine, Generation
-from lm.inference.packed import prepare_for_inference
+from lm.inference.runners.runner import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.bpe import train_bpe
 from lm.tokenizer.tokenizer import Tokenizer
@@ -90,7 +90,7 @@ def measure(shape: str, tokens: int, guesses: int, rounds: int) -> dict[str, Any
             "plain": round(statistics.median(plain), 1),
             "speculative": round(statistics.median(guessed), 1),
             "ratio": round(statistics.median(b / a for a, b in zip(plain, guessed, strict=True)), 3),
-            "guessed": generation.num_guessed_tokens,
+            "guessed": generation.num_draft_tokens,
             "accepted": generation.num_accepted_tokens,
         }
     return result

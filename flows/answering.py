@@ -34,7 +34,7 @@ class LocalModel:
 
     def respond(self, prompts: Sequence[tuple[int, Prompt]], config: SampleConfig) -> Iterator[tuple[int, Response]]:
         """Yield the index and the response of each numbered prompt."""
-        from lm.inference.responses import respond
+        from lm.inference.chat_format import respond
 
         for response in respond(*self._loaded, prompts, config):
             yield response.index, Response(response.text, response.num_tokens, response.finish_reason)

@@ -29,7 +29,7 @@ def load_trained(model: Output, tokenizer: Output, device: str) -> "tuple[Transf
 def sample(out: Attempt, model: Output, tokenizer: Output, config: SampleConfig) -> None:
     """Write ``samples.json``."""
     from lm.inference.completion import complete
-    from lm.inference.packed import prepare_for_inference
+    from lm.inference.runners.runner import prepare_for_inference
 
     loaded_model, loaded_tokenizer = load_trained(model, tokenizer, out.run.execution.device)
     loaded_model = prepare_for_inference(loaded_model)
@@ -38,7 +38,7 @@ def sample(out: Attempt, model: Output, tokenizer: Output, config: SampleConfig)
     tokens_per_second = sum(completion.num_tokens for completion in completions) / (time.perf_counter() - started)
     out.figures = {"samples": len(completions), "tokens_per_second": round(tokens_per_second)}
     if config.speculative_tokens:
-        out.figures["guessed_tokens"] = sum(completion.num_guessed_tokens for completion in completions)
+        out.figures["guessed_tokens"] = sum(completion.num_draft_tokens for completion in completions)
         out.figures["accepted_tokens"] = sum(completion.num_accepted_tokens for completion in completions)
     samples = [{"prompt": completion.prompt, "text": completion.text} for completion in completions]
     (out.directory / "samples.json").write_text(json.dumps(samples, ensure_ascii=False, indent=1), encoding="utf-8")

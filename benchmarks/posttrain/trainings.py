@@ -11,7 +11,7 @@ from lm.common.execution import Execution
 from lm.data.dialogs import Dialog, Message, PreferencePair
 from lm.eval.problems import Problem
 from lm.inference.config import SampleConfig
-from lm.inference.packed import prepare_for_inference
+from lm.inference.runners.runner import prepare_for_inference
 from lm.posttrain.examples import write_rows
 from lm.posttrain.job import PosttrainJob
 from lm.posttrain.rollout import GREEDY, Rollout, encode_prompts, generate_rollouts

@@ -32,7 +32,7 @@ from lm.data.dialogs import Dialog, PreferencePair, read_dialogs
 from lm.data.json_rows import DamagedRows
 from lm.eval.problems import Problem, read_task
 from lm.eval.rewards import combine_rewards
-from lm.inference.packed import prepare_for_inference
+from lm.inference.runners.runner import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from lm.model.vocabulary import grow_vocabulary
 from lm.posttrain.log_probs import get_response_log_probs

@@ -75,7 +75,8 @@ def open_site(folder: Path) -> Iterator[Site]:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     }
     # Compile the kernels before the clock starts.
-    subprocess.run([sys.executable, "-m", "lm.kernels"], cwd=PROJECT, env=environment, check=True, capture_output=True)
+    command = [sys.executable, "-m", "lm.compile_kernels"]
+    subprocess.run(command, cwd=PROJECT, env=environment, check=True, capture_output=True)
     try:
         with server(environment) as reporting:
             yield Site(folder, reporting, store)

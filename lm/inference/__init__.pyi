@@ -5,6 +5,6 @@ from .config import SampleConfig as SampleConfig
 from .engine import Engine as Engine
 from .engine import Generation as Generation
 from .engine import generate as generate
-from .llama_api import Llama as Llama
-from .packed import prepare_for_inference as prepare_for_inference
+from .llama import Llama as Llama
+from .runners.runner import prepare_for_inference as prepare_for_inference
 from .scheduler import Scheduler as Scheduler

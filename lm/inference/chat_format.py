@@ -1,6 +1,7 @@
-"""How a model gets a dialog: in the chat template that it was trained on, or else as plain text.
+"""How a model gets a dialog, and its responses to many prompts.
 
-The plain format has no special tokens, so a user who types ``Assistant:`` on a new line can imitate the other side:
+A model gets a dialog in the chat template that it was trained on, or else as plain text. The plain format has no
+special tokens, so a user who types ``Assistant:`` on a new line can imitate the other side:
 
     System: You are kind.
     User: Hello!
@@ -11,11 +12,17 @@ The plain format has no special tokens, so a user who types ``Assistant:`` on a 
 The model's answer ends before the next ``User:`` line.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
+from lm.common.errors import UserError
 from lm.data.chat_template import encode_chat_prompt, has_chat_tokens
 from lm.data.dialogs import Message
-from lm.inference.completion import encode_prompt
+from lm.hardware.device import explain_out_of_memory
+from lm.inference.completion import OUT_OF_MEMORY, TextRun, check_vocabulary, encode_prompt
+from lm.inference.config import SampleConfig
+from lm.inference.engine import Generation, generate_each
+from lm.model.transformer import TransformerLM
 from lm.tokenizer.text_tokenizer import TextTokenizer
 from lm.tokenizer.tokenizer import Tokenizer
 
@@ -24,6 +31,7 @@ PLAIN_NOTICE = (
     "This model was not trained on textmill's chat template. It gets the dialog as lines of plain text, so its answers "
     "may not fit; fine-tune it to chat."
 )
+_MAX_BATCH_SIZE = 32
 
 
 class ChatFormat:
@@ -68,3 +76,49 @@ def render_plain(messages: Sequence[Message]) -> str:
     """Return the prompt for the answer to ``messages`` in the plain format."""
     lines = [f"{message['role'].capitalize()}: {message['content'].strip()}\n" for message in messages]
     return "".join(lines) + "Assistant:"
+
+
+@dataclass(frozen=True)
+class ModelResponse:
+    """The response to a numbered prompt."""
+
+    index: int
+    text: str
+    num_tokens: int
+    finish_reason: str
+
+
+def respond(
+    model: TransformerLM,
+    tokenizer: TextTokenizer,
+    prompts: Sequence[tuple[int, str | Sequence[Message]]],
+    config: SampleConfig,
+) -> Iterator[ModelResponse]:
+    """Yield the response to each numbered prompt as soon as it is complete.
+
+    A text is continued; a dialog is answered in the model's chat format. A response ends before a special token, a text
+    of ``config.stop``, after ``config.max_new_tokens``, or at the end of the context. Prompt i has the seed
+    ``config.seed`` + i, so a response does not depend on the other prompts. Raises UserError if a prompt leaves no room
+    in the context, before anything is computed.
+    """
+    check_vocabulary(model, tokenizer.size)
+    chat_format = ChatFormat(tokenizer)
+    runs: dict[Generation, tuple[int, bool, TextRun]] = {}
+    for index, prompt in prompts:
+        is_chat = not isinstance(prompt, str)
+        ids = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else chat_format.encode(prompt)
+        room = model.config.context_length - len(ids)
+        if room <= 0:
+            raise UserError(
+                f"Prompt {index} has {len(ids)} tokens, which leaves no room for a response in the model's context of "
+                f"{model.config.context_length}. Use fewer or shorter examples, or a model with a longer context."
+            )
+        stop = [*config.stop, *chat_format.stop] if is_chat else config.stop
+        sampling = replace(config, max_new_tokens=min(config.max_new_tokens, room), stop=stop, prompts=[])
+        run = TextRun(tokenizer, ids, sampling, config.seed + index)
+        runs[run.generation] = index, is_chat, run
+    with explain_out_of_memory(OUT_OF_MEMORY):
+        for generation in generate_each(model, list(runs), _MAX_BATCH_SIZE):
+            index, is_chat, run = runs[generation]
+            text = Answer(chat_format).add(run.finish()) if is_chat else run.finish()
+            yield ModelResponse(index, text, len(generation.ids), generation.finish_reason or "stop")

@@ -8,7 +8,7 @@ from lm.common.errors import UserError
 from lm.hardware.device import explain_out_of_memory
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate, stream
-from lm.inference.logit_edits import LogitEdits
+from lm.inference.sampler import LogitEdits
 from lm.model.transformer import TransformerLM
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.text_tokenizer import TextTokenizer
@@ -16,19 +16,6 @@ from lm.tokenizer.text_tokenizer import TextTokenizer
 OUT_OF_MEMORY = (
     "The model's KV cache does not fit into memory; lower the maximum of new tokens, or the number of samples."
 )
-
-
-class Completion(NamedTuple):
-    """The text that a model adds to a prompt."""
-
-    prompt: str
-    text: str
-    num_tokens: int
-    """Tokens sampled, including those of a stop text."""
-    num_guessed_tokens: int = 0
-    """Tokens that speculative decoding guessed."""
-    num_accepted_tokens: int = 0
-    """Guesses that were sampled."""
 
 
 class TextStream:
@@ -39,31 +26,31 @@ class TextStream:
         self._stops = [stop for stop in stops if stop]
         self._max_stop_length = max(map(len, self._stops), default=0)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""
+        self._held_back = ""
         self.is_stopped = False
 
     def add(self, token_id: int) -> str:
-        """Return the text that is certain now. An id without bytes, such as a special one or one that the vocabulary
+        """Return the text that is final now. An id without bytes, such as a special one or one that the vocabulary
         leaves out, ends a partial character."""
         token = self._token_bytes.get(token_id, b"")
         return self._release(self._decoder.decode(token, final=not token))
 
     def finish(self) -> str:
         """Return the rest, after the last id. A partial character becomes U+FFFD."""
-        rest = self._release(self._decoder.decode(b"", final=True)) + self._held
-        self._held = ""
+        rest = self._release(self._decoder.decode(b"", final=True)) + self._held_back
+        self._held_back = ""
         return rest
 
     def _release(self, new_text: str) -> str:
         if self.is_stopped:
             return ""
-        text = self._held + new_text
+        text = self._held_back + new_text
         if matches := [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]:
-            self.is_stopped, self._held = True, ""
+            self.is_stopped, self._held_back = True, ""
             return text[: min(matches)[1]]
         starts = range(max(0, len(text) - self._max_stop_length + 1), len(text))
         end = next((i for i in starts if any(stop.startswith(text[i:]) for stop in self._stops)), len(text))
-        self._held = text[end:]
+        self._held_back = text[end:]
         return text[:end]
 
 
@@ -115,6 +102,31 @@ def create_text_generation(
     return Generation(prompt, config.max_new_tokens, config, stop_ids, seed, edits=edits, on_token=on_token), text
 
 
+class TextRun:
+    """A generation that collects its text in ``pieces``."""
+
+    def __init__(self, tokenizer: TextTokenizer, prompt: Sequence[int], config: SampleConfig, seed: int) -> None:
+        self.pieces: list[str] = []
+        self.generation, self._stream = create_text_generation(tokenizer, prompt, config, seed, self.pieces.append)
+
+    def finish(self) -> str:
+        """Return the pieces and the text that was held back."""
+        return "".join(self.pieces) + self._stream.finish()
+
+
+class Completion(NamedTuple):
+    """The text that a model adds to a prompt."""
+
+    prompt: str
+    text: str
+    num_tokens: int
+    """Tokens sampled, including those of a stop text."""
+    num_draft_tokens: int = 0
+    """Draft tokens of speculative decoding."""
+    num_accepted_tokens: int = 0
+    """Draft tokens that were sampled."""
+
+
 def complete(
     model: TransformerLM, tokenizer: TextTokenizer, config: SampleConfig, max_batch_size: int = 64
 ) -> list[Completion]:
@@ -125,24 +137,21 @@ def complete(
     """
     check_vocabulary(model, tokenizer.size)
     prompts = [prompt for prompt in config.prompts for _ in range(config.samples)]
-    pieces: list[list[str]] = [[] for _ in prompts]
     runs = [
-        create_text_generation(
-            tokenizer, encode_prompt(tokenizer, prompt), config, config.seed + index, pieces[index].append
-        )
+        TextRun(tokenizer, encode_prompt(tokenizer, prompt), config, config.seed + index)
         for index, prompt in enumerate(prompts)
     ]
     with explain_out_of_memory(OUT_OF_MEMORY):
-        generate(model, [generation for generation, _ in runs], max_batch_size)
+        generate(model, [run.generation for run in runs], max_batch_size)
     return [
         Completion(
             prompt,
-            "".join(parts) + text.finish(),
-            len(generation.ids),
-            generation.num_guessed_tokens,
-            generation.num_accepted_tokens,
+            run.finish(),
+            len(run.generation.ids),
+            run.generation.num_draft_tokens,
+            run.generation.num_accepted_tokens,
         )
-        for prompt, parts, (generation, text) in zip(prompts, pieces, runs, strict=True)
+        for prompt, run in zip(prompts, runs, strict=True)
     ]
 
 
@@ -151,11 +160,10 @@ def stream_text(
 ) -> Iterator[str]:
     """Yield the text of :func:`complete` for one prompt, text or ids, piece by piece."""
     check_vocabulary(model, tokenizer.size)
-    pieces: list[str] = []
     ids = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else prompt
-    generation, text = create_text_generation(tokenizer, ids, config, config.seed, pieces.append)
+    run = TextRun(tokenizer, ids, config, config.seed)
     with explain_out_of_memory(OUT_OF_MEMORY):
-        for _ in stream(model, generation):
-            yield from filter(None, pieces)
-            pieces.clear()
-    yield text.finish()
+        for _ in stream(model, run.generation):
+            yield from filter(None, run.pieces)
+            run.pieces.clear()
+    yield run.finish()

@@ -7,23 +7,18 @@ batching).
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lm.common.errors import UserError
-from lm.inference.compiled_step import CompiledStep, FlatWeights, resting_torch_threads
 from lm.inference.config import SampleConfig
-from lm.inference.cuda_graphs import DecodeGraphs
-from lm.inference.kv_cache import KVCache, decode_step
-from lm.inference.logit_edits import LogitEditor, LogitEdits
+from lm.inference.kv_cache import KVCache, PrefixCache
 from lm.inference.prefill import Prefill, PrefillJob
-from lm.inference.prefix_cache import PrefixCache
-from lm.inference.sampler import Sampler, TokenScore, score_tokens
+from lm.inference.runners.runner import make_runner
+from lm.inference.sampler import LogitEditor, LogitEdits, Sampler, TokenScore, score_tokens
 from lm.inference.speculation import PromptLookup
 from lm.model.transformer import TransformerLM
 
@@ -70,10 +65,10 @@ class Generation:
     """Whether the prompt was computed."""
     num_cached_tokens: int = 0
     """Number of the prompt's tokens that were in the prefix cache."""
-    num_guessed_tokens: int = 0
-    """Number of tokens that speculative decoding guessed."""
+    num_draft_tokens: int = 0
+    """Number of draft tokens of speculative decoding."""
     num_accepted_tokens: int = 0
-    """Number of guesses that the model sampled."""
+    """Number of draft tokens that the model sampled."""
     finish_reason: Literal["stop", "length"] | None = None
     """``stop``: a stop id, ``on_token``, a cancellation, an error. ``length``: ``max_new_tokens``. None: unfinished."""
     error: Exception | None = None
@@ -124,8 +119,8 @@ class Engine:
 
     Of a prompt longer than ``max_seq_len`` tokens, by default the model's context, the last ``max_seq_len`` are read. A
     sequence that outgrows them continues from their last half, which is computed again from position 0. With
-    ``prefix_cache_bytes``, a prompt that begins like a recent sequence computes only the rest; see
-    :class:`lm.inference.prefix_cache.PrefixCache`.
+    ``prefix_cache_bytes``, a prompt that shares a prefix with a recent sequence computes only the rest; see
+    :class:`lm.inference.kv_cache.PrefixCache`.
     """
 
     def __init__(
@@ -133,29 +128,22 @@ class Engine:
     ) -> None:
         parameter = next(model.parameters())
         self.model, self.device = model, parameter.device
-        self.max_batch_size = max_batch_size
+        self.max_batch_size, self._vocab_size = max_batch_size, model.config.vocab_size or 1
         self.max_seq_len = min(max_seq_len or model.config.context_length, model.config.context_length)
         self.active: list[Generation] = []  # the index here is the row of the cache
         self._cache = KVCache(model.config, max_batch_size, self.max_seq_len, self.device, parameter.dtype)
         self._prefix_cache: PrefixCache | None = None
         if prefix_cache_bytes:
             self._prefix_cache = PrefixCache(model.config, prefix_cache_bytes, self.device, parameter.dtype)
-        weights = getattr(model, "flat_weights", None)
-        self._compiled_step: CompiledStep | None = None
-        self._decode_step: Callable[[Tensor, int], Tensor] = partial(decode_step, model, self._cache)
-        if isinstance(weights, FlatWeights):
-            self._compiled_step = CompiledStep(model, weights, self._cache)
-            self._decode_step = self._compiled_step.decode
-        elif self.device.type == "cuda":
-            self._decode_step = DecodeGraphs(model, self._cache)
-        self.prefill = Prefill(model, self._cache, self._prefix_cache, self._compiled_step)
+        self._runner = make_runner(model, self._cache)
+        self.prefill = Prefill(self._runner, self._cache, self._prefix_cache)
         self._sampler: Sampler | None = None  # of the active generations
         self._editors: dict[Generation, LogitEditor] = {}  # of the active generations that need one
         self._lookups: dict[Generation, PromptLookup] = {}  # of the active generations with speculative decoding
 
     def check_prompt(self, generation: Generation) -> None:
         """Raise UserError if the prompt is empty or holds ids outside the model's vocabulary."""
-        vocab_size = self.model.config.vocab_size or 0
+        vocab_size = self._vocab_size
         if not generation.prompt:
             raise UserError("The prompt is empty; give at least one token, such as the end-of-text token.")
         if bad := [token_id for token_id in generation.prompt if not 0 <= token_id < vocab_size]:
@@ -183,8 +171,8 @@ class Engine:
                 generation.finish_reason = "length"
             edits, penalty = generation.edits, generation.sampling.repetition_penalty
             if LogitEditor.is_needed(edits, penalty):
-                size = self.model.config.vocab_size or 0
-                self._editors[generation] = LogitEditor(edits, penalty, generation.prompt, size, self.device)
+                editor = LogitEditor(edits, penalty, generation.prompt, self._vocab_size, self.device)
+                self._editors[generation] = editor
             if generation.sampling.speculative_tokens:
                 self._lookups[generation] = PromptLookup(generation.prompt, generation.sampling.speculative_tokens)
         self._sampler = None
@@ -200,17 +188,17 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Sample the next token of every active generation, and more where guesses are right. Remove those that finish.
+        """Sample the next token of every active generation, and more if draft tokens are accepted.
 
-        See :mod:`lm.inference.speculation` for guesses. After an error, the step can be repeated with the same result.
+        Remove finished generations. After an error, the step can be repeated with the same result.
         """
         self._remove_finished()
         if not self.active:
             return
         lengths = [generation.window_length for generation in self.active]
-        guesses = [self._guess(generation) for generation in self.active]
-        if any(guesses) and max(lengths) <= self.max_seq_len:
-            self._verify(guesses)
+        drafts = [self._draft(generation) for generation in self.active]
+        if any(drafts) and max(lengths) <= self.max_seq_len:
+            self._verify(drafts)
         else:
             self._sample(self._next_logits(lengths), self.active)
         self._remove_finished()
@@ -222,7 +210,7 @@ class Engine:
             return self._refill(overlong_rows)
         last_ids = [generation.ids[-1] for generation in self.active]
         positions = [min(length, self.max_seq_len) - 1 for length in lengths]
-        logits = self._decode_step(torch.tensor([last_ids, positions], device=self.device), max(positions))
+        logits = self._runner.decode(torch.tensor([last_ids, positions], device=self.device), max(positions))
         if overlong_rows:
             logits[overlong_rows] = self._refill(overlong_rows).to(logits.dtype)
         return logits
@@ -240,34 +228,35 @@ class Engine:
                 generation.window_start = start
             raise
 
-    def _guess(self, generation: Generation) -> list[int]:
-        """Return guesses of the next tokens that leave room for one more token in the text and in the context."""
-        lookup = self._lookups.get(generation)
-        if lookup is None:
+    def _draft(self, generation: Generation) -> list[int]:
+        """Return draft tokens that leave room for one more token in the text and in the context."""
+        if (lookup := self._lookups.get(generation)) is None:
             return []
-        wanted = generation.max_new_tokens - len(generation.ids) - 1
-        room = min(wanted, self.max_seq_len - generation.window_length)
-        return lookup.guess(generation.ids, room)
+        num_missing = generation.max_new_tokens - len(generation.ids)
+        return lookup.draft(generation.ids, min(num_missing - 1, self.max_seq_len - generation.window_length))
 
-    def _verify(self, guesses: list[list[int]]) -> None:
-        """Sample the next token of every active generation, and one more after each guess that equals its sample."""
+    def _verify(self, drafts: list[list[int]]) -> None:
+        """Sample the next token of every active generation, and one more after each draft token that was sampled.
+
+        See :mod:`lm.inference.speculation`.
+        """
         starts = [generation.window_length - 1 for generation in self.active]
-        suffixes = [(generation.ids[-1], *guess) for generation, guess in zip(self.active, guesses, strict=True)]
-        hidden = self.prefill.compute(range(len(starts)), suffixes, starts)
+        suffixes = [(generation.ids[-1], *draft) for generation, draft in zip(self.active, drafts, strict=True)]
+        hidden = self._runner.extend(range(len(starts)), suffixes, starts)
         logits = self.model.logits(torch.cat(hidden)).split([len(suffix) for suffix in suffixes])
         num_accepted = [0] * len(starts)
-        rows, place = list(range(len(starts))), 0
+        rows, i = list(range(len(starts))), 0
         while rows:
-            ids = self._sample(torch.stack([logits[row][place] for row in rows]), [self.active[row] for row in rows])
-            right = [row for row, new_id in zip(rows, ids, strict=True) if guesses[row][place : place + 1] == [new_id]]
-            for row in right:
+            ids = self._sample(torch.stack([logits[row][i] for row in rows]), [self.active[row] for row in rows])
+            accepted = [row for row, new_id in zip(rows, ids, strict=True) if drafts[row][i : i + 1] == [new_id]]
+            for row in accepted:
                 num_accepted[row] += 1
-            rows, place = [row for row in right if not self.active[row].finish_reason], place + 1
-        for generation, guess, count in zip(self.active, guesses, num_accepted, strict=True):
-            if guess:
-                generation.num_guessed_tokens += len(guess)
+            rows, i = [row for row in accepted if not self.active[row].finish_reason], i + 1
+        for generation, draft, count in zip(self.active, drafts, num_accepted, strict=True):
+            if draft:
+                generation.num_draft_tokens += len(draft)
                 generation.num_accepted_tokens += count
-                self._lookups[generation].record(len(guess), count)
+                self._lookups[generation].record(len(draft), count)
 
     def _remove_finished(self) -> None:
         """Remove finished generations. The last row moves into the place of each."""
@@ -311,19 +300,22 @@ class Engine:
         generation.prompt_logprobs.clear()  # of a prefill that failed
         generation.prompt_alternatives.clear()
         targets = torch.tensor(tokens[1:], device=self.device)
-        chunk_size = max(1, _MAX_LOGITS // (self.model.config.vocab_size or 1))
+        chunk_size = max(1, _MAX_LOGITS // self._vocab_size)
         for chunk, chunk_targets in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):
             for score in score_tokens(self.model.logits(chunk), chunk_targets, generation.num_alternatives):
                 generation.prompt_logprobs.append(score.logprob)
                 generation.prompt_alternatives.append(score.alternatives)
 
     def _sample(self, logits: Tensor, generations: Sequence[Generation]) -> list[int]:
-        """Sample from ``logits`` (rows, V) for these of the active generations, in their order. Return the ids."""
+        """Sample from ``logits`` (rows, V) for some of the active generations, in this order. Return the ids."""
         logits = logits.float()  # argmax and max are slow in bfloat16
         uniform = torch.tensor([generation.choose_uniform() for generation in generations], device=self.device)
-        sampler = self._choose_sampler(generations)
-        has_few_rows = self._compiled_step is not None and len(logits) <= self._compiled_step.max_tokens
-        with resting_torch_threads() if has_few_rows else nullcontext():
+        settings = [generation.sampling for generation in generations]
+        if len(generations) == len(self.active):  # kept until the batch changes
+            sampler = self._sampler = self._sampler or Sampler(settings, self.device)
+        else:
+            sampler = Sampler(settings, self.device)
+        with self._runner.sampling_context(len(logits)):
             ids = sampler.sample(self._edit(logits, generations) if self._editors else logits, uniform)
             scores = self._score(logits, ids, generations)
         id_list: list[int] = ids.tolist()
@@ -337,15 +329,6 @@ class Engine:
                     log.exception("on_token of a generation failed.")
                     generation.fail(error)
         return id_list
-
-    def _choose_sampler(self, generations: Sequence[Generation]) -> Sampler:
-        """Return the sampler of these of the active generations. That of all of them is kept."""
-        if len(generations) == len(self.active) and self._sampler is not None:
-            return self._sampler
-        sampler = Sampler([generation.sampling for generation in generations], self.device)
-        if len(generations) == len(self.active):
-            self._sampler = sampler
-        return sampler
 
     def _edit(self, logits: Tensor, generations: Sequence[Generation]) -> Tensor:
         """Return a copy of the logits (rows, V) with the edits of each generation."""
@@ -383,7 +366,8 @@ def generate_each(
     model: TransformerLM, generations: Sequence[Generation], max_batch_size: int | None = None
 ) -> Iterator[Generation]:
     """Run all ``generations`` as :func:`generate` does, and yield each when it ends."""
-    engine = Engine(model, min(max_batch_size or len(generations), len(generations)), _max_length(generations))
+    lengths = [len(generation.prompt) + generation.max_new_tokens for generation in generations]  # that the cache needs
+    engine = Engine(model, min(max_batch_size or len(generations), len(generations)), max(lengths, default=1))
     for generation in generations:
         engine.check_prompt(generation)
     waiting = list(generations)
@@ -403,7 +387,7 @@ def generate_each(
 
 def stream(model: TransformerLM, generation: Generation) -> Iterator[int]:
     """Yield the new ids of one generation as they are sampled."""
-    engine = Engine(model, 1, _max_length([generation]))
+    engine = Engine(model, 1, len(generation.prompt) + generation.max_new_tokens)
     engine.add([generation])
     count = 0
     while True:
@@ -414,8 +398,3 @@ def stream(model: TransformerLM, generation: Generation) -> Iterator[int]:
         if generation.finish_reason:
             return
         engine.step()
-
-
-def _max_length(generations: Sequence[Generation]) -> int:
-    """Return the length in tokens that the cache needs, often far below the model's context."""
-    return max((len(generation.prompt) + generation.max_new_tokens for generation in generations), default=1)

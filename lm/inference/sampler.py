@@ -1,10 +1,13 @@
-"""Sampling of the next tokens from a model's logits.
+"""Sampling of the next tokens: edits of the logits by penalties and biases, the sampling distribution, and scores.
 
-Sources: CS336 assignment 1 (section 6); Fan et al. 2018 (top-k); Holtzman et al. 2020 (top-p); Nguyen et al. 2024
-(min-p).
+Sources: CS336 assignment 1 (section 6); Keskar et al. 2019 (repetition penalty); Fan et al. 2018 (top-k); Holtzman et
+al. 2020 (top-p); Nguyen et al. 2024 (min-p); OpenAI's API reference (frequency and presence penalty, logit bias).
+Shapes: B sequences, N tokens, V vocabulary.
 """
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -15,6 +18,65 @@ from lm.model.functional import softmax
 
 _PARTIAL_SORT_SIZE = 512  # tokens; usually enough for top-k and top-p, and faster than sorting the vocabulary
 _TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True)
+class LogitEdits:
+    """Edits of OpenAI's API, beside the repetition penalty of :class:`lm.inference.config.SampleConfig`."""
+
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time that it was sampled. The prompt does not count."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that was sampled at least once."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logit of a token id."""
+
+
+class LogitEditor:
+    """Edits the logits of one generation: repetition penalty, then frequency and presence penalty, then biases."""
+
+    def __init__(
+        self,
+        edits: LogitEdits,
+        repetition_penalty: float,
+        prompt: Sequence[int],
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self._edits, self._repetition_penalty = edits, repetition_penalty
+        self._seen_V: Tensor | None = None  # tokens of the prompt and the new text
+        if repetition_penalty != 1:
+            self._seen_V = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            self._seen_V[list(prompt)] = True
+        self._counts_V: Tensor | None = None  # times that a token was sampled
+        if edits.frequency_penalty or edits.presence_penalty:
+            self._counts_V = torch.zeros(vocab_size, device=device)
+        self._bias_ids = torch.tensor(list(edits.logit_bias), dtype=torch.int64, device=device)
+        self._biases = torch.tensor(list(edits.logit_bias.values()), dtype=torch.float32, device=device)
+
+    @staticmethod
+    def is_needed(edits: LogitEdits, repetition_penalty: float) -> bool:
+        """Return whether the edits change any logits."""
+        return repetition_penalty != 1 or edits != LogitEdits()
+
+    def edit(self, logits_V: Tensor) -> Tensor:
+        """Return edited logits in float32."""
+        logits_V = logits_V.float()
+        if self._seen_V is not None:
+            penalty = self._repetition_penalty
+            penalized_V = torch.where(logits_V > 0, logits_V / penalty, logits_V * penalty)
+            logits_V = torch.where(self._seen_V, penalized_V, logits_V)
+        if self._counts_V is not None:
+            logits_V = logits_V - self._edits.frequency_penalty * self._counts_V
+            logits_V = logits_V - self._edits.presence_penalty * (self._counts_V > 0)
+        return logits_V.index_add(0, self._bias_ids, self._biases) if len(self._bias_ids) else logits_V
+
+    def record(self, token_id: int) -> None:
+        """Count a sampled token."""
+        if self._seen_V is not None:
+            self._seen_V[token_id] = True
+        if self._counts_V is not None:
+            self._counts_V[token_id] += 1
 
 
 class Sampler:
@@ -29,39 +91,41 @@ class Sampler:
         self.has_top_k_or_p = any(row.top_k or row.top_p < 1 for row in settings)
         self.has_min_p = any(row.min_p > 0 for row in settings)
 
-    def sample(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """Return the next ids (B,) for logits (B, V) and random numbers ``uniform`` (B,) in (0, 1]."""
+    def sample(self, logits_BV: Tensor, uniform_B: Tensor) -> Tensor:
+        """Return the next ids (B,) for random numbers ``uniform_B`` in (0, 1]."""
         if self.is_greedy:
-            return logits.argmax(-1)
-        cumulative = self.probabilities(logits).cumsum(-1)
-        return torch.searchsorted(cumulative, uniform[:, None].to(cumulative) * cumulative[:, -1:]).squeeze(-1)
+            return logits_BV.argmax(-1)
+        cumulative_BV = self.probabilities(logits_BV).cumsum(-1)
+        thresholds_B1 = uniform_B[:, None].to(cumulative_BV) * cumulative_BV[:, -1:]
+        return torch.searchsorted(cumulative_BV, thresholds_B1).squeeze(-1)
 
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """Return the sampling distribution (B, V) for logits (B, V).
+    def probabilities(self, logits_BV: Tensor) -> Tensor:
+        """Return the sampling distribution (B, V).
 
         Applies temperature, top-k, top-p of the remaining probability, and min-p, in this order. The most likely token
         always stays; at temperature 0 it has probability 1. If all logits of a row are -inf, its tokens are equally
         likely.
         """
-        greedy = torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        greedy_BV = torch.zeros_like(logits_BV, dtype=torch.float32)
+        greedy_BV.scatter_(-1, logits_BV.argmax(-1, keepdim=True), 1.0)
         if self.is_greedy:
-            return greedy
+            return greedy_BV
         # A penalty near 0 or a broken model can make infinities and nan; sampling must still return an id.
-        logits = logits.float().nan_to_num(-math.inf, torch.finfo(torch.float32).max, -math.inf)
-        largest = logits.amax(-1, keepdim=True)
-        logits = (logits - largest).masked_fill(largest == -math.inf, 0.0)
-        probabilities = softmax(logits / self.temperature.clamp(min=_TINY))
+        logits_BV = logits_BV.float().nan_to_num(-math.inf, torch.finfo(torch.float32).max, -math.inf)
+        largest_B1 = logits_BV.amax(-1, keepdim=True)
+        logits_BV = (logits_BV - largest_B1).masked_fill(largest_B1 == -math.inf, 0.0)
+        probabilities_BV = softmax(logits_BV / self.temperature.clamp(min=_TINY))
         if self.has_top_k_or_p:
-            probabilities = self._apply_top_k_and_p(probabilities)
+            probabilities_BV = self._apply_top_k_and_p(probabilities_BV)
         if self.has_min_p:
-            threshold = self.min_p * probabilities.amax(-1, keepdim=True)
-            probabilities = probabilities.masked_fill(probabilities < threshold, 0.0)
-        probabilities = probabilities / probabilities.sum(-1, keepdim=True)
-        return torch.where(self.temperature < _TINY, greedy, probabilities)
+            threshold = self.min_p * probabilities_BV.amax(-1, keepdim=True)
+            probabilities_BV = probabilities_BV.masked_fill(probabilities_BV < threshold, 0.0)
+        probabilities_BV = probabilities_BV / probabilities_BV.sum(-1, keepdim=True)
+        return torch.where(self.temperature < _TINY, greedy_BV, probabilities_BV)
 
-    def _apply_top_k_and_p(self, probabilities: Tensor) -> Tensor:
+    def _apply_top_k_and_p(self, probabilities_BV: Tensor) -> Tensor:
         """Set the probability of all tokens outside top-k and top-p to 0."""
-        ordered, ids = self._sort(probabilities)
+        ordered, ids = self._sort(probabilities_BV)
         rank = torch.arange(ordered.shape[-1], device=ordered.device)
         ordered = ordered.masked_fill((rank >= self.top_k) & (self.top_k > 0), 0.0)
         cumulative = ordered.cumsum(-1)
@@ -69,20 +133,20 @@ class Sampler:
         before = cumulative - ordered  # the probability of all more likely tokens
         is_outside = (before >= self.top_p * total) & (self.top_p < 1)
         is_outside[..., 0] = False
-        return torch.zeros_like(probabilities).scatter_(-1, ids, ordered.masked_fill_(is_outside, 0.0))
+        return torch.zeros_like(probabilities_BV).scatter_(-1, ids, ordered.masked_fill_(is_outside, 0.0))
 
-    def _sort(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    def _sort(self, probabilities_BV: Tensor) -> tuple[Tensor, Tensor]:
         """Return all probabilities that top-k and top-p need in descending order, lower ids first, and their ids."""
         # On a GPU, reading the result of the check would wait for the device.
-        if probabilities.device.type == "cpu" and probabilities.shape[-1] > 4 * _PARTIAL_SORT_SIZE:
-            top = probabilities.topk(_PARTIAL_SORT_SIZE)
+        if probabilities_BV.device.type == "cpu" and probabilities_BV.shape[-1] > 4 * _PARTIAL_SORT_SIZE:
+            top = probabilities_BV.topk(_PARTIAL_SORT_SIZE)
             is_certain = top.values > top.values[:, -1:]  # the smallest may tie with tokens outside
             has_top_p = (self.top_p < 1) & ((top.values * is_certain).sum(-1, keepdim=True) >= self.top_p)
             if torch.where(self.top_k > 0, self.top_k <= is_certain.sum(-1, keepdim=True), has_top_p).all():
                 ids = top.indices.sort(-1).values
-                values, order = probabilities.gather(-1, ids).sort(stable=True, dim=-1, descending=True)
+                values, order = probabilities_BV.gather(-1, ids).sort(stable=True, dim=-1, descending=True)
                 return values, ids.gather(-1, order)
-        return probabilities.sort(stable=True, dim=-1, descending=True)
+        return probabilities_BV.sort(stable=True, dim=-1, descending=True)
 
 
 class TokenScore(NamedTuple):
@@ -94,15 +158,15 @@ class TokenScore(NamedTuple):
     """The most likely ids and their log-probabilities, the most likely first."""
 
 
-def score_tokens(logits: Tensor, ids: Tensor, num_alternatives: int) -> list[TokenScore]:
-    """Return the scores of ``ids`` (N,) under logits (N, V), each with ``num_alternatives``, at most V."""
-    logits = logits.float()
-    normalizer = logits.logsumexp(-1, keepdim=True)
-    logprobs = (logits.gather(-1, ids[:, None]) - normalizer).squeeze(-1).tolist()
+def score_tokens(logits_NV: Tensor, ids_N: Tensor, num_alternatives: int) -> list[TokenScore]:
+    """Return the scores of ``ids_N``, each with ``num_alternatives``, at most V."""
+    logits_NV = logits_NV.float()
+    normalizer_N1 = logits_NV.logsumexp(-1, keepdim=True)
+    logprobs = (logits_NV.gather(-1, ids_N[:, None]) - normalizer_N1).squeeze(-1).tolist()
     if not num_alternatives:
         return [TokenScore(logprob, []) for logprob in logprobs]
-    top = logits.topk(min(num_alternatives, logits.shape[-1]))
-    alternatives = zip(top.indices.tolist(), (top.values - normalizer).tolist(), strict=True)
+    top = logits_NV.topk(min(num_alternatives, logits_NV.shape[-1]))
+    alternatives = zip(top.indices.tolist(), (top.values - normalizer_N1).tolist(), strict=True)
     return [
         TokenScore(logprob, list(zip(*row, strict=True))) for logprob, row in zip(logprobs, alternatives, strict=True)
     ]

@@ -1,13 +1,13 @@
-"""Speculative decoding without a second model: guess the next tokens from repetitions in the text.
+"""Speculative decoding without a second model: draft tokens come from repetitions in the text.
 
-If the last tokens occurred before, the tokens that followed them are a guess. The model computes all guesses of a step
-in one pass, which takes little longer than one token where the reading of the weights limits the speed. Then tokens are
-sampled in turn, and as long as a sample equals its guess, the logits of the next one are those of the text so far. So
-the text has the same distribution as without guesses. For guesses without probabilities of their own, this is the rule
-of the papers: a guess of probability p is accepted with probability p, else the token is sampled from the other ones.
+If the last tokens occurred before, the tokens that followed them are a draft. The model computes all draft tokens of a
+step in one pass. If memory bandwidth limits the speed, this takes little longer than one token. Then tokens are sampled
+in turn; as long as a sample equals its draft token, the logits of the next one are those of the text so far. So the
+text has the same distribution as without drafts. The draft tokens are deterministic. For these, the rule of the papers
+is the same: accept a draft token with the model's probability p, else sample among the other tokens.
 
 Sources: Leviathan et al. 2023 and Chen et al. 2023 (speculative decoding); Yang et al. 2023 (LLMA) and Saxena 2023
-(prompt look-up: guesses from the text).
+(prompt lookup: drafts from the text).
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ _MIN_NGRAM, _MAX_NGRAM = 2, 4  # tokens; shorter ones repeat by chance, longer o
 
 
 class PromptLookup:
-    """Guesses the next tokens of one text, at most ``max_tokens`` at a time.
+    """Drafts the next tokens of one text, at most ``max_tokens`` at a time.
 
-    The guess follows the latest earlier occurrence of the longest n-gram of 2 to 4 tokens that ends the text. A guess
-    that reaches the end of the text goes on with itself, as a loop does. After a wrong guess the next ones are shorter,
-    after a right one longer.
+    The draft follows the latest earlier occurrence of the longest n-gram of 2 to 4 tokens that ends the text. A draft
+    that reaches the end of the text goes on with itself, as a loop does. After a rejected token the next drafts are
+    shorter, after an accepted draft longer.
     """
 
     def __init__(self, prompt: Sequence[int], max_tokens: int) -> None:
@@ -29,8 +29,8 @@ class PromptLookup:
         self._following: dict[tuple[int, ...], int] = {}  # n-gram → index after its latest occurrence before the end
         self._num_indexed = 0
 
-    def guess(self, new_ids: Sequence[int], limit: int) -> list[int]:
-        """Return guesses of the tokens after the prompt and ``new_ids``, at most ``limit``; often none.
+    def draft(self, new_ids: Sequence[int], limit: int) -> list[int]:
+        """Return draft tokens after the prompt and ``new_ids``, at most ``limit``; often none.
 
         ``new_ids`` must begin with those of the call before.
         """
@@ -46,7 +46,7 @@ class PromptLookup:
                 return [tokens[start + i % period] for i in range(min(limit, self._num_tokens))]
         return []
 
-    def record(self, num_guessed: int, num_accepted: int) -> None:
-        """Choose the length of the next guess by the fate of this one."""
-        is_right = num_accepted == num_guessed
-        self._num_tokens = min(self._max_tokens, 2 * self._num_tokens) if is_right else max(1, num_accepted)
+    def record(self, num_draft: int, num_accepted: int) -> None:
+        """Choose the length of the next draft by how much of this one was accepted."""
+        is_accepted = num_accepted == num_draft
+        self._num_tokens = min(self._max_tokens, 2 * self._num_tokens) if is_accepted else max(1, num_accepted)

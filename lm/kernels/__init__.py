@@ -1,4 +1,1 @@
-"""The compiled core: numba kernels, compiled once for each machine.
-
-``python -m lm.kernels`` compiles all of them ahead of time.
-"""
+"""The compiled core: numba kernels. ``python -m lm.compile_kernels`` compiles all of them ahead of time."""

@@ -140,6 +140,6 @@ def compile_in_background(pattern: str, id_bits: int) -> "subprocess.Popen[bytes
     """
     if not IS_CACHE_WRITABLE or pipeline_marker(pattern, id_bits).exists():
         return None
-    command = [sys.executable, "-m", "lm.kernels", "--pattern", pattern, "--id-bits", str(id_bits)]
+    command = [sys.executable, "-m", "lm.compile_kernels", "--pattern", pattern, "--id-bits", str(id_bits)]
     null, environment = subprocess.DEVNULL, {**os.environ, **import_environment()}
     return subprocess.Popen(command, env=environment, stdin=null, stdout=null, stderr=null)

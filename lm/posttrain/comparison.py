@@ -13,7 +13,7 @@ from lm.eval.evaluate import Response, ScoredResponse, Summary, score_responses,
 from lm.eval.few_shot import PromptFormat
 from lm.eval.problems import Problem
 from lm.eval.reward_worker import RewardWorker
-from lm.inference.packed import prepare_for_inference
+from lm.inference.runners.runner import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import ComparisonConfig
 from lm.posttrain.rollout import Rollout, answer_greedily

@@ -18,8 +18,7 @@ from lm.kernels.bpe.corpus import ENTRIES_PER_PRETOKEN, MAX_ENTRIES, Corpus, add
 from lm.kernels.bpe.frequent_pairs import find_pairs, grow_pairs
 from lm.kernels.bpe.learn import learn_merges, make_room_for_places
 from lm.kernels.bpe.training_state import Training, make_training
-from lm.kernels.jit import log_compilation
-from lm.kernels.status import PLACES_FULL, TABLE_FULL
+from lm.kernels.jit import PLACES_FULL, TABLE_FULL, log_compilation
 from lm.text.pretokenize import GPT2_PATTERN, check_special_tokens
 from lm.tokenizer.config import check_vocab_size
 from lm.tokenizer.pretoken_counts import count_files, counts_to_arrays

@@ -12,8 +12,7 @@ from lm.kernels.bpe.merge import EncoderState, make_queue
 from lm.kernels.bpe.merge_table import MAX_MERGES, MergeTable, make_merge_table
 from lm.kernels.bpe.pretoken_table import Table, grow_table, make_table, make_token_table, make_workspace
 from lm.kernels.bpe.pretokens import SCAN_BYTES, Specials, new_cursor
-from lm.kernels.jit import Bytes, Int32s, Int64s, log_compilation
-from lm.kernels.status import INVALID_UTF8, TABLE_FULL, WORKSPACE_FULL
+from lm.kernels.jit import INVALID_UTF8, TABLE_FULL, WORKSPACE_FULL, Bytes, Int32s, Int64s, log_compilation
 from lm.text.pretokenize import Pattern
 from lm.text.scanners import scanner_classes, scanner_rules, scanner_subject
 from lm.text.windows import WINDOW, not_utf8, windows

@@ -25,8 +25,7 @@ from lm.hardware.cpu import available_cpus
 from lm.kernels.bpe import count as kernel
 from lm.kernels.bpe.pretoken_table import SLOT_WORDS, Table, grow_arena, grow_table, make_table, make_workspace
 from lm.kernels.bpe.pretokens import SCAN_BYTES, new_cursor, pack_specials
-from lm.kernels.jit import log_compilation
-from lm.kernels.status import ARENA_FULL, INVALID_UTF8, WORKSPACE_FULL
+from lm.kernels.jit import ARENA_FULL, INVALID_UTF8, WORKSPACE_FULL, log_compilation
 from lm.text.chunks import FilePart, split_files
 from lm.text.patterns import has_compiled_scanner, resolve_pattern
 from lm.text.pretokenize import GPT2_PATTERN, Pattern, split_at_safe_cuts

@@ -68,7 +68,7 @@ class ResolvedModel(ABC):
         UserError for quantization on another device than the CPU."""
         import torch
 
-        from lm.inference.packed import prepare_for_inference
+        from lm.inference.runners.runner import prepare_for_inference
 
         torch.set_num_threads(min(torch.get_num_threads(), available_cpus()))  # torch knows no quota of a container
         with self._explain_out_of_memory():

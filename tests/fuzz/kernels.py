@@ -11,8 +11,8 @@ from functools import cache
 import torch
 
 from lm.common.errors import InvalidUtf8Error
-from lm.inference.cpu_decode import AttentionKernel, NormKernel
-from lm.inference.kv_cache import CachedAttention
+from lm.inference.runners.cpu_layers import CpuAttention, CpuNorm, LowPrecisionLinear
+from lm.inference.runners.torch_runner import DecodeAttention
 from lm.model.attention import MultiHeadSelfAttention
 from lm.model.norm import RMSNorm
 from lm.model.rope import RotaryEmbedding
@@ -180,17 +180,17 @@ def decode_step(source: random.Random) -> int:
     rope = RotaryEmbedding(100.0, width, length) if source.random() < 0.5 else None
     layer = MultiHeadSelfAttention(heads * width, heads, rope, dtype=dtype, num_kv_heads=kv_heads)
     layer.requires_grad_(False).output_proj.weight.copy_(torch.eye(heads * width))
-    step = AttentionKernel(layer)
+    cpu_layer = CpuAttention(layer, LowPrecisionLinear)
     for _ in range(20):
         x = torch.randn(rows, 1, heads * width).to(dtype)
         keys, values = torch.randn(2, rows, kv_heads, length, width).to(dtype)
         positions = torch.randint(length, (rows,))
-        caches = [CachedAttention(keys.clone(), values.clone(), positions, int(positions.max())) for _ in range(2)]
-        actual = step(torch.cat(layer.project(x), -1), caches[0])
+        caches = [DecodeAttention(keys.clone(), values.clone(), positions, int(positions.max())) for _ in range(2)]
+        actual = cpu_layer.attend(torch.cat(layer.project(x), -1), caches[0])
         expected = layer(x, positions[:, None], caches[1])
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(caches[0].keys, caches[1].keys, rtol=tolerance, atol=tolerance)
-        assert caches[0].values.equal(caches[1].values)
+        torch.testing.assert_close(caches[0].keys_RGSK, caches[1].keys_RGSK, rtol=tolerance, atol=tolerance)
+        assert caches[0].values_RGSK.equal(caches[1].values_RGSK)
     norm = RMSNorm(heads * width, dtype=dtype).requires_grad_(False)
-    torch.testing.assert_close(NormKernel(norm)(x), norm(x), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(CpuNorm(norm)(x), norm(x), rtol=tolerance, atol=tolerance)
     return 21

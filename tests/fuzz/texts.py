@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from lm.common.errors import UserError
 from lm.data.token_shards import TokenShards
-from lm.inference.llama_tokenizer import LlamaTokenizer
+from lm.inference.llama import LlamaTokenizer
 from lm.text.config import DataConfig
 from lm.text.documents import stream_documents
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN

@@ -79,7 +79,7 @@ class Installation:
         run = partial(subprocess.run, cwd=self.code, env=environment, check=True, stdout=subprocess.PIPE, text=True)
         folder = run([sys.executable, "-c", "from lm.kernels.disk_cache import CACHE_DIR; print(CACHE_DIR)"])
         shutil.copytree(CACHE_DIR, folder.stdout.strip(), ignore=shutil.ignore_patterns("*.lock"), dirs_exist_ok=True)
-        run([sys.executable, "-m", "lm.kernels", "--id-bits", "16"])
+        run([sys.executable, "-m", "lm.compile_kernels", "--id-bits", "16"])
 
 
 class Workers:

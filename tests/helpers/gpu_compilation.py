@@ -15,11 +15,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lm.inference import gpu_step, gpu_step_kernels
+from lm.inference.runners import cuda_runner, decode_triton
 from lm.model.ops import flash_attention_kernels
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-FLOAT32_POINTERS = ("log_sum_exp_ptr", "delta_ptr", "cos_ptr", "sin_ptr", "part_ptr")
+FLOAT32_POINTERS = ("log_sum_exp_ptr", "delta_ptr", "cos_ptr", "sin_ptr", "split_ptr")
 FLOATS = ("scale", "eps")
 
 
@@ -68,24 +68,24 @@ def compile_flash_attention(capability: int, width: int, dtype: torch.dtype) -> 
 
 
 def compile_step(capability: int, width: int, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    """Compile the products of one row and of several, and the attention of a whole row and of a part."""
+    """Compile the matmuls of one row and of several, and the attention of a whole row and of a split."""
     with_float32_out = (*FLOAT32_POINTERS, "out_ptr")
     for rows in (1, 3) if dtype.itemsize == 2 else (1,):
         for is_gated in (False, True):
-            outputs, inputs, warps, stages = gpu_step._TILE_OF_ROW if rows == 1 else gpu_step._TILE_OF_ROWS
+            outputs, inputs, warps, stages = cuda_runner._TILE_OF_ROW if rows == 1 else cuda_runner._TILE_OF_ROWS
             constants = {"OUTPUTS": 11 * width, "INPUTS": 8 * width, "BLOCK_OUTPUTS": outputs, "BLOCK_INPUTS": inputs}
-            constants |= {"PADDED_ROWS": 1 if rows == 1 else gpu_step._MAX_ROWS, "HAS_NORM": rows == 1}
+            constants |= {"PADDED_ROWS": 1 if rows == 1 else cuda_runner._MAX_ROWS, "HAS_NORM": rows == 1}
             constants |= {"IS_GATED": is_gated, "HAS_BIAS": True, "HAS_RESIDUAL": not is_gated}
             pointers = FLOAT32_POINTERS if is_gated else with_float32_out  # the head's logits are float32
-            yield compile_kernel(gpu_step_kernels.multiply, capability, constants, dtype, warps, stages, pointers)
-    padded = {"WIDTH": width, "PADDED_WIDTH": triton.next_power_of_2(width)}
-    part_keys = gpu_step._PART_ELEMENTS // padded["PADDED_WIDTH"]
+            yield compile_kernel(decode_triton.matmul, capability, constants, dtype, warps, stages, pointers)
+    padded = {"HEAD_DIM": width, "PADDED_HEAD_DIM": triton.next_power_of_2(width)}
+    split_keys = cuda_runner._SPLIT_ELEMENTS // padded["PADDED_HEAD_DIM"]
     for is_whole in (False, True):
-        constants = padded | {"HAS_NORM": True, "HAS_ROPE": True, "IS_WHOLE": is_whole, "PART_KEYS": part_keys}
+        constants = padded | {"HAS_NORM": True, "HAS_ROPE": True, "IS_WHOLE": is_whole, "SPLIT_KEYS": split_keys}
         pointers = FLOAT32_POINTERS if is_whole else with_float32_out
-        yield compile_kernel(gpu_step_kernels.attend, capability, constants, dtype, 8, 3, pointers)
-    constants = padded | {"BLOCK_PARTS": gpu_step._BLOCK_PARTS}
-    yield compile_kernel(gpu_step_kernels.join_parts, capability, constants, dtype, 4, 3)
+        yield compile_kernel(decode_triton.attend, capability, constants, dtype, 8, 3, pointers)
+    constants = padded | {"BLOCK_SPLITS": cuda_runner._BLOCK_SPLITS}
+    yield compile_kernel(decode_triton.combine_splits, capability, constants, dtype, 4, 3)
 
 
 if __name__ == "__main__":

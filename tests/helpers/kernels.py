@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from lm.kernels.bpe import scan
 from lm.kernels.bpe.scan import Rules
-from lm.kernels.jit import Bytes, Int32s, kernel
-from lm.kernels.status import INVALID_UTF8
+from lm.kernels.jit import INVALID_UTF8, Bytes, Int32s, kernel
 from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN, pretokenize
 from lm.text.scanners import scanner_classes, scanner_rules

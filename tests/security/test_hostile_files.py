@@ -29,7 +29,7 @@ from lm.checkpoint.training_checkpoint import (
 )
 from lm.common.errors import TransientError, UserError
 from lm.common.execution import Execution
-from lm.inference.llama_tokenizer import LlamaTokenizer
+from lm.inference.llama import LlamaTokenizer
 from lm.model.config import ModelConfig
 from lm.model.moe_config import MoEConfig
 from lm.model.transformer import TransformerLM

@@ -12,8 +12,7 @@ from lm.inference.chat_format import ChatFormat
 from lm.inference.completion import complete, encode_prompt, stream_text
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation
-from lm.inference.llama_api import Llama
-from lm.inference.llama_tokenizer import LlamaTokenizer
+from lm.inference.llama import Llama, LlamaTokenizer
 from tests.helpers.generating import LoadedModel, make_model
 from tests.helpers.tokenizers import bytes_tokenizer
 from tests.helpers.training import small_trainer

@@ -54,7 +54,7 @@ class ServerMetrics:
             self._prompt_tokens.inc(len(generation.prompt))
             self._cached_tokens.inc(generation.num_cached_tokens)
         self._completion_tokens.inc(len(generation.ids))
-        self._guessed_tokens.inc(generation.num_guessed_tokens)
+        self._guessed_tokens.inc(generation.num_draft_tokens)
         self._accepted_tokens.inc(generation.num_accepted_tokens)
         if choice.first_token_at is not None:
             self._first_token_seconds.observe(choice.first_token_at - choice.created_at)

@@ -26,7 +26,7 @@ from lm.data.dialogs import Message
 from lm.inference.chat_format import ChatFormat
 from lm.inference.completion import encode_prompt
 from lm.inference.config import SampleConfig
-from lm.inference.logit_edits import LogitEdits
+from lm.inference.sampler import LogitEdits
 
 T = TypeVar("T")
 _List = Annotated[list[T], Field(fail_fast=True)]  # report the first wrong item only, not a million

@@ -153,7 +153,7 @@ class GenerationResponse:
         cached_tokens = sum(choice.generation.num_cached_tokens for choice in first_choices)
         guessed, accepted = (
             sum(getattr(choice.generation, name) for choice in self.choices)
-            for name in ("num_guessed_tokens", "num_accepted_tokens")
+            for name in ("num_draft_tokens", "num_accepted_tokens")
         )
         return {
             "prompt_tokens": self._prompt_tokens,

@@ -14,9 +14,8 @@ import numpy as np
 
 from lm.kernels.bpe.classes import WHITESPACE
 from lm.kernels.bpe.pretoken_starts import character_at, classify_non_ascii, low_bits, move_to_first_bytes, write_starts
-from lm.kernels.jit import Bytes, Int, Int32s, Word, helper, inlined
+from lm.kernels.jit import INVALID_UTF8, Bytes, Int, Int32s, Word, helper, inlined
 from lm.kernels.simd import first_bit, in_range, last_bit, read, write
-from lm.kernels.status import INVALID_UTF8
 
 _ONE = np.uint64(1)
 _APOSTROPHE, _SPACE, _LINE_FEED, _CARRIAGE_RETURN = 0x27, 0x20, 0x0A, 0x0D

@@ -27,9 +27,8 @@ from lm.kernels.bpe.cl100k_starts import (
 )
 from lm.kernels.bpe.classes import CJK, CONTROL, DIGIT, LETTER, OTHER, WHITESPACE
 from lm.kernels.bpe.pretoken_starts import character_at, class_at, low_bits, move_to_first_bytes, write_starts
-from lm.kernels.jit import Bytes, Int32s, Word, helper
+from lm.kernels.jit import INVALID_UTF8, Bytes, Int32s, Word, helper
 from lm.kernels.simd import first_bit, in_range, last_bit, read
-from lm.kernels.status import INVALID_UTF8
 
 _ONE = np.uint64(1)
 _SPACE = 0x20

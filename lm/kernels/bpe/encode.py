@@ -30,9 +30,8 @@ from lm.kernels.bpe.pretoken_table import (
 )
 from lm.kernels.bpe.pretokens import NEEDS_MORE_TEXT, Specials, next_pretokens
 from lm.kernels.bpe.scan import Rules
-from lm.kernels.jit import Bytes, Ids, Int, Int64s, Records, UInt64s, helper, inlined, kernel
+from lm.kernels.jit import OK, TABLE_FULL, Bytes, Ids, Int, Int64s, Records, UInt64s, helper, inlined, kernel
 from lm.kernels.simd import load64, noinline, prefetch, read, store64, write
-from lm.kernels.status import OK, TABLE_FULL
 
 MAX_CACHED_BYTES = 1024  # longer pretokens are encoded each time
 

@@ -8,9 +8,8 @@ import numpy as np
 
 from lm.kernels.bpe.corpus import ENTRIES_PER_PRETOKEN, count_and_end_at
 from lm.kernels.bpe.training_state import Training, heap_push, pair_hash, parts_of, table_index
-from lm.kernels.jit import Int, Int64s, inlined, kernel
+from lm.kernels.jit import OK, TABLE_FULL, Int, Int64s, inlined, kernel
 from lm.kernels.simd import read, write
-from lm.kernels.status import OK, TABLE_FULL
 
 _MIN_BUCKET_BITS, _MAX_BUCKET_BITS = 16, 24
 

@@ -9,9 +9,8 @@ import numpy as np
 from lm.kernels.bpe.corpus import count_and_end_at
 from lm.kernels.bpe.frequent_pairs import with_room_for_places
 from lm.kernels.bpe.training_state import Training, add_pair, heap_entry, heap_replace_top, parts_of, table_index
-from lm.kernels.jit import Ids, Int32s, UInt32s, helper, inlined, kernel
+from lm.kernels.jit import OK, PLACES_FULL, TABLE_FULL, Ids, Int32s, UInt32s, helper, inlined, kernel
 from lm.kernels.simd import prefetch, read, write
-from lm.kernels.status import OK, PLACES_FULL, TABLE_FULL
 
 _NO_PLACE = 2**32 - 1
 _PREFETCH_PLACES = 16  # how many places ahead to prefetch their ids

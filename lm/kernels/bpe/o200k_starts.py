@@ -32,9 +32,8 @@ from lm.kernels.bpe.cl100k_starts import (
 )
 from lm.kernels.bpe.classes import DIGIT, LOWER, MARK, UNCASED, UPPER, WHITESPACE
 from lm.kernels.bpe.pretoken_starts import character_at, low_bits, move_to_first_bytes, write_starts
-from lm.kernels.jit import Bytes, Int, Int32s, Word, helper, inlined
+from lm.kernels.jit import INVALID_UTF8, Bytes, Int, Int32s, Word, helper, inlined
 from lm.kernels.simd import first_bit, in_range, last_bit, read
-from lm.kernels.status import INVALID_UTF8
 
 _ONE = np.uint64(1)
 _APOSTROPHE, _SPACE, _SLASH = 0x27, 0x20, 0x2F

@@ -8,9 +8,8 @@ run of letters; one carry bit per class leads from block to block.
 import numpy as np
 
 from lm.kernels.bpe.classes import DIGIT, LETTER, OTHER, WHITESPACE
-from lm.kernels.jit import Bytes, Int, Int32s, Word, helper, inlined
+from lm.kernels.jit import INVALID_UTF8, Bytes, Int, Int32s, Word, helper, inlined
 from lm.kernels.simd import CAN_COMPRESS_BYTES, bit_count, first_bit, in_range, read, store_places, write
-from lm.kernels.status import INVALID_UTF8
 
 STARTS_PADDING = 65  # more entries of ``starts`` than bytes: excess of the last block, and the end of the text
 _ONE = np.uint64(1)

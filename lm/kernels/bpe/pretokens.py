@@ -11,9 +11,8 @@ import numpy as np
 
 from lm.kernels.bpe.pretoken_starts import STARTS_PADDING
 from lm.kernels.bpe.scan import Rules, find_starts, may_join
-from lm.kernels.jit import Bytes, Int, Int32s, Int64s, Record, Records, helper, inlined
+from lm.kernels.jit import WORKSPACE_FULL, Bytes, Int, Int32s, Int64s, Record, Records, helper, inlined
 from lm.kernels.simd import first_bit, in_range, read
-from lm.kernels.status import WORKSPACE_FULL
 
 SCAN_BYTES = 1 << 14  # bytes scanned at once, so that their pretoken starts stay in the CPU's cache
 NO_SPECIAL, NEEDS_MORE_TEXT = -1, -2  # in place of the index of a special token

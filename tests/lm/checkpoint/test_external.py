@@ -16,8 +16,7 @@ from lm.checkpoint.training_checkpoint import save_training
 from lm.common.errors import UserError
 from lm.inference.completion import complete, encode_prompt
 from lm.inference.config import SampleConfig
-from lm.inference.llama_api import Llama
-from lm.inference.llama_tokenizer import LlamaTokenizer
+from lm.inference.llama import Llama, LlamaTokenizer
 from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.sentencepiece import SentencePieceTokenizer

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Engine, Generation, generate, stream
-from lm.inference.logit_edits import LogitEdits
+from lm.inference.sampler import LogitEdits
 from lm.model.transformer import TransformerLM
 from tests.helpers.examples import examples
 from tests.helpers.generating import fixed_model, generate_without_cache, make_model
@@ -82,13 +82,13 @@ def test_sequence_beyond_the_context_continues_from_its_last_tokens(prompt: list
 @given(
     prompts=st.lists(st.lists(st.integers(0, 10), min_size=1, max_size=12), min_size=1, max_size=5),
     rows=st.integers(1, 5),
-    guesses=st.integers(0, 3),
+    drafts=st.integers(0, 3),
 )
 def test_batches_beyond_the_context_equal_uncached_generation(
-    context_length: int, prompts: list[list[int]], rows: int, guesses: int
+    context_length: int, prompts: list[list[int]], rows: int, drafts: int
 ) -> None:
     model = make_model(context_length=context_length)
-    sampling = SampleConfig(temperature=0, speculative_tokens=guesses)
+    sampling = SampleConfig(temperature=0, speculative_tokens=drafts)
     assert_equals_uncached(model, [(prompt, 13 + 4 * n) for n, prompt in enumerate(prompts)], rows, sampling)
 
 
@@ -102,10 +102,11 @@ def test_half_a_context_is_computed_again_when_it_is_full() -> None:
     assert generation.window_start == 53 - 8
 
 
-def test_a_sequence_beyond_the_context_beside_others_in_bfloat16() -> None:
+def test_a_sequence_beyond_the_context_beside_others_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(make_model().bfloat16(), 2)
-    decode_step = engine._decode_step
-    engine._decode_step = lambda inputs, last: decode_step(inputs, last).float()  # as the compiled steps do
+    decode = engine._runner.decode
+    # The CPU runner returns logits in float32.
+    monkeypatch.setattr(engine._runner, "decode", lambda inputs, last: decode(inputs, last).float())
     generations = [Generation([1, 2, 3], 6, GREEDY), Generation([2], 3, GREEDY)]
     engine.add(generations)
     while engine.active:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lm.common.errors import UserError
-from lm.inference.llama_tokenizer import LlamaTokenizer
+from lm.inference.llama import LlamaTokenizer
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.llamas import train_small_llama_tokenizer

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate
-from lm.inference.logit_edits import LogitEditor, LogitEdits
+from lm.inference.sampler import LogitEditor, LogitEdits
 from tests.helpers.examples import examples
 from tests.helpers.generating import make_model
 

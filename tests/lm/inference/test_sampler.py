@@ -12,8 +12,7 @@ from torch import Tensor
 import lm.inference.sampler
 from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
-from lm.inference.logit_edits import LogitEditor, LogitEdits
-from lm.inference.sampler import Sampler, score_tokens
+from lm.inference.sampler import LogitEditor, LogitEdits, Sampler, score_tokens
 from tests.helpers.examples import examples
 
 

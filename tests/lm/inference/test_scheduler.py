@@ -176,7 +176,7 @@ def run_with_failures(
     for generation in generations:
         generation.wants_logprobs = generation.wants_prompt_logprobs = True
     scheduler = Scheduler(model, max_batch_size=3, max_waiting=3)
-    owner = scheduler._engine.prefill if name == "compute" else scheduler._engine
+    owner = scheduler._engine._runner if name in ("decode", "extend") else scheduler._engine
     compute = getattr(owner, name)
 
     def fail(*arguments: Any) -> Any:
@@ -205,9 +205,9 @@ def assert_same_as_alone(model: TransformerLM, generation: Generation) -> None:
 @pytest.mark.parametrize(
     ("name", "fails"),
     [
-        ("compute", lambda rows, suffixes, starts: any(len(suffix) > 9 for suffix in suffixes)),
+        ("extend", lambda rows, suffixes, starts: any(len(suffix) > 9 for suffix in suffixes)),
         ("_score_prompt", lambda generation, hidden, tokens: len(tokens) > 9),
-        ("_decode_step", lambda inputs, last: inputs.shape[1] == 3),
+        ("decode", lambda inputs, last: inputs.shape[1] == 3),
         ("_sample", lambda logits, generations: False),
     ],
     ids=["prefill", "scores of a prompt", "decoding", "none"],
@@ -229,7 +229,7 @@ def test_a_refill_without_memory_is_repeated_for_the_others(monkeypatch: pytest.
     generations, finished = run_with_failures(
         model,
         monkeypatch,
-        "compute",
+        "extend",
         lambda rows, suffixes, starts: {len(suffix) for suffix in suffixes} == {6} and next(failures, False),
     )
     assert sum(error is not None for error in finished.errors.values()) == 1
@@ -239,7 +239,7 @@ def test_a_refill_without_memory_is_repeated_for_the_others(monkeypatch: pytest.
 
 
 def test_a_failure_of_every_step_ends_each_generation(model: TransformerLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, finished = run_with_failures(model, monkeypatch, "_decode_step", lambda inputs, last: True)
+    _, finished = run_with_failures(model, monkeypatch, "decode", lambda inputs, last: True)
     assert all(isinstance(error, MemoryError) for error in finished.errors.values())
 
 

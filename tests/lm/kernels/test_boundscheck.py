@@ -11,8 +11,8 @@ from tests.helpers.processes import PROJECT
 
 _TEST_FILES = [
     *["kernels/test_pretoken_starts.py", "kernels/test_encode.py", "kernels/test_adversarial.py"],
-    *["tokenizer/test_bpe.py", "tokenizer/test_pretoken_counts.py", "inference/test_cpu_decode.py"],
-    *["inference/test_compiled_step.py", "kernels/test_few_rows.py"],
+    *["tokenizer/test_bpe.py", "tokenizer/test_pretoken_counts.py", "inference/runners/test_cpu_layers.py"],
+    "inference/runners/test_cpu_runner.py",
 ]
 _ACCESS = """
 import sys

@@ -45,7 +45,7 @@ def store64(context: Any, builder: Any, args: Any, array: Any, index: Any, word:
 """
 EXPORTED_WITH_CHANGE = "b 5"
 
-COMPILE_ALL = "import runpy; runpy.run_module('lm.kernels', run_name='__main__')"
+COMPILE_ALL = "import runpy; runpy.run_module('lm.compile_kernels', run_name='__main__')"
 PRINT_CACHE_DIR = "from lm.kernels.disk_cache import CACHE_DIR; print(CACHE_DIR)"
 
 
@@ -185,9 +185,9 @@ PIPELINE = """
 from pathlib import Path
 from lm.tokenizer.bpe import train_bpe
 from lm.inference.engine import Generation, generate
-from lm.inference.packed import prepare_for_inference
+from lm.inference.runners.runner import prepare_for_inference
 from lm.kernels.jit import KERNELS
-from lm.kernels.__main__ import run_groups
+from lm.compile_kernels import run_groups
 from lm.model import ModelConfig, TransformerLM
 from lm.tokenizer.stream import encode_files
 from lm.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from lm.common.errors import UserError
 from lm.data.chat_template import add_chat_tokens
 from lm.inference.completion import complete
 from lm.inference.config import Quantization, SampleConfig
-from lm.inference.packed import prepare_for_inference
+from lm.inference.runners.runner import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from lm.text.pretokenize import END_OF_TEXT
 from tasks.runs.models import DirectoryModel, RunModel, resolve_model
@@ -185,7 +185,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_too_little_memory_for_the_weights_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_hugging_face(make_trained(257, 5), PLAIN, tmp_path / "model")
     resolved = resolve_model(str(tmp_path / "model"), str(tmp_path / "root"))
-    monkeypatch.setattr("lm.inference.packed.prepare_for_inference", lambda *_, **__: torch.empty(1 << 60))
+    monkeypatch.setattr("lm.inference.runners.runner.prepare_for_inference", lambda *_, **__: torch.empty(1 << 60))
     with pytest.raises(UserError, match=r"The model .* does not fit into memory; use a smaller one"):
         resolved.load_for_inference("cpu")
     monkeypatch.setattr("lm.checkpoint.external.load_external", lambda *_: torch.empty(1 << 60))

@@ -1,11 +1,11 @@
-"""Triton kernels of a decoding step of few rows: products with what surrounds them, and attention over the cache.
+"""Triton kernels of a decode step of a small batch: matmul with norm and residual, and attention over the KV cache.
 
 A step reads every weight once, so memory bandwidth limits its speed. Few kernels leave little time between the reads.
-Those of a layer are: norm and projections of queries, keys and values; attention; output projection and residual; norm
-and gated values; product and residual. Numbers are float32 between loads and stores, except for the factors of products
-of several rows.
+The kernels of a layer are: norm and projections of queries, keys and values; attention; output projection and residual;
+norm and gated values; matmul and residual. Numbers are float32 between loads and stores, except for the factors of
+matmuls of several rows.
 
-This module imports Triton, which is an extra; only :mod:`lm.inference.gpu_step` imports it.
+This module imports Triton, which is an extra; only :mod:`lm.inference.runners.cuda_runner` imports it.
 """
 
 import triton
@@ -15,16 +15,16 @@ IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # on the CPU, for
 
 
 @triton.jit
-def multiply(
-    x_ptr, weight_ptr, gain_ptr, bias_ptr, residual_ptr, out_ptr, eps, num_rows,
+def matmul(
+    x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, eps, num_rows,
     PADDED_ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     HAS_NORM: tl.constexpr, IS_GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
 ):  # fmt: skip
     """Write a block of the outputs (rows, OUTPUTS): ``norm(x) weightᵀ``, plus ``bias`` and ``residual``.
 
-    The norm is RMSNorm with ``gain``, best for one row: each program computes it again. If gated, the weight has twice
-    as many rows, and the result is that of SwiGLU: ``silu(x₁) ⊙ x₂`` with (x₁, x₂) = ``norm(x) weightᵀ``.
+    The norm is RMSNorm with the weight ``norm``, best for one row: each program computes it again. If gated, the weight
+    has twice as many rows, and the result is that of SwiGLU: ``silu(x₁) ⊙ x₂`` with (x₁, x₂) = ``norm(x) weightᵀ``.
     """
     outputs = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     is_output = outputs < OUTPUTS
@@ -43,7 +43,7 @@ def multiply(
         x = tl.load(x_ptr + places, mask=is_row[:, None] & is_input[None, :], other=0.0).to(tl.float32)
         if HAS_NORM:  # the factor of a row, 1 / rms, follows after the sum
             squares += x * x
-            x *= tl.load(gain_ptr + inputs, mask=is_input, other=0.0).to(tl.float32)[None, :]
+            x *= tl.load(norm_ptr + inputs, mask=is_input, other=0.0).to(tl.float32)[None, :]
         weight = tl.load(weight_rows + inputs[None, :], mask=is_weight, other=0.0)
         total = _add_products(total, x, weight, PADDED_ROWS)
         if IS_GATED:
@@ -82,16 +82,16 @@ def _sum_products(total, PADDED_ROWS: tl.constexpr):
 
 
 @triton.jit
-def _rotate(x_ptr, gain_ptr, cos_ptr, sin_ptr, i, mask, eps, WIDTH, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr):
-    """Return a head (K,) with QK-norm, and with the rotary position of ``cos`` and ``sin``."""
+def _rotate(x_ptr, norm_ptr, cos_ptr, sin_ptr, i, mask, eps, HEAD_DIM, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr):
+    """Return a head (head_dim,) with QK-norm, and with the rotary position of ``cos`` and ``sin``."""
     x = tl.load(x_ptr + i, mask=mask, other=0.0).to(tl.float32)
-    factor = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
+    factor = tl.rsqrt(tl.sum(x * x, 0) / HEAD_DIM + eps)
     if HAS_NORM:
-        x *= factor * tl.load(gain_ptr + i, mask=mask, other=0.0).to(tl.float32)
+        x *= factor * tl.load(norm_ptr + i, mask=mask, other=0.0).to(tl.float32)
     if HAS_ROPE:
         other = tl.load(x_ptr + (i ^ 1), mask=mask, other=0.0).to(tl.float32)  # of the same pair
         if HAS_NORM:
-            other *= factor * tl.load(gain_ptr + (i ^ 1), mask=mask, other=0.0).to(tl.float32)
+            other *= factor * tl.load(norm_ptr + (i ^ 1), mask=mask, other=0.0).to(tl.float32)
         cos, sin = tl.load(cos_ptr + i // 2, mask=mask, other=0.0), tl.load(sin_ptr + i // 2, mask=mask, other=0.0)
         x = x * cos + tl.where(i % 2 == 0, -other, other) * sin
     return x
@@ -99,36 +99,37 @@ def _rotate(x_ptr, gain_ptr, cos_ptr, sin_ptr, i, mask, eps, WIDTH, HAS_NORM: tl
 
 @triton.jit
 def attend(
-    qkv_ptr, keys_ptr, values_ptr, positions_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, out_ptr, eps, scale,
+    qkv_ptr, keys_ptr, values_ptr, positions_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, out_ptr, eps, scale,
     length, heads, kv_heads,
-    WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr,
-    PART_KEYS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Attend from a query to a part of its row of the cache. A part with the new token also stores its key and value.
+    """Attend from a query to a split of the keys of its row. The split with the new token also stores its key and
+    value.
 
     The last axis of ``qkv`` is the queries, keys and values of all heads. ``out`` receives the attention (rows, heads,
-    K) if one part has all keys, or for :func:`join_parts` the weighted sum of values, the largest score and the sum of
-    weights (rows, heads, parts, K + 2), float32.
+    head_dim) if one split has all keys. Else it receives, for :func:`combine_splits`, the weighted sum of values, the
+    largest score and the sum of weights (rows, heads, splits, head_dim + 2), float32.
     """
-    row, head, part = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)
+    row, head, split = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)
     group_size = heads // kv_heads
     kv_head = head // group_size
     position = tl.load(positions_ptr + row)
-    i = tl.arange(0, PADDED_WIDTH)
-    is_inside = i < WIDTH
-    row_ptr = qkv_ptr + row * (heads + 2 * kv_heads) * WIDTH
-    key_ptr = row_ptr + (heads + kv_head) * WIDTH
-    cos_ptr += position * (WIDTH // 2)
-    sin_ptr += position * (WIDTH // 2)
+    i = tl.arange(0, PADDED_HEAD_DIM)
+    is_inside = i < HEAD_DIM
+    row_ptr = qkv_ptr + row * (heads + 2 * kv_heads) * HEAD_DIM
+    key_ptr = row_ptr + (heads + kv_head) * HEAD_DIM
+    cos_ptr += position * (HEAD_DIM // 2)
+    sin_ptr += position * (HEAD_DIM // 2)
     q = _rotate(
-        row_ptr + head * WIDTH, q_gain_ptr, cos_ptr, sin_ptr, i, is_inside, eps, WIDTH, HAS_NORM, HAS_ROPE
+        row_ptr + head * HEAD_DIM, q_norm_ptr, cos_ptr, sin_ptr, i, is_inside, eps, HEAD_DIM, HAS_NORM, HAS_ROPE
     ) * scale  # fmt: skip
-    new_k = _rotate(key_ptr, k_gain_ptr, cos_ptr, sin_ptr, i, is_inside, eps, WIDTH, HAS_NORM, HAS_ROPE)
+    new_k = _rotate(key_ptr, k_norm_ptr, cos_ptr, sin_ptr, i, is_inside, eps, HEAD_DIM, HAS_NORM, HAS_ROPE)
     new_k = new_k.to(keys_ptr.dtype.element_ty)
-    new_v = tl.load(key_ptr + kv_heads * WIDTH + i, mask=is_inside, other=0.0)
-    base = (row * kv_heads + kv_head).to(tl.int64) * length * WIDTH
-    key = part * PART_KEYS + tl.arange(0, PART_KEYS)
-    places = base + key[:, None] * WIDTH + i[None, :]
+    new_v = tl.load(key_ptr + kv_heads * HEAD_DIM + i, mask=is_inside, other=0.0)
+    base = (row * kv_heads + kv_head).to(tl.int64) * length * HEAD_DIM
+    key = split * SPLIT_KEYS + tl.arange(0, SPLIT_KEYS)
+    places = base + key[:, None] * HEAD_DIM + i[None, :]
     is_old = (key < position)[:, None] & is_inside[None, :]
     is_new = (key == position)[:, None] & is_inside[None, :]
     k = tl.load(keys_ptr + places, mask=is_old, other=0.0)
@@ -139,35 +140,37 @@ def attend(
         tl.store(values_ptr + places, v, mask=is_new)
     is_seen = key <= position
     scores = tl.where(is_seen, tl.sum(q[None, :] * k.to(tl.float32), 1), float("-inf"))
-    largest = tl.max(scores, 0)  # -inf in a part after the new token
-    weights = tl.exp(scores - tl.where(part * PART_KEYS <= position, largest, 0.0))
+    largest = tl.max(scores, 0)  # -inf in a split after the new token
+    weights = tl.exp(scores - tl.where(split * SPLIT_KEYS <= position, largest, 0.0))
     total, summed = tl.sum(weights, 0), tl.sum(weights[:, None] * v.to(tl.float32), 0)
     if IS_WHOLE:
         out = (summed / total).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + tl.program_id(0) * WIDTH + i, out, mask=is_inside)
+        tl.store(out_ptr + tl.program_id(0) * HEAD_DIM + i, out, mask=is_inside)
     else:
-        out_ptr += (tl.program_id(0) * tl.num_programs(1) + part) * (WIDTH + 2)
+        out_ptr += (tl.program_id(0) * tl.num_programs(1) + split) * (HEAD_DIM + 2)
         tl.store(out_ptr + i, summed, mask=is_inside)
-        tl.store(out_ptr + WIDTH, largest)
-        tl.store(out_ptr + WIDTH + 1, total)
+        tl.store(out_ptr + HEAD_DIM, largest)
+        tl.store(out_ptr + HEAD_DIM + 1, total)
 
 
 @triton.jit
-def join_parts(part_ptr, out_ptr, parts, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, BLOCK_PARTS: tl.constexpr):
-    """Write the attention of a head (K,) from the parts of :func:`attend`."""
-    i = tl.arange(0, PADDED_WIDTH)
+def combine_splits(
+    split_ptr, out_ptr, splits, HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr
+):
+    """Write the attention of a head (head_dim,) from the splits of :func:`attend`."""
+    i = tl.arange(0, PADDED_HEAD_DIM)
     largest, total = float("-inf"), 0.0
-    summed = tl.zeros((PADDED_WIDTH,), tl.float32)
-    for start in range(0, parts, BLOCK_PARTS):  # the first block has a key
-        part = start + tl.arange(0, BLOCK_PARTS)
-        is_part = part < parts
-        rows = part_ptr + (tl.program_id(0) * parts + part) * (WIDTH + 2)
-        part_largest = tl.load(rows + WIDTH, mask=is_part, other=float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(part_largest, 0))
-        factor, weights = tl.exp(largest - new_largest), tl.exp(part_largest - new_largest)
-        values = tl.load(rows[:, None] + i[None, :], mask=is_part[:, None] & (i < WIDTH)[None, :], other=0.0)
-        total = total * factor + tl.sum(weights * tl.load(rows + WIDTH + 1, mask=is_part, other=0.0), 0)
+    summed = tl.zeros((PADDED_HEAD_DIM,), tl.float32)
+    for start in range(0, splits, BLOCK_SPLITS):  # the first block has a key
+        split = start + tl.arange(0, BLOCK_SPLITS)
+        is_split = split < splits
+        rows = split_ptr + (tl.program_id(0) * splits + split) * (HEAD_DIM + 2)
+        split_largest = tl.load(rows + HEAD_DIM, mask=is_split, other=float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(split_largest, 0))
+        factor, weights = tl.exp(largest - new_largest), tl.exp(split_largest - new_largest)
+        values = tl.load(rows[:, None] + i[None, :], mask=is_split[:, None] & (i < HEAD_DIM)[None, :], other=0.0)
+        total = total * factor + tl.sum(weights * tl.load(rows + HEAD_DIM + 1, mask=is_split, other=0.0), 0)
         summed = summed * factor + tl.sum(values * weights[:, None], 0)
         largest = new_largest
     out = (summed / total).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + tl.program_id(0) * WIDTH + i, out, mask=i < WIDTH)
+    tl.store(out_ptr + tl.program_id(0) * HEAD_DIM + i, out, mask=i < HEAD_DIM)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Engine, Generation, generate
-from lm.inference.packed import prepare_for_inference
-from lm.inference.prefix_cache import BLOCK_TOKENS, PrefixCache
+from lm.inference.kv_cache import BLOCK_TOKENS, PrefixCache
+from lm.inference.runners.runner import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from tests.helpers.examples import examples
 from tests.helpers.generating import generate_without_cache, make_model
@@ -49,7 +49,7 @@ def cached(engine: Engine) -> PrefixCache:
     return engine._prefix_cache
 
 
-# A prompt is pieces of a few texts, so that prompts share beginnings of all lengths. None: the text generated last.
+# A prompt is pieces of a few texts, so that prompts share prefixes of all lengths. None: the text generated last.
 pieces = st.tuples(st.sampled_from([0, 0, 1, 2, None]), st.integers(1, 40))
 prompts = st.lists(pieces, min_size=1, max_size=3)
 
@@ -72,7 +72,7 @@ def test_long_and_many_prompts_are_computed_in_parts(monkeypatch: pytest.MonkeyP
 
     expected, ours = make(), make()
     generate(model, expected)
-    monkeypatch.setattr("lm.inference.kv_cache._QUERY_BLOCK", 7)
+    monkeypatch.setattr("lm.inference.runners.torch_runner._QUERY_BLOCK", 7)
     monkeypatch.setattr("lm.inference.prefill._MAX_BATCH_TOKENS", 50)
     batches: list[int] = []
     forward = model.hidden_states
@@ -248,8 +248,8 @@ def test_sequences_beyond_the_context_equal_uncached_generation(
     text = [i * i % 11 for i in range(90)]
     expected = {length: generate_without_cache(model, text[:length], 45) for length in (20, 40, 90)}
     prepared = prepare(model)
-    for guesses in (0, 3):
-        engine, sampling = make_engine(prepared), SampleConfig(temperature=0, speculative_tokens=guesses)
+    for num_draft_tokens in (0, 3):
+        engine, sampling = make_engine(prepared), SampleConfig(temperature=0, speculative_tokens=num_draft_tokens)
         for num_cached in (0, 16):
             generations = [Generation(text[:length], 45, sampling, wants_logprobs=True) for length in expected]
             run(engine, generations)
@@ -257,7 +257,7 @@ def test_sequences_beyond_the_context_equal_uncached_generation(
                 assert generation.ids == ids
                 assert generation.logprobs == pytest.approx(logprobs[-45:], abs=1e-5)
             assert min(generation.num_cached_tokens for generation in generations) >= num_cached
-            assert any(generation.num_accepted_tokens for generation in generations) == bool(guesses)
+            assert any(generation.num_accepted_tokens for generation in generations) == bool(num_draft_tokens)
 
 
 def test_the_prepared_model_has_the_same_results() -> None:

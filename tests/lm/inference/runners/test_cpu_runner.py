@@ -1,4 +1,4 @@
-"""A compiled decode step equals the plain one."""
+"""The CPU runner equals the torch runner."""
 
 import copy
 from concurrent.futures import Future
@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lm.inference import compiled_step
-from lm.inference.compiled_step import CompiledStep, FlatWeights
 from lm.inference.engine import Engine
-from lm.inference.kv_cache import KVCache, decode_step
-from lm.inference.packed import prepare_for_inference
-from lm.inference.prefill import Prefill
-from lm.kernels import whole_step
+from lm.inference.kv_cache import KVCache
+from lm.inference.runners import cpu_runner
+from lm.inference.runners.cpu_runner import CpuRunner
+from lm.inference.runners.runner import prepare_for_inference
+from lm.inference.runners.torch_runner import TorchRunner
+from lm.kernels.decode import fused_step
 from lm.model.config import ModelConfig
 from lm.model.moe_config import MoEConfig
 from lm.model.transformer import TransformerLM
@@ -51,12 +51,11 @@ def check(model: TransformerLM, prepared: TransformerLM, rows: int, tolerance: f
     config = model.config
     expected_cache = random_cache(config, rows + 1)
     cache = copy.deepcopy(expected_cache)
-    assert isinstance(prepared.flat_weights, FlatWeights)
-    step = CompiledStep(prepared, prepared.flat_weights, cache)
+    reference, runner = TorchRunner(model, expected_cache), CpuRunner(prepared, cache)
     for _ in range(2):
         inputs = random_inputs(config, rows)
-        expected = decode_step(model, expected_cache, inputs, int(inputs[1].max()))
-        actual = step.decode(inputs, int(inputs[1].max()))
+        expected = reference.decode(inputs, int(inputs[1].max()))
+        actual = runner.decode(inputs, int(inputs[1].max()))
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(cache.keys, expected_cache.keys, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(cache.values, expected_cache.values, rtol=tolerance, atol=tolerance)
@@ -80,13 +79,13 @@ def check(model: TransformerLM, prepared: TransformerLM, rows: int, tolerance: f
     threads=st.sampled_from([1, 2, 5]),
     seed=st.integers(0, 99),
 )
-def test_it_equals_the_plain_step(
+def test_a_decode_step_equals_torch(
     rows: int, kv_heads: int, group: int, threads: int, seed: int, **options: Any
 ) -> None:
     torch.manual_seed(seed)
     model = random_model(num_kv_heads=kv_heads, num_heads=kv_heads * group, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled_step, "_MIN_BYTES_FOR_THREADS", 0)
+        patch.setattr(cpu_runner, "_MIN_BYTES_FOR_THREADS", 0)
         patch.setattr(torch, "get_num_threads", lambda: threads)
         check(model, prepare_for_inference(copy.deepcopy(model)), rows, 1e-4)
 
@@ -109,47 +108,60 @@ def test_several_tokens_of_a_row(
     rows, starts = list(suffixes), [start for start, _ in suffixes.values()]
     tokens = [tuple(torch.randint(50, (length,)).tolist()) for _, length in suffixes.values()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled_step, "_MIN_BYTES_FOR_THREADS", 0)
+        patch.setattr(cpu_runner, "_MIN_BYTES_FOR_THREADS", 0)
         patch.setattr(torch, "get_num_threads", lambda: threads)
         model = prepare_for_inference(model, quantization=quantization)
-        assert isinstance(model.flat_weights, FlatWeights)
-        step = CompiledStep(model, model.flat_weights, cache)
-    actual = Prefill(model, cache, None, step).compute(rows, tokens, starts)
-    expected = Prefill(model, other_cache, None, None).compute(rows, tokens, starts)
+        runner = CpuRunner(model, cache)
+    actual = runner.extend(rows, tokens, starts)
+    expected = TorchRunner(model, other_cache).extend(rows, tokens, starts)
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(cache.keys, other_cache.keys, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(cache.values, other_cache.values, rtol=1e-4, atol=1e-4)
 
 
-def test_more_tokens_take_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_tokens_are_computed_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     model = prepare_for_inference(make_model(context_length=100), quantization="int8")
-    assert isinstance(model.flat_weights, FlatWeights)
-    limit = model.flat_weights.max_tokens
-    engine = Engine(model, limit + 1)
-    monkeypatch.setattr(CompiledStep, "_run", None)
-    engine.prefill.compute([0], [tuple([1] * (limit + 1))], [0])
-    engine._decode_step(torch.zeros(2, limit + 1, dtype=torch.int64), 0)
+    runner = CpuRunner(model, KVCache(model.config, 65, 100, torch.device("cpu")))
+    limit = runner.max_tokens
+    assert limit == 64
+    monkeypatch.setattr(CpuRunner, "_run", None)
+    runner.extend([0], [tuple([1] * (limit + 1))], [0])
+    runner.decode(torch.zeros(2, limit + 1, dtype=torch.int64), 0)
     with pytest.raises(TypeError):
-        engine.prefill.compute([0], [tuple([1] * limit)], [0])
+        runner.extend([0], [tuple([1] * limit)], [0])
+    with pytest.raises(TypeError):
+        runner.decode(torch.zeros(2, limit, dtype=torch.int64), 0)
+
+
+def test_small_batches_are_sampled_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepare_for_inference(make_model())
+    runner = CpuRunner(model, KVCache(model.config, 1, 4, torch.device("cpu")))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for batch_size, expected in ((1, 1), (runner.max_tokens, 1), (runner.max_tokens + 1, 2)):
+            with runner.sampling_context(batch_size):
+                assert torch.get_num_threads() == expected
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_bfloat16_is_as_close_as_the_plain_step(qk_norm: bool) -> None:
+def test_bfloat16_is_as_close_as_torch(qk_norm: bool) -> None:
     """To the step in float32 with the same weights."""
     torch.manual_seed(0)
-    narrow = random_model(torch.bfloat16, d_model=128, num_layers=3, num_heads=2, d_ff=256, qk_norm=qk_norm)
-    wide = copy.deepcopy(narrow).float()
-    caches = [random_cache(narrow.config, 4, torch.bfloat16)]
+    model = random_model(torch.bfloat16, d_model=128, num_layers=3, num_heads=2, d_ff=256, qk_norm=qk_norm)
+    wide = copy.deepcopy(model).float()
+    caches = [random_cache(model.config, 4, torch.bfloat16)]
     caches.append(copy.deepcopy(caches[0]))
     exact_cache = copy.deepcopy(caches[0])
     exact_cache.keys, exact_cache.values = exact_cache.keys.float(), exact_cache.values.float()
-    inputs = random_inputs(narrow.config, 4)
-    exact = decode_step(wide, exact_cache, inputs, LENGTH - 1)
-    plain = decode_step(narrow, caches[0], inputs, LENGTH - 1)
-    prepared = prepare_for_inference(narrow)
-    assert isinstance(prepared.flat_weights, FlatWeights)
-    actual = CompiledStep(prepared, prepared.flat_weights, caches[1]).decode(inputs, LENGTH - 1)
+    inputs = random_inputs(model.config, 4)
+    exact = TorchRunner(wide, exact_cache).decode(inputs, LENGTH - 1)
+    plain = TorchRunner(model, caches[0]).decode(inputs, LENGTH - 1)
+    actual = CpuRunner(prepare_for_inference(model), caches[1]).decode(inputs, LENGTH - 1)
     assert (actual - exact).norm() < (plain - exact).norm()
     for cache, expected in ((caches[1].keys, exact_cache.keys), (caches[1].values, exact_cache.values)):
         torch.testing.assert_close(cache.float(), expected, rtol=0.02, atol=0.02)
@@ -167,21 +179,20 @@ def test_each_thread_alone_completes_the_step(begins: bool, monkeypatch: pytest.
                 late.result = lambda timeout=None: function(*arguments)  # type: ignore[method-assign]
             return late
 
-    monkeypatch.setattr(compiled_step, "_MIN_BYTES_FOR_THREADS", 0)
+    monkeypatch.setattr(cpu_runner, "_MIN_BYTES_FOR_THREADS", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(compiled_step, "thread_pool", LatePool)
+    monkeypatch.setattr(cpu_runner, "thread_pool", LatePool)
     model = random_model(d_model=32, num_layers=2, num_heads=2, d_ff=48)
     check(model, prepare_for_inference(copy.deepcopy(model)), 2, 1e-5)
 
 
-def test_the_number_of_sections() -> None:
+def test_the_number_of_phases() -> None:
     """All of them are used: the last one is the head."""
     model = prepare_for_inference(random_model(d_model=32, num_layers=2, num_heads=2, d_ff=48))
-    assert isinstance(model.flat_weights, FlatWeights)
-    step = CompiledStep(model, model.flat_weights, random_cache(model.config, 1))
-    step.decode(random_inputs(model.config, 1), LENGTH - 1)
-    progress = step._step.progress.reshape(-1, 2)
-    assert len(progress) == 2 * whole_step.SECTIONS_OF_LAYER + 1
+    runner = CpuRunner(model, random_cache(model.config, 1))
+    runner.decode(random_inputs(model.config, 1), LENGTH - 1)
+    progress = runner._step.progress.reshape(-1, 2)
+    assert len(progress) == 2 * fused_step.PHASES_PER_LAYER + 1
     assert (progress[:, 1] == 1).all()
 
 
@@ -193,18 +204,19 @@ OTHER_MODELS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OTHER_MODELS, ids=str)
-def test_other_models_take_the_plain_step(options: dict[str, Any]) -> None:
-    model = prepare_for_inference(make_model(**options))
-    assert Engine(model, 1)._compiled_step is None
-    assert Engine(prepare_for_inference(make_model()), 1)._compiled_step is not None
+def test_other_models_are_computed_by_torch(options: dict[str, Any]) -> None:
+    assert type(Engine(prepare_for_inference(make_model(**options)), 1)._runner) is TorchRunner
+    assert type(Engine(make_model(), 1)._runner) is TorchRunner, "not prepared"
+    assert type(Engine(prepare_for_inference(make_model()), 1)._runner) is CpuRunner
 
 
 def test_matrices_share_the_flat_array() -> None:
-    """The model does not keep the weights of the plain layout twice."""
+    """The model does not keep the weights of the plain layout twice, however many runners it has."""
     for quantization in ("none", "int8"):
         model = prepare_for_inference(make_model(), quantization=quantization)
-        assert isinstance(model.flat_weights, FlatWeights)
-        array = model.flat_weights.network.weights
+        runners = [CpuRunner(model, KVCache(model.config, 1, 4, torch.device("cpu"))) for _ in range(2)]
         matrices: list[Any] = [model.lm_head, *(layer.ffn.w2 for layer in model.layers)]  # type: ignore[union-attr]
-        start, end = array.ctypes.data, array.ctypes.data + array.nbytes
-        assert all(start <= matrix.weight.data_ptr() < end for matrix in matrices)
+        for runner in runners:
+            array = runner._network.weights
+            start, end = array.ctypes.data, array.ctypes.data + array.nbytes
+            assert all(start <= matrix.weight.data_ptr() < end for matrix in matrices)

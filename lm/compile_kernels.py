@@ -1,4 +1,4 @@
-"""Compile all kernels ahead of time, for example in an image: ``python -m lm.kernels --pattern llama3``.
+"""Compile all kernels ahead of time, for example in an image: ``python -m lm.compile_kernels --pattern llama3``.
 
 With ``--id-bits 16`` or ``32``, compile only what a pipeline run with such ids starts in the background. Calls the
 public functions of :mod:`lm` on small inputs that reach every kernel with every type, so no list of signatures is
@@ -17,7 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 
-from lm.inference.packed import compile_kernels
+from lm.inference.runners.runner import compile_kernels
 from lm.kernels.disk_cache import CACHE_DIR, IS_CACHE_WRITABLE, pipeline_marker
 from lm.kernels.jit import KERNELS
 from lm.text.patterns import PATTERNS
@@ -40,11 +40,6 @@ def _random_counts() -> pa.Table:
     return pa.table([[data[i : i + 100] for i in range(0, len(data), 100)], [1] * (len(data) // 100)], schema=SCHEMA)
 
 
-def _encode(tokenizer: Tokenizer) -> None:
-    for _ in tokenizer.encode_blocks([_text()]):
-        pass
-
-
 def run_groups(pattern: str = "gpt2", id_bits: int | None = None) -> Iterator[str]:
     """Run the kernels in groups; yield the name of each group after it has run.
 
@@ -59,7 +54,9 @@ def run_groups(pattern: str = "gpt2", id_bits: int | None = None) -> Iterator[st
         yield f"BPE training, {bits}-bit ids"
         if bits == 32:
             vocab[1 << 17] = b"a token with an id of 18 bits"
-        _encode(Tokenizer(vocab, merges, pattern=expression, ignore_merges=bits == 32))
+        tokenizer = Tokenizer(vocab, merges, pattern=expression, ignore_merges=bits == 32)
+        for _ in tokenizer.encode_blocks([_text()]):
+            pass
         yield f"encoding, {bits}-bit ids"
     compile_kernels(torch.float32)
     if id_bits is not None:
@@ -78,7 +75,7 @@ def _num_compiled() -> int:
 
 def main() -> None:
     """Compile; print the seconds of each group and the folder of the machine code."""
-    parser = argparse.ArgumentParser(prog="python -m lm.kernels", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m lm.compile_kernels", description=__doc__)
     parser.add_argument("--pattern", choices=PATTERNS, default="gpt2", help="of the pretokens; default: gpt2")
     parser.add_argument("--id-bits", type=int, choices=[16, 32], help="of the token ids; leaves out bfloat16 and int8")
     options = parser.parse_args()

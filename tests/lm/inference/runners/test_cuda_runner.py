@@ -1,4 +1,4 @@
-"""CUDA graphs of decoding steps: padding to the shapes of graphs changes nothing. On a GPU, graphs are replayed."""
+"""CUDA graphs of decode steps: padding to the shapes of graphs changes nothing. On a GPU, graphs are replayed."""
 
 from importlib.util import find_spec
 
@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm.inference.config import SampleConfig
-from lm.inference.cuda_graphs import DecodeGraphs
 from lm.inference.engine import Generation, generate
-from lm.inference.gpu_step import GpuWeights
-from lm.inference.kv_cache import KVCache, decode_step
-from lm.inference.packed import prepare_for_inference
+from lm.inference.kv_cache import KVCache
+from lm.inference.runners.cuda_runner import CudaRunner, JoinedSwiGLU, join_layers
+from lm.inference.runners.runner import prepare_for_inference
+from lm.inference.runners.torch_runner import TorchRunner
 from lm.model.moe_config import MoEConfig
 from lm.model.transformer import TransformerLM
 from tests.helpers.examples import examples
@@ -24,12 +24,12 @@ ROWS, LENGTH = 5, 100
 class RecomputedStep:
     """Replaces a CUDA graph on machines without a GPU: ``replay`` computes the step again."""
 
-    def __init__(self, graphs: DecodeGraphs, rows: int, keys: int) -> None:
-        self.graphs, self.shape = graphs, (rows, keys)
-        self.logits = graphs._compute(*self.shape)
+    def __init__(self, runner: CudaRunner, rows: int, keys: int) -> None:
+        self.runner, self.shape = runner, (rows, keys)
+        self.logits = runner._compute(*self.shape)
 
     def replay(self) -> None:
-        self.logits.copy_(self.graphs._compute(*self.shape))
+        self.logits.copy_(self.runner._compute(*self.shape))
 
 
 @examples(40)
@@ -38,7 +38,7 @@ class RecomputedStep:
     seed=st.integers(0, 99),
 )
 def test_padded_rows_and_keys_change_nothing(steps: list[list[int]], seed: int) -> None:
-    check_graphs(make_model(context_length=LENGTH, num_kv_heads=2), steps, seed, 1e-5)
+    check_runner(make_model(context_length=LENGTH, num_kv_heads=2), steps, seed, 1e-5)
 
 
 @pytest.mark.skipif(not find_spec("triton"), reason="the extra triton is not installed")
@@ -49,11 +49,11 @@ def test_padded_rows_and_keys_change_nothing(steps: list[list[int]], seed: int) 
 )
 def test_padded_rows_and_keys_change_nothing_in_triton(steps: list[list[int]], seed: int) -> None:
     model = make_model(context_length=LENGTH, num_kv_heads=1, d_ff=24, num_layers=1).bfloat16().requires_grad_(False)
-    model.gpu_weights = GpuWeights(model)
-    check_graphs(model, steps, seed, 0.05)
+    join_layers(model)
+    check_runner(model, steps, seed, 0.05)
 
 
-def check_graphs(model: TransformerLM, steps: list[list[int]], seed: int, tolerance: float) -> None:
+def check_runner(model: TransformerLM, steps: list[list[int]], seed: int, tolerance: float) -> None:
     dtype = model.head_weight.dtype
     generator = torch.Generator().manual_seed(seed)
     caches = [KVCache(model.config, ROWS, LENGTH, torch.device("cpu"), dtype) for _ in range(2)]
@@ -61,20 +61,20 @@ def check_graphs(model: TransformerLM, steps: list[list[int]], seed: int, tolera
         setattr(caches[0], stored, torch.randn(caches[0].keys.shape, generator=generator).to(dtype))
         getattr(caches[1], stored).copy_(getattr(caches[0], stored))
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
-        graphs = DecodeGraphs(model, caches[0])
-        assert (graphs._step is not None) == hasattr(model, "gpu_weights")
+        runner, reference = CudaRunner(model, caches[0]), TorchRunner(model, caches[1])
+        assert (runner._triton_step is not None) == (dtype == torch.bfloat16)
 
         def capture(rows: int, keys: int) -> tuple[RecomputedStep, torch.Tensor]:
             assert (rows in (1, 2, 4, ROWS)) and (keys in (64, LENGTH))
-            step = RecomputedStep(graphs, rows, keys)
+            step = RecomputedStep(runner, rows, keys)
             return step, step.logits
 
-        patch.setattr(graphs, "_capture", capture)
+        patch.setattr(runner, "_capture", capture)
         for positions in steps:
             ids = torch.randint(model.config.vocab_size or 1, (len(positions),), generator=generator)
             inputs = torch.stack([ids, torch.tensor(positions)])
-            logits = graphs(inputs, max(positions))
-            expected = decode_step(model, caches[1], inputs, max(positions))
+            logits = runner.decode(inputs, max(positions))
+            expected = reference.decode(inputs, max(positions))
             torch.testing.assert_close(logits, expected.to(logits.dtype), atol=tolerance, rtol=tolerance)
             for stored in ("keys", "values"):  # the other rows may hold anything
                 used_rows = [getattr(cache, stored)[:, : len(positions)] for cache in caches]
@@ -91,6 +91,6 @@ def test_graphs_on_a_gpu_generate_the_ids_of_the_cpu(moe: MoEConfig | None) -> N
     cpu, gpu = ([Generation(prompt, 50, greedy) for prompt in prompts] for _ in range(2))
     generate(model, cpu)
     model = prepare_for_inference(model.to("cuda"))
-    assert hasattr(model, "gpu_weights") == (moe is None and bool(find_spec("triton")))
+    assert isinstance(model.layers[0].ffn, JoinedSwiGLU) == (moe is None and bool(find_spec("triton")))
     generate(model, gpu)
     assert [generation.ids for generation in gpu] == [generation.ids for generation in cpu]

@@ -3,25 +3,109 @@
 Source: Touvron et al. 2023 (Llama 2) and Meta's code for it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
 import torch
 
-from lm.checkpoint.external import load_any_model
+from lm.checkpoint.external import load_any_model, load_any_tokenizer
 from lm.common.errors import UserError
-from lm.data.dialogs import Message
-from lm.inference.completion import check_vocabulary
+from lm.data.dialogs import Message, find_role_problem
+from lm.inference.completion import TextStream, check_vocabulary
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate, stream
-from lm.inference.llama_chat import encode_llama_dialog
-from lm.inference.llama_tokenizer import LlamaTokenizer
-from lm.inference.packed import prepare_for_inference
+from lm.inference.runners.runner import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from lm.model.vocabulary import shrink_vocabulary
+from lm.tokenizer.sentencepiece import SentencePieceTokenizer
+from lm.tokenizer.text_ends import BEGIN_AND_END, find_text_ends
 
+LLAMA_TAGS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
 TAGS_ANSWER = "Error: special tags are not allowed in messages."
+
+
+@dataclass(frozen=True)
+class LlamaTokenizer:
+    """A tokenizer of any kind, with its BOS and EOS token."""
+
+    n_words: int
+    """Number of ids, the rows that a model needs."""
+    bos_id: int
+    eos_id: int
+    encode_text: Callable[[str], list[int]]
+    """Returns the ids of plain text."""
+    token_bytes: Mapping[int, bytes]
+    """The bytes that each id adds to a text; empty for special tokens."""
+    space_ids: frozenset[int] = frozenset()
+    """Ids that begin with a space, which is dropped at the start of a text."""
+
+    @classmethod
+    def load(cls, path: Path) -> "LlamaTokenizer":
+        """Read a ``tokenizer.model`` of SentencePiece, a ``tokenizer.json``, or a directory with one of them.
+
+        Raises UserError if it cannot be read, if the ``sentencepiece`` library is missing, or if no BOS and EOS tokens
+        are known.
+        """
+        tokenizer = load_any_tokenizer(path)
+        if isinstance(tokenizer, SentencePieceTokenizer):
+            ids = tokenizer.size, tokenizer.bos_id, tokenizer.eos_id
+            return cls(*ids, tokenizer.encode, tokenizer.vocab, tokenizer.space_ids)
+        special_ids = tokenizer.special_ids
+        begin, end = find_text_ends(tokenizer)
+        if not begin or not end:
+            raise UserError(
+                f"{path} has none of the special tokens that begin and end a text "
+                f"({', '.join(' and '.join(dict.fromkeys(pair)) for pair in BEGIN_AND_END)}); add them and train with "
+                "them."
+            )
+        ids = tokenizer.size, special_ids[begin], special_ids[end]
+        token_bytes = tokenizer.vocab | dict.fromkeys(special_ids.values(), b"")
+        return cls(*ids, lambda text: tokenizer.encode(text, allowed_special=()), token_bytes)
+
+    def encode(self, text: str, bos: bool, eos: bool) -> list[int]:
+        """Return the ids of ``text``, whose special tokens are plain text, with the BOS and EOS ids if asked for."""
+        return [self.bos_id] * bos + self.encode_text(text) + [self.eos_id] * eos
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ``ids`` without special tokens. Bytes that are not UTF-8 become U+FFFD."""
+        return "".join(self.decode_stream(ids))
+
+    def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
+        """Yield the text of :meth:`decode` piece by piece, in whole characters."""
+        text, has_begun = TextStream(self.token_bytes), False
+        for token_id in ids:
+            piece = text.add(token_id)
+            yield piece[1:] if token_id in self.space_ids and not has_begun else piece
+            has_begun = has_begun or self.token_bytes.get(token_id, b"") != b""
+        yield text.finish()
+
+
+def encode_llama_dialog(
+    tokenizer: LlamaTokenizer, dialog: Sequence[Message], default_system: str | None = None, name: str = "The dialog"
+) -> list[int] | None:
+    """Return the prompt's ids for the answer to ``dialog`` in the format of Llama 2's chat models.
+
+    The system message, or else ``default_system``, becomes a part of the first user message. Returns None if a message
+    holds one of ``LLAMA_TAGS``, which could imitate the format. Raises UserError unless each message has a content and
+    the roles are system (optional), user, assistant, user, …, user; the error calls the dialog ``name``.
+    """
+    if problem := find_role_problem(dialog, "user"):
+        raise UserError(f"{name}: {problem}.")
+    messages, system = list(dialog), default_system
+    if messages[0]["role"] == "system":
+        system = messages.pop(0)["content"]
+    contents = [message["content"] for message in messages]
+    if any(tag in content for tag in LLAMA_TAGS for content in (*contents, system or "")):
+        return None
+    if system is not None:
+        contents[0] = f"<<SYS>>\n{system}\n<</SYS>>\n\n{contents[0]}"
+    contents = [content.strip() for content in contents]
+    ids = []
+    for question, answer in zip(contents[::2], contents[1::2], strict=False):
+        ids += tokenizer.encode(f"[INST] {question} [/INST] {answer} ", bos=True, eos=True)
+    return ids + tokenizer.encode(f"[INST] {contents[-1]} [/INST]", bos=True, eos=False)
 
 
 class _TokenDetails(TypedDict, total=False):
@@ -89,7 +173,7 @@ class Llama:
         echo: bool = False,
         seed: int = 0,
     ) -> tuple[list[list[int]], list[list[float]] | None]:
-        """Return the new ids for each prompt, up to the first end token, which is excluded.
+        """Return the new ids for each prompt, up to the first EOS token, which is excluded.
 
         At most ``max_gen_len`` ids, and as many as fit into ``max_seq_len``. ``echo`` puts the prompt's ids in front.
         The second list holds the log-probabilities of the returned ids under the model, in nats; 0.0 for the first id
@@ -99,7 +183,7 @@ class Llama:
         self._check_batch_size(prompt_tokens)
         sampling = SampleConfig(temperature=temperature, top_p=top_p)
         runs = [
-            self._create_generation(f"Prompt {index}", prompt, max_gen_len, sampling, logprobs, seed + index, echo)
+            self._create_generation(f"Prompt {index}", prompt, max_gen_len, sampling, seed + index, logprobs, echo)
             for index, prompt in enumerate(prompt_tokens)
         ]
         generate(self.model, runs)
@@ -121,11 +205,12 @@ class Llama:
         """Complete texts as :meth:`generate` does. Special tokens in them are plain text."""
         prompt_tokens = [self.tokenizer.encode(prompt, bos=True, eos=False) for prompt in prompts]
         all_ids, all_logprobs = self.generate(prompt_tokens, max_gen_len, temperature, top_p, logprobs, echo, seed)
-        if all_logprobs is None:
-            return [{"generation": self.tokenizer.decode(ids)} for ids in all_ids]
         return [
-            {"generation": self.tokenizer.decode(ids), "tokens": self._decode_each(ids), "logprobs": scores}
-            for ids, scores in zip(all_ids, all_logprobs, strict=True)
+            {
+                "generation": self.tokenizer.decode(ids),
+                **self._detail(ids, all_logprobs[index] if all_logprobs else None),
+            }
+            for index, ids in enumerate(all_ids)
         ]
 
     def chat_completion(
@@ -142,26 +227,27 @@ class Llama:
 
         ``default_system`` is the system message of dialogs without one. A dialog with a tag of the chat format in a
         message is answered with ``TAGS_ANSWER``, without tokens. Raises UserError as :meth:`generate` and
-        :func:`lm.inference.llama_chat.encode_llama_dialog` do.
+        :func:`encode_llama_dialog` do.
         """
         self._check_batch_size(dialogs)
         sampling = SampleConfig(temperature=temperature, top_p=top_p)
-        answers: list[ChatPrediction] = []
-        runs: dict[int, Generation] = {}
+        runs: list[Generation | None] = []
         for index, dialog in enumerate(dialogs):
             name = f"Dialog {index}"
             prompt = encode_llama_dialog(self.tokenizer, dialog, default_system, name)
-            if prompt is not None:
-                runs[index] = self._create_generation(name, prompt, max_gen_len, sampling, logprobs, seed + index)
-            answers.append({"generation": {"role": "assistant", "content": TAGS_ANSWER}})
-            if logprobs:
-                answers[index] |= {"tokens": [], "logprobs": []}
-        generate(self.model, list(runs.values()))
-        for index, run in runs.items():
-            answers[index]["generation"]["content"] = self.tokenizer.decode(run.ids)
-            if logprobs:
-                answers[index] |= {"tokens": self._decode_each(run.ids), "logprobs": run.logprobs}
-        return answers
+            runs.append(
+                None
+                if prompt is None
+                else self._create_generation(name, prompt, max_gen_len, sampling, seed + index, logprobs)
+            )
+        generate(self.model, [run for run in runs if run])
+        return [
+            {
+                "generation": {"role": "assistant", "content": self.tokenizer.decode(run.ids) if run else TAGS_ANSWER},
+                **self._detail(run.ids if run else [], (run.logprobs if run else []) if logprobs else None),
+            }
+            for run in runs
+        ]
 
     def chat_stream(
         self,
@@ -177,11 +263,14 @@ class Llama:
         if prompt is None:
             return iter([TAGS_ANSWER])
         sampling = SampleConfig(temperature=temperature, top_p=top_p)
-        generation = self._create_generation("The dialog", prompt, max_gen_len, sampling, False, seed)
+        generation = self._create_generation("The dialog", prompt, max_gen_len, sampling, seed)
         return filter(None, self.tokenizer.decode_stream(stream(self.model, generation)))
 
-    def _decode_each(self, ids: Sequence[int]) -> list[str]:
-        return [self.tokenizer.decode([token_id]) for token_id in ids]
+    def _detail(self, ids: Sequence[int], logprobs: list[float] | None) -> _TokenDetails:
+        """Return the texts of ``ids`` and their ``logprobs``, if there are any."""
+        if logprobs is None:
+            return {}
+        return {"tokens": [self.tokenizer.decode([token_id]) for token_id in ids], "logprobs": logprobs}
 
     def _check_batch_size(self, batch: Sequence[object]) -> None:
         if len(batch) > self.max_batch_size:
@@ -196,8 +285,8 @@ class Llama:
         prompt: Sequence[int],
         max_gen_len: int | None,
         sampling: SampleConfig,
-        logprobs: bool,
         seed: int,
+        logprobs: bool = False,
         echo: bool = False,
     ) -> Generation:
         room = self.max_seq_len - len(prompt)
@@ -208,8 +297,12 @@ class Llama:
             )
         if max_gen_len is not None and max_gen_len < 0:
             raise UserError(f"max_gen_len is {max_gen_len}; it must be at least 0.")
-        max_new_tokens = room if max_gen_len is None else min(room, max_gen_len)
-        stop_ids = frozenset([self.tokenizer.eos_id])
-        generation = Generation(prompt, max_new_tokens, sampling, stop_ids, seed)
-        generation.wants_logprobs, generation.wants_prompt_logprobs = logprobs, logprobs and echo
-        return generation
+        return Generation(
+            prompt,
+            room if max_gen_len is None else min(room, max_gen_len),
+            sampling,
+            frozenset([self.tokenizer.eos_id]),
+            seed,
+            wants_logprobs=logprobs,
+            wants_prompt_logprobs=logprobs and echo,
+        )

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
+from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate
-from lm.inference.narrow import dequantize, quantize
-from lm.inference.packed import PackedLinear, prepare_for_inference
+from lm.inference.runners.cpu_layers import dequantize, quantize
+from lm.inference.runners.runner import prepare_for_inference
 from lm.model.linear import Linear
 from lm.model.moe import Experts
 from lm.model.moe_config import MoEConfig
@@ -65,25 +65,6 @@ def check_same_ids(model: TransformerLM, prepared: TransformerLM) -> None:
             assert actual.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
-@pytest.mark.parametrize("rows", [1, 15, 16, 17, 31, 32, 33, 100, 1000])
-def test_packed_product_with_any_number_of_rows(rows: int) -> None:
-    layer = Linear(24, 40).requires_grad_(False)
-    x = torch.randn(2, rows, 24)
-    torch.testing.assert_close(PackedLinear(layer.weight)(x), layer(x), atol=1e-5, rtol=1e-5)
-
-
-def test_packed_product_adds_biases() -> None:
-    layers = [Linear(24, rows, has_bias=True).requires_grad_(False) for rows in (40, 8)]
-    biases: list[Any] = [layer.bias for layer in layers]
-    for bias in biases:
-        bias.normal_()
-    x = torch.randn(2, 3, 24)
-    packed = PackedLinear(*(layer.weight for layer in layers), biases=biases)
-    expected = torch.cat([F.linear(x, layer.weight, layer.bias) for layer in layers], -1)
-    torch.testing.assert_close(packed(x), expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(torch.cat([layer(x) for layer in layers], -1), expected, atol=1e-5, rtol=1e-5)
-
-
 def test_preparing_converts_all_weights_to_one_dtype() -> None:
     model = make_model(30, 8)
     assert model.lm_head is not None
@@ -113,3 +94,24 @@ def test_bfloat16_logits_are_close_to_float32() -> None:
     assert near.dtype == torch.bfloat16
     assert (near.float().log_softmax(-1) - exact).abs().mean() < 0.02
     assert model.rope is not None and model.rope.cos.dtype == torch.float32
+
+
+def test_weights_in_bfloat16_are_computed_in_float32() -> None:
+    model = make_model(300, 40)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    model = prepare_for_inference(model, quantization="int8")
+    assert model(torch.tensor([[1, 2]])).dtype == torch.float32
+
+
+def test_a_model_becomes_bfloat16() -> None:
+    model = make_model(300, 40)
+    expected = prepare_for_inference(copy.deepcopy(model), torch.bfloat16)
+    model = prepare_for_inference(model, quantization="bfloat16")
+    ids = torch.tensor([[1, 2]])
+    assert model(ids).dtype == torch.bfloat16 and torch.equal(model(ids), expected(ids))
+
+
+def test_int8_on_another_device_is_refused() -> None:
+    with pytest.raises(UserError, match="int8 is for CPUs, and the model is on meta"):
+        prepare_for_inference(make_model().to("meta"), quantization="int8")

@@ -1,25 +1,21 @@
-"""Products of a few rows with a matrix of float32, bfloat16 (as uint16) or int8. The reference is torch's product.
+"""Matmul of a small batch with weights of float32, bfloat16 (as uint16) or int8. The reference is torch's matmul.
 
-Such a product can be as fast as the weights are read. On CPUs without AVX-512, torch's and oneDNN's take twice as long,
-and torch's product with int8 (``_weight_int8pack_mm``) ten times as long.
+Memory bandwidth limits its speed. On CPUs without AVX-512, torch's and oneDNN's matmuls take twice as long, and
+torch's matmul with int8 (``_weight_int8pack_mm``) ten times as long.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from lm.kernels.jit import Int, fastmath_helper, fastmath_kernel
+from lm.kernels.jit import Floats, Int, Stored, fastmath_helper, fastmath_kernel
 from lm.kernels.simd import dot, dot_two_by_four, noinline, read, read_float, write
-
-Weights = npt.NDArray[Any]
-Floats = npt.NDArray[np.float32]
 
 
 class Matrix(NamedTuple):
     """A matrix (outputs, columns) in flat arrays, which may hold others too."""
 
-    weights: Weights
+    weights: Stored
     scales: Floats  # of the rows; empty without them
     weights_start: Int
     scales_start: Int
@@ -27,29 +23,29 @@ class Matrix(NamedTuple):
     columns: Int
 
 
-_TILE: int = 16  # outputs whose weights stay in the CPU's cache for all rows
-_BLOCK = np.int64(64)  # columns that the vector instructions compute; the rest is added one by one
+_TILE: int = 16  # outputs; their weights stay in the CPU's cache for all rows of x
+_BLOCK = np.int64(64)  # columns that the vector instructions compute; a loop adds the rest
 
 
 @fastmath_helper
-def _add_rest(total: np.float32, weights: Weights, at: int, x: Floats, xt: int, first: int, columns: int) -> np.float32:
+def _add_rest(total: np.float32, weights: Stored, at: int, x: Floats, xt: int, first: int, columns: int) -> np.float32:
     for i in range(first, columns):
         total += read_float(weights, at + i) * read(x, xt + i)
     return total
 
 
 @fastmath_kernel
-def multiply(matrix: Matrix, x: Floats, rows: int, first: int, last: int, out: Floats) -> None:
+def matmul(matrix: Matrix, x: Floats, rows: int, first: int, last: int, out: Floats) -> None:
     """Write ``x @ (scales[:, None] * weights).T`` to ``out``, for the outputs ``first`` to ``last``.
 
     ``x`` (rows, columns) and ``out`` (rows, outputs) are flat.
     """
-    multiply_part(matrix, x, rows, first, last, out)
+    matmul_rows(matrix, x, rows, first, last, out)
 
 
 @fastmath_helper
-def multiply_part(matrix: Matrix, x: Floats, rows: int, first: int, last: int, out: Floats) -> None:
-    """Compute :func:`multiply`.
+def matmul_rows(matrix: Matrix, x: Floats, rows: int, first: int, last: int, out: Floats) -> None:
+    """Compute :func:`matmul`.
 
     A single row is multiplied with one row of weights after the other: memory is read fastest in order.
     """
@@ -87,7 +83,7 @@ def multiply_part(matrix: Matrix, x: Floats, rows: int, first: int, last: int, o
 
 
 @fastmath_kernel
-def widen(matrix: Matrix, first: int, last: int, out: Floats) -> None:
+def dequantize(matrix: Matrix, first: int, last: int, out: Floats) -> None:
     """Write the rows ``first`` to ``last`` of ``scales[:, None] * weights`` to ``out``."""
     for row in range(first, last):
         scale = read(matrix.scales, matrix.scales_start + row) if len(matrix.scales) else np.float32(1)

@@ -1,4 +1,4 @@
-"""The Triton kernels of a decoding step equal the plain step. Without a GPU they run in Triton's interpreter."""
+"""The Triton kernels of a decode step equal the torch runner. Without a GPU they run in Triton's interpreter."""
 
 import copy
 from importlib.util import find_spec
@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lm.inference.gpu_step import GpuStep, GpuWeights, _works, multiply
-from lm.inference.kv_cache import KVCache, decode_step
+from lm.inference.kv_cache import KVCache
+from lm.inference.runners.cuda_runner import TritonStep, _works, can_use_triton, join_layers, matmul
+from lm.inference.runners.torch_runner import TorchRunner
 from lm.model.transformer import TransformerLM
 from tests.helpers.examples import examples
 from tests.helpers.generating import make_model
@@ -40,7 +41,7 @@ def random_caches(model: TransformerLM, rows: int, dtype: torch.dtype) -> list[K
 
 
 def check(model: TransformerLM, positions: list[int], tolerance: float, dtype: torch.dtype = torch.float32) -> None:
-    """Compare logits and caches with those of ``decode_step`` in float64."""
+    """Compare logits and caches with those of the torch runner in float64."""
     model = model.to(DEVICE, dtype).requires_grad_(False)
     exact_model = copy.deepcopy(model).double()
     cache, exact = random_caches(model, len(positions) + 1, dtype)
@@ -48,8 +49,9 @@ def check(model: TransformerLM, positions: list[int], tolerance: float, dtype: t
     ids = torch.arange(len(positions), device=DEVICE) * 7 % (model.config.vocab_size or 1)
     inputs = torch.stack([ids, torch.tensor(positions, device=DEVICE)])
     with torch.inference_mode():
-        expected = decode_step(exact_model, exact, inputs, max(positions))
-        logits = GpuStep(model, GpuWeights(model), cache)(inputs, max(positions))
+        expected = TorchRunner(exact_model, exact).decode(inputs, max(positions))
+        join_layers(model)
+        logits = TritonStep(model, cache)(inputs, max(positions))
     assert logits.dtype == torch.float32
     assert_near(logits, expected, tolerance)
     assert_near(cache.keys, exact.keys, tolerance)
@@ -61,14 +63,14 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
-@pytest.mark.parametrize("part_elements", [32, 1 << 12])
+@pytest.mark.parametrize("split_elements", [32, 1 << 12])
 def test_a_step_equals_the_plain_one(
-    options: dict[str, Any], part_elements: int, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], split_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lm.inference.gpu_step._PART_ELEMENTS", part_elements)
+    monkeypatch.setattr("lm.inference.runners.cuda_runner._SPLIT_ELEMENTS", split_elements)
     model = make_model(**SHAPE | options)
     for parameter in model.parameters():
-        parameter.data.add_(0.1 * torch.randn(parameter.shape))  # gains and biases that are not those of the start
+        parameter.data.add_(0.1 * torch.randn(parameter.shape))  # the norm weights were 1
     check(copy.deepcopy(model), [7], 1e-5)
     check(model, [0, LENGTH - 1, 5], 0.03, torch.bfloat16)
 
@@ -76,14 +78,14 @@ def test_a_step_equals_the_plain_one(
 @examples(10)
 @given(
     positions=st.lists(st.integers(0, LENGTH - 1), min_size=2, max_size=16),
-    part_elements=st.sampled_from([8, 16, 32, 1 << 12]),
-    block_parts=st.sampled_from([1, 2, 16]),
+    split_elements=st.sampled_from([8, 16, 32, 1 << 12]),
+    block_splits=st.sampled_from([1, 2, 16]),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
 )
-def test_any_positions(positions: list[int], part_elements: int, block_parts: int, dtype: torch.dtype) -> None:
+def test_any_positions(positions: list[int], split_elements: int, block_splits: int, dtype: torch.dtype) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lm.inference.gpu_step._PART_ELEMENTS", part_elements)
-        patch.setattr("lm.inference.gpu_step._BLOCK_PARTS", block_parts)
+        patch.setattr("lm.inference.runners.cuda_runner._SPLIT_ELEMENTS", split_elements)
+        patch.setattr("lm.inference.runners.cuda_runner._BLOCK_SPLITS", block_splits)
         check(make_model(**SHAPE), positions, 0.03, dtype)
 
 
@@ -100,11 +102,11 @@ def test_the_kernels_compile_for_gpus(width: int, dtype: str) -> None:
 def test_the_joined_weights_are_those_of_the_model() -> None:
     model = make_model(**SHAPE, qkv_bias=True).requires_grad_(False)
     before = copy.deepcopy(model.state_dict())
-    weights = GpuWeights(model)
+    join_layers(model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     layers: Any = model.layers
     layers[0].attn.k_proj.weight.fill_(3)
-    assert (weights.layers[0].qkv == 3).any()
+    assert (layers[0].attn.qkv == 3).any()
 
 
 def test_the_kernels_read_weights_of_any_layout() -> None:
@@ -119,16 +121,16 @@ def test_kernels_that_do_not_work_are_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make_model(**SHAPE).to(DEVICE)
-    monkeypatch.setattr("lm.inference.gpu_step._PART_ELEMENTS", 128)  # of the model that tries the kernels, too
+    monkeypatch.setattr("lm.inference.runners.cuda_runner._SPLIT_ELEMENTS", 128)  # also of the trial
     _works.cache_clear()
     generators = torch.get_rng_state(), torch.cuda.get_rng_state_all()
-    assert GpuWeights.is_possible(model) and GpuWeights.is_possible(model.bfloat16())
+    assert can_use_triton(model) and can_use_triton(model.bfloat16())
     torch.testing.assert_close((torch.get_rng_state(), torch.cuda.get_rng_state_all()), generators)
-    monkeypatch.setattr("lm.inference.gpu_step.multiply", fail)
-    assert GpuWeights.is_possible(model)  # tried only once
+    monkeypatch.setattr("lm.inference.runners.cuda_runner.matmul", fail)
+    assert can_use_triton(model)  # tried only once
     _works.cache_clear()
     with caplog.at_level("WARNING"):
-        assert not GpuWeights.is_possible(model)
+        assert not can_use_triton(model)
     assert "decoding runs without it: no C compiler" in caplog.text and "more" not in caplog.text
     _works.cache_clear()
 
@@ -139,11 +141,11 @@ def fail(*arguments: object, **options: object) -> Tensor:
 
 def test_more_rows_than_a_tile_has_are_refused() -> None:
     with pytest.raises(ValueError, match="17 rows are more than 16"):
-        multiply(torch.zeros(17, 4, device=DEVICE), torch.zeros(4, 4, device=DEVICE))
+        matmul(torch.zeros(17, 4, device=DEVICE), torch.zeros(4, 4, device=DEVICE))
     with pytest.raises(ValueError, match="2 rows are more than 1"):
         check(make_model(**SHAPE), [0, 1], 1e-5)  # float32
 
 
 def test_models_that_the_kernels_do_not_compute() -> None:
-    assert not GpuWeights.is_possible(make_model(norm_placement="post"))
-    assert not GpuWeights.is_possible(make_model().double())
+    assert not can_use_triton(make_model(norm_placement="post"))
+    assert not can_use_triton(make_model().double())

@@ -12,14 +12,18 @@ from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
 from lm.checkpoint.meta import load_meta
 from lm.checkpoint.training_checkpoint import save_training
 from lm.common.errors import UserError
-from lm.inference.llama_api import TAGS_ANSWER, Llama
-from lm.inference.llama_chat import LLAMA_TAGS, encode_llama_dialog
-from lm.inference.llama_tokenizer import LlamaTokenizer
+from lm.inference.llama import LLAMA_TAGS, TAGS_ANSWER, Llama, LlamaTokenizer, encode_llama_dialog
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.text.pretokenize import END_OF_TEXT
 from tests.helpers.generating import make_model
-from tests.helpers.llamas import UNGROUPED, make_dialog, meta_weights, write_meta
+from tests.helpers.llamas import (
+    UNGROUPED,
+    make_dialog,
+    meta_weights,
+    train_small_llama_tokenizer,
+    write_meta,
+)
 from tests.helpers.tokenizers import bytes_tokenizer, make_tokenizer
 
 END = 256  # the id after the bytes
@@ -243,3 +247,50 @@ def test_build_from_all_kinds_of_checkpoint(tmp_path: Path) -> None:
     bytes_tokenizer([END_OF_TEXT, "<|more|>"]).save(tmp_path / "other")
     with pytest.raises(UserError, match=r"257.*258.*do not belong together"):
         Llama.build(tmp_path / "meta", tmp_path / "other", 20, 1)
+
+
+def test_llama_dialog_token_for_token(tmp_path: Path) -> None:
+    path = train_small_llama_tokenizer(tmp_path / "tokenizer.model")
+    from sentencepiece import SentencePieceProcessor
+
+    encode = SentencePieceProcessor(model_file=str(path)).encode
+    tokenizer = LlamaTokenizer.load(path)
+    bos, eos = [1], [2]
+    alone = bos + encode("[INST] the cat [/INST]")
+    assert encode_llama_dialog(tokenizer, make_dialog(" the cat\n")) == alone
+    folded = bos + encode("[INST] <<SYS>>\n sat \n<</SYS>>\n\n the cat [/INST]")
+    assert encode_llama_dialog(tokenizer, make_dialog(" the cat ", system=" sat ")) == folded
+    assert encode_llama_dialog(tokenizer, make_dialog(" the cat "), default_system=" sat ") == folded
+    assert encode_llama_dialog(tokenizer, make_dialog("the cat", system=""), "sat") != alone
+    long = bos + encode("[INST] <<SYS>>\nsat\n<</SYS>>\n\nthe </s> [/INST] on ") + eos
+    long += bos + encode("[INST] mat [/INST] hat ") + eos + bos + encode("[INST] hello [/INST]")
+    assert (
+        encode_llama_dialog(tokenizer, make_dialog("the </s>", " on", "mat", "hat ", "hello", system="sat"), "other")
+        == long
+    )
+    assert long.count(1) == 3 and long.count(2) == 2
+
+
+@pytest.mark.parametrize(
+    ("dialog", "message"),
+    [
+        ([], "Dialog 1: message 0, from the user, is missing"),
+        (make_dialog(system="be brief"), "Dialog 1: message 1, from the user, is missing"),
+        (make_dialog("a", "b"), "Dialog 1: message 2, from the user, is missing"),
+        (make_dialog("a", "b", system="c"), "Dialog 1: message 3, from the user, is missing"),
+        ([*make_dialog("a"), *make_dialog("b")], "message 1 has the role 'user', not 'assistant'"),
+        (make_dialog("a", "b")[1:], "message 0 has the role 'assistant', not 'user'"),
+        ([*make_dialog("a", "b"), *make_dialog(system="c")], "message 2 has the role 'system', not 'user'"),
+        ([*make_dialog(system="a"), *make_dialog("b", system="c")], "message 1 has the role 'system', not 'user'"),
+        ([{"role": "tool", "content": ""}], "message 0 has the role 'tool'"),
+        ([{"content": "a"}], "message 0 has the role None"),
+        ([*make_dialog("a", "b"), {"role": "user"}], "message 2 has no content"),
+        ([{"role": "user", "content": None}], "message 0 has no content"),
+        (["hello"], "message 0 has no content"),
+    ],
+    ids=str,
+)
+def test_malformed_dialog_is_refused(dialog: list[Any], message: str) -> None:
+    tokenizer = LlamaTokenizer(257, 256, 256, lambda text: list(text.encode()), {})
+    with pytest.raises(UserError, match=message):
+        encode_llama_dialog(tokenizer, dialog, name="Dialog 1")

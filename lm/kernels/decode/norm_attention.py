@@ -1,39 +1,36 @@
-"""CPU kernels of a decode step without its matrix products: RMSNorm, and attention of few new tokens.
+"""Decode step on a CPU between its matmuls: RMSNorm, QK-norm, rotary positions and attention of a few new tokens.
 
-The work is small; torch needs many operators for it, whose calls take longer. Arrays are flat. Those of ``Stored``
-are float32, or bfloat16 as uint16, the upper half of a float32. References: :mod:`lm.model.attention` and
-:mod:`lm.model.norm`.
+Torch needs many operators for this little work, and calling them takes longer than the work. Arrays are flat. The
+references are :mod:`lm.model.attention` and :mod:`lm.model.norm`.
+
+N new tokens, H query heads, K head_dim. A *token head* is a new token and one of its key and value heads.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from lm.kernels.jit import Int64s, fastmath_helper, fastmath_kernel
+from lm.kernels.jit import Floats, Int64s, Stored, fastmath_helper, fastmath_kernel
 from lm.kernels.simd import float_of_bits, prefetch, read, read_float, write, write_float
 
-Floats = npt.NDArray[np.float32]
-Stored = npt.NDArray[Any]
-
 _PREFETCH_KEYS = 16  # how many keys ahead to prefetch
-_ZERO, _ONE = np.int64(0), np.int64(1)  # not literals: numba would compile a helper for each value
+ZERO, ONE = np.int64(0), np.int64(1)  # not literals: numba would compile a helper for each value
 
 
 class AttentionLayer(NamedTuple):
-    """What attention needs of its layer, or of several of one shape: H heads of width K."""
+    """Shape and parameters of the attention of one layer, or of several layers of one shape."""
 
     heads: int
     kv_heads: int
-    width: int
+    head_dim: int
     norm_weights: Floats  # (layers, 2, K): QK-norm of queries and of keys; empty without it
     eps: float
     cos: Floats  # (length, K / 2): rotary positions; empty without them
     sin: Floats
 
 
-class KVCache(NamedTuple):
+class CacheArrays(NamedTuple):
     """Keys and values of one layer, or of several."""
 
     keys: Stored  # (layers, num_rows, kv_heads, length, K)
@@ -47,14 +44,14 @@ class KVCache(NamedTuple):
 @fastmath_kernel
 def normalize(x: Stored, weight: Stored, eps: float, out: Stored) -> None:
     """Write the RMSNorm of each row of ``x``, as wide as ``weight``, to ``out``."""
-    normalize_rows(x, len(x) // len(weight), weight, _ZERO, len(weight), eps, out)
+    normalize_rows(x, len(x) // len(weight), weight, ZERO, len(weight), eps, out)
 
 
 @fastmath_helper
 def normalize_rows(
     x: Stored, rows: int, weight: Stored, weight_start: int, width: int, eps: float, out: Stored
 ) -> None:
-    """Write the RMSNorm of ``rows`` rows of ``x``, with the gains from ``weight_start``, to ``out``."""
+    """Write the RMSNorm of ``rows`` rows of ``x``, with the weights from ``weight_start``, to ``out``."""
     for row in range(rows):
         start = row * width
         scale = _rms_scale(x, start, width, eps)
@@ -76,10 +73,10 @@ def _rotate_head(
     layer: AttentionLayer, x: Floats, start: int, norm_row: int, position: int, out: Stored, out_start: int
 ) -> None:
     """Write the query or key ``x[start : start + K]`` to ``out[out_start:]``, with QK-norm and rotary position."""
-    width, norm_weights, cos, sin = layer.width, layer.norm_weights, layer.cos, layer.sin
-    weight_start = norm_row * width
-    scale = _rms_scale(x, start, width, layer.eps) if len(norm_weights) else np.float32(1)
-    half = width // 2
+    head_dim, norm_weights, cos, sin = layer.head_dim, layer.norm_weights, layer.cos, layer.sin
+    weight_start = norm_row * head_dim
+    scale = _rms_scale(x, start, head_dim, layer.eps) if len(norm_weights) else np.float32(1)
+    half = head_dim // 2
     for i in range(half):
         even, odd = read(x, start + 2 * i) * scale, read(x, start + 2 * i + 1) * scale
         if len(norm_weights):
@@ -90,11 +87,11 @@ def _rotate_head(
             even, odd = even * c - odd * s, even * s + odd * c
         write_float(out, out_start + 2 * i, even)
         write_float(out, out_start + 2 * i + 1, odd)
-    if width % 2:  # only without rotary positions
-        last = read(x, start + width - 1) * scale
+    if head_dim % 2:  # only without rotary positions
+        last = read(x, start + head_dim - 1) * scale
         if len(norm_weights):
-            last *= read(norm_weights, weight_start + width - 1)
-        write_float(out, out_start + width - 1, last)
+            last *= read(norm_weights, weight_start + head_dim - 1)
+        write_float(out, out_start + head_dim - 1, last)
 
 
 @fastmath_helper
@@ -116,21 +113,21 @@ def exp(x: np.float32) -> np.float32:
 
 
 @fastmath_helper
-def _score_keys(cache: KVCache, base: int, position: int, width: int, scratch: Floats) -> np.float32:
-    """Write the scaled products of the query ``scratch[:K]`` with keys 0 to ``position`` to ``scratch[2 K:]``.
+def _score_keys(cache: CacheArrays, base: int, position: int, head_dim: int, scratch: Floats) -> np.float32:
+    """Write the scores of the query ``scratch[:K]`` and keys 0 to ``position`` to ``scratch[2 K:]``.
 
     The keys start at ``base``. Returns the largest score. Computes four at a time; those after ``position`` repeat it.
     """
-    keys, scores = cache.keys, 2 * width
-    scale = np.float32(1 / math.sqrt(width))
+    keys, scores = cache.keys, 2 * head_dim
+    scale = np.float32(1 / math.sqrt(head_dim))
     largest = np.float32(-np.inf)
     for key in range(0, position + 1, 4):
-        at = base + key * width
-        bt = base + min(key + 1, position) * width
-        ct = base + min(key + 2, position) * width
-        dt = base + min(key + 3, position) * width
+        at = base + key * head_dim
+        bt = base + min(key + 1, position) * head_dim
+        ct = base + min(key + 2, position) * head_dim
+        dt = base + min(key + 3, position) * head_dim
         a = b = c = d = np.float32(0)
-        for i in range(width):
+        for i in range(head_dim):
             x = read(scratch, i)
             a += x * read_float(keys, at + i)
             b += x * read_float(keys, bt + i)
@@ -138,8 +135,8 @@ def _score_keys(cache: KVCache, base: int, position: int, width: int, scratch: F
             d += x * read_float(keys, dt + i)
         # Main memory is too slow without prefetching: some keys ahead, of this head or the next, and these values.
         ahead = key + _PREFETCH_KEYS
-        ahead_at = base + (ahead if ahead <= position else cache.length + ahead - position - 1) * width
-        for i in range(0, 4 * width, 16):
+        ahead_at = base + (ahead if ahead <= position else cache.length + ahead - position - 1) * head_dim
+        for i in range(0, 4 * head_dim, 16):
             prefetch(keys, ahead_at + i)
             prefetch(cache.values, at + i)
         write(scratch, scores + key, a * scale)
@@ -151,14 +148,14 @@ def _score_keys(cache: KVCache, base: int, position: int, width: int, scratch: F
 
 
 @fastmath_helper
-def _average_values(
-    values: Stored, base: int, position: int, width: int, largest: np.float32, scratch: Floats
+def _sum_values(
+    values: Stored, base: int, position: int, head_dim: int, largest: np.float32, scratch: Floats
 ) -> np.float32:
     """Write the sum of values 0 to ``position``, weighted by exp(score − largest), to ``scratch[K : 2 K]``.
 
     Returns the sum of the weights. The scores are in ``scratch[2 K:]`` and are overwritten.
     """
-    weights = 2 * width
+    weights = 2 * head_dim
     total = np.float32(0)
     for key in range(position + 1):
         weight = exp(read(scratch, weights + key) - largest)
@@ -166,69 +163,69 @@ def _average_values(
         total += weight
     for key in range(position + 1, position + 4):
         write(scratch, weights + key, np.float32(0))
-    for i in range(width):
-        write(scratch, width + i, np.float32(0))
+    for i in range(head_dim):
+        write(scratch, head_dim + i, np.float32(0))
     for key in range(0, position + 1, 4):
-        at = base + key * width
-        bt = base + min(key + 1, position) * width
-        ct = base + min(key + 2, position) * width
-        dt = base + min(key + 3, position) * width
+        at = base + key * head_dim
+        bt = base + min(key + 1, position) * head_dim
+        ct = base + min(key + 2, position) * head_dim
+        dt = base + min(key + 3, position) * head_dim
         a, b = read(scratch, weights + key), read(scratch, weights + key + 1)
         c, d = read(scratch, weights + key + 2), read(scratch, weights + key + 3)
-        for i in range(width):
-            value = read(scratch, width + i) + a * read_float(values, at + i) + b * read_float(values, bt + i)
+        for i in range(head_dim):
+            value = read(scratch, head_dim + i) + a * read_float(values, at + i) + b * read_float(values, bt + i)
             value += c * read_float(values, ct + i) + d * read_float(values, dt + i)
-            write(scratch, width + i, value)
+            write(scratch, head_dim + i, value)
     return total
 
 
 @fastmath_helper
-def store_pair(layer: AttentionLayer, number: int, cache: KVCache, qkv: Floats, pair: int) -> None:
+def store_kv(layer: AttentionLayer, number: int, cache: CacheArrays, qkv: Floats, token_head: int) -> None:
     """Store the key and the value of a token and a kv head in the cache; ``number`` is the layer in the arrays."""
-    heads, kv_heads, width = layer.heads, layer.kv_heads, layer.width
-    token, kv_head = pair // kv_heads, pair % kv_heads
-    position, start = cache.positions[token], token * (heads + 2 * kv_heads) * width
-    key, value = start + (heads + kv_head) * width, start + (heads + kv_heads + kv_head) * width
-    place = _find_keys(layer, number, cache, token, kv_head) + position * width
-    _rotate_head(layer, qkv, key, 2 * number + _ONE, position, cache.keys, place)
-    for i in range(width):
+    heads, kv_heads, head_dim = layer.heads, layer.kv_heads, layer.head_dim
+    token, kv_head = token_head // kv_heads, token_head % kv_heads
+    position, start = cache.positions[token], token * (heads + 2 * kv_heads) * head_dim
+    key, value = start + (heads + kv_head) * head_dim, start + (heads + kv_heads + kv_head) * head_dim
+    place = _first_key(layer, number, cache, token, kv_head) + position * head_dim
+    _rotate_head(layer, qkv, key, 2 * number + ONE, position, cache.keys, place)
+    for i in range(head_dim):
         write_float(cache.values, place + i, read(qkv, value + i))
 
 
 @fastmath_helper
-def _find_keys(layer: AttentionLayer, number: int, cache: KVCache, token: int, kv_head: int) -> int:
+def _first_key(layer: AttentionLayer, number: int, cache: CacheArrays, token: int, kv_head: int) -> int:
     """Return the index of the first key of a token's sequence."""
     row = number * cache.num_rows + cache.rows[token]
-    return (row * layer.kv_heads + kv_head) * cache.length * layer.width
+    return (row * layer.kv_heads + kv_head) * cache.length * layer.head_dim
 
 
 @fastmath_helper
-def attend_pair(
-    layer: AttentionLayer, number: int, cache: KVCache, qkv: Floats, pair: int, scratch: Floats, out: Floats
+def attend_head(
+    layer: AttentionLayer, number: int, cache: CacheArrays, qkv: Floats, token_head: int, scratch: Floats, out: Floats
 ) -> None:
     """Compute the attention of a token and the heads that share a kv head, as :func:`attend` does."""
-    heads, kv_heads, width = layer.heads, layer.kv_heads, layer.width
+    heads, kv_heads, head_dim = layer.heads, layer.kv_heads, layer.head_dim
     group = heads // kv_heads
-    token, kv_head = pair // kv_heads, pair % kv_heads
-    position, start = cache.positions[token], token * (heads + 2 * kv_heads) * width
-    base = _find_keys(layer, number, cache, token, kv_head)
+    token, kv_head = token_head // kv_heads, token_head % kv_heads
+    position, start = cache.positions[token], token * (heads + 2 * kv_heads) * head_dim
+    base = _first_key(layer, number, cache, token, kv_head)
     for head in range(kv_head * group, (kv_head + 1) * group):
-        _rotate_head(layer, qkv, start + head * width, 2 * number, position, scratch, _ZERO)
-        largest = _score_keys(cache, base, position, width, scratch)
-        total = _average_values(cache.values, base, position, width, largest, scratch)
-        for i in range(width):
-            write(out, (token * heads + head) * width + i, read(scratch, width + i) / total)
+        _rotate_head(layer, qkv, start + head * head_dim, 2 * number, position, scratch, ZERO)
+        largest = _score_keys(cache, base, position, head_dim, scratch)
+        total = _sum_values(cache.values, base, position, head_dim, largest, scratch)
+        for i in range(head_dim):
+            write(out, (token * heads + head) * head_dim + i, read(scratch, head_dim + i) / total)
 
 
 @fastmath_kernel
 def attend(
-    layer: AttentionLayer, cache: KVCache, qkv: Floats, first: int, last: int, scratch: Floats, out: Floats
+    layer: AttentionLayer, cache: CacheArrays, qkv: Floats, first: int, last: int, scratch: Floats, out: Floats
 ) -> None:
     """Store the new keys and values in the cache, and write the attention of the new queries to ``out`` (N, H, K).
 
-    ``qkv`` (N, H + 2 kv_heads, K) holds queries, keys and values of tokens of different rows. Only pairs of a token and
-    a kv head from ``first`` to ``last`` are computed. ``scratch`` has 2 K + 3 entries and one per key.
+    ``qkv`` (N, H + 2 kv_heads, K) holds queries, keys and values of tokens of different rows. Computes the token
+    heads ``first`` to ``last``. ``scratch`` has 2 K + 3 entries and one per key.
     """
-    for pair in range(first, last):
-        store_pair(layer, _ZERO, cache, qkv, pair)
-        attend_pair(layer, _ZERO, cache, qkv, pair, scratch, out)
+    for token_head in range(first, last):
+        store_kv(layer, ZERO, cache, qkv, token_head)
+        attend_head(layer, ZERO, cache, qkv, token_head, scratch, out)

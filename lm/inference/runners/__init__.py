@@ -1,0 +1,1 @@
+"""Runners: three forms of computing new tokens with a KV cache."""

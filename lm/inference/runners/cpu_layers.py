@@ -1,0 +1,298 @@
+"""The model's layers for generation on a CPU: fast matmuls of small batches, and kernels for norm and attention.
+
+A decode step reads every weight once, so memory bandwidth limits its speed. The kernels of :mod:`lm.kernels.decode`
+read row-major weights at the speed of memory. Matmuls with many rows are faster with oneDNN, in a memory layout of its
+own. Larger matrices are faster, so matrices with the same input are joined.
+
+Few CPUs have fast instructions for int8 and bfloat16. A matmul of a small batch reads such weights as they are; for
+many rows they are converted to float32, block by block. Int8 weights have a scale for each output: the largest weight
+of its row, divided by 127. Only weights are quantized, after training; activations stay float32. Source: Dettmers et
+al. 2022 (LLM.int8(), row-wise absmax quantization).
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lm.inference.config import Quantization
+from lm.inference.runners.torch_runner import DecodeAttention
+from lm.kernels.decode import norm_attention, small_batch_matmul
+from lm.kernels.decode.norm_attention import AttentionLayer, CacheArrays
+from lm.kernels.decode.small_batch_matmul import Matrix
+from lm.kernels.jit import Stored
+from lm.model.attention import AttentionFunction, MultiHeadSelfAttention
+from lm.model.feed_forward import SwiGLU
+from lm.model.linear import Linear
+from lm.model.moe import Experts
+from lm.model.norm import RMSNorm
+from lm.model.ops.causal_attention import causal_attention
+from lm.model.ops.matmul import count_padding_rows
+
+MAX_SMALL_BATCH = 4  # rows; with more, oneDNN is faster
+_MAX_LOW_PRECISION_BATCH = 16  # rows; with more, converting the weights to float32 takes less time than it saves
+_MAX_KERNEL_NUMEL = 1 << 16  # larger tensors are faster with torch's operators
+_EXPECTED_ROWS = 8  # oneDNN's hint for the layout; with 1 it keeps the slower plain layout for float32
+_BLOCK_OUTPUTS = 4096
+_MAX_INT8 = 127
+# Of a layer's keys and values, and of a matrix; below, waking threads takes longer than it saves.
+_MIN_BYTES_FOR_THREADS = 1 << 24
+_MIN_BYTES_OF_MATRIX = 1 << 20
+_NO_SCALES = np.empty(0, np.float32)
+
+MakeLinear = Callable[..., nn.Module]  # OneDNNLinear or LowPrecisionLinear
+
+
+def flat_array(x: Tensor) -> Stored:
+    """Return a view of a tensor as a flat array of its dtype; uint16 for bfloat16."""
+    array: Stored = (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).reshape(-1).numpy()
+    return array
+
+
+def join_floats(tensors: Sequence[Tensor]) -> Stored:
+    """Return the numbers of ``tensors`` as one flat array of float32."""
+    return flat_array(torch.cat([tensor.detach().float().flatten() for tensor in tensors] or [torch.empty(0)]))
+
+
+@cache
+def thread_pool() -> ThreadPoolExecutor:
+    """Return the threads that compute beside the calling one."""
+    return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1))
+
+
+def _run_in_threads(kernel: Callable[..., None], jobs: Sequence[tuple[Any, ...]]) -> None:
+    """Call ``kernel(*job)`` for each job: the first in this thread, the others beside it."""
+    futures = [thread_pool().submit(kernel, *job) for job in jobs[1:]]
+    kernel(*jobs[0])
+    for future in futures:
+        future.result()
+
+
+def _split_evenly(count: int, parts: int) -> list[tuple[int, int]]:
+    """Return the (start, end) of parts of ``range(count)``."""
+    bounds = [count * part // parts for part in range(parts + 1)]
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+def _flat_matrix(weight: Tensor, scale: Tensor | None) -> Matrix:
+    """Return a weight (out, in) and the scales of its rows, if it has them, for kernels."""
+    return Matrix(flat_array(weight), _NO_SCALES if scale is None else flat_array(scale), 0, 0, *weight.shape)
+
+
+def matmul_small_batch(weight: Tensor, x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Return ``x weightᵀ`` in the dtype of ``x`` (B, in), fast if B is small.
+
+    ``weight`` (out, in) is float32, bfloat16 or int8; ``scale`` (out,), float32, multiplies its rows.
+    """
+    outputs = len(weight)
+    out = torch.empty((len(x), outputs))
+    flat_x, flat_out = flat_array(x.float().contiguous()), flat_array(out)
+    threads = torch.get_num_threads() if weight.nbytes > _MIN_BYTES_OF_MATRIX else 1
+    matrix = _flat_matrix(weight, scale)
+    jobs = [(matrix, flat_x, len(x), first, last, flat_out) for first, last in _split_evenly(outputs, threads)]
+    _run_in_threads(small_batch_matmul.matmul, jobs)
+    return out.to(x.dtype)
+
+
+class JoinedLinear(nn.Module):
+    """A linear layer of several matrices with the same input, or of one, joined; ``biases`` has one for each, or none.
+
+    ``weight`` is None if only another layout of it is kept. ``scale`` multiplies its rows.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.weight: Tensor | None = torch.cat([weight.detach() for weight in weights])
+        self.scale: Tensor | None = None
+        self.bias = torch.cat([bias.detach() for bias in biases]) if biases else None
+        self.in_features = weights[0].shape[1]
+
+
+class OneDNNLinear(JoinedLinear):
+    """Stores the weight in oneDNN's layout and, with ``has_both``, row-major too, for small batches."""
+
+    def __init__(self, *weights: Tensor, biases: Sequence[Tensor] = (), has_both: bool = True) -> None:
+        super().__init__(weights, biases)
+        # In a list and so not a parameter: other operators cannot read this layout.
+        self._layout = [torch.ops.mkldnn._reorder_linear_weight(self.weight, _EXPECTED_ROWS)]
+        if not has_both:
+            self.weight = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) → (..., out_features)."""
+        rows = x.flatten(0, -2)
+        if self.weight is not None and len(rows) <= MAX_SMALL_BATCH:
+            out = matmul_small_batch(self.weight, rows)
+            return (out if self.bias is None else out + self.bias).unflatten(0, x.shape[:-1])
+        padding = count_padding_rows(len(rows))
+        padded = F.pad(rows, (0, 0, 0, padding)) if padding else rows
+        out = torch.ops.mkldnn._linear_pointwise(padded, self._layout[0], self.bias, "none", [], "")
+        return out[: len(rows)].unflatten(0, x.shape[:-1])
+
+
+class LowPrecisionLinear(JoinedLinear):
+    """Stores the weight row-major, in its dtype or as int8."""
+
+    weight: Tensor
+
+    def __init__(self, *weights: Tensor, biases: Sequence[Tensor] = (), quantization: Quantization = "none") -> None:
+        super().__init__(weights, biases)
+        if quantization == "int8":
+            self.weight, self.scale = quantize(self.weight.float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) → (..., out_features)."""
+        rows = x.flatten(0, -2)
+        if len(rows) > _MAX_LOW_PRECISION_BATCH:
+            out = self._multiply_blocks(rows)
+        else:
+            out = matmul_small_batch(self.weight, rows, self.scale)
+        if self.bias is not None:
+            out += self.bias
+        return out.unflatten(0, x.shape[:-1])
+
+    def _multiply_blocks(self, rows: Tensor) -> Tensor:
+        """Convert a block of the weight to float32 and multiply, then the next: less memory than all at once."""
+        outputs, columns = self.weight.shape
+        x, out = rows.float(), torch.empty((len(rows), outputs))
+        matrix, block = _flat_matrix(self.weight, self.scale), torch.empty((min(_BLOCK_OUTPUTS, outputs), columns))
+        flat_block = flat_array(block)
+        for first in range(0, outputs, _BLOCK_OUTPUTS):
+            size = min(_BLOCK_OUTPUTS, outputs - first)
+            bounds = _split_evenly(size, torch.get_num_threads())
+            jobs = [(matrix, first + start, first + end, flat_block[start * columns :]) for start, end in bounds]
+            _run_in_threads(small_batch_matmul.dequantize, jobs)
+            torch.mm(x, block[:size].T, out=out[:, first : first + size])
+        return out.to(rows.dtype)
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``weight`` (out, in) as int8, and the scale of each row (out,), float32."""
+    largest = weight.abs().amax(1)
+    scale = torch.where(largest > 0, largest / _MAX_INT8, 1)  # a row of zeros stays one
+    return (weight / scale[:, None]).round().to(torch.int8), scale
+
+
+def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
+    """Invert :func:`quantize`, up to rounding by half of a scale."""
+    return weight * scale[:, None]
+
+
+class CpuAttention(MultiHeadSelfAttention):
+    """Joins the projections; a decode step runs a kernel for QK-norm, rotary positions and attention."""
+
+    def __init__(self, attention: MultiHeadSelfAttention, make_linear: MakeLinear) -> None:
+        nn.Module.__init__(self)  # skips the creation of weights
+        self.d_k, self.rope = attention.d_k, attention.rope
+        self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
+        layers = (attention.q_proj, attention.k_proj, attention.v_proj)
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        self._sizes = [len(layer.weight) for layer in layers]
+        self.qkv_proj = make_linear(*(layer.weight for layer in layers), biases=biases)
+        self.output_proj = make_linear(attention.output_proj.weight)  # type: ignore[assignment]
+        norms = [norm for norm in (self.q_norm, self.k_norm) if isinstance(norm, RMSNorm)]
+        rope, empty = self.rope, torch.empty(0)
+        self.shape = AttentionLayer(
+            heads=self._sizes[0] // self.d_k,
+            kv_heads=self._sizes[1] // self.d_k,
+            head_dim=self.d_k,
+            norm_weights=join_floats([norm.weight for norm in norms]),
+            eps=norms[0].eps if norms else 0.0,
+            cos=flat_array(rope.cos if rope else empty),
+            sin=flat_array(rope.sin if rope else empty),
+        )
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """See :meth:`lm.model.attention.MultiHeadSelfAttention.project`."""
+        return self.qkv_proj(x).split(self._sizes, -1)
+
+    def forward(
+        self, x: Tensor, token_positions: Tensor | None = None, attend: AttentionFunction = causal_attention
+    ) -> Tensor:
+        """(B, T, D) → (B, T, D)."""
+        if not isinstance(attend, DecodeAttention):
+            return super().forward(x, token_positions, attend)
+        return self.output_proj(self.attend(self.qkv_proj(x), attend))
+
+    def attend(self, qkv: Tensor, cached: DecodeAttention) -> Tensor:
+        """Queries, keys and values (B, 1, (H + 2 G) K) → (B, 1, H K). The keys and values enter the cache."""
+        batch_size, kv_heads, head_dim = len(qkv), self.shape.kv_heads, self.shape.head_dim
+        out = torch.empty((batch_size, 1, self.shape.heads * head_dim))
+        keys, values, length = cached.keys_RGSK, cached.values_RGSK, cached.keys_RGSK.shape[2]
+        rows, positions = np.arange(batch_size), cached.positions_B.numpy()
+        arrays = CacheArrays(flat_array(keys), flat_array(values), batch_size, length, rows, positions)
+        bytes_read = 2 * batch_size * kv_heads * cached.max_position * head_dim * keys.itemsize
+        threads = torch.get_num_threads() if bytes_read > _MIN_BYTES_FOR_THREADS else 1
+        scratch = np.empty((threads, 2 * head_dim + cached.max_position + 4), np.float32)
+        flat_qkv, flat_out = flat_array(qkv.float()), flat_array(out)
+        bounds = zip(_split_evenly(batch_size * kv_heads, threads), scratch, strict=True)
+        jobs = [(self.shape, arrays, flat_qkv, *part, own, flat_out) for part, own in bounds]
+        _run_in_threads(norm_attention.attend, jobs)
+        return out.to(qkv.dtype)
+
+
+class CpuNorm(RMSNorm):
+    """Runs a kernel for small inputs."""
+
+    def __init__(self, norm: RMSNorm, make_linear: MakeLinear | None = None) -> None:
+        nn.Module.__init__(self)
+        self.eps, self.weight = norm.eps, norm.weight
+        self._flat_weight = flat_array(norm.weight.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., d_model) → same shape and dtype."""
+        if x.numel() >= _MAX_KERNEL_NUMEL:
+            return super().forward(x)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        norm_attention.normalize(flat_array(x), self._flat_weight, self.eps, flat_array(out))
+        return out
+
+
+class _CpuSwiGLU(SwiGLU):
+    def __init__(self, ffn: SwiGLU, make_linear: MakeLinear) -> None:
+        nn.Module.__init__(self)
+        self.w1_w3 = make_linear(ffn.w1.weight, ffn.w3.weight)
+        self.w2 = make_linear(ffn.w2.weight)  # type: ignore[assignment]
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.w1_w3(x).chunk(2, -1)
+
+
+class _CpuExperts(Experts):
+    """Computes the experts one after the other, each for the tokens that chose it."""
+
+    def __init__(self, experts: Experts, make_linear: MakeLinear) -> None:
+        nn.Module.__init__(self)
+        self.activation = experts.activation
+        self._inputs = nn.ModuleList(
+            make_linear(*matrices)
+            for matrices in zip(*(stack for stack in (experts.w1, experts.w3) if stack is not None), strict=True)
+        )
+        self._outputs = nn.ModuleList(make_linear(matrix) for matrix in experts.w2)
+
+    def forward(self, x: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for expert in set(chosen.flatten().tolist()):
+            tokens, choices = torch.where(chosen == expert)
+            inner, *values = self._inputs[expert](x[tokens]).split(self._outputs[expert].in_features, -1)
+            inner = F.silu(inner) if self.activation == "silu" else F.relu(inner).square()
+            if values:
+                inner = inner * values[0]
+            weights = gates[tokens, choices, None].to(x.dtype)
+            out[tokens] += weights * self._outputs[expert](inner)
+        return out
+
+
+CPU_LAYERS: dict[type[nn.Module], Callable[..., nn.Module]] = {
+    MultiHeadSelfAttention: CpuAttention,
+    RMSNorm: CpuNorm,
+    SwiGLU: _CpuSwiGLU,
+    Experts: _CpuExperts,
+    Linear: lambda layer, make_linear: make_linear(layer.weight, biases=[] if layer.bias is None else [layer.bias]),
+}
+"""The form of each layer of a model; it takes the layer and how to make a linear layer."""

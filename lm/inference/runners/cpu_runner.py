@@ -1,0 +1,163 @@
+"""The runner for CPUs: a few new tokens take one call per thread of the kernel :mod:`lm.kernels.decode.fused_step`.
+
+Shapes: B sequences, N new tokens, D d_model, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lm.inference.kv_cache import KVCache, Tokens
+from lm.inference.runners.cpu_layers import (
+    MAX_SMALL_BATCH,
+    JoinedLinear,
+    LowPrecisionLinear,
+    flat_array,
+    join_floats,
+    thread_pool,
+)
+from lm.inference.runners.torch_runner import TorchRunner
+from lm.kernels.decode import fused_step
+from lm.kernels.decode.fused_step import Network, Step
+from lm.kernels.decode.norm_attention import CacheArrays
+from lm.model.norm import RMSNorm
+from lm.model.transformer import TransformerLM
+
+_MAX_FUSED_TOKENS = 64  # with more, oneDNN is faster; with AVX-512 it computes more at a time, so fewer are left
+_MIN_BYTES_FOR_THREADS = 1 << 22  # of the weights; below, waking a thread takes longer than it saves
+_CHUNKS_PER_THREAD = 4  # with more, taking them costs more than the waits for the last one
+
+
+def can_fuse(model: TransformerLM) -> bool:
+    """Return whether the kernel supports ``model``, after its layers were replaced by the layers for CPUs."""
+    head: Any = model.lm_head
+    return model.config.has_llama_blocks and isinstance(head, JoinedLinear) and head.weight is not None
+
+
+def share_weights(model: TransformerLM) -> None:
+    """Move all matrices into one array, as the kernel reads them. The weight of each layer becomes a view of it."""
+    matrices = _matrices(model)
+    flat = torch.empty(sum(matrix.weight.numel() for matrix in matrices), dtype=matrices[0].weight.dtype)
+    for matrix, part in zip(matrices, flat.split([matrix.weight.numel() for matrix in matrices]), strict=True):
+        matrix.weight = part.view(matrix.weight.shape).copy_(matrix.weight)
+
+
+def _matrices(model: TransformerLM) -> list[Any]:
+    layers: Any = model.layers
+    of_layers = [[layer.attn.qkv_proj, layer.attn.output_proj, layer.ffn.w1_w3, layer.ffn.w2] for layer in layers]
+    return [*(matrix for matrices in of_layers for matrix in matrices), model.lm_head]
+
+
+def _create_network(model: TransformerLM) -> Network:
+    """Describe a model with shared weights for the kernel."""
+    layers: Any = model.layers
+    matrices, config = _matrices(model), model.config
+    norms = [norm for layer in layers for norm in (layer.ln1, layer.ln2)] + [model.ln_final]
+    qk_norms = [norm for layer in layers for norm in (layer.attn.q_norm, layer.attn.k_norm)]
+    num_weights = sum(matrix.weight.numel() for matrix in matrices)
+    return Network(
+        weights=flat_array(matrices[0].weight.as_strided((num_weights,), (1,), 0)),
+        scales=join_floats([matrix.scale for matrix in matrices if matrix.scale is not None]),
+        norm_weights=join_floats([norm.weight for norm in norms]),
+        biases=join_floats([matrix.bias for matrix in matrices if matrix.bias is not None]),
+        attention=layers[0].attn.shape._replace(
+            norm_weights=join_floats([norm.weight for norm in qk_norms if isinstance(norm, RMSNorm)])
+        ),
+        num_layers=len(layers),
+        d_model=config.d_model,
+        d_ff=config.d_ff,
+        vocab_size=len(matrices[-1].weight),
+        eps=config.norm_eps,
+    )
+
+
+class CpuRunner(TorchRunner):
+    """Computes up to ``max_tokens`` new tokens with the kernel, more with torch."""
+
+    def __init__(self, model: TransformerLM, cache: KVCache) -> None:
+        super().__init__(model, cache)
+        self._network = network = _create_network(model)
+        is_faster = isinstance(model.lm_head, LowPrecisionLinear) or torch.backends.cpu.get_cpu_capability() == "AVX2"
+        self.max_tokens = _MAX_FUSED_TOKENS if is_faster else MAX_SMALL_BATCH
+        attention = network.attention
+        sizes = {
+            "x": network.d_model,
+            "change": network.d_model,
+            "qkv": (attention.heads + 2 * attention.kv_heads) * attention.head_dim,
+            "attended": attention.heads * attention.head_dim,
+            "gate": network.d_ff,
+            "value": network.d_ff,
+            "logits": network.vocab_size,
+        }
+        num_threads = torch.get_num_threads() if network.weights.nbytes > _MIN_BYTES_FOR_THREADS else 1
+        self._step = Step(
+            tokens=0,
+            chunks=1 if num_threads == 1 else num_threads * _CHUNKS_PER_THREAD,
+            has_logits=False,
+            progress=np.zeros(2 * (fused_step.PHASES_PER_LAYER * network.num_layers + 1), np.int64),
+            **{name: np.empty(self.max_tokens * size, np.float32) for name, size in sizes.items()},
+        )
+        normed = np.empty((num_threads, self.max_tokens * network.d_model), np.float32)
+        scratch = np.empty((num_threads, 2 * attention.head_dim + cache.keys.shape[3] + 4), np.float32)
+        self._threads = list(zip(normed, scratch, strict=True))
+
+    def decode(self, inputs_2B: Tensor, max_position: int) -> Tensor:
+        """Return logits (B, V) of one new token in each of the first B rows. The next call overwrites them."""
+        ids_B, positions_B = inputs_2B
+        if len(ids_B) > self.max_tokens:
+            return super().decode(inputs_2B, max_position)
+        step = self._run(ids_B, torch.arange(len(ids_B)), positions_B, has_logits=True)
+        return self.model.cap_logits(self._rows(step.logits, len(ids_B)))
+
+    def extend(self, rows: Sequence[int], tokens: Sequence[Tokens], starts: Sequence[int]) -> list[Tensor]:
+        """Compute new tokens of several sequences, and return their hidden states (T, D)."""
+        lengths = [len(new) for new in tokens]
+        if sum(lengths) > self.max_tokens:
+            return super().extend(rows, tokens, starts)
+        positions_N = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
+        rows_N = torch.tensor(rows).repeat_interleave(torch.tensor(lengths))
+        ids_N = torch.tensor([token for new in tokens for token in new])
+        step = self._run(ids_N, rows_N, positions_N, has_logits=False)
+        hidden_ND: Tensor = self.model.ln_final(self._rows(step.x, len(ids_N)).to(self.cache.keys.dtype))
+        return list(hidden_ND.split(lengths))
+
+    def sampling_context(self, batch_size: int) -> AbstractContextManager[None]:
+        """Return the context in which to sample from logits (batch_size, V)."""
+        return _single_torch_thread() if batch_size <= self.max_tokens else nullcontext()
+
+    def _run(self, ids_N: Tensor, rows_N: Tensor, positions_N: Tensor, has_logits: bool) -> Step:
+        step = self._step._replace(tokens=len(ids_N), has_logits=has_logits)
+        step.progress.fill(0)
+        self._rows(step.x, len(ids_N))[:] = self.model.token_embeddings(ids_N)
+        keys, values = self.cache.keys, self.cache.values
+        _, num_rows, _, length, _ = keys.shape
+        cache = CacheArrays(flat_array(keys), flat_array(values), num_rows, length, rows_N.numpy(), positions_N.numpy())
+        jobs: list[tuple[Any, ...]] = [(self._network, cache, step, *own) for own in self._threads]
+        futures = [thread_pool().submit(fused_step.run_step, *job) for job in jobs[1:]]
+        fused_step.run_step(*jobs[0])
+        for future in futures:
+            if not future.cancel():  # the step is complete even if a thread did not begin
+                future.result()
+        return step
+
+    def _rows(self, array: np.ndarray[Any, Any], count: int) -> Tensor:
+        """Return the first rows of a buffer."""
+        return torch.from_numpy(array).view(self.max_tokens, -1)[:count]
+
+
+@contextmanager
+def _single_torch_thread() -> Iterator[None]:
+    """Run torch's operators in one thread.
+
+    Its other threads spin for milliseconds after each operator, on the CPUs that the kernel needs next.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
