@@ -19,9 +19,8 @@ from typing import Any
 
 import regex
 
-from lm.text.chinese_words import JIEBA
 from lm.text.patterns import PATTERNS
-from lm.text.pretokenize import END_OF_TEXT, pretokenize
+from lm.text.pretokenize import END_OF_TEXT, JIEBA, pretokenize
 from lm.tokenizer.tokenizer import Tokenizer
 
 _ESCAPES = regex.compile(r"\\f.|\\[,/&|%]|\\\(..")

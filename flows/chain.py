@@ -10,9 +10,9 @@ from lm.common.errors import UserError
 from lm.experiments.budget import parse_budget
 from lm.model.config import ModelConfig
 from lm.text.character_tables import tables_identity
-from lm.text.chinese_words import JIEBA, jieba_version
 from lm.text.held_out import valid_fraction
 from lm.text.ingest import group_sources
+from lm.text.pretokenize import JIEBA, jieba_version
 from lm.text.sources import Source
 from tasks.budget import budget, machine_kind, read_choice
 from tasks.chunk import chunk, chunk_group

@@ -15,9 +15,9 @@ from prefect.settings import get_current_settings
 from prefect.utilities.annotations import quote
 
 from lm.common.errors import MachineError, UserError
-from lm.common.execution import Execution
 from lm.text.sources import is_local_file
 from tasks.runtime.context import RunContext
+from tasks.runtime.execution import Execution
 
 log = logging.getLogger(__name__)
 

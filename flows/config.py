@@ -7,13 +7,13 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 from flows.yaml_files import read_yaml
 from lm.common.config import PYDANTIC_CONFIG
 from lm.common.errors import UserError, did_you_mean
-from lm.common.execution import Execution
 from lm.experiments.budget import parse_budget
 from lm.inference.config import SampleConfig
 from lm.model.config import ModelConfig
 from lm.text.config import ChunkConfig, DataConfig
 from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig
+from tasks.runtime.execution import Execution
 
 T = TypeVar("T")
 PRESETS = Path(__file__).parent / "presets"

@@ -11,7 +11,6 @@ from tqdm import tqdm
 
 from flows.answering import open_model
 from lm.common.errors import UserError, translate_write_errors
-from lm.data.json_rows import DamagedRows
 from lm.eval.config import EvaluationConfig
 from lm.eval.evaluate import Response, Summary, evaluate, pick_examples, summarize
 from lm.eval.few_shot import PROMPT_TEMPLATES, Prompt, PromptFormat
@@ -19,6 +18,7 @@ from lm.eval.problems import is_generated, load_task
 from lm.eval.response_file import ResponseFile
 from lm.eval.reward_worker import RewardWorker
 from lm.inference.config import Quantization, SampleConfig
+from lm.text.rows import DamagedRows
 
 log = logging.getLogger(__name__)
 

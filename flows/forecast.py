@@ -9,8 +9,9 @@ from flows.config import PipelineConfig
 from flows.plan import DryRunExecutor, plan
 from flows.train_job import FindTraining
 from lm.common.errors import UserError
+from lm.files.compression import detect_format
 from lm.model.config import ModelConfig
-from lm.text.sources import Source, detect_format
+from lm.text.sources import Source
 from lm.train.config import TrainConfig
 from tasks.runs.run_record import make_run
 from tasks.runtime.output import Ref

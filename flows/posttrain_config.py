@@ -6,7 +6,6 @@ from typing import Any, Literal, get_args
 from flows.config import PRESETS, complete, load_config, preset_path
 from lm.common.config import PYDANTIC_CONFIG, validate_fields
 from lm.common.errors import UserError
-from lm.common.execution import Execution
 from lm.posttrain.config import (
     ComparisonConfig,
     DialogsConfig,
@@ -16,6 +15,7 @@ from lm.posttrain.config import (
     RewardModelConfig,
 )
 from lm.train.config import TrainConfig
+from tasks.runtime.execution import Execution
 
 POSTTRAIN_PRESETS = PRESETS / "posttrain"
 

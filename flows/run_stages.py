@@ -15,7 +15,7 @@ from flows.prefect_support.liveness import hold_liveness_lock
 from flows.prefect_support.logging import ArtifactPublisher, send_logs_to_prefect, tag_run
 from flows.prefect_support.signals import find_interrupt, reinstall_sigterm_handler
 from lm.common.errors import Stopped, UserError
-from lm.files.copies import remove_old_copies
+from lm.files.remote_copies import remove_old_copies
 from tasks.runs.run_record import Recorder, make_run
 from tasks.runtime.root_lock import use_root
 from tasks.runtime.store import Store

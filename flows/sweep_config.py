@@ -13,7 +13,6 @@ from flows.config import PRESETS, PipelineConfig, complete, load_preset, merge_f
 from flows.yaml_files import read_yaml
 from lm.common.config import PYDANTIC_CONFIG, bounded_field
 from lm.common.errors import UserError, did_you_mean
-from lm.common.execution import Execution
 from lm.experiments.axes import (
     MODEL_COSTS,
     Axis,
@@ -27,6 +26,7 @@ from lm.experiments.axes import (
     set_option,
 )
 from lm.experiments.config import LawConfig, SearchConfig
+from tasks.runtime.execution import Execution
 
 SWEEP_PRESETS = PRESETS / "sweeps"
 SweepStage = Literal["ingest", "chunk", "count", "merge", "encode", "train", "trial", "scaling_law", "sweep"]

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from lm.common.errors import UserError
 from lm.text.config import DataConfig
-from lm.text.documents import stream_documents
+from lm.text.documents import TextStatistics, stream_documents
 from lm.text.sources import expand_urls
-from lm.text.statistics import TextStatistics
 from lm.text.utf8 import replace_surrogates
 from lm.tokenizer.compare import Comparison, compare_tokenizers
 from tasks.pages.tokenizers import comparison_page

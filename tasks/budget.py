@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from lm.common.execution import Execution
 from lm.experiments.budget import Budget
 from lm.hardware.memory import machine_memory
 from lm.model.config import ModelConfig
@@ -18,6 +17,7 @@ from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig
 from tasks.pages import stages as pages
 from tasks.runtime.context import Attempt
+from tasks.runtime.execution import Execution
 from tasks.runtime.machine import training_slot
 from tasks.runtime.output import Output, Ref, read_output
 from tasks.runtime.stage import stage

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from lm.common.errors import UserError
+from lm.files.retry import retry_reading
 from lm.posttrain.config import DialogsConfig
-from lm.text.retry import retry_reading
 from lm.text.sources import Source, check_unchanged
 from tasks.pages import posttrain as pages
 from tasks.runtime.context import Attempt

@@ -7,17 +7,11 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
+from lm.files.retry import retry_reading
 from lm.text.config import DataConfig
-from lm.text.ingest import (
-    HELD_OUT,
-    Text,
-    combine_groups,
-    join_held_out,
-    read_group,
-)
-from lm.text.repeated_text import warn_about_equal_texts, warn_about_repeated_sources
-from lm.text.retry import retry_reading
-from lm.text.sources import Source
+from lm.text.held_out import combine_groups, join_held_out
+from lm.text.ingest import HELD_OUT, Text, read_group
+from lm.text.sources import Source, warn_about_equal_texts, warn_about_repeated_sources
 from tasks.pages import stages as pages
 from tasks.runtime.context import Attempt
 from tasks.runtime.output import Output

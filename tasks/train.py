@@ -4,11 +4,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lm.common.errors import UserError
-from lm.common.execution import Execution
 from lm.model.config import ModelConfig
 from lm.train.config import TrainConfig
 from tasks.pages import stages as pages
 from tasks.runtime.context import Attempt
+from tasks.runtime.execution import Execution
 from tasks.runtime.machine import training_slot
 from tasks.runtime.output import Output
 from tasks.runtime.stage import stage

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from lm.common.errors import MachineError, Stopped, UserError
-from lm.common.execution import Execution
-from lm.common.periodic import run_periodically
+from lm.common.processes import run_periodically
 from lm.experiments.trial import TrialConfig, as_json, find_prune_step, make_result
 from lm.hardware.cpu import available_cpus
 from tasks.runtime.context import Attempt, RunContext
+from tasks.runtime.execution import Execution
 from tasks.runtime.output import Output, Ref, open_output, read_output
 from tasks.runtime.stage import stage
 from tasks.train import train

@@ -29,7 +29,6 @@ from lm.checkpoint.training_checkpoint import load_model, save_training
 from lm.common.errors import UserError
 from lm.data.chat_template import add_chat_tokens
 from lm.data.dialogs import Dialog, PreferencePair, read_dialogs
-from lm.data.json_rows import DamagedRows
 from lm.eval.problems import Problem, read_task
 from lm.eval.rewards import combine_rewards
 from lm.inference.runners.runner import prepare_for_inference
@@ -39,6 +38,7 @@ from lm.posttrain.log_probs import get_response_log_probs
 from lm.posttrain.rollout import Rollout, generate_rollouts
 from lm.posttrain.sft_objective import SupervisedFineTuning
 from lm.text.pretokenize import END_OF_TEXT
+from lm.text.rows import DamagedRows
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
 from tasks.runs.models import latest_model

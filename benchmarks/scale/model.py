@@ -14,9 +14,10 @@ from typing import TypeVar
 from benchmarks.scale.costs import MB, Costs, StepCost
 from flows.chain import _COUNTS_PER_SUM
 from flows.clusters import _MAX_TASK_RUNS, max_task_runs_on_cluster
+from lm.files.compression import BLOCK_BYTES
 from lm.text.ingest import _MAX_GROUP_BYTES as _MAX_SOURCE_GROUP_BYTES
 from lm.text.ingest import _MAX_GROUP_SOURCES
-from lm.text.sources import _RANGE_BLOCK_BYTES, BLOCK_BYTES
+from lm.text.sources import _RANGE_BLOCK_BYTES
 from lm.tokenizer.bpe import training_memory_bytes
 from lm.tokenizer.pretoken_counts import NUM_PARTITIONS
 from tasks.runtime.chunk_input import _MAX_GROUP_BYTES, _MIN_GROUPS

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import NoReturn
 
 from lm.common.errors import UserError
-from lm.common.signals import STOP_SIGNALS
+from lm.common.processes import STOP_SIGNALS
 
 STOPPED_MESSAGE = "textmill: stopped. Finished work is kept; run the same command again to continue."
 

@@ -14,7 +14,7 @@ from lm.checkpoint.meta import load_meta
 from lm.checkpoint.safe_load import refuse_lfs_pointer
 from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
-from lm.files.json_files import read_json
+from lm.files.json import read_json
 from lm.model.transformer import TransformerLM
 from lm.model.vocabulary import shrink_vocabulary
 from lm.text.patterns import PATTERNS

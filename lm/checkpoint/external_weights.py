@@ -18,7 +18,7 @@ from lm.checkpoint.safe_load import (
     create_empty_model,
 )
 from lm.common.errors import UserError
-from lm.files.json_files import read_json
+from lm.files.json import read_json
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 

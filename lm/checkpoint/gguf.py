@@ -12,7 +12,7 @@ from torch import Tensor
 from lm.checkpoint.external_weights import check_is_expressible, reorder_rotary_rows
 from lm.common.errors import UserError, translate_write_errors
 from lm.data.chat_template import END_TOKEN, has_chat_tokens, make_jinja_template
-from lm.files.fsync import sync_path
+from lm.files.atomic_dir import sync_path
 from lm.model.config import ModelConfig
 from lm.model.rope import rotary_frequencies
 from lm.model.transformer import TransformerLM

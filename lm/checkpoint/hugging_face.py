@@ -37,7 +37,7 @@ from lm.checkpoint.safe_load import read_safetensors, save_safetensors
 from lm.common.errors import UserError, translate_write_errors
 from lm.data.chat_template import END_TOKEN, has_chat_tokens, make_jinja_template
 from lm.files.atomic_dir import atomic_directory, fill_directory
-from lm.files.json_files import read_json
+from lm.files.json import read_json
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.text_ends import find_text_ends

@@ -9,10 +9,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lm.checkpoint.training_checkpoint import ROW_FILES, read_description, step_directories, step_number
-from lm.common.periodic import run_periodically
+from lm.common.processes import run_periodically
 from lm.files.atomic_dir import atomic_directory
-from lm.text.retry import retry_request, translate_errors
-from lm.text.sources import open_filesystem
+from lm.files.retry import retry_request, translate_errors
+from lm.files.urls import open_filesystem
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from lm.checkpoint.safe_load import PathOrFile, load_optimizer_states, load_weights, read_tensors, save_tensors
 from lm.common.errors import UserError
-from lm.files.fsync import sync_path
+from lm.files.atomic_dir import sync_path
 
 
 def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, iteration: int, out: PathOrFile) -> None:

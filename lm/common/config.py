@@ -1,4 +1,7 @@
-"""Configuration fields with bounds. The constructor's check and Prefect's form both read the same declaration."""
+"""Configuration fields with bounds. The constructor's check and Prefect's form both read the same declaration.
+
+The check is not pydantic's: each start of the command line would import pydantic, and its messages do not name the fix.
+"""
 
 import operator
 from dataclasses import field, fields

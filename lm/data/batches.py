@@ -1,4 +1,4 @@
-"""Batches of training sequences from a long sequence of token ids.
+"""Batches of training sequences from a long sequence of token ids, and the shuffled order of training examples.
 
 Source: CS336 assignment 1 (section 5.1).
 """
@@ -6,6 +6,7 @@ Source: CS336 assignment 1 (section 5.1).
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -15,7 +16,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lm.common.errors import UserError
-from lm.data.shuffle import shuffled_indices
 
 _MAX_CONCURRENT_REQUESTS = 32
 
@@ -128,3 +128,19 @@ def prefetch_batches(
             return batch
 
         yield load_prefetched
+
+
+def shuffled_indices(count: int, first: int, number: int, seed: int) -> npt.NDArray[np.int64]:
+    """Return the indices at the positions ``first`` to ``first + number`` of an endless list of shuffled epochs.
+
+    An epoch has each of ``count`` indices once, in an order that ``seed`` and the number of the epoch decide.
+    """
+    end = first + number
+    epochs = range(first // count, (end - 1) // count + 1)
+    parts = [_permutation(seed, epoch, count)[max(0, first - epoch * count) : end - epoch * count] for epoch in epochs]
+    return np.concatenate(parts)
+
+
+@lru_cache(maxsize=2)  # a batch may span two epochs
+def _permutation(seed: int, epoch: int, count: int) -> npt.NDArray[np.int64]:
+    return np.random.default_rng((seed, epoch)).permutation(count)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, Literal, NotRequired, TypedDict
 
-from lm.data.json_rows import DamagedRows, Row, read_rows
+from lm.text.rows import DamagedRows, Row, read_rows
 
 _MAX_TEXT_CHARACTERS = 1_000_000
 _ANSWER_MARK = "####"
@@ -47,7 +47,7 @@ class PreferencePair:
 
 
 def read_dialogs(url: str, damaged: DamagedRows) -> Iterator[Dialog | PreferencePair]:
-    """Yield the rows of a file; see :func:`lm.data.json_rows.read_rows`.
+    """Yield the rows of a file; see :func:`lm.text.rows.read_rows`.
 
     A row is damaged if it is of none of the four kinds, its roles are out of order (see :func:`find_role_problem`), a
     message is blank or has over a million characters, or the two answers of a pair are equal. A blank system message is

@@ -19,7 +19,7 @@ from lm.model.functional import IGNORE_INDEX
 class PackedRows:
     """Examples in rows of equal length; all arrays are int64 (rows, length).
 
-    Unused places at the end of a row have id 0, no label, segment 0 and position 0.
+    Unused positions at the end of a row have id 0, no label, segment 0 and position 0.
     """
 
     input_ids: npt.NDArray[np.int64]
@@ -67,7 +67,7 @@ def has_target(example: EncodedExample, context_length: int) -> bool:
 def find_best_fit(lengths: Sequence[int], capacity: int) -> list[tuple[int, int]]:
     """Return (row, start) of each length, in the given order: the fullest row that fits it, of equal rows the newest.
 
-    Lengths are 1 to ``capacity``. Bit ``k`` of an integer says whether a row has ``k`` free places, so a search costs
+    Lengths are 1 to ``capacity``. Bit ``k`` of an integer says whether a row has ``k`` free tokens, so a search costs
     one shift, not a pass over the rows.
     """
     rows_by_free: list[list[int]] = [[] for _ in range(capacity + 1)]

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lm.common.errors import UserError
-from lm.data.remote_files import file_sizes, read_range
+from lm.files.urls import file_sizes, read_range
 from lm.tokenizer.tokenizer import Tokenizer, token_dtype
 
 _MAX_OPEN_FILES = 64

@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 from lm.common.errors import UserError, did_you_mean
 from lm.data.dialogs import check_text, final_answer
-from lm.data.json_rows import DamagedRows, Row, read_rows
 from lm.eval.answers import extract_boxed, parse_gsm8k_response
 from lm.eval.rewards import REWARD_EXTRAS, REWARD_LIBRARIES
+from lm.text.rows import DamagedRows, Row, read_rows
 
 Split = Literal["train", "test"]
 

@@ -1,25 +1,23 @@
 """Rewards computed in a process of its own, so that a hostile response costs its reward and not the run.
 
-``python -m lm.eval.reward_worker WEIGHTS SECONDS`` reads a JSON object of ``response`` and ``ground_truth`` in each
-line of its input, and writes its rewards, or an ``error``, in a line of its output. A timer of the operating system
-kills the process if a response takes too long, whatever it is doing; so it also ends without its parent.
+``python -m lm.eval.reward_worker WEIGHTS SECONDS`` answers a JSON object of ``response`` and ``ground_truth`` with its
+rewards, or an ``error``; see :class:`lm.common.processes.ChildProcess`. A timer of the operating system kills the
+process if a response takes too long, whatever it is doing.
 """
 
 import contextlib
 import json
-import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import TracebackType
-from typing import IO, Any, cast
+from typing import Any
 
 from lm.common.errors import UserError
-from lm.common.processes import start_child
+from lm.common.processes import ChildEnded, ChildProcess, serve_parent
 from lm.eval.rewards import REWARD_KEYS, REWARD_LIBRARIES, combine_rewards
 
 _MAX_MEMORY_BYTES = 4 << 30  # of the worker's address space
@@ -45,7 +43,7 @@ class RewardWorker:
         combine_rewards(weights)  # checks the names
         self.weights = dict(weights)
         self.seconds = seconds
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         self._lock = threading.Lock()
 
     def __enter__(self) -> "RewardWorker":
@@ -68,26 +66,14 @@ class RewardWorker:
 
         Raises UserError if a library is missing.
         """
-        request = json.dumps({"response": response, "ground_truth": ground_truth}).encode() + b"\n"
+        request = json.dumps({"response": response, "ground_truth": ground_truth}).encode()
         with self._lock:
-            if self._process and self._process.poll() is not None:  # it died after its last answer
-                self._stop()
-            process = self._process = self._process or self._start()
-            stdin, stdout = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
-            line = b""
+            if not (self._process and self._process.is_running):  # it may have died after its last answer
+                self._process = ChildProcess(__spec__.name, json.dumps(self.weights), str(self.seconds))
             try:
-                with contextlib.suppress(BrokenPipeError):  # it ended before it read the request
-                    stdin.write(request)
-                    stdin.flush()
-                    line = stdout.readline()
-            except BaseException:  # e.g. KeyboardInterrupt: the next response must not get this one's rewards
-                self._stop()
-                raise
-            if not line:
-                code = process.wait()
-                self._stop()
-                return _failure(_describe_exit(code, self.seconds))
-        answer = json.loads(line)
+                answer = json.loads(self._process.ask(request))
+            except ChildEnded as error:
+                return _failure(_describe_exit(error.code, self.seconds))
         if "user_error" in answer:
             raise UserError(answer["user_error"])
         return _failure(answer["error"]) if "error" in answer else Verdict(answer)
@@ -95,17 +81,8 @@ class RewardWorker:
     def close(self) -> None:
         """End the process."""
         with self._lock:
-            self._stop()
-
-    def _start(self) -> "subprocess.Popen[bytes]":
-        return start_child(__spec__.name, json.dumps(self.weights), str(self.seconds))
-
-    def _stop(self) -> None:
-        if self._process:
-            self._process.kill()
-            with contextlib.suppress(BrokenPipeError), self._process:  # closes the pipes and waits for the process
-                pass
-            self._process = None
+            if self._process:
+                self._process.close()
 
 
 def _failure(error: str) -> Verdict:
@@ -120,16 +97,15 @@ def _describe_exit(code: int, seconds: float) -> str:
 
 def main(weights: str, seconds: str) -> None:
     """Answer requests until the input ends."""
-    output = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints goes to the log
+    requests, send_answer = serve_parent()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     _limit_memory()
     reward = combine_rewards(json.loads(weights))
     for library in {REWARD_LIBRARIES[name] for name in json.loads(weights) if name in REWARD_LIBRARIES}:
         with contextlib.suppress(ImportError):  # the reward explains it
             import_module(library)  # does not count as a response's time
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
+    for message in requests:
+        request = json.loads(message)
         signal.setitimer(signal.ITIMER_REAL, float(seconds))
         try:
             answer: Mapping[str, Any] = reward(request["response"], request["ground_truth"])
@@ -138,8 +114,7 @@ def main(weights: str, seconds: str) -> None:
         except Exception as error:  # hostile responses raise anything
             answer = {"error": f"the reward raised {error!r}"[:1000]}
         signal.setitimer(signal.ITIMER_REAL, 0)
-        output.write(json.dumps(dict(answer)).encode() + b"\n")
-        output.flush()
+        send_answer(json.dumps(dict(answer)).encode())
 
 
 def _limit_memory() -> None:

@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 
 from lm.common.errors import UserError, translate_write_errors
 from lm.data.dialogs import Message, find_role_problem, read_message, refuse_fields
-from lm.data.json_rows import DamagedRows, Row, read_rows
 from lm.eval.answer_cache import AnswerCache, request_key
 from lm.eval.chat_client import ChatAnswer, ChatClient, ChatFailure, ChatRequest
 from lm.eval.config import TeachConfig
@@ -20,7 +19,8 @@ from lm.eval.few_shot import PROMPT_TEMPLATES, PromptFormat
 from lm.eval.problems import Problem, load_task
 from lm.eval.reward_worker import RewardWorker
 from lm.eval.rewards import REWARD_TOLERANCE
-from lm.files.fsync import sync_path
+from lm.files.atomic_dir import sync_path
+from lm.text.rows import DamagedRows, Row, read_rows
 
 Outcome = Literal["kept", "low reward", "reward failed", "cut at the maximum", "not finished", "blank", "repeated"]
 
@@ -50,7 +50,7 @@ def read_questions(config: TeachConfig, damaged: DamagedRows) -> QuestionSet:
     """Read the questions of a task, or without a task the rows of a file, each with a ``prompt`` or ``messages``.
 
     A row may have a ``ground_truth`` for the rewards. A last message of the assistant is left out. Raises UserError as
-    :func:`lm.eval.problems.load_task` and :func:`lm.data.json_rows.read_rows` do, and if nothing names the questions.
+    :func:`lm.eval.problems.load_task` and :func:`lm.text.rows.read_rows` do, and if nothing names the questions.
     """
     prompt_format = PromptFormat(PROMPT_TEMPLATES.get(config.prompt, config.prompt), is_plain=True)
     rewards = dict(config.rewards)

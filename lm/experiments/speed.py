@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from lm.common.execution import Execution, ParallelKind
+from lm.hardware.cpu import available_cpus
 from lm.hardware.device import choose_device, choose_precision
 from lm.model.config import ModelConfig
 from lm.model.flops import peak_flops, time_products
@@ -56,7 +57,7 @@ def measure_speed(model: ModelConfig, config: TrainConfig, seconds: float, execu
     The steps are compiled if those of a training with this configuration would be. With several processes, this one
     trains on its share of each batch; the time of communication is left out. Raises UserError if memory is too small.
     """
-    processes, threads = execution.processes, max(1, execution.workers // execution.processes)
+    processes, threads = execution.processes, max(1, (execution.threads or available_cpus()) // execution.processes)
     # More steps of smaller batches: the FLOPs decide about compilation.
     config = replace(config, batch_size=config.batch_size // processes, steps=config.steps * processes)
     size = model.vocab_size or 0

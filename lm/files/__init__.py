@@ -1,1 +1,1 @@
-"""Files: written atomically, with checksums, and copied to the cache of the user."""
+"""Files and URLs: retries, decompression, atomic writes, checksums, and the user's cache."""

@@ -1,4 +1,4 @@
-"""Directories that are written completely or not at all."""
+"""Directories that are written atomically: completely or not at all, also if the power fails (fsync)."""
 
 import fcntl
 import logging
@@ -9,11 +9,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lm.files.fsync import sync_path
-
 log = logging.getLogger(__name__)
 # Of a checkpoint: being written, moved aside, being copied.
 _TEMPORARY_NAME = re.compile(r"\.(step-[0-9]+)\.(?:[0-9]+\.tmp|[0-9]+\.old|copy)")
+
+
+def sync_path(path: str | Path) -> None:
+    """Flush a file's content, or a directory's list of names, to disk with fsync."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -37,13 +37,13 @@ def choose_device(device: str) -> torch.device:
             f"The device {device!r} cannot be used; this machine has {', '.join(present)}. ({reason})"
         ) from None
     if device == "auto":
-        _tell(chosen)
+        _log_choice(chosen)
     return chosen
 
 
 @cache
-def _tell(chosen: torch.device) -> None:
-    """Log the choice, once a process."""
+def _log_choice(chosen: torch.device) -> None:
+    """Log the choice once in a process."""
     log.info("Using device %s%s.", chosen, ": torch finds no GPU" if chosen.type == "cpu" else "")
 
 

@@ -9,10 +9,8 @@ import hashlib
 import logging
 import os
 import re
-import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +22,7 @@ from filelock import FileLock, Timeout
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
 
 from lm.common.processes import import_environment
-from lm.files.cache_dir import cache_directory
+from lm.files.cache_dir import cache_directory, prune
 from lm.kernels.simd import BOUNDSCHECK
 
 log = logging.getLogger(__name__)
@@ -53,17 +51,9 @@ def _open_cache_dir(folder: Path) -> bool:
     with suppress(OSError):
         os.utime(folder)
     if is_new:
-        _remove_unused_dirs(folder.parent)
+        folders = (path for path in folder.parent.iterdir() if re.fullmatch("[0-9a-f]{16}", path.name))
+        prune((path for path in folders if not path.is_symlink()), _MAX_UNUSED_SECONDS)  # those of other sources
     return os.access(folder, os.W_OK)
-
-
-def _remove_unused_dirs(parent: Path) -> None:
-    """Remove the folders of other sources that no process has opened for 30 days."""
-    for folder in parent.iterdir():
-        if re.fullmatch("[0-9a-f]{16}", folder.name) and not folder.is_symlink():
-            with suppress(OSError):  # another process may remove it at the same time
-                if time.time() - folder.stat().st_mtime > _MAX_UNUSED_SECONDS:
-                    shutil.rmtree(folder)
 
 
 CACHE_DIR = _cache_dir()

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from lm.common.errors import UserError
 from lm.data.dialogs import Dialog, Message, PreferencePair, read_dialogs
-from lm.data.json_rows import DamagedRows
 from lm.eval.problems import Problem, Split, Task, is_generated, load_task
 from lm.posttrain.config import DialogsConfig
+from lm.text.rows import DamagedRows
 
 T = TypeVar("T")
 Example = Dialog | PreferencePair | Problem

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lm.common.errors import UserError
-from lm.data.json_rows import DamagedRows, Row, read_rows
 from lm.posttrain.tokenization import AnyTokenizer, encode_document
+from lm.text.rows import DamagedRows, Row, read_rows
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lm.common.errors import UserError
+from lm.data.batches import shuffled_indices
 from lm.data.chat_template import EncodedExample, encode_chat_prompt, encode_dialog
 from lm.data.dialogs import Message, PreferencePair
-from lm.data.shuffle import shuffled_indices
 from lm.distributed.process_group import all_reduce_mean, get_rank, get_world_size
 from lm.inference.completion import Completion
 from lm.model.transformer import TransformerLM

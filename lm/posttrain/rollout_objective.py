@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lm.common.errors import UserError
+from lm.data.batches import shuffled_indices
 from lm.data.dialogs import PreferencePair
-from lm.data.shuffle import shuffled_indices
 from lm.distributed.process_group import all_gather, all_reduce_mean, call_on_rank0, get_rank, get_world_size
 from lm.eval.problems import Problem
 from lm.eval.reward_worker import RewardWorker, Verdict

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lm.common.errors import UserError
+from lm.data.batches import shuffled_indices
 from lm.data.chat_template import encode_dialog
 from lm.data.dialogs import Dialog
 from lm.data.packing import PackedRows, pack_examples
-from lm.data.shuffle import shuffled_indices
 from lm.distributed.process_group import all_reduce_mean, get_rank, get_world_size
 from lm.inference.completion import Completion
 from lm.model.functional import IGNORE_INDEX

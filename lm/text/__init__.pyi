@@ -4,8 +4,9 @@ from .chunks import cut_chunks as cut_chunks
 from .chunks import split_files as split_files
 from .config import ChunkConfig as ChunkConfig
 from .config import DataConfig as DataConfig
+from .documents import TextStatistics as TextStatistics
 from .documents import stream_documents as stream_documents
-from .ingest import combine_groups as combine_groups
+from .held_out import combine_groups as combine_groups
 from .ingest import group_sources as group_sources
 from .ingest import read_group as read_group
 from .pretokenize import END_OF_TEXT as END_OF_TEXT
@@ -14,4 +15,3 @@ from .pretokenize import pretokenize as pretokenize
 from .sources import Source as Source
 from .sources import expand_urls as expand_urls
 from .sources import hash_source as hash_source
-from .statistics import TextStatistics as TextStatistics

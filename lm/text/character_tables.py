@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from importlib import metadata
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,6 @@ from lm.common.errors import UserError
 from lm.kernels.bpe.classes import CONTROL, DIGIT, LOWER, MARK, OTHER, UNCASED, UPPER, WHITESPACE
 from lm.text.patterns import has_compiled_scanner, resolve_patterns
 from lm.text.pretokenize import Pattern, pretokenize
-from lm.text.unicode_16 import PUBLISHED_TABLES
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ _CLASSES = {
     DIGIT: ("n", r"\p{N}+", "²"),
     WHITESPACE: ("s", r"\s+", "\xa0"),
 }
+# Of published tokenizers: Unicode 16, as in tiktoken 0.14 and in tokenizers 0.23.
+PUBLISHED_TABLES = Path(__file__).with_name("unicode_16.txt").read_text(encoding="ascii").strip()
 _BY_LETTER = {letter: character_class for character_class, (letter, *_) in _CLASSES.items()}
 
 
@@ -71,7 +73,7 @@ def unpack_tables(tables: str) -> npt.NDArray[np.uint8]:
 
 
 def tables_identity(pattern: str | Sequence[str]) -> str:
-    """Return what decides the pretokens of text besides the pattern: a part of the keys of results.
+    """Return the identity of the character classes that decide pretokens besides the pattern, for keys of results.
 
     It is a digest of the tables, or the version of ``regex``, which itself finds pretokens without a compiled scanner.
     """

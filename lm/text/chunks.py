@@ -14,9 +14,10 @@ from typing import IO, Any
 import regex
 
 from lm.common.errors import InvalidUtf8Error, UserError
+from lm.files.compression import read_blocks
 from lm.text.config import ChunkConfig
 from lm.text.pretokenize import GPT2_PATTERN, Pattern, can_cut_before_space
-from lm.text.sources import ByteRanges, is_plain_local_file, open_decompressed, open_ranges, open_raw, read_blocks
+from lm.text.sources import ByteRanges, is_plain_local_file, open_decompressed, open_ranges, open_raw
 from lm.text.special_texts import SpecialTextCounter, split_ranges
 from lm.text.utf8 import decode_utf8_blocks
 
@@ -29,14 +30,11 @@ _SPACE_AFTER_TEXT = regex.compile(
 )
 
 
-_REQUIRED = ("text", "start", "end", "last", "sha256")
-
-
 @dataclass(frozen=True)
 class Range:
     """Bytes ``start`` to ``end`` of text number ``text`` and their SHA-256; ``last``: the text ends with them.
 
-    Unless ``last`` is set, the next range of the same chunk continues the text: the bytes between are not part of it.
+    If ``last`` is false, the text goes on in the chunk's next range. Bytes between two ranges are skipped.
     If ``separator`` is set, it is the only special token in the bytes; ``special_texts`` counts the texts of others.
     """
 
@@ -50,7 +48,8 @@ class Range:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields, without ``separator`` and ``special_texts`` if they are empty."""
-        return {name: value for name, value in asdict(self).items() if value or name in _REQUIRED}
+        optional = ("separator", "special_texts")
+        return {name: value for name, value in asdict(self).items() if value or name not in optional}
 
 
 def cut_chunks(
@@ -66,8 +65,8 @@ def cut_chunks(
     """Yield the chunks of plain UTF-8 files in order. A chunk is a list of ranges; small files share a chunk.
 
     A chunk ends at the first special token past ``target_bytes``. A longer document is cut before white space at twice
-    the size, which changes no pretoken of GPT-2's pattern; with another pattern a document is never cut. White space
-    before the end of a range stays with the text before it, so that each range shows whether its last document is open.
+    the size, which changes no pretoken of GPT-2's pattern; with another pattern a document is never cut. A chunk
+    never starts with the blank end of a range. So the last range of a document tells whether its separator is missing.
     Text appended to the last file changes only the last chunks.
 
     ``ranges`` selects the byte ranges of each file that are its text; all but a file's last end with a special token.

@@ -1,16 +1,82 @@
-"""Reading of documents from plain text, JSON Lines and Parquet files."""
+"""Documents of plain text, JSON Lines and Parquet files, with their hashes and statistics."""
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lm.common.errors import UserError
+from lm.files.compression import detect_format
+from lm.files.json import parse_json
 from lm.text.config import DataConfig
-from lm.text.foreign_formats import refuse_json_array
-from lm.text.json_lines import parse_json
-from lm.text.parquet import open_parquet
-from lm.text.sources import detect_format, open_decompressed
-from lm.text.statistics import TextStatistics
+from lm.text.rows import open_parquet, read_lines
+from lm.text.sources import open_decompressed
 from lm.text.utf8 import decode_utf8_blocks, replace_surrogates
+
+
+@dataclass
+class TextStatistics:
+    """Number of documents, of invalid UTF-8 sequences replaced and of separators removed, and a length histogram.
+
+    ``lengths[k]`` counts the documents of at least 2^(k/4) and fewer than 2^((k+1)/4) characters.
+    """
+
+    documents: int = 0
+    replaced: int = 0
+    separators_removed: int = 0
+    lengths: list[int] = field(default_factory=lambda: [0] * 256)
+
+    def add_document(self, length: int) -> None:
+        """Count a document of ``length`` characters."""
+        self.documents += 1
+        self.lengths[int(4 * math.log2(max(1, length)))] += 1
+
+    def add_replaced(self, count: int) -> None:
+        """Count invalid UTF-8 sequences that were replaced."""
+        self.replaced += count
+
+    def __sub__(self, part: "TextStatistics") -> "TextStatistics":
+        """Return the statistics without the documents of ``part``."""
+        lengths = [whole - other for whole, other in zip(self.lengths, part.lengths, strict=True)]
+        return replace(self, documents=self.documents - part.documents, lengths=lengths)
+
+    def __add__(self, other: "TextStatistics") -> "TextStatistics":
+        return TextStatistics(
+            self.documents + other.documents,
+            self.replaced + other.replaced,
+            self.separators_removed + other.separators_removed,
+            [sum(counts) for counts in zip(self.lengths, other.lengths, strict=True)],
+        )
+
+
+@dataclass
+class DocumentHash:
+    """SHA-256 and length in characters of a document without surrounding white space, from its pieces.
+
+    Trailing white space must not count. So we keep the digest up to the last other character.
+    """
+
+    length: int = 0
+    _characters_read: int = 0  # from the first non-blank character
+    _running: Any = field(default_factory=hashlib.sha256)
+    _digest: Any = field(default_factory=hashlib.sha256)  # up to the last non-blank character
+
+    def update(self, piece: str) -> None:
+        """Add the next piece of the document."""
+        text = piece if self._characters_read else piece.lstrip()
+        if words := text.rstrip():
+            self._running.update(words.encode())
+            self._digest = self._running.copy()
+            self.length = self._characters_read + len(words)
+        if space := text[len(words) :]:
+            self._running.update(space.encode())
+        self._characters_read += len(text)
+
+    @property
+    def value(self) -> int:
+        """First 64 bits of the SHA-256."""
+        return int.from_bytes(self._digest.digest()[:8], "big")
 
 
 def stream_documents(
@@ -50,7 +116,7 @@ def stream_documents(
 
 
 def _first_separator(document: str, separator: str) -> int:
-    """Return where the first separator begins in a document and the separator after it: the end may be part of one."""
+    """Return the index of the first separator in ``document + separator``. It may overlap the document's end."""
     return (document + separator).index(separator)
 
 
@@ -83,19 +149,15 @@ def _stream_text(
 ) -> Iterator[str]:
     length = 0  # of the current document
     with open_decompressed(url, digest) as blocks:
-        texts = _remove_byte_order_mark(decode_utf8_blocks(blocks, url, config.invalid_utf8, statistics))
-        for piece in split_documents(texts, config.separator):
+        texts = decode_utf8_blocks(blocks, url, config.invalid_utf8, statistics.add_replaced)
+        # Without the byte order mark that some programs on Windows write.
+        unmarked = (text if number else text.removeprefix("\ufeff") for number, text in enumerate(texts))
+        for piece in split_documents(unmarked, config.separator):
             length += len(piece)
             if piece.endswith(config.separator):
                 statistics.add_document(length - len(config.separator))
                 length = 0
             yield piece
-
-
-def _remove_byte_order_mark(texts: Iterable[str]) -> Iterator[str]:
-    """Yield ``texts`` without the mark that some programs on Windows write before UTF-8."""
-    for number, text in enumerate(texts):
-        yield text if number else text.removeprefix("\ufeff")
 
 
 def split_documents(texts: Iterable[str], separator: str) -> Iterator[str]:
@@ -122,35 +184,26 @@ def _jsonl_rows(
     url: str, config: DataConfig, statistics: TextStatistics, digest: "hashlib._Hash | None"
 ) -> Iterator[tuple[str, str]]:
     """Yield (name of the row for messages, document); null documents are skipped."""
-    with open_decompressed(url, digest) as blocks:
-        blocks = refuse_json_array(blocks, url)
-        texts = _remove_byte_order_mark(decode_utf8_blocks(blocks, url, config.invalid_utf8, statistics))
-        for number, line in enumerate(_split_lines(texts), start=1):
-            if not line.strip():
-                continue
-            row_name = f"line {number:,}"
-            try:
-                row = parse_json(line)
-            except ValueError as error:
-                raise UserError(f"{url}, {row_name}: {error}. JSON Lines have one object a line.") from None
-            document = row.get(config.text_field, 0) if isinstance(row, dict) else 0
-            if not isinstance(document, str | None):
-                raise UserError(f"{url}, {row_name}: no text field {config.text_field!r}; set data.text_field.")
-            if document is not None:
-                yield row_name, replace_surrogates(document)
+    for row_name, offset, line in read_lines(url, digest):
+        text = _decode_row(line or b"", url, config, statistics, offset)
+        if not text.strip():
+            continue
+        try:
+            row = parse_json(text)
+        except ValueError as error:
+            raise UserError(f"{url}, {row_name}: {error}. JSON Lines have one object a line.") from None
+        document = row.get(config.text_field, 0) if isinstance(row, dict) else 0
+        if not isinstance(document, str | None):
+            raise UserError(f"{url}, {row_name}: no text field {config.text_field!r}; set data.text_field.")
+        if document is not None:
+            yield row_name, replace_surrogates(document)
 
 
-def _split_lines(blocks: Iterable[str]) -> Iterator[str]:
-    """Split at ``\\n`` only: a JSON string may contain the other line breaks of ``str.splitlines``."""
-    parts: list[str] = []  # joined once per line: a line may span many blocks
-    for block in blocks:
-        first, *others = block.split("\n")
-        parts.append(first)
-        if others:
-            yield "".join(parts)
-            yield from others[:-1]
-            parts = others[-1:]
-    yield "".join(parts)
+def _decode_row(data: bytes, name: str, config: DataConfig, statistics: TextStatistics, offset: int = 0) -> str:
+    try:
+        return data.decode()  # faster
+    except UnicodeDecodeError:
+        return "".join(decode_utf8_blocks([data], name, config.invalid_utf8, statistics.add_replaced, offset))
 
 
 def _parquet_rows(url: str, config: DataConfig, statistics: TextStatistics) -> Iterator[tuple[str, str]]:
@@ -181,7 +234,6 @@ def _parquet_rows(url: str, config: DataConfig, statistics: TextStatistics) -> I
                 number += 1
                 row_name = f"row {number:,}"
                 if isinstance(document, bytes):
-                    name = f"{url}, {row_name},"
-                    document = "".join(decode_utf8_blocks([document], name, config.invalid_utf8, statistics))
+                    document = _decode_row(document, f"{url}, {row_name},", config, statistics)
                 if document is not None:
                     yield row_name, document

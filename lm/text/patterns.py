@@ -4,8 +4,7 @@ import re
 from collections.abc import Sequence
 
 from lm.common.errors import UserError, did_you_mean
-from lm.text.chinese_words import JIEBA
-from lm.text.pretokenize import GPT2_PATTERN, Pattern
+from lm.text.pretokenize import GPT2_PATTERN, JIEBA, Pattern
 
 _LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

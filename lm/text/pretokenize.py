@@ -1,19 +1,26 @@
-"""Pretokenization: the GPT-2 pattern, special tokens, and positions where text can be cut safely.
+"""Pretokenization: the GPT-2 pattern, Chinese words, special tokens, and positions where text can be cut safely.
 
 Sources: Radford et al. 2019 (GPT-2's pattern); CS336 assignment 1 (section 2.4).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib import import_module, metadata
+from typing import Any
 
 import regex
 
 from lm.common.errors import UserError
-from lm.text.chinese_words import JIEBA, split_chinese_words
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
 END_OF_TEXT = "<|endoftext|>"
+
+# Chinese has no spaces between words, so GPT-2's pattern makes a pretoken of a whole clause, and merges learn pieces
+# that cross words. This pattern splits such a pretoken into the words that the library jieba finds.
+JIEBA = "jieba"
+_MISSING_JIEBA = "tokenizer.pattern jieba needs an extra: pip install 'textmill[jieba]'."
+_CHINESE_RUN = regex.compile(r"( ?)(\p{Han}+)|\P{Han}+")
 
 # A regular expression, or several: each splits the pretokens of the one before. An empty tuple splits nothing.
 Pattern = str | tuple[str, ...]
@@ -143,3 +150,39 @@ def split_at_safe_cuts(
             min_length = max(size, 2 * length)  # doubling bounds repeated searches of a text without a cut
     if rest := "".join(pending):
         yield rest
+
+
+def split_chinese_words(pretoken: str) -> Iterator[str]:
+    """Yield the words of each run of Chinese characters in a pretoken of GPT-2's pattern, and the text between runs.
+
+    A space before a run belongs to its first word. Raises UserError if jieba is not installed.
+    """
+    for run in _CHINESE_RUN.finditer(pretoken):
+        space, characters = run.groups()
+        if not characters:
+            yield run.group()
+            continue
+        for word in _segmenter().cut(characters):
+            yield space + word
+            space = ""
+
+
+def jieba_version() -> str:
+    """Return the version of jieba, whose dictionary decides the words. Raises UserError if it is not installed."""
+    try:
+        return metadata.version("jieba")
+    except ImportError:
+        raise UserError(_MISSING_JIEBA) from None
+
+
+@cache
+def _segmenter() -> Any:
+    try:
+        jieba = import_module("jieba")
+    except ImportError:
+        raise UserError(_MISSING_JIEBA) from None
+    segmenter = jieba.Tokenizer()
+    # Without this, jieba would read a file that any user of this machine may have written to the temporary directory.
+    segmenter.FREQ, segmenter.total = segmenter.gen_pfdict(segmenter.get_dict_file())
+    segmenter.initialized = True
+    return segmenter

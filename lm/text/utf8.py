@@ -1,22 +1,25 @@
 """UTF-8 decoding and encoding of text in blocks."""
 
 import codecs
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 from lm.common.errors import InvalidUtf8Error
-from lm.text.statistics import TextStatistics
 
 
 def decode_utf8_blocks(
-    blocks: Iterable[bytes], name: str, invalid_utf8: str = "error", statistics: TextStatistics | None = None
+    blocks: Iterable[bytes],
+    name: str,
+    invalid_utf8: str = "error",
+    add_replaced: Callable[[int], None] = lambda count: None,
+    offset: int = 0,
 ) -> Iterator[str]:
     """Decode blocks of UTF-8 bytes; a character may span two blocks.
 
-    Invalid bytes raise InvalidUtf8Error with their offset in the text ``name``. With ``invalid_utf8="replace"`` they
-    become U+FFFD, and ``statistics.replaced`` counts them.
+    Invalid bytes raise InvalidUtf8Error with their offset in the text ``name``, in which the blocks begin at
+    ``offset``. With ``invalid_utf8="replace"`` they become U+FFFD, and ``add_replaced`` gets their number.
     """
-    pending, offset = b"", 0
+    pending = b""
     for block in chain(blocks, [None]):  # None: the end, at which pending bytes are invalid
         is_last = block is None
         data = pending + (block or b"")
@@ -26,8 +29,7 @@ def decode_utf8_blocks(
             if invalid_utf8 == "error":
                 raise InvalidUtf8Error(data[error.start], offset + error.start, name) from None
             text, used = codecs.utf_8_decode(data, "replace", is_last)
-            if statistics:
-                statistics.replaced += text.count("\N{REPLACEMENT CHARACTER}") - data[:used].count(b"\xef\xbf\xbd")
+            add_replaced(text.count("\N{REPLACEMENT CHARACTER}") - data[:used].count(b"\xef\xbf\xbd"))
         pending = data[used:]
         offset += used
         if text:

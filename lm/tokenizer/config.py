@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 
 from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
 from lm.common.errors import UserError
-from lm.text.chinese_words import JIEBA
 from lm.text.patterns import resolve_pattern
-from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN, check_special_tokens, compile_pattern
+from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN, JIEBA, check_special_tokens, compile_pattern
 from lm.tokenizer.formats.gpt2 import GPT2_ALPHABET
 from lm.tokenizer.formats.oniguruma import to_oniguruma
 

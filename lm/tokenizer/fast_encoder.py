@@ -15,7 +15,7 @@ from lm.kernels.bpe.pretokens import SCAN_BYTES, Specials, new_cursor
 from lm.kernels.jit import INVALID_UTF8, TABLE_FULL, WORKSPACE_FULL, Bytes, Int32s, Int64s, log_compilation
 from lm.text.pretokenize import Pattern
 from lm.text.scanners import scanner_classes, scanner_rules, scanner_subject
-from lm.text.windows import WINDOW, not_utf8, windows
+from lm.text.text_windows import WINDOW, not_utf8, text_windows
 from lm.tokenizer.array_cache import TokenizerArrays
 from lm.tokenizer.used_merges import find_used_merges
 
@@ -160,7 +160,7 @@ class FastEncoder:
             )
         cursor, out = new_cursor(), np.empty(0, self.dtype)
         try:
-            for buffer, end, final in windows(blocks, cursor, window):
+            for buffer, end, final in text_windows(blocks, cursor, window):
                 status = WORKSPACE_FULL
                 while status:
                     if len(out) < end + 8:

@@ -1,33 +1,23 @@
 """Patterns without a compiled scanner, in processes: ``regex`` holds Python's lock, so threads would take turns.
 
-``python -m lm.tokenizer.pattern_process`` reads a job, then pieces of text, and answers each piece. A message is its
-length (8 bytes) and its bytes. The process ends with its input, even in the middle of a piece, so it does not outlive
-its parent.
+``python -m lm.tokenizer.pattern_process`` reads a job, then pieces of text, and answers each piece; see
+:class:`lm.common.processes.ChildProcess`.
 """
 
 import json
-import os
-import struct
-import subprocess
-import sys
-import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from queue import SimpleQueue
-from typing import IO, Any, TypeVar, cast
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
 
 import numpy as np
 
 from lm.common.errors import UserError
-from lm.common.processes import start_child
+from lm.common.processes import ChildEnded, ChildProcess, serve_parent
 from lm.text.pretokenize import Pattern, pretokenize, split_special_tokens
-from lm.text.windows import WINDOW
+from lm.text.text_windows import WINDOW
 from lm.tokenizer.formats.tokenizer_config import format_config, parse_config
 from lm.tokenizer.parts import TokenizerParts
-
-_LENGTH = struct.Struct("<q")
 
 Result = TypeVar("Result")
 
@@ -53,52 +43,29 @@ def encode_job(parts: TokenizerParts) -> dict[str, Any]:
     return {"vocab": vocab, "merges": merges, **format_config(parts)}
 
 
-class PatternProcess:
-    """A process that does one job on pieces of text. One thread at a time may use it."""
-
-    def __init__(self, job: Mapping[str, Any]) -> None:
-        self._process = start_child(__spec__.name)
-        self.close: Callable[[], None] = weakref.finalize(self, _end, self._process)
-        """End the process. This also happens when nothing refers to the object any more."""
-        self._send(json.dumps(job).encode())
-
-    def __call__(self, text: str) -> bytes:
-        """Return the answer for a piece of text. Raises UserError if the process has ended."""
-        self._send(text.encode())
-        answer = _read_message(cast(IO[bytes], self._process.stdout))
-        if answer is None:
-            raise self._has_ended()
-        return answer
-
-    def _send(self, message: bytes) -> None:
-        try:
-            _write_message(cast(IO[bytes], self._process.stdin), message)
-        except BrokenPipeError:
-            raise self._has_ended() from None
-
-    def _has_ended(self) -> UserError:
-        return UserError(
-            f"The process that finds pretokens by the pattern ended with code {self._process.wait()}; "
-            "its message is above. -9 often means that the memory was full: use fewer threads."
-        )
-
-
 class PatternProcesses:
     """The processes of a job: as many as threads use at the same time, kept for the next use. Thread-safe."""
 
     def __init__(self, make_job: Callable[[], Mapping[str, Any]]) -> None:
         self._make_job = make_job
-        self._idle: list[PatternProcess] = []  # append and pop of a list are thread-safe
+        self._idle: list[ChildProcess] = []  # append and pop of a list are thread-safe
 
     @contextmanager
-    def borrow(self) -> Iterator[PatternProcess]:
-        """Lend a process. It ends if its use does not come to a normal end."""
+    def borrow(self) -> Iterator[ChildProcess]:
+        """Lend a process. It ends if its use does not come to a normal end. Raises UserError if it has ended."""
         try:
-            process = self._idle.pop()
+            process, is_new = self._idle.pop(), False
         except IndexError:
-            process = PatternProcess(self._make_job())
+            process, is_new = ChildProcess(__spec__.name), True
         try:
+            if is_new:
+                process.send(json.dumps(self._make_job()).encode())
             yield process
+        except ChildEnded as error:
+            raise UserError(
+                f"The process that finds pretokens by the pattern ended with code {error.code}; "
+                "its message is above. -9 often means that the memory was full: use fewer threads."
+            ) from None
         except BaseException:
             process.close()
             raise
@@ -118,31 +85,8 @@ def map_pieces(
                 yield work(piece)
             else:
                 process = process or stack.enter_context(processes.borrow())
-                yield read(process(piece))
+                yield read(process.ask(piece.encode()))
             length += len(piece)
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    process.kill()
-    for pipe in (process.stdin, process.stdout):
-        with suppress(BrokenPipeError):  # it ended before it read all
-            cast(IO[bytes], pipe).close()
-    process.wait()
-
-
-def _write_message(pipe: IO[bytes], message: bytes) -> None:
-    pipe.write(_LENGTH.pack(len(message)))
-    pipe.write(message)
-    pipe.flush()
-
-
-def _read_message(pipe: IO[bytes]) -> bytes | None:
-    """Return the next message, or None at the end of the pipe."""
-    length = pipe.read(_LENGTH.size)
-    if len(length) < _LENGTH.size:
-        return None
-    message = pipe.read(_LENGTH.unpack(length)[0])
-    return message if len(message) == _LENGTH.unpack(length)[0] else None
 
 
 def _make_work(job: Mapping[str, Any]) -> Callable[[str], bytes]:
@@ -161,19 +105,10 @@ def _make_work(job: Mapping[str, Any]) -> Callable[[str], bytes]:
 
 def main() -> None:
     """Answer pieces of text until the input ends."""
-    output = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints goes to the log
-    messages: SimpleQueue[bytes] = SimpleQueue()
-
-    def read() -> None:
-        while (message := _read_message(sys.stdin.buffer)) is not None:
-            messages.put(message)
-        os._exit(0)  # the parent has ended, or does not wait for the answer
-
-    threading.Thread(target=read, daemon=True).start()
-    work = _make_work(json.loads(messages.get()))
-    while True:
-        _write_message(output, work(messages.get().decode()))
+    messages, answer = serve_parent()
+    work = _make_work(json.loads(next(messages)))
+    for text in messages:
+        answer(work(text.decode()))
 
 
 if __name__ == "__main__":

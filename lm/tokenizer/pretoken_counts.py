@@ -30,8 +30,8 @@ from lm.text.chunks import FilePart, split_files
 from lm.text.patterns import has_compiled_scanner, resolve_pattern
 from lm.text.pretokenize import GPT2_PATTERN, Pattern, split_at_safe_cuts
 from lm.text.scanners import scanner_classes, scanner_rules, scanner_subject, warn_of_slow_pattern
+from lm.text.text_windows import WINDOW, not_utf8, text_windows
 from lm.text.utf8 import decode_utf8_blocks
-from lm.text.windows import WINDOW, not_utf8, windows
 from lm.tokenizer.pattern_process import PatternProcesses, count_job, count_pieces, map_pieces
 
 SCHEMA = pa.schema([("pretoken", pa.binary()), ("count", pa.int64())])
@@ -61,7 +61,7 @@ def count_pretokens(
     specials, rules = pack_specials([(token.encode(), 0) for token in special_tokens]), scanner_rules(pattern)
     work, cursor, table = make_workspace(SCAN_BYTES), new_cursor(), make_table(1 << 16, 1 << 20)
     for blocks in texts:
-        for buffer, end, final in windows(blocks, cursor):
+        for buffer, end, final in text_windows(blocks, cursor):
             while True:
                 with log_compilation(f"counting{scanner_subject(rules)}"):
                     text = buffer, end, final, cursor, scanner_classes(rules), rules, specials

@@ -15,15 +15,13 @@ import numpy.typing as npt
 
 from lm.common.errors import UserError
 from lm.kernels.bpe.pretokens import Specials, pack_specials
-from lm.text.character_tables import installed_tables, warn_of_other_tables
-from lm.text.chinese_words import JIEBA
+from lm.text.character_tables import PUBLISHED_TABLES, installed_tables, warn_of_other_tables
 from lm.text.normalize import check_normalizer
 from lm.text.patterns import has_compiled_scanner, resolve_patterns
-from lm.text.pretokenize import GPT2_PATTERN, check_special_tokens, split_at_safe_cuts
+from lm.text.pretokenize import GPT2_PATTERN, JIEBA, check_special_tokens, split_at_safe_cuts
 from lm.text.scanners import warn_of_slow_pattern
-from lm.text.unicode_16 import PUBLISHED_TABLES
+from lm.text.text_windows import WINDOW
 from lm.text.utf8 import decode_utf8_blocks, encode_utf8, encode_utf8_blocks
-from lm.text.windows import WINDOW
 from lm.tokenizer import array_cache
 from lm.tokenizer.added_tokens import AddedToken, is_found_anywhere, split_and_normalize
 from lm.tokenizer.array_cache import TokenizerArrays

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lm.common.signals import STOP_SIGNALS
+from lm.common.processes import STOP_SIGNALS
 from lm.distributed.launch import INTERRUPTED_EXIT_CODE
 
 _SAVE_SECONDS = 20.0  # to finish the step and save

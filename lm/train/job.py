@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from lm.data.remote_files import fetch_directory, fetch_files
 from lm.data.token_shards import TokenShards
+from lm.files.remote_copies import fetch_directory, fetch_files
 from lm.model.config import ModelConfig
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.pretraining import TrainData, make_trainer

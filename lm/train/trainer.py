@@ -31,8 +31,9 @@ from lm.distributed.process_group import (
     is_true_on_any_rank,
 )
 from lm.files.atomic_dir import remove_abandoned_directories
-from lm.hardware.allocator import keep_freed_memory
+from lm.hardware.cpu import available_cpus
 from lm.hardware.device import choose_precision, explain_out_of_memory
+from lm.hardware.memory import keep_freed_memory
 from lm.model.flops import flops_per_token, peak_flops
 from lm.model.ops.attention_form import choose_attention
 from lm.model.transformer import TransformerLM
@@ -77,7 +78,7 @@ class Trainer:
                 f"train.batch_size {config.batch_size} must be a multiple of train.gradient_accumulation_steps "
                 f"{config.gradient_accumulation_steps} times the {self.world_size} processes."
             )
-        torch.set_num_threads(max(1, execution.workers // get_local_world_size()))
+        torch.set_num_threads(max(1, (execution.threads or available_cpus()) // get_local_world_size()))
         self.device = next(model.parameters()).device
         if self.device.type == "cpu":
             keep_freed_memory()

@@ -16,9 +16,9 @@ import torch
 from lm.checkpoint.mirror import CheckpointMirror, send_heartbeats
 from lm.common.errors import UserError, translate_write_errors
 from lm.common.execution import Execution
-from lm.data.remote_files import read_file
 from lm.distributed.process_group import barrier, get_rank, process_group
 from lm.files.cache_dir import cache_directory
+from lm.files.urls import read_file
 from lm.hardware.device import choose_device
 from lm.train.config import TrainConfig
 from lm.train.directory_lock import lock_directory
@@ -76,7 +76,8 @@ class TrainingJob(ABC):
         try:
             content = json.loads(read_file(name))
             job = cls(**content)
-            for section, kind in ({"config": TrainConfig, "execution": Execution} | cls.sections).items():
+            kinds: dict[str, Callable[..., Any]] = {"config": TrainConfig, "execution": Execution.from_job}
+            for section, kind in (kinds | cls.sections).items():
                 setattr(job, section, kind(**getattr(job, section)))
             job.map_paths(absolute)
             job.previous = [absolute(path) for path in job.previous]

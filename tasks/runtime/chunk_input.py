@@ -10,8 +10,9 @@ from threading import Event
 from typing import Any
 
 from lm.common.errors import Stopped, UserError
+from lm.files.compression import read_blocks
 from lm.text.chunks import Range
-from lm.text.sources import open_raw, read_blocks
+from lm.text.sources import open_raw
 from tasks.runtime.output import Ref, json_digest, read_output
 from tasks.runtime.schemas import parse_chunks
 from tasks.runtime.store import Store

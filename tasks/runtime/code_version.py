@@ -33,6 +33,7 @@ _EXCLUDED_MODULES = (
     "tasks.pages",
     "tasks.runtime.code_version",
     "tasks.runtime.context",
+    "tasks.runtime.execution",
     "tasks.runtime.machine",
     "tasks.runtime.output",
     "tasks.runtime.progress",

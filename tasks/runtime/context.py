@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lm.common.execution import Execution
 from lm.text.sources import Source
+from tasks.runtime.execution import Execution
 from tasks.runtime.store import Store
 
 

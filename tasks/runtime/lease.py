@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from lm.common.errors import Stopped, TransientError, UserError
-from lm.common.periodic import run_periodically
+from lm.common.processes import run_periodically
 from tasks.runtime.context import RunContext
 from tasks.runtime.store import LEASES, LOCK_FILE, Store
 

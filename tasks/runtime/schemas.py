@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from lm.common.errors import UserError
 from lm.files.checksum import loads_with_checksum
-from lm.files.json_files import read_json
+from lm.files.json import read_json
 from tasks.runtime.store import Store
 
 STAGE_NAME = "[a-z][a-z0-9_-]{0,63}"

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from lm.common.errors import UserError
+from lm.files.retry import retry_reading
+from lm.files.urls import file_version
 from lm.hardware.cpu import available_cpus
-from lm.text.retry import retry_reading
-from lm.text.sources import Source, check_unchanged, check_version, expand_urls, hash_source, source_version
+from lm.text.sources import Source, check_unchanged, check_version, expand_urls, hash_source
 from tasks.runtime.schemas import SourceRecord, read_record
 from tasks.runtime.store import Store
 
@@ -38,7 +39,7 @@ def keep_unchanged(sources: Sequence[Source], store: Store) -> Iterator[None]:
     """
 
     def check(source: Source) -> tuple[int, str] | None:
-        if version := source_version(source.url):
+        if version := file_version(source.url):
             check_unchanged(source, _describe(source.url, store).sha256)
         return version
 
@@ -52,7 +53,7 @@ def _describe(url: str, store: Store) -> Source:
     record = read_record(SourceRecord, store, *path)
     if record and record["source"]["url"] != url:
         record = None  # not written by this function
-    current_version = source_version(url)
+    current_version = file_version(url)
     if record and current_version and record["version"] == list(current_version):
         return Source(**record["source"])
     try:

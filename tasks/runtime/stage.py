@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from lm.common.errors import Stopped, StorageError, TransientError, UserError
-from lm.common.execution import Execution
 from tasks.runtime.code_version import (
     check_not_edited,
     code_identity,
@@ -33,6 +32,7 @@ from tasks.runtime.code_version import (
     stage_digest,
 )
 from tasks.runtime.context import Attempt, RunContext
+from tasks.runtime.execution import Execution
 from tasks.runtime.lease import check_lease, hold_output_lease
 from tasks.runtime.output import (
     FORMAT,

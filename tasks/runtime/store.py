@@ -21,12 +21,12 @@ from typing import Any, NamedTuple, TypeVar
 from fsspec.implementations.local import LocalFileSystem
 
 from lm.common.errors import StorageError, UserError
+from lm.files.atomic_dir import sync_path
 from lm.files.cache_dir import cache_directory
 from lm.files.checksum import dumps_with_checksum, file_checksum
-from lm.files.fsync import sync_path
+from lm.files.retry import NOT_FOUND_ERRORS, is_range_past_end, retry_request, translate_errors
+from lm.files.urls import open_filesystem, remote_version
 from lm.hardware.cpu import available_cpus
-from lm.text.retry import NOT_FOUND_ERRORS, retry_request, translate_errors
-from lm.text.sources import is_range_past_end, open_filesystem, remote_version
 from tasks.runtime.verified_files import open_verified_files
 
 LOCK_FILE = ".lock"  # in the root while it is used, and beside the attempts of an output while it is made

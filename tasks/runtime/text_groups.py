@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lm.common.errors import UserError
-from lm.text.ingest import GroupTexts, Selection, Text
+from lm.text.held_out import Selection
+from lm.text.ingest import GroupTexts, Text
 from lm.text.sources import ByteRanges, Source
 from tasks.runtime.output import Output, Ref, read_output
 from tasks.runtime.store import Store

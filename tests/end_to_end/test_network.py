@@ -17,7 +17,7 @@ from flows.config import load_preset
 from flows.pipeline import pipeline
 from flows.plan import plan
 from lm.common.errors import TransientError, UserError
-from lm.text import retry
+from lm.files import retry
 from lm.text.demo_corpus import demo_stories
 from lm.text.sources import hash_source
 from tasks.runtime import store

@@ -17,7 +17,7 @@ from numba import njit
 from prefect.context import refresh_global_settings_context
 from tenacity import wait_random
 
-from lm.text.retry import retry_reading, retry_request
+from lm.files.retry import retry_reading, retry_request
 from textmill.cli.main import main
 
 _LAZY_IMPORTS = ("matplotlib.figure", "s3fs", "torch._dynamo", "flows.posttrain")  # imported on first use

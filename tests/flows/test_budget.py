@@ -10,7 +10,6 @@ import yaml
 from flows.chain import PIPELINE
 from flows.config import PipelineConfig, has_demo_model, load_preset
 from flows.plan import plan
-from lm.common.execution import Execution
 from lm.experiments import speed
 from lm.experiments.speed import Speed
 from lm.kernels import disk_cache
@@ -21,6 +20,7 @@ from lm.text.demo_corpus import demo_stories
 from lm.train.config import TrainConfig
 from tasks.budget import machine_kind
 from tasks.runs.models import resolve_model
+from tasks.runtime.execution import Execution
 from tasks.runtime.output import Ref, read_output
 from tasks.runtime.store import Store
 from textmill.cli.main import main

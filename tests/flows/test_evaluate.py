@@ -16,10 +16,10 @@ from flows.evaluate import evaluate_model
 from lm.checkpoint.hugging_face import save_hugging_face
 from lm.common.errors import UserError
 from lm.data.chat_template import add_chat_tokens
-from lm.data.json_rows import DamagedRows
 from lm.eval import chat_client, load_task, read_task
 from lm.eval.config import EvaluationConfig
 from lm.eval.problems import R1_ZERO_PROMPT, Problem
+from lm.text.rows import DamagedRows
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.generating import make_model
 from tests.helpers.serving import serve_app

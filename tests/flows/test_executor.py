@@ -15,7 +15,7 @@ from flows.clusters import DaskRunner
 from flows.executor import PrefectExecutor
 from flows.prefect_support.signals import Terminated
 from lm.common.errors import InvalidUtf8Error, Stopped, TransientError, UserError
-from lm.common.execution import Execution
+from tasks.runtime.execution import Execution
 from tests.helpers.roots import letters, run_context
 
 ADDRESS = "tcp://scheduler:1"

@@ -19,7 +19,6 @@ from flows.train_job import write_train_job
 from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
 from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
-from lm.common.execution import Execution
 from lm.experiments.axes import Axis
 from lm.inference.config import SampleConfig
 from lm.model.config import ModelConfig
@@ -33,6 +32,7 @@ from lm.train.config import TrainConfig
 from lm.train.job import Job
 from tasks.runs.models import resolve_model
 from tasks.runtime.context import RunContext
+from tasks.runtime.execution import Execution
 from tasks.runtime.output import Output, Ref, read_output
 from tests.helpers.llamas import assert_same_weights
 from tests.helpers.tokenizers import bytes_tokenizer

@@ -25,7 +25,6 @@ from flows.prefect_support.signals import Terminated
 from flows.stage_task import make_outputs, read_refs
 from flows.tokenizers import tokenizers
 from lm.common.errors import UserError
-from lm.common.execution import Execution
 from lm.inference.config import SampleConfig
 from lm.model.config import ModelConfig
 from lm.text.character_tables import tables_identity
@@ -34,6 +33,7 @@ from lm.text.demo_corpus import demo_stories
 from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig
 from tasks.runtime.context import RunContext
+from tasks.runtime.execution import Execution
 from tasks.runtime.output import Output, Ref, read_output
 from tasks.runtime.root_lock import use_root
 from tasks.runtime.stage import Stage

@@ -17,7 +17,6 @@ from flows.posttrain_chain import POSTTRAIN
 from flows.posttrain_config import PosttrainConfig
 from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
-from lm.common.execution import Execution
 from lm.data.chat_template import has_chat_tokens
 from lm.eval import wilson_interval
 from lm.model.config import ModelConfig
@@ -34,6 +33,7 @@ from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig
 from tasks.runs.models import RunModel, resolve_model
 from tasks.runtime.context import RunContext
+from tasks.runtime.execution import Execution
 from tasks.runtime.output import Output, Ref, read_output
 from tasks.sample import load_trained
 from tests.helpers.posttraining import PAIRS, quick_config

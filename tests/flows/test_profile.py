@@ -11,11 +11,11 @@ from prefect.artifacts import Artifact
 from flows.config import PipelineConfig
 from flows.profile_training import profile_training
 from lm.common.errors import UserError
-from lm.common.execution import Execution
 from lm.text.config import DataConfig
 from lm.text.demo_corpus import demo_stories
 from tasks.pages.plots import embed_image
 from tasks.runs.run_record import make_run
+from tasks.runtime.execution import Execution
 from textmill.cli.main import main
 
 TINY = """\

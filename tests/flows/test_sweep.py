@@ -21,7 +21,6 @@ from flows.sweep import sweep
 from flows.sweep_chain import SWEEP, _report
 from flows.sweep_config import SweepConfig
 from lm.common.errors import StorageError, UserError
-from lm.common.execution import Execution
 from lm.experiments.axes import Axis
 from lm.experiments.config import LawConfig, SearchConfig
 from lm.experiments.trial import TrialConfig, TrialResult, make_result
@@ -35,6 +34,7 @@ from tasks.count import count_group
 from tasks.maintenance.gc import find_garbage
 from tasks.runs.models import RunModel, resolve_model
 from tasks.runtime.context import RunContext
+from tasks.runtime.execution import Execution
 from tasks.runtime.output import Output, Ref, read_output
 from tasks.train import train
 from tasks.trial import trial

@@ -21,9 +21,8 @@ from lm.common.errors import UserError
 from lm.data.token_shards import TokenShards
 from lm.inference.llama import LlamaTokenizer
 from lm.text.config import DataConfig
-from lm.text.documents import stream_documents
+from lm.text.documents import TextStatistics, stream_documents
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN
-from lm.text.statistics import TextStatistics
 from lm.tokenizer.bpe import train_merges
 from lm.tokenizer.pretoken_counts import merge_counts, read_counts, write_counts
 from lm.tokenizer.tokenizer import Tokenizer

@@ -14,10 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lm.text.config import DataConfig
-from lm.text.documents import stream_documents
+from lm.text.documents import TextStatistics, stream_documents
 from lm.text.pretokenize import END_OF_TEXT
 from lm.text.sources import open_decompressed
-from lm.text.statistics import TextStatistics
 from lm.text.utf8 import decode_utf8_blocks
 
 EOT = END_OF_TEXT

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from lm.text.config import DataConfig
-from lm.text.held_out import valid_fraction
-from lm.text.ingest import HELD_OUT, GroupTexts, Text, combine_groups, group_sources, join_held_out, read_group
+from lm.text.held_out import combine_groups, join_held_out, valid_fraction
+from lm.text.ingest import HELD_OUT, GroupTexts, Text, group_sources, read_group
 from lm.text.sources import Source, expand_urls, hash_source
 
 

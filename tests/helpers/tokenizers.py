@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from lm.text.character_tables import PUBLISHED_TABLES
 from lm.text.demo_corpus import demo_stories
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN
-from lm.text.unicode_16 import PUBLISHED_TABLES
 from lm.tokenizer.bpe import train_merges
 from lm.tokenizer.parts import TokenizerParts
 from lm.tokenizer.pretoken_counts import count_pretokens

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from lm.common.errors import UserError
 from lm.data.chat_template import CHAT_TOKENS, encode_chat_prompt, encode_dialog
 from lm.data.dialogs import Dialog, read_dialogs
-from lm.data.json_rows import DamagedRows
 from lm.eval.problems import read_task
 from lm.inference.chat_format import ChatFormat
 from lm.posttrain.config import DialogsConfig
 from lm.posttrain.examples import read_dialog_rows, write_rows
 from lm.posttrain.rollout import encode_prompts
 from lm.text.pretokenize import END_OF_TEXT
+from lm.text.rows import DamagedRows
 from tasks.dialogs import dialogs, find_dialog_sources
 from tasks.runtime.output import Output, read_output
 from tests.helpers.examples import examples
@@ -269,7 +269,7 @@ def test_parquet_columns_of_wrong_types_are_damaged_rows(tmp_path: Path, columns
 READ = """
 import resource, sys
 from lm.data.dialogs import read_dialogs
-from lm.data.json_rows import DamagedRows
+from lm.text.rows import DamagedRows
 list(read_dialogs(sys.argv[1], DamagedRows()))  # imports and the first row
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 damaged = DamagedRows()

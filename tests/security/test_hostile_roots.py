@@ -19,9 +19,10 @@ from lm.checkpoint.training_checkpoint import read_description
 from lm.common.errors import UserError
 from lm.files.checksum import dumps_with_checksum, loads_with_checksum
 from lm.text.chunks import Range
-from lm.text.ingest import GroupTexts, Selection, Text
+from lm.text.documents import TextStatistics
+from lm.text.held_out import Selection
+from lm.text.ingest import GroupTexts, Text
 from lm.text.sources import Source
-from lm.text.statistics import TextStatistics
 from tasks.maintenance.gc import delete, find_garbage
 from tasks.maintenance.verify import verify
 from tasks.runs.models import resolve_model

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from lm.common.errors import UserError
 from lm.data.token_shards import write_shard
-from lm.files.json_files import read_json
+from lm.files.json import read_json
 from lm.text.character_tables import tables_identity
 from lm.text.chunks import Range, cut_chunks
 from lm.text.config import ChunkConfig, DataConfig

@@ -11,7 +11,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lm.common.errors import UserError
-from lm.files.copies import remove_old_copies
+from lm.files.remote_copies import remove_old_copies
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Output, Ref, read_output
 from tests.helpers.roots import letters, materialize

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from lm.common.errors import Stopped
-from lm.common.execution import Execution
 from tasks.runtime.context import RunContext
+from tasks.runtime.execution import Execution
 from tasks.runtime.machine import training_slot
 from tests.helpers.processes import python_process, read_line
 
 TRAINING = """
 import logging, sys
-from lm.common.execution import Execution
+from tasks.runtime.execution import Execution
 from tasks.runtime.context import RunContext
 from tasks.runtime.machine import training_slot
 logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")

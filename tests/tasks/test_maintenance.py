@@ -14,7 +14,7 @@ from tenacity import wait_none
 
 from lm.checkpoint.training_checkpoint import read_description
 from lm.common.errors import TransientError, UserError
-from lm.text import retry
+from lm.files import retry
 from tasks.maintenance.gc import delete, find_garbage
 from tasks.maintenance.verify import verify
 from tasks.runtime.context import Attempt, RunContext

@@ -12,7 +12,7 @@ import pytest
 from tenacity import wait_none
 
 from lm.common.errors import Stopped, UserError
-from lm.text import retry
+from lm.files import retry
 from tasks.maintenance.verify import verify
 from tasks.runtime.context import Attempt, RunContext
 from tasks.runtime.root_lock import lock_output

@@ -54,8 +54,8 @@ def test_a_source_that_changes_after_its_group_was_read_ends_the_run(
 ) -> None:
     if not has_version:
         for module in (sources, text_ingest):
-            monkeypatch.setattr(module, "source_version", lambda url: None)
-        monkeypatch.setattr("tasks.runtime.source_records.source_version", lambda url: None)
+            monkeypatch.setattr(module, "file_version", lambda url: None)
+        monkeypatch.setattr("tasks.runtime.source_records.file_version", lambda url: None)
     run, path = run_context(tmp_path / "root"), write_text(tmp_path / "a.txt", text)
     group = read_group(run, path, fraction)
     write_text(path, text.replace("apple", "mangos"))

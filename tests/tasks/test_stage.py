@@ -18,15 +18,16 @@ import pytest
 from tenacity import wait_none
 
 from lm.common.errors import Stopped, UserError
-from lm.common.execution import Execution
-from lm.text import retry
+from lm.files import retry
 from lm.text.chunks import Range, cut_chunks
-from lm.text.ingest import GroupTexts, Selection, Text
+from lm.text.held_out import Selection
+from lm.text.ingest import GroupTexts, Text
 from lm.text.sources import Source
 from tasks.count import count_group
 from tasks.encode import encode_group
 from tasks.runtime.chunk_input import ChunkGroup, Ranges, open_ranges, size_in_bytes, write_groups
 from tasks.runtime.context import Attempt, RunContext
+from tasks.runtime.execution import Execution
 from tasks.runtime.machine import training_slot
 from tasks.runtime.output import Output, read_output
 from tasks.runtime.stage import Stage, stage

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from lm.common.errors import StorageError, UserError
-from lm.common.execution import Execution
 from lm.experiments.trial import TrialConfig, TrialResult, from_json, rank
 from lm.model.config import ModelConfig
 from lm.train.config import TrainConfig
 from tasks.runtime.context import Attempt, RunContext
+from tasks.runtime.execution import Execution
 from tasks.runtime.output import Ref
 from tasks.runtime.stage import _config_identity, new_attempt_name
 from tasks.train import train

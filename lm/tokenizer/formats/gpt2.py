@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.common.errors import UserError
-from lm.files.json_files import read_json
+from lm.files.json import read_json
 
 
 def _byte_characters() -> str:

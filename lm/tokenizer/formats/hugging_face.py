@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from lm.common.errors import UserError
-from lm.files.json_files import read_json
+from lm.files.json import read_json
+from lm.text.character_tables import PUBLISHED_TABLES
 from lm.text.normalize import NORMALIZERS
 from lm.text.pretokenize import Pattern
-from lm.text.unicode_16 import PUBLISHED_TABLES
 from lm.tokenizer.added_tokens import AddedToken
 from lm.tokenizer.formats.gpt2 import bytes_to_unicode, format_vocab, parse_merges, parse_vocab
 from lm.tokenizer.formats.pre_tokenizer import BYTE_LEVEL, format_pre_tokenizer, parse_pre_tokenizer

@@ -6,9 +6,8 @@ from typing import Any
 import regex
 
 from lm.common.errors import UserError
-from lm.text.chinese_words import JIEBA
 from lm.text.patterns import DEEPSEEK_SPLITS, PATTERNS
-from lm.text.pretokenize import GPT2_PATTERN, Pattern, compile_pattern
+from lm.text.pretokenize import GPT2_PATTERN, JIEBA, Pattern, compile_pattern
 from lm.tokenizer.formats.oniguruma import from_oniguruma, to_oniguruma
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}

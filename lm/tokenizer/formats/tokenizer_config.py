@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.common.errors import UserError
-from lm.files.json_files import read_json
+from lm.files.json import read_json
 from lm.text.character_tables import unpack_tables
 from lm.tokenizer.added_tokens import AddedToken
 from lm.tokenizer.parts import TokenizerParts

@@ -11,9 +11,9 @@ from lm.checkpoint import mirror as mirror_module
 from lm.checkpoint.mirror import CheckpointMirror
 from lm.checkpoint.training_checkpoint import read_description
 from lm.common.errors import TransientError
+from lm.files import retry
 from lm.files.atomic_dir import atomic_directory
 from lm.files.checksum import dumps_with_checksum, file_checksum
-from lm.text import retry
 from tests.helpers.limits import wait_for
 
 

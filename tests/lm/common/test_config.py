@@ -15,8 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 from flows.config import PipelineConfig
 from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
 from lm.common.errors import UserError
-from lm.common.execution import Execution
 from lm.model.config import ModelConfig
+from tasks.runtime.execution import Execution
 
 SECTIONS: dict[str, Any] = {name: kind for name, kind in get_type_hints(PipelineConfig).items() if is_dataclass(kind)}
 SCHEMA = TypeAdapter(PipelineConfig).json_schema()

@@ -1,13 +1,16 @@
-"""What the processes that this one starts import."""
+"""Child processes, what they import, and actions that run every few seconds in a background thread."""
 
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from lm.common.processes import import_environment, start_child
+from lm.common.processes import ChildProcess, import_environment, run_periodically
+from tests.helpers.limits import TIMEOUT_SCALE
 
 
 @pytest.fixture
@@ -27,9 +30,9 @@ def test_a_child_imports_no_module_of_the_working_directory(module: str) -> None
     environment = {**os.environ, **import_environment()}
     command = [sys.executable, "-c", f"import {module}"]
     assert subprocess.run(command, env=environment, check=False).returncode == 0
-    with start_child(module) as child:
-        child.communicate()
-    assert child.returncode != 99
+    child = ChildProcess(module)
+    child.process.communicate()
+    assert child.process.returncode != 99
 
 
 def test_a_child_imports_what_this_process_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,3 +50,52 @@ def test_a_child_imports_what_this_process_imports(tmp_path: Path, monkeypatch: 
         command, env=environment, cwd=tmp_path / "other", capture_output=True, text=True, check=True
     ).stdout
     assert output.split() == [f"{project}/lm/__init__.py", f"{tmp_path}/own/own_module.py"]
+
+
+def test_the_action_runs_until_the_block_ends() -> None:
+    calls = threading.Semaphore(0)
+
+    def act() -> bool:
+        calls.release()
+        return False
+
+    with pytest.raises(KeyError), run_periodically(act, 0.01):
+        for _ in range(3):
+            assert calls.acquire(timeout=10 * TIMEOUT_SCALE)
+        raise KeyError
+    while calls.acquire(blocking=False):
+        pass
+    assert not calls.acquire(timeout=0.1)
+
+
+def test_the_action_is_not_called_again_after_it_returned_true() -> None:
+    calls = threading.Semaphore(0)
+
+    def act() -> bool:
+        calls.release()
+        return True
+
+    with run_periodically(act, 0.01):
+        assert calls.acquire(timeout=10 * TIMEOUT_SCALE)
+        assert not calls.acquire(timeout=0.1)
+
+
+def test_a_short_block_makes_no_call_and_does_not_wait() -> None:
+    started = time.monotonic()
+    with run_periodically(lambda: bool(pytest.fail("called")), 1000):
+        pass
+    assert time.monotonic() - started < 10 * TIMEOUT_SCALE
+
+
+def test_a_call_in_progress_finishes_before_the_block_is_left() -> None:
+    is_called, results = threading.Event(), []
+
+    def act() -> bool:
+        is_called.set()
+        time.sleep(0.2)
+        results.append("finished")
+        return True
+
+    with run_periodically(act, 0.01):
+        assert is_called.wait(10 * TIMEOUT_SCALE)
+    assert results == ["finished"]

@@ -1,4 +1,4 @@
-"""Batches: shapes, shifted targets, uniform starts, too little data, prefetching."""
+"""Batches: shapes, shifted targets, uniform starts, too little data, prefetching, shuffled order."""
 
 import threading
 from collections import Counter
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.common.errors import UserError
-from lm.data.batches import batch_starts, check_length, gather_batch, get_batch, prefetch_batches
+from lm.data.batches import batch_starts, check_length, gather_batch, get_batch, prefetch_batches, shuffled_indices
 
 FEW_EXAMPLES = settings(deadline=None, max_examples=30)
 
@@ -177,3 +177,16 @@ def test_an_error_while_loading_is_raised() -> None:
 
     with prefetch_batches(fail, 0) as batch, pytest.raises(UserError, match="70000"):
         batch(0)
+
+
+@given(st.integers(1, 9), st.integers(0, 40), st.integers(1, 30), st.integers(0, 3))
+def test_each_epoch_has_every_index_once(count: int, first: int, number: int, seed: int) -> None:
+    epochs = [sorted(shuffled_indices(count, epoch * count, count, seed)) for epoch in range(8)]
+    assert epochs == [list(range(count))] * 8
+    whole = shuffled_indices(count, 0, first + number, seed).tolist()
+    assert shuffled_indices(count, first, number, seed).tolist() == whole[first:]
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    orders = {tuple(shuffled_indices(20, epoch * 20, 20, seed)) for epoch in range(3) for seed in range(3)}
+    assert len(orders) == 9

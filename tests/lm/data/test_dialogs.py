@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lm.data.dialogs import Dialog, PreferencePair, final_answer, find_role_problem, parse_row, read_dialogs
-from lm.data.json_rows import DamagedRows
+from lm.text.rows import DamagedRows
 from tests.helpers.llamas import make_dialog
 
 HI = tuple(make_dialog("Hi.", "Ho."))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lm.common.errors import UserError
-from lm.common.signals import STOP_SIGNALS
+from lm.common.processes import STOP_SIGNALS
 from lm.eval import RewardWorker
 from lm.posttrain import compute_rollout_rewards
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
@@ -25,7 +25,7 @@ RIGHT = dict.fromkeys(NOTHING, 1.0)
 
 def worker_process(worker: RewardWorker) -> subprocess.Popen[bytes]:
     assert worker._process is not None
-    return worker._process
+    return worker._process.process
 
 
 def test_rewards_are_those_of_the_function() -> None:
@@ -149,7 +149,7 @@ def test_threads_share_a_worker() -> None:
 def test_the_worker_ends_with_its_parent() -> None:
     code = (
         "import sys, time\nfrom lm.eval import RewardWorker\nworker = RewardWorker({'exact': 1.0})\n"
-        "worker('a', 'a')\nprint(worker._process.pid, flush=True)\ntime.sleep(600)\n"
+        "worker('a', 'a')\nprint(worker._process.process.pid, flush=True)\ntime.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

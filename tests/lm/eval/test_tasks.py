@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from lm.common.errors import UserError
-from lm.data.json_rows import DamagedRows
 from lm.eval import get_reward, load_task, make_addition_task, make_reasoning_gym_task, read_task
 from lm.eval.problems import R1_ZERO_PROMPT, Problem, problem_libraries, reward_libraries
+from lm.text.rows import DamagedRows
 
 
 def read(tmp_path: Path, name: str, *rows: dict[str, Any]) -> tuple[list[Problem], list[str]]:

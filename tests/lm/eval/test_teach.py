@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from lm.common.errors import UserError
 from lm.data.dialogs import Dialog, Message, parse_row
-from lm.data.json_rows import DamagedRows
 from lm.eval.answer_cache import AnswerCache, request_key
 from lm.eval.chat_client import ChatAnswer, ChatRequest
 from lm.eval.config import TeachConfig
 from lm.eval.problems import R1_ZERO_PROMPT
 from lm.eval.reward_worker import RewardWorker
 from lm.eval.teach import Question, QuestionSet, make_requests, read_questions, select_answers, write_rows
+from lm.text.rows import DamagedRows
 from tests.helpers.full_disk import full_disk
 
 CONFIG = TeachConfig(url="http://127.0.0.1:1", model="tiny")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lm.common.errors import UserError
-from lm.hardware.device import _tell, choose_device, choose_precision, has_bfloat16, is_out_of_memory
+from lm.hardware.device import _log_choice, choose_device, choose_precision, has_bfloat16, is_out_of_memory
 
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
@@ -42,7 +42,7 @@ def test_devices() -> None:
 
 
 def test_the_choice_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    _tell.cache_clear()
+    _log_choice.cache_clear()
     with caplog.at_level(logging.INFO, logger="lm"):
         chosen = {choose_device("auto") for _ in range(3)}
     assert len(caplog.messages) == len(chosen) == 1

@@ -280,7 +280,7 @@ def test_hard_texts_are_encoded_and_counted_in_linear_time(
     assert tokenizer.encode(text) == expected
     assert tokenizer.decode(expected) == text
     for window in (1 << 10, 1 << 12, 1 << 16):
-        monkeypatch.setattr("lm.text.windows.windows.__defaults__", (window,))
+        monkeypatch.setattr("lm.text.text_windows.text_windows.__defaults__", (window,))
         bytes_read.update(dict.fromkeys(bytes_read, 0))
         blocks = [data[i : i + 4099] for i in range(0, len(data), 4099)]
         ids = [array.tolist() for array in tokenizer.encode_blocks(blocks, window=window)]

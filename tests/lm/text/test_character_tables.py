@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lm.common.errors import UserError
 from lm.text import character_tables
 from lm.text.character_tables import (
+    PUBLISHED_TABLES,
     check_tables,
     installed_tables,
     pack_tables,
@@ -24,7 +25,6 @@ from lm.text.character_tables import (
 )
 from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import pretokenize
-from lm.text.unicode_16 import PUBLISHED_TABLES
 from lm.tokenizer.bpe import train_merges
 from lm.tokenizer.pretoken_counts import count_pretokens
 from lm.tokenizer.tokenizer import Tokenizer

@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm.common.errors import UserError
-from lm.text import chinese_words
-from lm.text.chinese_words import JIEBA, split_chinese_words
-from lm.text.pretokenize import END_OF_TEXT, pretokenize, split_at_safe_cuts
+from lm.text.pretokenize import END_OF_TEXT, JIEBA, _segmenter, pretokenize, split_at_safe_cuts, split_chinese_words
 from lm.tokenizer.bpe import train_merges
 from lm.tokenizer.pretoken_counts import count_pretokens
 from lm.tokenizer.tokenizer import Tokenizer
@@ -93,13 +91,13 @@ def test_merges_stay_within_words(tmp_path: Path) -> None:
 
 def test_jieba_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jieba", None)
-    chinese_words._segmenter.cache_clear()
+    _segmenter.cache_clear()
     with pytest.raises(UserError, match=r"pip install 'textmill\[jieba\]'"):
         list(pretokenize("中国", JIEBA))
 
 
 def test_no_file_of_the_temporary_directory_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    chinese_words._segmenter.cache_clear()
+    _segmenter.cache_clear()
     assert list(split_chinese_words("来到北京")) == ["来到", "北京"]
     assert not list(tmp_path.iterdir())

@@ -134,7 +134,7 @@ def test_white_space_at_the_border_of_a_window_is_not_cut(tmp_path: Path, shift:
 def test_white_space_with_a_character_across_two_blocks_stays_with_the_last_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lm.text.sources.BLOCK_BYTES", 4)
+    monkeypatch.setattr("lm.files.compression.BLOCK_BYTES", 4)
     for blanks in ("\n\n\n\u3000", "\u3000\u3000\u3000"):
         paths = write_files(tmp_path, [f"one two{EOT}{blanks}"])
         assert chunk_texts(paths, 4, [EOT]) == [f"one two{EOT}{blanks}"]
@@ -206,7 +206,7 @@ def test_chunks_do_not_depend_on_how_the_file_is_read(tmp_path: Path, monkeypatc
     paths = write_files(tmp_path, ["".join(demo_stories(100))])
     expected = list(cut_chunks(paths, [EOT], 3000))
     assert len(expected) > 5
-    monkeypatch.setattr("lm.text.sources.BLOCK_BYTES", 61)
+    monkeypatch.setattr("lm.files.compression.BLOCK_BYTES", 61)
     assert list(cut_chunks(paths, [EOT], 3000)) == expected
 
 

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from lm.common.errors import UserError
 from lm.text.config import DataConfig
-from lm.text.documents import _remove_separators, _split_lines, stream_documents
-from lm.text.statistics import TextStatistics
+from lm.text.documents import TextStatistics, _remove_separators, stream_documents
 from tests.helpers.corpora import EOT, read_documents, write_jsonl, write_parquet
 from tests.helpers.examples import examples
 
@@ -29,7 +28,7 @@ from tests.helpers.examples import examples
 @given(st.text("ab| \n", max_size=60), st.sampled_from(["|", "||", "a|", "aa", "ab|", "\n\n"]), st.integers(1, 9))
 def test_documents_join_to_the_text_and_a_final_separator(text: str, separator: str, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lm.text.sources.BLOCK_BYTES", block)
+        patch.setattr("lm.files.compression.BLOCK_BYTES", block)
         fsspec.filesystem("memory").pipe("/hypothesis.txt", text.encode())
         statistics = TextStatistics()
         documents = read_documents("memory://hypothesis.txt", DataConfig(separator=separator), statistics)
@@ -42,7 +41,7 @@ def test_documents_join_to_the_text_and_a_final_separator(text: str, separator: 
 
 
 def test_a_long_document_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lm.text.sources.BLOCK_BYTES", 100)
+    monkeypatch.setattr("lm.files.compression.BLOCK_BYTES", 100)
     path = tmp_path / "a.txt"
     path.write_text("word " * 1000)
     statistics = TextStatistics()
@@ -96,12 +95,6 @@ def test_a_byte_order_mark_is_no_part_of_the_first_document(tmp_path: Path) -> N
     assert read_documents(str(tmp_path / "c.txt.gz")) == [f"one{EOT}"]
     (tmp_path / "only.txt").write_text("\ufeff")
     assert read_documents(str(tmp_path / "only.txt")) == []
-
-
-@examples(100)
-@given(st.lists(st.text("ab\n", max_size=6), max_size=8))
-def test_lines_do_not_depend_on_the_blocks(blocks: list[str]) -> None:
-    assert list(_split_lines(blocks)) == "".join(blocks).split("\n")
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ from lm.data.token_shards import write_shard
 from lm.text.chunks import cut_chunks
 from lm.text.config import DataConfig
 from lm.text.demo_corpus import demo_stories
-from lm.text.held_out import DocumentHash, valid_fraction
+from lm.text.documents import DocumentHash, TextStatistics
+from lm.text.held_out import valid_fraction
 from lm.text.pretokenize import find_safe_cut
 from lm.text.sources import Source, open_ranges
-from lm.text.statistics import TextStatistics
 from lm.tokenizer.tokenizer import token_dtype
 from tests.helpers.corpora import EOT, write_jsonl, write_text
 from tests.helpers.examples import examples
@@ -145,7 +145,7 @@ def test_the_split_equals_the_naive_reference(
     expected = naive_split(texts, fraction)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place:
         given_sources = sources(*(write_text(Path(place, f"{number}.txt"), text) for number, text in enumerate(texts)))
-        patch.setattr("lm.text.sources.BLOCK_BYTES", block)
+        patch.setattr("lm.files.compression.BLOCK_BYTES", block)
         patch.setattr("lm.text.ingest._MAX_GROUP_SOURCES", group_sources)
         config: dict[str, Any] = {"separator": "||", "valid_fraction": fraction}
         if expected["train"][1] and expected["valid"][1]:

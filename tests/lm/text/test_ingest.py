@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from lm.common.errors import UserError
+from lm.files.urls import open_filesystem
 from lm.text.chunks import cut_chunks
 from lm.text.config import DataConfig
 from lm.text.demo_corpus import demo_stories
-from lm.text.sources import open_filesystem, open_ranges
+from lm.text.sources import open_ranges
 from tests.helpers.corpora import EOT, serve_http, write_jsonl, write_parquet, write_text
 from tests.helpers.ingesting import ingest_sources, run, sources, written_files
 

@@ -12,14 +12,9 @@ import fsspec
 import pytest
 
 from lm.common.errors import UserError
+from lm.files.urls import file_version
 from lm.text.config import DataConfig
-from lm.text.sources import (
-    Source,
-    expand_urls,
-    hash_source,
-    is_plain_local_file,
-    source_version,
-)
+from lm.text.sources import Source, expand_urls, hash_source, is_plain_local_file
 from tests.helpers.corpora import COMPRESSIONS, EOT, TEXT, read_documents, read_text, serve_http, write_parquet
 
 
@@ -123,11 +118,11 @@ def test_sources_on_s3(bucket: Any, tmp_path: Path) -> None:
     assert read_documents(urls[0]) == [f"one{EOT}"]
     assert hash_source(urls[1]).bytes == len(TEXT.encode())
     assert not is_plain_local_file(urls[1])
-    before = source_version(urls[1])
+    before = file_version(urls[1])
     assert before
     bucket.pipe("corpus/a.txt", TEXT.upper().encode())
     bucket.invalidate_cache()
-    assert source_version(urls[1]) != before
+    assert file_version(urls[1]) != before
     for url in ("s3://corpus/none.txt", "s3://no-such-bucket/a.txt"):
         with pytest.raises(UserError, match=r"does not exist|cannot be opened"):
             hash_source(url)

@@ -13,26 +13,17 @@ from typing import Any
 import pytest
 
 from lm.common.errors import UserError
+from lm.files.compression import detect_format
+from lm.files.urls import file_version, remote_version
 from lm.text.demo_corpus import demo_stories
-from lm.text.sources import (
-    Source,
-    can_read_in_place,
-    detect_format,
-    expand_urls,
-    hash_source,
-    is_plain_local_file,
-    open_decompressed,
-    open_ranges,
-    remote_version,
-    source_version,
-)
-from lm.text.statistics import TextStatistics
+from lm.text.documents import TextStatistics
+from lm.text.sources import Source, expand_urls, hash_source, is_plain_local_file, open_decompressed, open_ranges
 from tests.helpers.corpora import TEXT, read_documents, read_text, write_text
 
 
 def test_a_missing_file_raises_a_user_error(tmp_path: Path) -> None:
     url = str(tmp_path / "none.txt")
-    for reader in (hash_source, can_read_in_place, read_documents, read_text):
+    for reader in (hash_source, read_documents, read_text):
         with pytest.raises(UserError, match=r"none\.txt does not exist"):
             reader(url)
     assert expand_urls([url]) == [url]
@@ -163,7 +154,7 @@ def test_a_chain_of_urls_is_read_and_takes_no_glob(tmp_path: Path) -> None:
 @pytest.mark.parametrize("url", ["foo://bar", "zip://a.txt::{path}", "reference://x", "dir://"])
 def test_a_url_that_opens_no_file_system_raises_a_user_error(tmp_path: Path, url: str) -> None:
     url = url.format(path=write_text(tmp_path / "a.txt", "not a zip file"))
-    for reader in (lambda url: expand_urls([url]), hash_source, read_documents, source_version):
+    for reader in (lambda url: expand_urls([url]), hash_source, read_documents, file_version):
         with pytest.raises(UserError, match=rf"^{re.escape(url)} cannot be used: .+"):
             reader(url)
 
@@ -196,14 +187,14 @@ def test_a_source_is_hashed_as_stored(tmp_path: Path) -> None:
 
 def test_a_version_changes_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
-    assert source_version(str(path)) is None
+    assert file_version(str(path)) is None
     path.write_text("one")
     os.utime(path, ns=(1, 1))
-    before = source_version(str(path))
-    assert before == source_version(str(path))
+    before = file_version(str(path))
+    assert before == file_version(str(path))
     path.write_text("two")
-    assert source_version(str(path)) != before
-    assert source_version("demo:5") is None
+    assert file_version(str(path)) != before
+    assert file_version("demo:5") is None
 
 
 def test_a_version_changes_with_a_file_that_keeps_its_size_and_mtime(tmp_path: Path) -> None:
@@ -212,17 +203,17 @@ def test_a_version_changes_with_a_file_that_keeps_its_size_and_mtime(tmp_path: P
     for file, text in ((path, "one"), (other, "two")):
         file.write_text(text)
         os.utime(file, ns=(1, 1))
-    before = source_version(str(path))
+    before = file_version(str(path))
     assert before and json.loads(json.dumps(before)) == list(before)
     time.sleep(0.05)  # the kernel updates ctime every few milliseconds
     path.write_text("two")
     os.utime(path, ns=(1, 1))
-    written = source_version(str(path))
+    written = file_version(str(path))
     assert written and written != before and written[0] == before[0]
     other.replace(path)
-    assert source_version(str(path)) not in (before, written)
+    assert file_version(str(path)) not in (before, written)
     os.utime(path, ns=(1, 2))
-    assert source_version(str(path)) != written
+    assert file_version(str(path)) != written
 
 
 @pytest.mark.parametrize(
@@ -258,7 +249,7 @@ def test_an_archive_raises_a_user_error(tmp_path: Path, name: str) -> None:
 
 
 def test_blocks_of_open_bytes_join_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lm.text.sources.BLOCK_BYTES", 7)
+    monkeypatch.setattr("lm.files.compression.BLOCK_BYTES", 7)
     path = write_text(tmp_path / "a.txt", TEXT)
     with open_decompressed(str(path)) as blocks:
         parts = list(blocks)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lm.common.errors import UserError
 from lm.text.config import DataConfig
-from lm.text.statistics import TextStatistics
+from lm.text.documents import TextStatistics
 from lm.text.utf8 import decode_utf8_blocks, encode_utf8, encode_utf8_blocks
 from tests.helpers.corpora import read_documents
 from tests.helpers.examples import examples
@@ -19,7 +19,7 @@ from tests.helpers.examples import examples
 def test_invalid_utf8_is_reported_with_file_and_offset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    monkeypatch.setattr("lm.text.sources.BLOCK_BYTES", block)
+    monkeypatch.setattr("lm.files.compression.BLOCK_BYTES", block)
     path = tmp_path / "bad.txt"
     for before in ("", "abc", "日本語", "x" * 1500 + "é"):
         for bad in (b"\xff", b"\xe6\x97!", b"\xf0\x9f\x99", b"\x80", b"\xed\xa0\x80"):
@@ -47,7 +47,7 @@ def test_decoding_does_not_depend_on_the_blocks(parts: list[bytes], size: int) -
     blocks = [data[i : i + size] for i in range(0, len(data), size)]
     statistics = TextStatistics()
     expected = data.decode("utf-8", "replace")
-    assert "".join(decode_utf8_blocks(blocks, "x", "replace", statistics)) == expected
+    assert "".join(decode_utf8_blocks(blocks, "x", "replace", statistics.add_replaced)) == expected
     assert statistics.replaced == expected.count("�") - parts.count("�".encode())
     if not statistics.replaced:
         assert "".join(decode_utf8_blocks(blocks, "x")) == expected

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm.common.errors import InvalidUtf8Error, UserError
-from lm.text.windows import WINDOW
+from lm.common.processes import ChildProcess
+from lm.text.text_windows import WINDOW
 from lm.tokenizer.added_tokens import AddedToken
-from lm.tokenizer.pattern_process import PatternProcess, PatternProcesses, count_job, encode_job
+from lm.tokenizer.pattern_process import PatternProcesses, count_job, encode_job
 from lm.tokenizer.pretoken_counts import count_files, count_pretokens
 from lm.tokenizer.stream import encode_files
 from lm.tokenizer.tokenizer import Tokenizer
@@ -32,7 +34,7 @@ DOCUMENT = "It was a café's 1234 stories… 日本語\r\n\n  and 🙂 more.\n" 
 LONG = DOCUMENT * (2 * WINDOW // len(DOCUMENT) + 1)
 
 
-def processes_of(tokenizer: Tokenizer) -> list[PatternProcess]:
+def processes_of(tokenizer: Tokenizer) -> list[ChildProcess]:
     return tokenizer._pattern_processes._idle
 
 
@@ -71,16 +73,18 @@ def test_all_options_of_a_tokenizer_reach_the_process() -> None:
 @given(st.lists(st.sampled_from([END, "<|end", " ", "\n", "12", "日本"]) | stable_text, max_size=8).map("".join))
 def test_a_process_answers_like_the_function(process_pair: tuple[Any, ...], text: str) -> None:
     tokenizer, encoder, counter = process_pair
-    assert np.frombuffer(encoder(text), np.uint32).tolist() == tokenizer.encode_reference(text)
+    assert np.frombuffer(encoder.ask(text.encode()), np.uint32).tolist() == tokenizer.encode_reference(text)
     [table] = count_pretokens([[text.encode()]], [END], CUSTOM_PATTERN)
     expected = {row["pretoken"].decode(): row["count"] for row in table.to_pylist()}
-    assert json.loads(counter(text)) == expected
+    assert json.loads(counter.ask(text.encode())) == expected
 
 
 @pytest.fixture(scope="module")
-def process_pair(custom_tokenizer: Tokenizer) -> tuple[Any, ...]:
-    job = count_job([END], CUSTOM_PATTERN)
-    return custom_tokenizer, PatternProcess(encode_job(custom_tokenizer.parts)), PatternProcess(job)
+def process_pair(custom_tokenizer: Tokenizer) -> Iterator[tuple[Any, ...]]:
+    encoders = PatternProcesses(lambda: encode_job(custom_tokenizer.parts))
+    counters = PatternProcesses(lambda: count_job([END], CUSTOM_PATTERN))
+    with encoders.borrow() as encoder, counters.borrow() as counter:
+        yield custom_tokenizer, encoder, counter
 
 
 @pytest.mark.slow
@@ -115,27 +119,27 @@ def test_invalid_text_ends_the_process(custom_tokenizer: Tokenizer) -> None:
 
 
 def test_a_killed_process_is_named(custom_tokenizer: Tokenizer) -> None:
-    process = PatternProcess(encode_job(custom_tokenizer.parts))
-    process._process.kill()
-    process._process.wait()
-    with pytest.raises(UserError, match=r"ended with code -9.*fewer threads"):
-        process(DOCUMENT)
+    processes = PatternProcesses(lambda: encode_job(custom_tokenizer.parts))
+    with pytest.raises(UserError, match=r"ended with code -9.*fewer threads"), processes.borrow() as process:
+        process.process.kill()
+        process.process.wait()
+        process.ask(DOCUMENT.encode())
 
 
 def test_processes_end_with_their_owner(custom_tokenizer: Tokenizer) -> None:
     processes = PatternProcesses(lambda: count_job([], r"\S+"))
     with processes.borrow() as process:
-        assert process("a b a") == b'{"a": 2, " ": 2, "b": 1}'
-    child = process._process
+        assert process.ask(b"a b a") == b'{"a": 2, " ": 2, "b": 1}'
+    child = process.process
     del process, processes
     assert child.wait(10) == -9
 
 
 PARENT = """
-from lm.tokenizer.pattern_process import PatternProcess, count_job
-process = PatternProcess(count_job([], r"(a|aa)+$"))
-print(process._process.pid, flush=True)
-process("a" * 40 + "b")  # takes very long
+from lm.tokenizer.pattern_process import PatternProcesses, count_job
+with PatternProcesses(lambda: count_job([], r"(a|aa)+$")).borrow() as process:
+    print(process.process.pid, flush=True)
+    process.ask(b"a" * 40 + b"b")  # takes very long
 """
 
 
@@ -156,4 +160,5 @@ def test_the_process_imports_what_its_parent_imports(tmp_path: Path, monkeypatch
     (tmp_path / "lm").mkdir()
     (tmp_path / "lm" / "__init__.py").write_text("raise ImportError('another package')")
     monkeypatch.chdir(tmp_path)
-    assert PatternProcess(count_job([], r"\S+"))("a") == b'{"a": 1}'
+    with PatternProcesses(lambda: count_job([], r"\S+")).borrow() as process:
+        assert process.ask(b"a") == b'{"a": 1}'

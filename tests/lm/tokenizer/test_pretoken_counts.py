@@ -17,7 +17,7 @@ from lm.common.errors import UserError
 from lm.text.chunks import FilePart
 from lm.text.demo_corpus import demo_stories
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN
-from lm.text.windows import WINDOW
+from lm.text.text_windows import WINDOW
 from lm.tokenizer.counts_summary import summarize_counts
 from lm.tokenizer.pretoken_counts import (
     DEFAULT_MEMORY_BYTES,
@@ -54,7 +54,7 @@ def test_counts_in_blocks_and_windows_equal_the_reference(
     specials = [*SPECIALS, "<|endof", "<"]  # common prefixes
     expected = sum((reference_counts(text, specials, pattern) for text in contents), Counter())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lm.text.windows.windows.__defaults__", (window,))
+        patch.setattr("lm.text.text_windows.text_windows.__defaults__", (window,))
         [table] = count_pretokens([split_blocks(text.encode(), size) for text in contents], specials, pattern)
     assert len(table) == len(expected)
     assert to_counter([table]) == expected

@@ -1,16 +1,19 @@
 """Rows of JSON Lines and Parquet files, local or by URL. Damaged rows are skipped, counted and named."""
 
+import hashlib
+import math
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 from lm.common.errors import UserError
-from lm.text.foreign_formats import refuse_json_array
-from lm.text.json_lines import parse_json
-from lm.text.parquet import open_parquet
-from lm.text.sources import detect_format, open_decompressed
+from lm.files.compression import detect_format
+from lm.files.json import parse_json
+from lm.files.retry import is_transient_error
+from lm.text.sources import open_decompressed, open_raw
 from lm.text.utf8 import replace_surrogates
 
 _MAX_ROW_BYTES = 16 << 20  # as Python objects, a row of empty lists has 30 times this size
@@ -64,31 +67,56 @@ def read_rows(url: str, damaged: DamagedRows, parse: Callable[[Row], T]) -> Iter
         raise UserError(f"{url} has no usable row. {damaged}.")
 
 
-def _read_json_lines(url: str) -> Iterator[tuple[str, Callable[[], Row]]]:
-    """Yield (name of the row, function that returns it or raises ValueError)."""
-    with open_decompressed(url) as blocks:
-        for number, line in enumerate(_split_lines(refuse_json_array(blocks, url)), start=1):
-            if number == 1 and line is not None:
-                line = line.removeprefix(BOM_UTF8)  # as some programs on Windows write it
-            if line is None or line.strip():
-                yield f"{url}, line {number:,}", partial(_parse_json, line)
+def read_lines(
+    url: str, digest: "hashlib._Hash | None" = None, max_bytes: float = math.inf
+) -> Iterator[tuple[str, int, bytes | None]]:
+    """Yield (name of the line, its byte offset, its bytes) for each line of JSON Lines. A byte order mark is left out.
+
+    Lines end at ``\\n`` only: a JSON string may contain the other line breaks of ``str.splitlines``. The bytes are None
+    for a line of more than ``max_bytes``. The stored bytes are added to ``digest``. Raises UserError if the file cannot
+    be read or begins with a JSON array.
+    """
+    offset = 0
+    with open_decompressed(url, digest) as blocks:
+        for number, (size, line) in enumerate(_split_lines(_refuse_json_array(blocks, url), max_bytes), start=1):
+            # The byte order mark that some programs on Windows write.
+            mark = BOM_UTF8 if number == 1 and line and line.startswith(BOM_UTF8) else b""
+            yield f"line {number:,}", offset + len(mark), line and line.removeprefix(mark)
+            offset += size + 1
 
 
-def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes | None]:
-    """Split at ``\\n``. Yields None for a line of more than 16 MiB, which is not kept in memory."""
-    parts: list[bytes] = []
+def _refuse_json_array(blocks: Iterable[bytes], url: str) -> Iterator[bytes]:
+    for number, block in enumerate(blocks):
+        if not number and block.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+            raise UserError(
+                f"{url} begins with a JSON array, not with JSON Lines. Write one object a line: jq -c '.[]' FILE."
+            )
+        yield block
+
+
+def _split_lines(blocks: Iterable[bytes], max_bytes: float) -> Iterator[tuple[int, bytes | None]]:
+    """Yield (size, bytes) of each line, which is split at ``\\n``. The bytes of a line of more than ``max_bytes`` are
+    None, and not kept in memory."""
+    parts: list[bytes] = []  # joined once per line: a line may span many blocks
     size = 0
     for block in blocks:
         for index, piece in enumerate(block.split(b"\n")):
             if index:
-                yield b"".join(parts) if size <= _MAX_ROW_BYTES else None
+                yield size, b"".join(parts) if size <= max_bytes else None
                 parts, size = [], 0
             size += len(piece)
-            if size <= _MAX_ROW_BYTES:
+            if size <= max_bytes:
                 parts.append(piece)
             else:
                 parts.clear()
-    yield b"".join(parts) if size <= _MAX_ROW_BYTES else None
+    yield size, b"".join(parts) if size <= max_bytes else None
+
+
+def _read_json_lines(url: str) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """Yield (name of the row, function that returns it or raises ValueError)."""
+    for name, _, line in read_lines(url, max_bytes=_MAX_ROW_BYTES):
+        if line is None or line.strip():
+            yield f"{url}, {name}", partial(_parse_json, line)
 
 
 def _parse_json(line: bytes | None) -> Row:
@@ -117,6 +145,31 @@ def _replace_all_surrogates(value: Any) -> Any:
     if isinstance(value, dict):
         return {replace_surrogates(name): _replace_all_surrogates(item) for name, item in value.items()}
     return value
+
+
+@contextmanager
+def open_parquet(url: str) -> Iterator[Any]:
+    """Open a source as a ``pyarrow.parquet.ParquetFile``.
+
+    Raises UserError if it is not a readable Parquet file, also inside the ``with``, and TransientError if the
+    connection breaks.
+    """
+    import pyarrow as pa  # slow to import
+    import pyarrow.parquet as pq
+
+    if detect_format(url)[1]:
+        raise UserError(f"{url}: Parquet is compressed inside; decompress the file itself.")
+    with open_raw(url, is_ranged=True) as raw:
+        try:
+            yield pq.ParquetFile(raw)
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            if is_transient_error(error):
+                raise
+            raise UserError(f"{url} is not a readable Parquet file: {error}") from None
+        except ValueError as error:  # of fsspec
+            if isinstance(error, UserError) or not url.startswith(("http://", "https://")):
+                raise
+            raise UserError(f"{url}: the web server serves no byte ranges. Download the file, and name that.") from None
 
 
 def _read_parquet(url: str) -> Iterator[tuple[str, Callable[[], Row]]]:

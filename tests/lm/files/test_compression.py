@@ -51,8 +51,8 @@ def test_zeros_may_follow_a_compressed_stream(tmp_path: Path, suffix: str, zeros
 def test_streams_do_not_depend_on_the_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, read_bytes: int
 ) -> None:
-    monkeypatch.setattr("lm.text.sources._STREAM_READ_BYTES", read_bytes)
-    monkeypatch.setattr("lm.text.sources.BLOCK_BYTES", 3)
+    monkeypatch.setattr("lm.files.compression._STREAM_READ_BYTES", read_bytes)
+    monkeypatch.setattr("lm.files.compression.BLOCK_BYTES", 3)
     path, compress = tmp_path / f"a.txt{suffix}", COMPRESSIONS[suffix]
     path.write_bytes(compress(b"one") + compress(b"") + bytes(8) + compress(b"two and three"))
     assert read_text(str(path)) == "onetwo and three"

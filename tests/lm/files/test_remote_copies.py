@@ -15,14 +15,11 @@ from hypothesis import strategies as st
 from tenacity import wait_none
 
 from lm.common.errors import UserError
-from lm.data import remote_files
 from lm.data.batches import gather_batch
-from lm.data.remote_files import fetch_directory, fetch_files
 from lm.data.token_shards import TokenShards
-from lm.files import copies
-from lm.files.copies import remove_old_copies
-from lm.text import retry
-from lm.text.sources import open_filesystem
+from lm.files import remote_copies, retry
+from lm.files.remote_copies import fetch_directory, fetch_files, remove_old_copies
+from lm.files.urls import open_filesystem, read_file, read_range
 
 Shards = tuple[list[Path], list[str], dict[str, str]]
 
@@ -76,7 +73,7 @@ def test_the_locks_of_copies_do_not_become_more_and_more(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for number in range(400):
-        with remote_files._replace_copy(kind, str(number), lambda copy: True):
+        with remote_copies._replace_copy(kind, str(number), lambda copy: True):
             pass
     assert len([*(tmp_path / "cache").rglob("*.lock")]) <= 256
 
@@ -124,11 +121,11 @@ def test_the_least_recently_used_copies_are_deleted_except_shards_of_a_running_t
         os.utime(copy, (time.time() - 48 * 3600,) * 2)
     remove_old_copies(0)
     assert (shard.exists(), directory.exists()) == (True, False)
-    copies._hold.cache_clear()  # the training ends
+    remote_copies._hold.cache_clear()  # the training ends
     remove_old_copies(1000)
     assert shard.exists()
     fetch_files(urls[:1], checksums, 1000)
-    copies._hold.cache_clear()
+    remote_copies._hold.cache_clear()
     remove_old_copies(0)
     assert shard.exists(), "it was used less than a day ago"
     os.utime(shard.parent, (time.time() - 48 * 3600,) * 2)
@@ -145,7 +142,7 @@ def test_the_sizes_of_files_past_the_limit_are_not_requested(
     shards: Shards, bucket: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requested: list[str] = []
-    monkeypatch.setattr(remote_files, "_MAX_CONCURRENT_REQUESTS", 2)
+    monkeypatch.setattr(remote_copies, "_BATCH_URLS", 2)
 
     def size(fs: Any, path: str) -> int:
         requested.append(path)
@@ -205,7 +202,7 @@ def test_a_directory_is_fetched(shards: Shards, bucket: Any) -> None:
     assert fetch_directory("/a/b") == "/a/b"
     with pytest.raises(UserError, match="s3://corpus/nothing cannot be read"):
         fetch_directory("s3://corpus/nothing")
-    assert remote_files.read_file("s3://corpus/tokenizer/vocab.json") == b"{}"
+    assert read_file("s3://corpus/tokenizer/vocab.json") == b"{}"
 
 
 def test_a_directory_is_fetched_once_until_it_changes(
@@ -259,8 +256,8 @@ def test_a_request_that_fails_once_is_repeated(
 
     monkeypatch.setattr(fs, "cat_file", cat_file)
     monkeypatch.setattr(retry.retry_request, "wait", wait_none())
-    assert remote_files.read_range(urls[0], 2, 6) == fs.cat_file(path)[2:6]
+    assert read_range(urls[0], 2, 6) == fs.cat_file(path)[2:6]
     assert "cannot be reached" in caplog.text
     failures = [EndpointConnectionError(endpoint_url="http://store") for _ in range(9)]
     with pytest.raises(UserError, match=r"s3://corpus/0\.bin cannot be reached"):
-        remote_files.read_file(urls[0])
+        read_file(urls[0])

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from lm.common.errors import UserError
-from lm.data.json_rows import DamagedRows, read_rows
 from lm.text.config import DataConfig
+from lm.text.rows import DamagedRows, read_rows
 from tests.helpers.corpora import COMPRESSIONS, EOT, read_documents, write_parquet, write_text
 from tests.helpers.ingesting import run, sources
 

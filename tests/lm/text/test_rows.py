@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm.common.errors import UserError
-from lm.data import json_rows
-from lm.data.json_rows import DamagedRows, Row, read_rows
+from lm.text import rows
+from lm.text.rows import DamagedRows, Row, read_rows
 from tests.helpers.examples import examples
 
 
@@ -111,7 +111,7 @@ def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
 
 
 def test_a_long_line_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_rows, "_MAX_ROW_BYTES", 1 << 20)
+    monkeypatch.setattr(rows, "_MAX_ROW_BYTES", 1 << 20)
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"a": 1}\n{"a": "' + b"x" * (3 << 20) + b'"}\n{"a": 2}\n')
     damaged = DamagedRows()
@@ -122,7 +122,6 @@ def test_a_long_line_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @examples(200)
 @given(st.lists(st.binary(max_size=8), max_size=8), st.integers(0, 6))
 def test_lines_are_those_of_the_joined_blocks(blocks: list[bytes], limit: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_rows, "_MAX_ROW_BYTES", limit)
-        expected = [line if len(line) <= limit else None for line in b"".join(blocks).split(b"\n")]
-        assert list(json_rows._split_lines(blocks)) == expected
+    lines = b"".join(blocks).split(b"\n")
+    expected = [(len(line), line if len(line) <= limit else None) for line in lines]
+    assert list(rows._split_lines(blocks, limit)) == expected

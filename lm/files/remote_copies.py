@@ -1,32 +1,34 @@
-"""Files on an object store: read by requests, or copied once per machine while its disk may hold them.
+"""Local copies of remote files in the user's cache, kept between runs, and which of them are deleted.
 
-Copies lie in the user's cache, see :mod:`lm.files.copies`. Processes of a machine share them.
+The modification time of a copy's directory is the time of its last use. ``downloads/<root>/<stage>/<key>/<attempt>``
+are outputs of stages. A training whose job has URLs copies to ``downloads/shards`` and ``downloads/directories``.
+Processes of a machine share the copies.
 """
 
+import fcntl
 import hashlib
 import logging
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import ExitStack, contextmanager, suppress
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from filelock import FileLock
 
 from lm.common.errors import UserError, translate_write_errors
-from lm.files.cache_dir import cache_directory
+from lm.files.atomic_dir import atomic_directory
+from lm.files.cache_dir import cache_directory, prune
 from lm.files.checksum import file_checksum
-from lm.files.copies import hold_shards, remove_old_copies
-from lm.files.fsync import sync_path
-from lm.text.retry import NOT_FOUND_ERRORS, retry_request, translate_errors
-from lm.text.sources import is_range_past_end, open_filesystem, source_version
+from lm.files.urls import file_sizes, file_version, open_filesystem, request
 
 log = logging.getLogger(__name__)
 
-_MAX_CONCURRENT_REQUESTS = 16
+_COPIES = ("downloads/*/*/*/*", "downloads/directories/*/", "downloads/shards/*/")
+_RETENTION_SECONDS = 24 * 3600  # a run may still use them
+_BATCH_URLS = 16  # whose sizes are requested at the same time
 _SHARD, _VERIFIED = "tokens.bin", "verified"  # in the copy of a token file; the latter says what was verified
 
 
@@ -42,10 +44,12 @@ def fetch_files(paths: Sequence[str], checksums: Mapping[str, str], max_bytes: i
         return list(paths)
     remove_old_copies(max_bytes)
     with translate_write_errors(cache_directory()):
-        hold_shards()
+        lock = _shards_lock_file()
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        _hold(lock)
     remaining, copies = max_bytes, dict[str, str]()
-    for start in range(0, len(urls), _MAX_CONCURRENT_REQUESTS):
-        batch = urls[start : start + _MAX_CONCURRENT_REQUESTS]
+    for start in range(0, len(urls), _BATCH_URLS):
+        batch = urls[start : start + _BATCH_URLS]
         for url, size in zip(batch, file_sizes(batch), strict=True):
             remaining -= size
             if remaining >= 0:
@@ -64,7 +68,7 @@ def fetch_directory(path: str) -> str:
     if "://" not in path:
         return path
     fs, remote_path = open_filesystem(path)
-    files = sorted(_request(path, fs.ls, remote_path, detail=True), key=lambda file: str(file["name"]))
+    files = sorted(request(path, fs.ls, remote_path, detail=True), key=lambda file: str(file["name"]))
     sizes = {str(file["name"]).rpartition("/")[2]: file["size"] for file in files}
 
     def is_intact(copy: Path) -> bool:
@@ -73,19 +77,8 @@ def fetch_directory(path: str) -> str:
     with _replace_copy("directories", repr((path, files)), is_intact) as (copy, temporary):
         if temporary:
             for file, name in zip(files, sizes, strict=True):
-                _request(path, fs.get_file, file["name"], str(temporary / name))
+                request(path, fs.get_file, file["name"], str(temporary / name))
     return str(copy)
-
-
-def file_sizes(urls: Sequence[str]) -> list[int]:
-    """Return the size of each file in bytes. Raises UserError if one is missing."""
-
-    def size(url: str) -> int:
-        fs, path = open_filesystem(url)
-        return int(_request(url, fs.size, path))
-
-    with ThreadPoolExecutor(_MAX_CONCURRENT_REQUESTS) as pool:
-        return list(pool.map(size, urls))
 
 
 def _fetch_shard(url: str, checksum: str) -> str:
@@ -94,7 +87,7 @@ def _fetch_shard(url: str, checksum: str) -> str:
         raise UserError(f"The job has no checksum of {url}; add its SHA-256 to checksums.")
 
     def verified(copy: Path) -> str:
-        return repr((checksum, source_version(str(copy / _SHARD))))
+        return repr((checksum, file_version(str(copy / _SHARD))))
 
     def is_intact(copy: Path) -> bool:
         record = copy / _VERIFIED
@@ -103,7 +96,7 @@ def _fetch_shard(url: str, checksum: str) -> str:
     with _replace_copy("shards", repr((url, checksum)), is_intact) as (copy, temporary):
         if temporary:
             fs, remote_path = open_filesystem(url)
-            _request(url, fs.get_file, remote_path, str(temporary / _SHARD))
+            request(url, fs.get_file, remote_path, str(temporary / _SHARD))
             if file_checksum((temporary / _SHARD).open("rb")) != checksum:
                 raise UserError(f"{url} is damaged. Run the pipeline again: it makes it again.")
             (temporary / _VERIFIED).write_text(verified(temporary))
@@ -118,7 +111,6 @@ def _replace_copy(kind: str, identity: str, is_intact: Callable[[Path], bool]) -
     Other processes wait. The second is None if the copy is intact. Raises UserError if the disk cannot be written.
     """
     copy = cache_directory() / "downloads" / kind / hashlib.sha256(identity.encode()).hexdigest()[:32]
-    temporary = copy.with_suffix(".tmp")
     with translate_write_errors(copy):
         copy.parent.mkdir(parents=True, exist_ok=True)
         # 256 locks are shared by all copies. One for each copy would stay for ever: to delete a lock is not safe.
@@ -127,46 +119,34 @@ def _replace_copy(kind: str, identity: str, is_intact: Callable[[Path], bool]) -
                 os.utime(copy)  # remove_old_copies keeps it
             if is_intact(copy):
                 yield copy, None
-                return
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
-            try:
-                yield copy, temporary
-                for path in (*temporary.iterdir(), temporary):
-                    sync_path(path)
-                shutil.rmtree(copy, ignore_errors=True)
-                temporary.rename(copy)
-                sync_path(copy.parent)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
+            else:
+                with atomic_directory(copy) as temporary:
+                    yield copy, temporary
 
 
-def read_range(url: str, start: int, end: int) -> bytes:
-    """Return the bytes ``start`` to ``end`` of a file, or fewer at its end. Raises UserError if it cannot be read."""
-    fs, path = open_filesystem(url)
+def remove_old_copies(max_bytes: int) -> None:
+    """Delete copies that were not used in the last 24 hours, the oldest first, until all copies have ``max_bytes``.
 
-    def read() -> bytes:
-        try:
-            return bytes(fs.cat_file(path, start=start, end=end))
-        except OSError as error:
-            if is_range_past_end(error):
-                return b""
-            raise
-
-    return bytes(_request(url, read))
-
-
-def read_file(path: str) -> bytes:
-    """Return the content of a local file or of a URL. Raises OSError or UserError if it cannot be read."""
-    if "://" not in path:
-        return Path(path).read_bytes()
-    fs, remote_path = open_filesystem(path)
-    return bytes(_request(path, fs.cat_file, remote_path))
+    Token files stay until the process ends that fetched them: a training may open one days after its start.
+    """
+    with ExitStack() as stack:
+        are_shards_held = True
+        with suppress(OSError):  # a training has locked the token files, or there are none
+            file = stack.enter_context(_shards_lock_file().open("rb"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            are_shards_held = False
+        copies = chain.from_iterable(map(cache_directory().glob, _COPIES))
+        prune(copies, _RETENTION_SECONDS, max_bytes, lambda copy: are_shards_held and copy.parent.name == "shards")
 
 
-def _request(url: str, operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call the file system of a URL, and retry if the network fails. Raises UserError if the file cannot be read."""
-    try:
-        return retry_request(translate_errors, url, partial(operation, *arguments, **options))
-    except NOT_FOUND_ERRORS as error:
-        raise UserError(f"{url} cannot be read: {error}") from None
+def _shards_lock_file() -> Path:
+    return cache_directory() / "downloads" / "shards" / ".lock"
+
+
+@lru_cache
+def _hold(path: Path) -> IO[bytes]:
+    """Lock a file until this process ends."""
+    file = path.open("ab")
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_SH)
+    return file

@@ -1,4 +1,4 @@
-"""Windows: contiguous buffers of text for the kernels, built from blocks of bytes."""
+"""Text windows: contiguous buffers of UTF-8 that a kernel reads at once, built from blocks of bytes."""
 
 from collections.abc import Iterable, Iterator
 
@@ -11,12 +11,14 @@ from lm.kernels.jit import Records
 
 WINDOW = 1 << 19  # bytes that a kernel reads per call: they fit into the CPU's cache
 PADDING = 128  # bytes after the end that a kernel may read
-_GROWTH_FACTOR = 32  # large, to move the text rarely: the OS allocates pages only when they are written
+# Allocate much more than needed, so that text is rarely copied. Pages that are not written cost no memory.
+_GROWTH_FACTOR = 32
 _MAX_WINDOW_BYTES = 1 << 30  # the kernels' positions have 32 bits
-_MAX_GROWN_BYTES = 1 << 30  # a buffer above it is twice the text: a small machine refuses to promise more
+# Above this size, allocate only twice the text. A machine with little memory may refuse more.
+_MAX_GROWN_BYTES = 1 << 30
 
 
-def windows(
+def text_windows(
     blocks: Iterable[bytes], cursor: Records, size: int = WINDOW
 ) -> Iterator[tuple[npt.NDArray[np.uint8], int, bool]]:
     """Yield (uint8 buffer, end, is_last) over the concatenated ``blocks``. ``buffer[:end]`` is the text to process.

@@ -1,4 +1,4 @@
-"""Retries of requests to remote file systems: four tries, about 2, 4 and 8 seconds apart, for network failures only."""
+"""Errors of remote file systems, and retries: four tries, about 2, 4 and 8 seconds apart, for network failures only."""
 
 import errno
 import logging
@@ -15,12 +15,15 @@ from tenacity import (
 )
 
 from lm.common.errors import TransientError, UserError
-from lm.text.sources import is_transient_error
 
 log = logging.getLogger(__name__)
 
 NOT_FOUND_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _LOCAL_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}  # where a download is written
+# Names of exception classes, because their libraries (aiohttp, botocore) may not be installed.
+_CONNECTION_ERRORS = {
+    *("ConnectionError", "TimeoutError", "ClientConnectionError", "ClientPayloadError", "HTTPClientError"),
+}
 
 retry_reading = Retrying(
     retry=retry_if_exception_type(TransientError),
@@ -51,3 +54,33 @@ def translate_errors(place: str, operation: Callable[[], _Result], is_local: boo
         if may_pass or is_transient_error(error):
             raise TransientError(f"{place} cannot be reached: {error}") from error
         raise UserError(f"{place} cannot be used: {error}") from error
+
+
+def source_error(failure: str, error: Exception) -> UserError:
+    """Return the error for a failure of a file system: TransientError if a retry may succeed, else UserError."""
+    kind = TransientError if is_transient_error(error) else UserError
+    return kind(f"{failure}: {error.__cause__ or error}")
+
+
+def is_transient_error(error: BaseException) -> bool:
+    """Return whether a retry may succeed: ``error`` or its cause is a broken connection or a server error."""
+    for candidate in (error, error.__cause__):
+        if status := _http_status(candidate):
+            return status >= 500 or status in (408, 425, 429)
+        names = {kind.__name__ for kind in type(candidate).__mro__}
+        if names & _CONNECTION_ERRORS and "ClientConnectorCertificateError" not in names:
+            return True
+    return False
+
+
+def is_range_past_end(error: BaseException) -> bool:
+    """Return whether ``error`` or its cause says that a byte range begins after the end of its file."""
+    return 416 in (_http_status(error), _http_status(error.__cause__))
+
+
+def _http_status(error: BaseException | None) -> int | None:
+    """Return the HTTP status of an exception of botocore or aiohttp."""
+    response = getattr(error, "response", None)  # botocore
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
+    status = status or getattr(error, "status", None)  # aiohttp
+    return status if isinstance(status, int) else None
