@@ -1,4 +1,7 @@
-"""Detect runs whose process died, and report them to Prefect as crashed."""
+"""Detect runs whose process died, and report them to Prefect as crashed.
+
+Prefect itself does this by heartbeats and an automation of a server that goes on. A temporary server ends with its run.
+"""
 
 import hashlib
 import logging

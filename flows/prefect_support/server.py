@@ -205,7 +205,7 @@ def tie_temporary_server() -> None:
 
 def has_temporary_server_ended() -> bool:
     """Return whether this process has started a temporary server that does not run any more."""
-    return bool(_started) and _started[-1].has_ended()
+    return bool(_started) and subprocess.Popen.poll(_started[-1]) is not None
 
 
 class _TiedServer(subprocess.Popen[bytes]):
@@ -251,10 +251,6 @@ class _TiedServer(subprocess.Popen[bytes]):
             f"Its files and its database are in {get_current_settings().home}. If another version of Prefect made the "
             "database, or if it is damaged, set PREFECT_HOME to another directory: use one for each version of Prefect."
         )
-
-    def has_ended(self) -> bool:
-        """Return whether it has ended, also after its start."""
-        return super().poll() is not None
 
     def send_signal(self, sig: int) -> None:
         """Send a signal. From now on the server can end without an error."""

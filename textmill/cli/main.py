@@ -34,7 +34,6 @@ _PREFECT_SETTINGS = {
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
 }
 
-_FLOW_COMMANDS = {"run", "posttrain", "sweep", "profile", "tokenizers"}  # those of textmill.cli.run
 _KEEP_NOTHING = {"sample", "chat", "tokenizers", "export"}  # commands whose work is lost if they are stopped
 _WITHOUT_LOG = {"sample", "chat", "serve", "verify", "gc", "up"}  # commands that do not show the project's log lines
 
@@ -87,17 +86,19 @@ def _prepare_command(name: str) -> Any:
     """Return the function of a command. Show log lines, and report to a server, as the command does."""
     from textmill.cli import run, tools
 
+    function = f"{name.replace('-', '_')}_command"
+    starts_flow = hasattr(run, function)
     if name not in _WITHOUT_LOG:
         log_to_console()
     # A temporary server would write the same database as that of a running textmill up.
-    if name in _FLOW_COMMANDS and not is_server_configured() and (url := find_local_stack()):
+    if starts_flow and not is_server_configured() and (url := find_local_stack()):
         os.environ["PREFECT_API_URL"] = f"{url}/api"
         if "prefect" in sys.modules:  # it has read its settings already, to see whether they name a server
             from prefect.context import refresh_global_settings_context
 
             refresh_global_settings_context()
         _print_message(f"This run reports to the server of textmill up, {url}.")
-    return getattr(run if name in _FLOW_COMMANDS else tools, f"{name.replace('-', '_')}_command")
+    return getattr(run if starts_flow else tools, function)
 
 
 class _ConsoleHandler(logging.Handler):

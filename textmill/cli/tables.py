@@ -1,4 +1,7 @@
-"""What the commands of ``textmill`` print when they end."""
+"""What the commands of ``textmill`` print when they end.
+
+The columns are aligned by format strings. A library for tables would also draw rules and choose the widths.
+"""
 
 import csv
 import shlex
