@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.texts import story_file
-from flows.config import load_preset
+from flows.config import PipelineConfig
 from lm.common.execution import Execution
 from lm.data.token_shards import TokenShards
 from lm.model.config import ModelConfig
@@ -44,7 +44,7 @@ class Recipe:
 
 def recipes(vocab_size: int) -> tuple[Recipe, Recipe]:
     """Return AdamW with a cosine schedule, and the fast recipe."""
-    plain, fast = load_preset("stories-cpu"), load_preset("stories-fast")
+    plain, fast = PipelineConfig.load_preset("stories-cpu"), PipelineConfig.load_preset("stories-fast")
     adamw = replace(plain.train, optimizer="adamw", schedule="cosine", min_lr=0.0)
     best = fast.train.max_lr
     return (
@@ -57,7 +57,7 @@ def read_data(directory: Path) -> TrainData:
     """Return the tokens of the stories. The first call makes and saves them."""
     saved_tokenizer = directory / "tokenizer"
     if not saved_tokenizer.exists():
-        vocab_size = load_preset("stories-fast").tokenizer.vocab_size
+        vocab_size = PipelineConfig.load_preset("stories-fast").tokenizer.vocab_size
         text = story_file("train", directory)
         Tokenizer(*train_bpe(text, vocab_size, [END_OF_TEXT]), [END_OF_TEXT]).save(saved_tokenizer)
     tokenizer = Tokenizer.load(saved_tokenizer)

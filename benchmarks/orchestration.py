@@ -18,26 +18,23 @@ import tempfile
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.texts import story_file
+from flows.config import PipelineConfig
+from flows.plan import Executor, UntilReached
 
 _SERVER_START_SECONDS = 120
 
 
-@dataclass(frozen=True)
-class DirectCaller:
+class DirectExecutor(Executor):
     """Call the stages from a thread pool, without orchestration."""
-
-    run: Any
 
     def call(self, stage: Any, *arguments: Any, title: str = "") -> Any:
         return stage.materialize(self.run, stage.bind(*arguments))[0]
-
-    def read(self, function: Any, *arguments: Any) -> Any:
-        return function(self.run.store, *arguments)
 
     def map(self, stage: Any, title: str, items: Any, *arguments: Any) -> list[Any]:
         with ThreadPoolExecutor(self.run.execution.workers) as pool:
@@ -46,10 +43,8 @@ class DirectCaller:
 
 def measure(kind: str, preset: str, until: Any, data: dict[str, Any]) -> dict[str, float]:
     """Run once in this process; return the wall, idle and CPU seconds."""
-    from flows.chain import PIPELINE
-    from flows.config import load_preset
+    from flows.pipeline import pipeline, pipeline_stages
     from flows.prefect_support.server import server_for_flow
-    from tasks.ingest import find_sources
     from tasks.runtime.context import RunContext
     from tasks.runtime.stage import Stage
 
@@ -64,19 +59,17 @@ def measure(kind: str, preset: str, until: Any, data: dict[str, Any]) -> dict[st
             intervals.append((started, time.perf_counter()))
 
     Stage.materialize = timed_materialize  # type: ignore[method-assign, assignment]
-    config = load_preset(preset)
+    config = PipelineConfig.load_preset(preset)
     config = replace(config, data=replace(config.data, **data))
     with tempfile.TemporaryDirectory() as root:
         started, cpu = time.perf_counter(), time.process_time()
         if kind == "prefect":
-            from flows.pipeline import pipeline
-
             with server_for_flow():
                 pipeline(config, root, until)
         else:
-            caller = DirectCaller(RunContext(root, "direct", execution=config.execution))
-            sources = find_sources(config.data, caller.run.store)
-            list(PIPELINE.run(config, sources, caller, until))
+            with suppress(UntilReached):
+                run = RunContext(root, "direct", execution=config.execution)
+                pipeline_stages(config, DirectExecutor(run, config, until))
         wall = time.perf_counter() - started
         return {"wall": wall, "idle": wall - _union(intervals), "cpu": time.process_time() - cpu}
 

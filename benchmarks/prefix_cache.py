@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from flows.config import load_preset
+from flows.config import PipelineConfig
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Engine, Generation
 from lm.inference.runners.runner import prepare_for_inference
@@ -45,7 +45,9 @@ def chat(engine: Engine, turns: int, tokens: int, seed: int) -> tuple[float, lis
 def measure(turns: int, tokens: int, rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
     context = 2 * turns * tokens
-    model = TransformerLM(replace(load_preset("stories-cpu").model, vocab_size=10_000, context_length=context))
+    model = TransformerLM(
+        replace(PipelineConfig.load_preset("stories-cpu").model, vocab_size=10_000, context_length=context)
+    )
     prepare_for_inference(model)
     engines = {"without": Engine(model, 1), "with": Engine(model, 1, prefix_cache_bytes=PREFIX_CACHE_BYTES)}
     for engine in engines.values():

@@ -24,7 +24,7 @@ import httpx
 import torch
 import uvicorn
 
-from flows.config import load_preset
+from flows.config import PipelineConfig
 from lm.inference.runners.runner import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from lm.text.pretokenize import END_OF_TEXT
@@ -40,7 +40,7 @@ def serve() -> None:
     """Serve until the standard input ends. Print the port at the start, and the running completions at the end."""
     tokenizer = Tokenizer({byte: bytes([byte]) for byte in range(256)}, [], [END_OF_TEXT])
     torch.manual_seed(0)
-    model = TransformerLM(replace(load_preset("stories-cpu").model, vocab_size=tokenizer.size))
+    model = TransformerLM(replace(PipelineConfig.load_preset("stories-cpu").model, vocab_size=tokenizer.size))
     app = build_app(
         prepare_for_inference(model), tokenizer, "random", BATCH_SIZE, prefix_cache_bytes=PREFIX_CACHE_BYTES
     )

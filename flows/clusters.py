@@ -5,10 +5,10 @@ the flow's own task runner: otherwise Prefect would connect each task on a worke
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 from prefect import State, Task
 from prefect.settings import get_current_settings
@@ -19,27 +19,9 @@ from lm.text.sources import is_local_file
 from tasks.runtime.context import RunContext
 from tasks.runtime.execution import Execution
 
-log = logging.getLogger(__name__)
-
-
 _MAX_TASK_RUNS = 256  # of a stage; more make Prefect's UI slow
 _MIN_TASK_RUNS_ON_CLUSTER = 16
-
-
-class Runner(Protocol):
-    """Runs Prefect tasks."""
-
-    def submit(self, task: "Task[..., Any]", parameters: dict[str, Any], upstream: list[State[Any]]) -> Any:
-        """Start a task and return its Prefect future. ``upstream`` has the finished task runs that it reads from."""
-
-    def count_slots(self) -> int:
-        """Return how many tasks may be in flight."""
-
-    def max_task_runs(self) -> int:
-        """Return the largest number of task runs of a stage."""
-
-    def explain(self, error: BaseException) -> str:
-        """Return what to tell the user about an exception that no task raised; empty if it is not of the cluster."""
+_TASK_RUNNERS = {"dask": ("prefect_dask", "DaskTaskRunner"), "ray": ("prefect_ray", "RayTaskRunner")}
 
 
 def max_task_runs_on_cluster(slots: int) -> int:
@@ -51,92 +33,51 @@ def max_task_runs_on_cluster(slots: int) -> int:
     return min(_MAX_TASK_RUNS, max(_MIN_TASK_RUNS_ON_CLUSTER, 4 * slots))
 
 
-class ThreadRunner:
-    """Runs tasks in threads of this process."""
+class Runner:
+    """Runs Prefect tasks: in the flow's own thread pool, or in the workers of a Dask or Ray cluster."""
 
-    def __init__(self, execution: Execution) -> None:
-        self._slots = execution.tasks_in_flight or execution.workers
+    def __init__(self, execution: Execution, cluster: Any = None) -> None:
+        """``cluster`` is Prefect's task runner for the cluster, entered."""
+        self._execution, self._cluster = execution, cluster
+        self._address = cluster.client.scheduler_info()["address"] if execution.runner == "dask" else ""
 
     def submit(self, task: "Task[..., Any]", parameters: dict[str, Any], upstream: list[State[Any]]) -> Any:
-        """Start a task in the flow's own thread pool."""
+        """Start a task and return its Prefect future. ``upstream`` has the finished task runs that it reads from."""
+        if self._cluster is not None:
+            return self._cluster.submit(task, parameters=parameters, wait_for=upstream)
         # Prefect looks for futures in what is not quoted, while other threads add outputs to the run. It would also
         # take any object with the memory address of an earlier result for that result.
         return task.submit(**{name: quote(value) for name, value in parameters.items()}, wait_for=upstream)
 
     def count_slots(self) -> int:
-        """Return the number of threads."""
-        return self._slots
+        """Return how many tasks may be in flight: one for each thread of this process, or two for each thread or CPU
+        core of the cluster. While one of these runs, the next one waits there."""
+        slots = self._execution.workers
+        if self._execution.runner == "dask":
+            client = self._cluster.client
+            if client.status != "running":
+                raise ConnectionError(f"the client is {client.status}")
+            slots = max(1, 2 * sum(client.nthreads().values()))
+        elif self._execution.runner == "ray":
+            slots = max(1, 2 * int(import_module("ray").cluster_resources().get("CPU", 1)))
+        return self._execution.tasks_in_flight or slots
 
     def max_task_runs(self) -> int:
-        """Return 256: a task run costs little here."""
-        return _MAX_TASK_RUNS
+        """Return the largest number of task runs of a stage. A task run costs little in this process."""
+        return max_task_runs_on_cluster(self.count_slots()) if self._cluster is not None else _MAX_TASK_RUNS
 
     def explain(self, error: BaseException) -> str:
-        """Threads have no failures of their own."""
-        return ""
-
-
-class DaskRunner:
-    """Runs tasks in the workers of a Dask cluster."""
-
-    def __init__(self, runner: Any, execution: Execution) -> None:
-        self._runner, self._execution = runner, execution
-        self._address = runner.client.scheduler_info()["address"]
-
-    def submit(self, task: "Task[..., Any]", parameters: dict[str, Any], upstream: list[State[Any]]) -> Any:
-        """Submit a task to the scheduler."""
-        return self._runner.submit(task, parameters=parameters, wait_for=upstream)
-
-    def count_slots(self) -> int:
-        """Return two tasks for each thread of a worker: while one runs, the next one waits there."""
-        if self._runner.client.status != "running":
-            raise ConnectionError(f"the client is {self._runner.client.status}")
-        return self._execution.tasks_in_flight or max(1, 2 * sum(self._runner.client.nthreads().values()))
-
-    def max_task_runs(self) -> int:
-        """Return some for each thread; see :func:`max_task_runs_on_cluster`."""
-        return max_task_runs_on_cluster(self.count_slots())
-
-    def explain(self, error: BaseException) -> str:
-        """Explain a lost scheduler, or a task whose workers died."""
-        name = type(error).__name__
-        if name == "KilledWorker":
+        """Return what to tell the user about a lost cluster, or a task whose workers died; empty for other errors."""
+        kind = type(error)
+        if self._execution.runner == "ray" and kind.__module__.startswith("ray."):
+            return f"The Ray cluster failed: {kind.__name__}: {str(error).strip().splitlines()[0]}"
+        if self._execution.runner != "dask":
+            return ""
+        if kind.__name__ == "KilledWorker":
             return "Several workers died one after the other while they did the same group. Do they have enough memory?"
-        if isinstance(error, (OSError, TimeoutError)) or name in ("CancelledError", "FutureCancelledError"):
+        if isinstance(error, (OSError, TimeoutError)) or kind.__name__ in ("CancelledError", "FutureCancelledError"):
             return f"The Dask scheduler at {self._address} is lost. Start it again."
         return ""
-
-
-class RayRunner:
-    """Runs tasks in the workers of a Ray cluster."""
-
-    def __init__(self, runner: Any, execution: Execution) -> None:
-        self._runner, self._execution = runner, execution
-
-    def submit(self, task: "Task[..., Any]", parameters: dict[str, Any], upstream: list[State[Any]]) -> Any:
-        """Submit a task to Ray."""
-        return self._runner.submit(task, parameters=parameters, wait_for=upstream)
-
-    def count_slots(self) -> int:
-        """Return two tasks for each CPU core of the cluster."""
-        cpus = import_module("ray").cluster_resources().get("CPU", 1)
-        return self._execution.tasks_in_flight or max(1, 2 * int(cpus))
-
-    def max_task_runs(self) -> int:
-        """Return some for each core; see :func:`max_task_runs_on_cluster`."""
-        return max_task_runs_on_cluster(self.count_slots())
-
-    def explain(self, error: BaseException) -> str:
-        """Explain a lost cluster, or a task whose workers died."""
-        if type(error).__module__.startswith("ray."):
-            return f"The Ray cluster failed: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        return ""
-
-
-_CLUSTER_RUNNERS: dict[str, tuple[str, str, Callable[[Any, Execution], Runner]]] = {
-    "dask": ("prefect_dask", "DaskTaskRunner", DaskRunner),
-    "ray": ("prefect_ray", "RayTaskRunner", RayRunner),
-}
 
 
 @contextmanager
@@ -148,10 +89,10 @@ def open_runner(run: RunContext, sources: Sequence[str]) -> Iterator[Runner]:
     """
     execution = run.execution
     if execution.runner == "threads":
-        yield ThreadRunner(execution)
+        yield Runner(execution)
         return
     _check_reachable(run, sources)
-    module, name, kind = _CLUSTER_RUNNERS[execution.runner]
+    module, name = _TASK_RUNNERS[execution.runner]
     try:
         task_runner = getattr(import_module(module), name)
     except ImportError as error:
@@ -160,7 +101,7 @@ def open_runner(run: RunContext, sources: Sequence[str]) -> Iterator[Runner]:
         ) from None
     with task_runner(**_runner_options(execution)) as entered:
         try:
-            runner = kind(entered, execution)
+            runner = Runner(execution, entered)
             runner.count_slots()
         except (OSError, ValueError) as error:  # ValueError: the address is not valid
             raise MachineError(f"The cluster at {execution.address} does not answer: {error}.") from None

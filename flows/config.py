@@ -1,10 +1,13 @@
-"""The configuration of a run, one section per subject, and the presets."""
+"""The configurations of flows: presets, YAML files and partial parameters; and the configuration of the pipeline."""
 
+import functools
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, Self, get_args, get_type_hints
 
-from flows.yaml_files import read_yaml
+import yaml
+
 from lm.common.config import PYDANTIC_CONFIG
 from lm.common.errors import UserError, did_you_mean
 from lm.experiments.budget import parse_budget
@@ -15,17 +18,86 @@ from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig
 from tasks.runtime.execution import Execution
 
-T = TypeVar("T")
-PRESETS = Path(__file__).parent / "presets"
-
 StageName = Literal["ingest", "budget", "chunk", "count", "merge", "encode", "train", "sample"]
+
+_MERGE_TAG, _TEXT_TAG = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:str"
+
+
+class FlowConfig:
+    """What the configurations of all flows share: their presets, and the stages of a run."""
+
+    STAGES: ClassVar[tuple[str, ...]]
+    """Names of the flow's stages in their order."""
+    PRESETS: ClassVar[Path]
+    """Directory of the flow's presets."""
+
+    @classmethod
+    def preset_names(cls) -> list[str]:
+        """Return the names of the flow's presets."""
+        return sorted(path.stem for path in cls.PRESETS.glob("*.yaml"))
+
+    @classmethod
+    def preset_path(cls, name: str) -> Path:
+        """Return the file of a preset. Raise UserError with the closest name if there is no such preset."""
+        names = cls.preset_names()
+        if name not in names:
+            raise UserError(f"There is no preset {name!r}{did_you_mean(name, names)}. Presets: {', '.join(names)}.")
+        return cls.PRESETS / f"{name}.yaml"
+
+    @classmethod
+    def load_preset(cls, name: str) -> Self:
+        """Return the configuration of a preset. Fields that the preset omits have their defaults."""
+        return cls.load(cls.preset_path(name))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Return the configuration in a YAML file. Omitted fields have their defaults."""
+        return cls.validate(read_yaml(path))
+
+    @classmethod
+    def validate(cls, fields: Any) -> Self:
+        """Return the configuration with these fields. Raise UserError, which names the first field that is wrong."""
+        from pydantic import ValidationError
+
+        try:
+            config: Self = cls._type_adapter().validate_python(fields)
+        except ValidationError as error:
+            first = error.errors()[0]
+            message = first["msg"].removeprefix("Value error, ").rstrip(".") + "."
+            raise UserError(": ".join(filter(None, [".".join(map(str, first["loc"])), message]))) from None
+        return config
+
+    @classmethod
+    @functools.cache
+    def _type_adapter(cls) -> Any:
+        from pydantic import TypeAdapter  # slow to import
+
+        return TypeAdapter(cls)
+
+    def why_missing(self, stage: str) -> str:
+        """Return why a run with this configuration has no such stage; empty if it has one."""
+        return ""
+
+    def stage_names(self) -> list[str]:
+        """Return the names of the stages of a run in their order, once for each time that a run looks one up."""
+        return [name for name in self.STAGES if not self.why_missing(name)]
+
+    def check_stages(self, until: str | None, refresh: Sequence[str]) -> None:
+        """Raise UserError if a run with this configuration up to ``until`` does not reach a stage of ``refresh``."""
+        for name in (*filter(None, [until]), *refresh):
+            if reason := self.why_missing(name):
+                raise UserError(reason)
+            if until and self.STAGES.index(name) > self.STAGES.index(until):
+                raise UserError(f"To refresh {name} has no effect, because the run ends with {until}.")
 
 
 @dataclass(frozen=True)
-class PipelineConfig:
+class PipelineConfig(FlowConfig):
     """Configuration of the whole pipeline."""
 
     __pydantic_config__ = PYDANTIC_CONFIG
+    STAGES = get_args(StageName)
+    PRESETS = Path(__file__).parent / "presets"
 
     name: str = "demo"
     """Name of this configuration, part of the names of artifacts in Prefect. It has no effect on results."""
@@ -68,74 +140,44 @@ class PipelineConfig:
                     "cannot share; set execution.processes to a power of two."
                 )
 
+    def why_missing(self, stage: str) -> str:
+        """Return why a run with this configuration has no such stage; empty if it has one."""
+        if stage == "budget" and not self.budget:
+            return "There is no budget to choose a configuration for; give one, such as --budget 30m."
+        if stage in ("count", "merge") and self.train.init_from:
+            return f"There is no stage {stage}: the tokenizer is that of the model of train.init_from."
+        return ""
 
-def preset_path(name: str, presets: Path = PRESETS) -> Path:
-    """Return the file of a preset. Raise UserError with the closest name if there is no such preset."""
-    names = preset_names(presets)
-    if name not in names:
-        raise UserError(f"There is no preset {name!r}{did_you_mean(name, names)}. Presets: {', '.join(names)}.")
-    return presets / f"{name}.yaml"
+    def stated_fields(self, section: str) -> dict[str, Any]:
+        """Return the fields of a section that a user set, or a preset other than the demo's: they have neither their
+        default nor the value of the preset ``demo``, from which the command line starts."""
+        own, *others = (getattr(of, section) for of in (self, PipelineConfig.load_preset("demo"), PipelineConfig()))
+        values = {name: getattr(own, name) for name in own.__dataclass_fields__}
+        return {name: value for name, value in values.items() if all(value != getattr(of, name) for of in others)}
 
+    def options_replaced_by_budget(self) -> list[str]:
+        """Return the options that were set, see :meth:`stated_fields`, although the budget chooses them."""
+        if not self.budget:
+            return []
+        options = [
+            f"{section}.{name}" for section in ("chunk", "model", "train") for name in self.stated_fields(section)
+        ]
+        return [*(["tokenizer.vocab_size"] if "vocab_size" in self.stated_fields("tokenizer") else []), *options]
 
-def preset_names(presets: Path = PRESETS) -> list[str]:
-    """Return the names of a flow's presets."""
-    return sorted(path.stem for path in presets.glob("*.yaml"))
-
-
-def load_preset(name: str) -> PipelineConfig:
-    """Return the configuration of a preset. Fields that the preset omits have their defaults."""
-    return load_config(PipelineConfig, preset_path(name))
-
-
-def load_config(config_type: type[T], path: Path) -> T:
-    """Return the configuration in a YAML file. Omitted fields have their defaults."""
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(config_type).validate_python(read_yaml(path))
-
-
-def has_demo_model(config: PipelineConfig) -> bool:
-    """Return whether a text of the user's own gets the demo's model and training, which are made for seconds."""
-    demo = load_preset("demo")
-    return (
-        not config.budget
-        and config.data.train != demo.data.train
-        and (config.model, config.train) == (demo.model, demo.train)
-    )
-
-
-def options_replaced_by_budget(config: PipelineConfig) -> list[str]:
-    """Return the options that a user, or a preset other than the demo's, set although the budget chooses them."""
-    if not config.budget:
-        return []
-    demo, default = load_preset("demo"), PipelineConfig()
-    names = [
-        f"{section}.{name}" for section in ("chunk", "model", "train") for name in asdict(getattr(default, section))
-    ]
-
-    def value(of: PipelineConfig, option: str) -> Any:
-        section, _, name = option.partition(".")
-        return getattr(getattr(of, section), name)
-
-    return [
-        option
-        for option in ["tokenizer.vocab_size", *names]
-        if value(config, option) not in (value(demo, option), value(default, option))
-    ]
+    def has_demo_model(self) -> bool:
+        """Return whether a text of the user's own gets the demo's model and training, which are made for seconds."""
+        demo = PipelineConfig.load_preset("demo")
+        is_own_text = self.data.train != demo.data.train
+        return not self.budget and is_own_text and (self.model, self.train) == (demo.model, demo.train)
 
 
 def preset_parameters(name: str) -> dict[str, Any]:
     """Return a preset as the parameter ``config`` of a deployment. ``prefect.yaml`` calls it as a build step."""
-    return {"config": asdict(load_preset(name))}
-
-
-def complete_config(config: Any) -> Any:
-    """Complete a partial ``config`` of the flow ``pipeline``; see :func:`complete`."""
-    return complete(config, load_preset("demo"))
+    return {"config": asdict(PipelineConfig.load_preset(name))}
 
 
 def complete(config: Any, default: Any) -> Any:
-    """Complete a partial ``config``, such as ``-p config='{"train": {"steps": 600}}'``.
+    """Complete a partial ``config`` of a flow, such as ``-p config='{"train": {"steps": 600}}'``.
 
     Prefect replaces a deployment's parameter as a whole. Missing fields come from the deployment's own ``config``, then
     from ``default``, a config of the flow.
@@ -166,3 +208,46 @@ def merge_fields(config_type: type[Any], base: dict[str, Any], override: dict[st
         if section and isinstance(base.get(name), dict) and isinstance(override.get(name), dict):
             merged[name] = merge_fields(section, base[name], override[name])
     return merged
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """Refuses a key that is repeated, whose first value would be lost, and one that is not text."""
+
+    are_number_keys_text = False
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Return the node of a mapping, before other mappings are merged into it: these may have the same keys."""
+        node = super().compose_mapping_node(anchor)
+        keys = set[str]()
+        for key_node, _ in node.value:
+            if key_node.tag == _MERGE_TAG:
+                continue
+            key: Any = self.construct_object(key_node, deep=True)
+            if self.are_number_keys_text and type(key) in (int, float):  # not bool
+                key_node.tag, key = _TEXT_TAG, key_node.value
+                self.constructed_objects.pop(key_node)
+            if not isinstance(key, str):
+                problem = f"the key {key!r} is not text; a name of digits, or such as yes, needs quotes"
+            elif key in keys:
+                problem = f"the key {key!r} is given twice"
+            else:
+                keys.add(key)
+                continue
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+        return node
+
+
+def read_yaml(path: Path, are_number_keys_text: bool = False) -> Any:
+    """Return the content of a YAML file. Raise UserError, which names the file, if it cannot be read.
+
+    ``are_number_keys_text``: take keys that are numbers, such as the names of sizes, as text instead of refusing them.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            loader = _YamlLoader(file)
+            loader.are_number_keys_text = are_number_keys_text
+            return loader.get_single_data()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8: {error}.") from None
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None

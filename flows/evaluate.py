@@ -1,4 +1,5 @@
-"""``textmill evaluate``: the responses of a model to the problems of a task, and their figures."""
+"""``textmill evaluate``: the responses of a model to the problems of a task, and their figures. The model is here or
+behind a URL."""
 
 import json
 import logging
@@ -6,11 +7,12 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from flows.answering import open_model
 from lm.common.errors import UserError, translate_write_errors
+from lm.eval.chat_client import ChatClient, ChatFailure, ChatRequest
 from lm.eval.config import EvaluationConfig
 from lm.eval.evaluate import Response, Summary, evaluate, pick_examples, summarize
 from lm.eval.few_shot import PROMPT_TEMPLATES, Prompt, PromptFormat
@@ -19,8 +21,15 @@ from lm.eval.response_file import ResponseFile
 from lm.eval.reward_worker import RewardWorker
 from lm.inference.config import Quantization, SampleConfig
 from lm.text.rows import DamagedRows
+from tasks.runs.models import DirectoryModel, RunModel, resolve_model
+
+if TYPE_CHECKING:
+    from lm.model.transformer import TransformerLM
+    from lm.tokenizer.text_tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
+
+_MAX_FAILURES_LOGGED = 5
 
 
 @dataclass(frozen=True)
@@ -46,16 +55,17 @@ def evaluate_model(
     """Ask a model the problems of a task, and write ``responses.jsonl`` and ``summary.json`` to the directory ``out``.
 
     Responses that the directory has are not asked again. ``model``, ``model_name`` and ``quantization`` are those of
-    :func:`flows.answering.open_model`. By default, ``out`` is a directory below ``evaluations``.
+    :func:`open_model`. By default, ``out`` is a directory below ``evaluations``.
     """
     damaged = DamagedRows()
     files = [config.file] if config.file else []
     task = load_task(config.task, files, "test", config.count, config.seed, damaged)
-    examples = (
-        load_task(config.task, _example_files(config), "train", None, config.seed, damaged).problems
-        if config.shots
-        else []
-    )
+    examples = []
+    if config.shots:
+        if not config.examples and not is_generated(config.task):
+            raise UserError(f"Examples of the task {config.task} are read from a file; name one with --examples.")
+        example_files = [config.examples] if config.examples else []
+        examples = load_task(config.task, example_files, "train", None, config.seed, damaged).problems
     if damaged.count:
         log.warning("%s", damaged)
     answering = open_model(model, model_name, root, device, quantization)
@@ -73,7 +83,8 @@ def evaluate_model(
     settings = {**asdict(config), "model": answering.identity, "reward": reward_name, "is_plain": is_plain}
     for name in ("file", "count", "examples"):  # a response holds its prompt, and there may be more of them later
         del settings[name]
-    directory = Path(out or Path("evaluations", _slug(f"{answering.name}-{config.task}")))
+    slug = re.sub(r"[^\w.-]+", "-", f"{answering.name}-{config.task}").strip("-.")
+    directory = Path(out or Path("evaluations", slug))
     path = directory / "responses.jsonl"
 
     def respond(missing: Sequence[tuple[int, Prompt]]) -> Iterator[tuple[int, Response]]:
@@ -92,11 +103,107 @@ def evaluate_model(
     return EvaluationResult(config.task, answering.name, summary, path, summary_file)
 
 
-def _example_files(config: EvaluationConfig) -> list[str]:
-    if config.examples or is_generated(config.task):
-        return [config.examples] if config.examples else []
-    raise UserError(f"Examples of the task {config.task} are read from a file; name one with --examples.")
+class LocalModel:
+    """A model of a run or of a local directory, on a device of this machine."""
+
+    def __init__(self, resolved: RunModel | DirectoryModel, device: str, quantization: Quantization = "none") -> None:
+        from lm.inference.chat_format import ChatFormat
+
+        self.name = resolved.name
+        self.identity = resolved.identify() + (f" {quantization}" if quantization != "none" else "")
+        """A text that changes with the model."""
+        self._loaded: tuple[TransformerLM, TextTokenizer] = resolved.load_for_inference(device, quantization)
+        self.has_chat_template = ChatFormat(self._loaded[1]).has_template
+
+    def respond(self, prompts: Sequence[tuple[int, Prompt]], config: SampleConfig) -> Iterator[tuple[int, Response]]:
+        """Yield the index and the response of each numbered prompt."""
+        from lm.inference.chat_format import respond
+
+        for response in respond(*self._loaded, prompts, config):
+            yield response.index, Response(response.text, response.num_tokens, response.finish_reason)
 
 
-def _slug(name: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", name).strip("-.")
+class EndpointModel:
+    """A model behind a URL with OpenAI's API.
+
+    ``model`` is its name for the server, by default that of the only model that the server lists. textmill's server
+    says which model it is, and whether it has a chat template; the models of other servers are taken to have one. Some
+    servers also say the length of the context.
+    """
+
+    def __init__(self, url: str, model: str) -> None:
+        self._client = ChatClient(url, model)
+        listed = {entry["id"]: entry for entry in self._client.list_models()}
+        if not model:
+            if len(listed) != 1:
+                known = ", ".join(sorted(listed)[:20]) or "none"
+                raise UserError(f"Name the model of {url} with --model_name; the server lists: {known}.")
+            [model] = listed
+            self._client.model = model
+        self.name = f"{model} of {url.rstrip('/')}"
+        entry = listed.get(model, {})
+        self.identity = " ".join([self.name, *([str(entry["identity"])] if "identity" in entry else [])])
+        self.has_chat_template = bool(entry.get("has_chat_template", True))
+        context_length = entry.get("max_model_len")
+        self._context_length = context_length if isinstance(context_length, int) else None
+
+    def respond(self, prompts: Sequence[tuple[int, Prompt]], config: SampleConfig) -> Iterator[tuple[int, Response]]:
+        """Yield the index and the response of each numbered prompt that has one. Log why others have none.
+
+        Raises UserError at the end if the server would fail at some of them again, and as
+        :meth:`lm.eval.chat_client.ChatClient.answers` does.
+        """
+        failures = 0
+        permanent_failures: list[str] = []
+        requests = (
+            ChatRequest(
+                prompt,
+                temperature=config.temperature,
+                top_p=config.top_p,
+                max_tokens=self._max_tokens(prompt, config.max_new_tokens),
+                seed=(config.seed + index) % (1 << 63) if config.temperature else None,
+                stop=config.stop or None,
+            )
+            for index, prompt in prompts
+        )
+        for place, answer in self._client.answers(requests):
+            index, _ = prompts[place]
+            if isinstance(answer, ChatFailure):
+                failures += 1
+                if failures <= _MAX_FAILURES_LOGGED:
+                    log.warning("Problem %d has no response: %s", index, answer.error)
+                if answer.is_permanent:
+                    permanent_failures.append(f"problem {index}: {answer.error}")
+            else:
+                yield index, Response(answer.text, answer.completion_tokens or None, answer.finish_reason)
+        if permanent_failures:
+            raise UserError(
+                f"{len(permanent_failures):,} of {len(prompts):,} requests failed, and would fail again: "
+                f"{permanent_failures[0].rstrip('.')}. Use fewer or shorter examples, fewer new tokens, or another "
+                "model; the other responses are kept."
+            )
+
+    def _max_tokens(self, prompt: Prompt, max_new_tokens: int) -> int | None:
+        """Return the maximum to ask for. Without one, a server fills its context with the answer to a dialog."""
+        fills_context = self._context_length is not None and max_new_tokens >= self._context_length
+        return None if fills_context and not isinstance(prompt, str) else max_new_tokens
+
+
+def open_model(
+    name: str, model_name: str, root: str, device: str, quantization: Quantization = "none"
+) -> LocalModel | EndpointModel:
+    """Return the model of a name for :func:`tasks.runs.models.resolve_model`, or ``model_name`` of a server's URL.
+
+    Raises UserError for options that the model does not have.
+    """
+    if name.startswith(("http://", "https://")):
+        if quantization != "none":
+            raise UserError(f"The model of {name} cannot be quantized here: leave --quantize out.")
+        if device != "auto":
+            raise UserError(f"The model of {name} runs on its server: leave --device out.")
+        return EndpointModel(name, model_name)
+    if model_name:
+        raise UserError(
+            f"--model_name names a model of a server, and {name or 'the latest run'} is none: leave it out."
+        )
+    return LocalModel(resolve_model(name, root), device, quantization)

@@ -1,49 +1,116 @@
-"""Run stages as Prefect tasks."""
+"""Run the stages of a flow in Prefect: each as a task, with records and artifacts."""
 
 import functools
 import logging
+import platform
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, fields, is_dataclass, replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext, suppress
+from contextvars import copy_context
+from dataclasses import asdict, replace
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 from uuid import UUID
 
 from prefect import Task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, StateDetails
 from prefect.futures import PrefectFuture
+from prefect.runtime import flow_run
+from prefect.settings import get_current_settings
 from prefect.states import Completed
+from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.annotations import quote
+from prefect.utilities.collections import visit_collection
 
 from flows.clusters import Runner, open_runner
+from flows.plan import Executor, Stages, UntilReached
 from flows.prefect_support.deployments import run_deployment_to_end
-from flows.prefect_support.liveness import mark_task_runs_crashed
-from flows.prefect_support.signals import find_interrupt
-from flows.stage_task import read_refs, stage_task
+from flows.prefect_support.liveness import (
+    hold_liveness_lock,
+    mark_cancelled_after_ctrl_c,
+    mark_task_runs_crashed,
+)
+from flows.prefect_support.logging import ArtifactPublisher, name_run, send_logs_to_prefect, tag_run
+from flows.prefect_support.signals import find_interrupt, reinstall_sigterm_handler
 from lm.common.errors import MachineError, Stopped, UserError
+from lm.files.remote_copies import remove_old_copies
+from tasks.runs.run_record import Recorder, make_run
 from tasks.runtime.context import RunContext
+from tasks.runtime.lease import stop_without_lease
 from tasks.runtime.output import Ref, open_output
 from tasks.runtime.progress import show_progress
+from tasks.runtime.root_lock import use_root
 from tasks.runtime.stage import Stage
 from tasks.train import train
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _CHECK_SECONDS = 5.0  # between two looks whether the cluster is alive, and how large it is
 
+FLOW_OPTIONS: dict[str, Any] = {
+    "flow_run_name": name_run,
+    # The executor limits the parallel tasks to execution.workers; this number only has to be larger.
+    "task_runner": ThreadPoolTaskRunner(max_workers=256),
+    "on_crashed": [mark_cancelled_after_ctrl_c],
+}
+"""Options of Prefect's decorator that all flows have."""
 
-class PrefectExecutor:
-    """Runs each stage as a Prefect task, and the groups of a mapped stage in parallel. A context manager.
 
-    ``config`` is the flow's.
-    """
+def run_stages(stages: Stages, config: Any, root: str, until: str | None, refresh: tuple[str, ...]) -> dict[str, Any]:
+    """Run the stages up to ``until`` and return the record of the run. Call it in a Prefect flow."""
+    config.check_stages(until, refresh)
+    reinstall_sigterm_handler()
+    send_logs_to_prefect()
+    hold_liveness_lock(flow_run.id, flow_run.run_count)
+    tag_run("textmill", config.name, until or "full")
+    if get_current_settings().api.url:  # without it, Prefect's server and its UI end with the run
+        log.info("Run %s: %s", flow_run.name, flow_run.ui_url)
 
-    def __init__(self, run: RunContext, config: Any) -> None:
-        self.run, self.config = run, config
+    run = make_run(config, root, flow_run.name, refresh)
+    run.store.remove_old_uploads()
+    remove_old_copies(config.execution.download_cache << 30)
+    with PrefectExecutor(run, config, until, refresh) as executor, use_root(run):
+        recorder, artifacts = executor.recorder, executor.artifacts
+        try:
+            with suppress(UntilReached):
+                stages(config, executor)
+        except BaseException as error:
+            run.stopping.set()  # other threads may still process groups of chunks
+            if (interrupt := find_interrupt(error)) and interrupt is not error:
+                recorder.stop()
+                # Prefect reports an interrupt as a crash, and another error as a failure.
+                raise type(interrupt)(*interrupt.args) from error
+            if isinstance(error, Exception) and not isinstance(error, Stopped):
+                recorder.fail(error)
+            else:
+                recorder.stop()
+            if isinstance(error, UserError):
+                artifacts.publish("report", recorder.table(str(error)), f"Run {run.name} failed")
+            raise
+        record = recorder.finish()
+        artifacts.publish("report", recorder.table(), f"{len(record['stages'])} stages of run {run.name}")
+    return record
+
+
+def check_device(name: str) -> None:
+    """Raise UserError if the device is missing."""
+    if name not in ("auto", "cpu"):
+        from lm.hardware.device import choose_device
+
+        choose_device(name)
+
+
+class PrefectExecutor(Executor):
+    """Runs each stage as a Prefect task, and the groups of a mapped stage in parallel. A context manager."""
+
+    def __init__(self, run: RunContext, config: Any, until: str | None = None, refresh: tuple[str, ...] = ()) -> None:
+        super().__init__(run, config, until)
+        self.recorder, self.artifacts = Recorder(run, config, until, refresh), ArtifactPublisher(run.label)
         self._resources = ExitStack()
-        self._finished: dict[Ref, State[Any]] = {}  # task runs of this run, by their outputs
+        self._task_runs: dict[Ref, State[Any]] = {}  # of this run, by their outputs
 
     def __enter__(self) -> "PrefectExecutor":
         return self
@@ -56,6 +123,10 @@ class PrefectExecutor:
         """Opened by the first group that is not cached: a cached run needs no cluster."""
         return self._resources.enter_context(open_runner(self.run, [*self.config.data.train, *self.config.data.valid]))
 
+    def find_inputs(self, function: Callable[..., T]) -> T:
+        """Return what the first stages need, as the result of a task."""
+        return super().find_inputs(make_task(function, "find-sources", "find sources"))
+
     def call(self, stage: Stage, *arguments: Any, title: str = "") -> Ref:
         """Run a stage in this process, or return its cached output. Raise the stage's exception if it fails.
 
@@ -63,28 +134,43 @@ class PrefectExecutor:
         """
         calls = [stage.bind(*arguments)]
         if stage is train and self.run.execution.train_deployment and not stage.look_up(self.run, calls)[0][1]:
-            task, parameters = _elsewhere_task, {"run": self.run, "config": self.config, "calls": calls}
+            task = make_task(_train_elsewhere, stage.name)
+            parameters: dict[str, Any] = {"run": self.run, "config": self.config, "calls": calls}
         else:
-            task, parameters = stage_task(stage.name), self._parameters(stage, calls, title or stage.name)
+            task = make_task(make_outputs, stage.name, "{title}")
+            parameters = self._parameters(stage, calls, title or stage.name)
         # Quoted: Prefect would take any object with the memory address of an earlier result for that result.
         quoted = {name: quote(value) for name, value in parameters.items()}
         state: Any = task(**quoted, return_state=True, wait_for=self._upstream(calls))
-        (ref,) = read_refs(state.result())
-        self._note_finished([ref], state.state_details.task_run_id)
+        (ref,) = (Ref(**ref) for ref in state.result())
+        self._note_task_run([ref], state.state_details.task_run_id)
         return ref
 
     def _upstream(self, calls: Sequence[dict[str, Any]]) -> list[State[Any]]:
         """Return the task runs of this run that made the inputs of calls: the arrows in Prefect's graph."""
-        states = (self._finished[ref] for ref in _find_refs(calls) if ref in self._finished)
+        refs: list[Ref] = []
+        visit_collection(calls, lambda value: refs.append(value) if isinstance(value, Ref) else None)
+        states = (self._task_runs[ref] for ref in refs if ref in self._task_runs)
         return list({state.state_details.task_run_id: state for state in states}.values())
 
-    def _note_finished(self, refs: Sequence[Ref], task_run_id: UUID) -> None:
+    def _note_task_run(self, refs: Sequence[Ref], task_run_id: UUID) -> None:
         state: State[Any] = Completed(data=[], state_details=StateDetails(task_run_id=task_run_id))
-        self._finished.update(dict.fromkeys(refs, state))
+        self._task_runs.update(dict.fromkeys(refs, state))
 
-    def read(self, function: Callable[..., Sequence[Any]], *arguments: Any) -> Sequence[Any]:
-        """Return the items of a mapped stage, which a function reads from outputs."""
-        return function(self.run.store, *arguments)
+    def finish(self, output: Ref) -> Ref:
+        """Record that a stage of the flow is finished, publish its page, and return its output.
+
+        Raises UntilReached after the last stage to run.
+        """
+        content, is_made = self.recorder.add(output.stage, output)
+        self.recorder.save()
+        if is_made:
+            self.artifacts.publish_stage(output.stage, content)
+        return super().finish(output)
+
+    def log(self, message: str, *values: Any) -> None:
+        """Log a line about the work."""
+        log.info(message, *values)
 
     def map(self, stage: Stage, title: str, items: Sequence[Any], *arguments: Any) -> list[Ref]:
         """Run a stage for every item that is not cached, such as a group of chunks. Return the outputs of all items.
@@ -95,26 +181,23 @@ class PrefectExecutor:
         if not items:
             return []
         calls = [stage.bind(item, *arguments) for item in items]
-        outputs = stage.look_up(self.run, calls)
-        missing = [index for index, (_, is_cached) in enumerate(outputs) if not is_cached]
+        looked_up = stage.look_up(self.run, calls)
+        outputs = [ref for ref, _ in looked_up]
+        missing = [index for index, (_, is_cached) in enumerate(looked_up) if not is_cached]
         if missing:
             reason = stage.explain(self.run, calls[missing[0]])
             log.info("%s: %s of %s groups run: %s.", title, len(missing), len(items), reason)
             self._make(stage, title, calls, outputs, missing)
-            self.run.made.update(outputs[index][0] for index in missing)  # workers have their own copy of the run
-            stage.note_latest(self.run, outputs[-1][0])
+            self.run.made.update(outputs[index] for index in missing)  # workers have their own copy of the run
+            stage.note_latest(self.run, outputs[-1])
         else:
             log.info("%s: %s of %s groups are cached.", title, len(items), len(items))
-        return [ref for ref, _ in outputs]
+        return outputs
 
     def _make(
-        self,
-        stage: Stage,
-        title: str,
-        calls: Sequence[dict[str, Any]],
-        outputs: Sequence[tuple[Ref, bool]],
-        missing: Sequence[int],
+        self, stage: Stage, title: str, calls: Sequence[dict[str, Any]], outputs: Sequence[Ref], missing: Sequence[int]
     ) -> None:
+        """Run the calls whose indices are ``missing``."""
         running: dict[PrefectFuture[Any], Sequence[int]] = {}
         finished: SimpleQueue[PrefectFuture[Any]] = SimpleQueue()
         done = len(calls) - len(missing)
@@ -129,8 +212,9 @@ class PrefectExecutor:
                         indices = pending.popleft()
                         name = f"{title} {indices[0] + 1}/{len(calls)}"
                         group = [calls[index] for index in indices]
+                        task = make_task(make_outputs, stage.name, "{title}")
                         parameters = self._parameters(stage, group, name)
-                        future = self._runner.submit(stage_task(stage.name), parameters, self._upstream(group))
+                        future = self._runner.submit(task, parameters, self._upstream(group))
                         running[future] = indices
                         future.add_done_callback(finished.put)
                     try:
@@ -139,7 +223,7 @@ class PrefectExecutor:
                         continue
                     future.result()
                     indices = running.pop(future)  # without a reference, Dask forgets the task
-                    self._note_finished([outputs[index][0] for index in indices], future.task_run_id)
+                    self._note_task_run([outputs[index] for index in indices], future.task_run_id)
                     done += len(indices)
                     progress(done)
             except BaseException as error:
@@ -181,6 +265,54 @@ class PrefectExecutor:
         return MachineError(f"{message} Finished groups are kept; run the same command again.") if message else None
 
 
+@functools.cache
+def make_task(function: Callable[..., Any], name: str, run_name: str = "") -> Any:
+    """Return the Prefect task of a function. Prefect keeps no result: whether an output is cached decides its manifest.
+
+    ``run_name`` names its task runs, from their parameters; empty: ``name``.
+    """
+    return Task(function, name=name, task_run_name=run_name or name, cache_policy=NO_CACHE, persist_result=False)
+
+
+def make_outputs(
+    stage: Stage, calls: Sequence[dict[str, Any]], run: RunContext, title: str, code: dict[str, Any]
+) -> Any:
+    """Make the output of each call unless it is cached. Return the Refs as dicts.
+
+    It is pickled by reference: a worker of a cluster imports it, and the stages, from its own installation of textmill.
+    A worker works on ``execution.threads_per_task`` calls at a time. It stops if the lease of the run is lost.
+    ``title`` names the task run. ``code`` has the driver's :meth:`Stage.code_ingredients`. Raises MachineError if
+    the worker has another version of textmill or of a library.
+    """
+    if run.is_worker:
+        send_logs_to_prefect()
+        _check_same_code(stage, code)
+    with stop_without_lease(run) if run.is_worker else nullcontext():
+        threads = min(len(calls), run.execution.threads_per_task)
+        if threads > 1:
+            contexts = [copy_context() for _ in calls]  # logging needs the context of the Prefect run
+            with ThreadPoolExecutor(threads) as pool:
+                results = list(
+                    pool.map(lambda context, call: context.run(stage.materialize, run, call), contexts, calls)
+                )
+        else:
+            results = [stage.materialize(run, call) for call in calls]
+    refs = [ref._asdict() for ref, _ in results]
+    # Only the manifests decide what is cached. The name of Prefect's state is for people.
+    is_cached = all(is_cached for _, is_cached in results)
+    return Completed(name="Cached", data=refs) if is_cached else refs
+
+
+def _check_same_code(stage: Stage, code: dict[str, Any]) -> None:
+    own = stage.code_ingredients()
+    if different := sorted(name for name in code if code[name] != own.get(name)):
+        details = "; ".join(f"{name}: {own.get(name)} on the worker, {code[name]} in the driver" for name in different)
+        raise MachineError(
+            f"The worker on {platform.node()} has other code than the driver ({details}). Install the same version "
+            "of textmill and of its libraries on all workers."
+        )
+
+
 def _train_elsewhere(run: RunContext, config: Any, calls: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     """Have a run of ``execution.train_deployment`` make the output of the stage train. Return its Ref as a dict."""
     ((ref, _),) = train.look_up(run, calls)
@@ -195,21 +327,3 @@ def _train_elsewhere(run: RunContext, config: Any, calls: Sequence[dict[str, Any
         )
     run.made.add(ref)
     return [ref._asdict()]
-
-
-_elsewhere_task = Task(
-    _train_elsewhere, name=train.name, task_run_name=train.name, cache_policy=NO_CACHE, persist_result=False
-)
-
-
-def _find_refs(value: Any) -> Iterator[Ref]:
-    """Yield the Refs in arguments of a stage, also those inside collections and dataclasses."""
-    if isinstance(value, Ref):
-        yield value
-    elif isinstance(value, dict):
-        yield from _find_refs(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _find_refs(item)
-    elif is_dataclass(value):
-        yield from _find_refs([getattr(value, field.name) for field in fields(value)])

@@ -4,18 +4,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from flows.chain import PIPELINE, PipelineInputs
 from flows.config import PipelineConfig
-from flows.plan import DryRunExecutor, plan
-from flows.train_job import FindTraining
-from lm.common.errors import UserError
+from flows.pipeline import PipelineInputs, pipeline_stages
+from flows.plan import DryRunExecutor, dry_run
 from lm.files.compression import detect_format
 from lm.model.config import ModelConfig
 from lm.text.sources import Source
 from lm.train.config import TrainConfig
-from tasks.runs.run_record import make_run
-from tasks.runtime.output import Ref
-from tasks.runtime.store import Store
 from tasks.train import train
 
 # Of one core, in bytes of text a second; docs/scale.md says how they were measured.
@@ -45,60 +40,49 @@ def plan_with_forecasts(
     Times of text follow from its size and the speed of a core, those of a training from a matrix product on this
     machine. Downloads, compilation, evaluations and other programs are not counted.
     """
-    executor = FindTraining(make_run(config, root, "plan", tuple(refresh)))
-    inputs = PIPELINE.find_inputs(config, executor.run.store)
-    list(PIPELINE.run(config, inputs, executor, until))
+    executor = dry_run(pipeline_stages, config, root, until, refresh)
+    inputs: PipelineInputs = executor.inputs
+    known = _find_training(config, executor)
     forecasts = []
-    for stage in PIPELINE.names:
-        if stage not in executor.missing:
-            continue
+    for stage in (name for name in config.STAGES if name in executor.missing):
         if stage in _BYTES_PER_SECOND:
-            forecasts.append(_forecast_text(stage, config, inputs, executor))
+            vocab_size = (known[0].vocab_size if known else None) or config.tokenizer.vocab_size
+            forecasts.append(_forecast_text(stage, config, inputs, executor.missing[stage], vocab_size))
         elif stage == "merge":
             forecasts.append(_forecast_merge(inputs))
-        elif stage in ("train", "sample"):
-            forecasts.append(_forecast_model(stage, config, executor))
+        elif stage in ("train", "sample") and known:
+            forecasts.append(_forecast_model(stage, config, *known))
         else:
             forecasts.append(Forecast(stage))
     return executor.rows, forecasts
 
 
-def check_training_memory(config: PipelineConfig, root: str, refresh: Sequence[str]) -> None:
-    """Raise UserError before the first stage if the training needs more memory than this machine has; see
-    :func:`lm.train.parallel.check_memory`.
-
-    If a budget or another model decides the shape, only the training itself can check it.
-    """
-    from lm.hardware.device import choose_device
-    from lm.train.parallel import check_memory
-
-    if config.budget or config.train.init_from:
-        return
-    execution = config.execution
-    model = _with_vocabulary(config.model, config)
-    try:
-        check_memory(execution, config.train, model, choose_device(execution.device), execution.processes)
-    except UserError:
-        # Another machine may have trained this model: then nothing is trained here.
-        if (
-            not Store(root).list_names(train.name)
-            or plan(PIPELINE, config, root, train.name, refresh)[-1][1] != "cached"
-        ):
-            raise
+def _find_training(config: PipelineConfig, executor: DryRunExecutor) -> tuple[ModelConfig, TrainConfig] | None:
+    """Return the shape of the model and its training; None if an earlier stage decides them and has not run."""
+    if "train" in executor.arguments:
+        bound = train.bind(*executor.arguments["train"])
+        model, training = bound["model"], bound["config"]
+    elif config.budget or config.train.init_from:
+        return None
+    else:
+        model, training = config.model, config.train
+    return replace(model, vocab_size=model.vocab_size or config.tokenizer.vocab_size), training
 
 
-def _forecast_text(stage: str, config: PipelineConfig, inputs: PipelineInputs, executor: DryRunExecutor) -> Forecast:
-    text_bytes, share = _text_bytes([*inputs.train, *inputs.valid]), executor.missing[stage]
-    memory, disk = _PROCESS_BYTES, 0.0
+def _forecast_text(
+    stage: str, config: PipelineConfig, inputs: PipelineInputs, share: float, vocab_size: int
+) -> Forecast:
+    """``share``: of the groups that would run."""
+    sources = [*inputs.train, *inputs.valid]
+    text_bytes, memory, disk = _text_bytes(sources), _PROCESS_BYTES, 0.0
     if stage == "ingest":  # plain text is read where it lies
-        disk = _text_bytes([source for source in (*inputs.train, *inputs.valid) if not _is_plain(source)])
+        disk = _text_bytes([source for source in sources if _find_format(source) != ("text", "")])
     elif stage == "count":
         memory += min(config.execution.count_memory << 20, text_bytes)
         disk = 2 * _guess_pretokens(text_bytes)[1]  # of the groups, and their sum
     elif stage == "encode":
-        known = _training(config, executor)
-        vocab_size = (known[0].vocab_size if known else None) or config.tokenizer.vocab_size
-        disk = text_bytes / _guess_bytes_per_token(vocab_size) * (2 if vocab_size <= 1 << 16 else 4)
+        bytes_per_token = max(1.0, 0.45 * math.log2(vocab_size) - 2.1)  # of English; 300 ids: 1.6; 10k: 4; 32k: 4.6
+        disk = text_bytes / bytes_per_token * (2 if vocab_size <= 1 << 16 else 4)
     seconds = text_bytes / _BYTES_PER_SECOND[stage] / config.execution.workers
     return Forecast(stage, memory, disk * share, seconds * share)
 
@@ -111,17 +95,14 @@ def _forecast_merge(inputs: PipelineInputs) -> Forecast:
     return Forecast("merge", memory, 1e6, _SECONDS_PER_PRETOKEN * pretokens)
 
 
-def _forecast_model(stage: str, config: PipelineConfig, executor: DryRunExecutor) -> Forecast:
+def _forecast_model(stage: str, config: PipelineConfig, model: ModelConfig, training: TrainConfig) -> Forecast:
     from lm.experiments.speed import guess_flops_per_second
     from lm.hardware.device import choose_device
     from lm.model.flops import flops_per_token, parameter_count
     from lm.model.training_memory import predict_training_memory
     from lm.train.parallel import need_memory
 
-    known, execution = _training(config, executor), config.execution
-    if known is None:
-        return Forecast(stage)
-    model, training = known
+    execution = config.execution
     if stage == "sample":
         tokens = len(config.sample.prompts) * config.sample.samples * config.sample.max_new_tokens
         seconds = tokens * flops_per_token(model, training=False) / guess_flops_per_second(execution)
@@ -136,33 +117,15 @@ def _forecast_model(stage: str, config: PipelineConfig, executor: DryRunExecutor
     return Forecast(stage, _PROCESS_BYTES + memory, disk, seconds)
 
 
-def _training(config: PipelineConfig, executor: DryRunExecutor) -> tuple[ModelConfig, TrainConfig] | None:
-    """Return the shape of the model and its training; None if an earlier stage decides them and has not run."""
-    model, training = config.model, config.train
-    if isinstance(executor, FindTraining) and executor.arguments:
-        bound = train.bind(*executor.arguments)
-        model, training = bound["model"], bound["config"]
-    elif config.budget or config.train.init_from:
-        return None
-    if isinstance(model, Ref) or isinstance(training, Ref):
-        return None
-    return _with_vocabulary(model, config), training
-
-
-def _with_vocabulary(model: ModelConfig, config: PipelineConfig) -> ModelConfig:
-    return model if model.vocab_size else replace(model, vocab_size=config.tokenizer.vocab_size)
-
-
-def _is_plain(source: Source) -> bool:
-    return not source.url.startswith("demo:") and detect_format(source.url) == ("text", "")
+def _find_format(source: Source) -> tuple[str, str]:
+    return ("demo", "") if source.url.startswith("demo:") else detect_format(source.url)
 
 
 def _text_bytes(sources: Sequence[Source]) -> float:
     """Return about the bytes of text in sources."""
     total = 0.0
     for source in sources:
-        is_demo = source.url.startswith("demo:")
-        file_format, compression = ("text", "") if is_demo else detect_format(source.url)
+        file_format, compression = _find_format(source)
         total += source.bytes * (_TEXT_BYTES_PER_STORED if compression or file_format == "parquet" else 1.0)
     return total
 
@@ -171,8 +134,3 @@ def _guess_pretokens(text_bytes: float) -> tuple[float, float]:
     """Return about the number of different pretokens of a text, and their bytes: Heaps' law, as in English prose."""
     pretokens = min(text_bytes / 5, 30 * (text_bytes / 5) ** 0.6)
     return pretokens, 9 * pretokens
-
-
-def _guess_bytes_per_token(vocab_size: int) -> float:
-    """Return about the bytes of English text per token: 1.6 with 300 tokens, 4 with 10,000, 4.6 with 32,000."""
-    return max(1.0, 0.45 * math.log2(vocab_size) - 2.1)

@@ -1,12 +1,13 @@
-"""Look up which stages are cached, without running any and without Prefect."""
+"""What the stages of a flow ask of an executor; and the executor that looks up which stages are cached, without Prefect
+and without running any."""
 
 import logging
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
-from flows.chain import Chain
 from tasks.runs.run_record import Recorder, make_run, run_name
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Ref
@@ -14,98 +15,182 @@ from tasks.runtime.root_lock import use_root
 from tasks.runtime.stage import Stage
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _PENDING_KEY = "pending"  # the key of an output that does not exist yet
 
 
-@dataclass
-class DryRunExecutor:
-    """Looks up the output of each stage and runs nothing."""
+class UntilReached(Exception):
+    """Ends a run after its last stage."""
 
-    run: RunContext
-    rows: list[tuple[str, str]] = field(default_factory=list)
-    """Stage, and what a run would do with it and why."""
-    is_all_cached: bool = True
-    missing: dict[str, float] = field(default_factory=dict)
-    """Stages that would run, and the share of their groups that is missing. Groups belong to the stage that combines
-    them: those of encode-group to encode."""
+
+class Pending(Exception):
+    """Ends a plan: the stages after this one depend on the content of its output, which does not exist yet."""
+
+    def __init__(self, stage: str) -> None:
+        super().__init__(stage)
+        self.stage = stage
+
+
+class Executor(ABC):
+    """Returns the outputs of the stages of a flow: it runs the stages, or only looks in the cache."""
+
+    def __init__(self, run: RunContext, config: Any, until: str | None = None) -> None:
+        """``config`` is the flow's. ``until`` is the last stage; None: the last of the flow."""
+        self.run, self.config, self.until = run, config, until
+        self.inputs: Any = None
+        """What the first stages need."""
+        self.finished: dict[str, Ref] = {}
+        """Output of each stage of the flow that is finished, by the name of the stage."""
+
+    def find_inputs(self, function: Callable[..., T]) -> T:
+        """Return what the first stages need: what a function of the flow's config and the store finds.
+
+        It reads new sources: their digests are in the keys.
+        """
+        self.inputs = inputs = function(self.config, self.run.store)
+        return inputs
+
+    @abstractmethod
+    def call(self, stage: Stage, *arguments: Any, title: str = "") -> Ref:
+        """Return the output of a stage. ``title`` names this call for people; empty: the name of the stage."""
+
+    @abstractmethod
+    def map(self, stage: Stage, title: str, items: Sequence[Any], *arguments: Any) -> list[Ref]:
+        """Return the outputs of a stage for all items, each the first argument of a call."""
+
+    def read(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Return what a function of the store and these arguments reads from outputs."""
+        return function(self.run.store, *arguments)
+
+    def finish(self, output: Ref) -> Ref:
+        """Record that a stage of the flow is finished, and return its output. Raise UntilReached after the last."""
+        self.finished[output.stage] = output
+        if output.stage == self.until:
+            raise UntilReached
+        return output
+
+    def log(self, message: str, *values: Any) -> None:  # noqa: B027 # a dry run logs nothing
+        """Log a line about work that is done."""
+
+
+Stages = Callable[[Any, Executor], None]  # runs all stages of a flow in their order, from the flow's config
+
+
+class DryRunExecutor(Executor):
+    """Looks up the output of each stage and runs nothing. A context manager.
+
+    At an output that does not exist yet but would have to be read, the ``with`` block ends: the remaining stages are
+    added to the rows. It ends after the stage ``until`` too.
+    """
+
+    def __init__(self, run: RunContext, config: Any, until: str | None = None) -> None:
+        super().__init__(run, config, until)
+        self.rows: list[tuple[str, str]] = []
+        """Stage, and what a run would do with it and why."""
+        self.missing: dict[str, float] = {}
+        """Stages that would run, and the share of their groups that is missing. Groups belong to the stage that
+        combines them: those of encode-group to encode."""
+        self.arguments: dict[str, tuple[Any, ...]] = {}
+        """Arguments of the last call of each stage."""
+
+    def __enter__(self) -> "DryRunExecutor":
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if isinstance(error, Pending):
+            looked_up, before = {*self.finished, *self.arguments, *self.missing}, error.stage
+            for name, times in Counter(self.config.stage_names()).items():
+                if name not in looked_up and before != self.until:
+                    self.missing[name] = 1.0
+                    self.rows += [(name, _pending_reason([Ref(before, _PENDING_KEY)]))] * times
+                    before = name
+        return isinstance(error, (Pending, UntilReached))
 
     def call(self, stage: Stage, *arguments: Any, title: str = "") -> Ref:
         """Return the cached output, or a pending one. All calls of a stage have its name, so that a plan is short."""
-        if reason := _pending_reason(arguments):
-            return self._add_pending(stage, stage.name, reason)
-        ((ref, is_cached),) = stage.look_up(self.run, [stage.bind(*arguments)])
-        if not is_cached:
-            return self._add_pending(stage, stage.name, self._run_reason(stage, arguments))
-        self.rows.append((stage.name, "cached"))
-        return ref
-
-    def read(self, function: Callable[..., Sequence[Any]], *arguments: Any) -> Sequence[Any]:
-        """Return the items of a mapped stage, or one pending output if an argument is pending."""
-        if pending := _pending(arguments):
-            return pending[:1]
-        return function(self.run.store, *arguments)
+        self.arguments[stage.name] = arguments
+        reason = _pending_reason(arguments)
+        if not reason:
+            ((ref, is_cached),) = stage.look_up(self.run, [stage.bind(*arguments)])
+            if is_cached:
+                self.rows.append((stage.name, "cached"))
+                return ref
+            reason = self._run_reason(stage, arguments)
+        self.missing.setdefault(stage.name, 1.0)
+        self.rows.append((stage.name, reason))
+        return Ref(stage.name, _PENDING_KEY)
 
     def map(self, stage: Stage, title: str, items: Sequence[Any], *arguments: Any) -> list[Ref]:
-        """Return the cached outputs of all items, or one pending output if any is missing or not known yet."""
+        """Return the cached outputs of all items, and a pending one for each that is missing or not known yet."""
         if not items:
             return []
-        if reason := _pending_reason((*items, *arguments)):
-            self.missing[_combining_stage(stage)] = 1.0
-            return [self._add_pending(stage, title, reason)]
-        outputs = stage.look_up(self.run, [stage.bind(item, *arguments) for item in items])
-        missing = [item for item, (_, is_cached) in zip(items, outputs, strict=True) if not is_cached]
-        if missing:
-            share = len(missing) / len(items)
-            self.missing[_combining_stage(stage)] = max(share, self.missing.get(_combining_stage(stage), 0.0))
-            reason = self._run_reason(stage, (missing[0], *arguments))
-            return [self._add_pending(stage, title, f"{len(missing)} of {len(items)} groups: {reason}")]
-        self.rows.append((title, f"cached, {len(items)} groups"))
-        return [ref for ref, _ in outputs]
-
-    def _add_pending(self, stage: Stage, name: str, action: str) -> Ref:
-        self.is_all_cached = False
-        self.missing.setdefault(_combining_stage(stage), 0.0 if stage.is_mapped else 1.0)
-        self.rows.append((name, action))
-        return Ref(stage.name, _PENDING_KEY)
+        outputs = [Ref(stage.name, _PENDING_KEY)] * len(items)
+        known = [index for index, item in enumerate(items) if not _pending([item, *arguments])]
+        looked_up = stage.look_up(self.run, [stage.bind(items[index], *arguments) for index in known])
+        for index, (ref, is_cached) in zip(known, looked_up, strict=True):
+            if is_cached:
+                outputs[index] = ref
+        missing = [index for index, ref in enumerate(outputs) if ref.key == _PENDING_KEY]
+        if not missing:
+            self.rows.append((title, f"cached, {len(items)} groups"))
+            return outputs
+        first = (items[missing[0]], *arguments)
+        reason = _pending_reason(first)
+        if not reason:
+            reason = f"{len(missing)} of {len(items)} groups: {self._run_reason(stage, first)}"
+        self.rows.append((title, reason))
+        name = stage.name.removesuffix("-group").removesuffix("-sum")  # the stage that combines the groups
+        share = 1.0 if _pending(arguments) else (len(known) + len(missing)) / len(items) - 1
+        self.missing[name] = max(share, self.missing.get(name, 0.0))
+        return outputs
 
     def _run_reason(self, stage: Stage, arguments: tuple[Any, ...]) -> str:
         return f"runs: {stage.explain(self.run, stage.bind(*arguments))}"
 
+    def read(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Return what a function reads from outputs. Raise Pending if one of them does not exist yet."""
+        if pending := _pending(arguments):
+            raise Pending(pending[0].stage)
+        return super().read(function, *arguments)
 
-def _combining_stage(stage: Stage) -> str:
-    return stage.name.removesuffix("-group").removesuffix("-sum")
 
-
-def _pending_reason(arguments: tuple[Any, ...]) -> str:
+def _pending_reason(arguments: Sequence[Any]) -> str:
     """Return a reason that names the arguments whose output does not exist yet; empty if all exist."""
     stages = sorted({ref.stage for ref in _pending(arguments)})
     return f"runs if the content of {', '.join(stages)} changes" if stages else ""
 
 
-def _pending(arguments: tuple[Any, ...]) -> list[Ref]:
+def _pending(arguments: Sequence[Any]) -> list[Ref]:
     values = [value for argument in arguments for value in (argument if isinstance(argument, list) else [argument])]
     return [value for value in values if isinstance(value, Ref) and value.key == _PENDING_KEY]
 
 
-def plan(chain: Chain, config: Any, root: str, until: str | None, refresh: Sequence[str]) -> list[tuple[str, str]]:
+def dry_run(stages: Stages, config: Any, root: str, until: str | None, refresh: Sequence[str]) -> DryRunExecutor:
+    """Look up every stage up to ``until``, and return the executor that has the results."""
+    config.check_stages(until, ())
+    with DryRunExecutor(make_run(config, root, "plan", tuple(refresh)), config, until) as executor:
+        stages(config, executor)
+    return executor
+
+
+def plan(stages: Stages, config: Any, root: str, until: str | None, refresh: Sequence[str]) -> list[tuple[str, str]]:
     """Return for every stage up to ``until`` its name, and what a run would do and why."""
-    executor = DryRunExecutor(make_run(config, root, "plan", tuple(refresh)))
-    inputs = chain.find_inputs(config, executor.run.store)  # reads new sources: their digests are in the keys
-    list(chain.run(config, inputs, executor, until))
-    return executor.rows
+    return dry_run(stages, config, root, until, refresh).rows
 
 
-def cached_run(chain: Chain, config: Any, root: str, until: str | None) -> dict[str, Any] | None:
+def cached_run(stages: Stages, config: Any, root: str, until: str | None) -> dict[str, Any] | None:
     """Return the record of a run that takes every stage from the cache, and write it unless the last record says the
     same. Return None if a stage must run."""
+    config.check_stages(until, ())
     run = make_run(config, root, run_name(until, f"cached-{uuid4().hex[:8]}"))
-    executor, recorder = DryRunExecutor(run), Recorder(run, config, until)
+    recorder = Recorder(run, config, until)
     with use_root(run):
-        stages = list(chain.run(config, chain.find_inputs(config, run.store), executor, until))
-        if not executor.is_all_cached:
+        with DryRunExecutor(run, config, until) as executor:
+            stages(config, executor)
+        if executor.missing:
             return None
-        for stage, ref in stages:
-            recorder.add(stage, ref)
+        for name, ref in executor.finished.items():
+            recorder.add(name, ref)
         log.info("All stages are cached. Nothing to run.")
         return recorder.finish()

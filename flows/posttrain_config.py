@@ -1,9 +1,10 @@
-"""The configuration of a post-training, one section per subject, and its presets."""
+"""The configuration of a post-training, one section per subject."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from flows.config import PRESETS, complete, load_config, preset_path
+from flows.config import FlowConfig, PipelineConfig
 from lm.common.config import PYDANTIC_CONFIG, validate_fields
 from lm.common.errors import UserError
 from lm.posttrain.config import (
@@ -17,17 +18,17 @@ from lm.posttrain.config import (
 from lm.train.config import TrainConfig
 from tasks.runtime.execution import Execution
 
-POSTTRAIN_PRESETS = PRESETS / "posttrain"
-
 Method = Literal["sft", "preference", "reward_model", "reinforce", "ppo"]
 PosttrainStage = Literal["base", "dialogs", "sft", "preference", "reward_model", "reinforce", "ppo", "evaluate"]
 
 
 @dataclass(frozen=True)
-class PosttrainConfig:
+class PosttrainConfig(FlowConfig):
     """Configuration of the flow ``posttrain``."""
 
     __pydantic_config__ = PYDANTIC_CONFIG
+    STAGES = get_args(PosttrainStage)
+    PRESETS = PipelineConfig.PRESETS / "posttrain"
 
     name: str = "posttrain-demo"
     """Name of this configuration, part of the names of artifacts in Prefect. It has no effect on results."""
@@ -36,7 +37,7 @@ class PosttrainConfig:
     latest run of the pipeline."""
     methods: list[Method] = field(default_factory=lambda: ["sft", "reinforce"])
     """Training methods. They run in the order sft, preference, reward_model, reinforce, ppo, each from the model of the
-    one before. ppo needs reward_model, whose result is no model to go on from."""
+    one before. ppo requires reward_model; the reward model is not used as the next starting model."""
     dialogs: DialogsConfig = field(default_factory=DialogsConfig)
     """Dialogs, pairs of answers, and problems with a reward."""
     sft: TrainConfig = field(default_factory=lambda: TrainConfig(steps=300, max_lr=1e-4, min_lr=0, warmup_steps=20))
@@ -76,17 +77,38 @@ class PosttrainConfig:
         if "ppo" in self.methods and "reward_model" not in self.methods:
             raise UserError("methods has ppo without reward_model, which it learns from; add reward_model to methods.")
 
+    @property
+    def judged(self) -> ReinforceConfig | PPOConfig:
+        """The method whose rewards are those of the comparison."""
+        return self.ppo if "ppo" in self.methods else self.reinforce
 
-def load_posttrain_preset(name: str) -> PosttrainConfig:
-    """Return the configuration of a preset. Fields that the preset omits have their defaults."""
-    return load_config(PosttrainConfig, preset_path(name, POSTTRAIN_PRESETS))
+    def why_missing(self, stage: str) -> str:
+        """Return why a run with this configuration has no such stage; empty if it has one."""
+        if stage in get_args(Method) and stage not in self.methods:
+            return f"There is no stage {stage}: methods is {', '.join(self.methods)}. Add it, or name another."
+        return ""
 
+    def check_stages(self, until: str | None, refresh: Sequence[str]) -> None:
+        """Raise UserError if a run with this configuration up to ``until`` does not reach a stage of ``refresh``, or
+        needs a library that is not installed: that is told now, not after the trainings before its stage."""
+        super().check_stages(until, refresh)
+        for stage in self.STAGES[: self.STAGES.index(until or "evaluate") + 1]:
+            self.libraries(stage)
 
-def has_demo_problems(config: PosttrainConfig) -> bool:
-    """Return whether the generated additions of the preset ``demo`` are mixed into dialogs of the user's own."""
-    return bool(config.dialogs.train) and config.dialogs.task == load_posttrain_preset("demo").dialogs.task
+    def libraries(self, stage: str) -> list[dict[str, str]]:
+        """Return the versions of the libraries that decide the output of a stage, as its last argument; empty if none
+        do. Raises UserError if one is not installed."""
+        from lm.eval.problems import problem_libraries, reward_libraries
 
+        task, versions = self.dialogs.task, dict[str, str]()
+        if stage == "dialogs":
+            versions = problem_libraries(task)
+        elif stage == "evaluate":
+            versions = reward_libraries(task, self.judged.rewards)
+        elif stage in ("reinforce", "ppo") and stage in self.methods:
+            versions = reward_libraries(task, getattr(self, stage).rewards)
+        return [versions] if versions else []  # only then an argument, and part of the key
 
-def complete_posttrain_config(config: Any) -> Any:
-    """Complete a partial ``config`` of the flow ``posttrain``; see :func:`flows.config.complete`."""
-    return complete(config, load_posttrain_preset("demo"))
+    def has_demo_problems(self) -> bool:
+        """Return whether the generated additions of the preset ``demo`` are mixed into dialogs of the user's own."""
+        return bool(self.dialogs.train) and self.dialogs.task == PosttrainConfig.load_preset("demo").dialogs.task

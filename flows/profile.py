@@ -1,49 +1,96 @@
-"""The flow ``profile``: where the time and the memory of a training's steps go."""
+"""The flow ``profile``: where the time and the memory of a training's steps go, measured on the shards of a root."""
 
-from typing import Annotated
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
-from prefect import Task, flow
-from prefect.cache_policies import NO_CACHE
-from prefect.runtime import flow_run
-from pydantic import BeforeValidator, PositiveInt
-
-from flows.chain import PIPELINE
-from flows.config import PipelineConfig, complete_config, load_preset
-from flows.prefect_support.liveness import mark_cancelled_after_ctrl_c
-from flows.prefect_support.logging import ArtifactPublisher
-from flows.profile_training import ProfileResult, profile_training
-from flows.run_stages import TASK_RUNNER, check_device, run_stages
-from tasks.pages.profile import describe
+from flows.config import PipelineConfig, complete
+from flows.pipeline import find_cached_training, pipeline_stages
+from lm.common.errors import UserError, translate_write_errors
+from tasks.pages.profile import describe, profile_page
+from tasks.profile import profile as measure_steps
 from tasks.runs.run_record import make_run, run_name
-
-DEFAULTS = load_preset("demo")
-
-_measure = Task(profile_training, name="profile", task_run_name="profile", cache_policy=NO_CACHE, persist_result=False)
-
-
-def _name_run() -> str:
-    return run_name("profile", flow_run.name or "run")
+from tasks.runtime.root_lock import use_root
+from tasks.runtime.stage import open_input
+from tasks.train import train
 
 
-@flow(name="profile", flow_run_name=_name_run, task_runner=TASK_RUNNER, on_crashed=[mark_cancelled_after_ctrl_c])
-def profile(
-    config: Annotated[PipelineConfig, BeforeValidator(complete_config)] = DEFAULTS,
-    root: str = "artifacts",
-    steps: PositiveInt = 5,
-    out: str = "",
-) -> ProfileResult:
-    """Measure time, memory and FLOPs of training steps. The stages before the training run unless they are cached.
+@dataclass(frozen=True)
+class ProfileResult:
+    """The measurements of a training's steps, and where their files are."""
 
-    Args:
-        config: Configuration of all stages.
-        root: Directory or fsspec URL of the stages' outputs.
-        steps: Training steps to measure.
-        out: Directory of the files; default: profiles/ and the name of the run.
+    directory: Path
+    profile: dict[str, Any]
+    """Fields of :class:`lm.train.profile.Profile`."""
+    page: str
+    """The same in Markdown, with pictures."""
+
+
+def profile_training(config: PipelineConfig, root: str, name: str, steps: int, out: str = "") -> ProfileResult:
+    """Measure ``steps`` training steps. Write the files and the page ``profile.md`` to the directory ``out``.
+
+    ``name`` is that of the run; by default, ``out`` is ``profiles/<name>``. Raises UserError if the directory
+    cannot be made, and if the stages before the training are not finished.
     """
-    check_device(config.execution.device)
-    run_stages(PIPELINE, config, root, "encode", ())
-    result = _measure(config, root, flow_run.name, steps, out)
-    ArtifactPublisher(make_run(config, root, flow_run.name).label).publish(
-        "profile", f"# profile\n\n{result.page}", describe(result.profile)
-    )
-    return result
+    directory = Path(out or Path("profiles", name))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"The directory {directory} of the profile cannot be made: {error.strerror}.") from None
+    run = make_run(config, root, name)
+    with use_root(run):
+        training = find_cached_training(config, run)
+        if training is None:
+            raise UserError(f"The stages before train are not finished under {root}.")
+        inputs = {key: open_input(value, run.store) for key, value in train.bind(*training.arguments).items()}
+        content = measure_steps(directory, run, steps, **inputs)
+    page = profile_page(content)
+    with translate_write_errors(directory):
+        (directory / "profile.md").write_text(page, encoding="utf-8")
+    return ProfileResult(directory, content, page)
+
+
+profile: Any  # the flow, see __getattr__
+
+
+@functools.cache
+def __getattr__(name: str) -> Any:
+    """Make the flow at its first use: the command line imports this module too, and Prefect takes seconds."""
+    if name != "profile":
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    from prefect import flow
+    from prefect.runtime import flow_run
+    from pydantic import BeforeValidator, PositiveInt
+
+    from flows.executor import FLOW_OPTIONS, check_device, make_task, run_stages
+    from flows.prefect_support.logging import ArtifactPublisher
+
+    demo = PipelineConfig.load_preset("demo")
+    validator = BeforeValidator(functools.partial(complete, default=demo))
+    options = FLOW_OPTIONS | {"flow_run_name": lambda: run_name("profile", flow_run.name or "run")}
+
+    @flow(name="profile", **options)
+    def profile(
+        config: Annotated[PipelineConfig, validator] = demo,
+        root: str = "artifacts",
+        steps: PositiveInt = 5,
+        out: str = "",
+    ) -> ProfileResult:
+        """Measure time, memory and FLOPs of training steps. The stages before the training run unless they are cached.
+
+        Args:
+            config: Configuration of all stages.
+            root: Directory or fsspec URL of the stages' outputs.
+            steps: Training steps to measure.
+            out: Directory of the files; default: profiles/ and the name of the run.
+        """
+        check_device(config.execution.device)
+        run_stages(pipeline_stages, config, root, "encode", ())
+        result: ProfileResult = make_task(profile_training, "profile")(config, root, flow_run.name, steps, out)
+        ArtifactPublisher(make_run(config, root, flow_run.name).label).publish(
+            "profile", f"# profile\n\n{result.page}", describe(result.profile)
+        )
+        return result
+
+    return profile

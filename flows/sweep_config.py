@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from flows.config import PRESETS, PipelineConfig, complete, load_preset, merge_fields, preset_names
-from flows.yaml_files import read_yaml
+from flows.config import FlowConfig, PipelineConfig, merge_fields, read_yaml
 from lm.common.config import PYDANTIC_CONFIG, bounded_field
 from lm.common.errors import UserError, did_you_mean
 from lm.experiments.axes import (
@@ -28,11 +27,11 @@ from lm.experiments.axes import (
 from lm.experiments.config import LawConfig, SearchConfig
 from tasks.runtime.execution import Execution
 
-SWEEP_PRESETS = PRESETS / "sweeps"
 SweepStage = Literal["ingest", "chunk", "count", "merge", "encode", "train", "trial", "scaling_law", "sweep"]
 
 _FILE_FIELDS = {"description", "base", "set", "axes", "derive", "search", "law", "max_epochs", "sizes"}
 _MERGED_FIELDS = ("set", "derive")  # a size adds to them; it replaces the others
+_PROGRESS = {"train.steps", "train.batch_size", "model.context_length"}  # how far a training is at a step
 
 
 def with_trials(refresh: tuple[SweepStage, ...]) -> tuple[SweepStage, ...]:
@@ -40,15 +39,13 @@ def with_trials(refresh: tuple[SweepStage, ...]) -> tuple[SweepStage, ...]:
     return (*refresh, "trial") if "train" in refresh else refresh
 
 
-# What decides how far a training is at a step.
-_PROGRESS = {"train.steps", "train.batch_size", "model.context_length"}
-
-
 @dataclass(frozen=True)
-class SweepConfig:
+class SweepConfig(FlowConfig):
     """Configuration of the flow ``sweep``: many trainings that differ in some options."""
 
     __pydantic_config__ = PYDANTIC_CONFIG
+    STAGES = get_args(SweepStage)
+    PRESETS = PipelineConfig.PRESETS / "sweeps"
 
     name: str = "sweep"
     """Name of this sweep, part of the names of artifacts in Prefect. It has no effect on results."""
@@ -68,9 +65,6 @@ class SweepConfig:
     """Maximum number of times that a training may read the training text. A point with more is refused. Default: no
     limit."""
 
-    def __post_init__(self) -> None:
-        self.check()
-
     @property
     def execution(self) -> Execution:
         """How the work runs on this machine."""
@@ -81,7 +75,12 @@ class SweepConfig:
         """Sources of the text of the base."""
         return self.base.data
 
-    def check(self) -> None:
+    @property
+    def varied(self) -> list[str]:
+        """Options and variables of the axes, in their order."""
+        return [name for axis in self.axes for name in axis.names]
+
+    def __post_init__(self) -> None:
         """Raise UserError, which names the point, if a point of the sweep is not valid."""
         if not self.axes:
             raise UserError(f"The sweep {self.name} has no axes; name at least one option that varies.")
@@ -89,30 +88,15 @@ class SweepConfig:
             raise UserError("execution.train_deployment does not work in a sweep; use execution.runner dask or ray.")
         if self.base.budget:
             raise UserError("A sweep chooses the configurations of its points itself; leave the budget out.")
-        names = {*self.derive, *(name for axis in self.axes for name in axis.names)}
+        names = {*self.derive, *self.varied}
         if "point" in names:
             raise UserError(f"The sweep {self.name} has a variable point; the table has a column of that name.")
         if taken := sorted(names.intersection(MODEL_COSTS)):
             raise UserError(f"The sweep {self.name} has a variable {taken[0]}; in expressions, that is the model's.")
-        if self.search and self.law:
-            raise UserError(f"The sweep {self.name} has a search and a law; a law needs all points of the grid.")
-        if self.search and self.search.prune and (varied := sorted(names & _PROGRESS)):
-            raise UserError(
-                f"The search compares trainings at equal steps to prune them, and {varied[0]} varies: such trainings "
-                "do not compare. Set prune: false in the search."
-            )
-        if self.search and any(name.startswith("data.") for name in names):
-            raise UserError("A search varies no option of the section data; use a grid, or a sweep for each text.")
-        if self.law and self.law.check_budget and any(name.startswith("data.") for name in self.derive):
-            raise UserError("The training that checks a law reads the text of the points; derive no option of data.")
+        if self.search:
+            self._check_search(self.search, names)
         if self.law:
-            read = (self.law.budget, self.law.size)
-            if missing := [name for name in read if any(name not in point for point in expand(self.axes))]:
-                raise UserError(f"The law of the sweep {self.name} reads {missing[0]}, which not every point sets.")
-            for name, point in itertools.product(read, expand(self.axes)):
-                value = point[name]
-                if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-                    raise UserError(f"The law of the sweep {self.name} needs numbers above 0, and {name} is {value!r}.")
+            self._check_law(self.law)
         for number, settings in enumerate(corners(self.axes) if self.search else expand(self.axes), start=1):
             config = self.point(settings, f"point {number}").config
             for option in ("max_seconds", "patience"):
@@ -122,6 +106,40 @@ class SweepConfig:
             for size in self.law.check_sizes:
                 first = expand(self.axes)[0]
                 self.point(first | {self.law.budget: self.law.check_budget, self.law.size: size}, "the check")
+
+    def _check_search(self, search: SearchConfig, names: set[str]) -> None:
+        if self.law:
+            raise UserError(f"The sweep {self.name} has a search and a law; a law needs all points of the grid.")
+        if search.prune and (varied := sorted(names & _PROGRESS)):
+            raise UserError(
+                f"The search compares trainings at equal steps to prune them, and {varied[0]} varies: such trainings "
+                "do not compare. Set prune: false in the search."
+            )
+        if any(name.startswith("data.") for name in names):
+            raise UserError("A search varies no option of the section data; use a grid, or a sweep for each text.")
+
+    def _check_law(self, law: LawConfig) -> None:
+        if law.check_budget and any(name.startswith("data.") for name in self.derive):
+            raise UserError("The training that checks a law reads the text of the points; derive no option of data.")
+        points = expand(self.axes)
+        if missing := [name for name in (law.budget, law.size) if any(name not in point for point in points)]:
+            raise UserError(f"The law of the sweep {self.name} reads {missing[0]}, which not every point sets.")
+        for name, point in itertools.product((law.budget, law.size), points):
+            value = point[name]
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+                raise UserError(f"The law of the sweep {self.name} needs numbers above 0, and {name} is {value!r}.")
+
+    def why_missing(self, stage: str) -> str:
+        """Return why a run with this configuration has no such stage; empty if it has one."""
+        is_missing = stage == "scaling_law" and not self.law
+        return f"There is no stage {stage}: the sweep {self.name} has no law." if is_missing else ""
+
+    def stage_names(self) -> list[str]:
+        """Return the names of the stages of a run in their order, trial once for each point. Trials train models."""
+        trials = ["trial"] * (1 if self.search else len(expand(self.axes)))
+        names = [name for name in super().stage_names() if name != "train"]
+        place = names.index("trial")
+        return [*names[:place], *trials, *names[place + 1 :]]
 
     def points(self) -> list[Point]:
         """Return all points, in the order of the grid."""
@@ -135,11 +153,9 @@ class SweepConfig:
             if pipeline_config(point).train.init_from:
                 raise UserError("the points of a sweep train new models; leave train.init_from out")
         except UserError as error:
-            raise UserError(f"{self._describe(name, settings)}: {error}") from None
+            place = f"{name} ({describe_settings(settings)})"
+            raise UserError(f"The sweep {self.name} has an invalid point, {place}: {error}") from None
         return point
-
-    def _describe(self, name: str, settings: Settings) -> str:
-        return f"The sweep {self.name} has an invalid point, {name} ({describe_settings(settings)})"
 
     @functools.cached_property
     def _base_fields(self) -> dict[str, Any]:
@@ -148,26 +164,7 @@ class SweepConfig:
 
 def pipeline_config(point: Point) -> PipelineConfig:
     """Return the configuration of the pipeline at a point. Raises UserError if it is not valid."""
-    config: PipelineConfig = _validate(PipelineConfig, point.config)
-    return config
-
-
-def _validate(config_type: Any, fields: Mapping[str, Any]) -> Any:
-    from pydantic import ValidationError
-
-    try:
-        return _type_adapter(config_type).validate_python(fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        message = first["msg"].removeprefix("Value error, ").rstrip(".") + "."
-        raise UserError(": ".join(filter(None, [".".join(map(str, first["loc"])), message]))) from None
-
-
-@functools.cache
-def _type_adapter(config_type: Any) -> Any:
-    from pydantic import TypeAdapter  # slow to import
-
-    return TypeAdapter(config_type)
+    return PipelineConfig.validate(point.config)
 
 
 def load_sweep(name: str, size: str = "") -> SweepConfig:
@@ -176,7 +173,7 @@ def load_sweep(name: str, size: str = "") -> SweepConfig:
     ``size`` is one of the file's ``sizes``; empty is the first. Raises UserError if there is no such sweep or size, or
     if it is not valid.
     """
-    path = sweep_path(name)
+    path = _find_file(name)
     fields = _read(path)
     sizes = fields.pop("sizes", None) or {}
     if size and size not in sizes:
@@ -188,21 +185,20 @@ def load_sweep(name: str, size: str = "") -> SweepConfig:
     content = {"name": f"{path.stem}-{chosen}" if chosen else path.stem, **fields}
     try:
         base = _base_config(str(content.pop("base", None) or "demo"), path.parent, content.pop("set", None) or {})
-        config: SweepConfig = _validate(SweepConfig, content | {"base": base})
+        return SweepConfig.validate(content | {"base": base})
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    return config
 
 
-def sweep_path(name: str) -> Path:
+def _find_file(name: str) -> Path:
     """Return the file of a sweep: of one that ships, or a file of the user's own."""
-    if name in preset_names(SWEEP_PRESETS):
-        return SWEEP_PRESETS / f"{name}.yaml"
+    names = SweepConfig.preset_names()
+    if name in names:
+        return SweepConfig.preset_path(name)
     with suppress(OSError, RuntimeError):  # a name that is too long, or the home of an unknown user
         path = Path(name).expanduser()
         if path.suffix in (".yaml", ".yml") and path.is_file():
             return path
-    names = preset_names(SWEEP_PRESETS)
     raise UserError(
         f"There is no sweep {name!r}{did_you_mean(name, names)}: neither one of {', '.join(names)}, nor a .yaml file."
     )
@@ -213,12 +209,10 @@ def _read(path: Path) -> dict[str, Any]:
     sizes = (content.get("sizes") or {}) if isinstance(content, dict) else {}
     if not isinstance(content, dict) or not isinstance(sizes, dict):
         raise UserError(f"{path} must have fields such as base, axes and sizes; see docs/experiments.md.")
-    for fields in (content, *sizes.values()):
-        if not isinstance(fields or {}, dict) or not all(
-            isinstance((fields or {}).get(name) or {}, dict) for name in _MERGED_FIELDS
-        ):
+    for fields in (content, *(size or {} for size in sizes.values())):
+        if not isinstance(fields, dict) or not all(isinstance(fields.get(name) or {}, dict) for name in _MERGED_FIELDS):
             raise UserError(f"{path}: set and derive have a value for each option; see docs/experiments.md.")
-        if unknown := [name for name in fields or {} if name not in _FILE_FIELDS]:
+        if unknown := [name for name in fields if name not in _FILE_FIELDS]:
             raise UserError(f"{path} has an unknown field {unknown[0]!r}{did_you_mean(unknown[0], _FILE_FIELDS)}.")
     return content
 
@@ -236,25 +230,23 @@ def _base_config(base: str, folder: Path, options: Mapping[str, Any]) -> Pipelin
             raise UserError(f"The base {base} cannot be found: {str(error).rstrip('.')}.") from None
         content = read_yaml(path)
         if isinstance(content, dict):
-            content = merge_fields(PipelineConfig, asdict(load_preset("demo")), content)
+            content = merge_fields(PipelineConfig, asdict(PipelineConfig.load_preset("demo")), content)
         try:
-            config: PipelineConfig = _validate(PipelineConfig, content)
+            config = PipelineConfig.validate(content)
         except UserError as error:
             raise UserError(f"The base {path} is not valid: {error}") from None
     else:
-        config = load_preset(base)
+        config = PipelineConfig.load_preset(base)
     fields = asdict(config)
     for name, value in options.items():
         set_option(fields, name, value)
-    validated: PipelineConfig = _validate(PipelineConfig, fields)
-    return validated
+    return PipelineConfig.validate(fields)
 
 
 def with_base(config: SweepConfig, base: PipelineConfig) -> SweepConfig:
     """Return a sweep with another base. Raises UserError if it sets an option that the sweep varies or derives."""
-    names = [*(name for axis in config.axes for name in axis.names), *config.derive]
     before, after = asdict(config.base), asdict(base)
-    for name in names:
+    for name in (*config.varied, *config.derive):
         section, _, option = name.partition(".")
         if option and before[section][option] != after[section][option]:
             raise UserError(f"The sweep {config.name} varies {name} itself; leave --{name} out, or edit its file.")
@@ -264,8 +256,3 @@ def with_base(config: SweepConfig, base: PipelineConfig) -> SweepConfig:
 def sweep_parameters(name: str, size: str) -> dict[str, Any]:
     """Return a sweep as the parameter ``config`` of a deployment. ``prefect.yaml`` calls it as a build step."""
     return {"config": asdict(load_sweep(name, size))}
-
-
-def complete_sweep_config(config: Any) -> Any:
-    """Complete a partial ``config`` of the flow ``sweep``; see :func:`flows.config.complete`."""
-    return complete(config, load_sweep("learning-rate", "demo"))

@@ -3,30 +3,14 @@
 import json
 import shlex
 from dataclasses import asdict
-from typing import Any
 
-from flows.chain import PIPELINE
 from flows.config import PipelineConfig
-from flows.plan import DryRunExecutor
+from flows.pipeline import find_cached_training
 from lm.common.errors import UserError
 from tasks.runs.run_record import make_run
 from tasks.runtime.lease import training_heartbeat
-from tasks.runtime.output import Ref
-from tasks.runtime.stage import Stage, new_attempt_name, open_input
+from tasks.runtime.stage import new_attempt_name, open_input
 from tasks.train import make_job, train
-
-
-class FindTraining(DryRunExecutor):
-    """Keeps the arguments of the stage train, and runs nothing."""
-
-    arguments: tuple[Any, ...] = ()
-    """Empty until the stage train is looked up."""
-
-    def call(self, stage: Stage, *arguments: Any, title: str = "") -> Ref:
-        """Look up the output of a stage."""
-        if stage is train:
-            self.arguments = arguments
-        return super().call(stage, *arguments, title=title)
 
 
 def write_train_job(config: PipelineConfig, root: str) -> str:
@@ -36,15 +20,14 @@ def write_train_job(config: PipelineConfig, root: str) -> str:
     the stages before are not finished, or if the training is.
     """
     run = make_run(config, root, "train-job")
-    executor = FindTraining(run)
-    list(PIPELINE.run(config, PIPELINE.find_inputs(config, run.store), executor, "train"))
-    if executor.is_all_cached:
-        raise UserError(f"The training of this configuration is finished under {root}.")
-    if [stage for stage, action in executor.rows if not action.startswith("cached")] != ["train"]:
+    training = find_cached_training(config, run)
+    if training is None:
         command = f"textmill run --root {shlex.quote(root)} --until encode"
         raise UserError(f"The stages before train are not finished. First: {command}.")
-    arguments = train.bind(*executor.arguments)
-    ref = train.look_up(run, [arguments])[0][0]
+    arguments = train.bind(*training.arguments)
+    ((ref, is_cached),) = train.look_up(run, [arguments])
+    if is_cached:
+        raise UserError(f"The training of this configuration is finished under {root}.")
     attempt = new_attempt_name()
     place = (*ref, attempt)
     inputs = {name: open_input(value, run.store) for name, value in arguments.items()}

@@ -49,13 +49,12 @@ class Meter:
 
         Methods are replaced, not a class: Dask would copy a class of this module together with the meter.
         """
-        import flows.run_stages
         import lm.text.ingest
         from flows.executor import PrefectExecutor
         from tasks.runtime.stage import Stage
 
         lm.text.ingest._MAX_GROUP_SOURCES = GROUP_SOURCES
-        meter, find_sources = self, flows.run_stages._find_inputs
+        meter, find_inputs = self, PrefectExecutor.find_inputs
         call, map_items, look_up = PrefectExecutor.call, PrefectExecutor.map, Stage.look_up
 
         def measured_call(executor: PrefectExecutor, stage: Stage, *arguments: Any) -> Any:
@@ -70,14 +69,14 @@ class Meter:
             with meter.step(f"{stage.name} look-up"):
                 return look_up(stage, *arguments)
 
-        def measured_find_sources(*arguments: Any) -> Any:
+        def measured_find_inputs(executor: PrefectExecutor, function: Any) -> Any:
             with meter.step("sources"):
-                return find_sources(*arguments)
+                return find_inputs(executor, function)
 
         PrefectExecutor.call = measured_call  # type: ignore[method-assign, assignment]
         PrefectExecutor.map = measured_map  # type: ignore[method-assign, assignment]
         Stage.look_up = measured_look_up  # type: ignore[method-assign, assignment]
-        flows.run_stages._find_inputs = measured_find_sources  # type: ignore[assignment]
+        PrefectExecutor.find_inputs = measured_find_inputs  # type: ignore[method-assign, assignment]
 
 
 def run_measured(record: Path, counter_url: str, arguments: list[str]) -> int:

@@ -1,6 +1,6 @@
 """A model of the pipeline on a cluster: predicts time, requests, memory and rows from measured costs.
 
-:func:`predict` adds up the steps of :mod:`flows.chain`. A step of the driver waits for its requests one after the
+:func:`predict` adds up the steps of :mod:`flows.pipeline`. A step of the driver waits for its requests one after the
 other, or 16 at a time. A mapped step is simulated: task runs start in order on the first free thread. Nothing is
 measured here: the other modules of this folder measure the costs and compare the model with real runs.
 """
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from benchmarks.scale.costs import MB, Costs, StepCost
-from flows.chain import _COUNTS_PER_SUM
 from flows.clusters import _MAX_TASK_RUNS, max_task_runs_on_cluster
+from flows.pipeline import _COUNTS_PER_SUM
 from lm.files.compression import BLOCK_BYTES
 from lm.text.ingest import _MAX_GROUP_BYTES as _MAX_SOURCE_GROUP_BYTES
 from lm.text.ingest import _MAX_GROUP_SOURCES

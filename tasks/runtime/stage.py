@@ -3,7 +3,7 @@
 A stage is a function ``body(out, inputs…, config…)``. The decorator ``@stage("name")`` makes it a :class:`Stage`. A
 call of a stage has the same arguments without ``out``. An input is passed as a :class:`Ref`; the body receives the
 :class:`Output`. The result of a call is only a Ref: whether the output exists, and what is in it, is read from its
-manifest. :mod:`flows.stage_task` runs calls as Prefect tasks.
+manifest. :mod:`flows.executor` runs calls as Prefect tasks.
 """
 
 import functools

@@ -8,18 +8,10 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from flows.config import (
-    PRESETS,
-    PipelineConfig,
-    StageName,
-    complete_config,
-    load_preset,
-    merge_fields,
-    preset_parameters,
-)
+from flows.config import PipelineConfig, StageName, complete, merge_fields, preset_parameters
 from flows.pipeline import pipeline
 from flows.posttrain import posttrain
-from flows.posttrain_config import POSTTRAIN_PRESETS, PosttrainConfig, load_posttrain_preset
+from flows.posttrain_config import PosttrainConfig
 from flows.sweep_config import SweepConfig, load_sweep, sweep_parameters
 from textmill.cli.main import main
 
@@ -34,14 +26,14 @@ SWEEP_DEPLOYMENTS = {entry["name"]: entry for entry in ENTRIES if entry["entrypo
 
 def test_deployments_exist_for_the_pipeline_each_stage_and_each_larger_preset() -> None:
     stages = [name for name in get_args(StageName) if name != "budget"]  # it runs only if the config has a budget
-    presets = {path.stem for path in PRESETS.glob("*.yaml")} - {"demo"}
+    presets = {path.stem for path in PipelineConfig.PRESETS.glob("*.yaml")} - {"demo"}
     assert set(DEPLOYMENTS) == {"full", *stages, *presets, "two-pools", "gpu-train"}
     assert DEPLOYMENTS["gpu-train"]["work_pool"] == {"name": "gpu"}
     for name in stages:
         assert DEPLOYMENTS[name]["parameters"] == {"until": name, "refresh": [name]}
     for name in presets:
         assert DEPLOYMENTS[name]["build"] == [{"flows.config.preset_parameters": {"id": "preset", "name": name}}]
-        assert preset_parameters(name) == {"config": asdict(load_preset(name))}
+        assert preset_parameters(name) == {"config": asdict(PipelineConfig.load_preset(name))}
     assert set(POSTTRAIN_DEPLOYMENTS) == {"full"}
     assert set(SWEEP_DEPLOYMENTS) == {"sweep"}
     step = {"id": "sweep", "name": "learning-rate", "size": "demo"}
@@ -55,16 +47,16 @@ def test_deployments_exist_for_the_pipeline_each_stage_and_each_larger_preset() 
 
 
 def test_a_preset_needs_no_local_files_and_states_its_cost() -> None:
-    for path in PRESETS.glob("*.yaml"):
-        data = load_preset(path.stem).data
+    for path in PipelineConfig.PRESETS.glob("*.yaml"):
+        data = PipelineConfig.load_preset(path.stem).data
         assert all(url.startswith(("https://", "demo:")) for url in (*data.train, *data.valid)), path
         header = path.read_text(encoding="utf-8").partition("data:")[0].replace("\n# ", " ")
         assert re.search(r"Cost\b.* of memory\b.* of disk", header), path
 
 
 def test_a_preset_of_post_training_needs_no_local_files_and_states_its_cost() -> None:
-    for path in POSTTRAIN_PRESETS.glob("*.yaml"):
-        dialogs = load_posttrain_preset(path.stem).dialogs
+    for path in PosttrainConfig.PRESETS.glob("*.yaml"):
+        dialogs = PosttrainConfig.load_preset(path.stem).dialogs
         urls = (*dialogs.train, *dialogs.valid, *dialogs.task_train, *dialogs.task_test)
         assert all(url.startswith("https://") for url in urls), path
         header = path.read_text(encoding="utf-8").partition("name:")[0].replace("\n# ", " ")
@@ -72,14 +64,15 @@ def test_a_preset_of_post_training_needs_no_local_files_and_states_its_cost() ->
 
 
 def test_a_partial_config_is_completed_from_the_demo() -> None:
-    demo = asdict(load_preset("demo"))
-    assert complete_config({}) == demo
-    config = complete_config({"train": {"steps": 7}, "data": {"train": ["a.txt"]}})
+    preset = PipelineConfig.load_preset("demo")
+    demo = asdict(preset)
+    assert complete({}, preset) == demo
+    config = complete({"train": {"steps": 7}, "data": {"train": ["a.txt"]}}, preset)
     assert config["train"] == demo["train"] | {"steps": 7}
     assert config["data"] == demo["data"] | {"train": ["a.txt"]}
     assert config["model"] == demo["model"]
-    full = load_preset("owt")
-    assert complete_config(full) is full
+    full = PipelineConfig.load_preset("owt")
+    assert complete(full, preset) is full
 
 
 @pytest.mark.parametrize(
@@ -107,8 +100,8 @@ def test_sections_of_a_deployment_are_merged_and_values_replaced(
 
 
 def test_the_default_parameters_are_the_demo() -> None:
-    assert pipeline.validate_parameters({"config": {}})["config"] == load_preset("demo")
-    assert pipeline.parameters.properties["config"]["default"] == asdict(load_preset("demo"))
+    assert pipeline.validate_parameters({"config": {}})["config"] == PipelineConfig.load_preset("demo")
+    assert pipeline.parameters.properties["config"]["default"] == asdict(PipelineConfig.load_preset("demo"))
 
 
 def test_the_parameter_schema_describes_every_field() -> None:

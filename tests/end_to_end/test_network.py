@@ -12,9 +12,8 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from tenacity import stop_after_delay, wait_none
 
-from flows.chain import PIPELINE
-from flows.config import load_preset
-from flows.pipeline import pipeline
+from flows.config import PipelineConfig
+from flows.pipeline import pipeline, pipeline_stages
 from flows.plan import plan
 from lm.common.errors import TransientError, UserError
 from lm.files import retry
@@ -108,7 +107,7 @@ def no_retry_wait(monkeypatch: pytest.MonkeyPatch, prefect_server: None) -> None
 @pytest.mark.parametrize("responses", [[500, 503], [BREAK], [200, 500, BREAK, 429]])
 def test_the_flow_retries(flaky_url: str, tmp_path: Path, no_retry_wait: None, responses: list[Any]) -> None:
     FlakyHandler.replies[:] = responses
-    config = load_preset("demo")
+    config = PipelineConfig.load_preset("demo")
     config.data.train[:] = [flaky_url]
     pipeline(config, str(tmp_path), until="ingest")
     assert not FlakyHandler.replies
@@ -119,7 +118,7 @@ def test_the_flow_retries(flaky_url: str, tmp_path: Path, no_retry_wait: None, r
 @pytest.mark.slow
 def test_the_flow_gives_up_after_three_retries(flaky_url: str, tmp_path: Path, no_retry_wait: None) -> None:
     FlakyHandler.replies[:] = [500] * 99
-    config = load_preset("demo")
+    config = PipelineConfig.load_preset("demo")
     config.data.train[:] = [flaky_url]
     with pytest.raises(TransientError):
         pipeline(config, str(tmp_path), until="ingest")
@@ -130,9 +129,9 @@ def test_the_flow_gives_up_after_three_retries(flaky_url: str, tmp_path: Path, n
 def test_a_plan_retries(flaky_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry.retry_request, "wait", wait_none())
     FlakyHandler.replies[:] = [500, BREAK]
-    config = load_preset("demo")
+    config = PipelineConfig.load_preset("demo")
     config.data.train[:] = [flaky_url]
-    (first, _) = plan(PIPELINE, config, str(tmp_path), "ingest", ())
+    (first, _) = plan(pipeline_stages, config, str(tmp_path), "ingest", ())
     assert first == ("ingest-train", "1 of 1 groups: runs: it has no result yet")
     assert not FlakyHandler.replies
 
@@ -179,7 +178,7 @@ def test_an_object_store_that_never_answers_times_out(
 
 def test_the_flow_does_not_retry_a_user_error(flaky_url: str, tmp_path: Path, no_retry_wait: None) -> None:
     FlakyHandler.replies[:] = [404] * 99
-    config = load_preset("demo")
+    config = PipelineConfig.load_preset("demo")
     config.data.train[:] = [flaky_url]
     with pytest.raises(UserError, match="does not exist"):
         pipeline(config, str(tmp_path), until="ingest")

@@ -7,8 +7,8 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
-from flows.chain import PIPELINE
-from flows.config import PipelineConfig, has_demo_model, load_preset
+from flows.config import PipelineConfig
+from flows.pipeline import pipeline_stages
 from flows.plan import plan
 from lm.experiments import speed
 from lm.experiments.speed import Speed
@@ -76,7 +76,7 @@ def test_a_choice_for_a_time_is_kept(
     compile_in_background = Mock(return_value=compiler)
     monkeypatch.setattr(disk_cache, "compile_in_background", compile_in_background)
     config = PipelineConfig(data=DataConfig(train=[str(tmp_path / "corpus.txt")]), budget="2m")
-    rows = dict(plan(PIPELINE, config, str(tmp_path / "root"), None, ()))
+    rows = dict(plan(pipeline_stages, config, str(tmp_path / "root"), None, ()))
     assert rows["budget"].startswith("runs if") and rows["merge"].startswith("runs if")
     assert not measured
     for amount in ("2m", "120s"):
@@ -146,9 +146,9 @@ def test_a_run_that_stops_before_the_training_speaks_of_no_model(
 
 
 def test_own_text_without_a_budget_gets_the_model_of_the_demo() -> None:
-    demo = load_preset("demo")
+    demo = PipelineConfig.load_preset("demo")
     own = replace(demo, data=replace(demo.data, train=["mine.txt"]))
-    assert has_demo_model(own)
-    assert not has_demo_model(demo)
-    assert not has_demo_model(replace(own, budget="30m"))
-    assert not has_demo_model(replace(own, train=replace(own.train, steps=2000)))
+    assert own.has_demo_model()
+    assert not demo.has_demo_model()
+    assert not replace(own, budget="30m").has_demo_model()
+    assert not replace(own, train=replace(own.train, steps=2000)).has_demo_model()

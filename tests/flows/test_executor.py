@@ -11,7 +11,8 @@ from uuid import UUID, uuid4
 import pytest
 
 from flows import executor
-from flows.clusters import DaskRunner
+from flows.clusters import Runner
+from flows.config import PipelineConfig
 from flows.executor import PrefectExecutor
 from flows.prefect_support.signals import Terminated
 from lm.common.errors import InvalidUtf8Error, Stopped, TransientError, UserError
@@ -71,18 +72,17 @@ class Site:
         monkeypatch.setattr(executor, "open_runner", self._open_runner)
 
     @contextmanager
-    def _open_runner(self, *_: Any) -> Iterator[DaskRunner]:
+    def _open_runner(self, *_: Any) -> Iterator[Runner]:
         self.connections += 1
         if self.connection_error:
             raise self.connection_error
-        yield DaskRunner(self.cluster, self.run.execution)
+        yield Runner(self.run.execution, self.cluster)
 
     def map(self, error: BaseException | None = None) -> None:
         """Run two groups of a stage whose tasks fail with ``error``."""
         if error:
             self.cluster = Cluster(error)
-        config = SimpleNamespace(data=SimpleNamespace(train=[], valid=[]))
-        with PrefectExecutor(self.run, config) as opened:
+        with PrefectExecutor(self.run, PipelineConfig()) as opened:
             opened.map(letters, "letters", ["x", "y"], 1)
 
 

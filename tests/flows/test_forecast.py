@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.config import PipelineConfig, load_preset
+from flows.config import PipelineConfig
 from flows.forecast import plan_with_forecasts
 from flows.pipeline import pipeline
 from lm.common.errors import UserError
@@ -18,7 +18,7 @@ LINE = "Once upon a time there was a text.\n"
 @pytest.fixture
 def config(tmp_path: Path) -> PipelineConfig:
     (tmp_path / "text.txt").write_text(LINE * 4000)
-    return replace(load_preset("demo"), data=DataConfig(train=[str(tmp_path / "text.txt")]))
+    return replace(PipelineConfig.load_preset("demo"), data=DataConfig(train=[str(tmp_path / "text.txt")]))
 
 
 def test_a_training_that_does_not_fit_is_refused_before_ingest(

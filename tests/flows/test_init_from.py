@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from flows.chain import PIPELINE
 from flows.config import PipelineConfig
-from flows.pipeline import pipeline
+from flows.pipeline import pipeline, pipeline_stages
 from flows.plan import plan
 from flows.posttrain_config import PosttrainConfig
 from flows.sweep_config import SweepConfig
@@ -115,7 +114,7 @@ def test_a_run_continues_at_the_loss_of_its_start(root: Path, text: Path) -> Non
 def test_a_directory_is_imported_and_its_content_is_in_the_key(root: Path, text: Path, tmp_path: Path) -> None:
     directory = write_directory(tmp_path / "theirs", qkv_bias=True)
     config = make_config(text, init_from=str(directory), **STILL)
-    rows = dict(plan(PIPELINE, config, str(root), None, ()))
+    rows = dict(plan(pipeline_stages, config, str(root), None, ()))
     assert rows["import"].startswith("runs: ") and rows["train"].startswith("runs if the content of ")
     record = pipeline(config, str(root))
     assert [*record["stages"]] == ["import", "ingest", "chunk", "encode", "train", "sample"]
@@ -188,14 +187,14 @@ def test_what_does_not_fit_is_refused_by_name(
 ) -> None:
     config = change(make_config(text, init_from=first_record(root)["name"], **STILL))
     with pytest.raises(UserError, match=message):
-        plan(PIPELINE, config, str(root), None, ())
+        plan(pipeline_stages, config, str(root), None, ())
 
 
 @pytest.mark.parametrize("until", ["count", "merge"])
 def test_there_is_no_stage_that_makes_a_tokenizer(root: Path, text: Path, until: str) -> None:
     config = make_config(text, init_from=first_record(root)["name"], **STILL)
     with pytest.raises(UserError, match=f"There is no stage {until}: the tokenizer is that of the model"):
-        plan(PIPELINE, config, str(root), until, ())
+        plan(pipeline_stages, config, str(root), until, ())
 
 
 def test_other_flows_refuse_the_option() -> None:

@@ -5,6 +5,7 @@ import pickle
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -15,15 +16,12 @@ from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
 
-from flows import chain, clusters
-from flows.chain import PIPELINE
+from flows.compare_tokenizers import tokenizers
 from flows.config import PipelineConfig, StageName
-from flows.executor import PrefectExecutor
-from flows.pipeline import pipeline
-from flows.plan import plan
+from flows.executor import PrefectExecutor, make_outputs
+from flows.pipeline import pipeline, pipeline_stages
+from flows.plan import Executor, UntilReached, plan
 from flows.prefect_support.signals import Terminated
-from flows.stage_task import make_outputs, read_refs
-from flows.tokenizers import tokenizers
 from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
 from lm.model.config import ModelConfig
@@ -109,7 +107,16 @@ def test_a_second_run_is_all_cached_and_execution_changes_nothing(run: Runner, c
     assert len(run.groups("count-group")) > 3
     assert run(config) == []
     assert run(replace(config, execution=Execution(threads=1, log_interval=3, compile=False))) == []
-    assert {action.split(",")[0] for _, action in plan(PIPELINE, config, str(run.root), None, ())} == {"cached"}
+    assert {action.split(",")[0] for _, action in plan(pipeline_stages, config, str(run.root), None, ())} == {"cached"}
+
+
+def test_the_plan_of_a_new_root_has_all_stages_up_to_the_last_one(config: PipelineConfig, tmp_path: Path) -> None:
+    rows = plan(pipeline_stages, config, str(tmp_path / "root"), None, ())
+    assert [name for name, _ in rows] == ["ingest-train", "ingest-valid", *STAGES]
+    assert rows[0][1] == "1 of 1 groups: runs: it has no result yet"
+    depends = dict(zip(STAGES[1:], STAGES, strict=False))
+    assert dict(rows[3:]) == {name: f"runs if the content of {before} changes" for name, before in depends.items()}
+    assert plan(pipeline_stages, config, str(tmp_path / "root"), "count", ()) == rows[:5]
 
 
 @pytest.mark.slow
@@ -132,7 +139,7 @@ def test_a_training_of_another_deployment_counts_as_made_by_this_run(
         pipeline(**parameters)
 
     monkeypatch.setattr("flows.executor.run_deployment_to_end", run_here)
-    monkeypatch.setattr("flows.pipeline.check_deployment", lambda name: None)
+    monkeypatch.setattr("flows.prefect_support.deployments.check_deployment", lambda name: None)
     elsewhere = replace(config, execution=replace(config.execution, train_deployment="pipeline/gpu"))
     assert run(elsewhere, until="encode") == STAGES[:5]
     assert run(elsewhere) == ["train", "sample"]
@@ -150,7 +157,7 @@ def test_a_change_reruns_the_stages_that_depend_on_it(run: Runner, config: Pipel
     run(config)
     assert run(replace(config, sample=SampleConfig(prompts=["One"], max_new_tokens=3))) == ["sample"]
     longer = replace(config, train=replace(config.train, steps=5))
-    rows = dict(plan(PIPELINE, longer, str(run.root), None, ()))
+    rows = dict(plan(pipeline_stages, longer, str(run.root), None, ()))
     assert rows["encode"] == "cached"
     assert rows["train"] == "runs: changed since its last result: parameters.config.steps"
     assert rows["sample"] == "runs if the content of train changes"
@@ -163,25 +170,26 @@ def test_a_change_reruns_the_stages_that_depend_on_it(run: Runner, config: Pipel
 def test_character_tables_and_the_version_of_jieba_enter_the_keys_of_what_they_decide(
     config: PipelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Calls:
+    class Calls(Executor):
         """Runs nothing, and notes the arguments of mapped stages."""
 
         def call(self, stage: Stage, *arguments: Any, title: str = "") -> Ref:
             return Ref(stage.name, "")
 
-        def read(self, function: Any, *arguments: Any) -> list[Ref]:
+        def read(self, function: Any, *arguments: Any) -> Any:
             return [Ref("groups", "")]
 
         def map(self, stage: Stage, title: str, items: Any, *arguments: Any) -> list[Ref]:
             bound[title] = stage.bind(None, *arguments)
             return [Ref(stage.name, "")]
 
-    monkeypatch.setattr("flows.chain.jieba_version", lambda: "0.42")
-    inputs = PIPELINE.find_inputs(config, RunContext(str(tmp_path / "root"), "").store)
+    monkeypatch.setattr("flows.pipeline.jieba_version", lambda: "0.42")
+    run = RunContext(str(tmp_path / "root"), "")
     for pattern, version in (("gpt2", None), ("jieba", "0.42")):
         bound = dict[str, Any]()
         changed = replace(config, tokenizer=TokenizerConfig(vocab_size=300, pattern=pattern))
-        list(PIPELINE.run(changed, inputs, Calls(), "encode"))
+        with suppress(UntilReached):
+            pipeline_stages(changed, Calls(run, changed, "encode"))
         assert [bound[title].get("jieba") for title in ("count", "encode-train", "encode-valid")] == [version] * 3
         identity = tables_identity(pattern)
         assert [bound[title]["tables"] for title in ("count", "encode-train", "encode-valid")] == [identity] * 3
@@ -392,7 +400,7 @@ def test_a_comparison_of_tokenizers_that_ctrl_c_stops_is_cancelled(monkeypatch: 
     def compare(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("flows.tokenizers._compare", compare)
+    monkeypatch.setattr("flows.compare_tokenizers.compare", compare)
     with pytest.raises(KeyboardInterrupt):
         tokenizers([], [])
     assert latest_state() == "Cancelled"
@@ -437,8 +445,8 @@ def test_many_groups_share_few_task_runs_and_a_tree_of_sums(
     config = replace(config, chunk=ChunkConfig(target_bytes=5_000))
     run(config, until="encode")
     assert run.groups("count-sum") == [], "32 files of counts can be added up at once"
-    monkeypatch.setattr(clusters, "_MAX_TASK_RUNS", 3)
-    monkeypatch.setattr(chain, "_COUNTS_PER_SUM", 2)
+    monkeypatch.setattr("flows.clusters._MAX_TASK_RUNS", 3)
+    monkeypatch.setattr("flows.pipeline._COUNTS_PER_SUM", 2)
     other = Runner(tmp_path / "other")
     other(config, until="encode")
     groups = len(run.groups("count-group"))
@@ -483,7 +491,8 @@ def test_a_task_on_a_worker_works_on_several_groups_at_a_time(config: PipelineCo
     calls = [{"text": text, "number": 2} for text in "abcdef"]
     with use_root(run):
         worker = pickle.loads(pickle.dumps(run))
-        refs = read_refs(make_outputs(letters, calls, worker, "letters", letters.code_ingredients()))
+        made = make_outputs(letters, calls, worker, "letters", letters.code_ingredients())
+        refs = [Ref(**ref) for ref in made]
         assert [read_output(run.store, ref).path("a.txt").read_text() for ref in refs] == [
             2 * text for text in "abcdef"
         ]

@@ -12,8 +12,7 @@ import pytest
 from flows.config import PipelineConfig
 from flows.pipeline import pipeline
 from flows.plan import cached_run, plan
-from flows.posttrain import posttrain
-from flows.posttrain_chain import POSTTRAIN
+from flows.posttrain import posttrain, posttrain_stages
 from flows.posttrain_config import PosttrainConfig
 from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
@@ -90,8 +89,8 @@ def test_all_stages_run_once_and_each_page_shows_its_curves(
     record = posttrain(config, str(trained_root))
     stages = ["base", "dialogs", "sft", "preference", "reinforce", "evaluate"]
     assert made(record) == stages
-    assert {action for _, action in plan(POSTTRAIN, config, str(trained_root), None, ())} == {"cached"}
-    again = cached_run(POSTTRAIN, config, str(trained_root), None)
+    assert {action for _, action in plan(posttrain_stages, config, str(trained_root), None, ())} == {"cached"}
+    again = cached_run(posttrain_stages, config, str(trained_root), None)
     assert again is not None and made(again) == []
     pages = {stage: output(trained_root, record, stage).page or "" for stage in stages[1:]}
     counts = output(trained_root, record, "dialogs").manifest["figures"]["problems"]
@@ -100,8 +99,8 @@ def test_all_stages_run_once_and_each_page_shows_its_curves(
     assert "![reward](data:image/png" in pages["reinforce"] and "![loss](" in pages["sft"]
     assert "![margin between the rewards of a pair](" in pages["preference"]
     assert "| prompt | base | sft | preference | reinforce |" in pages["evaluate"]
-    monkeypatch.setattr("flows.posttrain_chain.reward_libraries", lambda task, rewards: {"math_verify": "9"})
-    rows = dict(plan(POSTTRAIN, config, str(trained_root), None, ()))
+    monkeypatch.setattr("lm.eval.problems.reward_libraries", lambda task, rewards: {"math_verify": "9"})
+    rows = dict(plan(posttrain_stages, config, str(trained_root), None, ()))
     assert rows["preference"] == "cached" and "parameters.libraries.math_verify" in rows["reinforce"]
     figures = output(trained_root, record, "evaluate").manifest["figures"]
     assert figures.keys() == {"base", "sft", "preference", "reinforce"}
@@ -126,7 +125,7 @@ def test_a_change_reruns_what_depends_on_it(trained_root: Path, config: Posttrai
     config = replace(config, methods=["sft", "reinforce"])
     posttrain(config, str(trained_root))
     other = replace(config, reinforce=replace(config.reinforce, kl_weight=0.1))
-    rows = dict(plan(POSTTRAIN, other, str(trained_root), None, ()))
+    rows = dict(plan(posttrain_stages, other, str(trained_root), None, ()))
     assert rows["sft"] == "cached"
     assert rows["reinforce"].startswith("runs: ")
     assert rows["evaluate"] == "runs if the content of reinforce changes"
@@ -165,7 +164,7 @@ def test_ppo_learns_from_a_reward_model(
     assert isinstance(model, RunModel) and model.model.ref.stage == "ppo"
     model.load("cpu")
     other = replace(config, reward_model=replace(config.reward_model, center_weight=0.1))
-    rows = dict(plan(POSTTRAIN, other, str(trained_root), None, ()))
+    rows = dict(plan(posttrain_stages, other, str(trained_root), None, ()))
     assert rows["reward_model"].startswith("runs: ") and rows["ppo"] == "runs if the content of reward_model changes"
 
 
@@ -191,8 +190,8 @@ def test_mistakes_are_named(
         patch.setattr("lm.eval.problems.metadata.version", Mock(side_effect=PackageNotFoundError("math_verify")))
         for until in ("reinforce", None):
             with pytest.raises(UserError, match=r"pip install 'textmill\[math\]'"):
-                POSTTRAIN.check(judged, until, ())
-        POSTTRAIN.check(judged, "sft", ())
+                judged.check_stages(until, ())
+        judged.check_stages("sft", ())
     with pytest.raises(UserError, match="There is no stage ppo: methods is sft, preference, reinforce"):
         posttrain(config, str(trained_root), until="ppo")
     without = replace(config, methods=["preference"], dialogs=replace(config.dialogs, train=[]))

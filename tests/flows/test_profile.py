@@ -9,7 +9,7 @@ import pytest
 from prefect.artifacts import Artifact
 
 from flows.config import PipelineConfig
-from flows.profile_training import profile_training
+from flows.profile import profile_training
 from lm.common.errors import UserError
 from lm.text.config import DataConfig
 from lm.text.demo_corpus import demo_stories

@@ -13,12 +13,11 @@ import yaml
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 
-from flows.chain import PIPELINE
-from flows.config import PipelineConfig, load_config
+from flows.config import PipelineConfig
 from flows.executor import PrefectExecutor
+from flows.pipeline import pipeline_stages
 from flows.plan import cached_run, plan
-from flows.sweep import sweep
-from flows.sweep_chain import SWEEP, _report
+from flows.sweep import make_report, sweep, sweep_stages
 from flows.sweep_config import SweepConfig
 from lm.common.errors import StorageError, UserError
 from lm.experiments.axes import Axis
@@ -106,9 +105,9 @@ def test_the_page_has_table_curves_axis_heat_map_and_best_configuration(finished
 
 def test_the_best_configuration_runs_from_the_cache(finished: tuple[Path, dict[str, Any]]) -> None:
     root, record = finished
-    best = load_config(PipelineConfig, output(root, record).path("best.yaml"))
+    best = PipelineConfig.load(output(root, record).path("best.yaml"))
     assert best.train.max_lr == 0.003
-    again = cached_run(PIPELINE, best, str(root), "train")
+    again = cached_run(pipeline_stages, best, str(root), "train")
     assert again is not None
     assert again["stages"]["train"]["key"] == record["stages"]["train"]["key"]
     model = resolve_model(record["name"], str(root))
@@ -135,14 +134,14 @@ def test_a_stage_of_a_sweep_took_at_least_the_time_of_its_making(finished: tuple
 
 def test_the_best_configuration_has_the_types_of_the_options() -> None:
     config = replace(GRID, axes=[Axis(option="train.steps", values=[12.0])])
-    (fields,) = _report(config, config.points()).configs
+    (fields,) = make_report(config, config.points()).configs
     assert repr(fields["train"]["steps"]) == "12"
 
 
 def test_a_second_start_is_all_cached(finished: tuple[Path, dict[str, Any]]) -> None:
     root, record = finished
-    assert all(action.startswith("cached") for _, action in plan(SWEEP, GRID, str(root), None, ()))
-    again = cached_run(SWEEP, GRID, str(root), None)
+    assert all(action.startswith("cached") for _, action in plan(sweep_stages, GRID, str(root), None, ()))
+    again = cached_run(sweep_stages, GRID, str(root), None)
     assert again is not None
     assert again["stages"]["sweep"]["key"] == record["stages"]["sweep"]["key"]
 
@@ -207,7 +206,7 @@ def test_a_search_prunes_and_a_second_start_is_all_cached(tmp_path: Path) -> Non
     assert states.index("pruned") == states.count("finished"), "finished ones come first"
     pruned = rows[states.index("pruned")]
     assert int(pruned["steps"]) % 2 == 0 and "above the median" in pruned["reason"]
-    again = cached_run(SWEEP, SEARCH, str(tmp_path), None)
+    again = cached_run(sweep_stages, SEARCH, str(tmp_path), None)
     assert again is not None
     assert again["stages"]["sweep"]["key"] == record["stages"]["sweep"]["key"]
 
@@ -306,7 +305,7 @@ def test_a_full_disk_ends_a_search(
 
 @pytest.mark.slow
 def test_gc_keeps_what_a_stopped_sweep_has_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flows.sweep_chain._Sweep.check_law", lambda state: 1 / 0)
+    monkeypatch.setattr("flows.sweep._Sweep.check_law", lambda state: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         sweep(replace(GRID, axes=[Axis(option="train.max_lr", values=[0.003, 0.01])]), str(tmp_path))
     store = RunContext(str(tmp_path), "").store
@@ -348,7 +347,7 @@ def test_a_law_predicts_a_larger_budget_and_is_checked(tmp_path: Path, monkeypat
     assert check["model.d_ff"] == "160", "its parameters are the nearest"
     assert made.page is not None
     assert "Prediction for 16 FLOPs" in made.page and "Check: **1.5" in made.page
-    assert cached_run(SWEEP, config, str(tmp_path), None) is not None
+    assert cached_run(sweep_stages, config, str(tmp_path), None) is not None
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.config import load_preset
-from flows.sweep_config import SWEEP_PRESETS, load_sweep, with_base
+from flows.config import PipelineConfig
+from flows.sweep_config import SweepConfig, load_sweep, with_base
 from lm.common.errors import UserError
 from lm.model.config import ModelConfig
 from lm.model.flops import parameter_count
@@ -141,7 +141,7 @@ def test_empty_sizes_are_none(tmp_path: Path) -> None:
 def test_the_base_may_be_a_file_beside_that_of_the_sweep(tmp_path: Path) -> None:
     write(tmp_path / "base.yaml", train={"steps": 777})
     file = write(tmp_path / "mine.yaml", **FILE | {"base": "base.yaml", "set": {"train.max_lr": 0.5}})
-    demo = load_preset("demo")  # as with textmill run --config base.yaml
+    demo = PipelineConfig.load_preset("demo")  # as with textmill run --config base.yaml
     assert load_sweep(file).base == replace(demo, train=replace(demo.train, max_lr=0.5, steps=777))
 
 
@@ -214,7 +214,7 @@ def test_the_order_of_derived_options_does_not_count(size: str) -> None:
         ]
 
 
-@pytest.mark.parametrize("path", sorted(SWEEP_PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(SweepConfig.PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_sweep_that_ships_is_valid_in_all_sizes_and_states_its_cost(path: Path) -> None:
     assert {"demo", "stories"} <= yaml.safe_load(path.read_text())["sizes"].keys()
     assert "# Cost on two CPU cores: " in path.read_text()

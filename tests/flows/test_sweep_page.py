@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from flows.config import PipelineConfig
-from flows.sweep_chain import _report
-from flows.sweep_config import SWEEP_PRESETS, SweepConfig, load_sweep
+from flows.sweep import make_report
+from flows.sweep_config import SweepConfig, load_sweep
 from lm.experiments.axes import Axis
 from lm.experiments.report import table_rows
 from lm.experiments.scaling_law import Measurement, fit_scaling_law, predict
@@ -29,7 +29,7 @@ BASE = PipelineConfig(train=TrainConfig(min_lr=0))
 
 def draw_page(config: SweepConfig, folder: Path) -> str:
     """Return the page of a sweep whose points all finished, after a check of its table."""
-    report = _report(config, config.points())
+    report = make_report(config, config.points())
     curve = [{"step": 5, "valid_loss": 3.0, "valid_bits_per_byte": 1.5}]
     results = [
         TrialResult("finished", "", 10, 100, 1000, 1e9, 3.0, 2.0 + index, 1.0 + index, curve)
@@ -43,14 +43,14 @@ def draw_page(config: SweepConfig, folder: Path) -> str:
     return text
 
 
-@pytest.mark.parametrize("path", sorted(SWEEP_PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(SweepConfig.PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_sweep_that_ships_has_table_and_page(path: Path, tmp_path: Path) -> None:
     draw_page(load_sweep(path.stem, "demo"), tmp_path)
 
 
 def test_budgets_are_numbers_in_the_table() -> None:
     config = load_sweep("isoflop", "demo")
-    report = _report(config, config.points())
+    report = make_report(config, config.points())
     results = [TrialResult("finished", "", 10, 100, 1000, 1e9, 3.0, 2.0, 1.0, [])] * len(report.settings)
     assert {row["flops"] for row in table_rows(report, results)} == {2e10, 5e10, 1.2e11}
 
@@ -101,5 +101,5 @@ def test_variables_with_the_names_of_results_keep_their_columns() -> None:
     axes = [Axis(cases=[{"flops": 1e9, "trained_flops": 2}])]
     config = SweepConfig(name="names", base=BASE, axes=axes)
     result = TrialResult("finished", "", 10, 100, 1000, 5e9, 3.0, 2.0, 1.0, [])
-    (row,) = table_rows(_report(config, config.points()), [result])
+    (row,) = table_rows(make_report(config, config.points()), [result])
     assert (row["flops"], row["trained_flops"], row["trained_trained_flops"]) == (1e9, 2, 5e9)

@@ -12,7 +12,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from starlette.types import Message
 
-from flows.config import PRESETS, PipelineConfig, complete_config
+from flows.config import PipelineConfig, complete
 from lm.common.errors import UserError
 from lm.data.chat_template import add_chat_tokens
 from lm.files.checksum import dumps_with_checksum
@@ -98,7 +98,7 @@ def _read_output(store: Store) -> None:
 
 @cache
 def _preset(name: str) -> Any:
-    return yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf-8"))
+    return yaml.safe_load(PipelineConfig.preset_path(name).read_text(encoding="utf-8"))
 
 
 @cache
@@ -139,7 +139,9 @@ def config(choices: Choices, folder: Path) -> None:
     ) as error:  # Prefect gets JSON, not YAML
         raise UserError(str(error)) from None
     try:
-        _adapter().validate_python(content if choices.below(8) else complete_config(content))
+        _adapter().validate_python(
+            content if choices.below(8) else complete(content, PipelineConfig.load_preset("demo"))
+        )
     except ValidationError as error:
         raise UserError(str(error)) from None
 

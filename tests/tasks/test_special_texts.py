@@ -3,19 +3,20 @@
 import gzip
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flows.chain import PIPELINE, PipelineInputs
 from flows.config import PipelineConfig
+from flows.pipeline import pipeline_stages
+from flows.plan import Executor, UntilReached
 from lm.text.config import ChunkConfig, DataConfig
 from lm.tokenizer.config import TokenizerConfig
 from lm.tokenizer.pretoken_counts import read_counts
 from lm.tokenizer.tokenizer import Tokenizer
-from tasks.ingest import find_sources
 from tasks.runtime.context import RunContext
 from tasks.runtime.output import Output, Ref, read_output
 from tasks.runtime.stage import Stage
@@ -27,11 +28,11 @@ OTHERS = ["Once upon a time there was a user.", "Hello hello hello."]
 TYPED = ["Who says <|user|> here?", "### A title ### and <|user|>###"]
 
 
-class DirectExecutor:
+class DirectExecutor(Executor):
     """Runs each stage in this thread, without Prefect, and keeps the outputs by stage or title."""
 
-    def __init__(self, run: RunContext) -> None:
-        self.run = run
+    def __init__(self, run: RunContext, config: PipelineConfig) -> None:
+        super().__init__(run, config, "encode")
         self.outputs: dict[str, list[Ref]] = {}
 
     def call(self, stage: Stage, *arguments: Any, title: str = "") -> Ref:
@@ -40,9 +41,6 @@ class DirectExecutor:
     def map(self, stage: Stage, title: str, items: Sequence[Any], *arguments: Any) -> list[Ref]:
         self.outputs[title] = [materialize(stage, self.run, item, *arguments) for item in items]
         return self.outputs[title]
-
-    def read(self, function: Callable[..., Sequence[Any]], *arguments: Any) -> Sequence[Any]:
-        return function(self.run.store, *arguments)
 
 
 class Encoded:
@@ -55,9 +53,10 @@ class Encoded:
             tokenizer=TokenizerConfig(vocab_size=300, special_tokens=[*special_tokens]),
         )
         self.run = run_context(root)
-        executor = DirectExecutor(self.run)
-        inputs = PipelineInputs(*find_sources(config.data, self.run.store), None)
-        refs = dict(PIPELINE.run(config, inputs, executor, "encode"))
+        executor = DirectExecutor(self.run, config)
+        with suppress(UntilReached):
+            pipeline_stages(config, executor)
+        refs = executor.finished
         self.outputs = executor.outputs
         self.tokenizer = Tokenizer.load(read_output(self.run.store, refs["merge"]).directory("tokenizer"))
         self.counts = read_counts(read_output(self.run.store, refs["count"]).path("counts.parquet"))

@@ -16,10 +16,9 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings  # type: ignore[attr-defined]
 from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
 
-from flows.config import PRESETS, PipelineConfig, StageName, preset_names, preset_path
-from flows.posttrain_config import POSTTRAIN_PRESETS, Method, PosttrainConfig, PosttrainStage
-from flows.sweep_config import SWEEP_PRESETS, load_sweep
-from flows.yaml_files import read_yaml
+from flows.config import FlowConfig, PipelineConfig, StageName, read_yaml
+from flows.posttrain_config import Method, PosttrainConfig, PosttrainStage
+from flows.sweep_config import SweepConfig, load_sweep
 from lm.common.errors import UserError, did_you_mean
 from lm.eval.config import EvaluationConfig, TeachConfig
 from lm.inference.config import Quantization, SampleConfig
@@ -121,11 +120,11 @@ def build_parser(
         subparser.share(*shared)
         return subparser
 
-    def add_flow(name: str, description: str, preset: str, presets: Path, config: type, stages: Any) -> _Parser:
+    def add_flow(name: str, description: str, preset: str, config: type[FlowConfig], stages: Any) -> _Parser:
         if only not in (None, name):
             return add(name, description)
-        command = add(name, description, default_config_files=[str(preset_path(preset, presets))])
-        names = ", ".join(preset_names(presets))
+        command = add(name, description, default_config_files=[str(config.preset_path(preset))])
+        names = ", ".join(config.preset_names())
         command.add_argument("--preset", type=str, default="demo", help=f"configuration to start from: {names}")
         command.add_argument("--config", action=_ConfigFile, help="YAML file of options; it overrides the preset")
         command.share("root")
@@ -138,18 +137,18 @@ def build_parser(
 
     for name, description in _PIPELINE_COMMANDS.items():
         stages = None if name in _WHOLE_COMMANDS else StageName
-        command = add_flow(name, description, preset, PRESETS, PipelineConfig, stages)
+        command = add_flow(name, description, preset, PipelineConfig, stages)
         if name == "profile":
             command.add_argument("--steps", type=PositiveInt, default=5, help="training steps to measure")
             command.add_argument("--out", type=str, default="", help="directory of the files; default: below profiles/")
 
     description = "Fine-tune a trained model on dialogs, preferences or rewards. Unchanged stages are cached."
     posttrain_preset = preset if only == "posttrain" else "demo"
-    posttrain = add_flow("posttrain", description, posttrain_preset, POSTTRAIN_PRESETS, PosttrainConfig, PosttrainStage)
+    posttrain = add_flow("posttrain", description, posttrain_preset, PosttrainConfig, PosttrainStage)
     posttrain.share("plan")
 
     sweep = add("sweep", "Train at many points that differ in some options, and compare. Finished points are cached.")
-    sweep.add_argument("sweep", type=str, help=f"{', '.join(preset_names(SWEEP_PRESETS))}, or a YAML file")
+    sweep.add_argument("sweep", type=str, help=f"{', '.join(SweepConfig.preset_names())}, or a YAML file")
     size_help = "such as demo or stories; default: the first size in the file"
     sweep.add_argument("--size", type=str, default="", help=size_help)
     sweep.share("root", "refresh", "plan")

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, get_args
 
 from jsonargparse import Namespace
 
-from flows.chain import PIPELINE, Chain
-from flows.config import PipelineConfig, StageName, has_demo_model, options_replaced_by_budget
-from flows.plan import cached_run, plan
-from flows.posttrain_config import PosttrainConfig, PosttrainStage, has_demo_problems
+from flows.config import PipelineConfig, StageName
+from flows.pipeline import pipeline_stages
+from flows.plan import Stages, cached_run, plan
+from flows.posttrain_config import PosttrainConfig, PosttrainStage
 from flows.prefect_support.server import is_server_configured, server_for_flow
 from flows.prefect_support.signals import GracefulShutdown
 from flows.sweep_config import SweepStage, load_sweep, with_base, with_trials
@@ -36,7 +36,7 @@ _MAX_NAMED_OPTIONS = 5
 class _Arguments(NamedTuple):
     """What a flow runs."""
 
-    chain: Chain
+    stages: Stages
     config: Any
     until: str | None
     refresh: tuple[Any, ...]
@@ -51,13 +51,13 @@ def _run_flow(
 
     Prefect is not started if all is cached and no server is configured.
     """
-    chain, config, until, refresh, hint = read(options)
+    stages, config, until, refresh, hint = read(options)
     if options.get("plan"):
-        print_plan(plan(chain, config, options.root, until, refresh))
+        print_plan(plan(stages, config, options.root, until, refresh))
         return
-    record = None if refresh or is_server_configured() else cached_run(chain, config, options.root, until)
+    record = None if refresh or is_server_configured() else cached_run(stages, config, options.root, until)
     if not record:
-        compilation = _compile_kernels(config) if chain is PIPELINE else nullcontext()
+        compilation = _compile_kernels(config) if stages is pipeline_stages else nullcontext()
         with GracefulShutdown(), compilation, server_for_flow():
             flow = getattr(import_module(f"flows.{name}"), name)
             last = {"until": until} if until else {}
@@ -69,42 +69,42 @@ def read_pipeline_arguments(options: Namespace) -> _Arguments:
     """Return what the flow ``pipeline`` runs. Warn of options that have no effect."""
     config: PipelineConfig = read_config(PipelineConfig, options)
     until, refresh = _last_and_refreshed(options, StageName)
-    PIPELINE.check(config, until, refresh)
-    if replaced := options_replaced_by_budget(config):
+    config.check_stages(until, refresh)
+    if replaced := config.options_replaced_by_budget():
         more = f" and {len(replaced) - _MAX_NAMED_OPTIONS} more" if len(replaced) > _MAX_NAMED_OPTIONS else ""
         named = ", ".join(replaced[:_MAX_NAMED_OPTIONS])
         log.warning("The budget chooses %s%s: what you set has no effect.", named, more)
     hint = ""
-    if until in (None, "train", "sample") and has_demo_model(config):
+    if until in (None, "train", "sample") and config.has_demo_model():
         hint = (
             f"\n\nThis is the demo's model: {config.model.num_layers} layers of {config.model.d_model}, trained for "
             f"{config.train.steps} steps. For one that suits your text, run the same command with --budget 30m."
         )
-    return _Arguments(PIPELINE, config, until, refresh, hint)
+    return _Arguments(pipeline_stages, config, until, refresh, hint)
 
 
 def _read_posttrain_arguments(options: Namespace) -> _Arguments:
-    from flows.posttrain_chain import POSTTRAIN
+    from flows.posttrain import posttrain_stages
 
     config: PosttrainConfig = read_config(PosttrainConfig, options)
     until, refresh = _last_and_refreshed(options, PosttrainStage)
-    POSTTRAIN.check(config, until, refresh)
+    config.check_stages(until, refresh)
     hint = ""
-    if has_demo_problems(config):
+    if config.has_demo_problems():
         hint = (
             f"\n\nThe problems of the preset demo, {config.dialogs.task}, are mixed into your dialogs. For your "
             "dialogs alone, run the same command with --preset dialogs."
         )
-    return _Arguments(POSTTRAIN, config, until, refresh, hint)
+    return _Arguments(posttrain_stages, config, until, refresh, hint)
 
 
 def _read_sweep_arguments(options: Namespace) -> _Arguments:
-    from flows.sweep_chain import SWEEP
+    from flows.sweep import sweep_stages
 
     config = with_base(load_sweep(options.sweep, options.size), read_config(PipelineConfig, options))
     refresh = _stage_names(options.refresh, SweepStage)
-    SWEEP.check(config, None, refresh)
-    return _Arguments(SWEEP, config, None, with_trials(refresh) if options.plan else refresh)
+    config.check_stages(None, refresh)
+    return _Arguments(sweep_stages, config, None, with_trials(refresh) if options.plan else refresh)
 
 
 # Not functions of their own: each would be a frame between main and the flow.
@@ -117,8 +117,8 @@ def profile_command(options: Namespace) -> None:
     """Measure training steps and print a summary. Prefect is not started if the stages before are cached and no server
     is configured."""
     config, root = read_config(PipelineConfig, options), options.root
-    if not is_server_configured() and (record := cached_run(PIPELINE, config, root, "encode")):
-        from flows.profile_training import profile_training
+    if not is_server_configured() and (record := cached_run(pipeline_stages, config, root, "encode")):
+        from flows.profile import profile_training
 
         name = run_name("profile", record["name"].rpartition("-")[2])
         result = profile_training(config, root, name, options.steps, options.out)
@@ -132,12 +132,12 @@ def profile_command(options: Namespace) -> None:
 
 def tokenizers_command(options: Namespace) -> None:
     """Compare tokenizers and print their figures. Prefect is not started if no server is configured."""
-    from flows.tokenizer_comparison import compare
+    from flows.compare_tokenizers import compare
 
     arguments = options.tokenizers, options.text, options.root, options.out
     if is_server_configured():
         with server_for_flow():
-            from flows.tokenizers import tokenizers
+            from flows.compare_tokenizers import tokenizers
 
             result = tokenizers(*arguments)
     else:

@@ -18,10 +18,10 @@ from tasks.runs.run_report import format_figures
 from tasks.runtime.context import RunContext
 
 if TYPE_CHECKING:
+    from flows.compare_tokenizers import ComparisonResult
     from flows.evaluate import EvaluationResult
-    from flows.profile_training import ProfileResult
+    from flows.profile import ProfileResult
     from flows.teach import TeachResult
-    from flows.tokenizer_comparison import ComparisonResult
 
 _MAX_FAILURES = 5
 _MAX_OPERATIONS = 5

@@ -1,19 +1,16 @@
 """Records of runs: which runs leave one, and how it says that they ended."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flows.chain import Chain, Executor
 from flows.config import PipelineConfig
-from flows.plan import cached_run
+from flows.plan import Executor, cached_run
 from lm.common.errors import UserError
 from tasks.maintenance.gc import find_garbage
 from tasks.runs.run_record import Recorder, make_run
-from tasks.runtime.output import Ref
 from tasks.runtime.schemas import RunRecord, read_record
 from tasks.runtime.store import Store
 from tests.helpers.roots import letters, materialize
@@ -21,11 +18,8 @@ from tests.helpers.roots import letters, materialize
 CONFIG = PipelineConfig()
 
 
-def make_letters(config: Any, inputs: Any, executor: Executor) -> Iterator[tuple[str, Ref]]:
-    yield "letters", executor.call(letters, "x", 3)
-
-
-CHAIN = Chain(lambda config, store: None, make_letters, ("letters",), lambda config, name: None)
+def letter_stages(config: Any, executor: Executor) -> None:
+    executor.finish(executor.call(letters, "x", 3))
 
 
 def record_run(root: Path, config: PipelineConfig, number: int) -> dict[str, Any]:
@@ -53,7 +47,7 @@ def test_a_cached_run_with_the_configuration_of_the_last_record_leaves_nothing(t
     first = record_run(tmp_path, CONFIG, 1)
     assert (first["state"], first["stages"]["letters"]["state"]) == ("finished", "made")
     before = list_records(tmp_path)
-    for record in (cached_run(CHAIN, CONFIG, str(tmp_path), None), record_run(tmp_path, CONFIG, 2)):
+    for record in (cached_run(letter_stages, CONFIG, str(tmp_path), None), record_run(tmp_path, CONFIG, 2)):
         assert record
         assert (record["name"], record["report"]) == (first["name"], read(tmp_path, first["name"])["report"])
         assert record["stages"]["letters"]["state"] == "cached"
@@ -69,7 +63,7 @@ def test_a_cached_run_with_another_configuration_leaves_one_record(tmp_path: Pat
     for number, config, count in ((2, other, 2), (3, other, 2), (4, CONFIG, 3), (5, CONFIG, 3)):
         assert record_run(tmp_path, config, number)["config"]["name"] == config.name
         assert len([*(tmp_path / "runs").glob("2*.json")]) == count
-    assert cached_run(CHAIN, other, str(tmp_path), None)
+    assert cached_run(letter_stages, other, str(tmp_path), None)
     assert len([*(tmp_path / "runs").glob("2*.json")]) == 4
     assert read(tmp_path, "latest")["config"]["name"] == other.name
 

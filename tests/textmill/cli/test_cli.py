@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from flows.config import PRESETS, PipelineConfig, preset_path
+from flows.config import PipelineConfig
 from flows.prefect_support.deployments import is_server_healthy
 from flows.prefect_support.signals import STOPPED_MESSAGE, Terminated
 from lm.checkpoint.hugging_face import load_hugging_face
@@ -239,12 +239,12 @@ def test_an_interrupt_in_the_error_of_a_library_counts_as_stopped(
 
 
 def test_every_preset_is_valid() -> None:
-    for path in PRESETS.glob("*.yaml"):
+    for path in PipelineConfig.PRESETS.glob("*.yaml"):
         parser = build_parser(path.stem)
         options = parser.instantiate(parser.parse_args(["run"]))["run"]
         sections = {name: options[name] for name in PipelineConfig.__dataclass_fields__}
         assert PipelineConfig(**sections).model.d_model > 0
-    assert preset_path("demo").exists()
+    assert PipelineConfig.preset_path("demo").exists()
 
 
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,13 @@
-"""``textmill tokenizers``: compare tokenizers on texts, and write the figures and a page."""
+"""The flow ``tokenizers``: compare tokenizers on texts, and write the figures and a page."""
 
+import functools
 import json
 import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lm.common.errors import UserError
 from lm.text.config import DataConfig
@@ -13,7 +15,7 @@ from lm.text.documents import TextStatistics, stream_documents
 from lm.text.sources import expand_urls
 from lm.text.utf8 import replace_surrogates
 from lm.tokenizer.compare import Comparison, compare_tokenizers
-from tasks.pages.tokenizers import comparison_page
+from tasks.pages.tokenizers import comparison_page, describe
 from tasks.runs.models import resolve_tokenizer
 
 log = logging.getLogger(__name__)
@@ -83,3 +85,34 @@ def _read_text(pattern: str) -> str:
             if length >= _MAX_CHARACTERS:
                 return "".join(pieces)
     return "".join(pieces).removesuffix("\n")
+
+
+tokenizers: Any  # the flow, see __getattr__
+
+
+@functools.cache
+def __getattr__(name: str) -> Any:
+    """Make the flow at its first use: the command line imports this module too, and Prefect takes seconds."""
+    if name != "tokenizers":
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    from prefect import flow
+
+    from flows.executor import FLOW_OPTIONS, make_task
+    from flows.prefect_support.logging import ArtifactPublisher
+
+    @flow(name="tokenizers", on_crashed=FLOW_OPTIONS["on_crashed"])
+    def tokenizers(tokenizers: list[str], texts: list[str], root: str = "artifacts", out: str = "") -> ComparisonResult:
+        """Compare tokenizers on texts by compression, speed, use of the vocabulary, and split words.
+
+        Args:
+            tokenizers: Runs, files or directories, each as NAME or LABEL=NAME; empty: the tokenizer of the latest run.
+            texts: Files or URLs, each as FILE or LABEL=FILE.
+            root: Directory or fsspec URL of the stages' outputs.
+            out: Directory of the files; default: tokenizers/.
+        """
+        result: ComparisonResult = make_task(compare, "compare")(tokenizers, texts, root, out)
+        page = f"# tokenizers\n\n{result.page}"
+        ArtifactPublisher("comparison").publish("tokenizers", page, describe(result.comparison))
+        return result
+
+    return tokenizers

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.text import Text
 from prefect.artifacts import Artifact
 
-from flows.tokenizer_comparison import compare
+from flows.compare_tokenizers import compare
 from lm.common.errors import UserError
 from lm.tokenizer.bpe import train_bpe
 from lm.tokenizer.compare import Comparison
@@ -77,14 +77,14 @@ def test_documents_are_joined_by_line_breaks_and_a_file_may_have_an_equals_sign(
     assert {label: length for label, (_, length) in result.comparison.texts.items()} == {
         label: len(text) for label, text in texts.items()
     }
-    monkeypatch.setattr("flows.tokenizer_comparison._MAX_CHARACTERS", 7)
+    monkeypatch.setattr("flows.compare_tokenizers._MAX_CHARACTERS", 7)
     result = compare(["small"], ["lang=plain.txt"], str(place), str(place / "out"))
     assert result.comparison.texts["lang"] == (7, 7)
 
 
 @pytest.mark.usefixtures("prefect_server")
 def test_the_flow_publishes_the_page(place: Path) -> None:
-    from flows.tokenizers import tokenizers
+    from flows.compare_tokenizers import tokenizers
 
     result = tokenizers([str(place / "large")], [str(place / "plain.txt")], str(place / "root"), str(place / "out"))
     artifact: Any = Artifact.get("comparison-tokenizers")
