@@ -33,8 +33,7 @@ def profile(
     ``profile.json``.
     """
     from lm.distributed.launch import run_processes
-    from lm.train.profile import PROFILE_FILE
-    from lm.train.profile_job import ProfileJob
+    from lm.train.profile import PROFILE_FILE, ProfileJob
 
     train_files, valid_files = (
         run.store.map(lambda shard: str(shard.path("tokens.bin").resolve()), shards)
@@ -51,8 +50,9 @@ def profile(
     with training_slot(run):
         log.info("Measuring %d steps.", steps)
         if job.execution.processes > 1:
-            run_processes(job.module, path, job.execution.processes, lambda: None, run.stopping)
+            run_processes("lm.train", path, job.execution.processes, lambda: None, run.stopping)
         else:
-            job.read(path).run(stop_event=run.stopping)
+            with job.read(path).prepare() as measure:
+                measure(stop_event=run.stopping)
     content: dict[str, Any] = json.loads((out / PROFILE_FILE).read_text(encoding="utf-8"))
     return content

@@ -15,7 +15,7 @@ from tasks.runtime.stage import stage
 from tasks.runtime.training import best_checkpoint, relative_path, run_training
 
 if TYPE_CHECKING:
-    from lm.train.job import Job
+    from lm.train.pretraining import Job
 
 
 @stage("train", page=pages.train, slot=training_slot, is_resumable=True)
@@ -62,7 +62,7 @@ def make_job(
 
     Raises UserError if the shards were made with another tokenizer.
     """
-    from lm.train.job import Job
+    from lm.train.pretraining import Job
 
     content = index.json("index.json")
     if content["tokenizer"] != tokenizer.digest:

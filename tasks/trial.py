@@ -44,7 +44,7 @@ def trial(
     The model is an output of the stage ``train``, the same that the pipeline makes of this configuration. A point that
     is refused is tried again in each run: another machine may have enough memory.
     """
-    from lm.train.metrics_file import read_metrics
+    from lm.train.tracking import read_metrics
 
     shards = [[shard.ref for shard in part] for part in (train_shards, valid_shards)]
     arguments = train.bind(index.ref, *shards, tokenizer.ref, config.model, config.train)
@@ -95,7 +95,7 @@ def _newest_attempt(run: RunContext, ref: Ref) -> Path | None:
 
 def _read_rows(run: RunContext, ref: Ref) -> list[dict[str, Any]]:
     """Return the metrics of the newest attempt of a training; no rows if there is no attempt yet."""
-    from lm.train.metrics_file import read_metrics
+    from lm.train.tracking import read_metrics
 
     attempt = _newest_attempt(run, ref)
     return read_metrics(attempt / "metrics.jsonl") if attempt else []

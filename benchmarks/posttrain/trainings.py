@@ -17,7 +17,7 @@ from lm.posttrain.job import PosttrainJob
 from lm.posttrain.rollout import GREEDY, Rollout, encode_prompts, generate_rollouts
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
-from lm.train.metrics_file import read_metrics
+from lm.train.tracking import read_metrics
 
 Example = Dialog | PreferencePair | Problem
 

@@ -1,12 +1,11 @@
 """The job of a post-training method: fine-tuning, preferences or rewards, from a model that exists."""
 
 import logging
-import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -56,9 +55,6 @@ class PosttrainJob(TrainingJob):
     reward_model: str = ""
     """Directory of the checkpoint of a reward model, for ``ppo``."""
 
-    module: ClassVar[str] = "lm.posttrain"
-    sections: ClassVar[dict[str, type]] = {}
-
     def input_files(self) -> list[str]:
         """Return the paths of model, tokenizer and examples."""
         return [self.model, self.tokenizer, self.train, self.valid, *([self.reward_model] if self.reward_model else [])]
@@ -69,14 +65,14 @@ class PosttrainJob(TrainingJob):
         self.train, self.valid = function(self.train), function(self.valid)
         self.reward_model = self.reward_model and function(self.reward_model)
 
-    def run(
-        self, progress: Callable[[int], None] = lambda step: None, stop_event: threading.Event | None = None
-    ) -> dict[str, Any]:
-        """Train as :meth:`TrainingJob.run` does, with a process for the rewards if the method needs them."""
+    @contextmanager
+    def prepare(self) -> Iterator[Callable[..., dict[str, Any]]]:
+        """See :meth:`TrainingJob.prepare`. A process computes the rewards, if the method needs them."""
         worker = RewardWorker(self.rewards, self._rollout_config().reward_seconds) if self.rewards else None
         with worker or nullcontext():
             self._reward = worker
-            return super().run(progress, stop_event)
+            with super().prepare() as run:
+                yield run
 
     def _rollout_config(self) -> RolloutConfig:
         config = PPOConfig if self.method == "ppo" else ReinforceConfig

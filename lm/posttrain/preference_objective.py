@@ -18,7 +18,7 @@ from lm.posttrain.pair_objective import PairBatch, PairObjective
 from lm.posttrain.preference import compute_dpo_loss, compute_sequence_log_probs
 from lm.posttrain.sft_objective import answer_prompts
 from lm.tokenizer.tokenizer import Tokenizer
-from lm.train.metrics_file import iterate_metrics, write_metrics
+from lm.train.tracking import iterate_metrics, write_metrics
 
 _REFERENCE = "reference.jsonl"
 

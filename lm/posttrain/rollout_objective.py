@@ -28,7 +28,7 @@ from lm.posttrain.masked import after_last
 from lm.posttrain.rollout import GREEDY, Rollout, encode_prompts, generate_rollouts
 from lm.posttrain.sft_objective import answer_prompts
 from lm.tokenizer.tokenizer import Tokenizer
-from lm.train.metrics_file import append_rows, iterate_metrics
+from lm.train.tracking import append_rows, iterate_metrics
 
 log = logging.getLogger(__name__)
 

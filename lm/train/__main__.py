@@ -1,7 +1,7 @@
 """Run the training of a job file, without the pipeline.
 
 ``python -m lm.train JOB.json`` trains on one device, ``torchrun --nproc-per-node N -m lm.train JOB.json`` on N. The
-stage ``train`` writes the job file, and ``textmill train-job`` one of URLs, for ``torchrun --nnodes``. Ctrl-C,
+stages that train a model write the job file, and ``textmill train-job`` one of URLs, for ``torchrun --nnodes``. Ctrl-C,
 SIGTERM and SIGHUP, as of a closed terminal, finish the step and save; the same command resumes.
 
 Exit codes of ``python -m lm.train``: 0 when the training is finished, 2 for a user's mistake, 74 when a disk or a
@@ -29,13 +29,12 @@ from lm.distributed.launch import (
     PARENT_PIPE_VARIABLE,
 )
 from lm.train.graceful_stop import stop_on_signals, stop_with_parent
-from lm.train.job import Job
 from lm.train.training_job import TrainingJob
 
 
-def main(arguments: list[str] | None = None, job_type: type[TrainingJob] = Job) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run the job of a file; return the exit code."""
-    parser = argparse.ArgumentParser(prog=f"python -m {job_type.module}", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m lm.train", description=__doc__)
     parser.add_argument("job", help="JSON file that a training stage or textmill train-job wrote, or its URL")
     options = parser.parse_args(arguments)
     stop_event = threading.Event()
@@ -46,9 +45,9 @@ def main(arguments: list[str] | None = None, job_type: type[TrainingJob] = Job) 
     try:
         # Under torchrun a process may receive a signal twice: from the cluster and from torchrun, which passes it on.
         with stop_on_signals(stop_event, ignore_repeats="TORCHELASTIC_RUN_ID" in os.environ):
-            job = job_type.read(options.job)
-            with nullcontext() if "://" in options.job else _lock(Path(options.job)):
-                job.run(stop_event=stop_event)
+            job = TrainingJob.read(options.job)
+            with nullcontext() if "://" in options.job else _lock(Path(options.job)), job.prepare() as run:
+                run(stop_event=stop_event)
     except (UserError, Stopped) as error:
         with suppress(OSError):  # the terminal may be closed
             print(f"{FINAL_MESSAGE_PREFIX}{error}", file=sys.stderr)
@@ -66,9 +65,9 @@ def _lock(job: Path) -> Iterator[None]:
         yield
 
 
-def run_as_program(job_type: type[TrainingJob]) -> None:
+def run_as_program() -> None:
     """Run the job that the command line names, and end the process."""
-    exit_code = main(job_type=job_type)
+    exit_code = main()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # A thread of torch's process group may abort the process while the interpreter ends (pytorch #190489), although
         # all is saved. Seen in 1 of 120 processes.
@@ -80,4 +79,4 @@ def run_as_program(job_type: type[TrainingJob]) -> None:
 
 
 if __name__ == "__main__":
-    run_as_program(Job)
+    run_as_program()

@@ -21,7 +21,7 @@ from lm.common.errors import StorageError, UserError
 from lm.distributed.plan import Parallel
 from lm.files.atomic_dir import prevent_cleanup
 from lm.model.transformer import TransformerLM
-from lm.train.metrics_file import iterate_metrics, write_metrics
+from lm.train.tracking import iterate_metrics, write_metrics
 
 log = logging.getLogger(__name__)
 

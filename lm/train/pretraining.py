@@ -1,8 +1,9 @@
-"""Pretraining: next-token prediction on long sequences of tokens. Source: CS336 assignment 1 (section 5)."""
+"""Pretraining, next-token prediction on long sequences of tokens, and its job. Source: CS336 assignment 1 (section 5)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,8 +13,10 @@ from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
 from lm.common.execution import Execution
 from lm.data.batches import Batch, TokenSequence, batch_starts, check_length, evenly_spaced_starts, gather_batch
+from lm.data.token_shards import TokenShards
 from lm.distributed.process_group import all_reduce_mean, get_rank, get_world_size
 from lm.eval.loss import bits_per_byte
+from lm.files.remote_copies import fetch_directory, fetch_files
 from lm.hardware.device import choose_device, explain_out_of_memory
 from lm.inference.completion import Completion, complete
 from lm.inference.config import SampleConfig
@@ -24,6 +27,7 @@ from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
 from lm.train.parallel import check_memory
 from lm.train.trainer import NO_MEMORY_FOR_MODEL, Trainer
+from lm.train.training_job import TrainingJob
 
 _VALIDATION_ADVICE = ", or hold out a larger data.valid_fraction of the documents; 0 trains without validation"
 
@@ -158,3 +162,49 @@ def make_trainer(
     if start is not None:
         load_weights(model, load_model(start, device).state_dict(), str(start))
     return Trainer(config, model, objective, execution, out)
+
+
+@dataclass(kw_only=True)
+class Job(TrainingJob):
+    """The inputs and outputs of a pretraining."""
+
+    model: ModelConfig
+    train: list[str]
+    """Files of training tokens, in order."""
+    valid: list[str]
+    """Files of validation tokens. Empty: no validation."""
+    tokenizer: str
+    """Directory of the tokenizer."""
+    bytes_per_token: float
+    """Bytes of validation text, without separators, per token."""
+    start: str = ""
+    """Directory of the checkpoint whose weights are the first ones. Default: a new model."""
+    checksums: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of the token files that are URLs."""
+
+    sections: ClassVar[dict[str, type]] = {"model": ModelConfig}
+
+    def input_files(self) -> list[str]:
+        """Return the paths of the token files, the tokenizer and the checkpoint to start from."""
+        return [*self.train, *self.valid, self.tokenizer, *([self.start] if self.start else [])]
+
+    def map_paths(self, function: Callable[[str], str]) -> None:
+        """Replace each path of an input by ``function`` of it."""
+        self.train, self.valid = ([function(path) for path in paths] for paths in (self.train, self.valid))
+        self.checksums = {function(path): checksum for path, checksum in self.checksums.items()}
+        self.tokenizer = function(self.tokenizer)
+        self.start = self.start and function(self.start)
+
+    def make_trainer(self, out: Path, device: torch.device) -> Trainer:
+        """Make the trainer of a new model, or of that in ``start``.
+
+        Files at URLs are copied if the disk may hold them.
+        """
+        tokenizer = Tokenizer.load(fetch_directory(self.tokenizer))
+        paths = fetch_files([*self.valid, *self.train], self.checksums, self.execution.download_cache << 30)
+        valid, train = (
+            TokenShards(part, tokenizer.size) for part in (paths[: len(self.valid)], paths[len(self.valid) :])
+        )
+        data = TrainData(train, valid if len(valid) else None, tokenizer, self.bytes_per_token, self.digests)
+        start = Path(fetch_directory(self.start)) if self.start else None
+        return make_trainer(self.config, self.model, data, self.execution, out, device, start)

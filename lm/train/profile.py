@@ -7,10 +7,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch._C._autograd import DeviceType
@@ -18,14 +18,17 @@ from torch.profiler import ProfilerActivity, record_function
 
 from lm.common.errors import Stopped, UserError, translate_write_errors
 from lm.common.phases import PHASES, Phase, observe_phases, phase
-from lm.distributed.process_group import barrier
+from lm.distributed.process_group import barrier, process_group
+from lm.hardware.device import choose_device
 from lm.model.flops import parameter_count, peak_flops
 from lm.model.training_memory import TrainingMemory, largest_micro_batch
 from lm.train.compile import is_compiled
 from lm.train.memory_profile import MemoryProfile, measure_memory
 from lm.train.objective import MicroBatch
 from lm.train.parallel import available_memory, predict_memory
+from lm.train.pretraining import Job
 from lm.train.trainer import Trainer
+from lm.train.training_job import lock_directory
 
 PROFILE_FILE = "profile.json"
 TRACE_FILE = "trace.json.gz"
@@ -259,3 +262,29 @@ def _operation_name(label: str) -> str:
     if label in PHASES or label.startswith("Optimizer."):
         return _PYTHON
     return _COMPILED if "Call CompiledFxGraph" in label else label
+
+
+@dataclass(kw_only=True)
+class ProfileJob(Job):
+    """The job of a pretraining whose first steps are measured. ``out`` is a local directory."""
+
+    profiled_steps: int
+    """Steps to measure."""
+
+    @classmethod
+    def of(cls, job: Job, profiled_steps: int) -> Self:
+        """Return the job that measures steps of a pretraining."""
+        return cls(**{field.name: getattr(job, field.name) for field in fields(job)}, profiled_steps=profiled_steps)
+
+    @contextmanager
+    def prepare(self) -> Iterator[Callable[..., dict[str, Any]]]:
+        """Join the process group and lock ``out``. Yield a function that measures the steps, writes the files and
+        returns the profile; see :func:`profile_training`."""
+        out = Path(self.out)
+        with process_group(choose_device(self.execution.device)) as device, lock_directory(out):
+            make_trainer = partial(self.make_trainer, out, device)
+
+            def measure(stop_event: threading.Event) -> dict[str, Any]:
+                return asdict(profile_training(make_trainer, device, self.profiled_steps, out, stop_event))
+
+            yield measure

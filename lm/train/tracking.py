@@ -1,14 +1,14 @@
 """Metrics of a training: log lines, ``metrics.jsonl``, ``samples.jsonl`` and experiment trackers."""
 
+import json
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from lm.checkpoint.training_checkpoint import ROW_FILES
-from lm.common.errors import UserError
-from lm.train.metrics_file import append_rows
+from lm.common.errors import UserError, translate_write_errors
 from lm.train.throughput import Throughput
 
 log = logging.getLogger(__name__)
@@ -25,9 +25,6 @@ class Tracker:
     def __init__(self, directory: Path, trackers: Sequence[str], config: dict[str, Any], step: int) -> None:
         self.directory = directory
         self._trackers: dict[str, Any] = {}
-        if step == 0:  # an attempt without a checkpoint may have left rows
-            for name in ROW_FILES:
-                (directory / name).unlink(missing_ok=True)
         for name in trackers:
             try:
                 if name == "tensorboard":
@@ -104,3 +101,97 @@ def log_step(row: dict[str, Any], total_steps: int, throughput: Throughput, metr
         speed if throughput.tokens_per_second else "",
         (total_steps - step) * throughput.total_seconds_per_step / 60,
     )
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of a ``metrics.jsonl`` up to the first damaged line, e.g. a line cut off by a crash."""
+    return list(iterate_metrics(path))
+
+
+def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of :func:`read_metrics`, one in memory at a time: a file of responses may have gigabytes."""
+    if path.exists():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError):
+                    break
+                yield row
+
+
+def step_reporter(path: Path, progress: Callable[[int], None]) -> Callable[[], None]:
+    """Return a function that calls ``progress`` with the last step in a ``metrics.jsonl`` if the file has new rows.
+
+    It reads only what was added since the last call, up to the last complete line.
+    """
+    end = 0  # of the lines that were read, in bytes
+
+    def report() -> None:
+        nonlocal end
+        size = path.stat().st_size if path.exists() else 0
+        if size < end:  # a resumed training drops the rows after its checkpoint
+            end = 0
+        if size == end:
+            return
+        with path.open("rb") as file:
+            file.seek(end)
+            lines = file.read().split(b"\n")[:-1]
+        if not lines:
+            return
+        end += sum(len(line) + 1 for line in lines)
+        try:
+            step = json.loads(lines[-1])["step"]
+        except (ValueError, RecursionError):  # a damaged line
+            return
+        progress(step)
+
+    return report
+
+
+def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Add rows to a ``metrics.jsonl``. Raises UserError if it cannot be written, e.g. on a full disk."""
+    with translate_write_errors(path), path.open("a", encoding="utf-8") as file:
+        file.writelines(map(format_row, rows))
+
+
+def write_metrics(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Replace a ``metrics.jsonl`` atomically. ``rows`` may be read from it meanwhile."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(map(format_row, rows))
+    temporary.replace(path)
+
+
+def format_row(row: dict[str, Any]) -> str:
+    """Return the line of a ``metrics.jsonl`` for ``row``."""
+    return json.dumps(replace_non_finite(row), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def replace_non_finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Replace infinity and NaN, which JSON does not have, by None."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
+    }
+
+
+def plot_metrics(rows: list[dict[str, Any]], out: Path | BinaryIO) -> None:
+    """Plot training loss, validation loss and learning rate over the steps as a PNG."""
+    from matplotlib.figure import Figure  # slow to import
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    loss_axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
+    lr_axes = loss_axes.twinx()
+    lr_axes.set_ylabel("learning rate")
+    for axes, key, label, style in (
+        (loss_axes, "loss", "training", {"markersize": 3, "linewidth": 1}),
+        (loss_axes, "valid_loss", "validation", {"marker": "o", "markersize": 3, "linewidth": 1}),
+        (lr_axes, "lr", "learning rate", {"color": "0.7", "linewidth": 1, "linestyle": "--"}),
+    ):
+        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, **style)
+    if loss_axes.lines or lr_axes.lines:
+        figure.legend(loc="outside upper right", ncols=3)
+    loss_axes.grid(alpha=0.3)
+    figure.savefig(out, dpi=150, format="png")

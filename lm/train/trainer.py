@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lm.checkpoint.training_checkpoint import load_training, step_name
+from lm.checkpoint.training_checkpoint import ROW_FILES, load_training, step_name
 from lm.common.errors import Stopped, UserError, translate_write_errors
 from lm.common.execution import Execution
 from lm.common.phases import phase
@@ -41,14 +41,11 @@ from lm.train.checkpoints import adopt_checkpoints, find_resumable, prune_checkp
 from lm.train.compile import compile_loss
 from lm.train.config import TrainConfig
 from lm.train.expert_balance import ExpertBalance
-from lm.train.metrics_file import read_metrics, replace_non_finite
 from lm.train.objective import MicroBatch, Objective
-from lm.train.optimizers import make_optimizers, whole_parameters
+from lm.train.optimizers import SkippedSteps, make_optimizers, whole_parameters
 from lm.train.parallel import check_directory_is_shared, choose_parallel, whole_model
-from lm.train.plot import plot_metrics
-from lm.train.skipped_steps import SkippedSteps
 from lm.train.throughput import StepTimer, Throughput
-from lm.train.tracking import Tracker, log_step
+from lm.train.tracking import Tracker, log_step, plot_metrics, read_metrics, replace_non_finite
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +103,7 @@ class Trainer:
         self.skipping = SkippedSteps(self.device)
         # On a GPU the host would wait; the optimizers skip a step on the device instead.
         self.reads_each_step = self.device.type != "cuda"
-        self.seconds = 0.0  # that run() has taken until now, if max_seconds limits it
+        self.seconds = 0.0  # spent in run() so far; counted only with max_seconds
         self.started: float | None = None  # when run() took its first batch, minus the seconds before an interruption
         # Off-schedule checkpoint saved on interrupt; the next save deletes it.
         self.off_schedule_checkpoint: Path | None = None
@@ -179,81 +176,90 @@ class Trainer:
 
         After ``stop_event`` is set in any process, the trainer finishes the step, saves it and raises Stopped.
         """
-        config, log_interval = self.config, self.execution.log_interval
-        peak = peak_flops(self.device, torch.bfloat16 if config.precision == "bfloat16" else torch.float32)
+        peak = peak_flops(self.device, torch.bfloat16 if self.config.precision == "bfloat16" else torch.float32)
         timer = StepTimer(
             self.step, self.objective.tokens_per_step, self.flops_per_step, peak and peak * self.world_size
         )
         if self.rank == 0:
+            for name in ROW_FILES if self.step == 0 else ():  # an attempt without a checkpoint may have left rows
+                (self.out / name).unlink(missing_ok=True)
             self.tracker = Tracker(self.out, self.execution.trackers, self._settings(), self.step)
         tracking = closing(self.tracker) if self.tracker else nullcontext()
         with tracking, self.explain_out_of_memory(), self.loading() as load_micro_batches:
             while not self._is_finished():
-                schedule_step = self._schedule_step()
-                lr = config.lr(1 + int(schedule_step))
+                earlier = self._schedule_step()
+                lr = self.config.lr(1 + int(earlier))
                 micro_batches = load_micro_batches(self.step)
                 # From the first batch on: before it, some objectives compute what a reference model says.
                 self.started = self.started or time.perf_counter() - self.seconds
                 loss, grad_norm, is_stopping = self.train_step(micro_batches, lr, stop_event)
                 self.step += 1
                 self._read_clock()
-                is_first, is_last = self.step == 1, self._schedule_step() >= config.steps
-                is_evaluated = is_last or self._has_passed(config.eval_interval, schedule_step)
-                is_logged = is_last or is_first or self.step % log_interval == 0
-                is_due = self._has_passed(config.checkpoint_interval, schedule_step)
-                if self.reads_each_step or is_evaluated or is_logged or is_due or is_stopping:
+                due = self._find_due(earlier)
+                if self.reads_each_step or due or is_stopping:
                     self.skipping.read(self.step, self.out)  # waits for the device
-                if self.skipping.consecutive:
-                    is_evaluated, is_logged, is_due = is_last, False, False
                 row: dict[str, Any] = {"step": self.step, "lr": lr}
-                if not self.skipping.consecutive and (is_logged or is_evaluated):
+                if self.skipping.consecutive:  # a skipped step has no figures
+                    due = due & {"evaluate"} if self._schedule_step() >= self.config.steps else set()
+                elif due & {"evaluate", "log"}:
                     row["loss"] = float(loss)
-                step_metrics = self.objective.step_metrics()
-                row |= step_metrics
-                if is_logged:
-                    throughput = timer.measure(self.step)
-                    row["smoothed_loss"] = self.skipping.smoothed_loss
-                    row["grad_norm"] = float(grad_norm)
-                    row["tokens_per_second"] = round(throughput.tokens_per_second)
-                    if self.balance:
-                        balance_metrics = self.balance.metrics()
-                        row |= balance_metrics
-                        step_metrics = step_metrics | {"expert_load_max": balance_metrics["expert_load_max"]}
-                    total = max(self.step, round(self.step * config.steps / self._schedule_step()))
-                    log_step(row, total, throughput, step_metrics)
-                    self._log_contention(throughput)
+                row |= (step_metrics := self.objective.step_metrics())
+                if "log" in due:
+                    self._log(row, grad_norm, step_metrics, timer.measure(self.step))
                 with timer.paused():
-                    if is_evaluated:
+                    if "evaluate" in due:
                         row |= self._evaluate()
                         self._read_clock()  # before the save, so that a resumed training knows this time too
-                    if self.tracker and (is_logged or is_evaluated or step_metrics):
+                    if self.tracker and (due & {"evaluate", "log"} or step_metrics):
                         self.tracker.add(row)
                     # Saved after the row, so that a resumed training has the metrics of all earlier steps.
-                    is_saved = is_due or is_stopping or self._is_finished() or self.step == self.best["step"]
+                    is_saved = "save" in due or is_stopping or self._is_finished() or self.step == self.best["step"]
                     if is_saved:
                         self.save()
-                    if is_saved or is_evaluated:
+                    if is_saved or "evaluate" in due:
                         barrier()  # rank 0 saves and samples alone; the next collective of tensors has a short timeout
                 progress(self.step)
                 if is_stopping and not self._is_finished():
                     raise Stopped(
                         f"The training was stopped after step {self.step:,} and saved in "
-                        f"{self._checkpoint_path(self.step)}; start it again to resume."
+                        f"{self.out / step_name(self.step)}; start it again to resume."
                     )
             return self._finish()
+
+    def _find_due(self, earlier: float) -> set[Literal["evaluate", "log", "save"]]:
+        """Return what to do after a step. ``earlier``: the step of the schedule before it."""
+        is_last = self._schedule_step() >= self.config.steps
+        due: set[Literal["evaluate", "log", "save"]] = set()
+        if is_last or self._has_passed(self.config.eval_interval, earlier):
+            due.add("evaluate")
+        if is_last or self.step == 1 or self.step % self.execution.log_interval == 0:
+            due.add("log")
+        if self._has_passed(self.config.checkpoint_interval, earlier):
+            due.add("save")
+        return due
 
     def loading(self) -> AbstractContextManager[Callable[[int], Sequence[MicroBatch]]]:
         """Return a context manager that yields a function: it returns the micro-batches of a step, loaded ahead if
         possible. Call it for each step from the current one."""
 
         def load(step: int) -> Sequence[MicroBatch]:
-            with self._autocast():  # what a reference model computes must equal what the model computes in the step
+            with self._autocast():  # the reference model must run under the same autocast as the model
                 return self.objective.micro_batches(step)
 
         return prefetch_batches(load, self.step, self.device) if self.objective.is_prefetchable else nullcontext(load)
 
-    def _log_contention(self, throughput: Throughput) -> None:
-        """Log once that other programs slow a training on CPUs."""
+    def _log(
+        self, row: dict[str, Any], grad_norm: Tensor, step_metrics: dict[str, float], throughput: Throughput
+    ) -> None:
+        """Add the figures of a logged step to ``row``, and log them."""
+        row["smoothed_loss"] = self.skipping.smoothed_loss
+        row["grad_norm"] = float(grad_norm)
+        row["tokens_per_second"] = round(throughput.tokens_per_second)
+        if self.balance:
+            row |= self.balance.metrics()
+            step_metrics = step_metrics | {"expert_load_max": row["expert_load_max"]}
+        total = max(self.step, round(self.step * self.config.steps / self._schedule_step()))
+        log_step(row, total, throughput, step_metrics)
         if self.device.type == "cpu" and throughput.waiting > _MIN_THREADS_WAITING and not self.is_contention_logged:
             self.is_contention_logged = True
             log.info(
@@ -315,26 +321,19 @@ class Trainer:
         loss = all_reduce_mean(loss)
         is_stopping = is_true_on_any_rank(stop_event is not None and stop_event.is_set())
         with phase("optimizer"):
-            grad_norm = self._update_weights(loss, lr)
+            grad_norm = self.parallel.clip_grad_norm(self.config.max_grad_norm)
+            found_inf = self.skipping.check(loss, grad_norm)
+            for group in self._parameter_groups():
+                group["lr"] = lr * group.get("lr_scale", 1.0)
+            for optimizer in self.optimizers:
+                if not self.reads_each_step:
+                    optimizer.step(None, found_inf)  # type: ignore[call-overload]
+                elif not found_inf:
+                    optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            if self.balance:
+                self.balance.update_biases(found_inf)
         return loss, grad_norm, is_stopping
-
-    def _update_weights(self, loss: Tensor, lr: float) -> Tensor:
-        """Clip the gradients, update the weights if ``loss`` and gradients are finite, and free the gradients."""
-        grad_norm = self.parallel.clip_grad_norm(self.config.max_grad_norm)
-        found_inf = self.skipping.check(loss, grad_norm)
-        for group in self._parameter_groups():
-            group["lr"] = lr * group.get("lr_scale", 1.0)
-        if not self.reads_each_step:
-            for optimizer in self.optimizers:
-                optimizer.step(None, found_inf)  # type: ignore[call-overload]
-        elif not found_inf:
-            for optimizer in self.optimizers:
-                optimizer.step()
-        if self.balance:
-            self.balance.update_biases(found_inf)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        return grad_norm
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -362,9 +361,6 @@ class Trainer:
                 self.tracker.add_sample(self.step, sample.prompt, sample.text)
         return metrics
 
-    def _checkpoint_path(self, step: int) -> Path:
-        return self.out / step_name(step)
-
     def save(self) -> None:
         """Save a checkpoint of the current step and delete old checkpoints. All ranks call this together."""
         if self.rank > 0 and not self.parallel.divides_state:
@@ -385,10 +381,10 @@ class Trainer:
 
     def _finish(self) -> dict[str, Any]:
         metrics = self._compute_metrics(is_final=True)
-        last, best = self._checkpoint_path(self.step), self._checkpoint_path(self.best["step"])
+        last, best = step_name(self.step), step_name(self.best["step"])
         result = {
-            "last": last.name,
-            "best": best.name if best.exists() else last.name,
+            "last": last,
+            "best": best if (self.out / best).exists() else last,
             "steps": self.step,
             "skipped_steps": self.skipping.skipped,
             "tokens": self.step * self.objective.tokens_per_step,

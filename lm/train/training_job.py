@@ -1,28 +1,36 @@
 """A training described by a JSON file, ``job.json``: the part that is the same for all training methods."""
 
+import fcntl
 import hashlib
 import json
+import logging
 import os
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Self
 
 import torch
 
 from lm.checkpoint.mirror import CheckpointMirror, send_heartbeats
-from lm.common.errors import UserError, translate_write_errors
+from lm.common.errors import StorageError, UserError, translate_write_errors
 from lm.common.execution import Execution
-from lm.distributed.process_group import barrier, get_rank, process_group
+from lm.distributed.process_group import barrier, call_on_rank0, get_rank, process_group
 from lm.files.cache_dir import cache_directory
 from lm.files.urls import read_file
 from lm.hardware.device import choose_device
 from lm.train.config import TrainConfig
-from lm.train.directory_lock import lock_directory
 from lm.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+_LOCK_NAME = "training.lock"
+_PRETRAINING = "lm.train.pretraining:Job"
+# Other jobs by a field that only they have. Named and not imported: the modules stand above this one.
+_OTHER_JOBS = {"method": "lm.posttrain.job:PosttrainJob", "profiled_steps": "lm.train.profile:ProfileJob"}
 
 
 @dataclass(kw_only=True)
@@ -42,9 +50,7 @@ class TrainingJob(ABC):
     """URL of a file that is rewritten every few seconds while the job runs. Default: none."""
     execution: Execution = field(default_factory=Execution)
 
-    module: ClassVar[str]
-    """``python -m MODULE JOB`` runs the job."""
-    sections: ClassVar[dict[str, type]]
+    sections: ClassVar[dict[str, type]] = {}
     """Class of each field that is a dataclass, besides ``config`` and ``execution``."""
 
     @abstractmethod
@@ -66,7 +72,10 @@ class TrainingJob(ABC):
 
     @classmethod
     def read(cls, place: str | Path) -> Self:
-        """Read a job from JSON, a local file or a URL. Raises UserError if it cannot be read or is not a job."""
+        """Read a job from JSON, a local file or a URL. ``TrainingJob.read`` finds the class by the job's fields.
+
+        Raises UserError if it cannot be read or is not a job.
+        """
         name = str(place) if "://" in str(place) else str(Path(place).absolute())
         folder = name.rpartition("/")[0]
 
@@ -75,10 +84,13 @@ class TrainingJob(ABC):
 
         try:
             content = json.loads(read_file(name))
-            job = cls(**content)
-            kinds: dict[str, Callable[..., Any]] = {"config": TrainConfig, "execution": Execution.from_job}
-            for section, kind in (kinds | cls.sections).items():
-                setattr(job, section, kind(**getattr(job, section)))
+            kind = cls
+            if kind is TrainingJob:
+                kind = resolve_name(next((_OTHER_JOBS[key] for key in _OTHER_JOBS if key in content), _PRETRAINING))
+            job = kind(**content)
+            sections: dict[str, Callable[..., Any]] = {"config": TrainConfig, "execution": Execution.from_job}
+            for section, make_section in (sections | kind.sections).items():
+                setattr(job, section, make_section(**getattr(job, section)))
             job.map_paths(absolute)
             job.previous = [absolute(path) for path in job.previous]
             job.out = absolute(job.out)
@@ -90,10 +102,12 @@ class TrainingJob(ABC):
             raise UserError(f"{place} is not the job of a training: {error}") from None
         return job
 
-    def run(
-        self, progress: Callable[[int], None] = lambda step: None, stop_event: threading.Event | None = None
-    ) -> dict[str, Any]:
-        """Train, from the newest checkpoint if there is one; see :meth:`lm.train.trainer.Trainer.run`."""
+    @contextmanager
+    def prepare(self) -> Iterator[Callable[..., dict[str, Any]]]:
+        """Join the process group, lock ``out``, and resume from the newest checkpoint if there is one.
+
+        Yield the function that trains: :meth:`lm.train.trainer.Trainer.run`.
+        """
         out, mirror = self._open_out()
         with (
             process_group(choose_device(self.execution.device)) as device,
@@ -107,7 +121,7 @@ class TrainingJob(ABC):
                 if trainer.resume(previous):
                     break
             with mirror.running() if mirror and get_rank() == 0 else nullcontext():
-                return trainer.run(progress, stop_event)
+                yield trainer.run
 
     def _open_out(self) -> tuple[Path, CheckpointMirror | None]:
         """Return the local directory of the checkpoints, and the mirror if they are copied."""
@@ -126,3 +140,50 @@ def _exchange_checkpoints(mirror: CheckpointMirror) -> None:
     if get_rank() and os.environ.get("LOCAL_RANK") == "0":
         mirror.download()
     barrier()
+
+
+@contextmanager
+def lock_directory(directory: Path) -> Iterator[None]:
+    """Keep other trainings from writing to ``directory``. Rank 0 holds the lock; all ranks call this together.
+
+    Raises UserError on all ranks if another training has the lock. The operating system frees the lock of a killed
+    process. On a file system without locks this only logs a warning.
+    """
+    with ExitStack() as stack:
+        call_on_rank0(lambda: stack.enter_context(_hold_lock(directory / _LOCK_NAME)))
+        yield
+
+
+@contextmanager
+def _hold_lock(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, and delete the file at the end."""
+    descriptor = _open_locked(path)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # the disk has become read-only; the next training reuses the file
+            path.unlink()
+        os.close(descriptor)
+
+
+def _open_locked(path: Path) -> int:
+    """Return the descriptor of the locked file."""
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written: {error.strerror or error}.") from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise UserError(
+                f"Another program is training in {path.parent}. Stop it or wait for its end, then start this again; "
+                "it resumes from the last checkpoint."
+            ) from None
+        except OSError as error:
+            log.warning("%s cannot be locked (%s): do not start a second training there.", path, error.strerror)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)  # the last holder deleted the file after it was opened here

@@ -63,7 +63,7 @@ def dialogs(out: "Attempt", **inputs: Any) -> Iterator[str]:
 
 def training(out: "Attempt", **inputs: Any) -> Iterator[str]:
     """Show the curves of the metrics, and the answers to the sample prompts over time."""
-    from lm.train.metrics_file import read_metrics
+    from lm.train.tracking import read_metrics
 
     yield from curves(read_metrics(out.directory / "metrics.jsonl"))
     figures = {name: value for name, value in out.figures.items() if name not in ("best", "last") and value is not None}
@@ -77,7 +77,7 @@ def training(out: "Attempt", **inputs: Any) -> Iterator[str]:
 
 def unfinished(directory: Path) -> str:
     """Return the curves of a training that is still running; empty before its first metrics."""
-    from lm.train.metrics_file import read_metrics
+    from lm.train.tracking import read_metrics
 
     return "\n\n".join(curves(read_metrics(directory / "metrics.jsonl")))
 

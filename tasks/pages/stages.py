@@ -175,7 +175,7 @@ def _throughput(manifests: list[dict[str, Any]]) -> str:
 def train(out: "Attempt", tokenizer: "Output", model: Any, config: Any, **inputs: Any) -> Iterator[str]:
     """Show the loss, the size and cost of the model, samples over time, and the configuration."""
     from lm.model.flops import flops_per_token, parameter_count
-    from lm.train.metrics_file import read_metrics
+    from lm.train.tracking import read_metrics
 
     yield embed_image((out.directory / "loss.png").read_bytes(), "image/png", "Loss and learning rate by step")
     result = out.figures
@@ -212,8 +212,8 @@ def train(out: "Attempt", tokenizer: "Output", model: Any, config: Any, **inputs
 
 def unfinished_training(directory: Path) -> str:
     """Return the loss plot of a training that is still running; empty before its first metrics."""
-    from lm.train.metrics_file import read_metrics
-    from lm.train.plot import plot_metrics
+    from lm.train.tracking import read_metrics
+    from lm.train.tracking import plot_metrics
 
     rows = read_metrics(directory / "metrics.jsonl")
     if not rows:

@@ -29,7 +29,7 @@ def run_training(out: Attempt, job: "TrainingJob", unfinished_page: Callable[[Pa
     from lm.checkpoint.training_checkpoint import ROW_FILES
     from lm.distributed.launch import run_processes
     from lm.train.graceful_stop import stop_on_signals
-    from lm.train.metrics_file import step_reporter
+    from lm.train.tracking import step_reporter
 
     stopping = out.run.stopping
     if not out.run.store.is_local:
@@ -49,9 +49,10 @@ def run_training(out: Attempt, job: "TrainingJob", unfinished_page: Callable[[Pa
             # torch's random generator and number of threads belong to a process: trainings in threads need their own.
             if job.execution.processes > 1 or threading.current_thread() is not threading.main_thread():
                 report_step = step_reporter(out.directory / "metrics.jsonl", progress)
-                run_processes(job.module, path, job.execution.processes, report_step, stopping)
+                run_processes("lm.train", path, job.execution.processes, report_step, stopping)
             else:
-                job.read(path).run(progress, stopping)
+                with job.read(path).prepare() as run:
+                    run(progress, stopping)
     except Stopped:
         if not signals:
             raise

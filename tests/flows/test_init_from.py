@@ -28,7 +28,7 @@ from lm.text.config import ChunkConfig, DataConfig
 from lm.text.demo_corpus import demo_stories
 from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig
-from lm.train.job import Job
+from lm.train.pretraining import Job
 from tasks.runs.models import resolve_model
 from tasks.runtime.context import RunContext
 from tasks.runtime.execution import Execution

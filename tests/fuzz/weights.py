@@ -21,7 +21,7 @@ from lm.checkpoint.training_checkpoint import load_model, load_training, newest_
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.optim.adamw import AdamW
-from lm.train.job import Job
+from lm.train.pretraining import Job
 from tests.fuzz.choices import Choices, json_bytes, mutate, mutate_bytes
 from tests.helpers.tokenizers import bytes_tokenizer
 from tests.helpers.training import write_job

@@ -4,8 +4,7 @@ import errno
 from unittest.mock import patch
 
 from lm.train.__main__ import run_as_program
-from lm.train.job import Job
 
 if __name__ == "__main__":
     with patch("lm.train.checkpoints.save_training", side_effect=OSError(errno.ENOSPC, "No space left on device")):
-        run_as_program(Job)
+        run_as_program()

@@ -9,7 +9,6 @@ from torch import Tensor
 from lm.data.batches import Batch
 from lm.model.transformer import TransformerLM
 from lm.train.__main__ import run_as_program
-from lm.train.job import Job
 from lm.train.pretraining import Pretraining
 
 FAILING_RANK = 1
@@ -26,7 +25,7 @@ def main() -> None:
 
     if int(os.environ["RANK"]) == FAILING_RANK:
         Pretraining.loss_sum = fail_later  # type: ignore[method-assign]
-    run_as_program(Job)
+    run_as_program()
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
-from lm.train.job import Job
-from lm.train.pretraining import Pretraining, TrainData, make_trainer
+from lm.train.pretraining import Job, Pretraining, TrainData, make_trainer
 from lm.train.trainer import Trainer
+from lm.train.training_job import TrainingJob
 from tests.helpers.limits import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -116,6 +116,12 @@ def write_job(
     )
     job.write(out / "job.json")
     return out / "job.json"
+
+
+def train_here(job: TrainingJob, *arguments: Any) -> dict[str, Any]:
+    """Run a job in this process; ``arguments`` are those of :meth:`lm.train.trainer.Trainer.run`."""
+    with job.prepare() as run:
+        return run(*arguments)
 
 
 def start_and_kill(module: str, job: Path, times: int) -> None:

@@ -36,8 +36,8 @@ from lm.model.transformer import TransformerLM
 from lm.optim.adamw import AdamW
 from lm.tokenizer.pretoken_counts import SCHEMA, merge_counts, read_counts, write_counts
 from lm.tokenizer.tokenizer import Tokenizer
-from lm.train.job import Job
-from lm.train.metrics_file import read_metrics
+from lm.train.pretraining import Job
+from lm.train.tracking import read_metrics
 from tests.helpers.corpora import read_documents
 from tests.helpers.llamas import train_sentencepiece
 from tests.helpers.pretoken_counts import counts_table

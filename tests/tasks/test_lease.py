@@ -14,7 +14,7 @@ import pytest
 
 from lm.checkpoint import mirror
 from lm.common.errors import Stopped, UserError
-from lm.train.job import Job
+from lm.train.pretraining import Job
 from tasks.maintenance.gc import find_garbage
 from tasks.maintenance.verify import verify
 from tasks.runtime import lease
@@ -33,7 +33,7 @@ from tasks.runtime.stage import stage
 from tasks.runtime.store import LEASES, LOCK_FILE, Store
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
 from tests.helpers.roots import letters, materialize, run_context, write_run_record
-from tests.helpers.training import write_job
+from tests.helpers.training import write_job, train_here
 from textmill.cli.main import main
 
 
@@ -99,7 +99,7 @@ def test_gc_deletes_nothing_while_a_training_of_train_job_is_at_work(
     trainer = SimpleNamespace(resume=lambda place: True, run=train)
     monkeypatch.setattr(Job, "make_trainer", lambda self, out, device: trainer)
     monkeypatch.setattr(mirror, "_HEARTBEAT_SECONDS", 0.1)
-    Job.read(path).run()
+    train_here(Job.read(path))
     assert seen == [2]
     assert "Run train-job-20260101T000000-00000000 uses" in capsys.readouterr().err
     assert store.list_names(LEASES) == []

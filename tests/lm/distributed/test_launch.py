@@ -19,10 +19,10 @@ from lm.checkpoint.training_checkpoint import newest_checkpoint
 from lm.common.errors import MachineError, Stopped, UserError
 from lm.common.execution import ParallelKind
 from lm.distributed.launch import run_processes
-from lm.train.job import Job
-from lm.train.metrics_file import step_reporter
+from lm.train.pretraining import Job
+from lm.train.tracking import step_reporter
 from tests.helpers.limits import wait_for
-from tests.helpers.training import ROOT, read_rows, write_job
+from tests.helpers.training import ROOT, read_rows, write_job, train_here
 
 
 def run_in_processes(
@@ -39,7 +39,7 @@ def run_in_processes(
 def expected_rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The rows of 50 steps in this process."""
     job = write_job(tmp_path_factory.mktemp("expected"), steps=50)
-    Job.read(job).run()
+    train_here(Job.read(job))
     return read_rows(job.parent)
 
 
@@ -131,7 +131,7 @@ def test_torchrun_stopped_by_a_signal_saves_and_resumes(tmp_path: Path) -> None:
     content = json.loads(job.read_text())
     content["config"]["steps"] = step + 2
     job.write_text(json.dumps(content))
-    Job.read(job).run()
+    train_here(Job.read(job))
     assert [row["step"] for row in read_rows(job.parent)] == list(range(1, step + 3)), "no step is lost"
 
 
@@ -212,7 +212,7 @@ import logging, sys, threading
 from pathlib import Path
 logging.basicConfig(level=logging.WARNING)
 from lm.distributed.launch import run_processes
-from lm.train.metrics_file import step_reporter
+from lm.train.tracking import step_reporter
 job = Path(sys.argv[1])
 poll = step_reporter(job.parent / "metrics.jsonl", lambda step: print(step, flush=True))
 run_processes("lm.train", job, 2, poll, threading.Event())
@@ -259,7 +259,7 @@ def test_killed_parent_leaves_no_orphan(running: Running) -> None:
     content = json.loads(job.read_text())
     content["config"]["steps"] = done + 5
     job.write_text(json.dumps(content))
-    Job.read(job).run()
+    train_here(Job.read(job))
     rows = read_rows(job.parent)
     assert [row["step"] for row in rows] == list(range(1, done + 6)), "no step is lost"
 
@@ -306,5 +306,5 @@ def test_a_divided_training_goes_on_after_a_stop_and_a_kill(running: Running) ->
     whole = write_job(job.parent.parent / "whole", steps=100_000, checkpoint_interval=100_000)
     stopping, reached = threading.Event(), len(rows)
     with pytest.raises(Stopped):
-        Job.read(whole).run(lambda step: stopping.set() if step >= reached else None, stopping)
+        train_here(Job.read(whole), lambda step: stopping.set() if step >= reached else None, stopping)
     assert losses(rows)[:-3] == pytest.approx(losses(read_rows(whole.parent))[: len(rows) - 3], rel=1e-4)

@@ -18,7 +18,7 @@ from lm.posttrain.config import PPOConfig, ReinforceConfig
 from lm.posttrain.grpo import grpo_train_step
 from lm.posttrain.log_probs import get_response_log_probs
 from lm.posttrain.policy_gradient_objective import PolicyGradient
-from lm.train.metrics_file import read_metrics
+from lm.train.tracking import read_metrics
 from tests.helpers.full_disk import full_disk
 from tests.helpers.posttraining import CHAT, PROBLEMS, UNEVEN_PROBLEMS, chat_policy, quick_config, wide_policy
 

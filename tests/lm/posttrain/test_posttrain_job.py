@@ -17,10 +17,10 @@ from lm.model.moe_config import MoEConfig
 from lm.model.transformer import TransformerLM
 from lm.posttrain.job import PosttrainJob
 from lm.train.__main__ import main
-from lm.train.metrics_file import read_metrics
+from lm.train.tracking import read_metrics
 from lm.train.trainer import Trainer
 from tests.helpers.posttraining import chat_policy, write_posttrain_job
-from tests.helpers.training import start_and_kill
+from tests.helpers.training import start_and_kill, train_here
 
 KILLS = int(os.environ.get("TEXTMILL_KILLS", "2"))
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ def results(job: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("method", SETTINGS)
 def test_a_method_trains_and_records_its_metrics(tmp_path: Path, method: str, precision: str) -> None:
     job = write_posttrain_job(tmp_path, method, SETTINGS[method], precision=precision)
-    result = PosttrainJob.read(job).run()
+    result = train_here(PosttrainJob.read(job))
     assert result["steps"] == 6 and (job.parent / result["best"]).is_dir()
     rows = read_metrics(job.parent / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -69,7 +69,7 @@ def test_the_first_step_is_at_the_reference(
     tmp_path: Path, method: str, settings: dict[str, Any], metric: str, precision: str
 ) -> None:
     job = write_posttrain_job(tmp_path, method, settings, precision=precision, steps=2)
-    PosttrainJob.read(job).run()
+    train_here(PosttrainJob.read(job))
     assert read_metrics(job.parent / "metrics.jsonl")[0][metric] == pytest.approx(0, abs=1e-6)
 
 
@@ -91,7 +91,7 @@ class NoFloat64(TorchFunctionMode):
 def test_no_float64_on_the_device(tmp_path: Path, method: str) -> None:
     job = write_posttrain_job(tmp_path, method, SETTINGS[method], steps=2)
     with NoFloat64(has_double=method in ("ppo", "reinforce")):  # their advantages are computed on the CPU
-        assert PosttrainJob.read(job).run()["steps"] == 2
+        assert train_here(PosttrainJob.read(job))["steps"] == 2
 
 
 def test_a_model_that_does_not_fit_memory_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,13 +100,13 @@ def test_a_model_that_does_not_fit_memory_is_a_user_error(tmp_path: Path, monkey
 
     monkeypatch.setattr("lm.posttrain.job.load_model", fail)
     with pytest.raises(UserError, match=r"before the first step.*CUDA out of memory"):
-        PosttrainJob.read(write_posttrain_job(tmp_path, "sft")).run()
+        train_here(PosttrainJob.read(write_posttrain_job(tmp_path, "sft")))
 
 
 def test_steps_without_good_responses_are_not_skipped(tmp_path: Path) -> None:
     settings = {"group_size": 2, "max_new_tokens": 4, "reward_threshold": 2.0}
     job = write_posttrain_job(tmp_path, "reinforce", settings)
-    result = PosttrainJob.read(job).run()
+    result = train_here(PosttrainJob.read(job))
     assert (result["steps"], result["skipped_steps"]) == (6, 0)
     assert all(row["loss"] == row["grad_norm"] == 0 for row in read_metrics(job.parent / "metrics.jsonl"))
 
@@ -127,7 +127,7 @@ def test_experts_compute_no_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return train_step(trainer, micro_batches, *arguments)
 
     monkeypatch.setattr(Trainer, "train_step", record_step)
-    PosttrainJob.read(write_job_with_experts(tmp_path, method, MoEConfig(4, 2), **SETTINGS[method])).run()
+    train_here(PosttrainJob.read(write_job_with_experts(tmp_path, method, MoEConfig(4, 2), **SETTINGS[method])))
     trainer, micro_batches = steps[-1]
     objective: Any = trainer.objective
     if method == "sft":
@@ -146,7 +146,7 @@ def test_a_capacity_of_experts_drops_no_token(tmp_path: Path) -> None:
     """Else the model of the first step would not be the reference."""
     moe = MoEConfig(num_experts=4, top_k=2, capacity_factor=0.5)
     job = write_job_with_experts(tmp_path, "preference", moe)
-    PosttrainJob.read(job).run()
+    train_here(PosttrainJob.read(job))
     first = read_metrics(job.parent / "metrics.jsonl")[0]
     assert first["margin"] == pytest.approx(0, abs=1e-6)
     assert "dropped_choices" not in first
@@ -154,7 +154,7 @@ def test_a_capacity_of_experts_drops_no_token(tmp_path: Path) -> None:
 
 def test_the_biases_of_experts_stay(tmp_path: Path) -> None:
     job = write_job_with_experts(tmp_path, "sft", MoEConfig(4, 2, bias_update_rate=0.1))
-    PosttrainJob.read(job).run()
+    train_here(PosttrainJob.read(job))
     buffers = dict(load_model(job.parent / "step-0000002").named_buffers())
     biases = [buffer for name, buffer in buffers.items() if name.endswith("expert_bias")]
     assert len(biases) == 2 and not any(bias.any() for bias in biases)
@@ -169,8 +169,8 @@ def test_killed_again_and_again(tmp_path: Path, method: str) -> None:
     # So many that the training is not over before the last kill. Steps with rollouts take longer.
     config = {"steps": (30 if method in ("reinforce", "ppo") else 200) * KILLS, "checkpoint_interval": 3}
     whole, job = (write_posttrain_job(tmp_path / name, method, SETTINGS[method], **config) for name in ("a", "b"))
-    PosttrainJob.read(whole).run()
-    start_and_kill("lm.posttrain", job, KILLS)
+    train_here(PosttrainJob.read(whole))
+    start_and_kill("lm.train", job, KILLS)
     assert main([str(job)], PosttrainJob) == 0
     assert results(job) == results(whole)
 
@@ -182,8 +182,8 @@ def test_two_processes_learn_from_the_responses_of_one(tmp_path: Path, method: s
         write_posttrain_job(tmp_path / name, method, SETTINGS[method], gradient_accumulation_steps=steps)
         for name, steps in (("one", 2), ("two", 1))
     ]
-    PosttrainJob.read(jobs[0]).run()
-    run_processes("lm.posttrain", jobs[1], 2, lambda: None, threading.Event())
+    train_here(PosttrainJob.read(jobs[0]))
+    run_processes("lm.train", jobs[1], 2, lambda: None, threading.Event())
     rows, other = (read_metrics(job.parent / "rollouts.jsonl") for job in jobs)
     assert [row["ids"] for row in rows if row["step"] == 1] == [row["ids"] for row in other if row["step"] == 1]
     for name in ("loss", "grad_norm", "reward", "response_tokens"):
@@ -197,8 +197,8 @@ def test_two_processes_divide_the_reference(tmp_path: Path) -> None:
         write_posttrain_job(tmp_path / name, "preference", {}, gradient_accumulation_steps=steps)
         for name, steps in (("one", 2), ("two", 1))
     ]
-    PosttrainJob.read(jobs[0]).run()
-    run_processes("lm.posttrain", jobs[1], 2, lambda: None, threading.Event())
+    train_here(PosttrainJob.read(jobs[0]))
+    run_processes("lm.train", jobs[1], 2, lambda: None, threading.Event())
     for name in ("reference.jsonl", "metrics.jsonl"):
         rows, other = (read_metrics(job.parent / name) for job in jobs)
         names = ("pair", "chosen", "rejected") if name == "reference.jsonl" else ("loss", "grad_norm", "valid_loss")
@@ -210,7 +210,7 @@ def test_a_damaged_job_is_named(tmp_path: Path) -> None:
     job = write_posttrain_job(tmp_path, "sft")
     (tmp_path / "train.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match=r"train.jsonl is not a file of the stage dialogs"):
-        PosttrainJob.read(job).run()
+        train_here(PosttrainJob.read(job))
     job.write_text('{"method": "sft"}')
     with pytest.raises(UserError, match="is not the job of a training"):
         PosttrainJob.read(job)

@@ -18,7 +18,7 @@ from lm.posttrain.config import PPOConfig
 from lm.posttrain.log_probs import score_labels
 from lm.posttrain.ppo_objective import ProximalPolicyOptimization, add_value_head
 from lm.posttrain.reward_model import add_reward_head, score_dialogs
-from lm.train.metrics_file import read_metrics
+from lm.train.tracking import read_metrics
 from lm.train.trainer import Trainer
 from tests.helpers.posttraining import (
     CHAT,

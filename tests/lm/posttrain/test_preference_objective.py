@@ -15,7 +15,7 @@ from lm.data.dialogs import PreferencePair
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import PreferenceConfig
 from lm.posttrain.preference_objective import PreferenceOptimization
-from lm.train.metrics_file import read_metrics
+from lm.train.tracking import read_metrics
 from tests.helpers.posttraining import CHAT, PAIRS, chat_policy, dialog, pair, quick_config
 
 

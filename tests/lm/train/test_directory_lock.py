@@ -7,18 +7,18 @@ import pytest
 
 from lm.common.errors import UserError
 from lm.train.__main__ import main
-from lm.train.directory_lock import lock_directory
-from lm.train.job import Job
-from lm.train.profile_job import ProfileJob
+from lm.train.training_job import lock_directory
+from lm.train.pretraining import Job
+from lm.train.profile import ProfileJob
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import read_rows, write_job
+from tests.helpers.training import read_rows, write_job, train_here
 
 
 def test_a_second_training_of_a_job_is_refused_and_changes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = write_job(tmp_path, steps=4)
-    Job.read(job).run()
+    train_here(Job.read(job))
     before = {path: path.read_bytes() for path in job.parent.rglob("*") if path.is_file()}
     with lock_directory(job.parent):
         assert main([str(job)]) == 2
@@ -35,14 +35,14 @@ def test_another_job_into_the_same_directory_is_refused(tmp_path: Path) -> None:
     with lock_directory(path.parent):
         for other in (job, ProfileJob.of(job, 1)):
             with pytest.raises(UserError, match="Another program is training in"):
-                other.run()
+                train_here(other)
     assert not (path.parent / "metrics.jsonl").exists()
 
 
 def test_the_lock_of_a_killed_training_is_free(tmp_path: Path) -> None:
     job = write_job(tmp_path, steps=4)
     (job.parent / "training.lock").touch()
-    Job.read(job).run()
+    train_here(Job.read(job))
     assert len(read_rows(job.parent)) == 4 and json.loads((job.parent / "training.json").read_text())
     assert not (job.parent / "training.lock").exists(), "it would be a file of the output"
 

@@ -18,10 +18,10 @@ from lm.common.execution import ParallelKind
 from lm.distributed.launch import run_processes
 from lm.model.functional import softmax
 from lm.model.moe_config import MoEConfig
-from lm.train.job import Job
+from lm.train.pretraining import Job
 from lm.train.trainer import Trainer
 from tests.helpers.recorder import Recorder
-from tests.helpers.training import MODEL, read_rows, small_data, small_trainer, weights_equal, write_job
+from tests.helpers.training import MODEL, read_rows, small_data, small_trainer, weights_equal, write_job, train_here
 
 MOE = MoEConfig(4, 2, bias_update_rate=0.01, z_loss_weight=1e-3, num_dense_layers=1)
 MIXTURE = replace(MODEL, num_layers=3, moe=MOE)
@@ -205,7 +205,7 @@ def test_two_processes_train_as_one(
     }
     model = replace(MIXTURE, moe=replace(MOE, aux_loss_weight=aux_loss_weight))
     one = write_job(tmp_path / "one", model=model, **options)
-    Job.read(one).run()
+    train_here(Job.read(one))
     two = write_job(tmp_path / "two", 2, model, kind, **options)
     run_processes("lm.train", two, 2, lambda: None, threading.Event())
     rows, expected = read_rows(two.parent), read_rows(one.parent)

@@ -13,10 +13,10 @@ import pytest
 
 from lm.distributed.launch import INTERRUPTED_EXIT_CODE
 from lm.train.__main__ import main
-from lm.train.job import Job
+from lm.train.pretraining import Job
 from tasks.runtime.training import has_same_inputs
 from tests.helpers.limits import wait_for
-from tests.helpers.training import MODEL, ROOT, read_rows, start_and_kill, write_job
+from tests.helpers.training import MODEL, ROOT, read_rows, start_and_kill, write_job, train_here
 
 KILLS = int(os.environ.get("TEXTMILL_KILLS", "2"))  # each takes some seconds
 
@@ -30,7 +30,7 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
     """SIGKILL at random times; metrics and weights equal those of an uninterrupted run."""
     steps = 200 * KILLS
     whole, job = (write_job(tmp_path / name, steps=steps, checkpoint_interval=7) for name in ("whole", "killed"))
-    Job.read(whole).run()
+    train_here(Job.read(whole))
     start_and_kill("lm.train", job, KILLS)
     assert main([str(job)]) == 0
     assert read_rows(job.parent) == read_rows(whole.parent)
@@ -59,7 +59,7 @@ def test_five_thousand_shards_within_256_open_files(tmp_path: Path) -> None:
     job.train = [f"../shards/{number}.bin" for number in range(5_000)]
     job.write(cut)
     subprocess.run([sys.executable, "-c", FEW_FILES, str(cut)], cwd=ROOT, check=True, timeout=300)
-    Job.read(whole).run()
+    train_here(Job.read(whole))
     assert read_rows(cut.parent) == read_rows(whole.parent)
     assert weights_of(cut, 20) == weights_of(whole, 20)
 
@@ -83,7 +83,7 @@ def test_a_job_alone_in_a_process(tmp_path: Path, number: int) -> None:
         assert "was stopped after step" in output.splitlines()[-1] and "Traceback" not in output
     assert main([str(job)]) == 0
     uninterrupted = write_job(tmp_path / "uninterrupted", steps=50)
-    Job.read(uninterrupted).run()
+    train_here(Job.read(uninterrupted))
     assert read_rows(job.parent) == read_rows(uninterrupted.parent)
     assert weights_of(job, 50) == weights_of(uninterrupted, 50)
 

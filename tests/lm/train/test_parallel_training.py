@@ -15,10 +15,10 @@ from lm.common.errors import UserError
 from lm.common.execution import Execution, ParallelKind
 from lm.distributed.launch import run_processes
 from lm.model.training_memory import predict_training_memory
-from lm.train.job import Job
+from lm.train.pretraining import Job
 from lm.train.parallel import choose_parallel
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import MODEL, read_rows, train_config, write_job
+from tests.helpers.training import MODEL, read_rows, train_config, write_job, train_here
 
 OPTIONS: dict[str, Any] = {
     "steps": 12,
@@ -37,7 +37,7 @@ def run_job(job: Path, parallel: ParallelKind, processes: int) -> None:
     content["execution"]["parallel"] = parallel
     job.write_text(json.dumps(content))
     if processes == 1:
-        Job.read(job).run()
+        train_here(Job.read(job))
     else:
         run_processes("lm.train", job, processes, lambda: None, threading.Event())
 
@@ -46,7 +46,7 @@ def run_job(job: Path, parallel: ParallelKind, processes: int) -> None:
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A training in one process."""
     job = write_job(tmp_path_factory.mktemp("expected"), **OPTIONS)
-    Job.read(job).run()
+    train_here(Job.read(job))
     return job.parent
 
 

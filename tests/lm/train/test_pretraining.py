@@ -14,8 +14,7 @@ from lm.common.execution import Execution
 from lm.data.batches import Batch
 from lm.model.functional import cross_entropy
 from lm.model.transformer import TransformerLM
-from lm.train.job import Job
-from lm.train.pretraining import make_trainer
+from lm.train.pretraining import Job, make_trainer
 from lm.train.trainer import Trainer
 from tests.helpers.llamas import assert_same_weights
 from tests.helpers.training import (
@@ -111,13 +110,13 @@ def test_another_vocab_size_than_the_tokenizer_is_a_user_error(tmp_path: Path) -
 def test_a_job_continues_from_a_checkpoint(tmp_path: Path) -> None:
     """The first loss is that of the model before; without its checkpoint it is that of a new model."""
     jobs = [write_job(tmp_path / name, steps=6) for name in ("first", "new", "second")]
-    Job.read(jobs[0]).run()
+    train_here(Job.read(jobs[0]))
     start = jobs[0].parent / "step-0000006"
     job = Job.read(jobs[2])
     job.start, job.digests = "../../first/out/step-0000006", {**job.digests, "start": "s"}
     job.write(jobs[2])
-    Job.read(jobs[2]).run()
-    Job.read(jobs[1]).run()
+    train_here(Job.read(jobs[2]))
+    train_here(Job.read(jobs[1]))
     trainer = Job.read(jobs[2]).make_trainer(tmp_path / "other", torch.device("cpu"))
     assert_same_weights(trainer.model, load_model(start))
     [(x, y)] = trainer.objective.micro_batches(0)

@@ -16,9 +16,8 @@ from lm.distributed.launch import run_processes
 from lm.model.config import ModelConfig
 from lm.model.flops import flops_per_token
 from lm.model.training_memory import TrainingMemory
-from lm.train.job import Job
-from lm.train.profile import PROFILE_FILE, TRACE_FILE, PhaseClock, Profile, profile_training
-from lm.train.profile_job import ProfileJob
+from lm.train.pretraining import Job
+from lm.train.profile import PROFILE_FILE, TRACE_FILE, PhaseClock, Profile, ProfileJob, profile_training
 from tests.helpers.training import small_trainer, weights_equal, write_job
 
 CPU = torch.device("cpu")
@@ -97,7 +96,7 @@ def test_the_figures(profile: tuple[Path, Profile]) -> None:
 def test_two_processes(tmp_path: Path, kind: Any) -> None:
     path = write_job(tmp_path, 2, MODEL, kind, **SETTINGS)
     ProfileJob.of(Job.read(path), 3).write(path)
-    run_processes(ProfileJob.module, path, 2, lambda: None, threading.Event())
+    run_processes("lm.train", path, 2, lambda: None, threading.Event())
     profile = json.loads((path.parent / PROFILE_FILE).read_text())
     check_phases(profile)
     assert profile["phases"]["communication"] > 0.005 * profile["seconds_per_step"]

@@ -20,7 +20,7 @@ from lm.checkpoint.training_checkpoint import load_model, newest_checkpoint, rea
 from lm.common.errors import Stopped, UserError
 from lm.model.moe_config import MoEConfig
 from lm.optim.schedules import lr_cosine_schedule
-from lm.train.metrics_file import read_metrics
+from lm.train.tracking import read_metrics
 from lm.train.throughput import StepTimer
 from lm.train.trainer import Trainer
 from tests.helpers.reference_model import MODEL_VARIANTS
