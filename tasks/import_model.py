@@ -17,7 +17,7 @@ def find_model_files(directory: Path, store: Store) -> list[Source]:
     """Return the files of a model in a local directory, with their digests."""
     paths = sorted(str(path) for pattern in _PATTERNS for path in directory.resolve().glob(pattern) if path.is_file())
     if not paths:
-        from lm.checkpoint.foreign_files import refuse_other_formats
+        from lm.checkpoint.external_weights import refuse_other_formats
 
         refuse_other_formats(directory)
         raise UserError(f"{directory} has no files of a model; see docs/serving.md for the formats.")

@@ -6,7 +6,7 @@ from typing import Any
 from lm.common.errors import UserError
 from lm.files.checksum import loads_with_checksum
 from lm.model.config import ModelConfig
-from lm.train.start_model import continued_config
+from lm.train.config import continued_config
 from tasks.runtime.output import Ref, read_output
 from tasks.runtime.store import Store
 

@@ -4,21 +4,23 @@ import itertools
 import logging
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from lm.checkpoint.external_weights import read_json_object
-from lm.checkpoint.foreign_files import refuse_other_formats
+from lm.checkpoint.external_weights import read_json_object, refuse_other_formats
 from lm.checkpoint.hugging_face import load_hugging_face
 from lm.checkpoint.meta import load_meta
 from lm.checkpoint.safe_load import refuse_lfs_pointer
 from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
+from lm.data.chat_template import END_TOKEN, has_chat_tokens, make_jinja_template
 from lm.files.json import read_json
 from lm.model.transformer import TransformerLM
 from lm.model.vocabulary import shrink_vocabulary
 from lm.text.patterns import PATTERNS
 from lm.tokenizer.sentencepiece import SentencePieceTokenizer
+from lm.tokenizer.text_ends import find_text_ends
 from lm.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ _LLAMA3_NUM_SPECIAL_TOKENS = 256
 
 _MAX_NAMED_TOKENS = 5
 _META_CONTEXT_LENGTH = 2048  # of Llama 1, the shortest; Meta's files do not state it
+_NO_SETTINGS = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config"}
 
 
 def load_external(
@@ -85,8 +88,7 @@ def _remove_tokens_without_rows(
 
 def _added_tokens(directory: Path, size: int) -> list[str]:
     """Return the tokens that the files of transformers add to a vocabulary of ``size`` ids."""
-    paths = (directory / "added_tokens.json", directory / "tokenizer_config.json")
-    added, config = (read_json_object(path) if path.exists() else {} for path in paths)
+    added, config = (_read(directory / name) for name in ("added_tokens.json", "tokenizer_config.json"))
     ids = {name: str(token_id) for name, token_id in added.items()}
     if isinstance(decoder := config.get("added_tokens_decoder"), dict):
         ids |= {str(about.get("content")): key for key, about in decoder.items() if isinstance(about, dict)}
@@ -162,3 +164,43 @@ def _load_llama3(path: Path) -> Tokenizer:
         for index in range(_LLAMA3_NUM_SPECIAL_TOKENS)
     }
     return Tokenizer.from_tiktoken(path, special_tokens, PATTERNS["llama3"])
+
+
+def warn_of_lost_settings(directory: Path, tokenizer: Tokenizer) -> None:
+    """Log which settings of ``directory`` an export with ``tokenizer`` lacks: textmill does not use them."""
+    if lost := find_lost_settings(directory, tokenizer):
+        log.warning(
+            "The export does not keep %s of %s. To keep them, copy them from its tokenizer_config.json, "
+            "generation_config.json and chat_template files.",
+            ", ".join(lost),
+            directory,
+        )
+
+
+def find_lost_settings(directory: Path, tokenizer: Tokenizer) -> list[str]:
+    """Return the names of the chat template, the end of a text and the generation settings if an export lacks them."""
+    about, config, generation = (
+        _read(directory / name) for name in ("tokenizer_config.json", "config.json", "generation_config.json")
+    )
+    own_template, own_end = None, find_text_ends(tokenizer)[1]
+    if has_chat_tokens(tokenizer):
+        own_template, own_end = make_jinja_template(tokenizer), END_TOKEN
+    template = _read(directory / "chat_template.json").get("chat_template", about.get("chat_template"))
+    if (path := directory / "chat_template.jinja").exists():
+        template = path.read_text(encoding="utf-8", errors="replace")
+    lost = [] if template in (None, own_template) else ["the chat template"]
+    end = about.get("eos_token")
+    end = end.get("content") if isinstance(end, dict) else end
+    ids = generation.get("eos_token_id", config.get("eos_token_id", []))
+    other_ids = [i for i in (ids if isinstance(ids, list) else [ids]) if i not in tokenizer.special_ids.values()]
+    if end is not None and end != own_end:
+        lost.append(f"the end token {end}")
+    elif other_ids:
+        lost.append(f"the end tokens with the ids {', '.join(map(str, other_ids))}")
+    if names := sorted(generation.keys() - _NO_SETTINGS):
+        lost.append(f"the generation settings {', '.join(names)}")
+    return lost
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.exists() else {}

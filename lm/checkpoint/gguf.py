@@ -2,14 +2,14 @@
 
 import math
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from torch import Tensor
 
-from lm.checkpoint.external_weights import check_is_expressible, reorder_rotary_rows
+from lm.checkpoint.external_weights import check_is_expressible, reorder_rotary_rows, translate_name
+from lm.checkpoint.hugging_face import MODULE_NAMES, find_rotary
+from lm.checkpoint.hugging_face_config import EXPRESSIBLE_OPTIONS
 from lm.common.errors import UserError, translate_write_errors
 from lm.data.chat_template import END_TOKEN, has_chat_tokens, make_jinja_template
 from lm.files.atomic_dir import sync_path
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 
 GGUFType = Literal["float32", "bfloat16", "q8_0"]
 
-_QUANTIZATION_TYPES = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
-_FILE_TYPES = {"float32": "ALL_F32", "bfloat16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+_TYPES = {  # of matrices and of the file, in gguf's words
+    "float32": ("F32", "ALL_F32"),
+    "bfloat16": ("BF16", "MOSTLY_BF16"),
+    "q8_0": ("Q8_0", "MOSTLY_Q8_0"),
+}
 _BLOCK_SIZE = 32  # numbers of a row that share a scale in Q8_0
 # llama.cpp's pretokenizer of each pattern, without and with ignore_merges.
 _PRETOKENIZERS: dict[tuple[Pattern, bool], str] = {
@@ -37,38 +40,6 @@ _PRETOKENIZERS: dict[tuple[Pattern, bool], str] = {
     (PATTERNS["llama3"], True): "llama-bpe",
     (PATTERNS["qwen2"], False): "qwen2",
     (PATTERNS["deepseek"], False): "deepseek-v3",
-}
-_MODULE_NAMES = {  # ours → GGUF's, in a block
-    "attn.q_proj": "attn_q",
-    "attn.k_proj": "attn_k",
-    "attn.v_proj": "attn_v",
-    "attn.output_proj": "attn_output",
-    "attn.q_norm": "attn_q_norm",
-    "attn.k_norm": "attn_k_norm",
-    "ffn.w1": "ffn_gate",
-    "ffn.w2": "ffn_down",
-    "ffn.w3": "ffn_up",
-    "ln1": "attn_norm",
-    "ln2": "ffn_norm",
-}
-_TOP_NAMES = {"token_embeddings": "token_embd", "ln_final": "output_norm", "lm_head": "output"}
-_ROTARY_NAME = re.compile(r"\.attn_[qk](_norm)?\.")
-_EXPRESSIBLE_OPTIONS = {
-    "vocab_size",
-    "context_length",
-    "d_model",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "d_ff",
-    "qk_norm",
-    "qkv_bias",
-    "rope_theta",
-    "rope_scaling",
-    "norm_eps",
-    "tied_embeddings",
-    "zero_init_residual",  # decides the initial weights only
 }
 
 
@@ -83,7 +54,14 @@ def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_typ
     the file cannot be written.
     """
     try:
-        from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
+        from gguf import (
+            MODEL_ARCH,
+            MODEL_ARCH_NAMES,
+            GGMLQuantizationType,
+            GGUFWriter,
+            LlamaFileType,
+            get_tensor_name_map,
+        )
         from gguf.quants import quant_shape_to_byte_shape, quantize
     except ImportError:
         raise UserError("Export to GGUF needs the gguf library: pip install 'textmill[gguf]'") from None
@@ -97,18 +75,24 @@ def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_typ
     with translate_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    writer = GGUFWriter(temporary, "qwen3" if config.qk_norm else "llama")
-    writer.add_file_type(LlamaFileType[_FILE_TYPES[weight_type]])
+    architecture = MODEL_ARCH.QWEN3 if config.qk_norm else MODEL_ARCH.LLAMA
+    names = get_tensor_name_map(architecture, config.num_layers)
+    matrix_type, file_type = _TYPES[weight_type]
+    writer = GGUFWriter(temporary, MODEL_ARCH_NAMES[architecture])
+    writer.add_file_type(LlamaFileType[file_type])
     _add_model_metadata(writer, config, path.stem)
     _add_tokenizer_metadata(writer, tokenizer, config)
-    matrix_type = GGMLQuantizationType[_QUANTIZATION_TYPES[weight_type]]
-    weights = [
-        (_translate_name(name), weight, matrix_type if weight.ndim > 1 else GGMLQuantizationType.F32)
-        for name, weight in model.state_dict().items()
-    ]
-    if config.rope_scaling and config.rope_scaling.kind == "llama3":
-        weights.append(("rope_freqs.weight", _frequency_divisors(config), GGMLQuantizationType.F32))
-    for name, weight, tensor_type in weights:
+    is_rotary, tensors = find_rotary(model), []
+    for key, weight in model.state_dict().items():
+        # llama.cpp's qwen3 rotates the pairs (i, i + K/2); its llama rotates adjacent pairs, as we do.
+        is_reordered = config.qk_norm and is_rotary.get(key, False)
+        name = names.get_name(translate_name(key, MODULE_NAMES), (".weight", ".bias")) or key
+        tensors.append((name, weight, GGMLQuantizationType[matrix_type if weight.ndim > 1 else "F32"], is_reordered))
+    if config.rope_scaling and config.rope_scaling.kind == "llama3":  # by what it divides each frequency (K/2)
+        theta, width = config.rope_theta, config.head_width
+        divisors = rotary_frequencies(theta, width) / rotary_frequencies(theta, width, config.rope_scaling)
+        tensors.append(("rope_freqs.weight", divisors, GGMLQuantizationType.F32, False))
+    for name, weight, tensor_type, _ in tensors:
         num_bytes = math.prod(quant_shape_to_byte_shape(weight.shape, tensor_type))
         writer.add_tensor_info(name, weight.shape, np.dtype(np.float32), num_bytes, tensor_type)
     with translate_write_errors(path):
@@ -116,9 +100,8 @@ def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_typ
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for name, weight, tensor_type in weights:
-                # llama.cpp's qwen3 rotates the pairs (i, i + K/2); its llama rotates adjacent pairs, as we do.
-                if config.qk_norm and _ROTARY_NAME.search(name):
+            for _, weight, tensor_type, is_reordered in tensors:
+                if is_reordered:
                     weight = reorder_rotary_rows(weight, config.head_width // 2, 2)
                 writer.write_tensor_data(quantize(weight.cpu().float().contiguous().numpy(), tensor_type))
             writer.close()
@@ -136,7 +119,7 @@ def _check_model(config: ModelConfig, weight_type: GGUFType) -> None:
         raise UserError(
             "A model with experts (model.moe) cannot be exported to GGUF. Export it for Hugging Face, without --gguf."
         )
-    check_is_expressible(config, _EXPRESSIBLE_OPTIONS, "llama.cpp")
+    check_is_expressible(config, EXPRESSIBLE_OPTIONS, "llama.cpp")
     all_heads = config.head_width * config.num_heads
     has_divisors = config.rope_scaling is not None and config.rope_scaling.kind == "llama3"
     lacking = {
@@ -235,17 +218,3 @@ def _add_tokenizer_metadata(writer: "GGUFWriter", tokenizer: Tokenizer, config: 
         writer.add_eot_token_id(end_id)
         writer.add_chat_template(make_jinja_template(tokenizer))
     writer.add_eos_token_id(end_id)
-
-
-def _translate_name(name: str) -> str:
-    module, _, kind = name.rpartition(".")
-    if module in _TOP_NAMES:
-        return f"{_TOP_NAMES[module]}.{kind}"
-    _, layer, module = module.split(".", 2)
-    return f"blk.{layer}.{_MODULE_NAMES[module]}.{kind}"
-
-
-def _frequency_divisors(config: ModelConfig) -> Tensor:
-    """Return by what llama3's scaling divides each rotary frequency (K/2)."""
-    theta, width = config.rope_theta, config.head_width
-    return rotary_frequencies(theta, width) / rotary_frequencies(theta, width, config.rope_scaling)

@@ -1,14 +1,16 @@
-"""The checkpoint directories of a training run: ``model.safetensors``, ``optimizer.pt`` and ``checkpoint.json``.
+"""Checkpoints: the directories of a training run, and single files (CS336 assignment 1, section 5.2).
 
-A model with a scalar head has ``head.safetensors`` too, so that ``model.safetensors`` is that of any language model. A
-directory counts as a checkpoint only if its ``checkpoint.json`` is intact, and the size and SHA-256 of the other files
-are as stated there.
+A directory has ``model.safetensors``, ``optimizer.pt`` and ``checkpoint.json``. A model with a scalar head has
+``head.safetensors`` too, so that ``model.safetensors`` is that of any language model. A directory counts as a
+checkpoint only if its ``checkpoint.json`` is intact, and the size and SHA-256 of the other files are as stated there.
 
-A training that divides weights or optimizer state among processes saves them in parts, ``model-1-of-4.safetensors`` and
-``optimizer-1-of-4.pt``: each process writes its rows of every tensor. The rows of all parts in order are the tensor. So
-any number of processes can read it, whether divided or not.
+A training that shards weights or optimizer state saves them in shards, ``model-1-of-4.safetensors`` and
+``optimizer-1-of-4.pt``: each process writes its rows of every tensor. The rows of all shards in order are the tensor.
+So any number of processes can read it, whether they shard or not. Files are memory-mapped: a process that shards reads
+its own rows only.
 """
 
+import os
 import re
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -20,6 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from lm.checkpoint.safe_load import (
+    PathOrFile,
     assign_weights,
     check_weights_are_finite,
     create_empty_model,
@@ -33,8 +36,7 @@ from lm.checkpoint.safe_load import (
 from lm.common.errors import UserError
 from lm.distributed.plan import Parallel
 from lm.distributed.process_group import all_gather, broadcast_from_rank0, call_on_rank0, get_rank, get_world_size
-from lm.distributed.sharding import local_rows
-from lm.files.atomic_dir import atomic_directory
+from lm.files.atomic_dir import atomic_directory, sync_path
 from lm.files.checksum import dumps_with_checksum, file_checksum, loads_with_checksum
 from lm.model.config import ModelConfig
 from lm.model.scalar_head import ScalarHead
@@ -42,7 +44,7 @@ from lm.model.transformer import TransformerLM
 
 ROW_FILES = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "reference.jsonl")
 """Files that a training may write beside its checkpoints: a JSON object per line, each with its ``step``."""
-_PARTS = {"model": ".safetensors", "optimizer": ".pt"}
+_SUFFIXES = {"model": ".safetensors", "optimizer": ".pt"}
 _HEAD_NAME = "head.safetensors"
 _HEAD_PREFIX = "scalar_head."
 _STEP_NAME = re.compile("step-([0-9]+)")
@@ -58,22 +60,22 @@ def save_training(
 ) -> None:
     """Write a checkpoint directory atomically, replacing an older one of that name.
 
-    If ``parallel`` divides weights or state, all ranks must call this together, and see the same ``directory``. The
+    If ``parallel`` shards weights or state, all ranks must call this together, and see the same ``directory``. The
     file ``optimizer.pt`` also holds the states of torch's random number generators; ``checkpoint.json`` holds the step,
-    the model's config and ``metadata``. Raises OSError, on all ranks if one cannot write its part.
+    the model's config and ``metadata``. Raises OSError, on all ranks if one cannot write its shard.
     """
     rank, world_size = (get_rank(), get_world_size()) if parallel and parallel.divides_state else (0, 1)
-    weight_parts = world_size if parallel and parallel.divides_weights else 1
+    weight_shards = world_size if parallel and parallel.divides_weights else 1
     with atomic_directory(directory) if rank == 0 else nullcontext(directory) as temporary:
         if world_size > 1:
             temporary = Path(broadcast_from_rank0(str(temporary)))
         error = ""
         try:
-            if rank < weight_parts:
-                _save_weights(model, temporary, rank, weight_parts, parallel)
-            states = [_state_of_part(o, rank, world_size, parallel) if parallel else o.state_dict() for o in optimizers]
+            if rank < weight_shards:
+                _save_weights(model, temporary, rank, weight_shards, parallel)
+            states = [_local_state(o, rank, world_size, parallel) if parallel else o.state_dict() for o in optimizers]
             rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}  # cuda: one state per device
-            save_tensors({"optimizers": states, "rng": rng}, temporary / _part_name("optimizer", rank, world_size))
+            save_tensors({"optimizers": states, "rng": rng}, temporary / _shard_name("optimizer", rank, world_size))
         except (OSError, RuntimeError, SafetensorError) as caught:
             if world_size == 1:
                 raise
@@ -86,27 +88,27 @@ def save_training(
             (temporary / "checkpoint.json").write_text(dumps_with_checksum(description), encoding="utf-8")
 
 
-def _save_weights(model: TransformerLM, directory: Path, part: int, parts: int, parallel: Parallel | None) -> None:
-    divided = {name for name, p in model.named_parameters(remove_duplicate=False) if parallel and parallel.bounds(p)}
+def _save_weights(model: TransformerLM, directory: Path, shard: int, shards: int, parallel: Parallel | None) -> None:
+    sharded = {name for name, p in model.named_parameters(remove_duplicate=False) if parallel and parallel.bounds(p)}
     weights = {
-        key: (tensor if key in divided else _rows_of_part(tensor, part, parts)).contiguous()
+        key: (tensor if key in sharded else _rows_of_shard(tensor, shard, shards)).contiguous()
         for key, tensor in model.state_dict().items()
     }
     head = {key: weights.pop(key) for key in list(weights) if key.startswith(_HEAD_PREFIX)}
-    save_safetensors(weights, directory / _part_name("model", part, parts))
+    save_safetensors(weights, directory / _shard_name("model", shard, shards))
     if head:
         save_safetensors(head, directory / _HEAD_NAME)
 
 
-def _state_of_part(optimizer: torch.optim.Optimizer, part: int, parts: int, parallel: Parallel) -> dict[str, Any]:
-    """Return the state dict of the rows that belong to a part: of a parameter that all ranks have whole, its share."""
+def _local_state(optimizer: torch.optim.Optimizer, shard: int, shards: int, parallel: Parallel) -> dict[str, Any]:
+    """Return the state dict of a shard's rows. Of a parameter that all ranks have whole, each saves a share."""
     optimizer = parallel.local(optimizer)
     state_dict = optimizer.state_dict()
     params = [p for group in optimizer.param_groups for p in group["params"]]
     state = {
         index: {
-            key: _rows_of_part(value, part, parts).clone()  # a view would be saved with the whole tensor
-            if parts > 1 and isinstance(value, Tensor) and value.ndim and parallel.bounds(params[index]) is None
+            key: _rows_of_shard(value, shard, shards).clone()  # a view would be saved with the whole tensor
+            if shards > 1 and isinstance(value, Tensor) and value.ndim and parallel.bounds(params[index]) is None
             else value
             for key, value in entry.items()
         }
@@ -115,22 +117,22 @@ def _state_of_part(optimizer: torch.optim.Optimizer, part: int, parts: int, para
     return state_dict | {"state": state}
 
 
-def _rows_of_part(tensor: Tensor, part: int, parts: int) -> Tensor:
-    if parts == 1:
+def _rows_of_shard(tensor: Tensor, shard: int, shards: int) -> Tensor:
+    if shards == 1:
         return tensor
     tensor = tensor if tensor.ndim else tensor[None]
-    return tensor[len(tensor) * part // parts : len(tensor) * (part + 1) // parts]
+    return tensor[len(tensor) * shard // shards : len(tensor) * (shard + 1) // shards]
 
 
-def _part_name(stem: str, part: int, parts: int) -> str:
-    return f"{stem}{_PARTS[stem]}" if parts == 1 else f"{stem}-{part + 1}-of-{parts}{_PARTS[stem]}"
+def _shard_name(stem: str, shard: int, shards: int) -> str:
+    return f"{stem}{_SUFFIXES[stem]}" if shards == 1 else f"{stem}-{shard + 1}-of-{shards}{_SUFFIXES[stem]}"
 
 
-def _part_names(stem: str, files: dict[str, Any]) -> list[str]:
-    """Return the names of all parts, if ``files`` has them; else the name of the only part."""
+def _shard_names(stem: str, files: dict[str, Any]) -> list[str]:
+    """Return the names of all shards, if ``files`` has them; else the name of the only file."""
     counts = [match[1] for name in files if (match := re.fullmatch(rf"{stem}-1-of-([0-9]+)\..*", name))]
-    parts = int(counts[0]) if counts and int(counts[0]) <= len(files) else 1
-    return [_part_name(stem, part, parts) for part in range(parts)]
+    shards = int(counts[0]) if counts and int(counts[0]) <= len(files) else 1
+    return [_shard_name(stem, shard, shards) for shard in range(shards)]
 
 
 def _describe_file(path: Path) -> dict[str, Any]:
@@ -143,7 +145,7 @@ def read_description(directory: Path) -> dict[str, Any] | None:
         match loads_with_checksum((directory / "checkpoint.json").read_bytes()):
             case {"step": int(), "model": dict(), "files": dict(files)} as description if files.keys() - {
                 _HEAD_NAME
-            } == {*_part_names("model", files), *_part_names("optimizer", files)}:
+            } == {*_shard_names("model", files), *_shard_names("optimizer", files)}:
                 paths = {name: directory / name for name in files}
                 # Only regular files: reading a device or a named pipe may never end.
                 is_intact = all(paths[name].is_file() and _describe_file(paths[name]) == files[name] for name in files)
@@ -193,37 +195,38 @@ def load_training(
 ) -> int:
     """Restore all state of a checkpoint, and return its step.
 
-    With ``parallel``, each rank restores its rows. If it divides no state, only rank 0 reads the directory, which other
+    With ``parallel``, each rank restores its rows. If it shards no state, only rank 0 reads the directory, which other
     machines may not have. ``description`` is that of :func:`read_description`; if it is given, the files are not hashed
     again. Raises UserError if the checkpoint is damaged or does not fit.
     """
 
-    def read() -> tuple[dict[str, Tensor], list[Any], int]:
-        return _read_training(directory, description or _require_description(directory))
+    def read() -> tuple[dict[str, list[Tensor]], list[Any], int]:
+        about = description or _require_description(directory)
+        weights = _read_weights(directory, about, has_scalar_head=_HEAD_NAME in about["files"])
+        shards = [read_tensors(directory / name, mmap=True) for name in _shard_names("optimizer", about["files"])]
+        return weights, shards, about["step"]
 
-    weights, parts, step = call_on_rank0(read) if parallel and not parallel.divides_state else read()
-    for name, p in model.named_parameters():
-        if name in weights:
-            weights[name] = _select_rows([weights[name]], p, parallel)
-    load_weights(model, weights, str(directory))
+    weights, shards, step = call_on_rank0(read) if parallel and not parallel.divides_state else read()
+    params = dict(model.named_parameters())
+    load_weights(model, _join_weights(weights, directory, params, parallel), str(directory))
     states = []
-    for part in parts:
-        match part:
-            case {"optimizers": list(part_states), "rng": {"cpu": torch.Tensor(), "cuda": list()}}:
-                states.append(part_states)
+    for shard in shards:
+        match shard:
+            case {"optimizers": list(shard_states), "rng": {"cpu": torch.Tensor(), "cuda": list()}}:
+                states.append(shard_states)
             case _:
                 raise UserError(
                     f"The checkpoint {directory} lacks the states of optimizers or random number generators."
                 )
     local_optimizers = [parallel.local(o) if parallel else o for o in optimizers]
     try:
-        if len(parts) > 1 or (parallel and parallel.divides_state):
+        if len(shards) > 1 or (parallel and parallel.divides_state):
             by_optimizer = zip(local_optimizers, *states, strict=True)
-            states = [[_select_state(optimizer, list(parts), parallel) for optimizer, *parts in by_optimizer]]
+            states = [[_select_state(optimizer, list(dicts), parallel) for optimizer, *dicts in by_optimizer]]
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise UserError(f"{directory} belongs to another optimizer config: {error}") from None
     load_optimizer_states(local_optimizers, states[0], str(directory))
-    rng = parts[0]["rng"]
+    rng = shards[0]["rng"]
     try:
         torch.set_rng_state(rng["cpu"])
         if len(rng["cuda"]) == torch.cuda.device_count():
@@ -233,22 +236,13 @@ def load_training(
     return step
 
 
-def _read_training(directory: Path, description: dict[str, Any]) -> tuple[dict[str, Tensor], list[Any], int]:
-    """Return the whole weights, the content of the optimizers' files, and the step."""
-    weights = _read_weights(directory, description)
-    if (directory / _HEAD_NAME).exists():
-        weights |= read_safetensors(directory / _HEAD_NAME)
-    parts = [read_tensors(directory / name, mmap=True) for name in _part_names("optimizer", description["files"])]
-    return weights, parts, description["step"]
-
-
 def _select_state(
-    optimizer: torch.optim.Optimizer, parts: list[dict[str, Any]], parallel: Parallel | None
+    optimizer: torch.optim.Optimizer, shards: list[dict[str, Any]], parallel: Parallel | None
 ) -> dict[str, Any]:
-    """Return the state of the rows that ``optimizer`` has, from the state dicts of all parts."""
+    """Return the state of the rows that ``optimizer`` has, from the state dicts of all shards."""
     state = {}
     for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        entries = [part["state"][index] for part in parts if index in part["state"]]  # a part may have no rows of it
+        entries = [shard["state"][index] for shard in shards if index in shard["state"]]  # one may have no rows of it
         if entries and p.numel():
             state[index] = {
                 key: _select_rows([entry[key] for entry in entries], p, parallel)
@@ -256,26 +250,47 @@ def _select_state(
                 else value
                 for key, value in entries[0].items()
             }
-    return {"state": state, "param_groups": parts[0]["param_groups"]}
+    return {"state": state, "param_groups": shards[0]["param_groups"]}
 
 
-def _select_rows(parts: list[Tensor], p: nn.Parameter, parallel: Parallel | None) -> Tensor:
-    """Join the parts of a tensor, and return the rows that this rank has of the parameter ``p``."""
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-    bounds = parallel.bounds(p) if parallel else None
-    rows = whole if bounds is None else local_rows(whole, bounds).clone()  # a view would keep the whole in memory
-    return rows.view(p.shape) if rows.numel() == p.numel() else rows  # a scalar may be saved as a row
+def _select_rows(shards: list[Tensor], p: nn.Parameter | None, parallel: Parallel | None) -> Tensor:
+    """Return the rows that this rank has of the parameter ``p`` from the shards of a tensor; all rows without ``p``."""
+    bounds = parallel.bounds(p) if parallel and p is not None else None
+    if bounds is None:
+        rows = shards[0] if len(shards) == 1 else torch.cat(shards)
+    else:
+        start, stop = bounds[get_rank()], bounds[get_rank() + 1]
+        pieces, first = [], 0
+        for shard in (shard if shard.ndim else shard[None] for shard in shards):
+            pieces.append(shard[max(0, start - first) : max(0, stop - first)])
+            first += len(shard)
+        rows = torch.cat(pieces)  # copies: a view would keep the whole in memory
+    return rows.view(p.shape) if p is not None and rows.numel() == p.numel() else rows  # a scalar may be saved as a row
 
 
-def _read_weights(directory: Path, description: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the whole weights. Raises UserError if a file is damaged or the parts have different tensors."""
-    parts = [read_safetensors(directory / name) for name in _part_names("model", description["files"])]
-    if any(part.keys() != parts[0].keys() for part in parts):
+def _read_weights(
+    directory: Path, description: dict[str, Any], has_scalar_head: bool
+) -> dict[str, list[Tensor]]:
+    """Return the shards of each weight. Raises UserError if a file is damaged or the shards have different tensors."""
+    shards = [read_safetensors(directory / name) for name in _shard_names("model", description["files"])]
+    if any(shard.keys() != shards[0].keys() for shard in shards):
         raise UserError(f"The parts of the checkpoint {directory} hold different tensors.")
-    if len(parts) == 1:
-        return parts[0]
+    weights = {name: [shard[name] for shard in shards] for name in shards[0]}
+    if has_scalar_head:
+        weights |= {name: [tensor] for name, tensor in read_safetensors(directory / _HEAD_NAME).items()}
+    return weights
+
+
+def _join_weights(
+    weights: dict[str, list[Tensor]],
+    directory: Path,
+    params: dict[str, nn.Parameter] | None = None,
+    parallel: Parallel | None = None,
+) -> dict[str, Tensor]:
+    """Join the shards of each weight; see :func:`_select_rows`. Raises UserError if they do not fit together."""
+    params = params or {}
     try:
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return {name: _select_rows(shards, params.get(name), parallel) for name, shards in weights.items()}
     except RuntimeError as error:
         raise UserError(f"The parts of the checkpoint {directory} do not fit together: {error}") from None
 
@@ -290,13 +305,42 @@ def load_model(directory: Path, device: str | torch.device = "cpu", has_scalar_h
         config = ModelConfig(**description["model"])
     except TypeError as error:
         raise UserError(f"The checkpoint {directory} cannot be read: {error}") from None
-    weights = _read_weights(directory, description)
+    weights = _join_weights(_read_weights(directory, description, has_scalar_head), directory)
     model = create_empty_model(config, len(weights), str(directory))
     if has_scalar_head:
-        weights |= read_safetensors(directory / _HEAD_NAME)
         model.scalar_head = ScalarHead(config.d_model, device="meta")
     # The files are memory-mapped. One tensor at a time is copied, so that no device holds the weights twice.
     copies = {key: weights.pop(key).to(device, copy=True) for key in list(weights)}
     assign_weights(model, copies, str(directory), device)
     check_weights_are_finite(model.state_dict(), str(directory))
     return model.eval()
+
+
+def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, iteration: int, out: PathOrFile) -> None:
+    """Write model, optimizer and iteration to a path (atomically) or to a binary file object."""
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "iteration": iteration}
+    if not isinstance(out, (str, os.PathLike)):
+        torch.save(state, out)
+        return
+    temporary = Path(f"{os.fspath(out)}.{os.getpid()}.tmp")
+    try:
+        save_tensors(state, temporary)
+        sync_path(temporary)
+        os.replace(temporary, out)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_checkpoint(src: PathOrFile, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
+    """Load a file of :func:`save_checkpoint` into ``model`` and ``optimizer``, and return its iteration.
+
+    Raises UserError if the file is damaged, holds anything but tensors and plain data, or does not fit the model.
+    """
+    match read_tensors(src):
+        case {"model": weights, "optimizer": optimizer_state, "iteration": int(iteration)}:
+            load_weights(model, weights, str(src))
+            if optimizer is not None:
+                load_optimizer_states([optimizer], [optimizer_state], str(src))
+            return iteration
+        case _:
+            raise UserError(f"{src} is not a checkpoint: it lacks model, optimizer or iteration.")

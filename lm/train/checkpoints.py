@@ -49,7 +49,7 @@ def save_step(
 
 def prune_checkpoints(out: Path, keep: int, best_step: int, off_schedule_checkpoint: Path | None) -> None:
     """Delete all checkpoints in ``out`` except the newest ``keep`` on schedule and the best one."""
-    # The remaining checkpoints are part of the output: an interruption must not change which ones remain.
+    # A resumed run must keep the same checkpoints as an undisturbed one: they are part of the output.
     paths = step_directories(out)
     kept = [path for path in paths if path != off_schedule_checkpoint][-keep:]
     for path in paths:
@@ -73,8 +73,8 @@ class Resumable(NamedTuple):
 def find_resumable(previous: Path, settings: Settings) -> Resumable:
     """Return the checkpoints in the directory of an unfinished training whose checksums match.
 
-    If the best checkpoint is damaged, only checkpoints before it count: otherwise a worse checkpoint would count as the
-    best. Raises UserError if the model or the data of the newest checkpoint differ from ``settings``. Other differences
+    Checkpoints that name a damaged best checkpoint are ignored. Otherwise the run would call a worse one its best.
+    Raises UserError if the model or the data of the newest checkpoint differ from ``settings``. Other differences
     are logged as a warning.
     """
     descriptions = {path: read_description(path) for path in step_directories(previous)}

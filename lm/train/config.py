@@ -1,14 +1,20 @@
-"""The hyperparameters of a training.
+"""The hyperparameters of a training, and the config of a model that a training continues from.
 
 Importing this module does not import torch, so that the command line starts fast.
 """
 
 import math
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
 from lm.common.errors import UserError
+from lm.model.config import ModelConfig
+from lm.model.moe_config import MoEConfig
+
+_FREE_FIELDS = ("context_length", "rope_theta", "rope_scaling")  # any weights compute with any of these
+_FREE_BALANCE = ("aux_loss_weight", "z_loss_weight", "capacity_factor")  # of a mixture of experts
 
 
 @dataclass(frozen=True)
@@ -23,9 +29,9 @@ class TrainConfig:
     steps: int = bounded_field(5_000, ge=1)
     """Optimizer steps; with max_seconds, their maximum."""
     max_seconds: float | None = bounded_field(None, gt=0, lt=math.inf)
-    """Time limit, with all evaluations and checkpoints but the last. The schedule of the learning rate follows the time
-    used or the steps made, whichever fraction is larger, so the speed of the machine decides the result. Default: no
-    limit."""
+    """Time limit for training, with its evaluations and checkpoints except the last ones. The learning rate follows the
+    fraction of the time or of the steps that is over, whichever is larger. So the speed of the machine decides the
+    result. Default: no limit."""
     batch_size: int = bounded_field(32, ge=1)
     """Sequences per step, over all processes."""
     gradient_accumulation_steps: int = bounded_field(1, ge=1)
@@ -51,11 +57,11 @@ class TrainConfig:
     beta2: float = bounded_field(0.95, ge=0, lt=1)
     """AdamW's decay rate for the mean of squared gradients."""
     weight_decay: float = bounded_field(0.1, ge=0, lt=math.inf)
-    """Decoupled weight decay of matrices. Norm gains have no weight decay."""
+    """Decoupled weight decay of matrices. Norm weights have no weight decay."""
     max_grad_norm: float = bounded_field(1.0, gt=0, lt=math.inf)
     """Gradients are clipped to this global L2 norm."""
     precision: Literal["auto", "float32", "bfloat16"] = "float32"
-    """Type of matrix products (autocast); auto: bfloat16 if the device has instructions for it. Weights and optimizer
+    """Type of matmuls (autocast); auto: bfloat16 if the device has instructions for it. Weights and optimizer
     state are float32."""
     seed: int = bounded_field(0, ge=0, lt=1 << 63)
     """Seed of the initial weights and of the batches."""
@@ -116,3 +122,32 @@ class TrainConfig:
         if self.schedule == "cosine":
             return lr_cosine_schedule(step, self.max_lr, self.min_lr, self.warmup_steps, self.steps)
         return lr_wsd_schedule(step, self.max_lr, self.min_lr, self.warmup_steps, self.decay_steps, self.steps)
+
+
+def continued_config(start: ModelConfig, stated: Mapping[str, Any]) -> ModelConfig:
+    """Return the config of a training that continues from a model with the config ``start``.
+
+    ``stated`` are the fields of ModelConfig that the user set. Of ``moe``, only fields that differ from the default
+    count. Context and rotary positions may differ from ``start``, e.g. to train for longer texts. The balance of
+    experts may differ too, except whether they have a bias. Raises UserError for another field that differs.
+    """
+    stated = dict(stated)
+    experts = stated.pop("moe", None) if start.moe is not None else None
+    _check_same(stated, start, _FREE_FIELDS, "model")
+    if experts is None or start.moe is None:
+        return replace(start, **stated)
+    usual = MoEConfig()
+    balance = {name: value for name, value in vars(experts).items() if value != getattr(usual, name)}
+    free = (*_FREE_BALANCE, "bias_update_rate") if start.moe.bias_update_rate else _FREE_BALANCE
+    _check_same(balance, start.moe, free, "model.moe")
+    return replace(start, **stated, moe=replace(start.moe, **balance))
+
+
+def _check_same(stated: Mapping[str, Any], start: ModelConfig | MoEConfig, free: Collection[str], section: str) -> None:
+    """Raise UserError for a field that differs from ``start`` and is not ``free``: its weights need the same."""
+    for name, value in stated.items():
+        if name not in free and value != getattr(start, name):
+            raise UserError(
+                f"{section}.{name} {value!r} conflicts with train.init_from, whose model has {getattr(start, name)!r}; "
+                f"leave {section}.{name} out."
+            )

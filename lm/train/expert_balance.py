@@ -18,7 +18,8 @@ from lm.model.transformer import TransformerLM
 class ExpertBalance:
     """Computes the balance losses of each micro-batch, and updates the biases once per step.
 
-    Loads are those of all ranks, so that any number of ranks trains the same. The passes of a micro-batch count as one.
+    Loads are those of all ranks, so that any number of ranks trains the same. If a micro-batch needs several forward
+    passes, their counts are added.
     """
 
     def __init__(self, model: TransformerLM, config: MoEConfig) -> None:
@@ -32,7 +33,7 @@ class ExpertBalance:
     def start_step(self) -> None:
         """Forget the step before."""
         self._routings.clear()
-        # Sums over the micro-batches of the step, see _pack. On the device: it waits for a copy of a number.
+        # Sums over the micro-batches of the step, see _pack. Created on the device: a copy from the host would wait.
         self._step = torch.zeros((), device=self._layers[0].router.weight.device)
         self._aux_loss = torch.zeros_like(self._step)  # without its weight, the mean over blocks and micro-batches
 

@@ -1,4 +1,4 @@
-"""Pretraining, next-token prediction on long sequences of tokens, and its job. Source: CS336 assignment 1 (section 5)."""
+"""Pretraining, which is next-token prediction on long texts, and its job. Source: CS336 assignment 1 (section 5)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

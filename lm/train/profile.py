@@ -4,15 +4,18 @@ import json
 import os
 import threading
 import time
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
@@ -23,7 +26,6 @@ from lm.hardware.device import choose_device
 from lm.model.flops import parameter_count, peak_flops
 from lm.model.training_memory import TrainingMemory, largest_micro_batch
 from lm.train.compile import is_compiled
-from lm.train.memory_profile import MemoryProfile, measure_memory
 from lm.train.objective import MicroBatch
 from lm.train.parallel import available_memory, predict_memory
 from lm.train.pretraining import Job
@@ -32,13 +34,16 @@ from lm.train.training_job import lock_directory
 
 PROFILE_FILE = "profile.json"
 TRACE_FILE = "trace.json.gz"
-SNAPSHOT_FILE = "memory_snapshot.pickle"  # written for torch's viewer, never read here
+_SNAPSHOT_FILE = "memory_snapshot.pickle"  # written for torch's viewer, never read here
 
 _KINETO_LOG_LEVEL = "6"  # the library of torch's profiler prints lines of no use at lower levels
 _TRACED_STEPS = 2
 _MAX_OPERATIONS = 12
 _PYTHON = "Python between operations"
 _COMPILED = "compiled kernels"
+_STEP_LABEL = "textmill.measured_step"
+_MAX_CURVE_POINTS = 2_000
+_MAX_SNAPSHOT_ENTRIES = 100_000
 
 
 @dataclass(frozen=True)
@@ -53,13 +58,24 @@ class Operation:
 
 
 @dataclass(frozen=True)
+class MemoryProfile:
+    """Bytes of tensors on the training's device, in this process, in one step."""
+
+    measured: TrainingMemory
+    curve: list[tuple[float, int]]
+    """Seconds since the start of the step, and the bytes that live from then on. Of many changes the largest stay."""
+    phases: list[tuple[Phase, float, float]]
+    """Name, start and end of each phase, in seconds. A phase may lie inside another."""
+
+
+@dataclass(frozen=True)
 class Profile:
     """Measurements of process 0. Seconds and FLOPs are those of a step."""
 
     device: str
     processes: int
     parallel: str
-    """What the processes divide, see :class:`lm.common.execution.Execution`."""
+    """What the processes shard, see :class:`lm.common.execution.Execution`."""
     is_compiled: bool
     precision: str
     parameters: int
@@ -73,7 +89,7 @@ class Profile:
     seconds_per_step: float
     """Mean over the steps whose phases are measured, from before the batch is loaded until the device is done."""
     phases: dict[Phase, float]
-    """Mean seconds of each phase, without the phases inside it. Communication is the time that nothing hides."""
+    """Mean seconds of each phase, without the phases inside it. Communication counts only while nothing else runs."""
     plain_seconds_per_step: float
     """Mean over as many steps whose phases are not measured, taken alternately. A GPU may be faster in these."""
     operations: list[Operation]
@@ -140,17 +156,15 @@ def profile_training(
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"The steps of a training can be profiled on cpu and cuda, not on {device.type}.")
     os.environ.setdefault("KINETO_LOG_LEVEL", _KINETO_LOG_LEVEL)
-
-    def load_and_update(trainer: Trainer, context: AbstractContextManager[Any]) -> None:
-        with trainer.explain_out_of_memory():
-            micro_batches = trainer.objective.micro_batches(trainer.step)  # on this thread: the profiler sees no other
-            with context:
-                _update(trainer, micro_batches, stop_event)
-
-    trainer, memory = measure_memory(make_trainer, load_and_update, device, out / SNAPSHOT_FILE)
+    trainer, memory = _measure_memory(make_trainer, device, stop_event, out / _SNAPSHOT_FILE)
     clock, is_rank0 = PhaseClock(device), trainer.rank == 0
     with trainer.explain_out_of_memory(), trainer.loading() as load:
-        take_step = partial(_take_step, trainer, load, stop_event)
+
+        def take_step() -> None:
+            with phase("data"):
+                micro_batches = load(trainer.step)
+            _update(trainer, micro_batches, stop_event)
+
         take_step()  # after the profiler has ended
         seconds = plain_seconds = 0.0
         for _ in range(steps):
@@ -159,15 +173,11 @@ def profile_training(
                 seconds += _time_step(take_step, device)
         operations, traced_seconds = _trace(take_step, device, out / TRACE_FILE if is_rank0 else None)
     config, kind = trainer.config, trainer.parallel.kind
-    predict = partial(
-        predict_memory,
-        execution=trainer.execution,
-        config=config,
-        model_config=trainer.model.config,
-        kind=kind,
-        world_size=trainer.world_size,
-        device=device,
-    )
+
+    def predict(sequences: int) -> TrainingMemory:
+        model_config, world_size = trainer.model.config, trainer.world_size
+        return predict_memory(sequences, trainer.execution, config, model_config, kind, world_size, device)
+
     micro_batch = config.batch_size // (config.gradient_accumulation_steps * trainer.world_size)
     peak = peak_flops(device, torch.bfloat16 if config.precision == "bfloat16" else torch.float32)
     profile = Profile(
@@ -200,12 +210,6 @@ def profile_training(
     return profile
 
 
-def _take_step(trainer: Trainer, load: Callable[[int], Sequence[MicroBatch]], stop_event: threading.Event) -> None:
-    with phase("data"):
-        micro_batches = load(trainer.step)
-    _update(trainer, micro_batches, stop_event)
-
-
 def _update(trainer: Trainer, micro_batches: Sequence[MicroBatch], stop_event: threading.Event) -> None:
     if stop_event.is_set():
         raise Stopped("The profiling was stopped.")
@@ -215,17 +219,13 @@ def _update(trainer: Trainer, micro_batches: Sequence[MicroBatch], stop_event: t
 
 def _time_step(take_step: Callable[[], None], device: torch.device) -> float:
     """Return the seconds of a step, from when all ranks are ready until the device is done."""
-    _wait_for(device)
+    synchronize: Callable[[], None] = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    synchronize()
     barrier()
     started = time.perf_counter()
     take_step()
-    _wait_for(device)
+    synchronize()
     return time.perf_counter() - started
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _trace(take_step: Callable[[], None], device: torch.device, path: Path | None) -> tuple[list[Operation], float]:
@@ -233,13 +233,8 @@ def _trace(take_step: Callable[[], None], device: torch.device, path: Path | Non
     step."""
     is_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
-    seconds = 0.0
-    with (
-        torch.profiler.profile(activities=activities) as profiler,
-        observe_phases(record_function),
-    ):
-        for _ in range(_TRACED_STEPS):
-            seconds += _time_step(take_step, device)
+    with torch.profiler.profile(activities=activities) as profiler, observe_phases(record_function):
+        seconds = sum(_time_step(take_step, device) for _ in range(_TRACED_STEPS))
     if path:
         profiler.export_chrome_trace(str(path))
     totals: Counter[str] = Counter()  # microseconds
@@ -262,6 +257,100 @@ def _operation_name(label: str) -> str:
     if label in PHASES or label.startswith("Optimizer."):
         return _PYTHON
     return _COMPILED if "Call CompiledFxGraph" in label else label
+
+
+def _measure_memory(
+    make_trainer: Callable[[], Trainer], device: torch.device, stop_event: threading.Event, snapshot: Path
+) -> tuple[Trainer, MemoryProfile]:
+    """Make a trainer, take a step, and measure the memory of a second step. Return the trainer and the measurement.
+
+    On CUDA, the allocator's history of the step goes to the file ``snapshot``, for https://pytorch.org/memory_viz.
+    """
+    gradient_bytes = 0
+
+    @contextmanager
+    def observe(name: Phase) -> Iterator[None]:
+        nonlocal gradient_bytes
+        if name == "optimizer":
+            gradient_bytes = _total_bytes(p.grad for p in trainer.model.parameters())
+        with record_function(name):
+            yield
+
+    # From before the model is made: memory that was allocated earlier has no event.
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        trainer = make_trainer()
+        with trainer.explain_out_of_memory():
+            # Batches are loaded on this thread: the profiler sees no other. This step creates the optimizers' state.
+            _update(trainer, trainer.objective.micro_batches(trainer.step), stop_event)
+            with _cuda_history(device, snapshot) as cuda, observe_phases(observe):
+                micro_batches = trainer.objective.micro_batches(trainer.step)
+                with record_function(_STEP_LABEL):
+                    _update(trainer, micro_batches, stop_event)
+    events = profiler.profiler.kineto_results.events()
+    (step,) = (event for event in events if event.name() == _STEP_LABEL)
+    start, end = step.start_ns(), step.start_ns() + step.duration_ns()
+    kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
+    changes = sorted(
+        (event.start_ns(), event.nbytes())
+        for event in events
+        if event.name() == "[memory]" and event.device_type() == kind and event.start_ns() <= end
+    )
+    times, live = [time for time, _ in changes], list(accumulate(size for _, size in changes))  # sizes < 0 free memory
+    first = bisect_left(times, start)
+    base = live[first - 1] if first else 0
+    offset = cuda.get("base", base) - base
+    curve = [(time, size + offset) for time, size in zip(times[first:], live[first:], strict=True)]
+    phases = sorted(
+        (event.start_ns(), event.start_ns() + event.duration_ns(), event.name())
+        for event in events
+        if event.name() in PHASES and start <= event.start_ns() <= end
+    )
+
+    def has_backward_next(stop: int) -> bool:
+        return next((name for begin, _, name in phases if begin >= stop), "") == "backward"
+
+    forward_end = next(stop for _, stop, name in phases if name == "forward" and has_backward_next(stop))
+    at_forward_end = [size for time, size in curve if time <= forward_end]
+    states = (state for o in trainer.optimizers for state in trainer.parallel.local(o).state.values())
+    measured = TrainingMemory(
+        weights=_total_bytes(trainer.model.parameters()),
+        gradients=gradient_bytes,
+        optimizer_state=_total_bytes(x for state in states for x in state.values() if isinstance(x, Tensor)),
+        activations=(at_forward_end[-1] if at_forward_end else base + offset) - (base + offset),
+        peak=cuda.get("peak", max((size for _, size in curve), default=base)),
+    )
+    points = [(0.0, base + offset), *(((time - start) / 1e9, size) for time, size in curve)]
+    group_size = -(-len(points) // _MAX_CURVE_POINTS)  # of each group of consecutive points the largest stays
+    groups = (points[index : index + group_size] for index in range(0, len(points), group_size))
+    spans: list[tuple[Phase, float, float]] = [
+        (name, (begin - start) / 1e9, (stop - start) / 1e9) for begin, stop, name in phases
+    ]
+    return trainer, MemoryProfile(measured, [max(group, key=lambda point: point[1]) for group in groups], spans)
+
+
+@contextmanager
+def _cuda_history(device: torch.device, snapshot: Path) -> Iterator[dict[str, int]]:
+    """On CUDA, record the allocator's history. The yielded dict gets ``base`` now, and ``peak`` at the end."""
+    figures: dict[str, int] = {}
+    if device.type != "cuda":
+        yield figures
+        return
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    torch.cuda.memory._record_memory_history(max_entries=_MAX_SNAPSHOT_ENTRIES)
+    figures["base"] = torch.cuda.memory_allocated(device)
+    try:
+        yield figures
+        torch.cuda.synchronize(device)
+        figures["peak"] = torch.cuda.max_memory_allocated(device)
+        torch.cuda.memory._dump_snapshot(str(snapshot))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _total_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Return the bytes of tensors; None has none."""
+    return sum(x.nbytes for x in tensors if x is not None)
 
 
 @dataclass(kw_only=True)
