@@ -16,7 +16,8 @@ class Objective(Protocol):
     """The data, the loss and the evaluation of a training.
 
     A step minimizes the sum of :meth:`loss_sum` over the sum of :meth:`weight`, over all micro-batches of all ranks.
-    If that weight is 0, the losses must be 0 too.
+    If that weight is 0, the losses must be 0 too. :meth:`padding`, :meth:`step_metrics` and :meth:`restore` have
+    defaults.
     """
 
     digests: dict[str, str]
@@ -43,6 +44,7 @@ class Objective(Protocol):
 
     def padding(self, micro_batch: MicroBatch) -> Tensor | None:
         """Return which tokens are padding, (B, T) bool, or None if no token is. Experts do not compute it."""
+        return None
 
     def loss_sum(self, model: TransformerLM, micro_batch: MicroBatch) -> Tensor:
         """Return the sum of the losses of a micro-batch, a scalar with a gradient."""
@@ -50,12 +52,14 @@ class Objective(Protocol):
     def step_metrics(self) -> dict[str, float]:
         """Return metrics of the last step besides its loss, for its row in ``metrics.jsonl``. They may wait for the
         device."""
+        return {}
 
     def restore(self, previous: Path, step: int) -> None:
         """Read what an unfinished training stored in the directory ``previous`` beside its checkpoints.
 
         ``step``: the number of steps that the checkpoint to resume from has made; 0 if there is none.
         """
+        return
 
     def evaluate(self, model: TransformerLM, is_final: bool) -> dict[str, float]:
         """Return the metrics, the same on all ranks; empty without validation data.

@@ -35,9 +35,9 @@ def whole_parameters(model: TransformerLM, config: TrainConfig) -> set[nn.Parame
 
 
 def make_optimizers(model: TransformerLM, config: TrainConfig, parallel: Parallel) -> list[torch.optim.Optimizer]:
-    """Make the optimizers of the parameters of ``model``: matrices have weight decay, norm gains and biases do not.
+    """Make the optimizers of the parameters of ``model``: matrices have weight decay, norm weights and biases do not.
 
-    The learning rate of a group is that of the schedule times ``lr_scale``, 1 if the group has none.
+    The learning rate of a group is that of the schedule times ``lr_scale``; 1 by default.
     """
     hidden, matrices, vectors, embedding = [], [], [], []
     roles = model.parameter_roles()
@@ -80,7 +80,7 @@ class SkippedSteps:
     """
 
     skipped: int
-    """Number of skipped steps since the beginning of the training."""
+    """Number of skipped steps since the start of the training."""
     consecutive: int
     """Number of them since the last step that was not skipped."""
     smoothed_loss: float | None

@@ -25,6 +25,7 @@ from lm.model.functional import IGNORE_INDEX
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
+from lm.train.objective import Objective
 from lm.train.parallel import check_memory
 from lm.train.trainer import NO_MEMORY_FOR_MODEL, Trainer
 from lm.train.training_job import TrainingJob
@@ -45,8 +46,10 @@ class TrainData:
     """Checksums of the input by name. A checkpoint with other checksums is refused."""
 
 
-class Pretraining:
-    """The objective (:class:`lm.train.objective.Objective`) that predicts each token from the tokens before it.
+class Pretraining(Objective):
+    """The objective that predicts each token from the tokens before it.
+
+    Shapes: B sequences of T tokens.
 
     Raises UserError if the vocabularies of model and tokenizer differ, or if a text is shorter than the context.
     """
@@ -72,31 +75,21 @@ class Pretraining:
         self.local_batch_size = config.batch_size // self.world_size
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """Return this rank's micro-batches of a step, (x, y) each; a function of the seed and the step alone."""
+        """Return this rank's micro-batches of a step, (x_BT, y_BT) each; a function of the seed and the step alone."""
         config, tokens = self.config, self.data.train
         starts = batch_starts(len(tokens), config.batch_size, self.context_length, config.data_order, config.seed, step)
         local_starts = starts[self.rank * self.local_batch_size :][: self.local_batch_size]
-        x, y = gather_batch(tokens, local_starts, self.context_length, self.device)
+        x_BT, y_BT = gather_batch(tokens, local_starts, self.context_length, self.device)
         parts = config.gradient_accumulation_steps
-        return list(zip(x.chunk(parts), y.chunk(parts), strict=True))
+        return list(zip(x_BT.chunk(parts), y_BT.chunk(parts), strict=True))
 
     def weight(self, micro_batch: Batch) -> Tensor:
         """Return the number of targets that count."""
         return (micro_batch[1] != IGNORE_INDEX).sum()
 
-    def padding(self, micro_batch: Batch) -> None:
-        """Return nothing: all tokens count."""
-
     def loss_sum(self, model: TransformerLM, micro_batch: Batch) -> Tensor:
         """Return the sum of the cross-entropies (nats) of the targets that count."""
         return model.loss(*micro_batch) * self.weight(micro_batch)
-
-    def step_metrics(self) -> dict[str, float]:
-        """Return nothing: the loss says all."""
-        return {}
-
-    def restore(self, previous: Path, step: int) -> None:
-        """Do nothing: the batches follow from seed and step."""
 
     def evaluate(self, model: TransformerLM, is_final: bool) -> dict[str, float]:
         """Return loss and bits per byte of ``eval_sequences`` windows of the validation text, at the end of all."""
@@ -123,11 +116,11 @@ class Pretraining:
         batch_size = self.local_batch_size // self.config.gradient_accumulation_steps
         for first in range(0, len(share) + len(padding), batch_size):
             part = (share + padding)[first : first + batch_size]
-            x, y = gather_batch(valid, part, self.context_length, self.device)
-            y = y.clone()  # it shares memory with x
-            y[max(0, len(share) - first) :] = IGNORE_INDEX
-            loss_sum += float(self.loss_sum(model, (x, y)))
-            weight += int(self.weight((x, y)))
+            x_BT, y_BT = gather_batch(valid, part, self.context_length, self.device)
+            y_BT = y_BT.clone()  # it shares memory with x_BT
+            y_BT[max(0, len(share) - first) :] = IGNORE_INDEX
+            loss_sum += float(self.loss_sum(model, (x_BT, y_BT)))
+            weight += int(self.weight((x_BT, y_BT)))
         if self.world_size > 1:
             sums = torch.tensor([loss_sum, weight], dtype=torch.float64, device=self.device)
             loss_sum, weight = all_reduce_mean(sums).tolist()

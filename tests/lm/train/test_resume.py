@@ -354,33 +354,6 @@ def test_killed_process_resumes_to_the_same_weights(tmp_path: Path, finished: Tr
     assert read_rows(second.out) == read_rows(finished.out)
 
 
-WRITER = """
-import sys, time
-from pathlib import Path
-from lm.files.atomic_dir import atomic_directory
-
-with atomic_directory(Path(sys.argv[1]) / "step-0000005") as temporary:
-    (temporary / "half").write_text("half")
-    print(flush=True)
-    time.sleep(600)  # killed during this
-"""
-
-
-def test_temporary_files_of_killed_processes_are_deleted(tmp_path: Path) -> None:
-    (tmp_path / ".step-0000003.copy").mkdir()
-    (tmp_path / ".step-of-mine").mkdir()
-    command = [sys.executable, "-c", WRITER, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.readline()
-        temporary = tmp_path / f".step-0000005.{process.pid}.tmp"
-        small_trainer(tmp_path)
-        assert (temporary / "half").exists() and (tmp_path / ".step-0000003.copy").exists()
-        process.kill()
-    assert temporary.exists(), "killed before it could clean up"
-    small_trainer(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [".step-of-mine"]
-
-
 @pytest.mark.parametrize("has_replacement", [True, False])
 def test_a_checkpoint_that_was_moved_aside_is_restored(tmp_path: Path, has_replacement: bool) -> None:
     """A process killed between two renames leaves the checkpoint under a temporary name."""
