@@ -66,9 +66,7 @@ class Architecture(NamedTuple):
 _PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", {"mlp_bias": False}, {}),
-    "mistral": Architecture(
-        "MistralForCausalLM", {}, {"num_key_value_heads": 8, "max_position_embeddings": 131072}
-    ),
+    "mistral": Architecture("MistralForCausalLM", {}, {"num_key_value_heads": 8, "max_position_embeddings": 131072}),
     "qwen2": Architecture(
         "Qwen2ForCausalLM",
         {"use_sliding_window": False},

@@ -268,9 +268,7 @@ def _select_rows(shards: list[Tensor], p: nn.Parameter | None, parallel: Paralle
     return rows.view(p.shape) if p is not None and rows.numel() == p.numel() else rows  # a scalar may be saved as a row
 
 
-def _read_weights(
-    directory: Path, description: dict[str, Any], has_scalar_head: bool
-) -> dict[str, list[Tensor]]:
+def _read_weights(directory: Path, description: dict[str, Any], has_scalar_head: bool) -> dict[str, list[Tensor]]:
     """Return the shards of each weight. Raises UserError if a file is damaged or the shards have different tensors."""
     shards = [read_safetensors(directory / name) for name in _shard_names("model", description["files"])]
     if any(shard.keys() != shards[0].keys() for shard in shards):

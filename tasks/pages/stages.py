@@ -212,8 +212,7 @@ def train(out: "Attempt", tokenizer: "Output", model: Any, config: Any, **inputs
 
 def unfinished_training(directory: Path) -> str:
     """Return the loss plot of a training that is still running; empty before its first metrics."""
-    from lm.train.tracking import read_metrics
-    from lm.train.tracking import plot_metrics
+    from lm.train.tracking import plot_metrics, read_metrics
 
     rows = read_metrics(directory / "metrics.jsonl")
     if not rows:

@@ -19,8 +19,8 @@ from lm.checkpoint.training_checkpoint import ROW_FILES
 from lm.common.errors import UserError
 from lm.distributed import FSDP
 from lm.model.transformer import TransformerLM
-from lm.train.training_job import lock_directory
 from lm.train.trainer import Trainer
+from lm.train.training_job import lock_directory
 from tests.helpers.ranks import rank_of_test
 from tests.helpers.training import MODEL, small_trainer
 

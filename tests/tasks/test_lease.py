@@ -33,7 +33,7 @@ from tasks.runtime.stage import stage
 from tasks.runtime.store import LEASES, LOCK_FILE, Store
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
 from tests.helpers.roots import letters, materialize, run_context, write_run_record
-from tests.helpers.training import write_job, train_here
+from tests.helpers.training import train_here, write_job
 from textmill.cli.main import main
 
 

@@ -22,7 +22,7 @@ from lm.distributed.launch import run_processes
 from lm.train.pretraining import Job
 from lm.train.tracking import step_reporter
 from tests.helpers.limits import wait_for
-from tests.helpers.training import ROOT, read_rows, write_job, train_here
+from tests.helpers.training import ROOT, read_rows, train_here, write_job
 
 
 def run_in_processes(

@@ -59,4 +59,3 @@ def test_temporary_files_of_killed_processes_are_deleted(tmp_path: Path) -> None
     assert temporary.exists(), "killed before it could clean up"
     small_trainer(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".step-of-mine"]
-

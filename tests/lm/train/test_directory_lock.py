@@ -7,11 +7,11 @@ import pytest
 
 from lm.common.errors import UserError
 from lm.train.__main__ import main
-from lm.train.training_job import lock_directory
 from lm.train.pretraining import Job
 from lm.train.profile import ProfileJob
+from lm.train.training_job import lock_directory
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import read_rows, write_job, train_here
+from tests.helpers.training import read_rows, train_here, write_job
 
 
 def test_a_second_training_of_a_job_is_refused_and_changes_nothing(

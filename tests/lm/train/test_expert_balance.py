@@ -21,7 +21,7 @@ from lm.model.moe_config import MoEConfig
 from lm.train.pretraining import Job
 from lm.train.trainer import Trainer
 from tests.helpers.recorder import Recorder
-from tests.helpers.training import MODEL, read_rows, small_data, small_trainer, weights_equal, write_job, train_here
+from tests.helpers.training import MODEL, read_rows, small_data, small_trainer, train_here, weights_equal, write_job
 
 MOE = MoEConfig(4, 2, bias_update_rate=0.01, z_loss_weight=1e-3, num_dense_layers=1)
 MIXTURE = replace(MODEL, num_layers=3, moe=MOE)

@@ -16,7 +16,7 @@ from lm.train.__main__ import main
 from lm.train.pretraining import Job
 from tasks.runtime.training import has_same_inputs
 from tests.helpers.limits import wait_for
-from tests.helpers.training import MODEL, ROOT, read_rows, start_and_kill, write_job, train_here
+from tests.helpers.training import MODEL, ROOT, read_rows, start_and_kill, train_here, write_job
 
 KILLS = int(os.environ.get("TEXTMILL_KILLS", "2"))  # each takes some seconds
 

@@ -15,10 +15,10 @@ from lm.common.errors import UserError
 from lm.common.execution import Execution, ParallelKind
 from lm.distributed.launch import run_processes
 from lm.model.training_memory import predict_training_memory
-from lm.train.pretraining import Job
 from lm.train.parallel import choose_parallel
+from lm.train.pretraining import Job
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import MODEL, read_rows, train_config, write_job, train_here
+from tests.helpers.training import MODEL, read_rows, train_config, train_here, write_job
 
 OPTIONS: dict[str, Any] = {
     "steps": 12,

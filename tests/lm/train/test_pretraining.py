@@ -23,6 +23,7 @@ from tests.helpers.training import (
     small_data,
     small_trainer,
     train_config,
+    train_here,
     validation_loss,
     write_job,
 )

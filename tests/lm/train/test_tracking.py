@@ -1,9 +1,8 @@
-"""What a training writes: ``metrics.jsonl``, its plot, and experiment trackers (wandb, trackio, tensorboard)."""
+"""What a training writes: ``metrics.jsonl``, and metrics for experiment trackers (wandb, trackio, tensorboard)."""
 
 import math
 import sys
 import tracemalloc
-import warnings
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from lm.common.errors import UserError
 from lm.train.tracking import (
     format_row,
     iterate_metrics,
-    plot_metrics,
     read_metrics,
     step_reporter,
     write_metrics,
@@ -155,21 +153,3 @@ def test_a_large_file_is_not_held_in_memory(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert peak < path.stat().st_size / 4
     assert len(read_metrics(path)) == 300
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [{"step": n, "loss": 5 / n, "lr": 1e-3 / n} for n in range(1, 9)] + [{"step": 8, "valid_loss": 1.1}],
-        [{"step": 1, "loss": None, "lr": 0.1}, {"step": 2, "loss": math.nan}],
-        [],
-    ],
-    ids=["run", "gaps", "empty"],
-)
-def test_plot_writes_a_png(tmp_path: Path, rows: list[dict[str, float]]) -> None:
-    pytest.importorskip("matplotlib")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        plot_metrics(rows, tmp_path / "plot.png")
-    data = (tmp_path / "plot.png").read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n") and len(data) > 2000

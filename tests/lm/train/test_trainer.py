@@ -20,8 +20,8 @@ from lm.checkpoint.training_checkpoint import load_model, newest_checkpoint, rea
 from lm.common.errors import Stopped, UserError
 from lm.model.moe_config import MoEConfig
 from lm.optim.schedules import lr_cosine_schedule
-from lm.train.tracking import read_metrics
 from lm.train.throughput import StepTimer
+from lm.train.tracking import read_metrics
 from lm.train.trainer import Trainer
 from tests.helpers.reference_model import MODEL_VARIANTS
 from tests.helpers.training import MODEL, ROOT, read_rows, small_data, small_trainer, validation_loss, weights_equal
