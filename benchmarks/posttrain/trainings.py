@@ -48,7 +48,7 @@ def train(
         paths = directory / "train.jsonl", directory / "valid.jsonl"
         for path, rows in zip(paths, examples, strict=True):
             write_rows(path, rows)
-        PosttrainJob(
+        job = PosttrainJob(
             config=config,
             method=method,
             settings=dict(settings or {}),
@@ -60,7 +60,9 @@ def train(
             digests={},
             out=str(directory),
             execution=Execution(device="auto", log_interval=1),
-        ).run()
+        )
+        with job.prepare() as run:
+            run()
     return directory / str(json.loads(summary.read_text(encoding="utf-8"))["last"])
 
 

@@ -171,7 +171,7 @@ def test_killed_again_and_again(tmp_path: Path, method: str) -> None:
     whole, job = (write_posttrain_job(tmp_path / name, method, SETTINGS[method], **config) for name in ("a", "b"))
     train_here(PosttrainJob.read(whole))
     start_and_kill("lm.train", job, KILLS)
-    assert main([str(job)], PosttrainJob) == 0
+    assert main([str(job)]) == 0
     assert results(job) == results(whole)
 
 
