@@ -108,9 +108,9 @@ def teach_command(options: Namespace) -> None:
 
 def export_command(options: Namespace) -> None:
     """Write a model as a Hugging Face directory, or with ``--gguf`` as a file for llama.cpp."""
+    from lm.checkpoint.external import warn_of_lost_settings
     from lm.checkpoint.gguf import save_gguf
     from lm.checkpoint.hugging_face import save_hugging_face
-    from lm.checkpoint.external import warn_of_lost_settings
     from lm.tokenizer.text_tokenizer import require_byte_level
     from textmill.runs.model_card import training_details
 
