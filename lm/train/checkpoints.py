@@ -25,8 +25,6 @@ from lm.train.tracking import iterate_metrics, write_metrics
 
 log = logging.getLogger(__name__)
 
-Settings = dict[str, dict[str, Any]]  # the sections model, train and data
-
 
 def save_step(
     out: Path,
@@ -70,12 +68,12 @@ class Resumable(NamedTuple):
     """Description of the newest one, see :func:`lm.checkpoint.training_checkpoint.read_description`."""
 
 
-def find_resumable(previous: Path, settings: Settings) -> Resumable:
+def find_resumable(previous: Path, settings: dict[str, dict[str, Any]]) -> Resumable:
     """Return the checkpoints in the directory of an unfinished training whose checksums match.
 
     Checkpoints that name a damaged best checkpoint are ignored. Otherwise the run would call a worse one its best.
-    Raises UserError if the model or the data of the newest checkpoint differ from ``settings``. Other differences
-    are logged as a warning.
+    ``settings`` are the sections model, train and data. Raises UserError if the model or the data of the newest
+    checkpoint differ from them. Other differences are logged as a warning.
     """
     descriptions = {path: read_description(path) for path in step_directories(previous)}
     intact = {path: description for path, description in descriptions.items() if description is not None}
@@ -146,7 +144,7 @@ def _best_step(path: Path, description: dict[str, Any]) -> int:
     )
 
 
-def _check_settings(checkpoint: Path, description: dict[str, Any], settings: Settings) -> None:
+def _check_settings(checkpoint: Path, description: dict[str, Any], settings: dict[str, dict[str, Any]]) -> None:
     for section in ("model", "data"):
         current, saved = settings[section], description.get(section, {})
         for name in sorted(current.keys() | saved.keys()):

@@ -34,13 +34,9 @@ from lm.train.training_job import lock_directory
 
 PROFILE_FILE = "profile.json"
 TRACE_FILE = "trace.json.gz"
-_SNAPSHOT_FILE = "memory_snapshot.pickle"  # written for torch's viewer, never read here
 
-_KINETO_LOG_LEVEL = "6"  # the library of torch's profiler prints lines of no use at lower levels
 _TRACED_STEPS = 2
 _MAX_OPERATIONS = 12
-_PYTHON = "Python between operations"
-_COMPILED = "compiled kernels"
 _STEP_LABEL = "textmill.measured_step"
 _MAX_CURVE_POINTS = 2_000
 _MAX_SNAPSHOT_ENTRIES = 100_000
@@ -155,8 +151,9 @@ def profile_training(
     """
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"The steps of a training can be profiled on cpu and cuda, not on {device.type}.")
-    os.environ.setdefault("KINETO_LOG_LEVEL", _KINETO_LOG_LEVEL)
-    trainer, memory = _measure_memory(make_trainer, device, stop_event, out / _SNAPSHOT_FILE)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the library of torch's profiler prints lines of no use below it
+    snapshot = out / "memory_snapshot.pickle"  # written for torch's viewer, never read here
+    trainer, memory = _measure_memory(make_trainer, device, stop_event, snapshot)
     clock, is_rank0 = PhaseClock(device), trainer.rank == 0
     with trainer.explain_out_of_memory(), trainer.loading() as load:
 
@@ -241,7 +238,10 @@ def _trace(take_step: Callable[[], None], device: torch.device, path: Path | Non
     calls: Counter[str] = Counter()
     for event in profiler.key_averages():
         if event.device_type == DeviceType.CPU:  # an event of an operation also has the time of its kernels
-            name = _operation_name(event.key)
+            # The labels of phases, optimizers and compiled graphs lie around operations.
+            is_label = event.key in PHASES or event.key.startswith("Optimizer.")
+            is_compiled_graph = "Call CompiledFxGraph" in event.key
+            name = "Python between operations" if is_label else "compiled kernels" if is_compiled_graph else event.key
             totals[name] += event.self_device_time_total if is_cuda else event.self_cpu_time_total
             calls[name] += event.count
     operations = [
@@ -250,13 +250,6 @@ def _trace(take_step: Callable[[], None], device: torch.device, path: Path | Non
         if microseconds
     ]
     return operations, seconds / _TRACED_STEPS
-
-
-def _operation_name(label: str) -> str:
-    """Return the name of an operation. The labels of phases, optimizers and compiled graphs lie around operations."""
-    if label in PHASES or label.startswith("Optimizer."):
-        return _PYTHON
-    return _COMPILED if "Call CompiledFxGraph" in label else label
 
 
 def _measure_memory(

@@ -27,8 +27,6 @@ from lm.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-_LOCK_NAME = "training.lock"
-_PRETRAINING = "lm.train.pretraining:Job"
 # Other jobs by a field that only they have. Named and not imported: the modules stand above this one.
 _OTHER_JOBS = {"method": "lm.posttrain.job:PosttrainJob", "profiled_steps": "lm.train.profile:ProfileJob"}
 
@@ -86,7 +84,8 @@ class TrainingJob(ABC):
             content = json.loads(read_file(name))
             kind = cls
             if kind is TrainingJob:
-                kind = resolve_name(next((_OTHER_JOBS[key] for key in _OTHER_JOBS if key in content), _PRETRAINING))
+                names = [name for key, name in _OTHER_JOBS.items() if key in content]
+                kind = resolve_name(names[0] if names else "lm.train.pretraining:Job")
             job = kind(**content)
             sections: dict[str, Callable[..., Any]] = {"config": TrainConfig, "execution": Execution.from_job}
             for section, make_section in (sections | kind.sections).items():
@@ -150,24 +149,13 @@ def lock_directory(directory: Path) -> Iterator[None]:
     process. On a file system without locks this only logs a warning.
     """
     with ExitStack() as stack:
-        call_on_rank0(lambda: stack.enter_context(_hold_lock(directory / _LOCK_NAME)))
+        call_on_rank0(lambda: stack.enter_context(_hold_lock(directory / "training.lock")))
         yield
 
 
 @contextmanager
 def _hold_lock(path: Path) -> Iterator[None]:
     """Hold the lock of a file, and delete the file at the end."""
-    descriptor = _open_locked(path)
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # the disk has become read-only; the next training reuses the file
-            path.unlink()
-        os.close(descriptor)
-
-
-def _open_locked(path: Path) -> int:
-    """Return the descriptor of the locked file."""
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -185,5 +173,11 @@ def _open_locked(path: Path) -> int:
         except OSError as error:
             log.warning("%s cannot be locked (%s): do not start a second training there.", path, error.strerror)
         if os.fstat(descriptor).st_nlink:
-            return descriptor
+            break
         os.close(descriptor)  # the last holder deleted the file after it was opened here
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # the disk has become read-only; the next training reuses the file
+            path.unlink()
+        os.close(descriptor)

@@ -50,7 +50,7 @@ def test_resumed_training_equals_an_uninterrupted_one(saved: Path) -> None:
         assert are_states_equal(resumed.state_dict(), expected.state_dict())
 
 
-def test_rows_of_a_divided_checkpoint_do_not_keep_the_whole_in_memory() -> None:
+def test_rows_of_a_sharded_checkpoint_do_not_keep_the_whole_in_memory() -> None:
     class Halves:
         def bounds(self, p: torch.nn.Parameter) -> list[int]:
             return [0, 3]
