@@ -10,7 +10,7 @@ import yaml
 
 from lm.common.config import PYDANTIC_CONFIG
 from lm.common.errors import UserError, did_you_mean
-from lm.experiments.budget import parse_budget
+from lm.experiments.config import parse_budget
 from lm.inference.config import SampleConfig
 from lm.model.config import ModelConfig
 from lm.text.config import ChunkConfig, DataConfig

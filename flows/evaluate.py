@@ -14,10 +14,8 @@ from tqdm import tqdm
 from lm.common.errors import UserError, translate_write_errors
 from lm.eval.chat_client import ChatClient, ChatFailure, ChatRequest
 from lm.eval.config import EvaluationConfig
-from lm.eval.evaluate import Response, Summary, evaluate, pick_examples, summarize
-from lm.eval.few_shot import PROMPT_TEMPLATES, Prompt, PromptFormat
-from lm.eval.problems import is_generated, load_task
-from lm.eval.response_file import ResponseFile
+from lm.eval.evaluate import Response, ResponseFile, Summary, evaluate, pick_examples, summarize
+from lm.eval.problems import PROMPT_TEMPLATES, Prompt, PromptFormat, is_generated, load_task
 from lm.eval.reward_worker import RewardWorker
 from lm.inference.config import Quantization, SampleConfig
 from lm.text.rows import DamagedRows

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 from flows.config import PipelineConfig, StageName, complete
 from flows.plan import DryRunExecutor, Executor, plan
 from lm.common.errors import UserError
-from lm.experiments.budget import parse_budget
+from lm.experiments.config import parse_budget
 from lm.model.config import ModelConfig
 from lm.text.character_tables import tables_identity
 from lm.text.held_out import valid_fraction

@@ -10,9 +10,9 @@ from lm.common.errors import UserError
 from lm.posttrain.config import (
     ComparisonConfig,
     DialogsConfig,
+    DPOConfig,
+    GRPOConfig,
     PPOConfig,
-    PreferenceConfig,
-    ReinforceConfig,
     RewardModelConfig,
 )
 from lm.train.config import TrainConfig
@@ -42,11 +42,11 @@ class PosttrainConfig(FlowConfig):
     """Dialogs, pairs of answers, and problems with a reward."""
     sft: TrainConfig = field(default_factory=lambda: TrainConfig(steps=300, max_lr=1e-4, min_lr=0, warmup_steps=20))
     """Supervised fine-tuning. batch_size: packed rows per step."""
-    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    preference: DPOConfig = field(default_factory=DPOConfig)
     """Direct preference optimization."""
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     """The reward model for ppo."""
-    reinforce: ReinforceConfig = field(default_factory=ReinforceConfig)
+    reinforce: GRPOConfig = field(default_factory=GRPOConfig)
     """Policy gradients."""
     ppo: PPOConfig = field(default_factory=PPOConfig)
     """Proximal policy optimization with the reward model."""
@@ -78,7 +78,7 @@ class PosttrainConfig(FlowConfig):
             raise UserError("methods has ppo without reward_model, which it learns from; add reward_model to methods.")
 
     @property
-    def judged(self) -> ReinforceConfig | PPOConfig:
+    def judged(self) -> GRPOConfig | PPOConfig:
         """The method whose rewards are those of the comparison."""
         return self.ppo if "ppo" in self.methods else self.reinforce
 

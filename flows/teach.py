@@ -10,12 +10,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from lm.common.errors import UserError
-from lm.eval.answer_cache import AnswerCache
 from lm.eval.chat_client import ChatClient, ChatFailure
 from lm.eval.config import TeachConfig
 from lm.eval.reward_worker import RewardWorker
 from lm.eval.rewards import REWARD_TOLERANCE, perfect_rewards
-from lm.eval.teach import Outcome, ask_missing, make_requests, read_questions, select_answers, write_rows
+from lm.eval.teach import AnswerCache, Outcome, ask_missing, make_requests, read_questions, select_answers, write_rows
 from lm.text.rows import DamagedRows
 
 log = logging.getLogger(__name__)

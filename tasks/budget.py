@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from lm.experiments.budget import Budget
+from lm.experiments.config import Budget
 from lm.hardware.memory import machine_memory
 from lm.model.config import ModelConfig
 from lm.text.config import ChunkConfig
@@ -33,7 +33,7 @@ _OPTIONS_OF_SPEED = ("attention", "compile", "activation_checkpointing", "parall
 @stage("budget", page=pages.budget, slot=training_slot)
 def budget(out: Attempt, texts: Output, amount: Budget, machine: str) -> None:
     """Write ``choice.json`` and ``config.yaml``. ``machine`` is its kind: another one has another speed."""
-    from lm.experiments.budget_choice import choose_configuration
+    from lm.experiments.budget import choose_configuration
     from lm.experiments.speed import find_largest_batch, guess_flops_per_second, measure_speed
 
     statistics, execution = texts.json("text_groups.json")["statistics"], out.run.execution

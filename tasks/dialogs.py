@@ -16,7 +16,7 @@ from tasks.runtime.stage import stage
 from tasks.runtime.store import Store
 
 if TYPE_CHECKING:
-    from lm.posttrain.examples import RowCounts
+    from lm.posttrain.data import RowCounts
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def dialogs(
 
     ``libraries``: versions of those that make the problems, for the key.
     """
-    from lm.posttrain.examples import read_examples, write_rows
+    from lm.posttrain.data import read_examples, write_rows
 
     out.sources = [*train, *valid, *task_train, *task_test]
     urls = [[source.url for source in sources] for sources in (train, valid, task_train, task_test)]

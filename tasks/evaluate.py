@@ -28,12 +28,14 @@ def evaluate(
 
     ``libraries``: versions of those that compute rewards, for the key.
     """
+    from lm.data.dialogs import Dialog
+    from lm.eval.problems import Problem
     from lm.eval.reward_worker import RewardWorker
     from lm.posttrain.comparison import compare_model
-    from lm.posttrain.examples import read_dialog_rows, read_problem_rows
+    from lm.posttrain.data import read_example_rows
 
-    dialogs = read_dialog_rows(data.path("dialogs-valid.jsonl"))
-    problems = read_problem_rows(data.path("problems-test.jsonl"))
+    dialogs = read_example_rows(data.path("dialogs-valid.jsonl"), Dialog)
+    problems = read_example_rows(data.path("problems-test.jsonl"), Problem)
     weights = reward_weights(data, rewards) if problems else {}
     content = {}
     with RewardWorker(weights, reward_seconds) if weights else nullcontext() as reward:

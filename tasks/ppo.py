@@ -22,7 +22,9 @@ def ppo(
 ) -> None:
     """Learn from the rewards of a reward model (PPO). ``libraries``: versions of those that compute rewards, for the
     key."""
-    job = make_posttrain_job(out, "ppo", model, tokenizer, data, config.train, config)
+    from lm.posttrain.objectives.ppo import PPO
+
+    job = make_posttrain_job(out, PPO.method, model, tokenizer, data, config.train, config)
     job.reward_model = best_checkpoint(out, reward_model)
     job.digests["reward_model"] = reward_model.digest
     job.rewards = reward_weights(data, config.rewards)

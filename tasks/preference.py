@@ -1,6 +1,6 @@
 """Stage ``preference``: train the model on pairs of answers."""
 
-from lm.posttrain.config import PreferenceConfig
+from lm.posttrain.config import DPOConfig
 from tasks.pages import posttrain as pages
 from tasks.runtime.context import Attempt
 from tasks.runtime.machine import training_slot
@@ -11,7 +11,9 @@ from tasks.runtime.training import run_training
 
 
 @stage("preference", page=pages.training, slot=training_slot, is_resumable=True)
-def preference(out: Attempt, model: Output, tokenizer: Output, data: Output, config: PreferenceConfig) -> None:
+def preference(out: Attempt, model: Output, tokenizer: Output, data: Output, config: DPOConfig) -> None:
     """Learn from pairs of answers (DPO)."""
-    job = make_posttrain_job(out, "preference", model, tokenizer, data, config.train, config)
+    from lm.posttrain.objectives.dpo import DPO
+
+    job = make_posttrain_job(out, DPO.method, model, tokenizer, data, config.train, config)
     run_training(out, job, pages.unfinished)

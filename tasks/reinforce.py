@@ -1,6 +1,6 @@
 """Stage ``reinforce``: train the model on rewards of its own responses."""
 
-from lm.posttrain.config import ReinforceConfig
+from lm.posttrain.config import GRPOConfig
 from tasks.pages import posttrain as pages
 from tasks.runtime.context import Attempt
 from tasks.runtime.machine import training_slot
@@ -16,11 +16,13 @@ def reinforce(
     model: Output,
     tokenizer: Output,
     data: Output,
-    config: ReinforceConfig,
+    config: GRPOConfig,
     libraries: dict[str, str] | None = None,
 ) -> None:
     """Learn from rewards of the model's own responses. ``libraries``: versions of those that compute rewards, for the
     key."""
-    job = make_posttrain_job(out, "reinforce", model, tokenizer, data, config.train, config)
+    from lm.posttrain.objectives.grpo import GRPO
+
+    job = make_posttrain_job(out, GRPO.method, model, tokenizer, data, config.train, config)
     job.rewards = reward_weights(data, config.rewards)
     run_training(out, job, pages.unfinished)

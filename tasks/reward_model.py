@@ -18,5 +18,7 @@ from tasks.runtime.training import run_training
 )
 def reward_model(out: Attempt, model: Output, tokenizer: Output, data: Output, config: RewardModelConfig) -> None:
     """Learn which answer of a pair is better."""
-    job = make_posttrain_job(out, "reward_model", model, tokenizer, data, config.train, config)
+    from lm.posttrain.objectives.reward_model import RewardModeling
+
+    job = make_posttrain_job(out, RewardModeling.method, model, tokenizer, data, config.train, config)
     run_training(out, job, pages.unfinished)

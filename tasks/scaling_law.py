@@ -18,8 +18,7 @@ from tasks.runtime.stage import stage
 def scaling_law(out: Attempt, trials: list[Output], settings: list[dict[str, Any]], config: LawConfig) -> None:
     """Write ``law.json``: the measurements, the fitted law, the prediction, and the point of the largest budget that
     has the lowest loss."""
-    from lm.experiments.report import measurements
-    from lm.experiments.scaling_law import fit_scaling_law, predict
+    from lm.experiments.scaling_law import fit_scaling_law, measurements, predict
 
     results = [from_json(output.json("trial.json")) for output in trials]
     found = measurements(settings, results, config.budget, config.size)

@@ -13,4 +13,7 @@ from tasks.runtime.training import run_training
 @stage("sft", page=pages.training, slot=training_slot, is_resumable=True)
 def sft(out: Attempt, model: Output, tokenizer: Output, data: Output, config: TrainConfig) -> None:
     """Learn the answers of dialogs."""
-    run_training(out, make_posttrain_job(out, "sft", model, tokenizer, data, config), pages.unfinished)
+    from lm.posttrain.objectives.sft import SupervisedFineTuning
+
+    job = make_posttrain_job(out, SupervisedFineTuning.method, model, tokenizer, data, config)
+    run_training(out, job, pages.unfinished)

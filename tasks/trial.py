@@ -4,13 +4,13 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from lm.common.errors import MachineError, Stopped, UserError
 from lm.common.processes import run_periodically
-from lm.experiments.trial import TrialConfig, as_json, find_prune_step, make_result
+from lm.experiments.trial import TrialConfig, find_prune_step, make_result
 from lm.hardware.cpu import available_cpus
 from tasks.runtime.context import Attempt, RunContext
 from tasks.runtime.execution import Execution
@@ -74,8 +74,8 @@ def trial(
         training, rows = model.manifest["figures"], read_metrics(model.path("metrics.jsonl"))
     vocab_size = int(index.json("index.json")["vocab_size"])
     result = make_result(config, vocab_size, rows, training, divergence, refusal)
-    out.figures = {name: value for name, value in as_json(result).items() if name != "curve"}
-    content = {**as_json(result), "model": ref.key if training else None}
+    out.figures = {name: value for name, value in asdict(result).items() if name != "curve"}
+    content = {**asdict(result), "model": ref.key if training else None}
     (out.directory / "trial.json").write_text(json.dumps(content, indent=1, allow_nan=False), encoding="utf-8")
 
 

@@ -12,9 +12,9 @@ from lm.data.dialogs import Dialog, Message, PreferencePair
 from lm.eval.problems import Problem
 from lm.inference.config import SampleConfig
 from lm.inference.runners.runner import prepare_for_inference
-from lm.posttrain.examples import write_rows
+from lm.posttrain.data import write_rows
 from lm.posttrain.job import PosttrainJob
-from lm.posttrain.rollout import GREEDY, Rollout, encode_prompts, generate_rollouts
+from lm.posttrain.objectives.generation import GREEDY, Rollout, encode_prompts, generate_rollouts
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
 from lm.train.tracking import read_metrics

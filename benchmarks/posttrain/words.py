@@ -34,9 +34,11 @@ from lm.eval.rewards import combine_rewards
 from lm.inference.runners.runner import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from lm.model.vocabulary import grow_vocabulary
-from lm.posttrain.log_probs import get_response_log_probs
-from lm.posttrain.rollout import Rollout, generate_rollouts
-from lm.posttrain.sft_objective import SupervisedFineTuning
+from lm.posttrain.job import ObjectiveInputs
+from lm.posttrain.losses.log_probs import get_response_log_probs
+from lm.posttrain.objectives.generation import Rollout, generate_rollouts
+from lm.posttrain.objectives.sft import SupervisedFineTuning
+from lm.posttrain.tokenization import pad_responses
 from lm.text.pretokenize import END_OF_TEXT
 from lm.text.rows import DamagedRows
 from lm.tokenizer.tokenizer import Tokenizer
@@ -151,7 +153,8 @@ def read_sft_dialogs(split: str) -> list[Dialog]:
 
 def answer_loss(model: TransformerLM, tokenizer: Tokenizer, dialogs: Sequence[Dialog]) -> float:
     """Return the mean loss of the dialogs' answers, in nats per token."""
-    objective = SupervisedFineTuning(replace(SFT, precision="float32"), model, tokenizer, dialogs, dialogs, {})
+    inputs = ObjectiveInputs(model, tokenizer, dialogs, dialogs)
+    objective = SupervisedFineTuning(replace(SFT, precision="float32"), inputs)
     with torch.no_grad():
         return objective.evaluate(model, is_final=True)["valid_loss"]
 
@@ -162,13 +165,7 @@ def bits_per_byte(model: TransformerLM, rollouts: Sequence[Rollout]) -> float:
     nats = 0.0
     for start in range(0, len(rollouts), 16):
         part = rollouts[start : start + 16]
-        length = max(len(row.prompt_ids) + len(row.ids) for row in part)
-        ids = torch.zeros(len(part), length, dtype=torch.int64)
-        mask = torch.zeros(len(part), length, dtype=torch.bool)
-        for number, row in enumerate(part):
-            end = len(row.prompt_ids) + len(row.ids)
-            ids[number, :end] = torch.tensor(row.prompt_ids + row.ids)
-            mask[number, len(row.prompt_ids) : end] = True
+        ids, mask = pad_responses([(row.prompt_ids, row.ids) for row in part])
         scores = get_response_log_probs(model, ids[:, :-1], ids[:, 1:], return_token_entropy=False)
         nats -= float(scores["log_probs"][mask[:, 1:]].double().sum())
     return nats / math.log(2) / sum(len(row.text.encode()) for row in rollouts)

@@ -6,7 +6,7 @@ The check is not pydantic's: each start of the command line would import pydanti
 import operator
 from dataclasses import field, fields
 from numbers import Integral, Real
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from lm.common.errors import UserError
 
@@ -32,6 +32,19 @@ def bounded_field(
     """
     bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}  # pydantic reads the metadata under these names
     return field(default=default, metadata={name: bound for name, bound in bounds.items() if bound is not None})
+
+
+class Config:
+    """Base of a dataclass of settings, whose constructor checks the fields. ``section``: their prefix in messages."""
+
+    __pydantic_config__ = PYDANTIC_CONFIG
+    _section: ClassVar[str]
+
+    def __init_subclass__(cls, section: str = "") -> None:
+        cls._section = section or cls._section
+
+    def __post_init__(self) -> None:
+        validate_fields(self, self._section)
 
 
 def validate_fields(config: Any, section: str) -> None:

@@ -92,9 +92,9 @@ def _find_stated_option(options: list[str], letters: str, text: str) -> str | No
     """Return the letter of the option whose text is the last after ``answer is`` and the like, or None."""
     text = text.lower()
     unique = sorted((option for option in options if option and options.count(option) == 1), key=len, reverse=True)
-    for place in reversed([match.end() for match in _BEFORE_OPTION.finditer(text)]):
+    for position in reversed([match.end() for match in _BEFORE_OPTION.finditer(text)]):
         for option in unique:
-            if text.startswith(option, place) and _AFTER_OPTION.match(text, place + len(option)):
+            if text.startswith(option, position) and _AFTER_OPTION.match(text, position + len(option)):
                 return letters[options.index(option)]
     return None
 

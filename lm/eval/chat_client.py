@@ -1,6 +1,7 @@
 """A client of models behind OpenAI's HTTP API: many requests at once, with retries.
 
-Source: https://platform.openai.com/docs/api-reference; ``Retry-After``: RFC 9110, section 10.2.3.
+Source: https://platform.openai.com/docs/api-reference; ``Retry-After``: RFC 9110, section 10.2.3. The package
+``openai`` would not do: it limits no answer's size, and its other requests go on during a ``Retry-After``.
 """
 
 import asyncio
@@ -138,8 +139,12 @@ class ChatClient:
         indexed_requests = enumerate(requests)
         num_useless = 0
         tasks: dict[asyncio.Task[ChatAnswer | ChatFailure], int] = {}
+        http = httpx.AsyncClient(
+            headers=self._headers,
+            timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),  # the limit of the whole attempt is in _send
+            limits=httpx.Limits(max_connections=self._max_in_flight, max_keepalive_connections=self._max_in_flight),
+        )
         with asyncio.Runner() as runner:
-            http = self._open_http()
             try:
                 while True:
                     while len(tasks) < self._max_in_flight and (item := next(indexed_requests, None)):
@@ -147,7 +152,8 @@ class ChatClient:
                     if not tasks:
                         return
                     done, _ = runner.run(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))
-                    for task in sorted(done, key=_rank):
+                    ranks = {task: 2 if task.exception() else isinstance(task.result(), ChatFailure) for task in done}
+                    for task in sorted(done, key=ranks.__getitem__):  # answers first; last an error, which ends all
                         answer = task.result()
                         has_answers |= isinstance(answer, ChatAnswer)
                         if isinstance(answer, ChatFailure) and answer.is_permanent:
@@ -174,17 +180,11 @@ class ChatClient:
                 return [model for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)]
         return []
 
-    def _open_http(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(
-            headers=self._headers,
-            timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),  # the limit of the whole attempt is in _send
-            limits=httpx.Limits(max_connections=self._max_in_flight, max_keepalive_connections=self._max_in_flight),
-        )
-
     async def _ask(self, http: httpx.AsyncClient, request: ChatRequest) -> ChatAnswer | ChatFailure:
         attempts = failures = tokens = 0
         while True:
-            await self._wait_for_permission()
+            while (seconds := self._resume_time - asyncio.get_running_loop().time()) > 0:  # the server is busy
+                await asyncio.sleep(seconds)
             answer_count = self._answer_count
             try:
                 answer = await self._send(http, request)
@@ -194,17 +194,12 @@ class ChatClient:
                 failures += not (failure.is_rate_limited and self._answer_count > answer_count)
                 if not failure.can_retry or failures > self._max_retries:
                     is_refused = not (failure.can_retry or failure.is_malformed)
-                    return ChatFailure(str(failure), is_refused, failure.is_malformed, tokens)
+                    return ChatFailure(failure.message, is_refused, failure.is_malformed, tokens)
                 self._pause(failure.retry_after_seconds)
                 await asyncio.sleep(_backoff_seconds(attempts))
             else:
                 self._answer_count += 1
                 return answer
-
-    async def _wait_for_permission(self) -> None:
-        """Wait until the end of the pause that the server asked for."""
-        while (seconds := self._resume_time - asyncio.get_running_loop().time()) > 0:
-            await asyncio.sleep(seconds)
 
     def _pause(self, seconds: float) -> None:
         resume_time = asyncio.get_running_loop().time() + seconds
@@ -214,9 +209,9 @@ class ChatClient:
 
     async def _send(self, http: httpx.AsyncClient, request: ChatRequest, is_shortened: bool = False) -> ChatAnswer:
         """Return the answer to a request. Raises _FailedAttemptError, or UserError if all requests would fail."""
-        settings = {name: getattr(request, name) for name in ("temperature", "top_p", "max_tokens", "seed", "stop")}
-        payload: dict[str, Any] = {"model": self.model}
-        payload |= {name: value for name, value in settings.items() if value is not None}
+        names = ("temperature", "top_p", "max_tokens", "seed", "stop")
+        settings = {name: value for name in names if (value := getattr(request, name)) is not None}
+        payload: dict[str, Any] = {"model": self.model, **settings}
         if isinstance(request.messages, str):
             url, payload["prompt"] = self._sibling_url("completions"), request.messages
         else:
@@ -225,7 +220,11 @@ class ChatClient:
         try:
             async with asyncio.timeout(self._timeout_seconds), http.stream("POST", url, json=payload) as response:
                 self._is_server_reached = True
-                body = await _read_body(response)
+                received = bytearray()
+                async for block in response.aiter_bytes():
+                    received += block
+                    if len(received) > _MAX_BODY_BYTES:
+                        raise _FailedAttemptError(f"the answer has more than {_MAX_BODY_BYTES >> 20} MiB")
         except httpx.ConnectError as error:
             if self._is_server_reached:
                 raise _FailedAttemptError(f"no connection: {error}") from None
@@ -234,12 +233,16 @@ class ChatClient:
             raise _FailedAttemptError(f"no answer in {self._timeout_seconds:g} seconds") from None
         except httpx.RequestError as error:
             raise _FailedAttemptError(f"the connection was lost: {str(error) or type(error).__name__}") from None
+        body = bytes(received)
         answer = _parse_answer(body) if response.is_success else None
         if answer:
             return answer
         status, message = response.status_code, self._describe(response, body)
         if response.is_success:
-            raise _malformed_answer(body, message)
+            content = _parse_json(body)
+            is_paid = isinstance(content, dict) and "choices" in content
+            message, tokens = f"the answer is malformed; {message}", sum(_usage_tokens(content))
+            raise _FailedAttemptError(message, can_retry=not is_paid, is_malformed=True, tokens=tokens)
         if status in _RETRIED_STATUSES or status >= 500:
             delay = _retry_after_seconds(response) if status in _PAUSE_STATUSES else 0.0
             raise _FailedAttemptError(message, True, status == _RATE_LIMITED_STATUS, delay)
@@ -271,36 +274,14 @@ class ChatClient:
         return f"status {response.status_code}: {message or response.reason_phrase}"
 
 
-def _rank(task: asyncio.Task[ChatAnswer | ChatFailure]) -> int:
-    """Sort answers before failures, and failures before an error, which ends all requests."""
-    if task.exception():
-        return 2
-    return 0 if isinstance(task.result(), ChatAnswer) else 1
-
-
+@dataclass(eq=False)
 class _FailedAttemptError(Exception):
-    def __init__(
-        self,
-        message: str,
-        can_retry: bool = True,
-        is_rate_limited: bool = False,
-        retry_after_seconds: float = 0.0,
-        is_malformed: bool = False,
-        tokens: int = 0,
-    ) -> None:
-        super().__init__(message)
-        self.can_retry = can_retry
-        self.is_malformed = is_malformed
-        self.tokens = tokens
-        self.is_rate_limited = is_rate_limited
-        self.retry_after_seconds = retry_after_seconds
-
-
-def _malformed_answer(body: bytes, message: str) -> _FailedAttemptError:
-    content = _parse_json(body)
-    can_retry = not (isinstance(content, dict) and "choices" in content)
-    tokens = sum(_usage_tokens(content))
-    return _FailedAttemptError(f"the answer is malformed; {message}", can_retry, is_malformed=True, tokens=tokens)
+    message: str
+    can_retry: bool = True
+    is_rate_limited: bool = False
+    retry_after_seconds: float = 0.0
+    is_malformed: bool = False
+    tokens: int = 0
 
 
 def _no_good_answer(failure: ChatFailure) -> UserError:
@@ -340,15 +321,6 @@ def _read_key(variable: str) -> str:
     if not re.fullmatch(r"[!-~]*", key):
         raise UserError(f"The environment variable {variable} has characters that no key has. Set it to the key alone.")
     return key
-
-
-async def _read_body(response: httpx.Response) -> bytes:
-    body = bytearray()
-    async for block in response.aiter_bytes():
-        body += block
-        if len(body) > _MAX_BODY_BYTES:
-            raise _FailedAttemptError(f"the answer has more than {_MAX_BODY_BYTES >> 20} MiB")
-    return bytes(body)
 
 
 def _parse_answer(body: bytes) -> ChatAnswer | None:

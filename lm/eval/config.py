@@ -6,14 +6,12 @@ Importing this module does not import torch, so that the command line starts fas
 import math
 from dataclasses import dataclass, field
 
-from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
+from lm.common.config import Config, bounded_field
 
 
 @dataclass(frozen=True)
-class EvaluationConfig:
+class EvaluationConfig(Config, section="evaluate"):
     """The problems of a task, and how a model is asked."""
-
-    __pydantic_config__ = PYDANTIC_CONFIG
 
     task: str
     """addition:1-3, of numbers with one to three digits, and reasoning-gym:DATASET are generated. gsm8k, math, mmlu and
@@ -40,15 +38,10 @@ class EvaluationConfig:
     seed: int = bounded_field(0, ge=0, lt=1 << 63)
     """Seed of generated problems and of sampling."""
 
-    def __post_init__(self) -> None:
-        validate_fields(self, "evaluate")
-
 
 @dataclass(frozen=True)
-class TeachConfig:
+class TeachConfig(Config, section="teach"):
     """The prompts for another model, how it is asked, and the answers to keep."""
-
-    __pydantic_config__ = PYDANTIC_CONFIG
 
     url: str
     """Server with OpenAI's API, e.g. http://127.0.0.1:8000."""
@@ -72,7 +65,7 @@ class TeachConfig:
     max_new_tokens: int = bounded_field(1024, ge=1)
     """Maximum number of tokens of an answer. An answer that reaches it is not kept."""
     seed: int | None = bounded_field(None, ge=0, lt=1 << 62)
-    """Seed of the first answer to each prompt, the next has the next. Default: the server chooses."""
+    """Seed for each prompt's first answer; each further answer adds 1. Default: the server chooses."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Weights of rewards by name, see docs/posttraining.md. Default: the task's; without a task, all answers are
     kept."""
@@ -86,6 +79,3 @@ class TeachConfig:
     """Environment variable with the server's key. It may be unset."""
     out: str = "taught.jsonl"
     """File of the answers that are kept. All answers are kept beside it, in taught.answers.jsonl."""
-
-    def __post_init__(self) -> None:
-        validate_fields(self, "teach")

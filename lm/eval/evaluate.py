@@ -1,15 +1,18 @@
 """Evaluation of responses to problems: rewards, categories, and accuracy with a confidence interval."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from math import sqrt
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Literal, NamedTuple
 
-from lm.common.errors import UserError
-from lm.eval.few_shot import Prompt
-from lm.eval.problems import Problem
-from lm.eval.response_file import ResponseFile
+from filelock import FileLock, Timeout
+
+from lm.common.errors import UserError, translate_write_errors
+from lm.eval.problems import Problem, Prompt
 from lm.eval.reward_worker import RewardWorker
 from lm.eval.rewards import REWARD_KEYS, REWARD_TOLERANCE, perfect_rewards
 
@@ -20,7 +23,7 @@ _Z_95 = 1.959963984540054  # 95 % of a normal distribution lie within this many 
 
 
 class Response(NamedTuple):
-    """What a model answers."""
+    """The answer of a model."""
 
     text: str
     tokens: int | None = None
@@ -37,7 +40,7 @@ class ScoredResponse:
     """A response to a problem, and its rewards."""
 
     index: int
-    """Of the problem in its task."""
+    """Index of the problem in its task."""
     prompt: Prompt
     response: str
     ground_truth: Any
@@ -48,21 +51,21 @@ class ScoredResponse:
     error: str | None = None
     """Why the rewards could not be computed, and are 0."""
     weights: dict[str, float] = field(default_factory=dict)
-    """Of the named rewards."""
+    """Weight of each reward by name."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of the responses of a model to the problems of a task."""
+    """Figures of a model's responses to the problems of a task."""
 
     problems: int
     accuracy: float
     """Share of right responses."""
     accuracy_low: float
-    """Ends of its 95 % confidence interval (Wilson 1927)."""
+    """Low end of its 95 % confidence interval (Wilson 1927)."""
     accuracy_high: float
     reward: float
-    """Means over the responses."""
+    """Mean of the rewards."""
     format_reward: float
     answer_reward: float
     response_tokens: float | None
@@ -150,6 +153,100 @@ def pick_examples(responses: Iterable[ScoredResponse], count: int = 3) -> dict[s
         if found := [response for response in responses if response.category == name][:count]:
             examples[name] = found
     return examples
+
+
+class ResponseFile:
+    """Responses, one JSON object a line, each with its ``index``; the first line has the settings.
+
+    Use it in a ``with``: one process at a time has the file. Raises UserError if another process has it, if it cannot
+    be written, if its settings other than the ``reward`` are not ``settings``, or if a line is damaged. A last line
+    without an end, as a kill leaves it, is dropped.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self.path = path
+        self.settings = json.loads(json.dumps(settings))  # as they are read
+        self.rows: list[dict[str, Any]] = []
+        self._lock = FileLock(f"{path}.lock")
+
+    def __enter__(self) -> "ResponseFile":
+        with translate_write_errors(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._lock.acquire(timeout=0)
+            except Timeout:  # an OSError too
+                raise UserError(f"Another process writes {self.path}; wait for it, or use another directory.") from None
+        try:
+            self._read()
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add a response."""
+        self.rows.append(row)
+        with translate_write_errors(self.path), self._open(self.path, "a") as file:
+            file.write(_format_row(row))
+
+    def sort(self) -> None:
+        """Put the responses into the order of their indices. The last row of an index counts."""
+        self.rows = sorted({row["index"]: row for row in self.rows}.values(), key=lambda row: row["index"])
+        self._rewrite()
+
+    def _read(self) -> None:
+        lines = self.path.read_bytes().split(b"\n")[:-1] if self.path.exists() else []
+        rows = []
+        for number, line in enumerate(lines, start=1):
+            place = f"{self.path}, line {number:,},"
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{place} is damaged: {error}. Delete the line or the file.") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{place} is not a JSON object. Delete the line or the file.")
+            rows.append(row)
+        if rows:
+            self._check(rows[0].get("settings"))
+        self.rows = rows[1:]
+        if any(not isinstance(row.get("index"), int) for row in self.rows):
+            raise UserError(f"{self.path} is no file of responses; use another directory.")
+        self._rewrite()
+
+    def _check(self, theirs: Any) -> None:
+        """Raise UserError if the settings in the file are not these."""
+        if not isinstance(theirs, dict):
+            raise UserError(f"{self.path} is no file of responses; use another directory.")
+        names = [name for name in {**theirs, **self.settings} if theirs.get(name) != self.settings.get(name)]
+        names = [name for name in names if name != "reward"]  # computed again from the response
+        if names:
+            differences = "; ".join(
+                f"{name} was {theirs.get(name)!r} and is now {self.settings.get(name)!r}" for name in names
+            )
+            raise UserError(
+                f"{self.path} has responses under other settings: {differences}. Repeat the settings, use another "
+                "directory, or delete the file."
+            )
+
+    def _rewrite(self) -> None:
+        temporary = self.path.with_name(f"{self.path.name}.tmp")
+        with translate_write_errors(self.path):
+            with self._open(temporary, "w") as file:
+                file.writelines(map(_format_row, ({"settings": self.settings}, *self.rows)))
+            temporary.replace(self.path)
+
+    @staticmethod
+    def _open(path: Path, mode: str) -> IO[str]:
+        return path.open(mode, encoding="utf-8", errors="backslashreplace")  # JSON's escape of a lone surrogate
+
+
+def _format_row(row: dict[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def evaluate(

@@ -1,4 +1,4 @@
-"""Tasks: problems with ground truths, from files or from a procedure, and the name of the reward that scores them.
+"""Tasks: problems with ground truths, from files or from a procedure, the name of their reward, and few-shot prompts.
 
 Files are JSON Lines or Parquet, local or by URL, with GSM8K's, MATH's or MMLU's fields, or with words to use.
 """
@@ -8,7 +8,7 @@ import random
 import re
 import reprlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import islice
@@ -16,17 +16,20 @@ from string import ascii_uppercase
 from typing import Any, Literal
 
 from lm.common.errors import UserError, did_you_mean
-from lm.data.dialogs import check_text, final_answer
+from lm.data.dialogs import Message, check_text, final_answer
 from lm.eval.answers import extract_boxed, parse_gsm8k_response
 from lm.eval.rewards import REWARD_EXTRAS, REWARD_LIBRARIES
 from lm.text.rows import DamagedRows, Row, read_rows
 
 Split = Literal["train", "test"]
+Prompt = str | list[Message]
 
 _ADDITION = re.compile("addition(?::([0-9])-([0-9]))?")
 _REASONING_GYM = "reasoning-gym:"
-_DEFAULT_GENERATED = 200
 _TEST_SEED = 1 << 30  # added to the seed of reasoning-gym's problems for the test; numpy takes seeds below 1 << 32
+
+_QUESTION = "{question}"
+_SEPARATOR = "\n\n"  # between examples
 
 R1_ZERO_PROMPT = """\
 A user asks a question, and an assistant answers it. First the assistant reasons about the question, between the tags \
@@ -34,6 +37,8 @@ A user asks a question, and an assistant answers it. First the assistant reasons
 User: {question}
 Assistant: <think>"""
 """The prompt for :func:`lm.eval.rewards.r1_zero_reward`, after Guo et al. 2025 (DeepSeek-R1-Zero)."""
+PROMPT_TEMPLATES = {"question": _QUESTION, "r1_zero": R1_ZERO_PROMPT}
+"""Templates of a question by name."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def load_task(
     """
     if files and is_generated(name):
         raise UserError(f"The task {name} is generated; leave out the file {files[0]}, or name the task of its rows.")
-    generated = _DEFAULT_GENERATED if count is None else count
+    generated = 200 if count is None else count
     if match := _ADDITION.fullmatch(name):
         low, high = (int(digits) if digits else default for digits, default in zip(match.groups(), (2, 3), strict=True))
         if not 1 <= low <= high:
@@ -149,7 +154,15 @@ def make_addition_task(count: int, seed: int, digits: tuple[int, int] = (2, 3), 
     A pair of numbers may occur twice. No pair occurs in both splits: its checksum decides, a tenth are test.
     """
     low, high = 10 ** (digits[0] - 1), 10 ** digits[1] - 1
-    return Task("addition", list(islice(_additions(random.Random(seed), low, high, split), count)), "exact")
+    generator = random.Random(seed)
+    problems: list[Problem] = []
+    while len(problems) < count:
+        a, b = generator.randint(low, high), generator.randint(low, high)
+        question = f"{a} + {b} ="
+        is_test = zlib.crc32(question.encode()) % 10 == 0
+        if is_test == (split == "test"):
+            problems.append(Problem(question, str(a + b), str(a + b)))
+    return Task("addition", problems, "exact")
 
 
 def make_reasoning_gym_task(dataset: str, count: int, seed: int, **options: Any) -> Task:
@@ -179,15 +192,6 @@ def _check_file_task(name: str) -> None:
         raise UserError(f"There is no task {name!r}{did_you_mean(name, known)}; choose one of {', '.join(known)}.")
 
 
-def _additions(generator: random.Random, low: int, high: int, split: Split) -> Iterator[Problem]:
-    while True:
-        a, b = generator.randint(low, high), generator.randint(low, high)
-        question = f"{a} + {b} ="
-        is_test = zlib.crc32(question.encode()) % 10 == 0
-        if is_test == (split == "test"):
-            yield Problem(question, str(a + b), str(a + b))
-
-
 def _parse_gsm8k(row: Row) -> Problem:
     match row:
         case {"question": str(question), "answer": str(answer)}:
@@ -214,8 +218,10 @@ def _parse_math(row: Row) -> Problem:
 
 def _parse_mmlu(row: Row) -> Problem:
     options: Any = row.get("options", row.get("choices"))
+    is_list = isinstance(options, list) and 0 < len(options) <= len(ascii_uppercase)
+    has_options = is_list and all(isinstance(option, str | int | float) for option in options)
     match row:
-        case {"question": str(question), "answer": str() | int() as answer} if _are_options(options):
+        case {"question": str(question), "answer": str() | int() as answer} if has_options:
             letters = [*ascii_uppercase[: len(options)]]
             letter = letters[answer] if isinstance(answer, int) and 0 <= answer < len(letters) else str(answer)
             if letter not in letters:
@@ -224,11 +230,6 @@ def _parse_mmlu(row: Row) -> Problem:
             prompt = "\n".join([question, *lines, "Answer:"])
             return Problem(prompt, {"options": [str(option) for option in options], "answer": letter}, letter)
     raise ValueError("no question, 1 to 26 options (or choices) and answer")
-
-
-def _are_options(options: Any) -> bool:
-    is_list = isinstance(options, list) and 0 < len(options) <= len(ascii_uppercase)
-    return is_list and all(isinstance(option, str | int | float) for option in options)
 
 
 def _parse_words(row: Row) -> Problem:
@@ -246,3 +247,45 @@ _FILE_TASKS: dict[str, tuple[Callable[[Row], Problem], str]] = {
     "mmlu": (_parse_mmlu, "multiple_choice"),
     "words": (_parse_words, "required_words"),
 }
+
+
+class PromptFormat:
+    """Makes the prompts for the problems of a task.
+
+    ``template`` is the text of a question, with ``{question}`` in the place of the problem's prompt. The first
+    ``shots`` of ``examples`` that have a solution, and are not the problem itself, come before it. Raises UserError if
+    the template has no ``{question}``.
+    """
+
+    def __init__(
+        self, template: str = _QUESTION, shots: int = 0, examples: Sequence[Problem] = (), is_plain: bool = False
+    ) -> None:
+        if _QUESTION not in template:
+            raise UserError(f"The template of the prompt, {template[:60]!r}, has no {_QUESTION} in it.")
+        self._template, self._shots, self._is_plain = template, shots, is_plain
+        self._examples = [example for example in examples if example.solution]
+        stop = _SEPARATOR + template.partition(_QUESTION)[0].rstrip()
+        is_in_solution = any(stop in (example.solution or "").strip() for example in self._examples[: shots + 1])
+        self.stop = [stop] if shots and is_plain and not is_in_solution else []
+        """Texts that start the next example. A model that continues text would go on with it."""
+
+    def format(self, problem: Problem) -> Prompt:
+        """Return the prompt: text to continue if the format is plain, else a dialog.
+
+        Raises UserError if there are too few examples.
+        """
+        others = (example for example in self._examples if example.prompt != problem.prompt)
+        examples = list(islice(others, self._shots))
+        if len(examples) < self._shots:
+            raise UserError(f"{self._shots} solved examples are requested, and there are {len(examples)}; give more.")
+        if self._is_plain:
+            solved = [f"{self._fill(example)} {(example.solution or '').strip()}" for example in examples]
+            return _SEPARATOR.join([*solved, self._fill(problem)])
+        messages = []
+        for example in examples:
+            messages.append(Message(role="user", content=self._fill(example)))
+            messages.append(Message(role="assistant", content=example.solution or ""))
+        return [*messages, Message(role="user", content=self._fill(problem))]
+
+    def _fill(self, problem: Problem) -> str:
+        return self._template.replace(_QUESTION, problem.prompt)

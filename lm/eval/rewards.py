@@ -4,18 +4,19 @@
 truth is plain data as in JSON. A response of more than 100,000 characters gets 0.
 """
 
+import logging
 import math
 import re
 from collections.abc import Callable, Mapping
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from functools import partial
 from typing import Any
 
 from lm.common.errors import UserError, did_you_mean
 from lm.eval.answers import extract_boxed, extract_r1_zero, parse_gsm8k_response, parse_mmlu_response
-from lm.eval.math_equality import is_math_equal
 
 MAX_RESPONSE_CHARACTERS = 100_000
+_MAX_FORMULA_CHARACTERS = 1_000
 REWARD_KEYS = ("reward", "format_reward", "answer_reward")
 REWARD_LIBRARIES = {"boxed_math": "math_verify", "r1_zero": "math_verify", "reasoning_gym": "reasoning_gym"}
 REWARD_EXTRAS = {"math_verify": "math", "reasoning_gym": "reasoning-gym"}  # of this package, by library
@@ -27,6 +28,7 @@ GroundTruth = str | float | list[str | float]
 
 _SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]]*\Z")
 _LENGTH_NAME = re.compile(r"length:(\d+)-(\d+)")
+_GROUPED_THOUSANDS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d*)?")
 _GRID_DATASETS = ("arc_agi", "rearc")  # of reasoning-gym; they compare tuples, which are lists in JSON
 
 
@@ -152,13 +154,10 @@ def combine_rewards(weights: Mapping[str, float]) -> RewardFunction:
 def perfect_rewards(weights: Mapping[str, float]) -> dict[str, float]:
     """Return the rewards of the best possible response under the weighted sum of :func:`combine_rewards`."""
     total = sum(max(weight, 0.0) for weight in weights.values())
-    answer = sum(max(weight, 0.0) for name, weight in weights.items() if not _is_of_form(name))
+    # ends_properly and the length are for the form alone.
+    is_of_content = {name: name != "ends_properly" and not _LENGTH_NAME.fullmatch(name) for name in weights}
+    answer = sum(max(weight, 0.0) for name, weight in weights.items() if is_of_content[name])
     return {"reward": total, "format_reward": total, "answer_reward": answer}
-
-
-def _is_of_form(name: str) -> bool:
-    """Return whether a named reward is for the form alone."""
-    return name == "ends_properly" or _LENGTH_NAME.fullmatch(name) is not None
 
 
 def _limit_size(function: RewardFunction, response: str, ground_truth: Any) -> Mapping[str, float]:
@@ -188,3 +187,44 @@ def _text(answer: str | float) -> str:
     if isinstance(answer, float):
         return format(Decimal(repr(answer)), "f")
     return str(answer) if isinstance(answer, int) else answer
+
+
+def is_math_equal(answer: str, ground_truth: str) -> bool:
+    """Return whether ``answer`` equals ``ground_truth`` as mathematics; both are LaTeX or plain text.
+
+    The library math-verify (Kydlíček 2025) compares formulas; equal texts and plain numbers need no library. An answer
+    of more than 1,000 characters is wrong. The time limits of the library are off, because they work in the main thread
+    only; run hostile answers in a :class:`lm.eval.reward_worker.RewardWorker`. Raises UserError if the library is
+    needed and not installed.
+    """
+    answer, ground_truth = answer.strip(), ground_truth.strip()
+    if len(answer) > _MAX_FORMULA_CHARACTERS:
+        return False
+    if answer == ground_truth:
+        return True
+    numbers = [_parse_number(text) for text in (answer, ground_truth)]
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    try:
+        from math_verify import parse, verify  # slow to import
+    except ImportError:
+        raise UserError("Comparing formulas needs math-verify; install textmill[math].") from None
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call without a time limit
+    expected_box, box = (f"\\boxed{{{text}}}" for text in (ground_truth, answer))
+    if extract_boxed(box) != answer:  # it closes the box, and could put another answer behind it
+        return False
+    parsed = [parse(text, parsing_timeout=None) for text in (expected_box, box)]
+    return all(parsed) and verify(*parsed, timeout_seconds=None)
+
+
+def _parse_number(text: str) -> Decimal | None:
+    text = text.removeprefix("$")
+    if _GROUPED_THOUSANDS.fullmatch(text):
+        text = text.replace(",", "")
+    if "_" in text:  # Decimal would skip it, but 204_5 has the base 5
+        return None
+    try:
+        number = Decimal(text)
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None

@@ -1,10 +1,10 @@
 from .axes import Axis as Axis
 from .axes import Point as Point
+from .axes import evaluate_expression as evaluate_expression
 from .axes import expand as expand
 from .axes import make_point as make_point
 from .config import LawConfig as LawConfig
 from .config import SearchConfig as SearchConfig
-from .expression import evaluate_expression as evaluate_expression
 from .report import SweepReport as SweepReport
 from .scaling_law import Measurement as Measurement
 from .scaling_law import Prediction as Prediction

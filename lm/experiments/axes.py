@@ -1,17 +1,21 @@
-"""The axes of a sweep, and the points that they span."""
+"""The axes of a sweep, the points that they span, and the expressions for derived options.
 
+An expression such as ``2 * train.batch_size`` is arithmetic and runs no other code.
+"""
+
+import ast
 import itertools
 import json
 import math
+import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal
 
 from lm.common.config import PYDANTIC_CONFIG
 from lm.common.errors import UserError, did_you_mean
-from lm.experiments.expression import evaluate_expression, find_names
 
 Settings = dict[str, Any]  # value by option, as train.max_lr, or by variable, which has no dot
 
@@ -48,43 +52,41 @@ class Axis:
     """Options that vary together: each case has the values of one or more options and variables."""
 
     def __post_init__(self) -> None:
-        has_range = self.low is not None and self.high is not None
+        has_range, (low, high) = self.low is not None and self.high is not None, self._ends
+        given = {"option": self.option, "values": self.values, "low": self.low, "high": self.high, "cases": self.cases}
+        given = {name: value for name, value in given.items() if value not in ("", [], None)}
         if bool(self.cases) == bool(self.option) or (self.cases and (self.values or has_range)):
-            raise UserError(f"An axis has either cases, or an option with values or a range; not {self._describe()}.")
+            text = json.dumps(given, default=str)
+            raise UserError(f"An axis has either cases, or an option with values or a range; not {text}.")
         if (self.cases or self.values) and (self.low, self.high, self.num_values) != (None, None, None):
-            raise UserError(f"An axis has low, high and num_values only for a range; not {self._describe()}.")
+            text = json.dumps(given, default=str)
+            raise UserError(f"An axis has low, high and num_values only for a range; not {text}.")
         if self.cases and not self.names:
             raise UserError("An axis has cases that set no option.")
-        for name, value in self._given():
-            _check_is_json(name, value)
+        named = [(self.option, value) for value in self.values]
+        named += [item for case in self.cases for item in case.items()]
+        for name, value in named:
+            try:  # the table and the keys have the value
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError, RecursionError):
+                raise UserError(
+                    f"The axis {name} has the value {value!r}; it may have text, finite numbers, true, false, null, "
+                    "and lists and mappings of these. A date needs quotes."
+                ) from None
         if self.option and bool(self.values) == has_range:
             raise UserError(f"The axis {self.option} needs either values, or low and high.")
-        if has_range and not self._low < self._high:
+        if has_range and not low < high:
             raise UserError(f"The axis {self.option} has low {self.low} and high {self.high}; low must be below high.")
-        if has_range and max(abs(self._low), abs(self._high)) > _MAX_NUMBER:
+        if has_range and max(abs(low), abs(high)) > _MAX_NUMBER:
             raise UserError(f"The axis {self.option} has an end beyond ±{_MAX_NUMBER:g}.")
         if self.num_values is not None and not 2 <= self.num_values <= _MAX_POINTS:
             raise UserError(f"The axis {self.option} has {self.num_values} values; a range has 2 to {_MAX_POINTS:,}.")
-        if has_range and self.scale == "log" and self._low <= 0:
+        if has_range and self.scale == "log" and low <= 0:
             raise UserError(f"The axis {self.option} has low {self.low}; a log scale needs a number above 0.")
 
-    def _given(self) -> Iterator[tuple[str, Any]]:
-        """Yield each value that the axis names, and its option or variable."""
-        yield from ((self.option, value) for value in self.values)
-        for case in self.cases:
-            yield from case.items()
-
-    def _describe(self) -> str:
-        given = {"option": self.option, "values": self.values, "low": self.low, "high": self.high, "cases": self.cases}
-        return json.dumps({name: value for name, value in given.items() if value not in ("", [], None)}, default=str)
-
     @property
-    def _low(self) -> float:
-        return 0.0 if self.low is None else self.low
-
-    @property
-    def _high(self) -> float:
-        return 0.0 if self.high is None else self.high
+    def _ends(self) -> tuple[float, float]:
+        return (0.0 if self.low is None else self.low), (0.0 if self.high is None else self.high)
 
     @property
     def is_whole(self) -> bool:
@@ -109,27 +111,17 @@ class Axis:
 
     def at(self, fraction: float) -> int | float:
         """Return the value at a fraction of the range, 0 for ``low`` and 1 for ``high``; six digits."""
+        low, high = self._ends
         if self.scale == "log":
-            value = math.exp((1 - fraction) * math.log(self._low) + fraction * math.log(self._high))
+            value = math.exp((1 - fraction) * math.log(low) + fraction * math.log(high))
         else:
-            value = (1 - fraction) * self._low + fraction * self._high
+            value = (1 - fraction) * low + fraction * high
         return round(value) if self.is_whole else float(f"{value:.6g}")
 
     def ends(self) -> list[Settings]:
         """Return all choices, or the ends of a range without ``num_values``: a search stays between them."""
         is_open = not self.cases and not self.values and self.num_values is None
         return [{self.option: self.at(0)}, {self.option: self.at(1)}] if is_open else self.choices()
-
-
-def _check_is_json(name: str, value: Any) -> None:
-    """Raise UserError unless the table and the keys can have the value of an axis."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):
-        raise UserError(
-            f"The axis {name} has the value {value!r}; it may have text, finite numbers, true, false, null, and lists "
-            "and mappings of these. A date needs quotes."
-        ) from None
 
 
 def read_numbers(value: Any) -> Any:
@@ -185,19 +177,15 @@ class Point:
 
 def describe_settings(settings: Mapping[str, Any]) -> str:
     """Return settings in one line, such as ``train.max_lr 0.01, train.steps 300``."""
-    return ", ".join(f"{name} {format_value(value)}" for name, value in settings.items()) or "the base"
-
-
-def format_value(value: Any) -> str:
-    """Return a value as text; floats with up to six digits."""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    texts = (f"{name} {f'{value:.6g}' if isinstance(value, float) else value}" for name, value in settings.items())
+    return ", ".join(texts) or "the base"
 
 
 def make_point(base: Mapping[str, Any], settings: Settings, derive: Mapping[str, Any]) -> Point:
     """Return the point with these settings of the axes. ``base`` is the configuration without them.
 
     ``derive`` has an expression for each derived option or variable; see
-    :func:`lm.experiments.expression.evaluate_expression`. An expression may use other derived ones, in any order, and
+    :func:`evaluate_expression`. An expression may use other derived ones, in any order, and
     ``parameters`` and ``flops_per_token`` of the point's model. Raises UserError for an unknown option, an expression
     without a value, or two that need each other.
     """
@@ -209,7 +197,9 @@ def make_point(base: Mapping[str, Any], settings: Settings, derive: Mapping[str,
     for name in _order(derive):
         if name in settings:
             raise UserError(f"{name} is derived and is on an axis too; leave one of them out.")
-        values = {**_numbers(config), **variables}
+        sections = {section: fields for section, fields in config.items() if isinstance(fields, dict)}
+        options = {f"{section}.{key}": value for section, fields in sections.items() for key, value in fields.items()}
+        values = options | variables
         expression = str(derive[name])
         if find_names(expression).intersection(MODEL_COSTS):
             values |= _model_costs(config)
@@ -255,11 +245,6 @@ def set_option(config: dict[str, Any], name: str, value: Any) -> None:
     config[section][option] = value
 
 
-def _numbers(config: Mapping[str, Any]) -> Settings:
-    sections = {name: value for name, value in config.items() if isinstance(value, dict)}
-    return {f"{name}.{key}": value for name, fields in sections.items() for key, value in fields.items()}
-
-
 def _model_costs(config: Mapping[str, Any]) -> Settings:
     from lm.model.config import ModelConfig
     from lm.model.flops import flops_per_token, parameter_count
@@ -273,3 +258,84 @@ def _model_costs(config: Mapping[str, Any]) -> Settings:
     except TypeError as error:  # such as an unknown field of model.moe
         raise UserError(f"The model is not valid: {error}.") from None
     return {"parameters": parameter_count(model)["total"], "flops_per_token": flops_per_token(model)}
+
+
+_MAX_CHARACTERS = 500
+_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: math.pow,  # of floats: a large power is an error, not a number of a million digits
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+
+
+def _round(*values: Any) -> int:
+    if len(values) != 1:
+        raise UserError("round takes one number, and returns a whole number")
+    return round(values[0])
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "min": min,
+    "max": max,
+    "round": _round,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "sqrt": math.sqrt,
+    "log2": math.log2,
+}
+
+
+def evaluate_expression(expression: str, values: Mapping[str, Any]) -> int | float:
+    """Return the value of an expression; whole numbers are ints.
+
+    It has numbers, the names in ``values`` (with dots, as ``train.steps``), ``+ - * / // % **``, parentheses, and the
+    functions min, max, round, floor, ceil, sqrt and log2. Raises UserError for anything else, for an unknown name, for
+    a name whose value is no number, and if the result is not finite.
+    """
+    try:
+        if len(expression) > _MAX_CHARACTERS:
+            raise UserError(f"it is longer than {_MAX_CHARACTERS} characters")
+        result = _evaluate(ast.parse(expression.strip(), mode="eval").body, values)
+        if not math.isfinite(result):
+            raise UserError(f"its value is {result}")
+    except SyntaxError:
+        raise UserError(f"The expression {expression!r} cannot be read.") from None
+    except (ArithmeticError, UserError, TypeError, ValueError) as error:
+        raise UserError(f"The expression {expression!r} has no value: {error}.") from None
+    return int(result) if result == int(result) else float(result)
+
+
+def find_names(expression: str) -> set[str]:
+    """Return the options and variables that an expression reads; none if it cannot be read."""
+    try:
+        nodes = ast.walk(ast.parse(expression.strip(), mode="eval")) if len(expression) <= _MAX_CHARACTERS else ()
+    except (SyntaxError, ValueError):
+        return set()
+    return {ast.unparse(node) for node in nodes if isinstance(node, (ast.Name, ast.Attribute))}
+
+
+def _evaluate(node: ast.AST, values: Mapping[str, Any]) -> Any:
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return number
+        case ast.Name() | ast.Attribute():
+            name = ast.unparse(node)
+            if name not in values:
+                raise UserError(f"there is no option or variable {name}{did_you_mean(name, values)}")
+            value = values[name]
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise UserError(f"{name} is {value!r}, not a number")
+            return value
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_evaluate(operand, values))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_evaluate(left, values), _evaluate(right, values))
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
+            return _FUNCTIONS[name](*(_evaluate(argument, values) for argument in arguments))
+    raise UserError(f"{ast.unparse(node)} is not arithmetic; known functions: {', '.join(_FUNCTIONS)}")

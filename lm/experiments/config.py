@@ -1,18 +1,24 @@
-"""Configuration of searches and scaling laws. This module imports no large library: the command line starts fast."""
+"""Configuration of searches, scaling laws and budgets. It imports no large library: the command line starts fast."""
 
 import math
+import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
+from lm.common.config import PYDANTIC_CONFIG, Config, bounded_field
 from lm.common.errors import UserError
+
+BudgetUnit = Literal["seconds", "flops", "tokens"]
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_PREFIXES = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+_TIME = re.compile(r"(?:\d+(?:\.\d+)?[smhd])+")
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([kMGBT]?)\s*(flops?|tokens?)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class SearchConfig:
+class SearchConfig(Config, section="search"):
     """A search for the point with the lowest loss, instead of all points of the grid."""
-
-    __pydantic_config__ = PYDANTIC_CONFIG
 
     trials: int = bounded_field(20, ge=1)
     """Number of points to try, including those that are pruned, diverge or are not valid."""
@@ -24,9 +30,6 @@ class SearchConfig:
     """Finished trainings before the first may be pruned."""
     warmup_steps: int = bounded_field(0, ge=0)
     """Steps of each training before it may be pruned."""
-
-    def __post_init__(self) -> None:
-        validate_fields(self, "search")
 
 
 @dataclass(frozen=True)
@@ -47,3 +50,32 @@ class LawConfig:
     def __post_init__(self) -> None:
         if self.check_budget and not self.check_sizes:
             raise UserError("law.check_budget needs law.check_sizes: the sizes that the check may have.")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much time, FLOPs or tokens a training may take."""
+
+    amount: float
+    unit: BudgetUnit
+
+
+def parse_budget(text: str) -> Budget:
+    """Read a budget: a time such as 90s, 30m, 2h or 1h30m; FLOPs such as 1e16flops; tokens such as 50Mtokens.
+
+    Raises UserError for anything else, and for a budget of nothing.
+    """
+    text = text.strip()
+    if _TIME.fullmatch(text):
+        seconds = sum(float(number) * _SECONDS[unit] for number, unit in re.findall(r"([\d.]+)([smhd])", text))
+        if 0 < seconds < float("inf"):
+            return Budget(seconds, "seconds")
+    if match := _AMOUNT.fullmatch(text):
+        number, prefix, name = match.groups()
+        amount = float(number) * _PREFIXES[prefix if prefix in _PREFIXES else prefix.swapcase()]
+        if 0 < amount < float("inf"):
+            return Budget(amount, "flops" if name.lower().startswith("flop") else "tokens")
+    raise UserError(
+        f"budget is {text!r}; it must be a time such as 30m or 2h, FLOPs such as 1e16flops, or tokens such as "
+        "50Mtokens."
+    )

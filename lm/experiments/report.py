@@ -1,18 +1,15 @@
-"""The results of a sweep as a table, its curves, and its best configuration."""
+"""The report of a sweep: its points and their results as a table, the best first."""
 
 import csv
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from lm.experiments.axes import Settings
 from lm.experiments.trial import TrialResult, rank
 
-if TYPE_CHECKING:
-    from lm.experiments.scaling_law import Measurement
-
-RESULT_COLUMNS = (
+_RESULT_COLUMNS = (
     "valid_bits_per_byte",
     "valid_loss",
     "train_loss",
@@ -34,7 +31,7 @@ class SweepReport:
     axes: list[str]
     """Options and variables of the axes, in their order."""
     settings: list[Settings]
-    """Of each point: the values of the axes, and the derived ones."""
+    """Values of the axes at each point, and the derived ones."""
     configs: list[dict[str, Any]]
     """Configuration of each point, without what has no effect on results."""
 
@@ -56,7 +53,7 @@ def table_rows(report: SweepReport, results: Sequence[TrialResult]) -> list[dict
 
     A result with the name of a setting, such as the variable ``flops``, is called ``trained_flops``.
     """
-    names = {name: _free_name(name, report.columns) for name in RESULT_COLUMNS}
+    names = {name: _free_name(name, report.columns) for name in _RESULT_COLUMNS}
     rows = []
     for index in rank(results):
         settings = {name: report.value(index, name) for name in report.columns}
@@ -76,23 +73,3 @@ def format_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def measurements(
-    settings: Sequence[Settings], results: Sequence[TrialResult], budget: str, size: str
-) -> "list[tuple[Measurement, int]]":
-    """Return the best finished training of each budget and size, and the index of its point."""
-    from lm.experiments.scaling_law import Measurement
-
-    def loss(index: int) -> float:
-        return cast(float, results[index].objective)  # that of a finished training
-
-    best: dict[tuple[Any, Any], int] = {}
-    for index, (point, result) in enumerate(zip(settings, results, strict=True)):
-        key = point[budget], point[size]
-        if result.state == "finished" and (key not in best or loss(index) < loss(best[key])):
-            best[key] = index
-    return [
-        (Measurement(float(key[0]), results[index].parameters, results[index].tokens, loss(index)), index)
-        for key, index in best.items()
-    ]

@@ -9,12 +9,14 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from lm.common.errors import UserError
+from lm.experiments.axes import Settings
+from lm.experiments.trial import TrialResult
 
 Array = npt.NDArray[np.float64]
 
@@ -102,6 +104,25 @@ class Prediction:
     high: float
 
 
+def measurements(
+    settings: Sequence[Settings], results: Sequence[TrialResult], budget: str, size: str
+) -> list[tuple[Measurement, int]]:
+    """Return the best finished training of each budget and size, and the index of its point."""
+
+    def loss(index: int) -> float:
+        return cast(float, results[index].objective)  # that of a finished training
+
+    best: dict[tuple[Any, Any], int] = {}
+    for index, (point, result) in enumerate(zip(settings, results, strict=True)):
+        key = point[budget], point[size]
+        if result.state == "finished" and (key not in best or loss(index) < loss(best[key])):
+            best[key] = index
+    return [
+        (Measurement(float(key[0]), results[index].parameters, results[index].tokens, loss(index)), index)
+        for key, index in best.items()
+    ]
+
+
 def fit_power_law(x: Sequence[float] | Array, y: Sequence[float] | Array) -> PowerLaw:
     """Fit a power law by least squares in both logarithms. The error is nan for two points."""
     log_x, log_y = np.log(np.asarray(x, float)), np.log(np.asarray(y, float))
@@ -152,7 +173,8 @@ def fit_scaling_law(runs: Sequence[Measurement]) -> ScalingLaw:
         raise UserError(
             "With three sizes at each budget the errors of a scaling law are unknown; add a fourth to one of them."
         )
-    noise = _loss_noise(groups, parabolas, free)
+    errors = [run.loss - curve(run.parameters) for group, curve in zip(groups, parabolas, strict=True) for run in group]
+    noise = math.sqrt(sum(error**2 for error in errors) / free)
     drawn = _draw_minima(groups, parabolas, noise)
     budgets = [parabola.budget for parabola in parabolas]
 
@@ -260,12 +282,6 @@ def _by_budget(runs: Sequence[Measurement]) -> list[list[Measurement]]:
     if len(groups) < 2:
         raise UserError(f"A scaling law needs at least two budgets, and the sweep has {len(groups)}.")
     return [groups[budget] for budget in sorted(groups)]
-
-
-def _loss_noise(groups: Sequence[Sequence[Measurement]], parabolas: Sequence[Parabola], free: int) -> float:
-    """Return the standard deviation of the losses around their parabolas, with ``free`` degrees of freedom."""
-    errors = [run.loss - fit(run.parameters) for group, fit in zip(groups, parabolas, strict=True) for run in group]
-    return math.sqrt(sum(error**2 for error in errors) / free)
 
 
 class _Minima(NamedTuple):

@@ -44,7 +44,7 @@ class Speed:
 
 
 def guess_flops_per_second(execution: Execution) -> float:
-    """Return about the operations per second of a training, from the time of a matrix product."""
+    """Return about the operations per second of a training, from the time of a matmul."""
     device = choose_device(execution.device)
     dtype = torch.bfloat16 if choose_precision("auto", device) == "bfloat16" else torch.float32
     peak = peak_flops(device, dtype) or max(flops for flops, _ in time_products(device, dtype))
@@ -98,7 +98,7 @@ def measure_speed(model: ModelConfig, config: TrainConfig, seconds: float, execu
 def find_largest_batch(model: ModelConfig, config: TrainConfig, execution: Execution) -> int:
     """Return how many sequences of a batch the memory of the training processes holds, by formula; 0 if not one each.
 
-    If not even one fits a process that holds the whole model, the processes may divide it.
+    If not even one fits a process that holds the whole model, the processes may shard it.
     """
     device, processes = choose_device(execution.device), execution.processes
     config = replace(config, precision=choose_precision(config.precision, device))
@@ -110,5 +110,5 @@ def find_largest_batch(model: ModelConfig, config: TrainConfig, execution: Execu
 
         return processes * largest_micro_batch(available, predict)
 
-    divided: ParallelKind = "fsdp" if execution.parallel == "auto" else execution.parallel
-    return largest("none") or (largest(divided) if processes > 1 else 0)
+    sharded: ParallelKind = "fsdp" if execution.parallel == "auto" else execution.parallel
+    return largest("none") or (largest(sharded) if processes > 1 else 0)

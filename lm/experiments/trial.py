@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lm.model.config import ModelConfig
@@ -32,7 +32,7 @@ class TrialConfig:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """How a trial ended, and its curve."""
+    """The end of a trial: its state, losses and curve."""
 
     state: State
     """finished: all steps. pruned: stopped because others were better. diverged: see :func:`make_result`. refused: it
@@ -40,12 +40,12 @@ class TrialResult:
     reason: str
     """Why it is not finished; empty if it is."""
     steps: int
-    """Steps that it got to."""
+    """Number of steps that were trained."""
     tokens: int
-    """Training tokens up to there."""
+    """Number of tokens in these steps."""
     parameters: int
     flops: float
-    """FLOPs of these tokens, of matrix products forward and backward, the head's too."""
+    """FLOPs of these tokens, of the matmuls forward and backward, with those of the head."""
     train_loss: float | None
     """Moving average of the training loss at the end, nats per token."""
     valid_loss: float | None
@@ -153,11 +153,6 @@ def rank(results: Sequence[TrialResult]) -> list[int]:
         return int(result.state == "pruned"), result.objective
 
     return sorted(range(len(results)), key=key)
-
-
-def as_json(result: TrialResult) -> dict[str, Any]:
-    """Return a result as the content of ``trial.json``."""
-    return asdict(result)
 
 
 def from_json(content: Mapping[str, Any]) -> TrialResult:

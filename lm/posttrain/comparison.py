@@ -10,14 +10,14 @@ from lm.data.chat_template import END_TOKEN, encode_dialog
 from lm.data.dialogs import Dialog
 from lm.data.packing import has_target
 from lm.eval.evaluate import Response, ScoredResponse, Summary, score_responses, summarize
-from lm.eval.few_shot import PromptFormat
-from lm.eval.problems import Problem
+from lm.eval.problems import Problem, PromptFormat
 from lm.eval.reward_worker import RewardWorker
 from lm.inference.runners.runner import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import ComparisonConfig
-from lm.posttrain.rollout import Rollout, answer_greedily
-from lm.posttrain.sft_objective import SupervisedFineTuning
+from lm.posttrain.job import ObjectiveInputs
+from lm.posttrain.objectives.generation import Rollout, answer_greedily
+from lm.posttrain.objectives.sft import SupervisedFineTuning
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
 
@@ -29,11 +29,11 @@ class Evaluation:
     answer_loss: float | None
     """Mean loss on the held-out dialogs' answers, in nats per token."""
     summary: Summary | None
-    """Of the responses to the problems."""
+    """Figures of the responses to the problems."""
     samples: list[tuple[str, str]]
-    """The prompts of the config, and the responses to them."""
+    """Prompts of the config, each with its response."""
     responses: list[ScoredResponse]
-    """To the problems."""
+    """Responses to the problems, with their rewards."""
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -58,7 +58,9 @@ def compare_model(
     loss, context_length = None, model.config.context_length
     dialogs = [dialog for dialog in dialogs if has_target(encode_dialog(tokenizer, dialog.messages), context_length)]
     if dialogs:
-        objective = SupervisedFineTuning(TrainConfig(batch_size=16), model, tokenizer, dialogs, dialogs, {})
+        objective = SupervisedFineTuning(
+            TrainConfig(batch_size=16), ObjectiveInputs(model, tokenizer, dialogs, dialogs)
+        )
         loss = objective.evaluate(model, is_final=True)["valid_loss"]
     model = prepare_for_inference(model)  # afterwards, because a packed model has no loss
     answers = answer_greedily(model, tokenizer, config.prompts, config.max_new_tokens)

@@ -4,26 +4,24 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
+from lm.common.config import Config, bounded_field
 from lm.common.errors import UserError
 from lm.eval.rewards import combine_rewards
 from lm.train.config import TrainConfig
 
 
 @dataclass(frozen=True)
-class DialogsConfig:
+class DialogsConfig(Config, section="dialogs"):
     """The data of post-training: dialogs, pairs of answers, and problems with a reward."""
-
-    __pydantic_config__ = PYDANTIC_CONFIG
 
     train: list[str] = field(default_factory=list)
     """Files of dialogs or pairs, JSON Lines or Parquet: paths, globs or URLs. See docs/posttraining.md for the rows."""
     valid: list[str] = field(default_factory=list)
     """Held-out dialogs or pairs, in the same forms. Empty (the default): use part of train, see valid_fraction."""
     valid_fraction: float = bounded_field(0.05, ge=0, lt=1)
-    """Fraction of the dialogs and pairs to hold out if valid is empty, and of the problems to train on, which choose
-    the checkpoint. The hash of the messages up to the user's first decides; if more than 5 % of the rows share those,
-    the next messages count too."""
+    """Share of examples held out for validation: of the dialogs and pairs if valid is empty, and of the problems to
+    train on. Examples with the same first question stay together; if more than 5 % of the rows share it, the next
+    messages count too."""
     task: str = ""
     """Problems with a reward. addition:1-3, of numbers with one to three digits, and reasoning-gym:DATASET are
     generated. gsm8k, math, mmlu and words are read from task_train and task_test. Empty: no problems."""
@@ -43,9 +41,6 @@ class DialogsConfig:
     """Largest fraction of the rows of a field that may be damaged, or left out because a held-out example asks the
     same. More is an error, and 5 % or more a warning. It has no effect on the result."""
 
-    def __post_init__(self) -> None:
-        validate_fields(self, "dialogs")
-
     @property
     def identity(self) -> dict[str, Any]:
         """Fields that enter the cache key. Files enter it by their content."""
@@ -54,10 +49,8 @@ class DialogsConfig:
 
 
 @dataclass(frozen=True)
-class PreferenceConfig:
+class DPOConfig(Config, section="preference"):
     """Direct preference optimization (DPO) on pairs of answers."""
-
-    __pydantic_config__ = PYDANTIC_CONFIG
 
     train: TrainConfig = field(default_factory=lambda: TrainConfig(steps=200, max_lr=1e-5, min_lr=0, warmup_steps=20))
     """The training. batch_size: pairs per step."""
@@ -68,35 +61,25 @@ class PreferenceConfig:
     is_length_normalized: bool = False
     """Use the mean log-probability of an answer's tokens instead of the sum."""
 
-    def __post_init__(self) -> None:
-        validate_fields(self, "preference")
-
 
 @dataclass(frozen=True)
-class RewardModelConfig:
+class RewardModelConfig(Config, section="reward_model"):
     """A reward model, learned from pairs of answers with the Bradley-Terry loss."""
-
-    __pydantic_config__ = PYDANTIC_CONFIG
 
     train: TrainConfig = field(default_factory=lambda: TrainConfig(steps=200, max_lr=1e-5, min_lr=0, warmup_steps=20))
     """The training. batch_size: pairs per step."""
     center_weight: float = bounded_field(0.01, ge=0, lt=math.inf)
     """Weight of the penalty that keeps the mean of a pair's rewards near 0. Without it the mean is arbitrary."""
 
-    def __post_init__(self) -> None:
-        validate_fields(self, "reward_model")
-
 
 @dataclass(frozen=True)
-class ReinforceConfig:
+class GRPOConfig(Config, section="reinforce"):
     """Policy gradients on rewards of the model's own responses: REINFORCE, GRPO and its variants, expert iteration.
 
     GRPO is the default with importance_reweighting grpo. Dr. GRPO: advantage_normalizer none, loss_normalization
     constant. DAPO: loss_normalization token, clip_high above clip_low. GSPO: importance_reweighting gspo, clip_low
     and clip_high of some 1e-4. CISPO: importance_reweighting cispo, loss_normalization token.
     """
-
-    __pydantic_config__ = PYDANTIC_CONFIG
 
     train: TrainConfig = field(default_factory=lambda: TrainConfig(steps=100, max_lr=1e-5, min_lr=0, warmup_steps=5))
     """The training. steps: updates. batch_size: responses per update, over all processes."""
@@ -117,10 +100,10 @@ class ReinforceConfig:
     """Expert iteration: responses with at least this reward are learned like answers of a fine-tuning, others are left
     out. The advantage is then 1, whatever baseline and advantage_normalizer are. Default: policy gradients."""
     baseline: Literal["mean", "none"] = "mean"
-    """What is subtracted from a reward: the mean of its group, or nothing. The mean needs groups of several."""
+    """Subtracted from each reward: the mean of its group, or nothing. The mean needs groups of several responses."""
     advantage_normalizer: Literal["std", "none", "mean"] = "std"
-    """What the difference is divided by: the standard deviation of the group (with the baseline mean), nothing, or the
-    mean of the group."""
+    """Divisor of that difference: the standard deviation of the group (with the baseline mean), nothing, or the mean of
+    the group."""
     advantage_eps: float = bounded_field(1e-6, gt=0, lt=math.inf)
     """Added to that divisor."""
     importance_reweighting: Literal["none", "noclip", "grpo", "gspo", "cispo"] = "none"
@@ -139,7 +122,7 @@ class ReinforceConfig:
     answered."""
 
     def __post_init__(self) -> None:
-        validate_fields(self, "reinforce")
+        super().__post_init__()
         _check_rewards(self.rewards)
         if self.train.batch_size * self.updates_per_epoch % self.group_size:
             raise UserError(
@@ -161,10 +144,8 @@ class ReinforceConfig:
 
 
 @dataclass(frozen=True)
-class PPOConfig:
+class PPOConfig(Config, section="ppo"):
     """Proximal policy optimization (PPO) on the rewards of a reward model, with a value head on the policy."""
-
-    __pydantic_config__ = PYDANTIC_CONFIG
 
     train: TrainConfig = field(default_factory=lambda: TrainConfig(steps=100, max_lr=1e-5, min_lr=0, warmup_steps=5))
     """The training. steps: updates. batch_size: responses per update, over all processes."""
@@ -198,23 +179,18 @@ class PPOConfig:
     answered."""
 
     def __post_init__(self) -> None:
-        validate_fields(self, "ppo")
+        super().__post_init__()
         _check_rewards(self.rewards)
 
 
 @dataclass(frozen=True)
-class ComparisonConfig:
+class ComparisonConfig(Config, section="evaluate"):
     """How the models before and after post-training are compared."""
-
-    __pydantic_config__ = PYDANTIC_CONFIG
 
     prompts: list[str] = field(default_factory=list)
     """Prompts that each model answers, in addition to the problems."""
     max_new_tokens: int = bounded_field(128, ge=1)
     """Maximum number of tokens of a response."""
-
-    def __post_init__(self) -> None:
-        validate_fields(self, "evaluate")
 
 
 def _check_rewards(weights: dict[str, float]) -> None:

@@ -1,17 +1,17 @@
 """What the stages of post-training share: the job of a method, and the rewards of a task."""
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lm.common.errors import UserError
-from lm.posttrain.config import PPOConfig, PreferenceConfig, ReinforceConfig, RewardModelConfig
+from lm.posttrain.config import DPOConfig, GRPOConfig, PPOConfig, RewardModelConfig
 from lm.train.config import TrainConfig
 from tasks.runtime.context import Attempt
 from tasks.runtime.output import Output
 from tasks.runtime.training import best_checkpoint, relative_path
 
 if TYPE_CHECKING:
-    from lm.posttrain.job import PosttrainJob
+    from lm.posttrain.job import Method, PosttrainJob
 
 _EXAMPLES = {
     "sft": "dialogs",
@@ -24,12 +24,12 @@ _EXAMPLES = {
 
 def make_posttrain_job(
     out: Attempt,
-    method: Literal["sft", "preference", "reward_model", "reinforce", "ppo"],
+    method: "Method",
     model: Output,
     tokenizer: Output,
     data: Output,
     config: TrainConfig,
-    method_config: PreferenceConfig | RewardModelConfig | ReinforceConfig | PPOConfig | None = None,
+    method_config: DPOConfig | RewardModelConfig | GRPOConfig | PPOConfig | None = None,
 ) -> "PosttrainJob":
     """Return the job of a method. ``data`` is the output of ``dialogs``, ``tokenizer`` that of ``base``.
 

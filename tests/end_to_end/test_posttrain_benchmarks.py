@@ -14,7 +14,7 @@ from lm.eval.answers import parse_gsm8k_response
 from lm.eval.problems import Problem
 from lm.eval.rewards import gsm8k_reward
 from lm.model.functional import cross_entropy
-from lm.posttrain.rollout import Rollout
+from lm.posttrain.objectives.generation import Rollout
 from tests.helpers.posttraining import chat_policy
 
 

@@ -23,7 +23,7 @@ from lm.inference.config import SampleConfig
 from lm.model.config import ModelConfig
 from lm.model.rope_config import RopeScaling
 from lm.model.transformer import TransformerLM
-from lm.posttrain.config import PreferenceConfig
+from lm.posttrain.config import DPOConfig
 from lm.text.config import ChunkConfig, DataConfig
 from lm.text.demo_corpus import demo_stories
 from lm.tokenizer.config import TokenizerConfig
@@ -202,6 +202,6 @@ def test_other_flows_refuse_the_option() -> None:
     with pytest.raises(UserError, match="sft starts from the model before it"):
         PosttrainConfig(sft=train)
     with pytest.raises(UserError, match="preference starts from the model before it"):
-        PosttrainConfig(preference=PreferenceConfig(train=train))
+        PosttrainConfig(preference=DPOConfig(train=train))
     with pytest.raises(UserError, match=r"points of a sweep train new models; leave train\.init_from out"):
         SweepConfig(base=PipelineConfig(train=train), axes=[Axis("train.max_lr", [1e-3, 2e-3])])

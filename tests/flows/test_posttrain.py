@@ -22,9 +22,9 @@ from lm.model.config import ModelConfig
 from lm.posttrain.config import (
     ComparisonConfig,
     DialogsConfig,
+    DPOConfig,
+    GRPOConfig,
     PPOConfig,
-    PreferenceConfig,
-    ReinforceConfig,
     RewardModelConfig,
 )
 from lm.text.config import DataConfig
@@ -66,9 +66,9 @@ def config(tmp_path: Path) -> PosttrainConfig:
             train=[str(tmp_path / "pairs.jsonl")], task="addition:1-1", train_problems=40, test_problems=4
         ),
         sft=train,
-        preference=PreferenceConfig(train=train),
+        preference=DPOConfig(train=train),
         reward_model=RewardModelConfig(train=train),
-        reinforce=ReinforceConfig(train=train, group_size=2, max_new_tokens=3),
+        reinforce=GRPOConfig(train=train, group_size=2, max_new_tokens=3),
         ppo=PPOConfig(train=train, max_new_tokens=3),
         evaluate=ComparisonConfig(prompts=["Hello"], max_new_tokens=3),
         execution=Execution(compile=False, device="cpu"),

@@ -10,11 +10,12 @@ from lm.common.execution import Execution
 from lm.data.chat_template import add_chat_tokens
 from lm.data.dialogs import Dialog, Message, PreferencePair
 from lm.eval.problems import Problem
+from lm.eval.reward_worker import RewardWorker, Verdict
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
-from lm.posttrain.examples import write_rows
+from lm.posttrain.data import write_rows
 from lm.posttrain.job import PosttrainJob
-from lm.posttrain.reward_model import add_reward_head
+from lm.posttrain.losses.reward_model import add_reward_head
 from lm.train.config import TrainConfig
 from tests.helpers.policies import BYTES, make_policy
 
@@ -54,6 +55,18 @@ EXAMPLES: dict[str, list[Any]] = {
     "reinforce": PROBLEMS,
     "ppo": PROBLEMS,
 }
+
+
+class LetterReward(RewardWorker):
+    """The share of letters below ``m`` in a response, computed in this process."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def score(self, response: str, ground_truth: Any) -> Verdict:
+        self.calls += 1
+        reward = sum(character < "m" for character in response) / max(1, len(response))
+        return Verdict({"reward": reward, "format_reward": 1.0, "answer_reward": reward})
 
 
 def quick_config(**settings: Any) -> TrainConfig:

@@ -20,8 +20,8 @@ from lm.data.dialogs import Dialog, read_dialogs
 from lm.eval.problems import read_task
 from lm.inference.chat_format import ChatFormat
 from lm.posttrain.config import DialogsConfig
-from lm.posttrain.examples import read_dialog_rows, write_rows
-from lm.posttrain.rollout import encode_prompts
+from lm.posttrain.data import read_example_rows, write_rows
+from lm.posttrain.objectives.generation import encode_prompts
 from lm.text.pretokenize import END_OF_TEXT
 from lm.text.rows import DamagedRows
 from tasks.dialogs import dialogs, find_dialog_sources
@@ -75,7 +75,7 @@ def test_special_tokens_in_a_file_are_plain_text(
     messages = [make_dialog(user, answer, system=system) for user, answer, system in rows]
     path = write_lines(directory / "rows.jsonl", *(json.dumps({"messages": row}).encode() for row in messages))
     write_rows(directory / "dialogs.jsonl", read_dialogs(str(path), DamagedRows()))  # as the stage dialogs does
-    read = read_dialog_rows(directory / "dialogs.jsonl")
+    read = read_example_rows(directory / "dialogs.jsonl", Dialog)
     for row, dialog in zip(messages, read, strict=True):
         example = encode_dialog(CHAT, dialog.messages)
         marks = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
@@ -178,7 +178,7 @@ def test_harmless_oddities_are_kept(tmp_path: Path) -> None:
         b'{"prompt": "x", "prompt": "a", "response": "b"}\r',
     ]
     output = make_output(tmp_path / "root", write_lines(tmp_path / "rows.jsonl", *lines))
-    rows = read_dialog_rows(output.path("dialogs-train.jsonl"))
+    rows = read_example_rows(output.path("dialogs-train.jsonl"), Dialog)
     assert [[message["content"] for message in row.messages] for row in rows] == [
         ["\0", "b\0"],
         ["\ufffd", "b\ufffd"],

@@ -22,7 +22,7 @@ from flows.prefect_support.server import is_server_configured, server_for_flow
 from flows.prefect_support.signals import GracefulShutdown
 from flows.sweep_config import SweepStage, load_sweep, with_base, with_trials
 from lm.common.errors import UserError, did_you_mean
-from lm.experiments.budget import parse_budget
+from lm.experiments.config import parse_budget
 from lm.text.patterns import PATTERNS
 from tasks.runs.run_record import run_name
 from textmill.cli.parser import read_config

@@ -15,6 +15,7 @@ from lm.eval import RewardWorker
 from lm.eval.evaluate import (
     Category,
     Response,
+    ResponseFile,
     ScoredResponse,
     categorize,
     evaluate,
@@ -22,9 +23,7 @@ from lm.eval.evaluate import (
     summarize,
     wilson_interval,
 )
-from lm.eval.few_shot import Prompt, PromptFormat
-from lm.eval.problems import Problem
-from lm.eval.response_file import ResponseFile
+from lm.eval.problems import Problem, Prompt, PromptFormat
 from tests.helpers.full_disk import full_disk
 
 PROBLEMS = [Problem(f"What is {number}?", str(number)) for number in range(20)]

@@ -16,12 +16,20 @@ from hypothesis import strategies as st
 
 from lm.common.errors import UserError
 from lm.data.dialogs import Dialog, Message, parse_row
-from lm.eval.answer_cache import AnswerCache, request_key
 from lm.eval.chat_client import ChatAnswer, ChatRequest
 from lm.eval.config import TeachConfig
 from lm.eval.problems import R1_ZERO_PROMPT
 from lm.eval.reward_worker import RewardWorker
-from lm.eval.teach import Question, QuestionSet, make_requests, read_questions, select_answers, write_rows
+from lm.eval.teach import (
+    AnswerCache,
+    Question,
+    QuestionSet,
+    make_requests,
+    read_questions,
+    request_key,
+    select_answers,
+    write_rows,
+)
 from lm.text.rows import DamagedRows
 from tests.helpers.full_disk import full_disk
 

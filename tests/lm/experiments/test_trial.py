@@ -1,6 +1,7 @@
 """Results of trials: states, pruning, order."""
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm.experiments.report import SweepReport, format_csv, table_rows
-from lm.experiments.trial import TrialConfig, TrialResult, as_json, find_prune_step, from_json, make_result, rank
+from lm.experiments.trial import TrialConfig, TrialResult, find_prune_step, from_json, make_result, rank
 from lm.model.config import ModelConfig
 from lm.model.flops import flops_per_token
 from lm.train.config import TrainConfig
@@ -38,7 +39,7 @@ def test_a_finished_training() -> None:
     assert made.flops == 64 * flops_per_token(ModelConfig(**{**MODEL.__dict__, "vocab_size": 257}))
     assert made.curve[0] == {"step": 1, "loss": 5.0, "smoothed_loss": 5.0}
     assert made.eval_losses == {2: 3.0, 4: 2.0}
-    assert from_json(as_json(made)) == made
+    assert from_json(asdict(made)) == made
 
 
 def test_without_validation_text_the_training_loss_counts() -> None:

@@ -131,11 +131,11 @@ def test_experts_compute_no_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     trainer, micro_batches = steps[-1]
     objective: Any = trainer.objective
     if method == "sft":
-        tokens = sum(int((segment_ids > 0).sum()) for _, _, segment_ids, _ in micro_batches)
+        tokens = sum(int((batch.segment_ids > 0).sum()) for batch in micro_batches)
     elif method in ("preference", "reward_model"):
         pairs = [objective.pairs[index] for batch in micro_batches for index in batch.indices]
         last = method == "preference"  # the last token is a label only
-        tokens = sum(len(example.ids) - last for pair in pairs for example in pair)
+        tokens = sum(len(pair.prompt) + len(ids) - last for pair in pairs for ids in (pair.chosen, pair.rejected))
     else:
         tokens = sum(int(batch.mask.flip(-1).cummax(-1).values.sum()) for batch in micro_batches)
     assert trainer.balance is not None

@@ -1,0 +1,1 @@
+"""Losses and advantages of post-training, as functions of tensors."""
