@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
 from lm.checkpoint.meta import load_meta
@@ -46,10 +45,6 @@ from tests.helpers.tokenizers import bytes_tokenizer
 
 NESTED = "[" * 100_000 + "]" * 100_000  # deeper than Python's parser allows
 CONFIG = ModelConfig(vocab_size=257, context_length=8, d_model=4, num_layers=1, num_heads=2, d_ff=4)
-
-
-def make_optimizer(model: nn.Module) -> AdamW:
-    return AdamW(model.parameters())
 
 
 # JSON files
@@ -160,7 +155,7 @@ def test_invalid_counts_are_refused(tmp_path: Path, pretokens: list[Any], counts
 def saved(tmp_path: Path) -> Path:
     """An intact checkpoint directory."""
     model = TransformerLM(CONFIG)
-    save_training(tmp_path / "step-5", model, [make_optimizer(model)], 5, {})
+    save_training(tmp_path / "step-5", model, [AdamW(model.parameters())], 5, {})
     return tmp_path / "step-5"
 
 
@@ -216,7 +211,7 @@ def test_damaged_weights_with_forged_checksums_are_refused(saved: Path, header: 
     with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
         load_model(saved)
     with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
-        load_training(saved, model, [make_optimizer(model)])
+        load_training(saved, model, [AdamW(model.parameters())])
 
 
 @pytest.mark.parametrize(
@@ -234,26 +229,26 @@ def test_damaged_weights_with_forged_checksums_are_refused(saved: Path, header: 
 def test_malformed_optimizer_state_is_refused(saved: Path, state: Any) -> None:
     model = TransformerLM(CONFIG)
     if isinstance(state, dict) and "rng" in state:
-        state = {"optimizers": [make_optimizer(model).state_dict()], **state}
+        state = {"optimizers": [AdamW(model.parameters()).state_dict()], **state}
     torch.save(state, saved / "optimizer.pt")
     forge_description(saved)
     with pytest.raises(UserError, match="step-5"):
-        load_training(saved, model, [make_optimizer(model)])
+        load_training(saved, model, [AdamW(model.parameters())])
 
 
 def test_optimizer_moments_of_another_shape_are_refused(saved: Path) -> None:
     model = TransformerLM(CONFIG)
-    optimizer = make_optimizer(model)
+    optimizer = AdamW(model.parameters())
     sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
     optimizer.step()
     save_training(saved, model, [optimizer], 5, {})
-    assert load_training(saved, model, [make_optimizer(model)]) == 5
+    assert load_training(saved, model, [AdamW(model.parameters())]) == 5
     state = torch.load(saved / "optimizer.pt", weights_only=True)
     state["optimizers"][0]["state"][0]["m"] = torch.zeros(3)
     torch.save(state, saved / "optimizer.pt")
     forge_description(saved)
     with pytest.raises(UserError, match="step-5 belongs to another optimizer config: m is"):
-        load_training(saved, model, [make_optimizer(model)])
+        load_training(saved, model, [AdamW(model.parameters())])
 
 
 @pytest.mark.parametrize(
@@ -293,10 +288,10 @@ def test_weight_that_is_not_a_plain_tensor_is_refused(tmp_path: Path, kind: str)
 )
 def test_malformed_single_file_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     model = TransformerLM(CONFIG)
-    save_checkpoint(model, make_optimizer(model), 1, tmp_path / "c.pt")
+    save_checkpoint(model, AdamW(model.parameters()), 1, tmp_path / "c.pt")
     torch.save({**torch.load(tmp_path / "c.pt", weights_only=True), **changes}, tmp_path / "c.pt")
     with pytest.raises(UserError, match=r"c\.pt"):
-        load_checkpoint(tmp_path / "c.pt", model, make_optimizer(model))
+        load_checkpoint(tmp_path / "c.pt", model, AdamW(model.parameters()))
 
 
 # Checkpoints of other projects
