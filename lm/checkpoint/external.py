@@ -30,12 +30,10 @@ _TIKTOKEN_PATTERNS = {"cl100k_base": "cl100k", "o200k_base": "o200k"} | dict.fro
 )  # names of OpenAI's files
 
 _RANK = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+")  # a line of tiktoken's files; SentencePiece's begin with a line break
-# Special tokens of Llama 3's tokenizer.model, which does not contain them. The others are reserved.
+# Of the 256 special tokens of Llama 3, which its tokenizer.model does not contain. The others are reserved.
 _LLAMA3_SPECIAL_TOKENS = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
-_LLAMA3_NUM_SPECIAL_TOKENS = 256
 
 _MAX_NAMED_TOKENS = 5
-_META_CONTEXT_LENGTH = 2048  # of Llama 1, the shortest; Meta's files do not state it
 _NO_SETTINGS = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config"}
 
 
@@ -109,7 +107,8 @@ def load_any_model(
     """
     has_meta_weights = any(directory.glob("consolidated.*.pth"))
     if (directory / "params.json").exists() and (has_meta_weights or not (directory / "config.json").exists()):
-        return load_meta(directory, _META_CONTEXT_LENGTH if max_seq_len is None else max_seq_len, device, dtype)
+        # Meta's files do not state the context. That of Llama 1 is the shortest.
+        return load_meta(directory, 2048 if max_seq_len is None else max_seq_len, device, dtype)
     if (directory / "config.json").exists():
         return load_hugging_face(directory, max_seq_len, device, dtype)
     if (directory / "checkpoint.json").exists():
@@ -160,8 +159,7 @@ def _load_llama3(path: Path) -> Tokenizer:
     first = sum(bool(line.strip()) for line in path.read_bytes().splitlines())
     reserved = (f"reserved_special_token_{number}" for number in itertools.count())
     special_tokens = {
-        f"<|{_LLAMA3_SPECIAL_TOKENS.get(index) or next(reserved)}|>": first + index
-        for index in range(_LLAMA3_NUM_SPECIAL_TOKENS)
+        f"<|{_LLAMA3_SPECIAL_TOKENS.get(index) or next(reserved)}|>": first + index for index in range(256)
     }
     return Tokenizer.from_tiktoken(path, special_tokens, PATTERNS["llama3"])
 

@@ -25,7 +25,6 @@ FieldTable = dict[str, tuple[str, Any]]
 """External field name → (name in ModelConfig, default). A default of None means: required, a whole number."""
 
 _DERIVED_TENSORS = ("rope.freqs", "rotary_emb.inv_freq")  # in some files, though they follow from the config
-_EMBEDDING = "token_embeddings.weight"
 _MAX_NUMBER = 1 << 40  # of a config field
 # Modules around the model, or around a part of it: of torch.compile, DDP, FSDP and activation checkpointing.
 _WRAPPERS = re.compile(r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -102,7 +101,7 @@ def assemble_model(
     external_names = {name: translate_name(name, names) for name in model.state_dict()}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if dtype is None:
-        dtype = collect_parts(shards, external_names[_EMBEDDING], directory)[0].dtype
+        dtype = collect_parts(shards, external_names["token_embeddings.weight"], directory)[0].dtype
     weights = {}
     for name, expected in model.state_dict().items():
         parts = collect_parts(shards, external_names[name], directory)

@@ -23,8 +23,6 @@ from lm.model.rope_config import RopeScaling
 
 BIAS_NAME = "e_score_correction_bias"
 """Name of the bias of a router whose affinities are sigmoids."""
-_USUAL_BIAS_UPDATE_RATE = 1e-3  # files do not state it
-_MISTRAL_WINDOW = 4096  # tokens, if the config states none; null means no window
 
 
 class Experts(NamedTuple):
@@ -190,7 +188,7 @@ def read_config(path: Path, content: dict[str, Any], max_seq_len: int | None) ->
 
 def _check_window(path: Path, context_length: int) -> None:
     """Raise UserError if a Mistral attends to fewer tokens than its context has: the model attends to all."""
-    content = {"sliding_window": _MISTRAL_WINDOW} | read_json(path)
+    content = {"sliding_window": 4096} | read_json(path)  # transformers' default; null means no window
     if content["sliding_window"] is not None and read_field(path, content, "sliding_window", None) < context_length:
         raise UserError(
             f"{path}: sliding_window {content['sliding_window']:,} is below the context of {context_length:,} tokens, "
@@ -233,7 +231,7 @@ def _read_moe_config(path: Path, content: dict[str, Any], model_type: str, exper
     if model_type == "glm4_moe":
         is_all_experts = content.get("first_k_dense_replace") == 0
         options["num_dense_layers"] = 0 if is_all_experts else read_field(path, content, "first_k_dense_replace", 1)
-        options |= {"aux_loss_weight": 0.0, "bias_update_rate": _USUAL_BIAS_UPDATE_RATE}
+        options |= {"aux_loss_weight": 0.0, "bias_update_rate": 1e-3}  # the usual rate: files do not state it
         if content.get("partial_rotary_factor", 0.5) != 1:
             raise UserError(f"{path}: partial_rotary_factor must be 1; partly rotated heads are not supported.")
     else:
