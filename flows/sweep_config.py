@@ -136,10 +136,8 @@ class SweepConfig(FlowConfig):
 
     def stage_names(self) -> list[str]:
         """Return the names of the stages of a run in their order, trial once for each point. Trials train models."""
-        trials = ["trial"] * (1 if self.search else len(expand(self.axes)))
-        names = [name for name in super().stage_names() if name != "train"]
-        place = names.index("trial")
-        return [*names[:place], *trials, *names[place + 1 :]]
+        times = {"train": 0, "trial": 1 if self.search else len(expand(self.axes))}
+        return [name for name in super().stage_names() for _ in range(times.get(name, 1))]
 
     def points(self) -> list[Point]:
         """Return all points, in the order of the grid."""
