@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lm.hardware.device import is_out_of_memory
 from lm.model import FlashAttentionTriton
-from lm.model.ops.attention_form import reference_attention
+from lm.model.ops.causal_attention import reference_attention
 
 LENGTHS = [128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
 WIDTHS = [16, 32, 64, 128]

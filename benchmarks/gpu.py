@@ -33,7 +33,8 @@ from benchmarks.moe import EXPERTS, mixtral
 from benchmarks.train import SHAPES, WARM_UP_STEPS, Step, bound, hugging_face, random_data
 from lm.common.execution import Execution
 from lm.hardware.device import choose_device
-from lm.model.flops import flops_per_token, peak_flops
+from lm.hardware.peak_flops import peak_flops
+from lm.model.flops import flops_per_token
 from lm.train.config import TrainConfig
 from lm.train.pretraining import make_trainer
 from lm.train.profile import TRACE_FILE, profile_training

@@ -28,9 +28,8 @@ import torch.nn.functional as F
 
 from benchmarks.train import SHAPES, WARM_UP_STEPS, Step, ours
 from lm.hardware.device import choose_device
-from lm.model.config import ModelConfig
+from lm.model.config import ModelConfig, MoEConfig
 from lm.model.flops import flops_per_token, parameter_count
-from lm.model.moe_config import MoEConfig
 
 IMPLEMENTATIONS = ("moe", "dense", "transformers")
 EXPERTS = MoEConfig(num_experts=8, top_k=2, aux_loss_weight=0.01)

@@ -38,8 +38,9 @@ from torch import Tensor
 from benchmarks.learning import compare, read_data
 from lm.common.execution import Execution
 from lm.hardware.device import choose_device
+from lm.hardware.peak_flops import peak_flops
 from lm.model.config import ModelConfig
-from lm.model.flops import flops_per_token, parameter_count, peak_flops
+from lm.model.flops import flops_per_token, parameter_count
 from lm.model.linear import Linear
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer
@@ -83,7 +84,7 @@ def random_data(vocab_size: int) -> TrainData:
 def ours(model: ModelConfig, batch: int, precision: Any, compiled: bool, device: torch.device) -> Step:
     """Return a function that runs a step of the trainer."""
     assert model.vocab_size is not None
-    compile_module = sys.modules["lm.train.compile"]
+    compile_module = sys.modules["lm.distributed.plan"]
     compile_module._MIN_FLOPS_TO_COMPILE = 0  # type: ignore[attr-defined]
     data = random_data(model.vocab_size)
     config = TrainConfig(steps=1_000_000, batch_size=batch, precision=precision, warmup_steps=0)

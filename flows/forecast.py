@@ -100,7 +100,7 @@ def _forecast_model(stage: str, config: PipelineConfig, model: ModelConfig, trai
     from lm.hardware.device import choose_device
     from lm.model.flops import flops_per_token, parameter_count
     from lm.model.training_memory import predict_training_memory
-    from lm.train.parallel import need_memory
+    from lm.train.memory_check import need_memory
 
     execution = config.execution
     if stage == "sample":

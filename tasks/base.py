@@ -17,7 +17,7 @@ def base(out: Attempt, model: Output, tokenizer: Output) -> None:
 
     from lm.checkpoint.training_checkpoint import save_training, step_name
     from lm.data.chat_template import add_chat_tokens
-    from lm.model.vocabulary import grow_vocabulary
+    from lm.model.transformer import grow_vocabulary
 
     loaded_model, loaded_tokenizer = load_trained(model, tokenizer, "cpu")
     chat_tokenizer = add_chat_tokens(loaded_tokenizer)

@@ -32,8 +32,7 @@ from lm.data.dialogs import Dialog, PreferencePair, read_dialogs
 from lm.eval.problems import Problem, read_task
 from lm.eval.rewards import combine_rewards
 from lm.inference.runners.runner import prepare_for_inference
-from lm.model.transformer import TransformerLM
-from lm.model.vocabulary import grow_vocabulary
+from lm.model.transformer import TransformerLM, grow_vocabulary
 from lm.posttrain.job import ObjectiveInputs
 from lm.posttrain.losses.log_probs import get_response_log_probs
 from lm.posttrain.objectives.generation import Rollout, generate_rollouts

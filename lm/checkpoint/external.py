@@ -16,8 +16,7 @@ from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
 from lm.data.chat_template import END_TOKEN, has_chat_tokens, make_jinja_template
 from lm.files.json import read_json
-from lm.model.transformer import TransformerLM
-from lm.model.vocabulary import shrink_vocabulary
+from lm.model.transformer import TransformerLM, shrink_vocabulary
 from lm.text.patterns import PATTERNS
 from lm.tokenizer.sentencepiece import SentencePieceTokenizer
 from lm.tokenizer.text_ends import find_text_ends

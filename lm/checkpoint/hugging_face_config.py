@@ -17,9 +17,7 @@ from lm.checkpoint.external_weights import (
 )
 from lm.common.errors import UserError
 from lm.files.json import read_json
-from lm.model.config import ModelConfig
-from lm.model.moe_config import MoEConfig
-from lm.model.rope_config import RopeScaling
+from lm.model.config import ModelConfig, MoEConfig, RopeScaling
 
 BIAS_NAME = "e_score_correction_bias"
 """Name of the bias of a router whose affinities are sigmoids."""

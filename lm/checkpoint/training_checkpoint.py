@@ -39,7 +39,6 @@ from lm.distributed.process_group import all_gather, broadcast_from_rank0, call_
 from lm.files.atomic_dir import atomic_directory, sync_path
 from lm.files.checksum import dumps_with_checksum, file_checksum, loads_with_checksum
 from lm.model.config import ModelConfig
-from lm.model.scalar_head import ScalarHead
 from lm.model.transformer import TransformerLM
 
 ROW_FILES = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "reference.jsonl")
@@ -64,8 +63,8 @@ def save_training(
     file ``optimizer.pt`` also holds the states of torch's random number generators; ``checkpoint.json`` holds the step,
     the model's config and ``metadata``. Raises OSError, on all ranks if one cannot write its shard.
     """
-    rank, world_size = (get_rank(), get_world_size()) if parallel and parallel.divides_state else (0, 1)
-    weight_shards = world_size if parallel and parallel.divides_weights else 1
+    rank, world_size = (get_rank(), get_world_size()) if parallel and parallel.shards_state else (0, 1)
+    weight_shards = world_size if parallel and parallel.shards_weights else 1
     with atomic_directory(directory) if rank == 0 else nullcontext(directory) as temporary:
         if world_size > 1:
             temporary = Path(broadcast_from_rank0(str(temporary)))
@@ -206,7 +205,7 @@ def load_training(
         shards = [read_tensors(directory / name, mmap=True) for name in _shard_names("optimizer", about["files"])]
         return weights, shards, about["step"]
 
-    weights, shards, step = call_on_rank0(read) if parallel and not parallel.divides_state else read()
+    weights, shards, step = call_on_rank0(read) if parallel and not parallel.shards_state else read()
     params = dict(model.named_parameters())
     load_weights(model, _join_weights(weights, directory, params, parallel), str(directory))
     states = []
@@ -220,7 +219,7 @@ def load_training(
                 )
     local_optimizers = [parallel.local(o) if parallel else o for o in optimizers]
     try:
-        if len(shards) > 1 or (parallel and parallel.divides_state):
+        if len(shards) > 1 or (parallel and parallel.shards_state):
             by_optimizer = zip(local_optimizers, *states, strict=True)
             states = [[_select_state(optimizer, list(dicts), parallel) for optimizer, *dicts in by_optimizer]]
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
@@ -306,7 +305,7 @@ def load_model(directory: Path, device: str | torch.device = "cpu", has_scalar_h
     weights = _join_weights(_read_weights(directory, description, has_scalar_head), directory)
     model = create_empty_model(config, len(weights), str(directory))
     if has_scalar_head:
-        model.scalar_head = ScalarHead(config.d_model, device="meta")
+        model.add_scalar_head()
     # The files are memory-mapped. One tensor at a time is copied, so that no device holds the weights twice.
     copies = {key: weights.pop(key).to(device, copy=True) for key in list(weights)}
     assign_weights(model, copies, str(directory), device)

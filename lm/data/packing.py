@@ -2,7 +2,7 @@
 
 Each example stays whole, and goes to the row with the least free space that still fits it, the longest example first
 (best-fit decreasing; Ding et al. 2024). Attention must be limited to tokens with the same segment id, as in
-:func:`lm.model.ops.segment_attention.make_segment_attention`.
+:func:`lm.model.ops.causal_attention.make_segment_attention`.
 """
 
 from collections.abc import Sequence

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lm.common.buckets import gradient_bucket_bytes
 from lm.common.phases import in_phase
+from lm.model.training_memory import gradient_bucket_bytes
 
 
 class DDP(nn.Module):

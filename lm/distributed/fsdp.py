@@ -1,6 +1,6 @@
 """Fully sharded data parallel training: ZeRO stages 2 and 3 (Rajbhandari et al. 2020; Zhao et al. 2023, FSDP)."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,15 +10,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lm.distributed.process_group import get_world_size
-from lm.distributed.sharding import Bounds, ReplicaExchange, RowExchange, Transfer, divide_rows, local_rows
-
-Location = tuple[nn.Module, str]
+from lm.distributed.sharding import Bounds, RowExchange, Transfer, local_rows, shard_rows
 
 
 class FSDP(nn.Module):
     """Wraps a module. Each rank keeps only its rows of each matrix; all rows are gathered when the matrix is used.
 
-    Vectors and scalars, such as norm gains and biases, stay whole on every rank: they are small. Their gradients are
+    Vectors and scalars, such as norm weights and biases, are not sharded: they are small. Their gradients are
     averaged over the ranks.
 
     A unit is an element of a ``ModuleList``, or any other module with parameters of its own. Its weights are gathered
@@ -26,14 +24,14 @@ class FSDP(nn.Module):
     during the backward pass, and each rank keeps its rows. With ``is_resharded_after_forward`` False the weights stay
     between the two passes, which saves a third of the traffic (ZeRO stage 2).
 
-    Outside of the passes the parameters of ``module`` are this rank's rows, or whole vectors: give them to the
+    Outside of the passes the parameters of ``module`` are this rank's rows, and all vectors: give them to the
     optimizer. They are float32 if the weights are; with ``compute_dtype`` they are cast before they are gathered, and
     floating-point arguments of :meth:`forward` are cast too. Gradients travel in ``reduce_dtype``, that of the gathered
     weights by default. The matrices in ``whole`` belong to one rank each, for an optimizer that needs whole matrices.
     Weights and buffers start as those of rank 0.
 
-    A module that uses weights of sibling modules names these in its attribute ``weights_of``. All ranks must call the
-    units in the same order. Call :meth:`finish_gradient_synchronization` after the backward pass.
+    All ranks must call the units in the same order. Call :meth:`finish_gradient_synchronization` after the backward
+    pass.
     """
 
     def __init__(
@@ -52,7 +50,10 @@ class FSDP(nn.Module):
         self._is_resharded_after_forward = is_resharded_after_forward
         self._is_synchronizing = True
         self._units, self._units_of = _make_units(module, set(whole), compute_dtype, reduce_dtype)
-        self._call_order: list[nn.Module] = []  # of the modules in self._units_of, by their first calls
+        self._calls: list[nn.Module] = []  # of the modules in self._units_of, in the order of a forward pass
+        self._is_order_known = False  # after the first backward pass
+        self._last_call = -1  # place of the last call in the order
+        self._place: dict[nn.Module, int] = {}  # of the last call of each module
         self._reduction_order = self._units[::-1]  # the same on all ranks, also if a rank does not use a unit
         self._reductions = 0  # units whose gradients have been sent in this backward pass
         self._is_callback_queued = False
@@ -64,9 +65,9 @@ class FSDP(nn.Module):
 
     @property
     def bounds(self) -> dict[nn.Parameter, Bounds]:
-        """The rows of each rank, for each parameter that is divided."""
-        divided = [unit for unit in self._units if unit.bounds]
-        return {shard: bounds for unit in divided for shard, bounds in zip(unit.shards, unit.bounds, strict=True)}
+        """The rows of each rank, for each parameter that is sharded."""
+        sharded = [unit for unit in self._units if unit.bounds]
+        return {shard: bounds for unit in sharded for shard, bounds in zip(unit.shards, unit.bounds, strict=True)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
@@ -80,7 +81,7 @@ class FSDP(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate whole gradients locally in backward passes, e.g. of all micro-batches except the last one."""
+        """Accumulate unsharded gradients locally in backward passes, e.g. of all micro-batches except the last one."""
         self._is_synchronizing = False
         try:
             yield
@@ -96,10 +97,10 @@ class FSDP(nn.Module):
             unit.receive_gradients()
             unit.free()
         self._reductions = 0
-        self._is_callback_queued = False  # a backward pass that failed does not call back
+        self._end_backward()  # a backward pass that failed does not call back
 
     def gather_full_params(self) -> dict[str, Tensor]:
-        """Return all parameters by name, whole, on every rank. They do not change with the module's."""
+        """Return all parameters by name, unsharded, on every rank. They do not change with the module's."""
         return dict(self.iterate_full_params())
 
     def iterate_full_params(self) -> Iterator[tuple[str, Tensor]]:
@@ -112,38 +113,49 @@ class FSDP(nn.Module):
                 yield from ((name, copy) for name in names[shard])
 
     def _before_forward(self, user: nn.Module) -> None:
-        if user not in self._call_order:
-            self._call_order.append(user)
-        # Activation checkpointing calls the module again within the backward pass, whose next block is the one before.
-        self._gather(user, 0 if _is_in_backward_pass() else 1)
+        if _is_in_backward_pass():  # activation checkpointing calls the module again
+            self._gather(user)
+            return
+        self._last_call = self._place[user] = self._find_place(user)
+        self._gather(user, ahead=self._last_call + 1)
+
+    def _find_place(self, user: nn.Module) -> int:
+        """Return the place of a new call in the order of a forward pass, in which a tied embedding is called twice."""
+        following = self._last_call + 1
+        if following >= len(self._calls) and not self._is_order_known and torch.is_grad_enabled():
+            self._calls.append(user)
+        is_next = self._calls[following : following + 1] == [user]
+        return following if is_next or user not in self._calls else self._calls.index(user)
 
     def _after_forward(self, user: nn.Module, out: Any) -> None:
         if _is_in_backward_pass():
             return  # its weights are needed again at once
         for tensor in tree_leaves(out) if torch.is_grad_enabled() else ():
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _: self._before_backward(user))
+                tensor.register_hook(lambda _, place=self._place[user]: self._before_backward(user, place))
         if self._is_resharded_after_forward or not torch.is_grad_enabled():
             for unit in self._units_of[user]:
                 unit.free()
 
-    def _before_backward(self, user: nn.Module) -> None:
+    def _before_backward(self, user: nn.Module, place: int) -> None:
         if not self._is_callback_queued:
             self._is_callback_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
-        self._gather(user, -1)
+        self._gather(user, ahead=place - 1)
 
-    def _gather(self, user: nn.Module, step: int) -> None:
-        """Gather what ``user`` uses, and begin to gather for the call ``step`` places later in the forward pass."""
+    def _gather(self, user: nn.Module, ahead: int = -1) -> None:
+        """Gather what ``user`` uses, and begin to gather for the call at the place ``ahead``, if there is one."""
         for unit in self._units_of[user]:
             unit.gather()
-        index = self._call_order.index(user) + step
-        if 0 <= index < len(self._call_order):
-            for unit in self._units_of[self._call_order[index]]:
+        if 0 <= ahead < len(self._calls):
+            for unit in self._units_of[self._calls[ahead]]:
                 unit.start_gather()
 
+    def _end_backward(self) -> None:
+        self._is_callback_queued, self._is_order_known, self._last_call = False, True, -1
+
     def _after_backward(self) -> None:
-        self._is_callback_queued = False
+        self._end_backward()
         for unit in self._units:
             unit.free()  # a unit without gradients is still gathered
             if not self._is_synchronizing:
@@ -163,12 +175,12 @@ class FSDP(nn.Module):
 
 class _Unit:
     """Weights that are gathered, freed and reduced together. ``shards`` are this rank's rows of them, or, without
-    ``bounds``, whole vectors."""
+    ``bounds``, all of each vector."""
 
     def __init__(
         self,
         params: list[nn.Parameter],
-        locations: list[list[Location]],
+        locations: list[list[tuple[nn.Module, str]]],
         bounds: list[Bounds],
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
@@ -176,14 +188,14 @@ class _Unit:
     ) -> None:
         self.locations, self.bounds = locations, bounds
         dtype = compute_dtype or params[0].dtype
-        self.shards = [
-            nn.Parameter(rows.clone(), p.requires_grad)
-            for p, rows in zip(params, self._local([p.detach() for p in params]), strict=True)
-        ]
+        rows: Sequence[Tensor] = params
+        if bounds:
+            rows = [local_rows(p.detach(), b) for p, b in zip(params, bounds, strict=True)]
+        self.shards = [nn.Parameter(r.detach().clone(), p.requires_grad) for p, r in zip(params, rows, strict=True)]
         self.full = [nn.Parameter(torch.empty_like(p, dtype=dtype), p.requires_grad) for p in params]
         self.on_gradients: Callable[[_Unit], None] = lambda unit: None
-        self._gather_exchange = self._make_exchange(dtype)
-        self._reduce_exchange = self._make_exchange(reduce_dtype or dtype, reduce_group)
+        self._gather_exchange = RowExchange(self.full, bounds, dtype)
+        self._reduce_exchange = RowExchange(self.full, bounds, reduce_dtype or dtype, reduce_group)
         self._gather: Transfer | None = None
         self._reduction: Transfer | None = None
         self._is_gathered = True
@@ -194,16 +206,6 @@ class _Unit:
         self.expect_gradients()
         self.free()
 
-    def _local(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [local_rows(x, b) for x, b in zip(tensors, self.bounds, strict=True)] if self.bounds else tensors
-
-    def _make_exchange(
-        self, dtype: torch.dtype, group: dist.ProcessGroup | None = None
-    ) -> RowExchange | ReplicaExchange:
-        if self.bounds:
-            return RowExchange(self.full, self.bounds, dtype, group)
-        return ReplicaExchange(self.full, dtype, group)
-
     @property
     def rows(self) -> list[Tensor]:
         return [shard.detach() for shard in self.shards]
@@ -213,7 +215,7 @@ class _Unit:
             self._gather = self._gather_exchange.start_gather(self.rows)
 
     def gather(self) -> None:
-        """Make the modules' parameters whole."""
+        """Gather the modules' parameters."""
         if self._is_gathered:
             return
         transfer = self._gather or self._gather_exchange.start_gather(self.rows)
@@ -225,9 +227,9 @@ class _Unit:
         self._set_parameters(self.full)
 
     def gather_copies(self) -> list[Tensor]:
-        """Return the whole weights in the dtype of the shards, as new tensors."""
+        """Return the unsharded weights in the dtype of the shards, as new tensors."""
         copies = [torch.empty_like(p, dtype=s.dtype) for p, s in zip(self.full, self.shards, strict=True)]
-        exchange = self._make_exchange(self.shards[0].dtype)
+        exchange = RowExchange(self.full, self.bounds, self.shards[0].dtype)
         exchange.finish_gather(exchange.start_gather(self.rows), copies)
         return copies
 
@@ -285,17 +287,12 @@ def _make_units(
 ) -> tuple[list[_Unit], dict[nn.Module, tuple[_Unit, ...]]]:
     """Return the units, and the units that a module uses in its forward pass.
 
-    Parameters of a unit have one dtype, and are either divided or vectors. A parameter of several modules belongs to
+    Parameters of a unit have one dtype, and are either sharded or vectors. A parameter of several modules belongs to
     the unit of the first.
     """
-    locations: dict[nn.Parameter, list[Location]] = {}
+    locations: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     groups: dict[tuple[nn.Module, torch.dtype, bool], list[nn.Parameter]] = {}
     users: dict[nn.Module, list[nn.Parameter]] = {}
-    owners = {
-        part: [module.get_submodule(f"{path.rpartition('.')[0]}.{name}".lstrip(".")) for name in part.weights_of]
-        for path, part in module.named_modules()
-        if hasattr(part, "weights_of")
-    }
     for part, root in _find_roots(module).items():
         for name, p in part._parameters.items():
             if p is not None:
@@ -303,12 +300,10 @@ def _make_units(
                     groups.setdefault((root, p.dtype, p.ndim < 2), []).append(p)
                 locations.setdefault(p, []).append((part, name))
                 users.setdefault(root, []).append(p)
-        for owner in owners.get(part, ()):
-            users.setdefault(root, []).extend(owner.parameters())
     units: dict[nn.Parameter, _Unit] = {}
     loads, reduce_group = [0] * get_world_size(), dist.new_group()
     for (_, _, are_vectors), group in groups.items():
-        bounds = [] if are_vectors else divide_rows(group, [p in whole for p in group], loads)
+        bounds = [] if are_vectors else shard_rows(group, [p in whole for p in group], loads)
         unit = _Unit(group, [locations[p] for p in group], bounds, compute_dtype, reduce_dtype, reduce_group)
         units |= dict.fromkeys(group, unit)
     used = {user: tuple(dict.fromkeys(units[p] for p in params)) for user, params in users.items()}

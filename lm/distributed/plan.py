@@ -1,41 +1,70 @@
-"""How the processes of a training divide the model, its gradients and the state of its optimizers."""
+"""Preparation of a model for training from outside: ``parallelize`` (checkpointing, ddp, zero, fsdp), compilation."""
 
-from collections.abc import Collection, Iterable, Iterator
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from lm.common.execution import ParallelKind
+from lm.common.execution import Execution, ParallelKind
 from lm.common.phases import in_phase
 from lm.distributed.ddp import DDP
 from lm.distributed.fsdp import FSDP
+from lm.distributed.process_group import get_rank, is_true_on_any_rank
 from lm.distributed.sharding import Bounds
 from lm.distributed.zero import ShardedOptimizer
+from lm.hardware.device import is_out_of_memory
+from lm.model.attention import AttentionFunction
+from lm.model.ops.causal_attention import causal_attention, choose_attention
+from lm.model.transformer import TransformerLM
 from lm.optim.clip import clip_grad_norm
+
+log = logging.getLogger(__name__)
+
+_MIN_FLOPS_TO_COMPILE = 5e13  # compilation takes half a minute, and saves a fifth of some minutes on two cores
+_CPU_ACTIVATION_FRACTION = 0.95  # activations to keep; a CPU recomputes the cheap ones in no more time
+
+
+def parallelize(
+    model: TransformerLM, execution: Execution, kind: ParallelKind, whole: Collection[nn.Parameter] = ()
+) -> "Parallel":
+    """Prepare ``model`` for training as ``execution`` says, in place, and share it among the ranks.
+
+    In order: the attention backend, activation checkpointing by block, then ``kind`` of data parallelism; see
+    :class:`Parallel`, which also compiles. Make the optimizers with its method. Raises UserError if the attention
+    backend is not installed.
+    """
+    attention_function = choose_attention(execution.attention, model.head_weight.device)
+    if execution.activation_checkpointing or attention_function is not causal_attention:
+        for layer in model.layers:
+            layer.forward = BlockForward(layer.forward, attention_function, execution.activation_checkpointing)
+    return Parallel(model, kind, whole)
 
 
 class Parallel:
-    """Divides the training of ``model`` among the ranks.
+    """Shares the training of ``model`` among the ranks.
 
-    none: one process. ddp: all ranks have everything. zero1: optimizer state is divided. zero2: also gradients, and
-    weights outside of the passes. fsdp: also weights between the passes. zero2 and fsdp leave vectors whole. The
-    matrices in ``whole`` are not divided themselves but belong to one rank each, for optimizers that need whole
-    matrices; stacks of them are divided.
+    none: one process. ddp: all ranks have everything. zero1: optimizer state is sharded. zero2: also gradients; weights
+    are gathered once a step. fsdp: weights are gathered and freed block by block, in each pass. zero2 and fsdp leave
+    vectors unsharded. The matrices in ``whole`` are not sharded themselves but belong to one rank each, for optimizers
+    that need whole matrices; stacks of them are sharded.
     """
 
-    def __init__(self, model: nn.Module, kind: ParallelKind, whole: Collection[nn.Parameter] = ()) -> None:
-        self.model, self.kind = model, kind
-        self.divides_weights = kind in ("zero2", "fsdp")
-        self.divides_state = kind in ("zero1", "zero2", "fsdp")
+    def __init__(self, model: TransformerLM, kind: ParallelKind, whole: Collection[nn.Parameter] = ()) -> None:
+        self.model, self.kind, self.is_compiled = model, kind, False
+        self.shards_weights = kind in ("zero2", "fsdp")
+        self.shards_state = kind in ("zero1", "zero2", "fsdp")
         self.wrapper: DDP | FSDP | None = None
         if kind in ("ddp", "zero1"):
             self.wrapper = DDP(model)
         elif kind != "none":
             self.wrapper = FSDP(model, whole=whole, is_resharded_after_forward=kind == "fsdp")
-
         self._bounds = self.wrapper.bounds if isinstance(self.wrapper, FSDP) else {}
 
     def make_optimizer(
@@ -53,7 +82,7 @@ class Parallel:
         return optimizer.local if isinstance(optimizer, ShardedOptimizer) else optimizer
 
     def bounds(self, parameter: nn.Parameter) -> Bounds | None:
-        """Return the rows of each rank, for a parameter of the model or of a local optimizer; None if it is whole."""
+        """Return the rows of each rank, for a parameter of the model or of a local optimizer; None without shards."""
         return self._bounds.get(parameter)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -73,11 +102,110 @@ class Parallel:
         return clip_grad_norm(params, max_norm, _sum_over_ranks, {p for p in params if self.bounds(p) is None})
 
     def iterate_full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all parameters with their names, whole. All ranks must do this together."""
+        """Yield all parameters with their names, unsharded. All ranks must do this together."""
         if isinstance(self.wrapper, FSDP):
             yield from self.wrapper.iterate_full_params()
         else:
             yield from ((name, p.detach()) for name, p in self.model.named_parameters())
+
+    def full_model(self) -> TransformerLM:
+        """Return the model, or on rank 0 an unsharded copy if its weights are sharded: on the CPU, for the memory.
+
+        All ranks must call this together.
+        """
+        if not self.shards_weights:
+            return self.model
+        weights = {name: p.cpu() for name, p in self.iterate_full_weights() if get_rank() == 0}
+        if get_rank() > 0:
+            return self.model
+        full = TransformerLM(self.model.config, device="meta")
+        # The state dict adds the buffers.
+        full.load_state_dict({name: x.cpu() for name, x in self.model.state_dict().items()} | weights, assign=True)
+        if full.rope is not None and self.model.rope is not None:
+            full.rope.cos, full.rope.sin = self.model.rope.cos.cpu(), self.model.rope.sin.cpu()
+        return full
+
+    def compile_loss(self, loss: Callable[[Any], Tensor], micro_batch: Any) -> Callable[[Any], Tensor]:
+        """Compile ``loss(micro_batch)`` and test it with a backward pass. All ranks call this together.
+
+        With FSDP, which works between the blocks, only these are compiled, each by itself. Otherwise one graph has all
+        of the loss, which is faster than the blocks alone.
+
+        Return ``loss`` itself, with a warning, if torch.compile does not work on some rank. Raises torch's error if the
+        device is out of memory: the training would need the memory without compilation too.
+        """
+        failures: list[Exception] = []
+        by_block = self.shards_weights
+        layers: list[Any] = list(self.model.layers) if by_block else []
+        # Inside of the checkpointing. Not layer.compile(): it would compile FSDP's hooks too.
+        owners = [layer.forward if isinstance(layer.forward, BlockForward) else layer for layer in layers]
+        originals = [owner.forward for owner in owners]
+        blocks = [torch.compile(forward) for forward in originals]
+        for owner, compiled, original in zip(owners, blocks, originals, strict=True):
+            owner.forward = partial(_call_or_fall_back, compiled, original, failures)
+        compiled_loss = loss if by_block else torch.compile(loss)
+        try:  # the first call compiles
+            fraction = _CPU_ACTIVATION_FRACTION if self.model.head_weight.device.type == "cpu" else 1.0
+            # The backward pass is compiled in the forward pass too, where a rank can still fall back.
+            options = {"activation_memory_budget": fraction, "force_non_lazy_backward_lowering": by_block}
+            # A mixture of experts records its routings, not once more in the backward pass of checkpointed blocks.
+            skips_side_effects = torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
+            with torch._functorch.config.patch(options), skips_side_effects:
+                compiled_loss(micro_batch).backward()
+        except Exception as error:  # e.g. without a C++ compiler
+            if is_out_of_memory(error):
+                raise
+            failures.append(error)
+        if failures:
+            reason = str(failures[0]).partition("\n")[0]
+            log.warning("torch.compile does not work here, training runs without: %s", reason)
+        self.finish_gradient_synchronization()  # else the first step would take the gradients of the test
+        self.model.zero_grad(set_to_none=True)
+        has_failed = is_true_on_any_rank(bool(failures))
+        for owner, forward in zip(owners, originals if has_failed else blocks, strict=True):
+            owner.forward = forward
+        self.is_compiled = not has_failed
+        return loss if has_failed else compiled_loss
+
+
+def repays_compilation(training_flops: float) -> bool:
+    """Return whether a training is long enough to be compiled."""
+    return training_flops >= _MIN_FLOPS_TO_COMPILE
+
+
+class BlockForward:
+    """The forward pass of a block, with the attention backend and the checkpointing of a training.
+
+    With ``is_checkpointed`` the block stores no activations: the backward pass runs it again, for about a third more
+    work.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Tensor], attention_function: AttentionFunction, is_checkpointed: bool
+    ) -> None:
+        self.forward, self.attention_function, self.is_checkpointed = forward, attention_function, is_checkpointed
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Call the forward pass."""
+        kwargs = {"attention_function": self.attention_function} | kwargs
+        if not self.is_checkpointed or not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        out: Tensor = checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+        return out
+
+
+def _call_or_fall_back(
+    compiled: Callable[..., Any], original: Callable[..., Any], failures: list[Exception], *args: Any, **kwargs: Any
+) -> Any:
+    """Call ``compiled``, or ``original`` after any failure: the other ranks wait for the collectives of this pass."""
+    if not failures:
+        try:
+            return compiled(*args, **kwargs)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            failures.append(error)
+    return original(*args, **kwargs)
 
 
 @in_phase("communication")

@@ -1,4 +1,4 @@
-"""Division of tensors among ranks by rows, and the collectives that gather and reduce the rows.
+"""Tensors sharded by rows, and the collectives that gather and reduce the rows.
 
 A row is an index of the first dimension; a scalar is one row. Rank r has the rows ``bounds[r] : bounds[r + 1]``.
 """
@@ -20,10 +20,10 @@ Bounds = list[int]
 """``world_size + 1`` row numbers: the first row of each rank, and the number of rows."""
 
 
-def divide_rows(tensors: Sequence[Tensor], are_whole: Sequence[bool], loads: list[int]) -> list[Bounds]:
-    """Divide each tensor among all ranks, or give all its rows to one rank if it is a matrix that must stay whole.
+def shard_rows(tensors: Sequence[Tensor], are_whole: Sequence[bool], loads: list[int]) -> list[Bounds]:
+    """Shard each tensor among all ranks, or give all its rows to one rank if it is a matrix that must stay whole.
 
-    A stack of at least as many matrices as ranks, with three dimensions, is divided between its matrices, which stay
+    A stack of at least as many matrices as ranks, with three dimensions, is sharded between its matrices, which stay
     whole. ``loads`` are the bytes of whole tensors that each rank has; they are updated. A whole tensor goes to the
     rank with the lowest load, the largest tensors first.
     """
@@ -69,8 +69,9 @@ class RowExchange:
     """Collectives for the rows of some tensors. Each rank has its own rows of every tensor.
 
     ``tensors`` give the shapes and the device. The rows travel in one buffer of ``dtype``, so that a collective moves
-    many tensors. It is padded to equal shares of the ranks. If whole tensors make the shares too unequal for that, each
-    share travels in a collective of its own.
+    many tensors. It is padded to equal shares. If whole matrices make the shares too unequal for that, each share
+    travels in a collective of its own. Without ``bounds`` the tensors are not sharded: every rank has all rows, nothing
+    is gathered, and averages arrive on every rank.
     """
 
     def __init__(
@@ -80,29 +81,32 @@ class RowExchange:
         dtype: torch.dtype,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.dtype, self.device, self.group, self.rank = dtype, tensors[0].device, group, get_rank()
-        counts = [  # elements, by tensor and rank
+        self.dtype, self.device, self.group = dtype, tensors[0].device, group
+        self.is_sharded = bool(bounds)
+        self.bounds = bounds or [[0, _row_count(x)] for x in tensors]
+        self.share = get_rank() if bounds else 0
+        counts = [  # elements, by tensor and share
             [(stop - start) * (x.numel() // max(1, _row_count(x))) for start, stop in pairwise(tensor_bounds)]
-            for x, tensor_bounds in zip(tensors, bounds, strict=True)
+            for x, tensor_bounds in zip(tensors, self.bounds, strict=True)
         ]
-        by_rank = [list(column) for column in zip(*counts, strict=True)]
-        sizes = [sum(row) for row in by_rank]
+        by_share = [list(column) for column in zip(*counts, strict=True)]
+        sizes = [sum(row) for row in by_share]
         padded = [max(sizes)] * len(sizes)
         self.is_padded = sum(padded) <= _MAX_PADDING * sum(sizes)
         self.shares = _consecutive_slices(padded if self.is_padded else sizes)
-        self.places = [_consecutive_slices(row, share.start) for row, share in zip(by_rank, self.shares, strict=True)]
-        self.bounds = bounds
+        self.places = [_consecutive_slices(row, share.start) for row, share in zip(by_share, self.shares, strict=True)]
 
     @in_phase("communication")
     def start_gather(self, rows: Sequence[Tensor]) -> Transfer:
         """Send this rank's rows of each tensor to all ranks."""
         buffer = torch.empty(self.shares[-1].stop, dtype=self.dtype, device=self.device)
-        for x, place in zip(rows, self.places[self.rank], strict=True):
+        for x, place in zip(rows, self.places[self.share], strict=True):
             buffer[place] = x.flatten()
-        if self.is_padded:
-            share = buffer[self.shares[self.rank]]
+        works: list[Any] = []
+        if self.is_sharded and self.is_padded:
+            share = buffer[self.shares[self.share]]
             works = [dist.all_gather_single(buffer, share, group=self.group, async_op=True)]
-        else:
+        elif self.is_sharded:
             works = [dist.broadcast(part, rank, self.group, async_op=True) for rank, part in self._parts(buffer)]
         return Transfer(buffer, works, buffer)
 
@@ -111,76 +115,40 @@ class RowExchange:
         """Wait for the rows of all ranks, and copy them to ``tensors``."""
         transfer.wait()
         for index, x in enumerate(tensors):
-            for rank, (start, stop) in enumerate(pairwise(self.bounds[index])):
+            for share, (start, stop) in enumerate(pairwise(self.bounds[index])):
                 rows = (x if x.ndim else x[None])[start:stop]
-                rows.copy_(transfer.buffer[self.places[rank][index]].view_as(rows))
+                rows.copy_(transfer.buffer[self.places[share][index]].view_as(rows))
 
     @in_phase("communication")
     def start_average(self, tensors: Sequence[Tensor | None]) -> Transfer:
-        """Begin to average whole tensors over the ranks. None stands for zeros."""
+        """Begin to average unsharded tensors over the ranks. None stands for zeros."""
         buffer = torch.zeros(self.shares[-1].stop, dtype=self.dtype, device=self.device)
         for index, x in enumerate(tensors):
             if x is not None:
-                for rank, (start, stop) in enumerate(pairwise(self.bounds[index])):
-                    buffer[self.places[rank][index]] = (x if x.ndim else x[None])[start:stop].flatten()
-        buffer /= len(self.shares)
-        share = buffer[self.shares[self.rank]]
+                for share, (start, stop) in enumerate(pairwise(self.bounds[index])):
+                    buffer[self.places[share][index]] = (x if x.ndim else x[None])[start:stop].flatten()
+        buffer /= get_world_size()
+        if not self.is_sharded:
+            return Transfer(buffer, [dist.all_reduce(buffer, group=self.group, async_op=True)], buffer)
+        own = buffer[self.shares[self.share]]
         if self.is_padded:
-            rows = torch.empty_like(share)
+            rows = torch.empty_like(own)
             works = [dist.reduce_scatter_single(rows, buffer, group=self.group, async_op=True)]
             return Transfer(rows, works, buffer)
         works = [dist.reduce(part, rank, group=self.group, async_op=True) for rank, part in self._parts(buffer)]
-        return Transfer(share, works, buffer)
+        return Transfer(own, works, buffer)
 
     @in_phase("communication")
     def finish_average(self, transfer: Transfer) -> list[Tensor]:
         """Wait for the averages; return this rank's elements of each tensor, flat."""
         transfer.wait()
         rows = transfer.buffer if self.is_padded else transfer.buffer.clone()  # not to keep the shares of other ranks
-        start = self.shares[self.rank].start
-        return [rows[place.start - start : place.stop - start] for place in self.places[self.rank]]
+        start = self.shares[self.share].start
+        return [rows[place.start - start : place.stop - start] for place in self.places[self.share]]
 
     def _parts(self, buffer: Tensor) -> list[tuple[int, Tensor]]:
         """Return each rank that has elements, and its share of the buffer."""
         return [(rank, buffer[share]) for rank, share in enumerate(self.shares) if share.start < share.stop]
-
-
-class ReplicaExchange:
-    """Has the methods of :class:`RowExchange`, for tensors that every rank has whole: nothing is gathered."""
-
-    def __init__(self, tensors: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> None:
-        self.dtype, self.device, self.group = dtype, tensors[0].device, group
-        self.places = _consecutive_slices([x.numel() for x in tensors])
-
-    def start_gather(self, rows: Sequence[Tensor]) -> Transfer:
-        """Cast this rank's tensors, without traffic."""
-        buffer = self._join(rows)
-        return Transfer(buffer, [], buffer)
-
-    def finish_gather(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
-        """Copy the tensors to ``tensors``."""
-        for x, place in zip(tensors, self.places, strict=True):
-            x.copy_(transfer.buffer[place].view_as(x))
-
-    @in_phase("communication")
-    def start_average(self, tensors: Sequence[Tensor | None]) -> Transfer:
-        """Begin to average the tensors over the ranks. None stands for zeros."""
-        buffer = self._join(tensors)
-        buffer /= get_world_size()
-        return Transfer(buffer, [dist.all_reduce(buffer, group=self.group, async_op=True)], buffer)
-
-    @in_phase("communication")
-    def finish_average(self, transfer: Transfer) -> list[Tensor]:
-        """Wait for the averages; return each tensor whole and flat, on every rank."""
-        transfer.wait()
-        return [transfer.buffer[place] for place in self.places]
-
-    def _join(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        buffer = torch.zeros(self.places[-1].stop, dtype=self.dtype, device=self.device)
-        for x, place in zip(tensors, self.places, strict=True):
-            if x is not None:
-                buffer[place] = x.flatten()
-        return buffer
 
 
 def _consecutive_slices(sizes: Sequence[int], start: int = 0) -> list[slice]:

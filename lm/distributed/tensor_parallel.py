@@ -1,45 +1,49 @@
-"""Tensor parallelism: each rank computes with a part of every matrix (Shoeybi et al. 2019, Megatron-LM).
+"""Tensor parallelism: each rank computes with a shard of every matrix (Shoeybi et al. 2019, Megatron-LM).
 
-The first matrices of a sublayer are divided by their outputs, that is by heads or by hidden units, and its last matrix
+The first matrices of a sublayer are sharded by their outputs, that is by heads or by hidden units, and its last matrix
 by its inputs. So a sublayer needs one all-reduce in the forward pass and one in the backward pass. Parameters become
-DTensors of torch. A module computes with this rank's part as a plain tensor, because the fused operations of
+DTensors of torch. A module computes with this rank's shard as a plain tensor, because the fused operations of
 :mod:`lm.model.ops` take no DTensors.
+
+The vocabulary is sharded too: for the loss no rank has the logits of all ids. The ranks exchange three numbers per
+token: the maximum, the sum of the exponentials and the target's logit.
+Shapes: N tokens, D d_model, V vocabulary.
 """
 
-from collections.abc import Callable
+from functools import partial
+from typing import cast
 
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from lm.common.errors import UserError
-from lm.distributed.vocabulary_parallel import (
-    parallel_cross_entropy,
-    parallel_embedding,
-    parallel_logits,
-    sum_gradients,
-    sum_over_ranks,
-)
+from lm.model.functional import IGNORE_INDEX
+from lm.model.ops.matmul import linear
 from lm.model.transformer import TransformerLM
+
+_CHUNK_BYTES = 1 << 27  # float32 logits of a chunk of tokens, on one rank
 
 
 def apply_tensor_parallel(model: TransformerLM, mesh: DeviceMesh) -> None:
-    """Divide the weights of ``model`` among the ranks of the one-dimensional ``mesh``, in place.
+    """Shard the weights of ``model`` among the ranks of the one-dimensional ``mesh``, in place.
 
     Every rank calls the model with the same batch and gets the same output. Parameters are DTensors afterwards: make
     the optimizer then, of :mod:`lm.optim` or of torch. Weights start as those of the mesh's first rank. To divide the
     batch too, apply torch's ``fully_shard`` over another dimension of the mesh next. Raises UserError if the heads, the
-    hidden units or the vocabulary cannot be divided, and
-    for a mixture of experts.
+    hidden units or the vocabulary cannot be sharded, and for a mixture of experts.
     """
     _check_is_divisible(model, mesh)
     parallelize_module(model, mesh, _plan(model))
-    model.head_function, model.loss_function = parallel_logits, parallel_cross_entropy
 
 
 def gather_full_params(model: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters by name, whole, on every rank, as new tensors. All ranks must call this together."""
+    """Return all parameters by name, unsharded, on every rank, as new tensors. All ranks must call this together."""
     return {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
         for name, p in model.named_parameters()
@@ -69,14 +73,14 @@ def _check_is_divisible(model: TransformerLM, mesh: DeviceMesh) -> None:
 
 
 def _plan(model: TransformerLM) -> dict[str, ParallelStyle]:
-    """Return the style of each module that has weights, or at which a divided sublayer begins."""
+    """Return the style of each module that has weights, or at which a sharded sublayer begins."""
     replicated, by_output = _LocalWeight(Replicate()), _LocalWeight(Shard(0))
     by_input = _LocalWeight(Shard(1), is_output_partial=True)
     plan: dict[str, ParallelStyle] = {
-        "token_embeddings": _Vocabulary(parallel_embedding),
+        "token_embeddings": _Vocabulary(),
         "layers.*.attn": _SublayerInput(),
         "layers.*.attn.[qkv]_proj": by_output,
-        # Each rank has other heads, and so a part of the gradient.
+        # Each rank has other heads, and so a partial gradient.
         "layers.*.attn.[qk]_norm": _LocalWeight(Replicate(), is_gradient_partial=True),
         "layers.*.attn.output_proj": by_input,
         "layers.*.ffn": _SublayerInput(),
@@ -86,7 +90,7 @@ def _plan(model: TransformerLM) -> dict[str, ParallelStyle]:
         "ln_final": replicated,
     }
     if model.lm_head is not None:
-        plan["lm_head"] = _Vocabulary(parallel_logits)
+        plan["lm_head"] = _Vocabulary()
     if model.scalar_head is not None:
         plan["scalar_head"] = replicated
     return plan
@@ -94,12 +98,12 @@ def _plan(model: TransformerLM) -> dict[str, ParallelStyle]:
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
     for name, p in list(module.named_parameters(recurse=False)):
-        divided = distribute_tensor(p.detach(), mesh, [placement])
-        module.register_parameter(name, nn.Parameter(divided, p.requires_grad))
+        sharded = distribute_tensor(p.detach(), mesh, [placement])
+        module.register_parameter(name, nn.Parameter(sharded, p.requires_grad))
 
 
 class _LocalWeight(ParallelStyle):
-    """Divides the weights of a module. Its calls see this rank's part of each as a plain tensor.
+    """Shards the weights of a module. Its calls see this rank's shard of each as a plain tensor.
 
     ``is_gradient_partial``: the gradients of the weights are summed over the ranks. ``is_output_partial``: the outputs.
     """
@@ -117,14 +121,14 @@ class _LocalWeight(ParallelStyle):
         # Also after an exception: activation checkpointing ends its second forward pass by one.
         module.register_forward_hook(lambda module, *_: self._use_parameters(module), always_call=True)
         if self.is_output_partial:
-            module.register_forward_hook(lambda _, args, output: sum_over_ranks(output, device_mesh))
+            module.register_forward_hook(lambda _, args, output: _sum_over_mesh(output, device_mesh))
         return module
 
     def _use_local_weights(self, module: nn.Module, mesh: DeviceMesh) -> None:
         for name, p in module.named_parameters(recurse=False):
             local = p.to_local()  # type: ignore[attr-defined]
             # An attribute of the instance hides the parameter, which stays registered.
-            module.__dict__[name] = sum_gradients(local, mesh) if self.is_gradient_partial else local
+            module.__dict__[name] = _sum_gradients(local, mesh) if self.is_gradient_partial else local
 
     def _use_parameters(self, module: nn.Module) -> None:
         for name, _ in module.named_parameters(recurse=False):
@@ -132,21 +136,98 @@ class _LocalWeight(ParallelStyle):
 
 
 class _SublayerInput(ParallelStyle):
-    """Sums the gradients of a sublayer's input over the ranks: each has the part of its heads or hidden units."""
+    """Sums the gradients of a sublayer's input over the ranks: each has that of its heads or hidden units."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(lambda _, args: (sum_gradients(args[0], device_mesh), *args[1:]))
+        module.register_forward_pre_hook(lambda _, args: (_sum_gradients(args[0], device_mesh), *args[1:]))
         return module
 
 
 class _Vocabulary(ParallelStyle):
-    """Divides the weight of an embedding or a head by token ids, and replaces its forward pass."""
-
-    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
+    """Shards the weight of an embedding or a head by token ids, and replaces its forward pass."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _distribute(module, device_mesh, Shard(0))
-        module.forward = lambda x: self.function(x, module.get_parameter("weight"))
+        module.forward = partial(_call_vocabulary, module)
         return module
+
+
+def _call_vocabulary(module: nn.Module, x: Tensor, targets: Tensor | None = None, softcap: float = 0.0) -> Tensor:
+    """Compute what :class:`lm.model.linear.Embedding`, ``TiedEmbedding`` and ``Head`` do."""
+    weight = cast(DTensor, module.get_parameter("weight"))  # which torch's fully_shard replaces
+    if not x.is_floating_point():
+        return _parallel_embedding(x, weight)
+    return _parallel_logits(x, weight) if targets is None else _parallel_cross_entropy(x, weight, targets, softcap)
+
+
+def _sum_gradients(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return ``x``, which all ranks have; in the backward pass its gradients are summed over the ranks."""
+    return DTensor.from_local(x, mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def _sum_over_mesh(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the sum of ``x`` over the ranks; in the backward pass each rank has the gradient of the sum."""
+    return DTensor.from_local(x, mesh, [Partial()]).redistribute(mesh, [Replicate()]).to_local()
+
+
+def _parallel_embedding(token_ids: Tensor, weight: DTensor) -> Tensor:
+    """Look up rows of ``weight``, a DTensor (V, D) sharded by rows: integer ids (...) → (..., D) on every rank."""
+    local_ids, is_local = _find_local_ids(token_ids, weight)
+    rows = F.embedding(local_ids, weight.to_local()).masked_fill(~is_local[..., None], 0)
+    return _sum_over_mesh(rows, weight.device_mesh)
+
+
+def _parallel_logits(hidden_states: Tensor, weight: DTensor) -> Tensor:
+    """Return the logits of all ids on every rank: (..., D), DTensor (V, D) sharded by rows → (..., V)."""
+    mesh = weight.device_mesh
+    logits = linear(_sum_gradients(hidden_states, mesh), weight.to_local())
+    shape = torch.Size((*hidden_states.shape[:-1], len(weight)))
+    stride = torch.empty(shape, device="meta").stride()
+    sharded = DTensor.from_local(logits, mesh, [Shard(logits.ndim - 1)], shape=shape, stride=stride)
+    return sharded.redistribute(mesh, [Replicate()]).to_local()
+
+
+def _parallel_cross_entropy(x: Tensor, weight: DTensor, targets: Tensor, softcap: float) -> Tensor:
+    """Return the mean cross-entropy of the logits ``x weightᵀ`` and ``targets`` on every rank, in nats; float32, or
+    float64 for float64 inputs.
+
+    ``x`` (N, D), ``weight`` DTensor (V, D) sharded by rows, ``targets`` int (N,). The same as
+    :func:`lm.model.ops.cross_entropy.linear_cross_entropy`. Memory holds one chunk of this rank's logits at a time;
+    the backward pass computes them again.
+    """
+    mesh, local = weight.device_mesh, weight.to_local()
+    rows = max(1, _CHUNK_BYTES // (4 * _ids_per_rank(weight)))  # the same on all ranks
+    local_ids, is_local = _find_local_ids(targets, weight)
+    parts = (tensor.split(rows) for tensor in (_sum_gradients(x, mesh), local_ids, is_local, targets != IGNORE_INDEX))
+    sums = [
+        checkpoint(_loss_sum, *part, local, softcap, mesh, use_reentrant=False) for part in zip(*parts, strict=True)
+    ]
+    return torch.stack(sums).sum() / (targets != IGNORE_INDEX).sum().clamp(min=1)
+
+
+def _loss_sum(
+    x: Tensor, local_ids: Tensor, is_local: Tensor, is_counted: Tensor, weight: Tensor, softcap: float, mesh: DeviceMesh
+) -> Tensor:
+    """Return the sum of the losses of some tokens, from this rank's rows of the weight."""
+    logits = linear(x, weight)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    max_logit = logits.detach().amax(-1)
+    dist.all_reduce(max_logit, dist.ReduceOp.MAX, mesh.get_group())
+    exp_sum = (logits - max_logit[:, None]).exp().sum(-1)
+    target_logit = logits.gather(-1, local_ids[:, None]).squeeze(-1).masked_fill(~is_local, 0)
+    exp_sum, target_logit = _sum_over_mesh(torch.stack((exp_sum, target_logit)), mesh)
+    return (exp_sum.log() + max_logit - target_logit).masked_fill(~is_counted, 0).sum()
+
+
+def _find_local_ids(ids: Tensor, weight: DTensor) -> tuple[Tensor, Tensor]:
+    """Return the row of each id on this rank, and whether this rank has it; the row is 0 if it does not."""
+    rows = ids - _ids_per_rank(weight) * weight.device_mesh.get_local_rank()
+    is_local = (rows >= 0) & (rows < len(weight.to_local()))
+    return rows.where(is_local, 0), is_local
+
+
+def _ids_per_rank(weight: DTensor) -> int:
+    """Return the number of ids of each rank. Shard gives the last ranks fewer, if they do not divide the ids evenly."""
+    return -(-len(weight) // weight.device_mesh.size())

@@ -1,4 +1,4 @@
-"""ZeRO stage 1: an optimizer whose state and work are divided among the ranks (Rajbhandari et al. 2020)."""
+"""ZeRO stage 1: an optimizer whose state and work are sharded among the ranks (Rajbhandari et al. 2020)."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lm.common.buckets import MAX_BUCKET_BYTES
 from lm.distributed.process_group import get_world_size
-from lm.distributed.sharding import RowExchange, divide_rows, local_rows
+from lm.distributed.sharding import RowExchange, local_rows, shard_rows
+from lm.model.training_memory import MAX_BUCKET_BYTES
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -17,7 +17,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     ``params`` are parameters or groups, as for ``optimizer_cls``; ``kwargs`` are its options. The parameters and their
     gradients must be the same on all ranks, e.g. by :class:`lm.distributed.DDP`. If ``optimizer_cls.is_elementwise``,
-    each parameter is divided by rows. Otherwise each matrix belongs to one rank, balanced by bytes.
+    each parameter is sharded by rows. Otherwise each matrix belongs to one rank, balanced by bytes.
 
     :attr:`local` is the wrapped optimizer, which holds this rank's rows and their state.
     """
@@ -33,11 +33,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(params, kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, and divide them among the ranks."""
+        """Add parameters, and shard them among the ranks."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         params: list[nn.Parameter] = group["params"]
-        bounds = divide_rows(params, [not self._is_elementwise] * len(params), self._loads)
+        bounds = shard_rows(params, [not self._is_elementwise] * len(params), self._loads)
         rows = [nn.Parameter(local_rows(p.detach(), b), p.requires_grad) for p, b in zip(params, bounds, strict=True)]
         self.bounds |= dict(zip(rows, bounds, strict=True))
         local_group = group | {"params": rows}

@@ -12,11 +12,11 @@ from functools import partial
 from itertools import product
 
 from lm.common.errors import UserError
+from lm.distributed.plan import repays_compilation
 from lm.experiments.config import Budget, BudgetUnit
 from lm.experiments.speed import Speed
 from lm.model.config import ModelConfig
 from lm.model.flops import flops_per_token, parameter_count
-from lm.train.compile import repays_compilation
 from lm.train.config import TrainConfig
 
 MeasureSpeed = Callable[[ModelConfig, TrainConfig, float], Speed]  # the number: seconds of steps

@@ -12,12 +12,12 @@ import torch
 from lm.common.execution import Execution, ParallelKind
 from lm.hardware.cpu import available_cpus
 from lm.hardware.device import choose_device, choose_precision
+from lm.hardware.peak_flops import peak_flops, time_matmuls
 from lm.model.config import ModelConfig
-from lm.model.flops import peak_flops, time_products
 from lm.model.training_memory import TrainingMemory, largest_micro_batch
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
-from lm.train.parallel import available_memory, predict_memory
+from lm.train.memory_check import available_memory, predict_memory
 from lm.train.pretraining import TrainData, make_trainer
 
 _WARM_UP_STEPS = 2
@@ -47,7 +47,7 @@ def guess_flops_per_second(execution: Execution) -> float:
     """Return about the operations per second of a training, from the time of a matmul."""
     device = choose_device(execution.device)
     dtype = torch.bfloat16 if choose_precision("auto", device) == "bfloat16" else torch.float32
-    peak = peak_flops(device, dtype) or max(flops for flops, _ in time_products(device, dtype))
+    peak = peak_flops(device, dtype) or max(flops for flops, _ in time_matmuls(device, dtype))
     return _USUAL_MFU * peak * (execution.processes if device.type == "cuda" else 1)
 
 

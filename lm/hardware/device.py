@@ -1,11 +1,11 @@
-"""Choice of the torch device, and recognition of out-of-memory errors."""
+"""Choice of the torch device, of its precision and matmul library, and recognition of out-of-memory errors."""
 
 import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -89,3 +89,15 @@ def explain_out_of_memory(advice: str) -> Iterator[None]:
             raise
         reason = str(error).partition("\n")[0]
         raise UserError(f"{advice} ({reason})") from error
+
+
+def prefers_onednn(cpu_name: str) -> bool:
+    """Return whether oneDNN multiplies float32 faster than MKL, torch's default: twice as fast on CPUs not made by
+    Intel, and 10 to 15 % slower on Intel's."""
+    has_fast_mkl = torch.backends.mkl.is_available() and cpu_name.startswith("Intel")
+    return torch.backends.mkldnn.is_available() and not has_fast_mkl
+
+
+_capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)()  # missing in older versions of torch
+PREFERS_ONEDNN = prefers_onednn(_capabilities.get("cpu_name", ""))
+"""Whether float32 matmuls of this machine's CPU run on oneDNN."""

@@ -17,8 +17,7 @@ from lm.inference.completion import TextStream, check_vocabulary
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate, stream
 from lm.inference.runners.runner import prepare_for_inference
-from lm.model.transformer import TransformerLM
-from lm.model.vocabulary import shrink_vocabulary
+from lm.model.transformer import TransformerLM, shrink_vocabulary
 from lm.tokenizer.sentencepiece import SentencePieceTokenizer
 from lm.tokenizer.text_ends import BEGIN_AND_END, find_text_ends
 

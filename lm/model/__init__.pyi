@@ -1,5 +1,7 @@
 from .attention import MultiHeadSelfAttention as MultiHeadSelfAttention
 from .config import ModelConfig as ModelConfig
+from .config import MoEConfig as MoEConfig
+from .config import RopeScaling as RopeScaling
 from .feed_forward import FeedForward as FeedForward
 from .feed_forward import SwiGLU as SwiGLU
 from .flops import flops_per_token as flops_per_token
@@ -11,12 +13,10 @@ from .functional import softmax as softmax
 from .linear import Embedding as Embedding
 from .linear import Linear as Linear
 from .moe import MoE as MoE
-from .moe_config import MoEConfig as MoEConfig
 from .norm import RMSNorm as RMSNorm
 from .ops.flash_attention import FlashAttentionTorch as FlashAttentionTorch
-from .ops.flash_attention_triton import FlashAttentionTriton as FlashAttentionTriton
+from .ops.flash_attention import FlashAttentionTriton as FlashAttentionTriton
 from .rope import RotaryEmbedding as RotaryEmbedding
-from .rope_config import RopeScaling as RopeScaling
 from .transformer import TransformerBlock as TransformerBlock
 from .transformer import TransformerLM as TransformerLM
-from .vocabulary import grow_vocabulary as grow_vocabulary
+from .transformer import grow_vocabulary as grow_vocabulary

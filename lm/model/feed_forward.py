@@ -1,6 +1,5 @@
-"""Feed-forward networks: SwiGLU (Shazeer 2020) and the two-matrix form."""
+"""Feed-forward networks: SwiGLU (Shazeer 2020), and two matrices with silu or squared ReLU (So et al. 2021)."""
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -8,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
+from lm.model.config import ModelConfig
 from lm.model.linear import Linear
 from lm.model.ops.swiglu import swiglu
 
@@ -42,14 +42,20 @@ class FeedForward(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.activation: Callable[[Tensor], Tensor] = F.silu if activation == "silu" else _relu2
+        self.activation = activation
         self.w1 = Linear(d_model, d_ff, device, dtype, role="feed_forward")
         self.w2 = Linear(d_ff, d_model, device, dtype, role="feed_forward")
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d_model) → same shape."""
-        return self.w2(self.activation(self.w1(x)))
+        inner = self.w1(x)
+        return self.w2(F.silu(inner) if self.activation == "silu" else F.relu(inner).square())
 
 
-def _relu2(x: Tensor) -> Tensor:
-    return F.relu(x).square()
+def make_feed_forward(
+    config: ModelConfig, d_ff: int, device: Device = None, dtype: torch.dtype | None = None
+) -> SwiGLU | FeedForward:
+    """Make the network that ``config.feed_forward`` names, with the inner width ``d_ff``."""
+    if config.feed_forward == "swiglu":
+        return SwiGLU(config.d_model, d_ff, device, dtype)
+    return FeedForward(config.d_model, d_ff, config.feed_forward, device, dtype)

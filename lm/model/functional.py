@@ -1,5 +1,8 @@
 """Plain reference functions (CS336 assignment 1, section 3). Tests hold the fused forms in :mod:`lm.model.ops` equal
-to them."""
+to them.
+
+Shapes: N tokens, D d_model, F inner width of an expert, E experts, V vocabulary.
+"""
 
 import math
 
@@ -34,22 +37,23 @@ def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor |
     return softmax(scores, dim=-1) @ v
 
 
-def mix_experts(x: Tensor, gates: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | None, activation: str) -> Tensor:
+def mix_experts(
+    x_ND: Tensor, gates_NE: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor | None, activation: str
+) -> Tensor:
     """Return the sum of all experts' outputs, each times its gate: (N, D).
 
-    ``x`` (N, D), ``gates`` (N, E), 0 for experts that do not compute a token. Expert e is
-    ``w2[e] (f(w1[e] x) ⊙ w3[e] x)``: ``w1`` and ``w3`` (E, d, D), ``w2`` (E, D, d); ``w3`` may be None. ``activation``:
-    ``silu`` or ``relu2``. A loop over the experts, each for all tokens. The model runs
+    Gates are 0 for experts that do not compute a token. Expert e is ``w2[e] (f(w1[e] x) ⊙ w3[e] x)``; ``w3`` may be
+    None. ``activation``: ``silu`` or ``relu2``. A loop over the experts, each for all tokens. The model runs
     :func:`lm.model.ops.experts.mix_experts` instead.
     """
-    out = torch.zeros_like(x)
-    for expert in range(len(w1)):
-        inner = x @ w1[expert].T
-        inner = silu(inner) if activation == "silu" else torch.relu(inner).square()
-        if w3 is not None:
-            inner = inner * (x @ w3[expert].T)
-        out = out + gates[:, expert, None].to(x.dtype) * (inner @ w2[expert].T)
-    return out
+    out_ND = torch.zeros_like(x_ND)
+    for expert in range(len(w1_EFD)):
+        inner_NF = x_ND @ w1_EFD[expert].T
+        inner_NF = silu(inner_NF) if activation == "silu" else torch.relu(inner_NF).square()
+        if w3_EFD is not None:
+            inner_NF = inner_NF * (x_ND @ w3_EFD[expert].T)
+        out_ND = out_ND + gates_NE[:, expert, None].to(x_ND.dtype) * (inner_NF @ w2_EDF[expert].T)
+    return out_ND
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:

@@ -1,14 +1,26 @@
-"""Linear and embedding layers (CS336 assignment 1, section 3)."""
+"""Linear and embedding layers (CS336 assignment 1, section 3), heads, and the roles of parameters.
+
+A module states the role of its parameters as its attribute ``role``, that of a bias as ``bias_role``. Optimizers,
+parameter counts and the Hugging Face exporter follow the roles, not names or shapes.
+Shapes: B batch, T tokens, D d_model, V vocabulary, N = B · T.
+"""
 
 import math
+from collections.abc import Callable
+from typing import Literal, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
+from lm.model.ops.cross_entropy import linear_cross_entropy
 from lm.model.ops.matmul import linear
-from lm.model.roles import Role
+
+Role = Literal["embedding", "query_key", "value_output", "feed_forward", "router", "norm", "bias", "head"]
+"""query_key: a matrix whose output is rotated by position. value_output: the other matrices of attention. feed_forward:
+a matrix, or a stack of the matrices of experts. router: the matrix that scores experts. norm: the weight of a norm."""
+HIDDEN_MATRICES: frozenset[Role] = frozenset(["query_key", "value_output", "feed_forward"])
 
 
 class Linear(nn.Module):
@@ -57,6 +69,65 @@ class Embedding(nn.Module):
     def forward(self, token_ids: Tensor) -> Tensor:
         """Integer ids (...) → (..., embedding_dim)."""
         return F.embedding(token_ids, self.weight)
+
+
+class Head(Linear):
+    """The language-model head: logits of hidden states, or their loss."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, softcap: float = 0.0) -> Tensor:
+        """Hidden states (..., D) → logits (..., V), without ``softcap``.
+
+        With ``targets`` (N,) for ``x`` (N, D): the mean loss, see
+        :func:`lm.model.ops.cross_entropy.linear_cross_entropy`.
+        """
+        return linear(x, self.weight) if targets is None else linear_cross_entropy(x, self.weight, targets, softcap)
+
+
+class TiedEmbedding(Embedding):
+    """An embedding whose weight is also the head's: token ids are looked up, and hidden states go to the head.
+
+    Both are calls of one module, so that what wraps the module, such as :class:`lm.distributed.FSDP`, sees both.
+    """
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, softcap: float = 0.0) -> Tensor:
+        """Integer ids (...) → (..., D); for floating-point ``x`` as :class:`Head`."""
+        if not x.is_floating_point():
+            return F.embedding(x, self.weight)
+        return linear(x, self.weight) if targets is None else linear_cross_entropy(x, self.weight, targets, softcap)
+
+
+class ScalarHead(nn.Module):
+    """Map hidden states to numbers: ``h · weight + bias``, in float32 also under autocast.
+
+    ``weight`` (D,) is initialized from N(0, ``std``²) truncated at ±3 std, or with zeros; ``bias`` is 0.
+    """
+
+    role: Role = "head"
+    bias_role: Role = "bias"
+
+    def __init__(self, d_model: int, std: float = 0.0, device: Device = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(d_model, device=device))
+        self.bias = nn.Parameter(torch.zeros((), device=device))
+        if std:
+            truncated_normal_(self.weight, std)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(..., D) → (...)."""
+        return (hidden_states.float() * self.weight).sum(-1) + self.bias
+
+
+class BuffersKeepDtype(nn.Module):
+    """A module whose own buffers keep their dtype when the model is cast, e.g. by ``model.to(torch.bfloat16)``."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        originals = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, original in originals.items():
+            applied = self._buffers[name]
+            if original is not None and applied is not None and applied.dtype != original.dtype:
+                self._buffers[name] = original.to(applied.device)
+        return self
 
 
 def truncated_normal_(weight: Tensor, std: float) -> None:

@@ -4,14 +4,14 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
+from lm.model.linear import Role
 from lm.model.ops.rms_norm import rms_norm
-from lm.model.roles import Role
 
 
 class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x²) + eps) · weight``, computed in float32 for any input dtype (Zhang & Sennrich 2019)."""
+    """``x / sqrt(mean(x²) + eps) · weight``, computed in float32 for any input dtype."""
 
-    role: Role = "gain"
+    role: Role = "norm"
 
     def __init__(
         self, d_model: int, eps: float = 1e-5, device: Device = None, dtype: torch.dtype | None = None

@@ -1,4 +1,7 @@
-"""Rotary position embeddings (Su et al. 2021)."""
+"""Rotary position embeddings (Su et al. 2021).
+
+Shapes: T tokens, K head_dim, P = K / 2 pairs.
+"""
 
 import math
 
@@ -6,32 +9,32 @@ import torch
 from torch import Tensor
 from torch.types import Device
 
-from lm.model.buffers import BuffersKeepDtype
-from lm.model.rope_config import RopeScaling
+from lm.model.config import RopeScaling
+from lm.model.linear import BuffersKeepDtype
 
 
 class RotaryEmbedding(BuffersKeepDtype):
-    """Rotates the pairs (2i, 2i+1) of a head by the angle ``position · theta^(-2i/d_k)``: Meta's interleaved RoPE.
+    """Rotates the pairs (2i, 2i+1) of a head by the angle ``position · theta^(-2i/K)``: Meta's interleaved RoPE.
 
-    Cosines and sines are float32, also in a model that is cast. ``d_k`` must be even. ``scaling`` slows the rotation,
-    see :class:`lm.model.rope_config.RopeScaling`.
+    Cosines and sines are float32, also in a model that is cast. ``head_dim`` must be even. ``scaling`` slows the
+    rotation, see :class:`lm.model.config.RopeScaling`.
     """
 
     cos: Tensor
     sin: Tensor
 
     def __init__(
-        self, theta: float, d_k: int, max_seq_len: int, device: Device = None, scaling: RopeScaling | None = None
+        self, theta: float, head_dim: int, max_seq_len: int, device: Device = None, scaling: RopeScaling | None = None
     ) -> None:
         super().__init__()
-        frequencies = rotary_frequencies(theta, d_k, scaling, device)
-        angles = torch.outer(torch.arange(max_seq_len, device=device, dtype=torch.float32), frequencies)
+        frequencies_P = rotary_frequencies(theta, head_dim, scaling, device)
+        angles_TP = torch.outer(torch.arange(max_seq_len, device=device, dtype=torch.float32), frequencies_P)
         # Not in the state dict, because they follow from the config.
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.register_buffer("cos", angles_TP.cos(), persistent=False)
+        self.register_buffer("sin", angles_TP.sin(), persistent=False)
 
     def forward(self, x: Tensor, token_positions: Tensor | None = None) -> Tensor:
-        """Rotate ``x`` (..., T, d_k) by its positions (..., T), by default 0 … T-1. Same shape and dtype."""
+        """Rotate ``x`` (..., T, K) by its positions (..., T), by default 0 … T-1. Same shape and dtype."""
         if token_positions is None:
             cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
         else:
@@ -45,17 +48,19 @@ class RotaryEmbedding(BuffersKeepDtype):
         return rotated.flatten(-2).to(x.dtype)
 
 
-def rotary_frequencies(theta: float, d_k: int, scaling: RopeScaling | None = None, device: Device = None) -> Tensor:
-    """Return the frequencies of the pairs of a head (K/2), float32, in radians a token.
+def rotary_frequencies(
+    theta: float, head_dim: int, scaling: RopeScaling | None = None, device: Device = None
+) -> Tensor:
+    """Return the frequencies (P,) of the pairs of a head, float32, in radians per token.
 
-    ``scaling`` divides them by its factor, except for the share of each that is kept.
+    ``scaling`` divides the low frequencies by its factor, and keeps the high ones.
     """
-    frequencies = theta ** (-torch.arange(0, d_k, 2, device=device, dtype=torch.float32) / d_k)
+    frequencies_P = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
     if scaling is None:
-        return frequencies
+        return frequencies_P
     if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    turns = frequencies * (scaling.original_context_length / (2 * math.pi))
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0, 1)
-    return frequencies * ((1 - kept) / scaling.factor + kept)
+        return frequencies_P / scaling.factor
+    turns_P = frequencies_P * (scaling.original_context_length / (2 * math.pi))
+    kept_P = (turns_P - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept_P = kept_P.clamp(0, 1)
+    return frequencies_P * ((1 - kept_P) / scaling.factor + kept_P)

@@ -12,11 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from lm.common.buckets import MAX_BUCKET_BYTES, gradient_bucket_bytes
 from lm.common.execution import ParallelKind
 from lm.model.config import ModelConfig
 from lm.model.flops import parameter_count
 from lm.model.ops.cross_entropy import logit_chunk_bytes
+
+MAX_BUCKET_BYTES = 25 << 20  # of a bucket, the tensors that ranks send together, see lm.distributed
+_MIN_BUCKET_BYTES = 1 << 20
+_MIN_BUCKETS = 4  # so that most gradients are sent during the backward pass, also those of a small model
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,8 @@ def predict_training_memory(
 ) -> TrainingMemory:
     """Predict the memory of a process that trains with micro-batches of ``sequences`` full contexts.
 
-    Weights, gradients and state are float32: AdamW has two moments, Muon one. ``is_bfloat16``: matrix products run in
-    bfloat16 under autocast, which keeps a copy of the matrices. ``parallel`` is what ``world_size`` processes divide.
+    Weights, gradients and state are float32: AdamW has two moments, Muon one. ``is_bfloat16``: matmuls run in
+    bfloat16 under autocast, which keeps a copy of the matrices. ``parallel`` is what ``world_size`` processes shard.
     Raises UserError if the vocabulary size is not set.
     """
     counts = parameter_count(config)
@@ -81,8 +84,8 @@ def predict_training_memory(
     earlier = weights if gradient_accumulation_steps > 1 and parallel not in ("ddp", "zero1") else 0
     share = world_size if parallel in ("zero2", "fsdp") else 1
     state_share = 1 if parallel in ("none", "ddp") else world_size
-    # Muon updates all matrices of a shape together: a float32 copy, two in the type of the products and some smaller
-    # products; at the end the float32 result.
+    # Muon updates all matrices of a shape together: a float32 copy, two in the dtype of the matmuls and some smaller
+    # matmuls; at the end the float32 result.
     largest_shape = max(number * math.prod(shape) for shape, number in matrices.items())
     update = (4 + 3 * element) * largest_shape // state_share if optimizer == "muon" else 0
     if device_type == "cuda":
@@ -94,6 +97,11 @@ def predict_training_memory(
         held.at_first_block + blocks[0] + first_gradients + copies // config.num_layers + earlier,
     )
     return TrainingMemory(weights // share, weights // share, state // state_share, activations, peak)
+
+
+def gradient_bucket_bytes(total_bytes: int) -> int:
+    """Return the size of a full bucket, for gradients of ``total_bytes`` in total."""
+    return min(MAX_BUCKET_BYTES, max(_MIN_BUCKET_BYTES, total_bytes // _MIN_BUCKETS))
 
 
 def largest_micro_batch(available_bytes: int, predict: Callable[[int], TrainingMemory]) -> int:
@@ -109,11 +117,11 @@ def largest_micro_batch(available_bytes: int, predict: Callable[[int], TrainingM
 
 
 class _Held(NamedTuple):
-    """Bytes of weights, gradients, state and communication buffers at three moments of a step."""
+    """Bytes of weights, gradients, state and communication buffers at four moments of a step."""
 
     at_loss: int
     at_last_block: int
-    """The backward pass of the last block, the first in this pass."""
+    """While the backward pass of the last block runs. It runs first."""
     at_first_block: int
     at_update: int
 

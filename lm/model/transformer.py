@@ -3,138 +3,77 @@ variants.
 
 Sources: CS336 assignment 1 (sections 3 and 7.3); Touvron et al. 2023 (Llama 2); Gemma Team 2024 (logit soft-cap); Zhang
 et al. 2019 (zero-initialized residual branches).
-Shapes in comments: B batch, T sequence, D d_model, V vocabulary.
+Shapes: B batch, T tokens, D d_model, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.types import Device
-from torch.utils.checkpoint import checkpoint
 
 from lm.common.errors import UserError
 from lm.model.attention import AttentionFunction, MultiHeadSelfAttention
 from lm.model.config import ModelConfig
-from lm.model.feed_forward import FeedForward, SwiGLU
-from lm.model.linear import Embedding, Linear, truncated_normal_
-from lm.model.moe import MoE, Routing
-from lm.model.moe_config import MoEConfig
+from lm.model.feed_forward import make_feed_forward
+from lm.model.linear import Embedding, Head, Role, ScalarHead, TiedEmbedding, truncated_normal_
+from lm.model.moe import MoE
 from lm.model.norm import RMSNorm
 from lm.model.ops.causal_attention import causal_attention
-from lm.model.ops.cross_entropy import linear_cross_entropy
-from lm.model.ops.matmul import linear
-from lm.model.roles import Role
 from lm.model.rope import RotaryEmbedding
-from lm.model.scalar_head import ScalarHead
 
-HeadFunction = Callable[[Tensor, Tensor], Tensor]  # hidden states (..., D), weight (V, D) → logits (..., V)
-# Hidden states (N, D), weight (V, D), targets (N,), soft-cap → mean cross-entropy
-LossFunction = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+_NEW_ROW_NOISE = 0.01  # of the standard deviation of a column
 
 
 class TransformerBlock(nn.Module):
     """Attention, then the feed-forward network or a mixture of experts, each added to the residual stream.
 
     A sublayer ``f`` is ``x + f(ln(x))`` with ``norm_placement`` ``pre``, ``ln(x + f(x))`` with ``post`` and
-    ``x + f(x)`` with ``none``.
+    ``x + f(x)`` with ``none``. ``layer`` is the index of the block: the first ones of a mixture of experts are dense.
     """
 
     def __init__(
         self,
-        d_model: int,
-        num_heads: int,
-        d_ff: int,
+        config: ModelConfig,
         rope: RotaryEmbedding | None = None,
-        norm_eps: float = 1e-5,
+        layer: int = 0,
         device: Device = None,
         dtype: torch.dtype | None = None,
-        *,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        qk_norm: bool = False,
-        qkv_bias: bool = False,
-        norm_placement: Literal["pre", "post", "none"] = "pre",
-        feed_forward: Literal["swiglu", "silu", "relu2"] = "swiglu",
-        moe: MoEConfig | None = None,
     ) -> None:
         super().__init__()
-        self.is_post_norm = norm_placement == "post"
+        self.is_post_norm = config.norm_placement == "post"
         self.ln1, self.ln2 = (
-            nn.Identity() if norm_placement == "none" else RMSNorm(d_model, norm_eps, device, dtype) for _ in range(2)
+            nn.Identity()
+            if config.norm_placement == "none"
+            else RMSNorm(config.d_model, config.norm_eps, device, dtype)
+            for _ in range(2)
         )
-        self.attn = MultiHeadSelfAttention(
-            d_model,
-            num_heads,
-            rope,
-            device,
-            dtype,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            qk_norm=qk_norm,
-            qkv_bias=qkv_bias,
-            norm_eps=norm_eps,
+        self.attn = MultiHeadSelfAttention(config, rope, device, dtype)
+        self.ffn: nn.Module = (
+            MoE(config, device, dtype)
+            if config.is_moe_layer(layer)
+            else make_feed_forward(config, config.d_ff, device, dtype)
         )
-        self.ffn: nn.Module
-        if moe is not None:
-            self.ffn = MoE(moe, d_model, d_ff, feed_forward, device, dtype)
-        elif feed_forward == "swiglu":
-            self.ffn = SwiGLU(d_model, d_ff, device, dtype)
-        else:
-            self.ffn = FeedForward(d_model, d_ff, feed_forward, device, dtype)
 
     def forward(
         self,
-        x: Tensor,
+        x_BTD: Tensor,
         token_positions: Tensor | None = None,
         attention_function: AttentionFunction = causal_attention,
-        returns_routing: bool = False,
-        padding: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Routing]:
-        """(B, T, D) → (B, T, D); with ``returns_routing``, for a mixture of experts, also its :class:`Routing`.
-
-        ``padding`` (B, T) bool: tokens that it leaves out.
-        """
-        normed = x if self.is_post_norm else self.ln1(x)
-        x = x + self.attn(normed, token_positions, attention_function)
+    ) -> Tensor:
+        """(B, T, D) → (B, T, D)."""
         if self.is_post_norm:
-            x = self.ln1(x)
-        routing: Routing | None = None
-        out = x if self.is_post_norm else self.ln2(x)
-        if returns_routing:
-            out, routing = self.ffn(out, returns_routing=True, padding=padding)
-        else:
-            out = self.ffn(out)
-        x = self.ln2(x + out) if self.is_post_norm else x + out
-        return x if routing is None else (x, routing)
-
-
-class HeadCall(nn.Module):
-    """Calls a function that uses the weight of a sibling module.
-
-    It has no parameters. As a module it has hooks, so that :class:`lm.distributed.FSDP` can gather the weight.
-    """
-
-    def __init__(self, owner: str) -> None:
-        super().__init__()
-        self.weights_of = (owner,)
-
-    def forward(self, function: Callable[[], Tensor]) -> Tensor:
-        """Return ``function()``."""
-        return function()
+            x_BTD = self.ln1(x_BTD + self.attn(x_BTD, token_positions, attention_function))
+            return self.ln2(x_BTD + self.ffn(x_BTD))
+        x_BTD = x_BTD + self.attn(self.ln1(x_BTD), token_positions, attention_function)
+        return x_BTD + self.ffn(self.ln2(x_BTD))
 
 
 class TransformerLM(nn.Module):
     """Map token ids to next-token logits.
 
-    Set ``activation_checkpointing`` to True to save memory in training: blocks then store no activations, and the
-    backward pass runs each block again, for about a third more work. Set ``scalar_head`` to make a reward model, or a
-    policy with a value head, of it. Set ``attention_function`` to compute causal attention in another form of
-    :mod:`lm.model.ops.attention_form`. Set ``head_function`` and ``loss_function`` to compute logits and loss from a
-    head whose weight is divided among ranks. Set ``routings`` to an empty list to balance a mixture of experts: each
-    forward pass with gradients then adds the :class:`lm.model.moe.Routing` of each such block, in order, without the
-    tokens where ``padding`` (B, T) bool is true.
+    :meth:`add_scalar_head` makes a reward model, or a policy with a value head, of it.
     """
 
     def __init__(self, config: ModelConfig, device: Device = None, dtype: torch.dtype | None = None) -> None:
@@ -142,50 +81,37 @@ class TransformerLM(nn.Module):
         if config.vocab_size is None:
             raise UserError("model.vocab_size is not set; set it to the size of the tokenizer.")
         self.config = config
-        self.activation_checkpointing = False
-        self.attention_function: AttentionFunction = causal_attention
-        self.head_function: HeadFunction = linear
-        self.loss_function: LossFunction = linear_cross_entropy
-        self.routings: list[Routing] | None = None
-        self.padding: Tensor | None = None
         self.rope = (
             RotaryEmbedding(config.rope_theta, config.head_width, config.context_length, device, config.rope_scaling)
             if config.position_encoding == "rope"
             else None
         )
-        self.token_embeddings = Embedding(config.vocab_size, config.d_model, device, dtype)
+        embedding_cls = TiedEmbedding if config.tied_embeddings else Embedding
+        self.token_embeddings: Embedding = embedding_cls(config.vocab_size, config.d_model, device, dtype)
         self.layers = nn.ModuleList(
-            TransformerBlock(
-                config.d_model,
-                config.num_heads,
-                config.d_ff,
-                self.rope,
-                config.norm_eps,
-                device,
-                dtype,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                qk_norm=config.qk_norm,
-                qkv_bias=config.qkv_bias,
-                norm_placement=config.norm_placement,
-                feed_forward=config.feed_forward,
-                moe=config.moe if config.is_moe_layer(layer) else None,
-            )
-            for layer in range(config.num_layers)
+            TransformerBlock(config, self.rope, layer, device, dtype) for layer in range(config.num_layers)
         )
         has_final_norm = config.norm_placement == "pre"  # a post-norm block ends with a norm already
         self.ln_final = RMSNorm(config.d_model, config.norm_eps, device, dtype) if has_final_norm else nn.Identity()
+        self.lm_head: Head | None = None
         if config.tied_embeddings:
             truncated_normal_(self.token_embeddings.weight, config.d_model**-0.5)  # gives logits of order 1
-        self.lm_head = (
-            None if config.tied_embeddings else Linear(config.d_model, config.vocab_size, device, dtype, role="head")
-        )
-        self._head_call = HeadCall("token_embeddings" if self.lm_head is None else "lm_head")
+        else:
+            self.lm_head = Head(config.d_model, config.vocab_size, device, dtype, role="head")
         self.scalar_head: ScalarHead | None = None
         if config.zero_init_residual:
             for name, weight in self.layers.named_parameters():
                 if name.endswith((".output_proj.weight", ".w2.weight", ".experts.w2")):
                     nn.init.zeros_(weight)
+
+    def add_scalar_head(self, std: float = 0.0) -> None:
+        """Add a head that reads a number from each hidden state, on the model's device; see :class:`ScalarHead`."""
+        self.scalar_head = ScalarHead(self.config.d_model, std, self.token_embeddings.weight.device)
+
+    @property
+    def head(self) -> nn.Module:
+        """The module of the head: ``lm_head``, or with tied embeddings the embedding."""
+        return self.token_embeddings if self.lm_head is None else self.lm_head
 
     @property
     def head_weight(self) -> Tensor:
@@ -219,7 +145,7 @@ class TransformerLM(nn.Module):
         token_positions: Tensor | None = None,
         attention_functions: Sequence[AttentionFunction] | None = None,
     ) -> Tensor:
-        """Run all blocks: token ids (B, T) → hidden states (B, T, d_model), the input of the head.
+        """Run all blocks: token ids (B, T) → hidden states (B, T, D), the input of the head.
 
         ``token_positions`` (T,) or (B, T) are 0 … T-1 by default. ``attention_functions``, one per layer, replace the
         causal attention: generation uses its KV cache, and rows of several examples keep them apart. Raises UserError
@@ -234,33 +160,22 @@ class TransformerLM(nn.Module):
 
     def run_layers(
         self,
-        x: Tensor,
+        x_BTD: Tensor,
         token_positions: Tensor | None = None,
         attention_functions: Sequence[AttentionFunction] | None = None,
     ) -> Tensor:
         """Run the blocks and the final norm on embeddings (B, T, D): :meth:`hidden_states` after the look-up."""
-        attention_functions = attention_functions or [self.attention_function] * len(self.layers)
-        has_grad = torch.is_grad_enabled()
-        for layer, attention in zip(self.layers, attention_functions, strict=True):
-            is_recorded = self.routings is not None and has_grad and isinstance(layer.ffn, MoE)
-            if self.activation_checkpointing and has_grad:
-                out = checkpoint(layer, x, token_positions, attention, is_recorded, self.padding, use_reentrant=False)
-            else:
-                out = layer(x, token_positions, attention, is_recorded, self.padding)
-            if self.routings is not None and is_recorded:
-                x, routing = out
-                self.routings.append(routing)
-            else:
-                x = out
-        return self.ln_final(x)
+        if attention_functions is None:
+            for layer in self.layers:
+                x_BTD = layer(x_BTD, token_positions)
+        else:
+            for layer, attention_function in zip(self.layers, attention_functions, strict=True):
+                x_BTD = layer(x_BTD, token_positions, attention_function=attention_function)
+        return self.ln_final(x_BTD)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Apply the head to the output of :meth:`hidden_states`: (..., D) → (..., V)."""
-        if self.lm_head is None:
-            logits: Tensor = self._head_call(lambda: self.head_function(hidden_states, self.head_weight))
-        else:
-            logits = self.lm_head(hidden_states)
-        return self.cap_logits(logits)
+        return self.cap_logits(self.head(hidden_states))
 
     def cap_logits(self, logits: Tensor) -> Tensor:
         """Apply the soft-cap to the products of hidden states with the head."""
@@ -294,6 +209,50 @@ class TransformerLM(nn.Module):
 
     def head_loss(self, hidden_states: Tensor, targets: Tensor) -> Tensor:
         """Return :meth:`loss` from the output of :meth:`hidden_states` (B, T, D)."""
-        inputs, cap = hidden_states.flatten(0, -2), self.config.logit_softcap
-        loss: Tensor = self._head_call(lambda: self.loss_function(inputs, self.head_weight, targets.flatten(), cap))
+        loss: Tensor = self.head(hidden_states.flatten(0, -2), targets.flatten(), self.config.logit_softcap)
         return loss
+
+
+@torch.no_grad()
+def grow_vocabulary(model: TransformerLM, vocab_size: int, seed: int) -> None:
+    """Add rows to the embedding and the head of ``model``, in place, up to ``vocab_size`` token ids.
+
+    A new row is the mean of the old ones (Hewitt 2021: the new tokens then take little probability) plus small noise,
+    which depends on ``seed``. The parameters are new objects, so make optimizers afterwards. Raises UserError if the
+    vocabulary is larger already.
+    """
+    old_size = model.config.vocab_size or 0
+    if vocab_size < old_size:
+        raise UserError(f"The model has {old_size:,} token ids and cannot shrink to {vocab_size:,}.")
+    generator = torch.Generator().manual_seed(seed)
+    for layer in (model.token_embeddings, model.lm_head):
+        if layer is not None:
+            weight = _add_rows(layer.weight, vocab_size - old_size, generator)
+            layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
+    model.config = replace(model.config, vocab_size=vocab_size)
+
+
+@torch.no_grad()
+def shrink_vocabulary(model: TransformerLM, vocab_size: int) -> None:
+    """Remove the rows of the embedding and the head of ``model`` from ``vocab_size`` on, in place.
+
+    For vocabularies that are padded to a round number: the removed ids have no token. The parameters are new objects.
+    Raises UserError if the model has fewer rows.
+    """
+    old_size = model.config.vocab_size or 0
+    if vocab_size > old_size:
+        raise UserError(
+            f"The model has {old_size:,} token ids, its tokenizer {vocab_size:,}; they do not belong together."
+        )
+    if vocab_size < old_size:
+        for layer in (model.token_embeddings, model.lm_head):
+            if layer is not None:
+                layer.weight = nn.Parameter(layer.weight[:vocab_size].clone(), requires_grad=layer.weight.requires_grad)
+        model.config = replace(model.config, vocab_size=vocab_size)
+
+
+def _add_rows(weight: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    rows = weight.float()
+    noise = torch.randn(count, weight.shape[1], generator=generator).to(weight.device)
+    new_rows = rows.mean(0) + _NEW_ROW_NOISE * rows.std(0, correction=0) * noise
+    return torch.cat((weight, new_rows.to(weight.dtype)))

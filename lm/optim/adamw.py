@@ -22,7 +22,7 @@ class AdamW(torch.optim.Optimizer):
     """
 
     is_elementwise: ClassVar[bool] = True
-    """Whether an element's update depends on no other element, so that a parameter can be divided."""
+    """True if each element is updated on its own. Then a parameter can be sharded by rows."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class AdamW(torch.optim.Optimizer):
                     params_by_step.setdefault(state["t"], []).append(p)
             for t, params in params_by_step.items():
                 tensors = [(p, cast(Tensor, p.grad), self.state[p]["m"], self.state[p]["v"]) for p in params]
-                rows = [tuple(map(_local_part, row)) for row in tensors]
+                rows = [tuple(map(_local_shard, row)) for row in tensors]
                 if rows[0][0].is_cuda:
                     rows = _update_by_kernel(rows, t, group, found_inf)
                 for weights, grads, m, v in _split_into_blocks(rows):
@@ -136,8 +136,8 @@ def _load_kernel(device: torch.device) -> Callable[[tuple[Tensor, ...], int, dic
     return update
 
 
-def _local_part(x: Tensor) -> Tensor:
-    """Return the part of ``x`` that this rank has: of a DTensor its local tensor, of any other tensor all of it.
+def _local_shard(x: Tensor) -> Tensor:
+    """Return this rank's shard of ``x``: of a DTensor its local tensor, of any other tensor all of it.
 
     In-place operations on views of a DTensor may change a copy.
     """

@@ -11,7 +11,7 @@ class SGD(torch.optim.Optimizer):
     """``p ← p - lr / sqrt(t + 1) · grad``, with ``t`` the number of steps the parameter has taken."""
 
     is_elementwise: ClassVar[bool] = True
-    """Whether an element's update depends on no other element, so that a parameter can be divided."""
+    """True if each element is updated on its own. Then a parameter can be sharded by rows."""
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3) -> None:
         if lr < 0:

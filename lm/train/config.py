@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
 from lm.common.errors import UserError
-from lm.model.config import ModelConfig
-from lm.model.moe_config import MoEConfig
+from lm.model.config import ModelConfig, MoEConfig
 
 _FREE_FIELDS = ("context_length", "rope_theta", "rope_scaling")  # any weights compute with any of these
 _FREE_BALANCE = ("aux_loss_weight", "z_loss_weight", "capacity_factor")  # of a mixture of experts

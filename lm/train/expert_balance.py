@@ -4,14 +4,15 @@ Sources: Fedus et al. 2021 (Switch: auxiliary loss); Zoph et al. 2022 (ST-MoE: r
 DeepSeek-AI 2024 (DeepSeek-V3: loss-free balance by a bias).
 """
 
+from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lm.distributed.process_group import all_reduce_mean
-from lm.model.moe import MoE, Routing
-from lm.model.moe_config import MoEConfig
+from lm.model.config import MoEConfig
+from lm.model.moe import MoE
 from lm.model.transformer import TransformerLM
 
 
@@ -26,16 +27,18 @@ class ExpertBalance:
         self.config = config
         self._bias_update_rate = config.bias_update_rate
         self._layers = [layer.ffn for layer in model.layers if isinstance(layer.ffn, MoE)]
-        self._routings: list[Routing] = []
         self.start_step()
-        model.routings = self._routings  # from now on, forward passes with gradients record here
 
     def start_step(self) -> None:
         """Forget the step before."""
-        self._routings.clear()
         # Sums over the micro-batches of the step, see _pack. Created on the device: a copy from the host would wait.
         self._step = torch.zeros((), device=self._layers[0].router.weight.device)
         self._aux_loss = torch.zeros_like(self._step)  # without its weight, the mean over blocks and micro-batches
+
+    def start_micro_batch(self, padding: Tensor | None) -> None:
+        """Record the routings of the next forward passes, except those of tokens where ``padding`` (B, T) is true."""
+        for layer in self._layers:
+            layer.record_routings(padding)
 
     def freeze_biases(self) -> None:
         """Keep the biases from now on."""
@@ -48,8 +51,7 @@ class ExpertBalance:
         gradient of the mean over micro-batches of the weighted losses, each summed over the blocks. All ranks call this
         together.
         """
-        local = _pack(self._routings, len(self._layers))
-        self._routings.clear()
+        local = _pack(self._layers)
         mean = all_reduce_mean(local.detach().clone())
         self._step = self._step.to(mean) + mean
         shares, tokens = self._shares(mean)
@@ -106,11 +108,15 @@ class ExpertBalance:
         return sums[:, 0] / choices, choices / self.config.top_k
 
 
-def _pack(routings: list[Routing], layers: int) -> Tensor:
-    """Return the sums over all passes, (blocks, 3, E): counts; affinities; z and dropped choices, then zeros."""
+def _pack(layers: list[MoE]) -> Tensor:
+    """Return the sums over all passes, (blocks, 3, E): counts; affinities; z and dropped choices, then zeros. Forget
+    the routings."""
     rows = []
-    for routing in routings:
+    passes = zip(*(layer.routings or [] for layer in layers), strict=True)
+    for routing in chain.from_iterable(passes):
         scalars = torch.stack([routing.z_sum, routing.dropped.to(routing.z_sum.dtype)])
         padded = torch.cat([scalars, scalars.new_zeros(len(routing.counts) - 2)])
         rows.append(torch.stack([routing.counts.to(padded.dtype), routing.affinity_sums, padded]))
-    return torch.stack(rows).unflatten(0, (-1, layers)).sum(0)
+    for layer in layers:
+        layer.routings = []
+    return torch.stack(rows).unflatten(0, (-1, len(layers))).sum(0)

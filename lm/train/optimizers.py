@@ -16,7 +16,7 @@ from lm.checkpoint.training_checkpoint import newest_checkpoint
 from lm.common.errors import UserError, translate_write_errors
 from lm.distributed.plan import Parallel
 from lm.distributed.process_group import get_rank
-from lm.model.roles import HIDDEN_MATRICES
+from lm.model.linear import HIDDEN_MATRICES
 from lm.model.transformer import TransformerLM
 from lm.optim.adamw import AdamW
 from lm.optim.muon import Muon
@@ -42,7 +42,7 @@ def make_optimizers(model: TransformerLM, config: TrainConfig, parallel: Paralle
     hidden, matrices, vectors, embedding = [], [], [], []
     roles = model.parameter_roles()
     for name, parameter in model.named_parameters():
-        if roles[name] in ("gain", "bias"):
+        if roles[name] in ("norm", "bias"):
             vectors.append(parameter)
         elif config.optimizer == "muon" and roles[name] in HIDDEN_MATRICES:
             hidden.append(parameter)

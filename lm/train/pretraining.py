@@ -25,8 +25,8 @@ from lm.model.functional import IGNORE_INDEX
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
+from lm.train.memory_check import check_memory
 from lm.train.objective import Objective
-from lm.train.parallel import check_memory
 from lm.train.trainer import NO_MEMORY_FOR_MODEL, Trainer
 from lm.train.training_job import TrainingJob
 

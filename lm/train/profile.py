@@ -23,11 +23,11 @@ from lm.common.errors import Stopped, UserError, translate_write_errors
 from lm.common.phases import PHASES, Phase, observe_phases, phase
 from lm.distributed.process_group import barrier, process_group
 from lm.hardware.device import choose_device
-from lm.model.flops import parameter_count, peak_flops
+from lm.hardware.peak_flops import peak_flops
+from lm.model.flops import parameter_count
 from lm.model.training_memory import TrainingMemory, largest_micro_batch
-from lm.train.compile import is_compiled
+from lm.train.memory_check import available_memory, predict_memory
 from lm.train.objective import MicroBatch
-from lm.train.parallel import available_memory, predict_memory
 from lm.train.pretraining import Job
 from lm.train.trainer import Trainer
 from lm.train.training_job import lock_directory
@@ -181,7 +181,7 @@ def profile_training(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         processes=trainer.world_size,
         parallel=kind,
-        is_compiled=any(map(is_compiled, [trainer.loss_sum, *(layer.forward for layer in trainer.model.layers)])),
+        is_compiled=trainer.parallel.is_compiled,
         precision=config.precision,
         parameters=parameter_count(trainer.model.config)["total"],
         tokens_per_step=trainer.objective.tokens_per_step,

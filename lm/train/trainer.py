@@ -19,7 +19,7 @@ from lm.common.errors import Stopped, UserError, translate_write_errors
 from lm.common.execution import Execution
 from lm.common.phases import phase
 from lm.data.batches import prefetch_batches
-from lm.distributed.plan import Parallel
+from lm.distributed.plan import parallelize, repays_compilation
 from lm.distributed.process_group import (
     all_reduce_mean,
     barrier,
@@ -34,16 +34,15 @@ from lm.files.atomic_dir import remove_abandoned_directories
 from lm.hardware.cpu import available_cpus
 from lm.hardware.device import choose_precision, explain_out_of_memory
 from lm.hardware.memory import keep_freed_memory
-from lm.model.flops import flops_per_token, peak_flops
-from lm.model.ops.attention_form import choose_attention
+from lm.hardware.peak_flops import peak_flops
+from lm.model.flops import flops_per_token
 from lm.model.transformer import TransformerLM
 from lm.train.checkpoints import adopt_checkpoints, find_resumable, prune_checkpoints, save_step
-from lm.train.compile import compile_loss
 from lm.train.config import TrainConfig
 from lm.train.expert_balance import ExpertBalance
+from lm.train.memory_check import check_directory_is_shared, choose_parallel
 from lm.train.objective import MicroBatch, Objective
 from lm.train.optimizers import SkippedSteps, make_optimizers, whole_parameters
-from lm.train.parallel import check_directory_is_shared, choose_parallel, whole_model
 from lm.train.throughput import StepTimer, Throughput
 from lm.train.tracking import Tracker, log_step, plot_metrics, read_metrics, replace_non_finite
 
@@ -82,21 +81,19 @@ class Trainer:
         precision = broadcast_from_rank0(choose_precision(config.precision, self.device))
         self.config = config = replace(config, precision=precision)
         self.model, self.objective, self.execution, self.out = model, objective, execution, out
-        self.model.activation_checkpointing = execution.activation_checkpointing
-        self.model.attention_function = choose_attention(execution.attention, self.device)
-        self.parallel = Parallel(
-            model, choose_parallel(execution, config, model.config, self.device), whole_parameters(model, config)
-        )
+        kind = choose_parallel(execution, config, model.config, self.device)
+        self.parallel = parallelize(model, execution, kind, whole_parameters(model, config))
         self.optimizers = make_optimizers(model, config, self.parallel)
         self.balance = ExpertBalance(model, model.config.moe) if model.config.moe else None
         self.loss_sum: Callable[[MicroBatch], Tensor] = self._loss_sum
         self.flops_per_step = objective.tokens_per_step * flops_per_token(model.config)
-        if execution.compile and objective.is_compilable:
+        is_long = repays_compilation(config.steps * self.flops_per_step)
+        if execution.compile and objective.is_compilable and is_long:
             with self.explain_out_of_memory():
                 micro_batch = objective.micro_batches(0)[0]
-                model.padding = objective.padding(micro_batch) if self.balance else None
-                flops = config.steps * self.flops_per_step
-                self.loss_sum = compile_loss(self._loss_sum, model, self.parallel, micro_batch, flops)
+                if self.balance:
+                    self.balance.start_micro_batch(objective.padding(micro_batch))
+                self.loss_sum = self.parallel.compile_loss(self._loss_sum, micro_batch)
         self.step = 0
         self.best: dict[str, Any] = {"step": 0, objective.metric_names[0]: None}
         self.evaluations_without_improvement = 0
@@ -110,7 +107,7 @@ class Trainer:
         self.tracker: Tracker | None = None  # of rank 0, during run()
         self.is_contention_logged = False
         out.mkdir(parents=True, exist_ok=True)
-        if self.parallel.divides_state:
+        if self.parallel.shards_state:
             check_directory_is_shared(out)
         if self.rank == 0:
             remove_abandoned_directories(out)
@@ -310,7 +307,8 @@ class Trainer:
         for number, micro_batch in enumerate(micro_batches, start=1):
             with self.parallel.no_sync() if number < len(micro_batches) else nullcontext():
                 with phase("forward"):
-                    self.model.padding = self.objective.padding(micro_batch) if self.balance else None
+                    if self.balance:
+                        self.balance.start_micro_batch(self.objective.padding(micro_batch))
                     loss = self.loss_sum(micro_batch) / mean_weight
                     penalty = self.balance.loss(len(micro_batches)) if self.balance else 0.0
                 with phase("backward"):
@@ -355,7 +353,7 @@ class Trainer:
             is_better = best is None or (value > best if self.objective.is_higher_better else value < best)
             if math.isfinite(value) and is_better:
                 self.best, self.evaluations_without_improvement = {"step": self.step, **metrics}, 0
-        model = whole_model(self.model, self.parallel)
+        model = self.parallel.full_model()
         if self.tracker:
             for sample in self.objective.sample(model):
                 self.tracker.add_sample(self.step, sample.prompt, sample.text)
@@ -363,7 +361,7 @@ class Trainer:
 
     def save(self) -> None:
         """Save a checkpoint of the current step and delete old checkpoints. All ranks call this together."""
-        if self.rank > 0 and not self.parallel.divides_state:
+        if self.rank > 0 and not self.parallel.shards_state:
             return
         description = {
             "data": self.objective.digests,

@@ -20,8 +20,7 @@ from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
 from lm.experiments.axes import Axis
 from lm.inference.config import SampleConfig
-from lm.model.config import ModelConfig
-from lm.model.rope_config import RopeScaling
+from lm.model.config import ModelConfig, RopeScaling
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import DPOConfig
 from lm.text.config import ChunkConfig, DataConfig

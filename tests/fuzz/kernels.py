@@ -14,6 +14,7 @@ from lm.common.errors import InvalidUtf8Error
 from lm.inference.runners.cpu_layers import CpuAttention, CpuNorm, LowPrecisionLinear
 from lm.inference.runners.torch_runner import DecodeAttention
 from lm.model.attention import MultiHeadSelfAttention
+from lm.model.config import ModelConfig
 from lm.model.norm import RMSNorm
 from lm.model.rope import RotaryEmbedding
 from lm.text.patterns import PATTERNS
@@ -178,7 +179,13 @@ def decode_step(source: random.Random) -> int:
     heads, width = kv_heads * source.randrange(1, 4), 2 * half
     length, rows = source.randrange(1, 50), source.randrange(1, 4)
     rope = RotaryEmbedding(100.0, width, length) if source.random() < 0.5 else None
-    layer = MultiHeadSelfAttention(heads * width, heads, rope, dtype=dtype, num_kv_heads=kv_heads)
+    config = ModelConfig(
+        d_model=heads * width,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        position_encoding="rope" if rope else "none",
+    )
+    layer = MultiHeadSelfAttention(config, rope, dtype=dtype)
     layer.requires_grad_(False).output_proj.weight.copy_(torch.eye(heads * width))
     cpu_layer = CpuAttention(layer, LowPrecisionLinear)
     for _ in range(20):

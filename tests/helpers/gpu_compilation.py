@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lm.inference.runners import cuda_runner, decode_triton
-from lm.model.ops import flash_attention_kernels
+from lm.model.ops import flash_attention_triton
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 FLOAT32_POINTERS = ("log_sum_exp_ptr", "delta_ptr", "cos_ptr", "sin_ptr", "split_ptr")
@@ -56,10 +56,10 @@ def compile_kernel(
 def compile_flash_attention(capability: int, width: int, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     """Compile with the largest tiles that the autotuner would measure."""
     for name in ("forward_kernel", "key_value_gradient_kernel", "query_gradient_kernel"):
-        tuner = getattr(flash_attention_kernels, name)
+        tuner = getattr(flash_attention_triton, name)
         constants = {"IS_CAUSAL": True, "PRECISION": "ieee", "WIDTH": width}
         constants["PADDED_WIDTH"] = triton.next_power_of_2(width)
-        config = flash_attention_kernels._choose_tiles(
+        config = flash_attention_triton._choose_tiles(
             tuner.configs, {"q_ptr": SimpleNamespace(element_size=lambda: dtype.itemsize)}, **constants
         )[0]
         yield compile_kernel(

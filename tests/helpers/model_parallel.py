@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+from lm.common.execution import Execution
 from lm.distributed import PipelineParallel, apply_tensor_parallel, gather_full_params
+from lm.distributed.plan import parallelize
 from lm.distributed.process_group import all_reduce_mean, get_rank, get_world_size
 from lm.model.config import ModelConfig
 from lm.model.functional import IGNORE_INDEX
-from lm.model.roles import HIDDEN_MATRICES
+from lm.model.linear import HIDDEN_MATRICES
 from lm.model.transformer import TransformerLM
 from lm.optim import AdamW, Muon, clip_grad_norm
 from tests.helpers.ranks import rank_of_test, run_ranks
@@ -68,7 +70,7 @@ class Case:
             logit_softcap=self.logit_softcap,
         )
         model = TransformerLM(config, dtype=torch.float64 if self.is_double else torch.float32)
-        model.activation_checkpointing = self.has_checkpointing
+        parallelize(model, Execution(activation_checkpointing=self.has_checkpointing), "none")
         return model
 
 
@@ -105,7 +107,7 @@ def train(case: Case) -> dict[str, Tensor]:
 
     The parallel cross-entropy takes about 30 tokens at a time.
     """
-    with patch("lm.distributed.vocabulary_parallel._CHUNK_BYTES", 4 * 30 * _VOCAB // get_world_size()):
+    with patch("lm.distributed.tensor_parallel._CHUNK_BYTES", 4 * 30 * _VOCAB // get_world_size()):
         return _train(case)
 
 

@@ -11,12 +11,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from lm.common.execution import ParallelKind
-from lm.distributed.plan import Parallel
+from lm.common.execution import Execution, ParallelKind
+from lm.distributed.plan import parallelize
 from lm.distributed.process_group import all_reduce_mean, get_rank, get_world_size
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
-from lm.train.compile import compile_loss
 from lm.train.config import TrainConfig
 from lm.train.optimizers import make_optimizers, whole_parameters
 from tests.helpers.ranks import rank_of_test, run_ranks
@@ -65,8 +64,8 @@ def train(case: Case) -> dict[str, Tensor]:
     config = TrainConfig(optimizer=case.optimizer, max_lr=0.001, max_grad_norm=0.5)  # type: ignore[arg-type]
     dtype = torch.float64 if case.is_double else torch.float32
     model = TransformerLM(model_config, dtype=dtype)
-    model.activation_checkpointing = case.has_checkpointing
-    parallel = Parallel(model, case.kind, whole_parameters(model, config))
+    execution = Execution(activation_checkpointing=case.has_checkpointing)
+    parallel = parallelize(model, execution, case.kind, whole_parameters(model, config))
     optimizers = make_optimizers(model, config, parallel)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         if "eps" in group:
@@ -77,7 +76,7 @@ def train(case: Case) -> dict[str, Tensor]:
 
     if case.is_compiled:
         with patch("torch.compile", lambda function: function):
-            compile_loss(loss_of, model, parallel, tokens_of(0)[:1], 1e18)
+            parallel.compile_loss(loss_of, tokens_of(0)[:1])
     figures = []
     for step in range(case.steps):
         parts = tokens_of(step).chunk(get_world_size())[get_rank()].chunk(_MICRO_BATCHES)

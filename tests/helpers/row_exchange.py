@@ -3,7 +3,7 @@
 import torch
 
 from lm.distributed.process_group import get_world_size
-from lm.distributed.sharding import RowExchange, divide_rows, local_rows
+from lm.distributed.sharding import RowExchange, local_rows, shard_rows
 from tests.helpers.ranks import rank_of_test
 
 
@@ -12,7 +12,7 @@ def main() -> None:
         torch.manual_seed(0)
         whole, divided, world_size = torch.randn(8, 8), torch.randn(5, 2), get_world_size()
         for tensors, are_whole in (([whole, divided], [True, False]), ([divided], [False]), ([whole], [True])):
-            bounds = divide_rows(tensors, are_whole, [0] * world_size)
+            bounds = shard_rows(tensors, are_whole, [0] * world_size)
             exchange = RowExchange(tensors, bounds, torch.float32)
             gathered = [torch.empty_like(x) for x in tensors]
             rows = [local_rows(x, b) for x, b in zip(tensors, bounds, strict=True)]

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from lm.common.execution import ParallelKind
-from lm.distributed.plan import Parallel
+from lm.common.execution import Execution, ParallelKind
+from lm.distributed.plan import parallelize
 from lm.model.config import ModelConfig
 from lm.model.training_memory import TrainingMemory, predict_training_memory
 from lm.model.transformer import TransformerLM
@@ -52,9 +52,9 @@ def measure_peak(case: Case) -> int:
 
     def make_step() -> Callable[[], None]:
         model = TransformerLM(case.config)
-        model.activation_checkpointing = case.has_checkpointing
         config = TrainConfig(optimizer=case.optimizer, precision="bfloat16" if case.is_bfloat16 else "float32")
-        parallel = Parallel(model, case.parallel, whole_parameters(model, config))
+        execution = Execution(activation_checkpointing=case.has_checkpointing)
+        parallel = parallelize(model, execution, case.parallel, whole_parameters(model, config))
         optimizers = make_optimizers(model, config, parallel)
 
         def step() -> None:

@@ -30,8 +30,7 @@ from lm.checkpoint.training_checkpoint import (
 from lm.common.errors import TransientError, UserError
 from lm.common.execution import Execution
 from lm.inference.llama import LlamaTokenizer
-from lm.model.config import ModelConfig
-from lm.model.moe_config import MoEConfig
+from lm.model.config import ModelConfig, MoEConfig
 from lm.model.transformer import TransformerLM
 from lm.optim.adamw import AdamW
 from lm.tokenizer.pretoken_counts import SCHEMA, merge_counts, read_counts, write_counts

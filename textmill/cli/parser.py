@@ -58,8 +58,8 @@ set_parsing_settings(
     docstring_parse_attribute_docstrings=True,
     import_path_denylist=["*"],
     import_path_allowlist=[
-        *("lm.model.MoEConfig", "lm.model.moe_config.MoEConfig"),
-        *("lm.model.RopeScaling", "lm.model.rope_config.RopeScaling"),
+        *("lm.model.MoEConfig", "lm.model.config.MoEConfig"),
+        *("lm.model.RopeScaling", "lm.model.config.RopeScaling"),
     ],
 )
 

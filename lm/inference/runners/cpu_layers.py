@@ -28,7 +28,7 @@ from lm.kernels.decode.small_batch_matmul import Matrix
 from lm.kernels.jit import Stored
 from lm.model.attention import AttentionFunction, MultiHeadSelfAttention
 from lm.model.feed_forward import SwiGLU
-from lm.model.linear import Linear
+from lm.model.linear import Head, Linear
 from lm.model.moe import Experts
 from lm.model.norm import RMSNorm
 from lm.model.ops.causal_attention import causal_attention
@@ -188,7 +188,7 @@ class CpuAttention(MultiHeadSelfAttention):
 
     def __init__(self, attention: MultiHeadSelfAttention, make_linear: MakeLinear) -> None:
         nn.Module.__init__(self)  # skips the creation of weights
-        self.d_k, self.rope = attention.d_k, attention.rope
+        self.head_dim, self.rope = attention.head_dim, attention.rope
         self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
         layers = (attention.q_proj, attention.k_proj, attention.v_proj)
         biases = [layer.bias for layer in layers if layer.bias is not None]
@@ -198,9 +198,9 @@ class CpuAttention(MultiHeadSelfAttention):
         norms = [norm for norm in (self.q_norm, self.k_norm) if isinstance(norm, RMSNorm)]
         rope, empty = self.rope, torch.empty(0)
         self.shape = AttentionLayer(
-            heads=self._sizes[0] // self.d_k,
-            kv_heads=self._sizes[1] // self.d_k,
-            head_dim=self.d_k,
+            heads=self._sizes[0] // self.head_dim,
+            kv_heads=self._sizes[1] // self.head_dim,
+            head_dim=self.head_dim,
             norm_weights=join_floats([norm.weight for norm in norms]),
             eps=norms[0].eps if norms else 0.0,
             cos=flat_array(rope.cos if rope else empty),
@@ -296,3 +296,4 @@ CPU_LAYERS: dict[type[nn.Module], Callable[..., nn.Module]] = {
     Linear: lambda layer, make_linear: make_linear(layer.weight, biases=[] if layer.bias is None else [layer.bias]),
 }
 """The form of each layer of a model; it takes the layer and how to make a linear layer."""
+CPU_LAYERS[Head] = CPU_LAYERS[Linear]

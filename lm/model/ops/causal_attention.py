@@ -1,16 +1,19 @@
-"""Causal attention.
+"""Causal attention, and the backends that compute it: a choice of this machine, not of the model.
 
-Short bfloat16 sequences on a CPU run as blocks of bfloat16 matrix products, which torch's fused attention does not use
-there. Everything else runs on torch's ``scaled_dot_product_attention``. The plain reference is
-:func:`lm.model.functional.scaled_dot_product_attention`.
-Shapes in comments: B batch, H query heads, H' key and value heads, T tokens, K head width, N = B · H.
+A backend maps queries (B, H, T, K) and keys and values (B, G, T, K) to (B, H, T, K); H / G consecutive query heads
+share a key and value head. The plain reference is :func:`lm.model.functional.scaled_dot_product_attention`.
+Shapes: B batch, H query heads, G key and value heads, T tokens, K head_dim, N = B · H.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from lm.common.execution import AttentionForm
+from lm.model.functional import scaled_dot_product_attention
+from lm.model.ops.flash_attention import flash_attention, load_kernels
 
 _HAS_CPU_BFLOAT16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 _MAX_TOKENS = 1024  # at twice the length torch's attention is as fast
@@ -18,29 +21,82 @@ _BLOCK_QUERIES = 256  # a block also computes scores above the diagonal; few que
 _BLOCK_SCORES = 1 << 19  # attention scores of a block: in bfloat16 they and their gradients fit a CPU's cache
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def choose_attention(form: AttentionForm, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return the function of an attention backend for tensors on ``device``.
+
+    Raises UserError if ``form`` is ``flash`` and Triton is not installed, on a GPU.
+    """
+    if form == "sdpa":
+        return sdpa_attention
+    if form == "reference":
+        return reference_attention
+    if form == "flash":
+        if device.type == "cuda":
+            load_kernels()  # fails now rather than in the first step
+        return flash_attention
+    # On GPUs this is torch's own, cuDNN's on an H200. Ours is faster than torch's flash kernel there, but was not
+    # measured beside cuDNN's; see benchmarks/GPU.md.
+    return causal_attention
+
+
+def causal_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
     """Return ``softmax(q kᵀ / sqrt(K)) v`` with a causal mask: (B, H, T, K).
 
-    ``q`` (B, H, T, K); ``k`` and ``v`` (B, H', T, K). H / H' consecutive query heads share a key and value head.
+    Short bfloat16 sequences on a CPU run as blocks of bfloat16 matmuls, which torch's fused attention does not use
+    there. Everything else runs on torch's ``scaled_dot_product_attention``.
     """
-    group_size = q.shape[-3] // k.shape[-3]
-    is_cpu_bfloat16 = q.device.type == "cpu" and q.dtype == torch.bfloat16 and _HAS_CPU_BFLOAT16
-    if not is_cpu_bfloat16 or q.shape[-2] > _MAX_TOKENS:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group_size > 1)
-    if group_size > 1:
-        k, v = (x.repeat_interleave(group_size, -3) for x in (k, v))
-    out: Tensor = blocked_causal_attention(*(x.reshape(-1, *x.shape[-2:]) for x in (q, k, v)))
-    return out.view(q.shape)
+    is_cpu_bfloat16 = q_BHTK.device.type == "cpu" and q_BHTK.dtype == torch.bfloat16 and _HAS_CPU_BFLOAT16
+    if not is_cpu_bfloat16 or q_BHTK.shape[-2] > _MAX_TOKENS:
+        return sdpa_attention(q_BHTK, k_BGTK, v_BGTK)
+    k_BHTK, v_BHTK = _repeat_kv_heads(q_BHTK, k_BGTK, v_BGTK)
+    out_NTK: Tensor = blocked_causal_attention(*(x.reshape(-1, *x.shape[-2:]) for x in (q_BHTK, k_BHTK, v_BHTK)))
+    return out_NTK.view(q_BHTK.shape)
+
+
+def sdpa_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+    """Return causal attention by torch's ``scaled_dot_product_attention``."""
+    has_groups = q_BHTK.shape[-3] > k_BGTK.shape[-3]
+    return F.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, is_causal=True, enable_gqa=has_groups)
+
+
+def reference_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+    """Return causal attention by the plain reference. Memory grows with T²."""
+    length = q_BHTK.shape[-2]
+    mask_TT = torch.ones(length, length, dtype=torch.bool, device=q_BHTK.device).tril()
+    k_BHTK, v_BHTK = _repeat_kv_heads(q_BHTK, k_BGTK, v_BGTK)
+    return scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, mask_TT)
+
+
+def make_segment_attention(segment_ids_BT: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return causal attention within segments, for rows that hold several examples; int ``segment_ids``.
+
+    A token attends to itself and to the tokens before it with the same segment id. Use it in each layer of a model.
+    """
+    length = segment_ids_BT.shape[-1]
+    is_same = segment_ids_BT[:, None, :, None] == segment_ids_BT[:, None, None, :]
+    mask_B1TT = is_same & is_same.new_ones(length, length).tril()
+
+    def attend(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+        has_groups = q_BHTK.shape[-3] > k_BGTK.shape[-3]
+        return F.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, mask_B1TT, enable_gqa=has_groups)
+
+    return attend
+
+
+def _repeat_kv_heads(q_BHTK: Tensor, *tensors_BGTK: Tensor) -> list[Tensor]:
+    """Return the tensors with one head for each query head."""
+    group_size = q_BHTK.shape[-3] // tensors_BGTK[0].shape[-3]
+    return [x.repeat_interleave(group_size, -3) if group_size > 1 else x for x in tensors_BGTK]
 
 
 @torch.library.custom_op("textmill::blocked_causal_attention", mutates_args=())
 def blocked_causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return causal attention for ``q``, ``k`` and ``v``, each (N, T, K), computed block by block."""
-    out = torch.empty_like(v)
+    out_NTK = torch.empty_like(v)
     for heads, queries, keys in _blocks(q):
         weights = _attention_weights(q[heads, queries], k[heads, keys], queries.start)
-        torch.bmm(weights, v[heads, keys], out=out[heads, queries])
-    return out
+        torch.bmm(weights, v[heads, keys], out=out_NTK[heads, queries])
+    return out_NTK
 
 
 @torch.library.custom_op("textmill::blocked_causal_attention_backward", mutates_args=())
@@ -63,12 +119,12 @@ def _backward(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, Te
     return grad_q, grad_k, grad_v
 
 
-def _blocks(q: Tensor) -> Iterator[tuple[slice, slice, slice]]:
+def _blocks(q_NTK: Tensor) -> Iterator[tuple[slice, slice, slice]]:
     """Yield slices of heads, of queries and of the keys that these queries see; the last queries first.
 
     A block has at most ``_BLOCK_SCORES`` scores, or one head.
     """
-    head_count, length, _ = q.shape
+    head_count, length, _ = q_NTK.shape
     query_count = min(length, _BLOCK_QUERIES)
     block_heads = max(1, _BLOCK_SCORES // (query_count * length))
     for head in range(0, head_count, block_heads):
@@ -85,16 +141,8 @@ def _attention_weights(q: Tensor, k: Tensor, start: int) -> Tensor:
     return scores.softmax(-1)
 
 
-@blocked_causal_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.empty_like(v)
-
-
-@_backward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
+blocked_causal_attention.register_fake(lambda q, k, v: torch.empty_like(v))
+_backward.register_fake(lambda q, k, v, grad: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))
 blocked_causal_attention.register_autograd(
     lambda ctx, grad: _backward(*ctx.saved_tensors, grad),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),

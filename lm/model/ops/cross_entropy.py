@@ -1,4 +1,7 @@
-"""Cross-entropy fused with the head's matrix product. Memory holds one chunk of the logits at a time."""
+"""Cross-entropy fused with the head's matmul. Memory holds one chunk of the logits at a time.
+
+Shapes: N tokens, C tokens of a chunk, D d_model, V vocabulary.
+"""
 
 from typing import Any
 
@@ -23,7 +26,7 @@ def linear_cross_entropy(
     ``x`` (N, D) float, ``weight`` (V, D), ``targets`` int (N,). The mean is over the targets that are not
     ``ignore_index``. Without any such target the loss and its gradients are 0 (torch returns nan), so that a
     micro-batch of padding can be added with weight 0. A ``softcap`` above 0 limits the logits to ± its value. Under
-    autocast the products run in autocast's dtype. The gradients are computed in the forward pass, chunk by chunk.
+    autocast the matmuls run in autocast's dtype. The gradients are computed in the forward pass, chunk by chunk.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -42,83 +45,84 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        targets: Tensor,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
         softcap: float,
         ignore_index: int,
         dtype: torch.dtype,
         needs_grad: bool,
     ) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            rows = max(1, logit_chunk_bytes(x.device.type) // (4 * len(weight)))
-            inputs, matrix = x.to(dtype), weight.to(dtype)
-            grad_x = torch.empty_like(inputs) if needs_grad else None
+        with torch.autocast(x_ND.device.type, enabled=False):
+            rows = max(1, logit_chunk_bytes(x_ND.device.type) // (4 * len(weight_VD)))
+            inputs_ND, matrix_VD = x_ND.to(dtype), weight_VD.to(dtype)
+            grad_x_ND = torch.empty_like(inputs_ND) if needs_grad else None
             sum_dtype = torch.promote_types(dtype, torch.float32)
-            grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if needs_grad else None
-            total = torch.zeros((), dtype=sum_dtype, device=x.device)
-            is_ignored = targets[:, None] == ignore_index
-            safe_targets = targets[:, None].masked_fill(is_ignored, 0)
+            grad_weight_VD = torch.zeros_like(weight_VD, dtype=sum_dtype) if needs_grad else None
+            total = torch.zeros((), dtype=sum_dtype, device=x_ND.device)
+            is_ignored_N1 = targets_N[:, None] == ignore_index
+            safe_targets_N1 = targets_N[:, None].masked_fill(is_ignored_N1, 0)
             # N / counted targets. On the device, so that the host does not wait. Exactly 1 if all targets count.
-            correction = torch.full((), len(x), dtype=sum_dtype, device=x.device) / (~is_ignored).sum().clamp_(min=1)
-            softmax = _softmax_to_compile if x.is_cuda and torch.compiler.is_compiling() else _softmax_in_place
-            for start in range(0, len(x), rows):
+            count = (~is_ignored_N1).sum().clamp_(min=1)
+            correction = torch.full((), len(x_ND), dtype=sum_dtype, device=x_ND.device) / count
+            softmax = _softmax_to_compile if x_ND.is_cuda and torch.compiler.is_compiling() else _softmax_in_place
+            for start in range(0, len(x_ND), rows):
                 chunk = slice(start, start + rows)
-                chunk_x, target, ignored = inputs[chunk], safe_targets[chunk], is_ignored[chunk]
-                loss, grad = softmax(
-                    linear_forward(chunk_x, matrix).to(sum_dtype), target, ignored, softcap, needs_grad
+                loss, grad_CV = softmax(  # no name for the logits: their memory is free after the cast of the gradient
+                    linear_forward(inputs_ND[chunk], matrix_VD).to(sum_dtype),
+                    safe_targets_N1[chunk],
+                    is_ignored_N1[chunk],
+                    softcap,
+                    needs_grad,
                 )
                 total += loss
-                if grad_x is None or grad_weight is None:
+                if grad_x_ND is None or grad_weight_VD is None:
                     continue
-                grad = grad.to(dtype)
-                grad_x[chunk] = linear_forward(grad, matrix.T)
-                grad_weight += linear_weight_grad(chunk_x, grad)
-            ctx.save_for_backward(grad_x, grad_weight, correction)
-        return total / len(x) * correction
+                grad_CV = grad_CV.to(dtype)
+                grad_x_ND[chunk] = linear_forward(grad_CV, matrix_VD.T)
+                grad_weight_VD += linear_weight_grad(inputs_ND[chunk], grad_CV)
+            ctx.save_for_backward(grad_x_ND, grad_weight_VD, correction)
+        return total / len(x_ND) * correction
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_weight, correction = ctx.saved_tensors
-        scale = grad / len(grad_x) * correction
-        return grad_x * scale, grad_weight * scale, None, None, None, None, None
+        grad_x_ND, grad_weight_VD, correction = ctx.saved_tensors
+        scale = grad / len(grad_x_ND) * correction
+        return grad_x_ND * scale, grad_weight_VD * scale, None, None, None, None, None
 
 
 def _softmax_in_place(
-    logits: Tensor, target: Tensor, ignored: Tensor, softcap: float, needs_grad: bool
+    logits_CV: Tensor, target_C1: Tensor, is_ignored_C1: Tensor, softcap: float, needs_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of ``logits`` (N, V), which it overwrites, and its gradients for them if needed.
-
-    ``target`` and ``ignored`` are (N, 1).
-    """
+    """Return the summed loss of the logits, which it overwrites, and its gradients for them if needed."""
     if softcap:
-        tanh = logits.div_(softcap).tanh_()
-        logits = tanh * softcap
-    max_logit, target_logit = logits.amax(-1, keepdim=True), logits.gather(-1, target)
-    grad = logits.sub_(max_logit).exp_()
-    exp_sum = grad.sum(-1, keepdim=True)
-    loss = (exp_sum.log() + max_logit - target_logit).masked_fill_(ignored, 0).sum()
+        tanh_CV = logits_CV.div_(softcap).tanh_()
+        logits_CV = tanh_CV * softcap
+    max_logit_C1, target_logit_C1 = logits_CV.amax(-1, keepdim=True), logits_CV.gather(-1, target_C1)
+    grad_CV = logits_CV.sub_(max_logit_C1).exp_()
+    exp_sum_C1 = grad_CV.sum(-1, keepdim=True)
+    loss = (exp_sum_C1.log() + max_logit_C1 - target_logit_C1).masked_fill_(is_ignored_C1, 0).sum()
     if needs_grad:
         # Division by infinity zeroes the ignored rows without another pass over the logits.
-        grad.scatter_add_(-1, target, -exp_sum.masked_fill(ignored, 0))
-        grad.div_(exp_sum.masked_fill(ignored, torch.inf))
+        grad_CV.scatter_add_(-1, target_C1, -exp_sum_C1.masked_fill(is_ignored_C1, 0))
+        grad_CV.div_(exp_sum_C1.masked_fill(is_ignored_C1, torch.inf))
         if softcap:
-            grad.mul_(1 - tanh.square_())
-    return loss, grad
+            grad_CV.mul_(1 - tanh_CV.square_())
+    return loss, grad_CV
 
 
 def _softmax_to_compile(
-    logits: Tensor, target: Tensor, ignored: Tensor, softcap: float, needs_grad: bool
+    logits_CV: Tensor, target_C1: Tensor, is_ignored_C1: Tensor, softcap: float, needs_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute what :func:`_softmax_in_place` does in plain operations, which torch.compile fuses into one kernel.
 
     On a GPU the kernel reads the logits twice and writes the gradients once.
     """
-    tanh = torch.tanh(logits / softcap) if softcap else None
-    capped = logits if tanh is None else tanh * softcap
-    log_sum = capped.logsumexp(-1, keepdim=True)
-    loss = (log_sum - capped.gather(-1, target)).masked_fill(ignored, 0).sum()
-    is_target = torch.arange(logits.shape[-1], device=logits.device) == target
-    grad = ((capped - log_sum).exp() - is_target.to(logits.dtype)).masked_fill(ignored, 0)
-    return loss, grad if tanh is None else grad * (1 - tanh.square())
+    tanh_CV = torch.tanh(logits_CV / softcap) if softcap else None
+    capped_CV = logits_CV if tanh_CV is None else tanh_CV * softcap
+    log_sum_C1 = capped_CV.logsumexp(-1, keepdim=True)
+    loss = (log_sum_C1 - capped_CV.gather(-1, target_C1)).masked_fill(is_ignored_C1, 0).sum()
+    is_target_CV = torch.arange(logits_CV.shape[-1], device=logits_CV.device) == target_C1
+    grad_CV = ((capped_CV - log_sum_C1).exp() - is_target_CV.to(logits_CV.dtype)).masked_fill(is_ignored_C1, 0)
+    return loss, grad_CV if tanh_CV is None else grad_CV * (1 - tanh_CV.square())

@@ -2,9 +2,11 @@
 to a capacity).
 
 The pairs of a token and one of its experts are sorted by expert. Each expert multiplies its segment of the sorted
-pairs: one product after the other, or all in one kernel of a GPU.
+pairs: one matmul after the other, the fast form on CPUs, or all in one kernel of a GPU.
+Shapes: N tokens, D d_model, F inner width of an expert, E experts, A experts of a token (top_k), P = N · A pairs.
 """
 
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,31 +15,31 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lm.model import functional
-from lm.model.ops.expert_segments import mix_expert_segments
+from lm.model.ops.matmul import count_padding_rows, linear_forward, linear_weight_grad, runs_on_mkl
 
 Activation = Literal["silu", "relu2"]
 
 _GROUP_ROWS = 8  # rows of a group, and widths, are multiples of this: CUDA's kernel needs multiples of 16 bytes
-_CAPABILITIES = (9, 10)  # Hopper and Blackwell: on other GPUs torch's grouped product waits for the host
-_MAX_GROUPS = 1023  # of torch's grouped product
+_CAPABILITIES = (9, 10)  # Hopper and Blackwell: on other GPUs torch's grouped matmul waits for the host
+_MAX_GROUPS = 1023  # of torch's grouped matmul
 
 
 class ExpertWeights(NamedTuple):
-    """Stacks of the matrices of E experts of width d."""
+    """Stacks of the matrices of E experts."""
 
     w1: Tensor
-    """(E, d, D)"""
+    """(E, F, D)"""
     w2: Tensor
-    """(E, D, d)"""
+    """(E, D, F)"""
     w3: Tensor | None
-    """(E, d, D), of a gated network."""
+    """(E, F, D), of a gated network."""
 
 
 def mix_experts(x: Tensor, chosen: Tensor, gates: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
     """Return for each token the sum of the outputs of its experts, each times its gate: (N, D).
 
-    ``x`` (N, D). ``chosen`` (N, k) int64 are different experts of a token; number E stands for none. ``gates`` (N, k)
-    are their weights. Gradients flow to ``x``, ``gates`` and ``weights``. Under autocast the products have its dtype.
+    ``x`` (N, D). ``chosen`` (N, A) int64 are different experts of a token; number E stands for none. ``gates`` (N, A)
+    are their weights. Gradients flow to ``x``, ``gates`` and ``weights``. Under autocast the matmuls have its dtype.
     """
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -50,11 +52,12 @@ def mix_experts(x: Tensor, chosen: Tensor, gates: Tensor, weights: ExpertWeights
         return functional.mix_experts(x, by_expert[:, :-1], *weights, activation)
     pairs = sort_pairs(chosen, len(weights.w1))
     sorted_gates = gates.flatten()[pairs.order]
-    return mix_expert_segments(x, sorted_gates, *weights, pairs.tokens, pairs.places, pairs.counts, activation)
+    out: Tensor = _mix_segments(x, sorted_gates, *weights, pairs.tokens, pairs.places, pairs.counts, activation)[0]
+    return out
 
 
 def has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Return whether torch has a grouped product for ``x`` and ``weight`` (E, d, D) that needs no help of the host."""
+    """Return whether torch has a grouped matmul for ``x`` and ``weight`` (E, F, D) that needs no help of the host."""
     is_aligned = all(width % _GROUP_ROWS == 0 for width in weight.shape[1:]) and len(weight) <= _MAX_GROUPS
     is_supported = x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
     return is_aligned and is_supported and torch.cuda.get_device_capability(x.device)[0] in _CAPABILITIES
@@ -64,17 +67,17 @@ class SortedPairs(NamedTuple):
     """Pairs of a token and an expert, sorted by expert and then by token."""
 
     order: Tensor
-    """(N k,) int64: index of each pair in the flat ``chosen``."""
+    """(P,) int64: index of each pair in the flat ``chosen``."""
     tokens: Tensor
-    """(N k,) int64: token of each pair."""
+    """(P,) int64: token of each pair."""
     places: Tensor
-    """(N, k) int64: place of each pair of ``chosen`` in this order."""
+    """(N, A) int64: place of each pair of ``chosen`` in this order."""
     counts: Tensor
     """(E,) int64: pairs of each expert. Pairs without an expert come last and are not counted."""
 
 
 def sort_pairs(chosen: Tensor, num_experts: int) -> SortedPairs:
-    """Sort the pairs of ``chosen`` (N, k)."""
+    """Sort the pairs of ``chosen`` (N, A)."""
     flat = chosen.flatten()
     experts, order = flat.sort(stable=True)
     ranks = torch.arange(len(flat), device=flat.device)
@@ -87,7 +90,7 @@ def sort_pairs(chosen: Tensor, num_experts: int) -> SortedPairs:
 def mix_experts_grouped(
     x: Tensor, chosen: Tensor, gates: Tensor, weights: ExpertWeights, activation: Activation
 ) -> Tensor:
-    """Return :func:`mix_experts` by torch's grouped products. All shapes depend on those of the inputs alone.
+    """Return :func:`mix_experts` by torch's grouped matmuls. All shapes depend on those of the inputs alone.
 
     The rows of each expert are padded to a multiple of 8 by rows whose gates are 0. An expert without pairs has them
     too, because some GPUs leave the gradient of an empty group unwritten. Pairs without an expert come after all
@@ -147,5 +150,143 @@ class _SumRows(torch.autograd.Function):
 
 
 def _sum_rows(rows: Tensor, places: Tensor, is_counted: Tensor) -> Tensor:
-    """Return the sum of the rows at the ``places`` (N, k) of each token that are counted: (N, D)."""
+    """Return the sum of the rows at the ``places`` (N, A) of each token that are counted: (N, D)."""
     return torch.where(is_counted[..., None], rows[places], 0).sum(1)
+
+
+class _Segment(NamedTuple):
+    """The sorted pairs of an expert."""
+
+    expert: int
+    pairs: slice
+    padded: slice
+    """Rows of ``inner`` and ``values``, with those that pad the segment to a size that occurs often."""
+
+    def pad(self, rows: Tensor) -> Tensor:
+        """Append zeros to the last dimension, which is that of the pairs."""
+        padding = self.padded.stop - self.padded.start - rows.shape[-1]
+        return F.pad(rows, (0, padding)) if padding else rows
+
+
+def _segments(counts_E: Tensor, is_padded: bool) -> Iterator[_Segment]:
+    """Yield the segment of each expert that has pairs."""
+    start = first = 0
+    for expert, count in enumerate(counts_E.tolist()):
+        if count:
+            end, last = start + count, first + count + (count_padding_rows(count) if is_padded else 0)
+            yield _Segment(expert, slice(start, end), slice(first, last))
+            start, first = end, last
+
+
+# torch.compile takes each as one operation: the sizes of segments are known at run time only.
+@torch.library.custom_op("textmill::expert_segments", mutates_args=())
+def _mix_segments(
+    x: Tensor, gates: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | None,
+    tokens: Tensor, places: Tensor, counts: Tensor, activation: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the output (N, D), and for the backward pass ``w1 x`` and ``w3 x`` of padded segments: up to 9/8 P rows.
+
+    ``x`` (N, D), sorted ``gates`` (P,); ``tokens``, ``places`` and ``counts`` are those of :class:`SortedPairs`. The
+    gates multiply the input of the last matrix, so that the backward pass needs no output of an expert.
+    """
+    inner = x.new_empty(len(tokens) + len(tokens) // 8, w1.shape[1])
+    values = torch.empty_like(inner) if w3 is not None else x.new_empty(0)
+    outputs_PD = x.new_empty(len(tokens), x.shape[1])
+    end = 0
+    for segment in _segments(counts, not runs_on_mkl(x)):
+        expert, end = segment.expert, segment.pairs.stop
+        rows = x.index_select(0, segment.pad(tokens[segment.pairs]))  # padded by the first token, whose gate is 0 there
+        inner[segment.padded] = gate = linear_forward(rows, w1[expert])
+        hidden = F.silu(gate) if activation == "silu" else F.relu(gate).square_()
+        if w3 is not None:
+            values[segment.padded] = value = linear_forward(rows, w3[expert])
+            hidden *= value
+        hidden *= segment.pad(gates[segment.pairs])[:, None]
+        outputs_PD[segment.pairs] = linear_forward(hidden, w2[expert])[: end - segment.pairs.start]
+    outputs_PD[end:] = 0  # pairs without an expert
+    return F.embedding_bag(places, outputs_PD, mode="sum"), inner, values
+
+
+@torch.library.custom_op("textmill::expert_segments_backward", mutates_args=())
+def _mix_segments_backward(
+    grad: Tensor, x: Tensor, gates: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | None,
+    tokens: Tensor, places: Tensor, counts: Tensor, inner: Tensor, values: Tensor, activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of ``x``, ``gates``, ``w1``, ``w2`` and ``w3``; that of a missing ``w3`` is empty."""
+    grad_rows_PD = x.new_empty(len(tokens), x.shape[1])
+    grad_gates = torch.zeros_like(gates)
+    grad_w1, grad_w2 = torch.zeros_like(w1), torch.zeros_like(w2)
+    grad_w3 = torch.zeros_like(w3) if w3 is not None else x.new_empty(0)
+    end = 0
+    for segment in _segments(counts, not runs_on_mkl(x)):
+        expert, end = segment.expert, segment.pairs.stop
+        indices = segment.pad(tokens[segment.pairs])
+        grad_of_rows, grad_of_gates, grad_w1[expert], grad_w2[expert], grad_of_w3 = _expert_backward(
+            grad.index_select(0, indices),
+            x.index_select(0, indices),
+            segment.pad(gates[segment.pairs])[:, None].to(x.dtype),
+            inner[segment.padded],
+            values[segment.padded],
+            ExpertWeights(w1[expert], w2[expert], w3[expert] if w3 is not None else None),
+            activation,
+        )
+        count = end - segment.pairs.start
+        grad_rows_PD[segment.pairs], grad_gates[segment.pairs] = grad_of_rows[:count], grad_of_gates[:count]
+        if grad_of_w3 is not None:
+            grad_w3[expert] = grad_of_w3
+    grad_rows_PD[end:] = 0
+    return F.embedding_bag(places, grad_rows_PD, mode="sum"), grad_gates, grad_w1, grad_w2, grad_w3
+
+
+def _expert_backward(
+    grad: Tensor, x: Tensor, gates: Tensor, inner: Tensor, values: Tensor, weights: ExpertWeights, activation: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of ``x``, the ``gates`` and the matrices, for the rows of one expert."""
+    w1, w2, w3 = weights
+    active = F.silu(inner) if activation == "silu" else F.relu(inner).square_()
+    hidden = active if w3 is None else active * values
+    grad_hidden = linear_forward(grad, w2.T)  # of the hidden units times the gate
+    grad_gates = (grad_hidden * hidden).sum(-1)
+    grad_w2 = linear_weight_grad(hidden * gates, grad)
+    grad_hidden *= gates
+    grad_x = grad_w3 = None
+    if w3 is not None:
+        grad_value = active.mul_(grad_hidden)
+        grad_hidden *= values
+        grad_w3 = linear_weight_grad(x, grad_value)
+        grad_x = linear_forward(grad_value, w3.T)
+    if activation == "silu":
+        grad_inner = torch.ops.aten.silu_backward(grad_hidden, inner)
+    else:
+        grad_inner = grad_hidden * F.relu(inner) * 2
+    grad_w1 = linear_weight_grad(x, grad_inner)
+    grad_x_of_w1 = linear_forward(grad_inner, w1.T)
+    return grad_x_of_w1 if grad_x is None else grad_x.add_(grad_x_of_w1), grad_gates, grad_w1, grad_w2, grad_w3
+
+
+@_mix_segments.register_fake
+def _(
+    x: Tensor, gates: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | None, tokens: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    inner = x.new_empty(len(tokens) + len(tokens) // 8, w1.shape[1])
+    return torch.empty_like(x), inner, torch.empty_like(inner) if w3 is not None else x.new_empty(0)
+
+
+@_mix_segments_backward.register_fake
+def _(grad: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(0) if tensor is None else torch.empty_like(tensor) for tensor in (x, *others[:4]))
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, ctx.activation = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _segments_autograd(ctx: Any, grad: Tensor, *unused: None) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors  # activation checkpointing computes them once only
+    *grads, grad_w3 = _mix_segments_backward(grad, *saved, ctx.activation)
+    return *grads, None if saved[4] is None else grad_w3, None, None, None, None
+
+
+_mix_segments.register_autograd(_segments_autograd, setup_context=_save_for_backward)

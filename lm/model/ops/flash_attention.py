@@ -1,14 +1,17 @@
-"""FlashAttention-2 (Dao 2023) in plain torch operations: the readable form of the Triton kernels.
+"""FlashAttention-2 (Dao 2023): in plain torch operations, the readable form, and in Triton, for GPUs.
 
 Attention is computed tile by tile: a block of queries against a block of keys. No tensor has T × T elements, so memory
 grows with T. The forward pass saves the log-sum-exp of each query's scores; with it the backward pass recomputes the
-attention weights of a tile without the other tiles of its row. Both passes are operators of torch, because
-torch.compile would unroll their loops.
-Shapes in comments: B batch · query heads, B' batch · key and value heads, G = B / B' queries that share a head,
-T tokens, K head width.
+attention weights of a tile without the other tiles of its row. The passes are operators of torch: torch.compile would
+unroll the loops of the one form, and need not look into the kernels of the other.
+Triton is an extra: :mod:`lm.model.ops.flash_attention_triton` is imported on first use.
+Shapes: B batch · query heads, B' batch · key and value heads, G = B / B' queries that share a head, T tokens,
+K head_dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,8 +20,18 @@ from torch.autograd.function import once_differentiable
 
 from lm.common.errors import UserError
 
-_BLOCK_QUERIES = 128
+_BLOCK_QUERIES = 128  # of the form in torch
 _BLOCK_KEYS = 128
+_MAX_HEAD_DIM = 256  # of the kernels, as the lines below
+_MIN_PADDED_HEAD_DIM = 16  # the smallest tile that tensor cores multiply
+_DELTA_BLOCK_ROWS = 32
+
+
+def flash_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+    """Return causal attention by FlashAttention-2 for (batch, heads, T, K): in Triton on GPUs, in torch elsewhere."""
+    function = FlashAttentionTriton if q_BHTK.device.type == "cuda" else FlashAttentionTorch
+    out: Tensor = function.apply(*(x.flatten(0, 1) for x in (q_BHTK, k_BGTK, v_BGTK)), True)
+    return out.view(q_BHTK.shape)
 
 
 class FlashAttentionTorch(torch.autograd.Function):
@@ -59,6 +72,32 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise UserError(f"The first dimension of q must be a multiple of that of k and v; got {shapes}.")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise UserError(f"q, k and v must have one floating-point dtype; got {q.dtype}, {k.dtype} and {v.dtype}.")
+
+
+class FlashAttentionTriton(torch.autograd.Function):
+    """The same as :class:`FlashAttentionTorch`, with the same saved tensors, in Triton.
+
+    Head widths up to 256, in bfloat16, float16 or float32. Products of float32 tiles are exact to float32, or run on
+    tensor cores after ``torch.set_float32_matmul_precision("high")``. The kernels are tuned on first use for a head
+    width, dtype and mask, and for each power of two of T. Raises UserError if Triton is missing, or if the tensors are
+    on a CPU and Triton's interpreter is off.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        """Compute attention, and save what the backward pass needs."""
+        check_inputs(q, k, v)
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out, log_sum_exp = flash_attention_forward(q, k, v, is_causal)
+        ctx.save_for_backward(q, k, v, out, log_sum_exp)
+        ctx.is_causal = is_causal
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Return the gradients of the inputs."""
+        return *flash_attention_backward(*ctx.saved_tensors, grad.contiguous(), ctx.is_causal), None
 
 
 @torch.library.custom_op("textmill::tiled_attention", mutates_args=())
@@ -114,18 +153,6 @@ def _backward(
     return grad_q.flatten(0, 1).to(q.dtype), grad_k, grad_v
 
 
-@tiled_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
-
-
-@_backward.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_exp: Tensor, grad: Tensor, is_causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
 def _blocks(length: int, size: int) -> Iterator[slice]:
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
@@ -138,3 +165,103 @@ def _tile_scores(query: Tensor, key: Tensor, rows: slice, columns: slice, is_cau
         row, column = (torch.arange(part.start, part.stop, device=query.device) for part in (rows, columns))
         scores = scores.masked_fill(column > row[:, None], float("-inf"))
     return scores
+
+
+@cache
+def load_kernels() -> ModuleType:
+    """Import the kernels. Raises UserError if Triton is not installed."""
+    try:
+        from lm.model.ops import flash_attention_triton
+    except ModuleNotFoundError as error:
+        raise UserError(f"FlashAttention in Triton needs an extra: pip install 'textmill[triton]' ({error}).") from None
+    return flash_attention_triton
+
+
+@torch.library.custom_op("textmill::flash_attention_forward", mutates_args=())
+def flash_attention_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp of each query's scores, float32 (B, T)."""
+    kernels = _kernels_for(q)
+    out, log_sum_exp = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    with torch.cuda.device_of(q):
+        kernels.forward_kernel[_grid(q, "BLOCK_QUERIES")](
+            q, k, v, out, log_sum_exp, **_arguments(q, k, is_causal), enable_fp_fusion=True
+        )
+    return out, log_sum_exp
+
+
+@torch.library.custom_op("textmill::flash_attention_backward", mutates_args=())
+def flash_attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_exp: Tensor, grad: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of ``q``, ``k`` and ``v``."""
+    kernels, arguments = _kernels_for(q), _arguments(q, k, is_causal)
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    delta = torch.empty_like(log_sum_exp)
+    inputs = (q, k, v, grad, log_sum_exp, delta)
+    with torch.cuda.device_of(q):
+        kernels.delta_kernel[(-(-delta.numel() // _DELTA_BLOCK_ROWS),)](
+            out,
+            grad,
+            delta,
+            delta.numel(),
+            WIDTH=arguments["WIDTH"],
+            PADDED_WIDTH=arguments["PADDED_WIDTH"],
+            BLOCK_ROWS=_DELTA_BLOCK_ROWS,
+            enable_fp_fusion=True,
+        )
+        kernels.key_value_gradient_kernel[_grid(k, "BLOCK_KEYS")](
+            *inputs, grad_k, grad_v, **arguments, enable_fp_fusion=True
+        )
+        kernels.query_gradient_kernel[_grid(q, "BLOCK_QUERIES")](*inputs, grad_q, **arguments, enable_fp_fusion=True)
+    return grad_q, grad_k, grad_v
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _fake_backward(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | bool) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+for _forward_op in (tiled_attention, flash_attention_forward):
+    _forward_op.register_fake(_fake_forward)
+for _backward_op in (_backward, flash_attention_backward):
+    _backward_op.register_fake(_fake_backward)
+
+
+def _kernels_for(q: Tensor) -> ModuleType:
+    """Return the module of the kernels. Raises UserError if they cannot run on ``q``."""
+    kernels = load_kernels()
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or q.shape[-1] > _MAX_HEAD_DIM:
+        raise UserError(
+            f"FlashAttention in Triton takes heads up to {_MAX_HEAD_DIM} wide in float32, bfloat16 or float16; got "
+            f"{q.dtype} and a width of {q.shape[-1]}. Use FlashAttentionTorch."
+        )
+    if q.device.type == "cpu" and not kernels.IS_INTERPRETED.value:
+        raise UserError(
+            "FlashAttention in Triton needs a GPU, but the tensors are on the CPU. Use FlashAttentionTorch, or set the "
+            "environment variable TRITON_INTERPRET to 1 to run Triton's slow interpreter."
+        )
+    return kernels
+
+
+def _grid(x: Tensor, block: str) -> Callable[[dict[str, int]], tuple[int]]:
+    """Return the number of programs for ``x`` (B, T, K), each of ``meta[block]`` rows."""
+    return lambda meta: (len(x) * -(-x.shape[1] // meta[block]),)
+
+
+def _arguments(q: Tensor, k: Tensor, is_causal: bool) -> dict[str, Any]:
+    """Return the arguments of the kernels that are no tensors."""
+    length, head_dim = q.shape[1:]
+    is_exact = q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+    return {
+        "scale": head_dim**-0.5,
+        "length": length,
+        "length_key": 1 << (length - 1).bit_length(),
+        "group_size": len(q) // len(k),
+        "IS_CAUSAL": is_causal,
+        "PRECISION": "ieee" if is_exact else "tf32",
+        "WIDTH": head_dim,
+        "PADDED_WIDTH": max(_MIN_PADDED_HEAD_DIM, 1 << (head_dim - 1).bit_length()),
+    }

@@ -1,149 +1,309 @@
-"""FlashAttention-2 (Dao 2023) in Triton, for GPUs. The readable form is :mod:`lm.model.ops.flash_attention`.
+"""Triton kernels of FlashAttention-2 (Dao 2023): forward; for the backward pass delta, dK and dV, and dQ.
 
-Triton is an extra and imported on first use. Torch sees the kernels as two operators, so that torch.compile need not
-look into them.
+All tensors are contiguous: queries and outputs (B, T, K), keys and values (B', T, K), log-sum-exp and delta (B, T) in
+float32. A program computes one block of rows of its output and loops over the other side, so that nothing is added
+atomically and results are the same in each run. Tiles that the causal mask hides are skipped; only tiles on the
+diagonal or at the end of the sequence are masked. A head width that is not a power of two is padded in registers.
+Scores are in units of log2, because GPUs have an instruction for exp2.
+
+This module imports Triton; only :mod:`lm.model.ops.flash_attention` imports it.
 """
 
 from collections.abc import Callable
-from functools import cache
-from types import ModuleType
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.autograd.function import once_differentiable
+import triton
+import triton.language as tl
 
-from lm.common.errors import UserError
-from lm.model.ops.flash_attention import check_inputs
+IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # on the CPU, for tests
 
-_MAX_WIDTH = 256
-_MIN_PADDED_WIDTH = 16  # the smallest tile that tensor cores multiply
-_DELTA_BLOCK_ROWS = 32
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+
+# Queries and keys of a tile, warps, and stages of the software pipeline, from large to small tiles.
+_FORWARD_TILES = [
+    *[(128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 32, 4, 2), (32, 16, 4, 2)],
+    (16, 16, 4, 2),
+]
+_BACKWARD_TILES = [
+    *[(64, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2), (32, 16, 4, 2)],
+    (16, 16, 4, 2),
+]
+_MAX_TUNED_TILES = 4
+# Larger tiles need more registers or shared memory than sm_80 and sm_90 have, as compiled without a GPU.
+_MAX_ROW_BYTES = 48 << 10  # rows of queries and keys of a tile
+_MAX_EXACT_PRODUCTS = 1 << 15  # of numbers in a product of tiles; without tensor cores each is an instruction
 
 
-class FlashAttentionTriton(torch.autograd.Function):
-    """The same as :class:`lm.model.ops.flash_attention.FlashAttentionTorch`, with the same saved tensors, in Triton.
+def _choose_tiles(configs: list[Any], arguments: dict[str, Any], **constants: Any) -> list[Any]:
+    """Return the largest tiles that fit into a GPU's registers."""
+    width, element_bytes = constants["PADDED_WIDTH"], arguments["q_ptr"].element_size()
+    is_exact = element_bytes == 4 and constants["PRECISION"] == "ieee"
 
-    Head widths up to 256, in bfloat16, float16 or float32. Products of float32 tiles are exact to float32, or run on
-    tensor cores after ``torch.set_float32_matmul_precision("high")``. The kernels are tuned on first use for a head
-    width, dtype and mask, and for each power of two of T. Raises UserError if Triton is missing, or if the tensors are
-    on a CPU and Triton's interpreter is off.
+    def fits(config: Any) -> bool:
+        queries, keys = config.kwargs["BLOCK_QUERIES"], config.kwargs["BLOCK_KEYS"]
+        if is_exact and queries * keys * width > _MAX_EXACT_PRODUCTS:
+            return False
+        return bool((queries + keys) * width * element_bytes <= _MAX_ROW_BYTES)
+
+    return [config for config in configs if fits(config)][:_MAX_TUNED_TILES] or configs[-1:]
+
+
+def _autotune(tiles: list[tuple[int, int, int, int]]) -> Callable[[Any], Any]:
+    """Measure the tiles on first use of a kernel for a length's power of two, width, dtype and mask; keep the fastest.
+
+    The interpreter takes one size: there is nothing to measure.
     """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        """Compute attention, and save what the backward pass needs."""
-        check_inputs(q, k, v)
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out, log_sum_exp = flash_attention_forward(q, k, v, is_causal)
-        ctx.save_for_backward(q, k, v, out, log_sum_exp)
-        ctx.is_causal = is_causal
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Return the gradients of the inputs."""
-        return *flash_attention_backward(*ctx.saved_tensors, grad.contiguous(), ctx.is_causal), None
+    if IS_INTERPRETED.value:
+        tiles = [(64, 64, 4, 2)]
+    configs = [
+        triton.Config({"BLOCK_QUERIES": queries, "BLOCK_KEYS": keys}, num_warps=warps, num_stages=stages)
+        for queries, keys, warps, stages in tiles
+    ]
+    return triton.autotune(
+        configs,
+        key=["length_key", "IS_CAUSAL", "PRECISION", "WIDTH"],
+        prune_configs_by={"early_config_prune": _choose_tiles},
+        cache_results=True,
+    )
 
 
-@cache
-def load_kernels() -> ModuleType:
-    """Import the kernels. Raises UserError if Triton is not installed."""
-    try:
-        from lm.model.ops import flash_attention_kernels
-    except ModuleNotFoundError as error:
-        raise UserError(f"FlashAttention in Triton needs an extra: pip install 'textmill[triton]' ({error}).") from None
-    return flash_attention_kernels
+@triton.jit
+def _cast(x, dtype: tl.constexpr):
+    """Round ``x`` (float32) to ``dtype``."""
+    if IS_INTERPRETED and dtype == tl.bfloat16:  # the interpreter's own cast truncates
+        bits = x.to(tl.uint32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return x.to(dtype)
 
 
-@torch.library.custom_op("textmill::flash_attention_forward", mutates_args=())
-def flash_attention_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of each query's scores, float32 (B, T)."""
-    kernels = _kernels_for(q)
-    out, log_sum_exp = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-    with torch.cuda.device_of(q):
-        kernels.forward_kernel[_grid(q, "BLOCK_QUERIES")](
-            q, k, v, out, log_sum_exp, **_arguments(q, k, is_causal), enable_fp_fusion=True
-        )
-    return out, log_sum_exp
+@triton.jit
+def _load_rows(pointer, rows, length, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr):
+    """Load rows of a (length, WIDTH) matrix; zeros past its end."""
+    dims = tl.arange(0, PADDED_WIDTH)
+    is_inside = rows[:, None] < length
+    if WIDTH != PADDED_WIDTH:
+        is_inside &= dims[None, :] < WIDTH
+    return tl.load(pointer + rows[:, None] * WIDTH + dims[None, :], mask=is_inside, other=0.0)
 
 
-@torch.library.custom_op("textmill::flash_attention_backward", mutates_args=())
-def flash_attention_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_exp: Tensor, grad: Tensor, is_causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``q``, ``k`` and ``v``."""
-    kernels, arguments = _kernels_for(q), _arguments(q, k, is_causal)
-    grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    delta = torch.empty_like(log_sum_exp)
-    inputs = (q, k, v, grad, log_sum_exp, delta)
-    with torch.cuda.device_of(q):
-        kernels.delta_kernel[(-(-delta.numel() // _DELTA_BLOCK_ROWS),)](
-            out,
-            grad,
-            delta,
-            delta.numel(),
-            WIDTH=arguments["WIDTH"],
-            PADDED_WIDTH=arguments["PADDED_WIDTH"],
-            BLOCK_ROWS=_DELTA_BLOCK_ROWS,
-            enable_fp_fusion=True,
-        )
-        kernels.key_value_gradient_kernel[_grid(k, "BLOCK_KEYS")](
-            *inputs, grad_k, grad_v, **arguments, enable_fp_fusion=True
-        )
-        kernels.query_gradient_kernel[_grid(q, "BLOCK_QUERIES")](*inputs, grad_q, **arguments, enable_fp_fusion=True)
-    return grad_q, grad_k, grad_v
+@triton.jit
+def _store_rows(pointer, values, rows, length, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr):
+    """Store rows of a (length, WIDTH) matrix in its dtype."""
+    dims = tl.arange(0, PADDED_WIDTH)
+    is_inside = rows[:, None] < length
+    if WIDTH != PADDED_WIDTH:
+        is_inside &= dims[None, :] < WIDTH
+    values = _cast(values, pointer.dtype.element_ty)
+    tl.store(pointer + rows[:, None] * WIDTH + dims[None, :], values, mask=is_inside)
 
 
-@flash_attention_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+@triton.jit
+def _dot(a, b, total, PRECISION: tl.constexpr):
+    """Return ``a b``, plus ``total`` if it is not None, in float32."""
+    if IS_INTERPRETED:  # the interpreter's own product reads the bits of bfloat16 as integers
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision=PRECISION)
 
 
-@flash_attention_backward.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_exp: Tensor, grad: Tensor, is_causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+@triton.jit
+def _is_visible(rows, columns, length, IS_CAUSAL: tl.constexpr):
+    """Return which queries (rows) see which keys (columns); the arguments broadcast."""
+    is_visible = columns < length
+    if IS_CAUSAL:
+        is_visible &= columns <= rows
+    return is_visible
 
 
-def _kernels_for(q: Tensor) -> ModuleType:
-    """Return the module of the kernels. Raises UserError if they cannot run on ``q``."""
-    kernels = load_kernels()
-    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or q.shape[-1] > _MAX_WIDTH:
-        raise UserError(
-            f"FlashAttention in Triton takes heads up to {_MAX_WIDTH} wide in float32, bfloat16 or float16; got "
-            f"{q.dtype} and a width of {q.shape[-1]}. Use FlashAttentionTorch."
-        )
-    if q.device.type == "cpu" and not kernels.IS_INTERPRETED.value:
-        raise UserError(
-            "FlashAttention in Triton needs a GPU, but the tensors are on the CPU. Use FlashAttentionTorch, or set the "
-            "environment variable TRITON_INTERPRET to 1 to run Triton's slow interpreter."
-        )
-    return kernels
+@triton.jit
+def _attend(
+    total, row_sum, row_max, q, k_ptr, v_ptr, rows, start, end, length, scale_log2,
+    IS_MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Add the keys from ``start`` to ``end`` to the online softmax of a block of queries."""
+    for first in range(start, end, BLOCK_KEYS):
+        columns = first + tl.arange(0, BLOCK_KEYS)
+        k = _load_rows(k_ptr, columns, length, WIDTH, PADDED_WIDTH)
+        v = _load_rows(v_ptr, columns, length, WIDTH, PADDED_WIDTH)
+        scores = _dot(q, tl.trans(k), None, PRECISION)
+        if IS_MASKED:
+            scores = tl.where(_is_visible(rows[:, None], columns[None, :], length, IS_CAUSAL), scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_max[:, None])
+        correction = tl.exp2(row_max - new_max)
+        row_sum = row_sum * correction + tl.sum(weights, 1)
+        total = _dot(_cast(weights, v.dtype), v, total * correction[:, None], PRECISION)
+        row_max = new_max
+    return total, row_sum, row_max
 
 
-def _grid(x: Tensor, block: str) -> Callable[[dict[str, int]], tuple[int]]:
-    """Return the number of programs for ``x`` (B, T, K), each of ``meta[block]`` rows."""
-    return lambda meta: (len(x) * -(-x.shape[1] // meta[block]),)
+@_autotune(_FORWARD_TILES)
+@triton.jit(do_not_specialize=["length_key"])
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, log_sum_exp_ptr, scale, length, length_key, group_size,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Compute the output and the log-sum-exp of a block of queries."""
+    blocks = tl.cdiv(length, BLOCK_QUERIES)
+    first_row = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_QUERIES  # rows with the most keys start first
+    head = (tl.program_id(0) // blocks).to(tl.int64)  # offsets of long sequences need 64 bits
+    q_ptr += head * length * WIDTH
+    out_ptr += head * length * WIDTH
+    k_ptr += head // group_size * length * WIDTH
+    v_ptr += head // group_size * length * WIDTH
+    rows = first_row + tl.arange(0, BLOCK_QUERIES)
+    q = _load_rows(q_ptr, rows, length, WIDTH, PADDED_WIDTH)
+    total = tl.zeros([BLOCK_QUERIES, PADDED_WIDTH], tl.float32)
+    row_sum = tl.zeros([BLOCK_QUERIES], tl.float32)
+    row_max = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
+    # All queries of the block see all keys before full_end.
+    full_end = (first_row if IS_CAUSAL else length) // BLOCK_KEYS * BLOCK_KEYS
+    end = tl.minimum(first_row + BLOCK_QUERIES, length) if IS_CAUSAL else length
+    scale_log2 = scale * _LOG2_E
+    total, row_sum, row_max = _attend(
+        total, row_sum, row_max, q, k_ptr, v_ptr, rows, 0, full_end, length, scale_log2,
+        False, IS_CAUSAL, PRECISION, WIDTH, PADDED_WIDTH, BLOCK_KEYS,
+    )  # fmt: skip
+    total, row_sum, row_max = _attend(
+        total, row_sum, row_max, q, k_ptr, v_ptr, rows, full_end, end, length, scale_log2,
+        True, IS_CAUSAL, PRECISION, WIDTH, PADDED_WIDTH, BLOCK_KEYS,
+    )  # fmt: skip
+    _store_rows(out_ptr, total / row_sum[:, None], rows, length, WIDTH, PADDED_WIDTH)
+    log_sum_exp = (row_max + tl.log2(row_sum)) * _LN_2
+    tl.store(log_sum_exp_ptr + head * length + rows, log_sum_exp, mask=rows < length)
 
 
-def _arguments(q: Tensor, k: Tensor, is_causal: bool) -> dict[str, Any]:
-    """Return the arguments of the kernels that are no tensors."""
-    length, width = q.shape[1:]
-    is_exact = q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
-    return {
-        "scale": width**-0.5,
-        "length": length,
-        "length_key": _next_power_of_two(length),
-        "group_size": len(q) // len(k),
-        "IS_CAUSAL": is_causal,
-        "PRECISION": "ieee" if is_exact else "tf32",
-        "WIDTH": width,
-        "PADDED_WIDTH": max(_MIN_PADDED_WIDTH, _next_power_of_two(width)),
-    }
+@triton.jit
+def delta_kernel(
+    out_ptr, grad_ptr, delta_ptr, rows_count,
+    WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Compute ``delta``, the dot product of each row of the output and of its gradient."""
+    first_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+    rows = first_row + tl.arange(0, BLOCK_ROWS)
+    out = _load_rows(out_ptr, rows, rows_count, WIDTH, PADDED_WIDTH).to(tl.float32)
+    grad = _load_rows(grad_ptr, rows, rows_count, WIDTH, PADDED_WIDTH).to(tl.float32)
+    tl.store(delta_ptr + rows, tl.sum(out * grad, 1), mask=rows < rows_count)
 
 
-def _next_power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length() if n > 1 else 1
+@triton.jit
+def _add_key_value_gradients(
+    grad_k, grad_v, k, v, q_ptr, grad_ptr, log_sum_exp_ptr, delta_ptr, columns, start, end, length, scale_log2,
+    IS_MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, BLOCK_QUERIES: tl.constexpr,
+):  # fmt: skip
+    """Add what the queries from ``start`` to ``end`` of a head contribute. Tiles are transposed: (keys, queries).
+
+    Rows past the end of the sequence are zeros in ``q`` and in the gradient, so they contribute nothing.
+    """
+    for first in range(start, end, BLOCK_QUERIES):
+        rows = first + tl.arange(0, BLOCK_QUERIES)
+        q = _load_rows(q_ptr, rows, length, WIDTH, PADDED_WIDTH)
+        grad = _load_rows(grad_ptr, rows, length, WIDTH, PADDED_WIDTH)
+        log_sum_exp = tl.load(log_sum_exp_ptr + rows, mask=rows < length, other=0.0)
+        delta = tl.load(delta_ptr + rows, mask=rows < length, other=0.0)
+        scores = _dot(k, tl.trans(q), None, PRECISION)
+        weights = tl.exp2(scores * scale_log2 - (log_sum_exp * _LOG2_E)[None, :])
+        if IS_MASKED:
+            weights = tl.where(_is_visible(rows[None, :], columns[:, None], length, True), weights, 0.0)
+        grad_v = _dot(_cast(weights, grad.dtype), grad, grad_v, PRECISION)
+        grad_weights = _dot(v, tl.trans(grad), None, PRECISION)
+        grad_scores = weights * (grad_weights - delta[None, :])
+        grad_k = _dot(_cast(grad_scores, q.dtype), q, grad_k, PRECISION)
+    return grad_k, grad_v
+
+
+@_autotune(_BACKWARD_TILES)
+@triton.jit(do_not_specialize=["length_key"])
+def key_value_gradient_kernel(
+    q_ptr, k_ptr, v_ptr, grad_ptr, log_sum_exp_ptr, delta_ptr, grad_k_ptr, grad_v_ptr,
+    scale, length, length_key, group_size,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of a block of keys and values, over all query heads of their group."""
+    blocks = tl.cdiv(length, BLOCK_KEYS)
+    first_column = tl.program_id(0) % blocks * BLOCK_KEYS  # keys with the most queries start first
+    kv_head = (tl.program_id(0) // blocks).to(tl.int64)
+    offset = kv_head * length * WIDTH
+    columns = first_column + tl.arange(0, BLOCK_KEYS)
+    k = _load_rows(k_ptr + offset, columns, length, WIDTH, PADDED_WIDTH)
+    v = _load_rows(v_ptr + offset, columns, length, WIDTH, PADDED_WIDTH)
+    grad_k = tl.zeros([BLOCK_KEYS, PADDED_WIDTH], tl.float32)
+    grad_v = tl.zeros([BLOCK_KEYS, PADDED_WIDTH], tl.float32)
+    scale_log2 = scale * _LOG2_E
+    # Queries from full_start on see all keys of the block.
+    start = first_column // BLOCK_QUERIES * BLOCK_QUERIES if IS_CAUSAL else 0
+    full_start = tl.cdiv(first_column + BLOCK_KEYS, BLOCK_QUERIES) * BLOCK_QUERIES if IS_CAUSAL else 0
+    for member in range(group_size):
+        head = kv_head * group_size + member
+        head_q_ptr, head_grad_ptr = q_ptr + head * length * WIDTH, grad_ptr + head * length * WIDTH
+        head_log_sum_exp_ptr, head_delta_ptr = log_sum_exp_ptr + head * length, delta_ptr + head * length
+        if IS_CAUSAL:
+            grad_k, grad_v = _add_key_value_gradients(
+                grad_k, grad_v, k, v, head_q_ptr, head_grad_ptr, head_log_sum_exp_ptr, head_delta_ptr, columns,
+                start, tl.minimum(full_start, length), length, scale_log2,
+                True, PRECISION, WIDTH, PADDED_WIDTH, BLOCK_QUERIES,
+            )  # fmt: skip
+        grad_k, grad_v = _add_key_value_gradients(
+            grad_k, grad_v, k, v, head_q_ptr, head_grad_ptr, head_log_sum_exp_ptr, head_delta_ptr, columns,
+            full_start, length, length, scale_log2,
+            False, PRECISION, WIDTH, PADDED_WIDTH, BLOCK_QUERIES,
+        )  # fmt: skip
+    _store_rows(grad_k_ptr + offset, grad_k * scale, columns, length, WIDTH, PADDED_WIDTH)
+    _store_rows(grad_v_ptr + offset, grad_v, columns, length, WIDTH, PADDED_WIDTH)
+
+
+@triton.jit
+def _add_query_gradient(
+    grad_q, q, grad, log_sum_exp_log2, delta, k_ptr, v_ptr, rows, start, end, length, scale_log2,
+    IS_MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Add what the keys from ``start`` to ``end`` contribute."""
+    for first in range(start, end, BLOCK_KEYS):
+        columns = first + tl.arange(0, BLOCK_KEYS)
+        k = _load_rows(k_ptr, columns, length, WIDTH, PADDED_WIDTH)
+        v = _load_rows(v_ptr, columns, length, WIDTH, PADDED_WIDTH)
+        scores = _dot(q, tl.trans(k), None, PRECISION)
+        weights = tl.exp2(scores * scale_log2 - log_sum_exp_log2[:, None])
+        if IS_MASKED:  # past the end of the sequence the weights may be infinite
+            weights = tl.where(_is_visible(rows[:, None], columns[None, :], length, IS_CAUSAL), weights, 0.0)
+        grad_weights = _dot(grad, tl.trans(v), None, PRECISION)
+        grad_scores = weights * (grad_weights - delta[:, None])
+        grad_q = _dot(_cast(grad_scores, k.dtype), k, grad_q, PRECISION)
+    return grad_q
+
+
+@_autotune(_BACKWARD_TILES)
+@triton.jit(do_not_specialize=["length_key"])
+def query_gradient_kernel(
+    q_ptr, k_ptr, v_ptr, grad_ptr, log_sum_exp_ptr, delta_ptr, grad_q_ptr, scale, length, length_key, group_size,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of a block of queries."""
+    blocks = tl.cdiv(length, BLOCK_QUERIES)
+    first_row = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_QUERIES
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    offset, kv_offset = head * length * WIDTH, head // group_size * length * WIDTH
+    rows = first_row + tl.arange(0, BLOCK_QUERIES)
+    q = _load_rows(q_ptr + offset, rows, length, WIDTH, PADDED_WIDTH)
+    grad = _load_rows(grad_ptr + offset, rows, length, WIDTH, PADDED_WIDTH)
+    log_sum_exp_log2 = tl.load(log_sum_exp_ptr + head * length + rows, mask=rows < length, other=0.0) * _LOG2_E
+    delta = tl.load(delta_ptr + head * length + rows, mask=rows < length, other=0.0)
+    grad_q = tl.zeros([BLOCK_QUERIES, PADDED_WIDTH], tl.float32)
+    full_end = (first_row if IS_CAUSAL else length) // BLOCK_KEYS * BLOCK_KEYS
+    end = tl.minimum(first_row + BLOCK_QUERIES, length) if IS_CAUSAL else length
+    scale_log2 = scale * _LOG2_E
+    grad_q = _add_query_gradient(
+        grad_q, q, grad, log_sum_exp_log2, delta, k_ptr + kv_offset, v_ptr + kv_offset, rows, 0, full_end, length,
+        scale_log2, False, IS_CAUSAL, PRECISION, WIDTH, PADDED_WIDTH, BLOCK_KEYS,
+    )  # fmt: skip
+    grad_q = _add_query_gradient(
+        grad_q, q, grad, log_sum_exp_log2, delta, k_ptr + kv_offset, v_ptr + kv_offset, rows, full_end, end, length,
+        scale_log2, True, IS_CAUSAL, PRECISION, WIDTH, PADDED_WIDTH, BLOCK_KEYS,
+    )  # fmt: skip
+    _store_rows(grad_q_ptr + offset, grad_q * scale, rows, length, WIDTH, PADDED_WIDTH)

@@ -1,4 +1,7 @@
-"""Matrix products of linear layers. On CPUs not made by Intel, float32 products run on oneDNN."""
+"""Matmuls of linear layers. On CPUs not made by Intel, float32 matmuls run on oneDNN.
+
+Shapes: N rows, D inputs, V outputs.
+"""
 
 from typing import Any
 
@@ -7,18 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lm.hardware.device import PREFERS_ONEDNN
+
 _MIN_ONEDNN_ROWS = 64  # below this oneDNN's start-up costs more than it saves
-
-
-def prefers_onednn(cpu_name: str) -> bool:
-    """Return whether oneDNN multiplies float32 faster than MKL, torch's default: twice as fast on CPUs not made by
-    Intel, and 10 to 15 % slower on Intel's."""
-    has_fast_mkl = torch.backends.mkl.is_available() and cpu_name.startswith("Intel")
-    return torch.backends.mkldnn.is_available() and not has_fast_mkl
-
-
-_capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)()  # missing in older versions of torch
-_PREFERS_ONEDNN = prefers_onednn(_capabilities.get("cpu_name", ""))
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -46,16 +40,14 @@ def linear_weight_grad(x: Tensor, grad: Tensor) -> Tensor:
 
 
 def count_padding_rows(rows: int) -> int:
-    """Return the rows to add, at most an eighth, so that only eight sizes occur per power of two.
-
-    oneDNN generates code for each size, which takes as long as a product, and keeps the last thousand, megabytes each.
-    """
+    """Return how many rows to pad. Padding rounds up to one of eight sizes between powers of two, because oneDNN
+    compiles code for each size (slow) and caches a thousand of them (megabytes each)."""
     return -rows % (1 << max(0, (rows - 1).bit_length() - 4))
 
 
 def runs_on_mkl(x: Tensor) -> bool:
     """Return whether MKL multiplies ``x``, which needs no padding."""
-    return x.device.type == "cpu" and x.dtype == torch.float32 and not _PREFERS_ONEDNN
+    return x.device.type == "cpu" and x.dtype == torch.float32 and not PREFERS_ONEDNN
 
 
 class _Linear(torch.autograd.Function):
@@ -74,7 +66,7 @@ class _Linear(torch.autograd.Function):
 def _uses_onednn(x: Tensor) -> bool:
     """Return whether oneDNN multiplies ``x`` in float32."""
     rows = x.numel() // x.shape[-1]
-    return x.device.type == "cpu" and x.dtype == torch.float32 and rows >= _MIN_ONEDNN_ROWS and _PREFERS_ONEDNN
+    return x.device.type == "cpu" and x.dtype == torch.float32 and rows >= _MIN_ONEDNN_ROWS and PREFERS_ONEDNN
 
 
 def _onednn_linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.checkpoint.training_checkpoint import load_model
-from lm.model.scalar_head import ScalarHead
 from lm.model.transformer import TransformerLM
 from lm.posttrain.tokenization import pad_responses
 
@@ -33,8 +32,7 @@ def add_reward_head(model: TransformerLM) -> TransformerLM:
 
     The new head has small random weights (Stiennon et al. 2020). A head for logits of its own is not trained.
     """
-    d_model = model.config.d_model
-    model.scalar_head = ScalarHead(d_model, (d_model + 1) ** -0.5, device=next(model.parameters()).device)
+    model.add_scalar_head(std=(model.config.d_model + 1) ** -0.5)
     if model.lm_head is not None:
         model.lm_head.requires_grad_(False)
     return model

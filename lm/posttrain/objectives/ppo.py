@@ -16,7 +16,6 @@ from lm.data.chat_template import END_TOKEN
 from lm.data.dialogs import PreferencePair
 from lm.eval.problems import Problem
 from lm.eval.reward_worker import RewardWorker
-from lm.model.scalar_head import ScalarHead
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import PPOConfig
 from lm.posttrain.job import Method, ObjectiveInputs, PosttrainJob
@@ -44,7 +43,7 @@ class PPOBatch(NamedTuple):
 
 def add_value_head(model: TransformerLM) -> TransformerLM:
     """Give ``model`` a head for values in place, whose values are 0 at first, and return it."""
-    model.scalar_head = ScalarHead(model.config.d_model, device=next(model.parameters()).device)
+    model.add_scalar_head()
     return model
 
 

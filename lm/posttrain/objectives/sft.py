@@ -17,7 +17,7 @@ from lm.data.packing import PackedRows, pack_examples
 from lm.distributed.process_group import all_reduce_mean, get_rank, get_world_size
 from lm.inference.completion import Completion
 from lm.model.functional import IGNORE_INDEX
-from lm.model.ops.segment_attention import make_segment_attention
+from lm.model.ops.causal_attention import make_segment_attention
 from lm.model.transformer import TransformerLM
 from lm.posttrain.job import Method, ObjectiveInputs, PosttrainJob, warn_of_unused
 from lm.posttrain.objectives.generation import answer_prompts

@@ -12,8 +12,7 @@ import torch
 from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate
-from lm.model.config import ModelConfig
-from lm.model.moe_config import MoEConfig
+from lm.model.config import ModelConfig, MoEConfig
 from lm.model.transformer import TransformerLM
 from tests.helpers.llamas import assert_same_logits, assert_same_weights
 from tests.helpers.tokenizers import bytes_tokenizer

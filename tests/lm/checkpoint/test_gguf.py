@@ -11,9 +11,7 @@ from lm.checkpoint.gguf import GGUFType, save_gguf
 from lm.checkpoint.hugging_face import save_hugging_face
 from lm.common.errors import UserError
 from lm.data.chat_template import END_TOKEN, add_chat_tokens, make_jinja_template
-from lm.model.config import ModelConfig
-from lm.model.moe_config import MoEConfig
-from lm.model.rope_config import RopeScaling
+from lm.model.config import ModelConfig, MoEConfig, RopeScaling
 from lm.model.transformer import TransformerLM
 from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import END_OF_TEXT

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lm.checkpoint.gguf import save_gguf
-from lm.model.rope_config import RopeScaling
+from lm.model.config import RopeScaling
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.tokenizers import make_tokenizer

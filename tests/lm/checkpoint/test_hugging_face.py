@@ -19,8 +19,7 @@ from lm.common.errors import UserError
 from lm.inference.completion import encode_prompt
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate
-from lm.model.config import ModelConfig
-from lm.model.moe_config import MoEConfig
+from lm.model.config import ModelConfig, MoEConfig
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.full_disk import full_disk

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
 from lm.common.errors import UserError
-from lm.model.moe_config import MoEConfig
+from lm.model.config import MoEConfig
 from tests.helpers.llamas import (
     assert_same_logits,
     assert_same_weights,

@@ -24,7 +24,6 @@ from lm.checkpoint.training_checkpoint import (
 from lm.common.errors import UserError
 from lm.files.checksum import dumps_with_checksum
 from lm.model.config import ModelConfig
-from lm.model.scalar_head import ScalarHead
 from lm.model.transformer import TransformerLM
 from lm.optim.adamw import AdamW
 from tests.helpers.checkpoints import CONFIG, FILE_NAMES, Payload, are_states_equal, make_training, train_steps
@@ -62,7 +61,7 @@ def test_rows_of_a_sharded_checkpoint_do_not_keep_the_whole_in_memory() -> None:
 
 def test_all_files_of_a_checkpoint_have_the_mode_of_new_files(tmp_path: Path) -> None:
     model, optimizers = make_training(0)
-    model.scalar_head = ScalarHead(model.config.d_model)
+    model.add_scalar_head()
     save_training(tmp_path / "step-1", model, optimizers, 1, {})
     (tmp_path / "new").touch()
     modes = {path.name: path.stat().st_mode for path in (tmp_path / "step-1").iterdir()}
@@ -237,7 +236,8 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, name: str, value: 
 
 def test_a_scalar_head_that_is_not_finite_is_named(tmp_path: Path) -> None:
     model, _ = make_training(0)
-    model.scalar_head = ScalarHead(CONFIG.d_model)
+    model.add_scalar_head()
+    assert model.scalar_head is not None
     model.scalar_head.weight.detach()[0] = math.inf
     save_training(tmp_path / step_name(1), model, [], 1, {})
     load_model(tmp_path / step_name(1))

@@ -1,12 +1,16 @@
 """Memory and gradients of FSDP."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lm.common.execution import Execution
 from lm.distributed import FSDP
+from lm.distributed.plan import parallelize
 from lm.model import ModelConfig, TransformerLM
 from tests.helpers.ranks import run_ranks
 
@@ -15,9 +19,10 @@ pytestmark = pytest.mark.usefixtures("process_group_of_one")
 IDS = torch.arange(16)[None]
 
 
-def make_model() -> TransformerLM:
+def make_model(is_tied: bool = False) -> TransformerLM:
     torch.manual_seed(0)
-    return TransformerLM(ModelConfig(vocab_size=32, context_length=16, d_model=16, num_layers=6, num_heads=2, d_ff=32))
+    config = ModelConfig(32, context_length=16, d_model=16, num_layers=6, num_heads=2, d_ff=32, tied_embeddings=is_tied)
+    return TransformerLM(config)
 
 
 def gathered_bytes(fsdp: FSDP) -> int:
@@ -39,7 +44,8 @@ def test_checkpointing_gathers_no_more_blocks_in_the_backward_pass(is_resharded_
     seen: dict[bool, list[int]] = {}
     for has_checkpointing in (False, True):
         model = make_model()
-        model.activation_checkpointing = has_checkpointing
+        if has_checkpointing:
+            parallelize(model, Execution(activation_checkpointing=True), "none")
         fsdp = FSDP(model, is_resharded_after_forward=is_resharded_after_forward)
         seen[has_checkpointing] = watch_backward_pass(model, fsdp)
         for _ in range(2):
@@ -47,6 +53,24 @@ def test_checkpointing_gathers_no_more_blocks_in_the_backward_pass(is_resharded_
             seen[has_checkpointing].append(gathered_bytes(fsdp))
             fsdp.finish_gradient_synchronization()
     assert seen[True] == seen[False]
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_step_gathers_the_weights_of_each_call_twice(monkeypatch: pytest.MonkeyPatch, is_tied: bool) -> None:
+    """For the forward and the backward pass, in which a tied embedding is gathered once. None is gathered in vain."""
+    model = make_model(is_tied)
+    fsdp = FSDP(model)
+    calls, units = Mock(side_effect=dist.all_gather_single), 1 + model.config.num_layers + 1
+    monkeypatch.setattr(dist, "all_gather_single", calls)
+    for _ in range(3):
+        calls.reset_mock()
+        model.loss(IDS, IDS).backward()
+        assert gathered_bytes(fsdp) == 0
+        fsdp.finish_gradient_synchronization()
+        with torch.no_grad():
+            assert calls.call_count == 2 * units - is_tied
+            model.loss(IDS, IDS)
+            assert calls.call_count == 3 * units - is_tied
 
 
 def test_gradients_of_blocks_with_frozen_weights() -> None:

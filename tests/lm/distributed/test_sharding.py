@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.distributed.sharding import divide_rows
+from lm.distributed.sharding import shard_rows
 from tests.helpers.ranks import run_ranks
 
 
@@ -13,7 +13,7 @@ def test_stacks_of_whole_matrices_are_divided_between_them(monkeypatch: pytest.M
     monkeypatch.setattr("lm.distributed.sharding.get_world_size", lambda: 4)
     loads = [0] * 4
     tensors = [torch.empty(shape) for shape in ((9, 2, 3), (3, 2, 3), (8, 8), (8, 8))]
-    bounds = divide_rows(tensors, [True, True, True, False], loads)
+    bounds = shard_rows(tensors, [True, True, True, False], loads)
     assert bounds[0] == [0, 2, 4, 6, 9]
     assert bounds[3] == [0, 2, 4, 6, 8]
     assert sorted(loads) == [0, 0, 4 * 18, 4 * 64], "fewer matrices than ranks stay together"

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm.common.errors import UserError
+from lm.distributed.plan import repays_compilation
 from lm.experiments.budget import (
     Choice,
     best_flops_per_token,
@@ -17,7 +18,6 @@ from lm.experiments.config import Budget
 from lm.experiments.speed import Speed
 from lm.model.config import ModelConfig
 from lm.model.flops import flops_per_token, parameter_count
-from lm.train.compile import repays_compilation
 from lm.train.config import TrainConfig
 from tests.helpers.tensors import FEW_EXAMPLES
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lm.model.attention import MultiHeadSelfAttention
+from lm.model.config import ModelConfig
 from lm.model.functional import scaled_dot_product_attention
 from lm.model.rope import RotaryEmbedding
 from tests.helpers.reference_model import reference_attention
@@ -15,7 +16,7 @@ from tests.helpers.tensors import random_normal
 def test_multi_head_attention_equals_loop_over_heads(heads: int, theta: float | None) -> None:
     torch.manual_seed(heads)
     rope = None if theta is None else RotaryEmbedding(theta, 16 // heads, max_seq_len=7)
-    layer = MultiHeadSelfAttention(16, heads, rope)
+    layer = MultiHeadSelfAttention(ModelConfig(d_model=16, num_heads=heads), rope)
     x = random_normal(2, 7, 16)
     expected = torch.stack([reference_attention(row, layer.state_dict(), heads, theta) for row in x])
     torch.testing.assert_close(layer(x), expected, atol=1e-5, rtol=1e-4)
@@ -25,7 +26,7 @@ def test_multi_head_attention_equals_loop_over_heads(heads: int, theta: float | 
 def test_multi_head_attention_equals_plain_reference(heads: int) -> None:
     """The fused attention equals the reference function with a causal mask."""
     torch.manual_seed(heads)
-    layer = MultiHeadSelfAttention(12, heads)
+    layer = MultiHeadSelfAttention(ModelConfig(d_model=12, num_heads=heads))
     x = random_normal(2, 6, 12)
     width = 12 // heads
     mask = torch.tensor([[key <= query for key in range(6)] for query in range(6)])

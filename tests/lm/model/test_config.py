@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from lm.common.errors import UserError
-from lm.model.config import ModelConfig
-from lm.model.moe_config import MoEConfig
-from lm.model.rope_config import RopeScaling
+from lm.model.config import ModelConfig, MoEConfig, RopeScaling
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from lm.common.execution import ParallelKind
-from lm.model.config import ModelConfig
-from lm.model.moe_config import MoEConfig
+from lm.model.config import ModelConfig, MoEConfig
 from lm.model.training_memory import TrainingMemory, largest_micro_batch, predict_training_memory
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training_memory import Case, measure_peak

@@ -12,16 +12,27 @@ from torch import Tensor
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate
 from lm.model import functional
-from lm.model.config import ModelConfig
+from lm.model.config import ModelConfig, MoEConfig
 from lm.model.flops import flops_per_token, parameter_count
 from lm.model.functional import softmax
 from lm.model.moe import MoE, Routing, drop_over_capacity
-from lm.model.moe_config import MoEConfig
 from lm.model.ops.experts import ExpertWeights, mix_experts, mix_experts_grouped
 from lm.model.transformer import TransformerLM
 from tests.helpers.tensors import FEW_EXAMPLES, assert_equal_with_gradients, random_normal, seeds
 
 Form = Literal["swiglu", "silu", "relu2"]
+
+
+def make_moe(moe: MoEConfig, d_model: int, d_ff: int, form: Form = "swiglu") -> MoE:
+    return MoE(ModelConfig(d_model=d_model, num_layers=1, num_heads=1, d_ff=d_ff, feed_forward=form, moe=moe))
+
+
+def run_recorded(moe: MoE, x: Tensor, padding: Tensor | None = None) -> tuple[Tensor, Routing]:
+    """Return the output and the routing of a pass as in training."""
+    moe.record_routings(padding)
+    out = moe(x)
+    (routing,), moe.routings = moe.routings or [], None
+    return out, routing
 
 
 def reference_gates(logits: Tensor, config: MoEConfig, bias: Tensor | None) -> Tensor:
@@ -81,7 +92,7 @@ def test_forward_and_backward_equal_a_loop_over_experts(
         bias_update_rate=0.1 if has_bias else 0.0,
     )
     torch.manual_seed(seed)
-    moe = MoE(config, 12, 40, form).double()
+    moe = make_moe(config, 12, 40, form).double()
     if moe.expert_bias is not None:
         moe.expert_bias.normal_()
         moe.expert_bias[0] = -10.0  # an expert without tokens, if enough others are there
@@ -98,10 +109,10 @@ def test_forward_and_backward_equal_a_loop_over_experts(
 
 
 def test_ties_go_to_the_lower_index_and_other_experts_get_no_gradient() -> None:
-    moe = MoE(MoEConfig(4, 2, d_expert=6), 8, 16)
+    moe = make_moe(MoEConfig(4, 2, d_expert=6), 8, 16)
     torch.nn.init.zeros_(moe.router.weight)
     x = random_normal(50, 8)
-    out, routing = moe(x, returns_routing=True)
+    out, routing = run_recorded(moe, x)
     assert routing.counts.tolist() == [50, 50, 0, 0]
     torch.testing.assert_close(out, reference_moe(x, moe, dict(moe.named_parameters()), "swiglu"))
     out.sum().backward()
@@ -112,7 +123,7 @@ def test_ties_go_to_the_lower_index_and_other_experts_get_no_gradient() -> None:
 
 
 def test_a_permutation_of_the_experts_changes_nothing() -> None:
-    moe = MoE(MoEConfig(8, 3, d_expert=6, bias_update_rate=0.1), 12, 16)
+    moe = make_moe(MoEConfig(8, 3, d_expert=6, bias_update_rate=0.1), 12, 16)
     assert moe.expert_bias is not None
     moe.expert_bias.normal_()
     x = random_normal(200, 12)
@@ -141,7 +152,7 @@ def test_grouped_products_equal_the_segments(
     inputs = [x, gates, w1, w2, *([w3] if is_gated else [])]
     results = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lm.model.ops.matmul._PREFERS_ONEDNN", on_onednn and torch.backends.mkldnn.is_available())
+        patch.setattr("lm.model.ops.matmul.PREFERS_ONEDNN", on_onednn and torch.backends.mkldnn.is_available())
         for function in (mix_experts, mix_experts_grouped):
             arguments = [tensor.clone().requires_grad_() for tensor in inputs]
             weights = ExpertWeights(arguments[2], arguments[3], arguments[4] if is_gated else None)
@@ -157,7 +168,7 @@ def test_grouped_products_equal_the_segments(
 def test_experts_on_a_gpu_equal_those_of_the_cpu(dtype: torch.dtype, is_compiled: bool) -> None:
     """Also with an expert that has no tokens, and with choices that a capacity dropped."""
     config = MoEConfig(6, 2, d_expert=32, bias_update_rate=0.1, capacity_factor=1.2)
-    moe = MoE(config, 64, 64)
+    moe = make_moe(config, 64, 64)
     assert moe.expert_bias is not None
     moe.expert_bias[3] = -10.0
     x, grad = random_normal(500, 64, seed=1), random_normal(500, 64, seed=2)
@@ -168,7 +179,8 @@ def test_experts_on_a_gpu_equal_those_of_the_cpu(dtype: torch.dtype, is_compiled
         inputs = x.clone().to(device).requires_grad_()
         forward = torch.compile(model) if is_compiled and device == "cuda" else model
         with torch.autocast(device, dtype_of_products, enabled=dtype_of_products == torch.bfloat16):
-            out, _ = forward(inputs, returns_routing=True)  # as in training, where a capacity drops tokens
+            model.record_routings()  # as in training, where a capacity drops tokens
+            out = forward(inputs)
         out.backward(grad.to(out))
         assert not any(stack.grad[3].any() for stack in model.experts.parameters() if stack.grad is not None)
         gradients = [parameter.grad for parameter in model.parameters()]
@@ -185,11 +197,11 @@ def test_a_capacity_drops_the_last_tokens_of_an_expert_in_training_only() -> Non
     kept, dropped = drop_over_capacity(chosen, torch.tensor([4.0, 2.0, 2.0]), 2)
     assert kept.tolist() == [[0, 1], [0, 2], [1, 3], [2, 3]] and dropped == 2
     config = MoEConfig(4, 2, d_expert=6, num_shared_experts=1)
-    moe, x = MoE(config, 8, 16), random_normal(64, 8)
+    moe, x = make_moe(config, 8, 16), random_normal(64, 8)
     torch.nn.init.zeros_(moe.router.weight)  # all tokens choose experts 0 and 1
     whole = moe(x)
     moe.config = replace(config, capacity_factor=0.5)  # 16 tokens each
-    out, routing = moe(x, returns_routing=True)
+    out, routing = run_recorded(moe, x)
     assert routing.dropped == 2 * (64 - 16)
     torch.testing.assert_close(out[:16], whole[:16])
     assert moe.shared is not None
@@ -199,11 +211,11 @@ def test_a_capacity_drops_the_last_tokens_of_an_expert_in_training_only() -> Non
 
 @pytest.mark.parametrize("options", [{}, {"affinity": "sigmoid", "bias_update_rate": 0.1}, {"capacity_factor": 0.5}])
 def test_padding_is_not_routed(options: dict[str, Any]) -> None:
-    moe, x = MoE(MoEConfig(4, 2, d_expert=6, **options), 8, 16), random_normal(5, 12, 8)
+    moe, x = make_moe(MoEConfig(4, 2, d_expert=6, **options), 8, 16), random_normal(5, 12, 8)
     padding = torch.arange(12) >= torch.tensor([12, 3, 0, 7, 1])[:, None]
-    out, routing = moe(x, returns_routing=True, padding=padding)
+    out, routing = run_recorded(moe, x, padding)
     assert not out[padding].any()
-    expected, expected_routing = moe(x[~padding], returns_routing=True)
+    expected, expected_routing = run_recorded(moe, x[~padding])
     if not options.get("capacity_factor"):  # which is a share of all places
         torch.testing.assert_close(out[~padding], expected)
         for ours, theirs in zip(routing, expected_routing, strict=True):
@@ -212,8 +224,8 @@ def test_padding_is_not_routed(options: dict[str, Any]) -> None:
 
 
 def test_routing_sums_are_those_of_the_tokens() -> None:
-    moe, x = MoE(MoEConfig(4, 2, d_expert=6, affinity="sigmoid"), 8, 16), random_normal(40, 8)
-    _, routing = moe(x, returns_routing=True)
+    moe, x = make_moe(MoEConfig(4, 2, d_expert=6, affinity="sigmoid"), 8, 16), random_normal(40, 8)
+    _, routing = run_recorded(moe, x)
     logits = x @ moe.router.weight.T
     shares = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
     assert isinstance(routing, Routing) and routing.counts.sum() == 80 and routing.dropped == 0

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lm.model.config import RopeScaling
 from lm.model.rope import RotaryEmbedding
-from lm.model.rope_config import RopeScaling
 from tests.helpers.reference_model import reference_rope
 from tests.helpers.tensors import FEW_EXAMPLES, random_normal, seeds
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lm.common.errors import UserError
-from lm.model.config import ModelConfig
+from lm.common.execution import Execution
+from lm.distributed.plan import parallelize
+from lm.model.config import ModelConfig, MoEConfig
 from lm.model.functional import IGNORE_INDEX, cross_entropy
-from lm.model.moe_config import MoEConfig
 from lm.model.rope import RotaryEmbedding
 from lm.model.transformer import TransformerBlock, TransformerLM
 from tests.helpers.reference_model import MODEL_VARIANTS, SMALL_CONFIG, reference_transformer
@@ -85,7 +86,8 @@ def test_activation_checkpointing_gives_the_same_gradients(variant: dict[str, An
     model = seeded_model(replace(SMALL_CONFIG, **variant))
     ids = tokens_for(SMALL_CONFIG, 2, 12)
     gradients = []
-    for model.activation_checkpointing in (False, True):
+    for has_checkpointing in (False, True):
+        parallelize(model, Execution(activation_checkpointing=has_checkpointing), "none")
         model.zero_grad()
         cross_entropy(model(ids), ids).backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
@@ -95,7 +97,8 @@ def test_activation_checkpointing_gives_the_same_gradients(variant: dict[str, An
 
 def test_activation_checkpointing_saves_fewer_bytes() -> None:
     model, saved_bytes = seeded_model(), []
-    for model.activation_checkpointing in (False, True):
+    for has_checkpointing in (False, True):
+        parallelize(model, Execution(activation_checkpointing=has_checkpointing), "none")
         sizes: dict[int, int] = {}
         record = lambda tensor: sizes.update({tensor.data_ptr(): tensor.nbytes}) or tensor  # noqa: B023, E731
         with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
@@ -291,7 +294,7 @@ def test_compiled_model_loss_has_the_same_gradients(tied: bool) -> None:
 
 def test_block_adds_attention_then_feed_forward() -> None:
     torch.manual_seed(0)
-    block = TransformerBlock(16, 2, 24, RotaryEmbedding(100.0, 8, 5))
+    block = TransformerBlock(ModelConfig(d_model=16, num_heads=2, d_ff=24), RotaryEmbedding(100.0, 8, 5))
     x = random_normal(2, 5, 16)
     middle = x + block.attn(block.ln1(x))
     torch.testing.assert_close(block(x), middle + block.ffn(block.ln2(middle)))

@@ -6,7 +6,7 @@ import torch
 from lm.common.errors import UserError
 from lm.model import TransformerLM
 from lm.model.config import ModelConfig
-from lm.model.vocabulary import grow_vocabulary, shrink_vocabulary
+from lm.model.transformer import grow_vocabulary, shrink_vocabulary
 
 
 def make_model(tied: bool = False, dtype: torch.dtype | None = None) -> TransformerLM:

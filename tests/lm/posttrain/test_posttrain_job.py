@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from lm.checkpoint.training_checkpoint import load_model, save_training
 from lm.common.errors import UserError
 from lm.distributed.launch import run_processes
-from lm.model.moe_config import MoEConfig
+from lm.model.config import MoEConfig
 from lm.model.transformer import TransformerLM
 from lm.posttrain.job import PosttrainJob
 from lm.train.__main__ import main

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from lm.common.errors import UserError
-from lm.model.config import ModelConfig
-from lm.model.moe_config import MoEConfig
+from lm.model.config import ModelConfig, MoEConfig
 from lm.train.config import TrainConfig, continued_config
 from tests.helpers.training import ROOT
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from lm.checkpoint.training_checkpoint import load_model
 from lm.common.execution import ParallelKind
 from lm.distributed.launch import run_processes
+from lm.model.config import MoEConfig
 from lm.model.functional import softmax
-from lm.model.moe_config import MoEConfig
 from lm.train.pretraining import Job
 from lm.train.trainer import Trainer
 from tests.helpers.recorder import Recorder
@@ -57,7 +57,7 @@ def test_overfits_one_repeated_sequence(tmp_path: Path, optimizer: str) -> None:
     ],
 )
 def test_a_step_in_another_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    monkeypatch.setattr("lm.train.compile._MIN_FLOPS_TO_COMPILE", 0)
+    monkeypatch.setattr("lm.distributed.plan._MIN_FLOPS_TO_COMPILE", 0)
     rows, model = [], replace(MIXTURE, num_layers=2)
     for name, form in (("plain", {}), ("other", options)):
         small_trainer(tmp_path / name, None, model, steps=3, log_interval=1, **form, **QUIET).run()
@@ -76,6 +76,7 @@ def test_losses_are_those_of_the_papers(tmp_path: Path) -> None:
     layer.ffn.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
     expected = []
     for micro_batch in trainer.objective.micro_batches(0):
+        balance.start_micro_batch(None)
         trainer.loss_sum(micro_batch)
         loss = balance.loss(2)
         logits = inputs.pop().flatten(0, 1) @ layer.ffn.router.weight.T

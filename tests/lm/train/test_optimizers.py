@@ -10,7 +10,6 @@ from torch import nn
 from lm.distributed.plan import Parallel
 from lm.model.linear import Linear
 from lm.model.norm import RMSNorm
-from lm.model.scalar_head import ScalarHead
 from lm.model.transformer import TransformerLM
 from lm.train.config import TrainConfig
 from lm.train.optimizers import make_optimizers
@@ -55,7 +54,7 @@ def test_order_of_groups_matches_checkpoints(variant: dict[str, Any], optimizer:
 class _HeadGain(nn.Module):
     """Gains per head: two dimensions, but not a matrix."""
 
-    role = "gain"
+    role = "norm"
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +73,7 @@ def test_new_layers_are_grouped_by_their_role_not_by_name_or_shape() -> None:
 
 def test_the_bias_of_a_scalar_head_has_no_weight_decay() -> None:
     model = TransformerLM(SMALL_CONFIG)
-    model.scalar_head = ScalarHead(24)
+    model.add_scalar_head()
     (_, matrices, *_), (_, vectors, decay, _) = parameter_groups(model)
     assert "scalar_head.weight" in matrices
     assert "scalar_head.bias" in vectors and decay == 0

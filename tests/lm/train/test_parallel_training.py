@@ -15,7 +15,7 @@ from lm.common.errors import UserError
 from lm.common.execution import Execution, ParallelKind
 from lm.distributed.launch import run_processes
 from lm.model.training_memory import predict_training_memory
-from lm.train.parallel import choose_parallel
+from lm.train.memory_check import choose_parallel
 from lm.train.pretraining import Job
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import MODEL, read_rows, train_config, train_here, write_job
@@ -99,7 +99,7 @@ DEEP_MODEL = replace(MODEL, num_layers=16)  # the memory of each kind is less th
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, parallel: Literal["auto"] | ParallelKind, processes: int) -> ParallelKind:
-    monkeypatch.setattr("lm.train.parallel.get_world_size", lambda: processes)
+    monkeypatch.setattr("lm.train.memory_check.get_world_size", lambda: processes)
     return choose_parallel(Execution(parallel=parallel), train_config(), DEEP_MODEL, torch.device("cpu"))
 
 
@@ -113,7 +113,7 @@ def test_auto_divides_as_much_as_the_memory_requires(monkeypatch: pytest.MonkeyP
     kinds: tuple[ParallelKind, ...] = ("ddp", "zero1", "zero2", "fsdp")
     peaks = [predict_training_memory(DEEP_MODEL, sequences=1, parallel=kind, world_size=4).peak for kind in kinds]
     for memory, expected in [(1, "fsdp"), *((int(peak / 0.84), kind) for peak, kind in zip(peaks, kinds, strict=True))]:
-        monkeypatch.setattr("lm.train.parallel._memory_bytes", lambda _, memory=memory: memory)
+        monkeypatch.setattr("lm.train.memory_check._memory_bytes", lambda _, memory=memory: memory)
         assert choose(monkeypatch, "auto", 4) == expected
 
 

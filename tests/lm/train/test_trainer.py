@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm.checkpoint.training_checkpoint import load_model, newest_checkpoint, read_description
 from lm.common.errors import Stopped, UserError
-from lm.model.moe_config import MoEConfig
+from lm.model.config import MoEConfig
 from lm.optim.schedules import lr_cosine_schedule
 from lm.train.throughput import StepTimer
 from lm.train.tracking import read_metrics

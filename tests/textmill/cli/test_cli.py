@@ -23,7 +23,7 @@ from lm.checkpoint.hugging_face import load_hugging_face
 from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate
-from lm.model.moe_config import MoEConfig
+from lm.model.config import MoEConfig
 from lm.text.demo_corpus import demo_stories
 from tasks.runs.models import RunModel, resolve_model
 from tests.helpers.deployed import TEXTMILL, own_environment

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lm.model.moe_config import MoEConfig
+from lm.model.config import MoEConfig
 from tests.helpers.completion_server import (
     CLIENT_TIMEOUT_SECONDS,
     CONTEXT,

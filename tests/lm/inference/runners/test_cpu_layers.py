@@ -25,6 +25,7 @@ from lm.kernels.decode import norm_attention
 from lm.kernels.jit import Stored, kernel
 from lm.kernels.simd import read_float, write_float
 from lm.model.attention import MultiHeadSelfAttention
+from lm.model.config import ModelConfig
 from lm.model.linear import Linear
 from lm.model.norm import RMSNorm
 from lm.model.rope import RotaryEmbedding
@@ -64,9 +65,15 @@ def test_attention_kernel_equals_the_layer(
         width + width % 2 if rope else width,
     )  # rope needs an even width
     rotary = RotaryEmbedding(100.0, width, length) if rope else None
-    layer = MultiHeadSelfAttention(
-        heads * width, heads, rotary, dtype=dtype, num_kv_heads=kv_heads, qk_norm=qk_norm, qkv_bias=qkv_bias
-    ).requires_grad_(False)
+    config = ModelConfig(
+        d_model=heads * width,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
+        position_encoding="rope" if rope else "none",
+    )
+    layer = MultiHeadSelfAttention(config, rotary, dtype=dtype).requires_grad_(False)
     for norm in (layer.q_norm, layer.k_norm):
         for weight in norm.parameters():
             weight.copy_(torch.rand(width) + 0.5)

@@ -17,8 +17,7 @@ from lm.inference.runners.cpu_runner import CpuRunner
 from lm.inference.runners.runner import prepare_for_inference
 from lm.inference.runners.torch_runner import TorchRunner
 from lm.kernels.decode import fused_step
-from lm.model.config import ModelConfig
-from lm.model.moe_config import MoEConfig
+from lm.model.config import ModelConfig, MoEConfig
 from lm.model.transformer import TransformerLM
 from tests.helpers.examples import examples
 from tests.helpers.generating import make_model

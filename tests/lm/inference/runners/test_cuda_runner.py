@@ -13,7 +13,7 @@ from lm.inference.kv_cache import KVCache
 from lm.inference.runners.cuda_runner import CudaRunner, JoinedSwiGLU, join_layers
 from lm.inference.runners.runner import prepare_for_inference
 from lm.inference.runners.torch_runner import TorchRunner
-from lm.model.moe_config import MoEConfig
+from lm.model.config import MoEConfig
 from lm.model.transformer import TransformerLM
 from tests.helpers.examples import examples
 from tests.helpers.generating import make_model

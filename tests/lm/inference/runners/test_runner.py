@@ -11,9 +11,9 @@ from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate
 from lm.inference.runners.cpu_layers import dequantize, quantize
 from lm.inference.runners.runner import prepare_for_inference
-from lm.model.linear import Linear
+from lm.model.config import MoEConfig
+from lm.model.linear import Head, Linear
 from lm.model.moe import Experts
-from lm.model.moe_config import MoEConfig
 from lm.model.transformer import TransformerLM
 from tests.helpers.generating import make_model
 
@@ -47,7 +47,7 @@ def test_quantized_model_generates_the_ids_of_its_rounded_weights(variant: dict[
                 for matrix in () if stack is None else stack.data:
                     matrix[:] = dequantize(*quantize(matrix))
     if model.lm_head is None:  # the embedding is rounded only as the head
-        model.lm_head = Linear(16, 300)
+        model.lm_head = Head(16, 300)
         model.lm_head.weight.data = dequantize(*quantize(model.token_embeddings.weight))
     check_same_ids(model, quantized)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lm.common.errors import UserError
 from lm.model import FlashAttentionTorch, FlashAttentionTriton, scaled_dot_product_attention
-from lm.model.ops.flash_attention_triton import load_kernels
+from lm.model.ops.flash_attention import load_kernels
 from tests.helpers.examples import examples
 from tests.helpers.gpus import compile_for_gpus
 from tests.helpers.memory import peak_tensor_bytes

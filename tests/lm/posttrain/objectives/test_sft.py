@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from lm.common.errors import UserError
+from lm.common.execution import Execution
 from lm.data.chat_template import encode_dialog
 from lm.data.dialogs import Dialog
+from lm.distributed.plan import parallelize
 from lm.model.transformer import TransformerLM
 from lm.posttrain import get_response_log_probs, sft_microbatch_train_step
 from lm.posttrain.job import ObjectiveInputs
@@ -51,7 +53,7 @@ def test_checkpointing_of_activations_does_not_change_the_loss() -> None:
     objective = make_objective(model, batch_size=1)
     (batch,) = objective.micro_batches(0)
     before = objective.loss_sum(model, batch)
-    model.activation_checkpointing = True
+    parallelize(model, Execution(activation_checkpointing=True), "none")
     after = objective.loss_sum(model, batch)
     assert before == after
     after.backward()

@@ -1,4 +1,4 @@
-"""The choice of how a training's processes divide the model, and the whole model of a divided one."""
+"""Memory of a training before it starts: the choice of what the processes shard, and a check that it fits."""
 
 import logging
 import tempfile
@@ -8,10 +8,8 @@ from pathlib import Path
 
 import torch
 
-from lm.checkpoint.safe_load import assign_weights, create_empty_model
 from lm.common.errors import UserError
 from lm.common.execution import Execution, ParallelKind
-from lm.distributed.plan import Parallel
 from lm.distributed.process_group import (
     all_gather,
     broadcast_from_rank0,
@@ -24,7 +22,6 @@ from lm.hardware.memory import machine_memory
 from lm.model.config import ModelConfig
 from lm.model.flops import parameter_count
 from lm.model.training_memory import TrainingMemory, predict_training_memory
-from lm.model.transformer import TransformerLM
 from lm.train.config import TrainConfig
 
 log = logging.getLogger(__name__)
@@ -36,9 +33,9 @@ _MEMORY_FRACTION = 0.85  # the rest is for the allocator and for libraries
 def choose_parallel(
     execution: Execution, config: TrainConfig, model_config: ModelConfig, device: torch.device
 ) -> ParallelKind:
-    """Return how to divide a training: ``execution.parallel``, or the first kind whose predicted memory fits.
+    """Return what the processes shard: ``execution.parallel``, or the first kind whose predicted memory fits.
 
-    One process divides nothing. Raises UserError for "none" with several processes.
+    One process shards nothing. Raises UserError for "none" with several processes.
     """
     world_size = get_world_size()
     if world_size == 1:
@@ -73,7 +70,7 @@ def predict_memory(
     world_size: int,
     device: torch.device,
 ) -> TrainingMemory:
-    """Predict the memory of each of ``world_size`` processes with micro-batches of ``sequences`` full contexts, divided
+    """Predict the memory of each of ``world_size`` processes with micro-batches of ``sequences`` full contexts, sharded
     as ``kind`` says; see :func:`lm.model.training_memory.predict_training_memory`."""
     return predict_training_memory(
         model_config,
@@ -162,19 +159,3 @@ def check_directory_is_shared(out: Path) -> None:
             f"Each process saves its part of the checkpoints in {out}, but process {are_seen.index(False)} does not "
             "see that directory of process 0. Use a directory on a shared file system, or execution.parallel ddp."
         )
-
-
-def whole_model(model: TransformerLM, parallel: Parallel) -> TransformerLM:
-    """Return ``model``, or on rank 0 a copy with whole weights if they are divided: on the CPU, which has the memory.
-
-    All ranks must call this together.
-    """
-    if not parallel.divides_weights:
-        return model
-    weights = {name: p.cpu() for name, p in parallel.iterate_full_weights() if get_rank() == 0}
-    if get_rank() > 0:
-        return model
-    weights = {name: x.cpu() for name, x in model.state_dict().items()} | weights  # adds the buffers
-    whole = create_empty_model(model.config, len(weights), "the model")
-    assign_weights(whole, weights, "the model", "cpu")
-    return whole

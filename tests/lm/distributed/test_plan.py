@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import lm.train.compile
+import lm.distributed.plan
 from lm.common.errors import UserError
 from lm.common.execution import ParallelKind
 from lm.data.batches import Batch
 from lm.distributed.plan import Parallel
 from lm.model import TransformerLM
-from lm.train.compile import compile_loss
 from lm.train.trainer import Trainer
 from tests.helpers.training import MODEL, small_trainer, weights_equal
 
@@ -39,8 +38,8 @@ def test_failing_compilation_warns_and_trains_without(
         return compiled_loss
 
     monkeypatch.setattr(torch, "compile", fake_compile)
-    monkeypatch.setattr(lm.train.compile, "_MIN_FLOPS_TO_COMPILE", 0)
-    with caplog.at_level(logging.WARNING, "lm.train"):
+    monkeypatch.setattr(lm.distributed.plan, "_MIN_FLOPS_TO_COMPILE", 0)
+    with caplog.at_level(logging.WARNING, "lm.distributed"):
         trainer = small_trainer(tmp_path, compile=True)
     messages = [record.getMessage() for record in caplog.records]
     if failure == "none":
@@ -63,14 +62,14 @@ def test_out_of_memory_in_the_compiled_step_is_a_user_error(
         return torch.empty(1 << 60)  # raises the CPU's out-of-memory error
 
     monkeypatch.setattr(torch, "compile", lambda loss: fail)
-    monkeypatch.setattr(lm.train.compile, "_MIN_FLOPS_TO_COMPILE", 0)
+    monkeypatch.setattr(lm.distributed.plan, "_MIN_FLOPS_TO_COMPILE", 0)
     advice = (
         r"out of memory with micro-batches of 2 sequences of 16 .*train\.gradient_accumulation_steps \(now 2\).*"
         r"activation_checkpointing.*batch_size \(now 4\)"
     )
     with pytest.raises(UserError, match=advice):
         small_trainer(tmp_path, compile=True, gradient_accumulation_steps=2)
-    assert not [record for record in caplog.records if record.name.startswith("lm.train")]
+    assert not [record for record in caplog.records if record.name.startswith("lm.distributed")]
 
 
 @pytest.mark.usefixtures("process_group_of_one")
@@ -94,7 +93,7 @@ def test_a_rank_on_which_compilation_fails_sends_what_the_others_send(
                 getattr(collectives, name).side_effect = getattr(dist, name)
                 patches.setattr(dist, name, getattr(collectives, name))
             patches.setattr(torch, "compile", compile_block)
-            compile_loss(lambda batch: model.loss(*batch), model, parallel, (x, x), training_flops=1e18)
+            parallel.compile_loss(lambda batch: model.loss(*batch), (x, x))
         assert [layer.forward for layer in model.layers] == originals
         return [name for name, *_ in collectives.mock_calls]
 

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.model.ops.matmul import count_padding_rows, linear, prefers_onednn
+from lm.hardware.device import prefers_onednn
+from lm.model.ops.matmul import count_padding_rows, linear
 from tests.helpers.examples import examples
 from tests.helpers.tensors import assert_equal_with_gradients, row_counts, widths
 
@@ -15,7 +16,7 @@ from tests.helpers.tensors import assert_equal_with_gradients, row_counts, width
 def test_linear_equals_matrix_product(rows: int, width: int, out: int, on_onednn: bool, seed: int) -> None:
     torch.manual_seed(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lm.model.ops.matmul._PREFERS_ONEDNN", on_onednn and torch.backends.mkldnn.is_available())
+        patch.setattr("lm.model.ops.matmul.PREFERS_ONEDNN", on_onednn and torch.backends.mkldnn.is_available())
         assert_equal_with_gradients(linear, lambda x, w: x @ w.T, torch.randn(2, rows, width), torch.randn(out, width))
 
 
