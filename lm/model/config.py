@@ -187,6 +187,11 @@ class ModelConfig:
         return self.norm_placement == "pre" and self.feed_forward == "swiglu" and self.moe is None
 
     @property
+    def feed_forward_matrices(self) -> int:
+        """Number of matrices of a feed-forward network: swiglu has a gate."""
+        return 3 if self.feed_forward == "swiglu" else 2
+
+    @property
     def head_width(self) -> int:
         """Width of one query, key or value head: ``head_dim`` with its default filled in."""
         return self.head_dim or self.d_model // self.num_heads

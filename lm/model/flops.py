@@ -66,6 +66,5 @@ def _inactive_parameters(config: ModelConfig) -> int:
     """Return the number of parameters of the experts that do not compute a token."""
     if config.moe is None:
         return 0
-    matrices = 3 if config.feed_forward == "swiglu" else 2
-    expert = matrices * config.d_model * config.moe.expert_width(config.d_ff)
+    expert = config.feed_forward_matrices * config.d_model * config.moe.expert_width(config.d_ff)
     return (config.num_layers - config.moe.num_dense_layers) * (config.moe.num_experts - config.moe.top_k) * expert

@@ -151,39 +151,33 @@ def _hidden_matrices(config: ModelConfig, layer: int) -> list[tuple[int, ...]]:
     """Return the shapes of the matrices of the block of index ``layer``."""
     d, q, kv = config.d_model, config.num_heads * config.head_width, config.kv_heads * config.head_width
     shapes: list[tuple[int, ...]] = [(q, d), (d, q), (kv, d), (kv, d)]
-    dense_width = config.d_ff
+    dense_width, inputs = config.d_ff, config.feed_forward_matrices - 1
     if config.moe and config.is_moe_layer(layer):
-        width = config.moe.expert_width(config.d_ff)
+        width, experts = config.moe.expert_width(config.d_ff), config.moe.num_experts
         dense_width = config.moe.num_shared_experts * width
-        experts = config.moe.num_experts
-        shapes += [(experts, width, d), (experts, d, width), *([(experts, width, d)] if _has_gate(config) else [])]
-    return [*shapes, (dense_width, d), (d, dense_width), *([(dense_width, d)] if _has_gate(config) else [])]
-
-
-def _has_gate(config: ModelConfig) -> bool:
-    return config.feed_forward == "swiglu"
+        shapes += [(experts, d, width), *[(experts, width, d)] * inputs]
+    return [*shapes, (d, dense_width), *[(dense_width, d)] * inputs]
 
 
 def _block_bytes_per_token(config: ModelConfig, layer: int, is_bfloat16: bool) -> int:
     """Return the bytes that the block of index ``layer`` saves for its backward pass, per token."""
     d, q, kv = config.d_model, config.num_heads * config.head_width, config.kv_heads * config.head_width
-    has_gate = _has_gate(config)
-    element = 2 if is_bfloat16 else 4
+    element, inputs = 2 if is_bfloat16 else 4, config.feed_forward_matrices - 1
     heads = q + 2 * kv  # queries, keys, values
     dense_width, routing, routed = config.d_ff, 0, 0
     if config.moe and config.is_moe_layer(layer):
         width = config.moe.expert_width(config.d_ff)
         dense_width = config.moe.num_shared_experts * width
-        routed = config.moe.top_k * width * (2 if has_gate else 1)
+        routed = config.moe.top_k * width * inputs
         # Affinities; of each choice its expert, token, place and order, and gates before and after they are sorted.
         routing = 4 * config.moe.num_experts + (4 * 8 + 3 * 4) * config.moe.top_k
         if is_bfloat16:
             routing += 4 * d  # the router's input
-    inner = (3 if has_gate else 2) * dense_width + routed
+    inner = config.feed_forward_matrices * dense_width + routed
     normalized = (q + kv) if config.qk_norm else 0
     if is_bfloat16:
         # Autocast copies the input of each matrix; experts share a copy.
-        copies = 3 + (2 if has_gate else 1) * (dense_width > 0) + (routed > 0)
+        copies = 3 + inputs * (dense_width > 0) + (routed > 0)
         residual = 8 * d if config.norm_placement != "none" else 0
         return residual + element * (copies * d + q + heads + normalized + inner) + routing
     residual_inputs = (4 if config.norm_placement != "none" else 2) * d
@@ -195,6 +189,6 @@ def _gradient_bytes_per_token(config: ModelConfig, layer: int, element: int) -> 
     d = config.d_model
     if config.moe and config.is_moe_layer(layer):
         # Of the experts' inputs, and the tensors of the expert that computes, which all tokens may have chosen.
-        expert = 3 * d + (5 if _has_gate(config) else 3) * config.moe.expert_width(config.d_ff)
+        expert = 3 * d + (2 * config.feed_forward_matrices - 1) * config.moe.expert_width(config.d_ff)
         return element * (config.moe.top_k * d + expert) + 4 * 2 * d
     return element * 3 * config.d_ff + 4 * 2 * d

@@ -3,7 +3,8 @@ to a capacity).
 
 The pairs of a token and one of its experts are sorted by expert. Each expert multiplies its segment of the sorted
 pairs: one matmul after the other, the fast form on CPUs, or all in one kernel of a GPU.
-Shapes: N tokens, D d_model, F inner width of an expert, E experts, A experts of a token (top_k), P = N · A pairs.
+Shapes: N tokens, D d_model, F inner width of an expert, E experts, A experts of a token (top_k), P = N · A pairs,
+R rows of the grouped matmuls.
 """
 
 from collections.abc import Iterator
@@ -35,32 +36,35 @@ class ExpertWeights(NamedTuple):
     """(E, F, D), of a gated network."""
 
 
-def mix_experts(x: Tensor, chosen: Tensor, gates: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
+def mix_experts(
+    x_ND: Tensor, chosen_NA: Tensor, gates_NA: Tensor, weights: ExpertWeights, activation: Activation
+) -> Tensor:
     """Return for each token the sum of the outputs of its experts, each times its gate: (N, D).
 
-    ``x`` (N, D). ``chosen`` (N, A) int64 are different experts of a token; number E stands for none. ``gates`` (N, A)
-    are their weights. Gradients flow to ``x``, ``gates`` and ``weights``. Under autocast the matmuls have its dtype.
+    ``chosen`` int64 are different experts of a token; number E stands for none. Gradients flow to ``x``, ``gates`` and
+    ``weights``. Under autocast the matmuls have its dtype.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    if torch.is_autocast_enabled(x_ND.device.type):
+        dtype = torch.get_autocast_dtype(x_ND.device.type)
         w3 = None if weights.w3 is None else weights.w3.to(dtype)
-        x, weights = x.to(dtype), ExpertWeights(weights.w1.to(dtype), weights.w2.to(dtype), w3)
-    if has_grouped_kernel(x, weights.w1):
-        return mix_experts_grouped(x, chosen, gates, weights, activation)
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():  # a CUDA graph cannot know the sizes of segments
-        by_expert = gates.new_zeros(len(x), len(weights.w1) + 1).scatter(1, chosen, gates)
-        return functional.mix_experts(x, by_expert[:, :-1], *weights, activation)
-    pairs = sort_pairs(chosen, len(weights.w1))
-    sorted_gates = gates.flatten()[pairs.order]
-    out: Tensor = _mix_segments(x, sorted_gates, *weights, pairs.tokens, pairs.places, pairs.counts, activation)[0]
-    return out
+        x_ND, weights = x_ND.to(dtype), ExpertWeights(weights.w1.to(dtype), weights.w2.to(dtype), w3)
+    if has_grouped_kernel(x_ND, weights.w1):
+        return mix_experts_grouped(x_ND, chosen_NA, gates_NA, weights, activation)
+    num_experts = len(weights.w1)
+    if x_ND.is_cuda and torch.cuda.is_current_stream_capturing():  # a CUDA graph cannot know the sizes of segments
+        gates_by_expert = gates_NA.new_zeros(len(x_ND), num_experts + 1).scatter(1, chosen_NA, gates_NA)
+        return functional.mix_experts(x_ND, gates_by_expert[:, :-1], *weights, activation)
+    pairs = sort_pairs(chosen_NA, num_experts)
+    gates_P = gates_NA.flatten()[pairs.order]
+    out_ND: Tensor = _mix_segments(x_ND, gates_P, *weights, pairs.tokens, pairs.places, pairs.counts, activation)[0]
+    return out_ND
 
 
-def has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Return whether torch has a grouped matmul for ``x`` and ``weight`` (E, F, D) that needs no help of the host."""
-    is_aligned = all(width % _GROUP_ROWS == 0 for width in weight.shape[1:]) and len(weight) <= _MAX_GROUPS
-    is_supported = x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
-    return is_aligned and is_supported and torch.cuda.get_device_capability(x.device)[0] in _CAPABILITIES
+def has_grouped_kernel(x_ND: Tensor, weight_EFD: Tensor) -> bool:
+    """Return whether torch has a grouped matmul for ``x`` and ``weight`` that needs no help of the host."""
+    is_aligned = all(width % _GROUP_ROWS == 0 for width in weight_EFD.shape[1:]) and len(weight_EFD) <= _MAX_GROUPS
+    is_supported = x_ND.is_cuda and x_ND.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
+    return is_aligned and is_supported and torch.cuda.get_device_capability(x_ND.device)[0] in _CAPABILITIES
 
 
 class SortedPairs(NamedTuple):
@@ -76,82 +80,83 @@ class SortedPairs(NamedTuple):
     """(E,) int64: pairs of each expert. Pairs without an expert come last and are not counted."""
 
 
-def sort_pairs(chosen: Tensor, num_experts: int) -> SortedPairs:
-    """Sort the pairs of ``chosen`` (N, A)."""
-    flat = chosen.flatten()
-    experts, order = flat.sort(stable=True)
-    ranks = torch.arange(len(flat), device=flat.device)
-    places = torch.empty_like(order).scatter_(0, order, ranks).view(chosen.shape)
+def sort_pairs(chosen_NA: Tensor, num_experts: int) -> SortedPairs:
+    """Sort the pairs of ``chosen``."""
+    experts_P, order_P = chosen_NA.flatten().sort(stable=True)
+    ranks_P = torch.arange(len(experts_P), device=experts_P.device)
+    places_NA = torch.empty_like(order_P).scatter_(0, order_P, ranks_P).view(chosen_NA.shape)
     # Not by adding up: a GPU would add to few numbers from many threads.
-    ends = torch.searchsorted(experts, torch.arange(num_experts, device=flat.device), right=True)
-    return SortedPairs(order, order // chosen.shape[-1], places, ends.diff(prepend=ends.new_zeros(1)))
+    ends_E = torch.searchsorted(experts_P, torch.arange(num_experts, device=experts_P.device), right=True)
+    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    return SortedPairs(order_P, order_P // chosen_NA.shape[-1], places_NA, counts_E)
 
 
 def mix_experts_grouped(
-    x: Tensor, chosen: Tensor, gates: Tensor, weights: ExpertWeights, activation: Activation
+    x_ND: Tensor, chosen_NA: Tensor, gates_NA: Tensor, weights: ExpertWeights, activation: Activation
 ) -> Tensor:
     """Return :func:`mix_experts` by torch's grouped matmuls. All shapes depend on those of the inputs alone.
 
-    The rows of each expert are padded to a multiple of 8 by rows whose gates are 0. An expert without pairs has them
-    too, because some GPUs leave the gradient of an empty group unwritten. Pairs without an expert come after all
-    groups, where results and gradients are undefined, so they are masked.
+    The rows of each expert are padded to a multiple of 8 by rows whose gates are 0: R rows in all. An expert without
+    pairs has them too, because some GPUs leave the gradient of an empty group unwritten. Pairs without an expert come
+    after all groups, where results and gradients are undefined, so they are masked.
     """
-    pairs, has_expert = sort_pairs(chosen, len(weights.w1)), chosen < len(weights.w1)
-    group_rows = (pairs.counts.clamp(min=1) + _GROUP_ROWS - 1) // _GROUP_ROWS * _GROUP_ROWS
-    ends = group_rows.cumsum(0).int()
+    pairs, has_expert_NA = sort_pairs(chosen_NA, len(weights.w1)), chosen_NA < len(weights.w1)
+    group_rows_E = (pairs.counts.clamp(min=1) + _GROUP_ROWS - 1) // _GROUP_ROWS * _GROUP_ROWS
+    ends_E = group_rows_E.cumsum(0).int()
     # The place of a pair moves by the rows that pad the groups before its own; pairs without an expert stay last.
-    places = pairs.places + F.pad((group_rows - pairs.counts).cumsum(0), (1, 0))[chosen]
-    row_count = chosen.numel() + len(weights.w1) * _GROUP_ROWS
-    pair_tokens = torch.arange(len(x), device=x.device)[:, None].expand_as(chosen)
-    tokens = places.new_zeros(row_count).scatter(0, places.flatten(), pair_tokens.flatten())
-    chosen_gates = torch.where(has_expert, gates, 0)
-    row_gates = gates.new_zeros(row_count).scatter(0, places.flatten(), chosen_gates.flatten())
+    places_NA = pairs.places + F.pad((group_rows_E - pairs.counts).cumsum(0), (1, 0))[chosen_NA]
+    row_count = chosen_NA.numel() + len(weights.w1) * _GROUP_ROWS
+    tokens_NA = torch.arange(len(x_ND), device=x_ND.device)[:, None].expand_as(chosen_NA)
+    tokens_R = places_NA.new_zeros(row_count).scatter(0, places_NA.flatten(), tokens_NA.flatten())
+    counted_gates_NA = torch.where(has_expert_NA, gates_NA, 0)
+    gates_R = gates_NA.new_zeros(row_count).scatter(0, places_NA.flatten(), counted_gates_NA.flatten())
 
-    rows: Tensor = _TakeRows.apply(x, tokens, places, has_expert)
+    rows_RD: Tensor = _TakeRows.apply(x_ND, tokens_R, places_NA, has_expert_NA)
     inputs = weights.w1 if weights.w3 is None else torch.cat([weights.w1, weights.w3], 1)
-    inner, *values = F.grouped_mm(rows, inputs.mT, offs=ends).split(weights.w1.shape[1], -1)
-    hidden = F.silu(inner) if activation == "silu" else F.relu(inner).square()
-    if values:
-        hidden = hidden * values[0]
-    hidden = hidden * row_gates[:, None].to(hidden.dtype)
-    out: Tensor = _SumRows.apply(F.grouped_mm(hidden, weights.w2.mT, offs=ends), tokens, places, has_expert)
-    return out
+    inner_RF, *values_RF = F.grouped_mm(rows_RD, inputs.mT, offs=ends_E).split(weights.w1.shape[1], -1)
+    hidden_RF = F.silu(inner_RF) if activation == "silu" else F.relu(inner_RF).square()
+    if values_RF:
+        hidden_RF = hidden_RF * values_RF[0]
+    hidden_RF = hidden_RF * gates_R[:, None].to(hidden_RF.dtype)
+    outputs_RD = F.grouped_mm(hidden_RF, weights.w2.mT, offs=ends_E)
+    out_ND: Tensor = _SumRows.apply(outputs_RD, tokens_R, places_NA, has_expert_NA)
+    return out_ND
 
 
 class _TakeRows(torch.autograd.Function):
-    """Copy the row ``tokens[i]`` of (N, D) to row i. The backward pass adds up the rows at ``places``.
+    """Copy the row ``tokens[i]`` of (N, D) to row i of (R, D). The backward pass adds up the rows at ``places``.
 
     Autograd's own would add atomically, or sort the places.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor, places: Tensor, is_counted: Tensor) -> Tensor:
-        ctx.save_for_backward(places, is_counted)
-        return x.index_select(0, tokens)
+    def forward(ctx: Any, x_ND: Tensor, tokens_R: Tensor, places_NA: Tensor, is_counted_NA: Tensor) -> Tensor:
+        ctx.save_for_backward(places_NA, is_counted_NA)
+        return x_ND.index_select(0, tokens_R)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _sum_rows(grad, *ctx.saved_tensors), None, None, None
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None]:
+        return _sum_rows(grad_RD, *ctx.saved_tensors), None, None, None
 
 
 class _SumRows(torch.autograd.Function):
     """The transpose of :class:`_TakeRows`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, tokens: Tensor, places: Tensor, is_counted: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens)
-        return _sum_rows(rows, places, is_counted)
+    def forward(ctx: Any, rows_RD: Tensor, tokens_R: Tensor, places_NA: Tensor, is_counted_NA: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens_R)
+        return _sum_rows(rows_RD, places_NA, is_counted_NA)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None, None
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad_ND.index_select(0, ctx.saved_tensors[0]), None, None, None
 
 
-def _sum_rows(rows: Tensor, places: Tensor, is_counted: Tensor) -> Tensor:
-    """Return the sum of the rows at the ``places`` (N, A) of each token that are counted: (N, D)."""
-    return torch.where(is_counted[..., None], rows[places], 0).sum(1)
+def _sum_rows(rows_RD: Tensor, places_NA: Tensor, is_counted_NA: Tensor) -> Tensor:
+    """Return the sum of the counted rows of each token: (N, D)."""
+    return torch.where(is_counted_NA[..., None], rows_RD[places_NA], 0).sum(1)
 
 
 class _Segment(NamedTuple):

@@ -5,7 +5,7 @@ grows with T. The forward pass saves the log-sum-exp of each query's scores; wit
 attention weights of a tile without the other tiles of its row. The passes are operators of torch: torch.compile would
 unroll the loops of the one form, and need not look into the kernels of the other.
 Triton is an extra: :mod:`lm.model.ops.flash_attention_triton` is imported on first use.
-Shapes: B batch · query heads, B' batch · key and value heads, G = B / B' queries that share a head, T tokens,
+Shapes: N = batch · query heads, M = batch · key and value heads, G = N / M query heads that share one, T tokens,
 K head_dim.
 """
 
@@ -35,17 +35,17 @@ def flash_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
 
 
 class FlashAttentionTorch(torch.autograd.Function):
-    """Attention ``softmax(q kᵀ / sqrt(K)) v``: ``FlashAttentionTorch.apply(q, k, v, is_causal)`` → (B, T, K).
+    """Attention ``softmax(q kᵀ / sqrt(K)) v``: ``FlashAttentionTorch.apply(q, k, v, is_causal)`` → (N, T, K).
 
-    ``q`` (B, T, K); ``k`` and ``v`` (B', T, K). B / B' consecutive rows of ``q`` share a row of ``k`` and ``v``. Tiles
+    ``q`` (N, T, K); ``k`` and ``v`` (M, T, K). N / M consecutive rows of ``q`` share a row of ``k`` and ``v``. Tiles
     are computed in float32, or in float64 for float64 inputs. Saves ``q``, ``k``, ``v``, the output and the log-sum-exp
-    (B, T). Raises UserError if the shapes or dtypes do not fit together.
+    (N, T). Raises UserError if the shapes or dtypes do not fit together.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         """Compute attention, and save what the backward pass needs."""
-        check_inputs(q, k, v)
+        _check_inputs(q, k, v)
         with torch.autocast(q.device.type, enabled=False):
             out, log_sum_exp = tiled_attention(q, k, v, is_causal)
         ctx.save_for_backward(q, k, v, out, log_sum_exp)
@@ -61,7 +61,7 @@ class FlashAttentionTorch(torch.autograd.Function):
             return *_backward(q, k, v, out, log_sum_exp, grad, ctx.is_causal), None
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise UserError if FlashAttention cannot be computed for ``q``, ``k`` and ``v``."""
     shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[1:] != k.shape[1:]:
@@ -86,7 +86,7 @@ class FlashAttentionTriton(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         """Compute attention, and save what the backward pass needs."""
-        check_inputs(q, k, v)
+        _check_inputs(q, k, v)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out, log_sum_exp = flash_attention_forward(q, k, v, is_causal)
         ctx.save_for_backward(q, k, v, out, log_sum_exp)
@@ -102,27 +102,27 @@ class FlashAttentionTriton(torch.autograd.Function):
 
 @torch.library.custom_op("textmill::tiled_attention", mutates_args=())
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Return the output (B, T, K) and the log-sum-exp of each query's scores (B, T). Algorithm 1 of the paper."""
+    """Return the output (N, T, K) and the log-sum-exp of each query's scores (N, T). Algorithm 1 of the paper."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    queries, keys, values = q.unflatten(0, (len(k), -1)), k[:, None], v[:, None]  # (B', G, T, K), (B', 1, T, K)
-    out = queries.new_empty(queries.shape)
-    log_sum_exp = queries.new_empty(queries.shape[:-1], dtype=dtype)
+    q_MGTK, k_M1TK, v_M1TK = q.unflatten(0, (len(k), -1)), k[:, None], v[:, None]
+    out_MGTK = q_MGTK.new_empty(q_MGTK.shape)
+    log_sum_exp_MGT = q_MGTK.new_empty(q_MGTK.shape[:-1], dtype=dtype)
     for rows in _blocks(q.shape[1], _BLOCK_QUERIES):
-        query = queries[..., rows, :].to(dtype)
+        query = q_MGTK[..., rows, :].to(dtype)
         total = torch.zeros_like(query)  # Σ exp(score - row_max) · value over the keys so far
         row_sum = query.new_zeros(*query.shape[:-1], 1)  # Σ exp(score - row_max)
         row_max = torch.full_like(row_sum, float("-inf"))
         for columns in _blocks(rows.stop if is_causal else q.shape[1], _BLOCK_KEYS):
-            key, value = keys[..., columns, :].to(dtype), values[..., columns, :].to(dtype)
+            key, value = k_M1TK[..., columns, :].to(dtype), v_M1TK[..., columns, :].to(dtype)
             scores = _tile_scores(query, key, rows, columns, is_causal)
             new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
             weights, correction = torch.exp(scores - new_max), torch.exp(row_max - new_max)
             total = total * correction + weights @ value
             row_sum = row_sum * correction + weights.sum(-1, keepdim=True)
             row_max = new_max
-        out[..., rows, :] = (total / row_sum).to(out.dtype)
-        log_sum_exp[..., rows] = (row_max + row_sum.log()).squeeze(-1)
-    return out.flatten(0, 1), log_sum_exp.flatten(0, 1)
+        out_MGTK[..., rows, :] = (total / row_sum).to(out_MGTK.dtype)
+        log_sum_exp_MGT[..., rows] = (row_max + row_sum.log()).squeeze(-1)
+    return out_MGTK.flatten(0, 1), log_sum_exp_MGT.flatten(0, 1)
 
 
 @torch.library.custom_op("textmill::tiled_attention_backward", mutates_args=())
@@ -131,26 +131,26 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of ``q``, ``k`` and ``v``. Algorithm 2 of the paper."""
     dtype, scale, groups = log_sum_exp.dtype, q.shape[-1] ** -0.5, (len(k), -1)
-    queries, grads, row_log_sum_exp = (x.unflatten(0, groups) for x in (q, grad, log_sum_exp[..., None]))
+    q_MGTK, grad_MGTK, log_sum_exp_MGT1 = (x.unflatten(0, groups) for x in (q, grad, log_sum_exp[..., None]))
     # The component of the gradient of a row's weights along the weights, which softmax removes.
-    delta = (grad.to(dtype) * out.to(dtype)).sum(-1, keepdim=True).unflatten(0, groups)
-    grad_q = queries.new_zeros(queries.shape, dtype=dtype)
-    grad_k, grad_v = k.new_empty(k.shape), v.new_empty(v.shape)
+    delta_MGT1 = (grad.to(dtype) * out.to(dtype)).sum(-1, keepdim=True).unflatten(0, groups)
+    grad_q_MGTK = q_MGTK.new_zeros(q_MGTK.shape, dtype=dtype)
+    grad_k_MTK, grad_v_MTK = k.new_empty(k.shape), v.new_empty(v.shape)
     for columns in _blocks(q.shape[1], _BLOCK_KEYS):
         key, value = k[:, None, columns].to(dtype), v[:, None, columns].to(dtype)
         grad_key, grad_value = torch.zeros_like(key[:, 0]), torch.zeros_like(value[:, 0])
         for rows in _blocks(q.shape[1], _BLOCK_QUERIES):
             if is_causal and rows.stop <= columns.start:
                 continue
-            query, grad_out = queries[..., rows, :].to(dtype), grads[..., rows, :].to(dtype)
+            query, grad_out = q_MGTK[..., rows, :].to(dtype), grad_MGTK[..., rows, :].to(dtype)
             scores = _tile_scores(query, key, rows, columns, is_causal)
-            weights = torch.exp(scores - row_log_sum_exp[..., rows, :])
-            grad_scores = weights * (grad_out @ value.mT - delta[..., rows, :])
-            grad_q[..., rows, :] += grad_scores @ key * scale
+            weights = torch.exp(scores - log_sum_exp_MGT1[..., rows, :])
+            grad_scores = weights * (grad_out @ value.mT - delta_MGT1[..., rows, :])
+            grad_q_MGTK[..., rows, :] += grad_scores @ key * scale
             grad_key += (grad_scores.mT @ query).sum(1) * scale
             grad_value += (weights.mT @ grad_out).sum(1)
-        grad_k[:, columns], grad_v[:, columns] = grad_key.to(k.dtype), grad_value.to(v.dtype)
-    return grad_q.flatten(0, 1).to(q.dtype), grad_k, grad_v
+        grad_k_MTK[:, columns], grad_v_MTK[:, columns] = grad_key.to(k.dtype), grad_value.to(v.dtype)
+    return grad_q_MGTK.flatten(0, 1).to(q.dtype), grad_k_MTK, grad_v_MTK
 
 
 def _blocks(length: int, size: int) -> Iterator[slice]:
@@ -179,7 +179,7 @@ def load_kernels() -> ModuleType:
 
 @torch.library.custom_op("textmill::flash_attention_forward", mutates_args=())
 def flash_attention_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of each query's scores, float32 (B, T)."""
+    """Return the output and the log-sum-exp of each query's scores, float32 (N, T)."""
     kernels = _kernels_for(q)
     out, log_sum_exp = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     with torch.cuda.device_of(q):
@@ -247,7 +247,7 @@ def _kernels_for(q: Tensor) -> ModuleType:
 
 
 def _grid(x: Tensor, block: str) -> Callable[[dict[str, int]], tuple[int]]:
-    """Return the number of programs for ``x`` (B, T, K), each of ``meta[block]`` rows."""
+    """Return the number of programs for ``x`` (N, T, K), each of ``meta[block]`` rows."""
     return lambda meta: (len(x) * -(-x.shape[1] // meta[block]),)
 
 
