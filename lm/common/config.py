@@ -20,7 +20,6 @@ _BOUNDS = {
     "le": (operator.le, "at most"),
     "lt": (operator.lt, "below"),
 }
-_NUMBERS = {int: Integral, float: Real}  # numpy's numbers count too
 
 
 def bounded_field(
@@ -79,7 +78,8 @@ def _has_type(value: Any, expected_type: Any) -> bool:
         return isinstance(value, dict) and all(_has_type(item, arguments[1]) for item in value.values())
     if arguments:  # a union
         return any(_has_type(value, member) for member in arguments)
-    return isinstance(value, _NUMBERS.get(expected_type, expected_type))
+    # numpy's numbers count too
+    return isinstance(value, {int: Integral, float: Real}.get(expected_type, expected_type))
 
 
 def _describe_type(expected_type: Any) -> str:

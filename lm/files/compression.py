@@ -19,8 +19,6 @@ from lm.files.retry import is_transient_error
 BLOCK_BYTES = 1 << 20  # per read
 _STREAM_READ_BYTES = 1 << 16  # small, because a file of many short streams copies the unread rest at each stream's end
 _FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}  # others are text
-_ARCHIVES = {".tar", ".tgz", ".zip"}
-_LARGE_ZSTD_WINDOW = "Frame requires too much memory"  # zstd's message for a window above 128 MiB
 _SIGNATURES = {
     b"\x1f\x8b": "compressed by gzip; add .gz to its name",
     b"\x28\xb5\x2f\xfd": "compressed by zstd; add .zst to its name",
@@ -36,13 +34,10 @@ _SIGNATURES = {
     BOM_UTF16_LE: "UTF-16 or UTF-32; convert it: iconv -f UTF-16 -t UTF-8",
     BOM_UTF16_BE: "UTF-16; convert it: iconv -f UTF-16 -t UTF-8",
 }
-_BZIP2_BLOCK = b"1AY&SY"  # after a digit
 _TEXT_FORMATS = {
     "JSON": re.compile(r'\s*(\{\s*"|\[\s*[\[{"])'),
     "HTML or XML": re.compile(r"\s*<(!doctype|html|\?xml)\b", re.IGNORECASE),
 }
-_TABLES = (".csv", ".tsv")
-_NUL_PROBE_BYTES = 64
 
 
 def detect_format(url: str) -> tuple[str, str]:
@@ -61,7 +56,7 @@ def detect_format(url: str) -> tuple[str, str]:
     path = Path(name.lower())
     compression = path.suffix if path.suffix in _DECOMPRESSORS else ""
     suffix = path.with_suffix("").suffix if compression else path.suffix
-    if suffix in _ARCHIVES:
+    if suffix in (".tar", ".tgz", ".zip"):
         raise UserError(f"{url} is an archive; unpack it first and name the files in it.")
     return _FORMATS.get(suffix, "text"), compression
 
@@ -73,7 +68,7 @@ def is_remote(url: str) -> bool:
 
 def text_format(url: str, head: str) -> str:
     """Return the format that a plain text has by its start, or a table by its name; empty for prose."""
-    if Path(url.lower()).suffix in _TABLES:
+    if Path(url.lower()).suffix in (".csv", ".tsv"):
         return "CSV"
     return next((name for name, start in _TEXT_FORMATS.items() if start.match(head)), "")
 
@@ -110,7 +105,7 @@ def decompress(raw: IO[bytes], url: str, digest: "hashlib._Hash | None" = None) 
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         if is_transient_error(error):
             raise
-        if _LARGE_ZSTD_WINDOW in str(error):
+        if "Frame requires too much memory" in str(error):  # zstd's message for a window above 128 MiB
             raise UserError(
                 f"{url} needs a window of more than 128 MiB to decompress. Compress it again without --long: "
                 "zstd -dc --long=31 FILE | zstd > NEW.zst."
@@ -167,8 +162,8 @@ class _StoredFile(io.BufferedIOBase):
 def _refuse_binary(head: bytes, url: str) -> None:
     """Raise UserError if the first block of a file is not that of UTF-8 text."""
     for signature, kind in _SIGNATURES.items():
-        if head.startswith(signature) and (signature != b"BZh" or head[4:10] == _BZIP2_BLOCK):
+        if head.startswith(signature) and (signature != b"BZh" or head[4:10] == b"1AY&SY"):  # bzip2's first block
             raise UserError(f"{url} is {kind}.")
-    probe = head[:_NUL_PROBE_BYTES]
+    probe = head[:64]
     if len(probe) >= 8 and any(probe[1::2]) != any(probe[::2]):  # ASCII as UTF-16 without a byte order mark
         raise UserError(f"{url} has a NUL in every other byte, as UTF-16 has; convert it to UTF-8 with iconv.")

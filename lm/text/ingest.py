@@ -6,6 +6,7 @@ text.
 
 import hashlib
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, groupby
@@ -234,15 +235,19 @@ def _warn_about_formats(readers: Iterable[_TextReader]) -> None:
 
 
 def _read_sources(sources: Sequence[Source], make_reader: Callable[[], _TextReader], out: Path) -> list[_TextReader]:
-    """Read sources to texts. Plain files stay in place; consecutive other sources become one file in ``out``."""
+    """Read sources to texts. Plain files without replacements stay in place; other sources in a row become one file."""
     readers: list[_TextReader] = []
     copies: list[Path] = []
     is_copied = False
     for number, source in enumerate(sources):
-        if in_place := _read_in_place(source, number, make_reader()):
-            readers.append(in_place)
-            is_copied = False
-            continue
+        if can_read_in_place(source.url):
+            reader = make_reader()
+            reader.text, reader.version = Text(None, number, source.bytes, []), file_version(source.url)
+            deque(reader.read(source), maxlen=0)
+            if not reader.statistics.replaced:
+                readers.append(reader)
+                is_copied = False
+                continue
         if not is_copied:
             readers.append(make_reader())
             copies.append(out / ("text.txt" if not copies else f"text-{len(copies) + 1}.txt"))
@@ -254,13 +259,3 @@ def _read_sources(sources: Sequence[Source], make_reader: Callable[[], _TextRead
         if not path.stat().st_size:
             path.unlink()
     return [reader for reader in readers if reader.size]
-
-
-def _read_in_place(source: Source, number: int, reader: _TextReader) -> _TextReader | None:
-    """Read plain text without a copy. Returns None if a copy is needed."""
-    if not can_read_in_place(source.url):
-        return None
-    reader.text, reader.version = Text(None, number, source.bytes, []), file_version(source.url)
-    for _ in reader.read(source):
-        pass
-    return None if reader.statistics.replaced else reader

@@ -2,12 +2,12 @@
 
 import unicodedata
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import Literal, cast
 
 import regex
 
 from lm.common.errors import UserError
+from lm.text.pretokenize import split_at_cuts
 
 Normalizer = Literal["NFC", "NFD", "NFKC", "NFKD"]
 
@@ -50,14 +50,10 @@ def normalize_blocks(blocks: Iterable[str], normalizer: str | None) -> Iterator[
     if normalizer is None:
         yield from blocks
         return
-    pending, min_length = "", 0
-    for block in chain(blocks, [None]):
-        pending += block or ""
-        if block is not None and len(pending) < min_length:
-            continue
-        match = _SAFE_CUT.search(pending, 1) if block is not None else None
-        cut = len(pending) if block is None else match.start() if match else 0
-        if cut:
-            yield normalize_text(pending[:cut], normalizer)
-        pending = pending[cut:]
-        min_length = 2 * len(pending)  # doubling bounds repeated searches of a text without a cut
+
+    def find_cut(text: str) -> int:
+        match = _SAFE_CUT.search(text, 1)
+        return match.start() if match else 0
+
+    for piece in split_at_cuts(blocks, find_cut):
+        yield normalize_text(piece, normalizer)

@@ -3,7 +3,7 @@
 Sources: Radford et al. 2019 (GPT-2's pattern); CS336 assignment 1 (section 2.4).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from importlib import import_module, metadata
 from typing import Any
@@ -136,6 +136,14 @@ def split_at_safe_cuts(
 
     A piece grows past ``size`` until it has a safe cut; see :func:`find_safe_cut`.
     """
+    return split_at_cuts(blocks, lambda text: find_safe_cut(text, special_tokens, pattern), size)
+
+
+def split_at_cuts(blocks: Iterable[str], find_cut: Callable[[str], int], size: int = 0) -> Iterator[str]:
+    """Regroup ``blocks`` to pieces of at least ``size`` characters that end where ``find_cut(text)`` says; 0: nowhere.
+
+    The last piece has the rest.
+    """
     pending: list[str] = []
     length, min_length = 0, size
     for block in blocks:
@@ -143,7 +151,7 @@ def split_at_safe_cuts(
         length += len(block)
         if length >= min_length:
             text = "".join(pending)
-            cut = find_safe_cut(text, special_tokens, pattern)
+            cut = find_cut(text)
             if cut:
                 yield text[:cut]
             pending, length = [text[cut:]], len(text) - cut

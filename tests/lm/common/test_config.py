@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import is_dataclass, make_dataclass
+from dataclasses import asdict, is_dataclass, make_dataclass
 from typing import Any, get_args, get_type_hints
 
 import jsonschema
@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
+import lm.common.execution
 from flows.config import PipelineConfig
 from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
 from lm.common.errors import UserError
@@ -204,3 +205,15 @@ def test_validate_fields_and_pydantic_agree(bounds: dict[str, Any], value: float
 
     is_valid = passes(lambda: validate_fields(kind(value), "section"))
     assert is_valid == passes(lambda: TypeAdapter(kind).validate_python({"x": value}))
+
+
+def test_a_job_file_may_have_the_settings_of_tasks() -> None:
+    """Trainings that were started before have them in their job files."""
+    execution = Execution(threads=2, runner="dask", count_memory=64)
+    assert lm.common.execution.Execution.from_job(**asdict(execution)) == lm.common.execution.Execution(threads=2)
+    with pytest.raises(TypeError, match="no_field"):
+        lm.common.execution.Execution.from_job(no_field=1)
+
+
+def test_the_form_describes_inherited_fields() -> None:
+    assert all("description" in field for field in SCHEMA["$defs"]["Execution"]["properties"].values())
