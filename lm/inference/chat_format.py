@@ -19,7 +19,7 @@ from lm.common.errors import UserError
 from lm.data.chat_template import encode_chat_prompt, has_chat_tokens
 from lm.data.dialogs import Message
 from lm.hardware.device import explain_out_of_memory
-from lm.inference.completion import OUT_OF_MEMORY, TextRun, check_vocabulary, encode_prompt
+from lm.inference.completion import OUT_OF_MEMORY, TextGeneration, check_vocabulary, encode_prompt
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate_each
 from lm.model.transformer import TransformerLM
@@ -103,7 +103,7 @@ def respond(
     """
     check_vocabulary(model, tokenizer.size)
     chat_format = ChatFormat(tokenizer)
-    runs: dict[Generation, tuple[int, bool, TextRun]] = {}
+    by_generation: dict[Generation, tuple[int, bool, TextGeneration]] = {}
     for index, prompt in prompts:
         is_chat = not isinstance(prompt, str)
         ids = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else chat_format.encode(prompt)
@@ -115,10 +115,10 @@ def respond(
             )
         stop = [*config.stop, *chat_format.stop] if is_chat else config.stop
         sampling = replace(config, max_new_tokens=min(config.max_new_tokens, room), stop=stop, prompts=[])
-        run = TextRun(tokenizer, ids, sampling, config.seed + index)
-        runs[run.generation] = index, is_chat, run
+        text_generation = TextGeneration(tokenizer, ids, sampling, config.seed + index)
+        by_generation[text_generation.generation] = index, is_chat, text_generation
     with explain_out_of_memory(OUT_OF_MEMORY):
-        for generation in generate_each(model, list(runs), _MAX_BATCH_SIZE):
-            index, is_chat, run = runs[generation]
-            text = Answer(chat_format).add(run.finish()) if is_chat else run.finish()
+        for generation in generate_each(model, list(by_generation), _MAX_BATCH_SIZE):
+            index, is_chat, text_generation = by_generation[generation]
+            text = Answer(chat_format).add(text_generation.finish()) if is_chat else text_generation.finish()
             yield ModelResponse(index, text, len(generation.ids), generation.finish_reason or "stop")

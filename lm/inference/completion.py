@@ -77,40 +77,36 @@ def check_vocabulary(model: TransformerLM, vocab_size: int) -> None:
         )
 
 
-def create_text_generation(
-    tokenizer: TextTokenizer,
-    prompt: Sequence[int],
-    config: SampleConfig,
-    seed: int,
-    on_text: Callable[[str], None],
-    edits: LogitEdits | None = None,
-) -> tuple[Generation, TextStream]:
-    """Create a generation, to be submitted to an engine, that calls ``on_text`` with each new piece of text.
+class TextGeneration:
+    """A generation, to be submitted to an engine, that calls ``on_text`` with each new piece of text, or collects them.
 
-    Text that may be a part of a character or of a stop text is held back until the next tokens decide. The stream's
-    ``finish`` returns what is held back at the end. The generation ends at a special token or at a text in
-    ``config.stop``.
+    Text that may be a part of a character or of a stop text is held back until the next tokens decide. The generation
+    ends at a special token or at a text in ``config.stop``.
     """
-    text = TextStream(tokenizer.vocab, config.stop)
 
-    def on_token(token_id: int) -> bool:
-        on_text(text.add(token_id))
-        return text.is_stopped
-
-    stop_ids = frozenset(tokenizer.special_ids.values())
-    edits = edits or LogitEdits()
-    return Generation(prompt, config.max_new_tokens, config, stop_ids, seed, edits=edits, on_token=on_token), text
-
-
-class TextRun:
-    """A generation that collects its text in ``pieces``."""
-
-    def __init__(self, tokenizer: TextTokenizer, prompt: Sequence[int], config: SampleConfig, seed: int) -> None:
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        prompt: Sequence[int],
+        config: SampleConfig,
+        seed: int,
+        on_text: Callable[[str], None] | None = None,
+        edits: LogitEdits | None = None,
+    ) -> None:
         self.pieces: list[str] = []
-        self.generation, self._stream = create_text_generation(tokenizer, prompt, config, seed, self.pieces.append)
+        self._on_text = on_text or self.pieces.append
+        self._stream = TextStream(tokenizer.vocab, config.stop)
+        stop_ids = frozenset(tokenizer.special_ids.values())
+        self.generation = Generation(
+            prompt, config.max_new_tokens, config, stop_ids, seed, edits or LogitEdits(), on_token=self._on_token
+        )
+
+    def _on_token(self, token_id: int) -> bool:
+        self._on_text(self._stream.add(token_id))
+        return self._stream.is_stopped
 
     def finish(self) -> str:
-        """Return the pieces and the text that was held back."""
+        """Return the collected pieces and the text that is held back at the end."""
         return "".join(self.pieces) + self._stream.finish()
 
 
@@ -137,21 +133,21 @@ def complete(
     """
     check_vocabulary(model, tokenizer.size)
     prompts = [prompt for prompt in config.prompts for _ in range(config.samples)]
-    runs = [
-        TextRun(tokenizer, encode_prompt(tokenizer, prompt), config, config.seed + index)
+    texts = [
+        TextGeneration(tokenizer, encode_prompt(tokenizer, prompt), config, config.seed + index)
         for index, prompt in enumerate(prompts)
     ]
     with explain_out_of_memory(OUT_OF_MEMORY):
-        generate(model, [run.generation for run in runs], max_batch_size)
+        generate(model, [text.generation for text in texts], max_batch_size)
     return [
         Completion(
             prompt,
-            run.finish(),
-            len(run.generation.ids),
-            run.generation.num_draft_tokens,
-            run.generation.num_accepted_tokens,
+            text.finish(),
+            len(text.generation.ids),
+            text.generation.num_draft_tokens,
+            text.generation.num_accepted_tokens,
         )
-        for prompt, run in zip(prompts, runs, strict=True)
+        for prompt, text in zip(prompts, texts, strict=True)
     ]
 
 
@@ -161,9 +157,9 @@ def stream_text(
     """Yield the text of :func:`complete` for one prompt, text or ids, piece by piece."""
     check_vocabulary(model, tokenizer.size)
     ids = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else prompt
-    run = TextRun(tokenizer, ids, config, config.seed)
+    text = TextGeneration(tokenizer, ids, config, config.seed)
     with explain_out_of_memory(OUT_OF_MEMORY):
-        for _ in stream(model, run.generation):
-            yield from filter(None, run.pieces)
-            run.pieces.clear()
-    yield run.finish()
+        for _ in stream(model, text.generation):
+            yield from filter(None, text.pieces)
+            text.pieces.clear()
+    yield text.finish()

@@ -181,15 +181,17 @@ class Llama:
         """
         self._check_batch_size(prompt_tokens)
         sampling = SampleConfig(temperature=temperature, top_p=top_p)
-        runs = [
+        generations = [
             self._create_generation(f"Prompt {index}", prompt, max_gen_len, sampling, seed + index, logprobs, echo)
             for index, prompt in enumerate(prompt_tokens)
         ]
-        generate(self.model, runs)
-        ids = [[*run.prompt, *run.ids] if echo else run.ids for run in runs]
+        generate(self.model, generations)
+        ids = [[*generation.prompt, *generation.ids] if echo else generation.ids for generation in generations]
         if not logprobs:
             return ids, None
-        return ids, [[0.0, *run.prompt_logprobs, *run.logprobs] if echo else run.logprobs for run in runs]
+        if not echo:
+            return ids, [generation.logprobs for generation in generations]
+        return ids, [[0.0, *generation.prompt_logprobs, *generation.logprobs] for generation in generations]
 
     def text_completion(
         self,
@@ -230,23 +232,23 @@ class Llama:
         """
         self._check_batch_size(dialogs)
         sampling = SampleConfig(temperature=temperature, top_p=top_p)
-        runs: list[Generation | None] = []
+        generations: list[Generation | None] = []
         for index, dialog in enumerate(dialogs):
             name = f"Dialog {index}"
             prompt = encode_llama_dialog(self.tokenizer, dialog, default_system, name)
-            runs.append(
+            generations.append(
                 None
                 if prompt is None
                 else self._create_generation(name, prompt, max_gen_len, sampling, seed + index, logprobs)
             )
-        generate(self.model, [run for run in runs if run])
-        return [
-            {
-                "generation": {"role": "assistant", "content": self.tokenizer.decode(run.ids) if run else TAGS_ANSWER},
-                **self._detail(run.ids if run else [], (run.logprobs if run else []) if logprobs else None),
-            }
-            for run in runs
-        ]
+        generate(self.model, [generation for generation in generations if generation])
+        answers: list[ChatPrediction] = []
+        for generation in generations:
+            ids, scores = (generation.ids, generation.logprobs) if generation else ([], [])
+            content = self.tokenizer.decode(ids) if generation else TAGS_ANSWER
+            details = self._detail(ids, scores if logprobs else None)
+            answers.append({"generation": {"role": "assistant", "content": content}, **details})
+        return answers
 
     def chat_stream(
         self,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from fastapi.responses import JSONResponse, Response
 
 from lm.inference.chat_format import Answer, ChatFormat
-from lm.inference.completion import TextStream, create_text_generation
+from lm.inference.completion import TextGeneration, TextStream
 from lm.inference.scheduler import SchedulerClosed
 from textmill.server.logprobs import LogprobsWriter, ScoredToken, TokenNames
 from textmill.server.requests import ApiError, ChatRequest, CompletionRequest
@@ -48,9 +48,8 @@ class Choice:
         self._answer = Answer(chat_format)
         sampling = request.sample_config(max_tokens, *(chat_format.stop if is_chat else []))
         sampling = replace(sampling, speculative_tokens=response.speculative_tokens)
-        self.generation, self._text = create_text_generation(
-            chat_format.tokenizer, prompt, sampling, seed, self._send, response.edits
-        )
+        self._text = TextGeneration(chat_format.tokenizer, prompt, sampling, seed, self._send, response.edits)
+        self.generation = self._text.generation
         self.generation.wants_logprobs = response.has_logprobs or response.has_best_of
         self.generation.wants_prompt_logprobs = response.has_logprobs and self._has_echo
         self.generation.num_alternatives = request.num_alternatives or 0

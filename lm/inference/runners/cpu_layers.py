@@ -39,7 +39,6 @@ _MAX_LOW_PRECISION_BATCH = 16  # rows; with more, converting the weights to floa
 _MAX_KERNEL_NUMEL = 1 << 16  # larger tensors are faster with torch's operators
 _EXPECTED_ROWS = 8  # oneDNN's hint for the layout; with 1 it keeps the slower plain layout for float32
 _BLOCK_OUTPUTS = 4096
-_MAX_INT8 = 127
 # Of a layer's keys and values, and of a matrix; below, waking threads takes longer than it saves.
 _MIN_BYTES_FOR_THREADS = 1 << 24
 _MIN_BYTES_OF_MATRIX = 1 << 20
@@ -174,7 +173,7 @@ class LowPrecisionLinear(JoinedLinear):
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``weight`` (out, in) as int8, and the scale of each row (out,), float32."""
     largest = weight.abs().amax(1)
-    scale = torch.where(largest > 0, largest / _MAX_INT8, 1)  # a row of zeros stays one
+    scale = torch.where(largest > 0, largest / 127, 1)  # a row of zeros stays one
     return (weight / scale[:, None]).round().to(torch.int8), scale
 
 

@@ -4,7 +4,7 @@ Shapes: B sequences, N new tokens, D d_model, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -125,9 +125,20 @@ class CpuRunner(TorchRunner):
         hidden_ND: Tensor = self.model.ln_final(self._rows(step.x, len(ids_N)).to(self.cache.keys.dtype))
         return list(hidden_ND.split(lengths))
 
-    def sampling_context(self, batch_size: int) -> AbstractContextManager[None]:
-        """Return the context in which to sample from logits (batch_size, V)."""
-        return _single_torch_thread() if batch_size <= self.max_tokens else nullcontext()
+    @contextmanager
+    def sampling_context(self, batch_size: int) -> Iterator[None]:
+        """Run torch's operators in one thread if the batch is small.
+
+        Its other threads spin for milliseconds after each operator, on the CPUs that the kernel needs next.
+        """
+        num_threads = torch.get_num_threads()
+        if batch_size <= self.max_tokens:
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            if batch_size <= self.max_tokens:
+                torch.set_num_threads(num_threads)
 
     def _run(self, ids_N: Tensor, rows_N: Tensor, positions_N: Tensor, has_logits: bool) -> Step:
         step = self._step._replace(tokens=len(ids_N), has_logits=has_logits)
@@ -147,17 +158,3 @@ class CpuRunner(TorchRunner):
     def _rows(self, array: np.ndarray[Any, Any], count: int) -> Tensor:
         """Return the first rows of a buffer."""
         return torch.from_numpy(array).view(self.max_tokens, -1)[:count]
-
-
-@contextmanager
-def _single_torch_thread() -> Iterator[None]:
-    """Run torch's operators in one thread.
-
-    Its other threads spin for milliseconds after each operator, on the CPUs that the kernel needs next.
-    """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)

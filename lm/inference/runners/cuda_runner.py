@@ -33,7 +33,6 @@ _SPLIT_ELEMENTS = 1 << 14  # of the keys that a program of the attention reads; 
 _BLOCK_SPLITS = 16
 # Outputs and inputs of a tile of a matmul, its warps, and the stages of its pipeline.
 _TILE_OF_ROW, _TILE_OF_ROWS = (4, 1024, 8, 3), (16, 256, 4, 4)
-_TRIAL_HEAD_DIM = 64  # of the model that tries the kernels
 
 
 class JoinedAttention(MultiHeadSelfAttention):
@@ -258,7 +257,7 @@ def can_use_triton(model: TransformerLM) -> bool:
 @cache
 def _works(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the kernels run on ``device``; with a warning if Triton is there and they do not."""
-    config = ModelConfig(4, 2 * _SPLIT_ELEMENTS // _TRIAL_HEAD_DIM, _TRIAL_HEAD_DIM, 1, 1, d_ff=4)
+    config = ModelConfig(4, 2 * _SPLIT_ELEMENTS // 64, 64, 1, 1, d_ff=4)  # the longest row has two splits
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # the weights change no draw of the caller
         model = TransformerLM(config, device, dtype).requires_grad_(False)
     try:
