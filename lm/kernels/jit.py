@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lm.kernels.disk_cache import CACHE_DIR, IS_CACHE_WRITABLE, KernelCache
+from lm.kernels.linking import HelperCompiler
 from lm.kernels.simd import BOUNDSCHECK
 
 Bytes = npt.NDArray[np.uint8]
@@ -49,7 +50,7 @@ _OPTIONS: dict[str, Any] = {
     "no_cfunc_wrapper": True,
 }
 
-HELPER_OPTIONS: Any = {**_OPTIONS, "no_cpython_wrapper": True}
+HELPER_OPTIONS: Any = {**_OPTIONS, "no_cpython_wrapper": True, "pipeline_class": HelperCompiler}
 
 KERNELS: list[Any] = []  # numba dispatchers of all kernels defined so far
 
@@ -67,7 +68,7 @@ def kernel(function: Callable[..., Any], fastmath: bool | set[str] = False) -> A
 
 
 def helper(function: Callable[..., Any], forceinline: bool = False, fastmath: bool | set[str] = False) -> Any:
-    """Compile a function that only kernels call. It must not be called from Python, for which it has no wrapper."""
+    """Compile a function that only kernels call; a call from Python raises ValueError."""
     return numba.njit(forceinline=forceinline, fastmath=fastmath, **HELPER_OPTIONS)(function)
 
 
