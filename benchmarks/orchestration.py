@@ -45,7 +45,7 @@ def measure(kind: str, preset: str, until: Any, data: dict[str, Any]) -> dict[st
     """Run once in this process; return the wall, idle and CPU seconds."""
     from flows.pipeline import pipeline, pipeline_stages
     from flows.prefect_support.server import server_for_flow
-    from tasks.runtime.context import RunContext
+    from tasks.runtime.run_context import RunContext
     from tasks.runtime.stage import Stage
 
     intervals: list[tuple[float, float]] = []

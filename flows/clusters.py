@@ -16,8 +16,8 @@ from prefect.utilities.annotations import quote
 
 from lm.common.errors import MachineError, UserError
 from lm.text.sources import is_local_file
-from tasks.runtime.context import RunContext
 from tasks.runtime.execution import Execution
+from tasks.runtime.run_context import RunContext
 
 _MAX_TASK_RUNS = 256  # of a stage; more make Prefect's UI slow
 _MIN_TASK_RUNS_ON_CLUSTER = 16

@@ -15,7 +15,7 @@ from lm.text.documents import TextStatistics, stream_documents
 from lm.text.sources import expand_urls
 from lm.text.utf8 import replace_surrogates
 from lm.tokenizer.compare import Comparison, compare_tokenizers
-from tasks.pages.tokenizers import comparison_page, describe
+from tasks.pages.tokenizer import comparison_page, describe
 from tasks.runs.models import resolve_tokenizer
 
 log = logging.getLogger(__name__)

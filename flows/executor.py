@@ -37,11 +37,9 @@ from flows.prefect_support.signals import find_interrupt, reinstall_sigterm_hand
 from lm.common.errors import MachineError, Stopped, UserError
 from lm.files.remote_copies import remove_old_copies
 from tasks.runs.run_record import Recorder, make_run
-from tasks.runtime.context import RunContext
-from tasks.runtime.lease import stop_without_lease
+from tasks.runtime.locks import stop_without_lease, use_root
 from tasks.runtime.output import Ref, open_output
-from tasks.runtime.progress import show_progress
-from tasks.runtime.root_lock import use_root
+from tasks.runtime.run_context import RunContext, show_progress
 from tasks.runtime.stage import Stage
 from tasks.train import train
 
@@ -296,7 +294,7 @@ def make_outputs(
                     pool.map(lambda context, call: context.run(stage.materialize, run, call), contexts, calls)
                 )
         else:
-            results = [stage.materialize(run, call) for call in calls]
+            results = list(map(functools.partial(stage.materialize, run), calls))
     refs = [ref._asdict() for ref, _ in results]
     # Only the manifests decide what is cached. The name of Prefect's state is for people.
     is_cached = all(is_cached for _, is_cached in results)

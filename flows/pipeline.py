@@ -28,11 +28,10 @@ from tasks.import_model import find_model_files, import_model
 from tasks.ingest import find_sources, ingest, ingest_group
 from tasks.merge import merge
 from tasks.runs.models import RunModel, resolve_model
-from tasks.runtime.chunk_input import ChunkGroup, read_groups
-from tasks.runtime.context import RunContext
+from tasks.runtime.inputs import ChunkGroup, read_groups, read_text_groups
 from tasks.runtime.output import Ref
+from tasks.runtime.run_context import RunContext
 from tasks.runtime.store import Store
-from tasks.runtime.text_groups import read_text_groups
 from tasks.sample import sample
 from tasks.start_model import read_start
 from tasks.train import train

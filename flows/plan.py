@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from tasks.runs.run_record import Recorder, make_run, run_name
-from tasks.runtime.context import RunContext
+from tasks.runtime.locks import use_root
 from tasks.runtime.output import Ref
-from tasks.runtime.root_lock import use_root
+from tasks.runtime.run_context import RunContext
 from tasks.runtime.stage import Stage
 
 log = logging.getLogger(__name__)

@@ -14,14 +14,10 @@ from flows.posttrain_config import PosttrainConfig, PosttrainStage
 from tasks.base import base
 from tasks.dialogs import dialogs, find_dialog_sources
 from tasks.evaluate import evaluate
-from tasks.ppo import ppo
-from tasks.preference import preference
-from tasks.reinforce import reinforce
-from tasks.reward_model import reward_model
+from tasks.posttrain import ppo, preference, reinforce, reward_model, sft
 from tasks.runs.models import PRETRAINED_STAGES, latest_model
 from tasks.runtime.output import Ref
 from tasks.runtime.store import Store
-from tasks.sft import sft
 
 METHODS = {"sft": sft, "preference": preference, "reward_model": reward_model, "reinforce": reinforce, "ppo": ppo}
 

@@ -11,7 +11,7 @@ from lm.common.errors import UserError, translate_write_errors
 from tasks.pages.profile import describe, profile_page
 from tasks.profile import profile as measure_steps
 from tasks.runs.run_record import make_run, run_name
-from tasks.runtime.root_lock import use_root
+from tasks.runtime.locks import use_root
 from tasks.runtime.stage import open_input
 from tasks.train import train
 

@@ -8,7 +8,7 @@ from flows.config import PipelineConfig
 from flows.pipeline import find_cached_training
 from lm.common.errors import UserError
 from tasks.runs.run_record import make_run
-from tasks.runtime.lease import training_heartbeat
+from tasks.runtime.locks import training_heartbeat
 from tasks.runtime.stage import new_attempt_name, open_input
 from tasks.train import make_job, train
 
@@ -31,19 +31,10 @@ def write_train_job(config: PipelineConfig, root: str) -> str:
     attempt = new_attempt_name()
     place = (*ref, attempt)
     inputs = {name: open_input(value, run.store) for name, value in arguments.items()}
-    train_shards, valid_shards = inputs.pop("train_shards"), inputs.pop("valid_shards")
-    train_urls, valid_urls = ([shard.file_url("tokens.bin") for shard in part] for part in (train_shards, valid_shards))
-    job = make_job(
-        **inputs,
-        train_files=train_urls,
-        valid_files=valid_urls,
-        tokenizer_path=inputs["tokenizer"].file_url("tokenizer"),
-        execution=config.execution,
-        start_path=start.file_url(start.json("training.json")["best"]) if (start := inputs.get("start")) else "",
-    )
-    for url, shard in zip([*train_urls, *valid_urls], [*train_shards, *valid_shards], strict=True):
+    job = make_job(lambda output, name: output.file_url(name), config.execution, **inputs)
+    for shard in (*inputs["train_shards"], *inputs["valid_shards"]):
         (tokens,) = (file for file in shard.manifest["files"] if file["path"] == "tokens.bin")
-        job.checksums[url] = tokens["sha256"]
+        job.checksums[shard.file_url("tokens.bin")] = tokens["sha256"]
     job.heartbeat = training_heartbeat(run.store, attempt)
     run.store.write_text(json.dumps(asdict(job), indent=1), *place, "job.json")
     return run.store.url(*place, "job.json")

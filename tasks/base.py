@@ -1,9 +1,7 @@
 """Stage ``base``: the model that post-training starts from, with the tokens of the chat template."""
 
-import json
-
-from tasks.runtime.context import Attempt
 from tasks.runtime.output import Output
+from tasks.runtime.run_context import Attempt
 from tasks.runtime.stage import stage
 from tasks.sample import load_trained
 
@@ -26,5 +24,5 @@ def base(out: Attempt, model: Output, tokenizer: Output) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)  # a checkpoint holds the state of the generator
         save_training(out.directory / step_name(0), loaded_model, [], 0, {})
-    (out.directory / "training.json").write_text(json.dumps({"best": step_name(0)}), encoding="utf-8")
+    out.write_json("training.json", {"best": step_name(0)})
     out.figures = {"vocab_size": chat_tokenizer.size, "context_length": loaded_model.config.context_length}

@@ -1,6 +1,5 @@
 """Stage ``budget``: choose vocabulary, model and training for a text, a budget and a machine."""
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -15,11 +14,11 @@ from lm.model.config import ModelConfig
 from lm.text.config import ChunkConfig
 from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig
-from tasks.pages import stages as pages
-from tasks.runtime.context import Attempt
+from tasks.pages import training as pages
 from tasks.runtime.execution import Execution
-from tasks.runtime.machine import training_slot
+from tasks.runtime.locks import training_slot
 from tasks.runtime.output import Output, Ref, read_output
+from tasks.runtime.run_context import Attempt
 from tasks.runtime.stage import stage
 from tasks.runtime.store import Store
 
@@ -50,7 +49,7 @@ def budget(out: Attempt, texts: Output, amount: Budget, machine: str) -> None:
     )
     model = replace(choice.model, vocab_size=None)  # that of the tokenizer, which a small text may make smaller
     content = {"vocab_size": choice.vocab_size, "model": asdict(model), "train": asdict(choice.train)}
-    (out.directory / _CHOICE_FILE).write_text(json.dumps(content), encoding="utf-8")
+    out.write_json(_CHOICE_FILE, content)
     sections = {  # with every field: those that are left out of a --config file have the values of a preset
         "chunk": asdict(ChunkConfig()),
         "tokenizer": {"vocab_size": choice.vocab_size},

@@ -1,19 +1,16 @@
 """Stage ``chunk``: cut the texts of each group of sources into chunks, the units of parallel work, then list them."""
 
-import json
-
 import numpy as np
 
 from lm.text.chunks import cut_chunks
 from lm.text.config import ChunkConfig
-from tasks.pages import stages as pages
-from tasks.pages.plots import QUARTER_OCTAVES
-from tasks.runtime.chunk_input import write_groups
-from tasks.runtime.context import Attempt
+from tasks.pages import text as pages
+from tasks.pages.charts import QUARTER_OCTAVES
+from tasks.runtime.inputs import OpenTextGroup, write_groups
 from tasks.runtime.output import Output
+from tasks.runtime.run_context import Attempt
 from tasks.runtime.source_records import keep_unchanged
 from tasks.runtime.stage import stage
-from tasks.runtime.text_groups import OpenTextGroup
 
 
 @stage("chunk-group", is_mapped=True)
@@ -21,8 +18,9 @@ def chunk_group(
     out: Attempt, group: OpenTextGroup, special_tokens: list[str], pattern: str, config: ChunkConfig
 ) -> None:
     """Write ``chunks.jsonl``, the byte ranges of each chunk, and ``groups.json``, the groups of chunks."""
-    texts = group.urls, special_tokens, config.target_bytes, pattern, group.ranges
-    chunks = cut_chunks(*texts, rows=group.rows, separator=group.separator)
+    ranges, rows = [ranges for _, ranges in group.texts], [text.rows for text, _ in group.texts]
+    texts = group.urls, special_tokens, config.target_bytes, pattern, ranges
+    chunks = cut_chunks(*texts, rows=rows, separator=group.separator)
     with keep_unchanged(group.sources, out.run.store):
         sizes = write_groups(out.directory, chunks, group.bytes_before)
     out.figures = {
@@ -42,4 +40,4 @@ def chunk(out: Attempt, train: list[Output], valid: list[Output]) -> None:
         listed = out.run.store.map(lambda part: part.json("groups.json"), parts)
         groups[split] = [{"part": number, "group": group} for number, part in enumerate(listed) for group in part]
         out.figures[split] = {"chunks": sum(entry["group"]["chunks"] for entry in groups[split])}
-    (out.directory / "chunk_groups.json").write_text(json.dumps(groups), encoding="utf-8")
+    out.write_json("chunk_groups.json", groups)

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from tasks.pages import stages as pages
-from tasks.runtime.chunk_input import Ranges, open_ranges, size_in_bytes
-from tasks.runtime.context import Attempt
+from tasks.pages import counts as pages
+from tasks.runtime.inputs import Ranges, open_ranges, size_in_bytes
 from tasks.runtime.output import Output
+from tasks.runtime.run_context import Attempt
 from tasks.runtime.stage import stage
 
 

@@ -1,6 +1,5 @@
 """Stage ``dialogs``: read, check and divide the data of post-training."""
 
-import json
 import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from lm.files.retry import retry_reading
 from lm.posttrain.config import DialogsConfig
 from lm.text.sources import Source, check_unchanged
 from tasks.pages import posttrain as pages
-from tasks.runtime.context import Attempt
+from tasks.runtime.run_context import Attempt
 from tasks.runtime.source_records import describe_sources
 from tasks.runtime.stage import stage
 from tasks.runtime.store import Store
@@ -63,7 +62,7 @@ def dialogs(
     out.figures["left_out"] = sum(count.left_out for count in counts)
     names = [name for count in counts for name in count.damaged.names]
     content = {"reward": test.reward, "damaged": names[:_MAX_ROWS_NAMED]}
-    (out.directory / "examples.json").write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
+    out.write_json("examples.json", content, ensure_ascii=False, indent=1)
 
 
 def _check_unused(counts: "Iterable[RowCounts]", max_fraction: float) -> None:

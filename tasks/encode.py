@@ -1,15 +1,14 @@
 """Stage ``encode``: encode each group of chunks to a token shard, then write the index of the shards."""
 
-import json
 import threading
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks.pages import stages as pages
-from tasks.runtime.chunk_input import Ranges, open_ranges, size_in_bytes
-from tasks.runtime.context import Attempt
+from tasks.pages import text as pages
+from tasks.runtime.inputs import Ranges, open_ranges, size_in_bytes
 from tasks.runtime.output import Output
+from tasks.runtime.run_context import Attempt
 from tasks.runtime.stage import stage
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def encode_group(out: Attempt, group: Ranges, tokenizer: Output, separator: str,
     texts = open_ranges(group, out.run.stopping)
     tokens, documents = write_shard(texts, loaded_tokenizer, separator, out.directory)
     out.figures = {"tokens": tokens, "documents": documents, "bytes": size_in_bytes(group)}
-    (out.directory / "shard.json").write_text(json.dumps(out.figures), encoding="utf-8")
+    out.write_json("shard.json", out.figures)
     out.figures["special_texts"] = sum(part.special_texts for _, part in group)
 
 
@@ -70,4 +69,4 @@ def encode(out: Attempt, train: list[Output], valid: list[Output], tokenizer: Ou
             **out.figures[split],
             "shards": [{"digest": part.digest, **shard} for part, shard in zip(parts, shards, strict=True)],
         }
-    (out.directory / "index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+    out.write_json("index.json", index, indent=1)

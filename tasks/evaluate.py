@@ -1,14 +1,12 @@
 """Stage ``evaluate``: compare the models before and after each step of post-training."""
 
-import json
 from contextlib import nullcontext
 from dataclasses import asdict
 
-from lm.posttrain.config import ComparisonConfig
+from lm.posttrain.config import ComparisonConfig, reward_weights
 from tasks.pages import posttrain as pages
-from tasks.runtime.context import Attempt
 from tasks.runtime.output import Output
-from tasks.runtime.posttraining import reward_weights
+from tasks.runtime.run_context import Attempt
 from tasks.runtime.stage import stage
 from tasks.sample import load_trained
 
@@ -36,7 +34,7 @@ def evaluate(
 
     dialogs = read_example_rows(data.path("dialogs-valid.jsonl"), Dialog)
     problems = read_example_rows(data.path("problems-test.jsonl"), Problem)
-    weights = reward_weights(data, rewards) if problems else {}
+    weights = reward_weights(rewards, data.json("examples.json")["reward"]) if problems else {}
     content = {}
     with RewardWorker(weights, reward_seconds) if weights else nullcontext() as reward:
         for output in models:
@@ -45,4 +43,4 @@ def evaluate(
             out.figures[output.ref.stage] = evaluation.figures
             responses = [asdict(response) for response in evaluation.responses]
             content[output.ref.stage] = {"samples": evaluation.samples, "responses": responses}
-    (out.directory / "answers.json").write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
+    out.write_json("answers.json", content, ensure_ascii=False, indent=1)

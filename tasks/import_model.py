@@ -1,11 +1,10 @@
 """Stage ``import``: a model and its tokenizer from files of Hugging Face or Meta."""
 
-import json
 from pathlib import Path
 
 from lm.common.errors import UserError
 from lm.text.sources import Source
-from tasks.runtime.context import Attempt
+from tasks.runtime.run_context import Attempt
 from tasks.runtime.source_records import describe_sources, keep_unchanged
 from tasks.runtime.stage import stage
 from tasks.runtime.store import Store
@@ -40,5 +39,5 @@ def import_model(out: Attempt, files: list[Source]) -> None:
         require_byte_level(tokenizer, str(directory)).save(out.directory / "tokenizer")
         torch.manual_seed(0)  # a checkpoint holds the state of the generator
         save_training(out.directory / step_name(0), model.float(), [], 0, {})
-    (out.directory / "training.json").write_text(json.dumps({"best": step_name(0)}), encoding="utf-8")
+    out.write_json("training.json", {"best": step_name(0)})
     out.figures = {"vocab_size": model.config.vocab_size, "context_length": model.config.context_length}

@@ -1,6 +1,5 @@
 """Stage ``ingest``: read groups of sources, then choose the training and validation text."""
 
-import json
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,13 +11,13 @@ from lm.text.config import DataConfig
 from lm.text.held_out import combine_groups, join_held_out
 from lm.text.ingest import HELD_OUT, Text, read_group
 from lm.text.sources import Source, warn_about_equal_texts, warn_about_repeated_sources
-from tasks.pages import stages as pages
-from tasks.runtime.context import Attempt
+from tasks.pages import text as pages
+from tasks.runtime.inputs import read_texts, text_sources, text_url
 from tasks.runtime.output import Output
+from tasks.runtime.run_context import Attempt
 from tasks.runtime.source_records import describe_sources, keep_unchanged
 from tasks.runtime.stage import stage
 from tasks.runtime.store import Store
-from tasks.runtime.text_groups import read_texts, text_sources, text_url
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ def ingest_group(
     out.sources = group
     arguments = group, data, fraction, out.directory, special_tokens
     texts = retry_reading(read_group, *arguments)  # a retry overwrites the first try
-    (out.directory / "texts.json").write_text(json.dumps(texts.to_json()), encoding="utf-8")
+    out.write_json("texts.json", texts.to_json())
     out.figures = {"digests": texts.digests}
 
 
@@ -75,12 +74,12 @@ def ingest(out: Attempt, train: list[Output], valid: list[Output], fraction: flo
         held_out = [output for output, group in zip(outputs, groups, strict=True) if group.held_out_bytes]
         paths = out.run.store.map(lambda output: output.path(HELD_OUT), held_out)
         texts = join_held_out([group for group in groups if group.held_out_bytes], paths, out.directory / "valid.txt")
-        (out.directory / "texts.json").write_text(json.dumps(texts.to_json()), encoding="utf-8")
+        out.write_json("texts.json", texts.to_json())
     content["statistics"] = {
         name: {**asdict(split.statistics), "bytes": sum(size for _, size in split.selections)}
         for name, split in splits.items()
     }
-    (out.directory / "text_groups.json").write_text(json.dumps(content), encoding="utf-8")
+    out.write_json("text_groups.json", content)
     out.figures = {
         split: {name: number for name, number in statistics.items() if name != "lengths"}
         for split, statistics in content["statistics"].items()

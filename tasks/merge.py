@@ -3,10 +3,9 @@
 from typing import TYPE_CHECKING
 
 from lm.tokenizer.config import TokenizerConfig
-from tasks.pages import stages as pages
-from tasks.runtime.context import Attempt
+from tasks.pages import tokenizer as pages
 from tasks.runtime.output import Output
-from tasks.runtime.progress import show_progress
+from tasks.runtime.run_context import Attempt, show_progress
 from tasks.runtime.stage import stage
 
 if TYPE_CHECKING:

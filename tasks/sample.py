@@ -1,13 +1,12 @@
 """Stage ``sample``: generate text with the best checkpoint of the model."""
 
-import json
 import time
 from typing import TYPE_CHECKING
 
 from lm.inference.config import SampleConfig
-from tasks.pages import stages as pages
-from tasks.runtime.context import Attempt
+from tasks.pages import training as pages
 from tasks.runtime.output import Output
+from tasks.runtime.run_context import Attempt
 from tasks.runtime.stage import stage
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ def load_trained(model: Output, tokenizer: Output, device: str) -> "tuple[Transf
     from lm.hardware.device import choose_device
     from lm.tokenizer.tokenizer import Tokenizer
 
-    loaded_model = load_model(model.directory(model.json("training.json")["best"]), choose_device(device))
+    loaded_model = load_model(model.directory(model.best_checkpoint), choose_device(device))
     return loaded_model, Tokenizer.load(tokenizer.directory("tokenizer"))
 
 
@@ -41,4 +40,4 @@ def sample(out: Attempt, model: Output, tokenizer: Output, config: SampleConfig)
         out.figures["guessed_tokens"] = sum(completion.num_draft_tokens for completion in completions)
         out.figures["accepted_tokens"] = sum(completion.num_accepted_tokens for completion in completions)
     samples = [{"prompt": completion.prompt, "text": completion.text} for completion in completions]
-    (out.directory / "samples.json").write_text(json.dumps(samples, ensure_ascii=False, indent=1), encoding="utf-8")
+    out.write_json("samples.json", samples, ensure_ascii=False, indent=1)

@@ -3,14 +3,13 @@
 The prediction is on disk before the training that checks it starts.
 """
 
-import json
 from dataclasses import asdict
 from typing import Any
 
 from lm.experiments.config import LawConfig
 from lm.experiments.trial import from_json
-from tasks.runtime.context import Attempt
 from tasks.runtime.output import Output
+from tasks.runtime.run_context import Attempt
 from tasks.runtime.stage import stage
 
 
@@ -33,7 +32,7 @@ def scaling_law(out: Attempt, trials: list[Output], settings: list[dict[str, Any
         "prediction": asdict(prediction) if prediction else None,
         "best_of_largest_budget": best,
     }
-    (out.directory / "law.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+    out.write_json("law.json", content, indent=1)
     out.figures = {name: asdict(getattr(law, name)) for name in ("parameters", "tokens", "loss")}
     out.figures |= {"irreducible_loss": law.irreducible_loss} if law.irreducible_loss else {}
     out.figures |= {"prediction": content["prediction"]}

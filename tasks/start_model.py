@@ -20,7 +20,7 @@ def read_start(store: Store, model: Ref, tokenizer: Ref, stated: Mapping[str, An
     from lm.tokenizer.tokenizer import Tokenizer
 
     output = read_output(store, model)
-    path = output.path(f"{output.json('training.json')['best']}/checkpoint.json")
+    path = output.path(f"{output.best_checkpoint}/checkpoint.json")
     content = loads_with_checksum(path.read_bytes())
     if content is None:
         raise UserError(f"{path} is damaged. Run the pipeline again.")

@@ -7,8 +7,8 @@ import yaml
 from lm.experiments.report import SweepReport, format_csv, table_rows
 from lm.experiments.trial import from_json, rank
 from tasks.pages import sweep as pages
-from tasks.runtime.context import Attempt
 from tasks.runtime.output import Output
+from tasks.runtime.run_context import Attempt
 from tasks.runtime.stage import stage
 
 
@@ -41,4 +41,4 @@ def sweep(
         out.figures |= {"best_point": best + 1, "best_loss": results[best].objective}
     if law:
         content = law[0].json("law.json")
-        (out.directory / "law.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+        out.write_json("law.json", content, indent=1)

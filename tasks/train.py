@@ -1,21 +1,25 @@
 """Stage ``train``: train the model on the token shards."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm.common.errors import UserError
 from lm.model.config import ModelConfig
 from lm.train.config import TrainConfig
-from tasks.pages import stages as pages
-from tasks.runtime.context import Attempt
+from tasks.pages import training as pages
 from tasks.runtime.execution import Execution
-from tasks.runtime.machine import training_slot
+from tasks.runtime.locks import training_slot
 from tasks.runtime.output import Output
+from tasks.runtime.run_context import Attempt
 from tasks.runtime.stage import stage
-from tasks.runtime.training import best_checkpoint, relative_path, run_training
+from tasks.runtime.training_process import relative_path, run_training
 
 if TYPE_CHECKING:
     from lm.train.pretraining import Job
+
+_TOKENS = "tokens.bin"
 
 
 @stage("train", page=pages.train, slot=training_slot, is_resumable=True)
@@ -33,32 +37,32 @@ def train(
 
     Resume from the last checkpoint of an unfinished attempt, if there is one.
     """
-    train_files, valid_files = (
-        out.run.store.map(lambda shard: relative_path(out, shard.path("tokens.bin")), shards)
-        for shards in (train_shards, valid_shards)
-    )
-    tokenizer_path = relative_path(out, tokenizer.directory("tokenizer"))
-    start_path = best_checkpoint(out, start) if start else ""
-    job = make_job(
-        index, tokenizer, model, config, train_files, valid_files, tokenizer_path, out.run.execution, start, start_path
-    )
-    run_training(out, job, pages.unfinished_training)
+
+    def place(output: Output, name: str) -> str:
+        return relative_path(out, local_path(output, name))
+
+    inputs = index, train_shards, valid_shards, tokenizer, model, config, start
+    run_training(out, make_job(place, out.run.execution, *inputs), pages.unfinished)
+
+
+def local_path(output: Output, name: str) -> Path:
+    """Return the local path of the token file or of a directory of an output."""
+    return (output.path if name == _TOKENS else output.directory)(name)
 
 
 def make_job(
+    place: Callable[[Output, str], str],
+    execution: Execution,
     index: Output,
+    train_shards: list[Output],
+    valid_shards: list[Output],
     tokenizer: Output,
     model: ModelConfig,
     config: TrainConfig,
-    train_files: list[str],
-    valid_files: list[str],
-    tokenizer_path: str,
-    execution: Execution,
     start: Output | None = None,
-    start_path: str = "",
 ) -> "Job":
-    """Return the job of a training. The paths, or URLs, are those where the training reads its inputs; ``start_path``
-    is that of a checkpoint of ``start``.
+    """Return the job of a training. ``place`` returns the path or URL at which the training reads a file or directory
+    of an output.
 
     Raises UserError if the shards were made with another tokenizer.
     """
@@ -67,19 +71,19 @@ def make_job(
     content = index.json("index.json")
     if content["tokenizer"] != tokenizer.digest:
         raise UserError("The token shards were made with another tokenizer. Refresh the encode stage.")
+    train_files, valid_files = (
+        index.store.map(lambda shard: place(shard, _TOKENS), shards) for shards in (train_shards, valid_shards)
+    )
+    digests = {"tokenizer": tokenizer.digest, "shards": index.digest}
     return Job(
         config=config,
         model=model if model.vocab_size else replace(model, vocab_size=content["vocab_size"]),
         train=train_files,
         valid=valid_files,
-        tokenizer=tokenizer_path,
+        tokenizer=place(tokenizer, "tokenizer"),
         bytes_per_token=_bytes_per_token(content["valid" if valid_files else "train"], content["separator"]),
-        digests={
-            "tokenizer": tokenizer.digest,
-            "shards": index.digest,
-            **({"start": start.digest} if start else {}),
-        },
-        start=start_path,
+        digests=digests | ({"start": start.digest} if start else {}),
+        start=place(start, start.best_checkpoint) if start else "",
         out=".",
         execution=execution,
     )

@@ -12,9 +12,9 @@ from lm.common.errors import MachineError, Stopped, UserError
 from lm.common.processes import run_periodically
 from lm.experiments.trial import TrialConfig, find_prune_step, make_result
 from lm.hardware.cpu import available_cpus
-from tasks.runtime.context import Attempt, RunContext
 from tasks.runtime.execution import Execution
 from tasks.runtime.output import Output, Ref, open_output, read_output
+from tasks.runtime.run_context import Attempt, RunContext
 from tasks.runtime.stage import stage
 from tasks.train import train
 
@@ -76,7 +76,7 @@ def trial(
     result = make_result(config, vocab_size, rows, training, divergence, refusal)
     out.figures = {name: value for name, value in asdict(result).items() if name != "curve"}
     content = {**asdict(result), "model": ref.key if training else None}
-    (out.directory / "trial.json").write_text(json.dumps(content, indent=1, allow_nan=False), encoding="utf-8")
+    out.write_json("trial.json", content, indent=1, allow_nan=False)
 
 
 def _share_of_threads(execution: Execution) -> Execution:

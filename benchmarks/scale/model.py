@@ -20,7 +20,7 @@ from lm.text.ingest import _MAX_GROUP_SOURCES
 from lm.text.sources import _RANGE_BLOCK_BYTES
 from lm.tokenizer.bpe import training_memory_bytes
 from lm.tokenizer.pretoken_counts import NUM_PARTITIONS
-from tasks.runtime.chunk_input import _MAX_GROUP_BYTES, _MIN_GROUPS
+from tasks.runtime.inputs import _MAX_GROUP_BYTES, _MIN_GROUPS
 from tasks.runtime.store import _MAX_CONCURRENT_REQUESTS
 
 STAGES = ("ingest", "chunk", "count", "merge", "encode", "index")
@@ -55,7 +55,7 @@ class Corpus:
         return [self.text_bytes / count] * count
 
     def groups(self, texts: Sequence[float]) -> list[float]:
-        """Return the bytes of each group of chunks of texts, as :mod:`tasks.runtime.chunk_input` makes them."""
+        """Return the bytes of each group of chunks of texts, as :mod:`tasks.runtime.inputs` makes them."""
         groups, before = [], 0.0
         for text in texts:
             chunks = max(1, round(text / self.chunk_bytes))

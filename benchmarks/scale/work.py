@@ -106,8 +106,8 @@ def measure_reading(folder: Path, megabytes: int) -> dict[str, float]:
 def measure_lists(folder: Path, num_chunks: int) -> dict[str, float]:
     """Measure long lists: of chunks in a group of sources, of documents in the index."""
     from lm.text.chunks import Range
-    from tasks.pages.plots import QUARTER_OCTAVES
-    from tasks.runtime.chunk_input import write_groups
+    from tasks.pages.charts import QUARTER_OCTAVES
+    from tasks.runtime.inputs import write_groups
 
     directory = folder / "lists"
     directory.mkdir()

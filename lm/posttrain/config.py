@@ -197,3 +197,8 @@ def _check_rewards(weights: dict[str, float]) -> None:
     """Raise UserError for a wrong name or weight now, and not only when earlier stages have trained for hours."""
     if weights:
         combine_rewards(weights)
+
+
+def reward_weights(weights: dict[str, float], task_reward: str) -> dict[str, float]:
+    """Return the weight of each reward by name: ``weights``, or else the reward of the task, if there is one."""
+    return weights or ({task_reward: 1.0} if task_reward else {})

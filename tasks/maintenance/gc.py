@@ -7,8 +7,8 @@ from typing import Any
 
 from lm.common.errors import UserError
 from tasks.maintenance.scan import Finding, scan
+from tasks.runtime.locks import is_locked
 from tasks.runtime.output import MANIFEST, Ref
-from tasks.runtime.root_lock import is_locked
 from tasks.runtime.store import Store
 
 
@@ -17,7 +17,7 @@ def find_garbage(store: Store) -> list[Finding]:
 
     A run record needs its outputs, all others that the run has made, such as the trainings of a sweep that was stopped,
     and the inputs of each. An output names its inputs by content, so if two outputs have the same content, both are
-    needed. Hold the root exclusively (:func:`tasks.runtime.root_lock.own_root`) until the
+    needed. Hold the root exclusively (:func:`tasks.runtime.locks.own_root`) until the
     garbage is deleted. Raises UserError if a manifest or run record is damaged: the outputs that it needs are unknown.
     """
     result = scan(store)

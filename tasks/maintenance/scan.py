@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lm.common.errors import TransientError, UserError
+from tasks.runtime.locks import is_locked
 from tasks.runtime.output import MANIFEST, Output, Ref, open_output
-from tasks.runtime.root_lock import is_locked
 from tasks.runtime.schemas import ATTEMPT_NAME, RUN_NAME, STAGE_NAME, LatestOutput, RunRecord, SourceRecord, read_record
 from tasks.runtime.store import LEASES, LOCK_FILE, Store
 

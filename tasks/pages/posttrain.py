@@ -1,16 +1,16 @@
 """Pages of the stages of post-training: curves, and answers of the models side by side."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tasks.pages.charts import draw_lines, embed_figure, new_figure
 from tasks.pages.markdown import code, table
-from tasks.pages.plots import embed_figure, new_figure
 
 if TYPE_CHECKING:
-    from tasks.runtime.context import Attempt
     from tasks.runtime.output import Output
+    from tasks.runtime.run_context import Attempt
 
 _MAX_DAMAGED = 20
 _MAX_PROMPTS = 12
@@ -45,7 +45,7 @@ def dialogs(out: "Attempt", **inputs: Any) -> Iterator[str]:
     counts = [(kind, out.figures[kind]) for kind in ("dialogs", "pairs", "problems")]
     cells = [(kind, count["train"], count["valid"], count.get("test", "")) for kind, count in counts]
     yield table(("examples", "training", "held out", "test"), cells)
-    content = json.loads((out.directory / "examples.json").read_text(encoding="utf-8"))
+    content = out.read_json("examples.json")
     if content["reward"]:
         yield f"Reward of the problems: {code(content['reward'])}."
     if content["damaged"]:
@@ -56,7 +56,7 @@ def dialogs(out: "Attempt", **inputs: Any) -> Iterator[str]:
     rows = []
     with (out.directory / "dialogs-train.jsonl").open(encoding="utf-8") as file:
         for line, _ in zip(file, range(5), strict=False):
-            rows.append([code(_cut(message["content"])) for message in json.loads(line)["messages"][-2:]])
+            rows.append([_quote(message["content"]) for message in json.loads(line)["messages"][-2:]])
     if rows:
         yield "### First dialogs\n\n" + table(("last message of the user", "answer"), rows)
 
@@ -65,59 +65,61 @@ def training(out: "Attempt", **inputs: Any) -> Iterator[str]:
     """Show the curves of the metrics, and the answers to the sample prompts over time."""
     from lm.train.tracking import read_metrics
 
-    yield from curves(read_metrics(out.directory / "metrics.jsonl"))
+    yield unfinished(out.directory)
     figures = {name: value for name, value in out.figures.items() if name not in ("best", "last") and value is not None}
     yield table(("at the end", ""), [(name.replace("_", " "), value) for name, value in figures.items()])
     yield f"Best checkpoint: {code(out.figures['best'])}; the last: {code(out.figures['last'])}."
     samples = read_metrics(out.directory / "samples.jsonl")
-    rows = [(sample["step"], code(_cut(sample["prompt"])), code(_cut(sample["text"]))) for sample in samples]
+    rows = [(sample["step"], _quote(sample["prompt"]), _quote(sample["text"])) for sample in samples]
     if rows:
         yield "### Answers over time\n\n" + table(("step", "prompt", "answer"), rows[:: len(rows) // 20 + 1])
 
 
 def unfinished(directory: Path) -> str:
-    """Return the curves of a training that is still running; empty before its first metrics."""
+    """Return a plot for each group of metrics of a training that may still run; empty before its first metrics."""
     from lm.train.tracking import read_metrics
 
-    return "\n\n".join(curves(read_metrics(directory / "metrics.jsonl")))
-
-
-def curves(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield a plot for each group of metrics that the rows have."""
+    rows, plots = read_metrics(directory / "metrics.jsonl"), []
     for title, metrics in _CURVES.items():
-        lines = [
-            (label, [(row["step"], row[name]) for row in rows if row.get(name) is not None]) for name, label in metrics
-        ]
-        if any(points for _, points in lines):
-            figure, axes = new_figure(title, "step", "")
-            for label, points in lines:
-                if points:
-                    axes.plot(*zip(*points, strict=True), label=label, marker="o" if len(points) < 30 else None)
-            axes.legend()
-            yield embed_figure(figure, title)
+        lines = {
+            label: [(row["step"], row[name]) for row in rows if row.get(name) is not None] for name, label in metrics
+        }
+        if any(lines.values()):
+            figure, axes = new_figure(title, "step")
+            draw_lines(axes, lines)
+            plots.append(embed_figure(figure, title))
+    return "\n\n".join(plots)
 
 
 def evaluate(out: "Attempt", models: "list[Output]", **inputs: Any) -> Iterator[str]:
     """Show the figures of each model, the categories of its responses, and the same prompts side by side."""
-    names = list(out.figures)
-    first = out.figures[names[0]]
-    if "accuracy" in first:
-        rows = [(name, percent_with_interval(out.figures[name]), *_shares(out.figures[name])) for name in names]
+    figures = out.figures
+    if "accuracy" in (first := next(iter(figures.values()))):
+        rows = [
+            (
+                name,
+                percent_with_interval(part),
+                *(f"{count:,} ({count / part['problems']:.0%})" for count in part["categories"].values()),
+            )
+            for name, part in figures.items()
+        ]
         yield table(("held out", "accuracy, 95 % interval", *first["categories"]), rows)
-    fields = [field for field in _FIGURES if any(figures.get(field) is not None for figures in out.figures.values())]
-    rows = [(field.replace("_", " "), *(out.figures[name][field] for name in names)) for field in fields]
-    yield table(("held out", *names), rows)
-    content = json.loads((out.directory / "answers.json").read_text(encoding="utf-8"))
-    answers = {
-        name: [*map(_describe_sample, part["samples"]), *map(_describe, part["responses"])]
-        for name, part in content.items()
-    }
+    fields = [field for field in _FIGURES if any(part.get(field) is not None for part in figures.values())]
+    rows = [(field.replace("_", " "), *(part[field] for part in figures.values())) for field in fields]
+    yield table(("held out", *figures), rows)
+    content = out.read_json("answers.json")
+    answers = [
+        [
+            *((prompt, _quote(response)) for prompt, response in part["samples"]),
+            *((row["prompt"][-1]["content"], _describe(row)) for row in part["responses"]),
+        ]
+        for part in content.values()
+    ]
     rows = [
-        (code(_cut(group[0][0])), *(text for _, text in group))
-        for group in list(zip(*answers.values(), strict=True))[:_MAX_PROMPTS]
+        (_quote(group[0][0]), *(text for _, text in group)) for group in list(zip(*answers, strict=True))[:_MAX_PROMPTS]
     ]
     if rows:
-        yield "### The same prompts\n\n" + table(("prompt", *answers), rows)
+        yield "### The same prompts\n\n" + table(("prompt", *content), rows)
 
 
 def percent_with_interval(figures: dict[str, Any]) -> str:
@@ -126,20 +128,9 @@ def percent_with_interval(figures: dict[str, Any]) -> str:
     return f"{accuracy:.1f} % [{low:.1f}, {high:.1f}]"
 
 
-def _shares(figures: dict[str, Any]) -> Iterator[str]:
-    for count in figures["categories"].values():
-        yield f"{count:,} ({count / figures['problems']:.0%})"
+def _describe(response: dict[str, Any]) -> str:
+    return f"{_quote(response['response'])} ({response['category']}, reward {response['rewards']['reward']:g})"
 
 
-def _describe_sample(sample: Sequence[str]) -> tuple[str, str]:
-    prompt, response = sample
-    return prompt, code(_cut(response))
-
-
-def _describe(response: dict[str, Any]) -> tuple[str, str]:
-    shown = f"{code(_cut(response['response']))} ({response['category']}, reward {response['rewards']['reward']:g})"
-    return response["prompt"][-1]["content"], shown
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_CHARACTERS else text[:_MAX_CHARACTERS] + "…"
+def _quote(text: str) -> str:
+    return code(text if len(text) <= _MAX_CHARACTERS else text[:_MAX_CHARACTERS] + "…")

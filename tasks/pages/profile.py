@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from tasks.pages.charts import draw_bars, embed_figure, new_figure
 from tasks.pages.markdown import code, table
-from tasks.pages.plots import embed_figure
 
 _COLOURS = {
     "data": "#8c8c8c",
@@ -12,8 +12,9 @@ _COLOURS = {
     "backward": "#f58518",
     "communication": "#e45756",
     "optimizer": "#54a24b",
+    "other": "#d0d0d0",
 }
-_OTHER_COLOUR = "#d0d0d0"
+_SIZE = (11, 3.8)
 _MAX_NAME_CHARACTERS = 40
 _MIN_SHARE_DRAWN = 0.001  # of a phase in a step
 _MEMORY = ("weights", "gradients", "optimizer_state", "activations", "peak")
@@ -95,40 +96,28 @@ def compute_rows(profile: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _draw_time(profile: dict[str, Any]) -> str:
-    figure = _new_figure()
-    phases, operations = figure.subplots(1, 2, width_ratios=(1, 1.15))
-    rows = [(name, value) for name, value, _ in phase_rows(profile)[:-1]]
-    _draw_bars(phases, "Phases of a step", rows, [_COLOURS.get(name, _OTHER_COLOUR) for name, _ in rows])
-    names = [(_shorten(row["name"]), row["seconds"] * 1e3) for row in profile["operations"]]
-    _draw_bars(operations, "Operations, own time", names, ["#72b7b2"] * len(names))
+    figure, phases, operations = new_figure("Phases of a step", "milliseconds", size=_SIZE, widths=(1, 1.15))
+    rows = phase_rows(profile)[:-1]
+    colours = [_COLOURS.get(name, _COLOURS["other"]) for name, *_ in rows]
+    draw_bars(phases, [name for name, *_ in rows], {"": [row[1] for row in rows]}, "{:,.1f}", colours, True)
+    names = [_shorten(row["name"].removeprefix("aten::")) for row in profile["operations"]]
+    seconds = {"": [row["seconds"] * 1e3 for row in profile["operations"]]}
+    draw_bars(operations, names, seconds, "{:,.1f}", ["#72b7b2"] * len(names), True)
+    operations.set(title="Operations, own time", xlabel="milliseconds")
     return embed_figure(figure, "Time of a step by phase and operation")
 
 
-def _draw_bars(axes: Any, title: str, rows: list[tuple[str, float]], colours: list[str]) -> None:
-    names, values = [name for name, _ in rows], [value for _, value in rows]
-    places = range(len(rows))
-    bars = axes.barh(places, values, color=colours)
-    axes.bar_label(bars, [f"{value:,.1f}" for value in values], padding=3, fontsize=8)
-    axes.set_yticks(places, names, fontsize=8)
-    axes.invert_yaxis()
-    axes.set(title=title, xlabel="milliseconds", xlim=(0, 1.15 * max(values, default=1)))
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def _shorten(name: str) -> str:
-    short = name.removeprefix("aten::")
     half = _MAX_NAME_CHARACTERS // 2
-    return short if len(short) <= _MAX_NAME_CHARACTERS else f"{short[:half]}…{short[-half:]}"
+    return name if len(name) <= _MAX_NAME_CHARACTERS else f"{name[:half]}…{name[-half:]}"
 
 
 def _draw_memory(profile: dict[str, Any]) -> str:
-    figure = _new_figure()
-    curve, kinds = figure.subplots(1, 2, width_ratios=(1.6, 1))
-    memory = profile["memory"]
-    times, sizes = zip(*memory["curve"], strict=True)
+    figure, curve, kinds = new_figure("Memory over a step", "milliseconds", "MB", size=_SIZE, widths=(1.6, 1))
+    times, sizes = zip(*profile["memory"]["curve"], strict=True)
     milliseconds = [1e3 * time for time in times]
     curve.step(milliseconds, [size / 1e6 for size in sizes], where="post", color="#333333", linewidth=1)
-    for name, start, stop in memory["phases"]:
+    for name, start, stop in profile["memory"]["phases"]:
         if stop - start > _MIN_SHARE_DRAWN * times[-1]:
             curve.axvspan(1e3 * start, 1e3 * stop, color=_COLOURS[name], alpha=0.25, linewidth=0, label=name)
     curve.axhline(profile["predicted_memory"]["peak"] / 1e6, color="#b22222", linestyle="--", label="predicted peak")
@@ -136,21 +125,10 @@ def _draw_memory(profile: dict[str, Any]) -> str:
     unique = dict(zip(labels, handles, strict=True))
     place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.22)}
     curve.legend(unique.values(), unique, fontsize=7, ncols=len(unique), **place)
-    curve.set(title="Memory over a step", xlabel="milliseconds", ylabel="MB")
     curve.set(xlim=(0, milliseconds[-1]), ylim=(0, None))
     curve.spines[["top", "right"]].set_visible(False)
-    rows = memory_rows(profile)
-    places = range(len(rows))
-    kinds.bar([place - 0.2 for place in places], [row[1] for row in rows], 0.4, label="measured", color="#4c78a8")
-    kinds.bar([place + 0.2 for place in places], [row[2] for row in rows], 0.4, label="predicted", color="#bab0ac")
-    kinds.set_xticks(places, [row[0].replace(" ", "\n") for row in rows], fontsize=8)
+    names, measured, predicted = zip(*memory_rows(profile), strict=True)
+    series = {"measured": measured, "predicted": predicted}
+    draw_bars(kinds, [name.replace(" ", "\n") for name in names], series, colours=("#4c78a8", "#bab0ac"))
     kinds.set(title="Measured and predicted", ylabel="MB")
-    kinds.legend(fontsize=8)
-    kinds.spines[["top", "right"]].set_visible(False)
     return embed_figure(figure, "Memory of a step, measured and predicted")
-
-
-def _new_figure() -> Any:
-    from matplotlib.figure import Figure  # slow to import
-
-    return Figure(figsize=(11, 3.8), layout="constrained")

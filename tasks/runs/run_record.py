@@ -13,8 +13,8 @@ from typing import Any
 
 from lm.common.errors import UserError
 from tasks.runs.run_report import report_text
-from tasks.runtime.context import RunContext
 from tasks.runtime.output import Output, Ref, read_output
+from tasks.runtime.run_context import RunContext
 from tasks.runtime.schemas import RUN_NAME, RunRecord, read_record
 from tasks.runtime.store import Store
 

@@ -5,23 +5,17 @@ and the digest of each stage: a digest of its modules and of how they import eac
 version is the digest when the stage was last raised, or a number if that was long ago. While the digest is that of the
 lock, the key of a stage holds its version only. Otherwise the key holds the digest too, so the stage reruns.
 
-``python -m tasks.runtime.code_version`` lists the edited modules and their stages. ``… accept`` writes their digests to
-the lock: the output is the same, so nothing reruns. ``… raise STAGE …`` also makes the digests of these stages their
-versions. So two branches that raise a stage for different edits never share a key.
+``python -m tools.code_lock`` accepts edits, or raises stages.
 """
 
-import argparse
 import ast
 import hashlib
-import importlib
 import json
-import pkgutil
-import sys
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lm.common.errors import UserError, did_you_mean
+from lm.common.errors import UserError
 
 PROJECT = Path(__file__).parents[2]
 LOCK = Path(__file__).with_name("code_versions.json")
@@ -31,17 +25,13 @@ _PACKAGES = ("lm", "tasks")
 _EXCLUDED_MODULES = (
     "lm.common.execution",
     "tasks.pages",
-    "tasks.runtime.code_version",
-    "tasks.runtime.context",
-    "tasks.runtime.execution",
-    "tasks.runtime.machine",
-    "tasks.runtime.output",
-    "tasks.runtime.progress",
-    "tasks.runtime.root_lock",
-    "tasks.runtime.schemas",
-    "tasks.runtime.stage",
-    "tasks.runtime.store",
-    "tasks.runtime.verified_files",
+    *(
+        f"tasks.runtime.{name}"
+        for name in (
+            *("code_version", "execution", "locks", "output", "run_context", "schemas", "stage", "store"),
+            "verified_files",
+        )
+    ),
 )
 
 
@@ -95,22 +85,26 @@ def read_lock() -> dict[str, dict[str, Any]]:
 _read_lock_once = lru_cache(maxsize=1)(read_lock)  # one lock for a whole run
 
 
-def find_modules(file: str) -> dict[str, Path]:
-    """Return name and file of the module in ``file``, of all modules of the project that it imports, directly or not,
-    and of the packages around them."""
+def find_modules(file: str, *names: str) -> dict[str, Path]:
+    """Return name and file of the module in ``file``, of the modules ``names``, of all modules of the project that they
+    import, directly or not, and of the packages around them."""
+
+    def imported_by(path: Path) -> list[str]:
+        return [f"{module}.{name}".rstrip(".") for module, name in _parse(path).imports]
+
     first = Path(file).resolve()
     is_inside = first.is_relative_to(PROJECT)
     name = ".".join(first.relative_to(PROJECT).with_suffix("").parts) if is_inside else first.stem
     modules: dict[str, Path] = {name: first}
-    unvisited = [first]
+    unvisited = [*names, *imported_by(first)]
     while unvisited:
-        for imported in (f"{module}.{name}".rstrip(".") for module, name in _parse(unvisited.pop()).imports):
-            parts = imported.split("."), _defining_module(imported).split(".")
-            for module in {".".join(names[:end]) for names in parts for end in range(1, len(names) + 1)}:
-                source = _source_file(module)
-                if source and module not in modules and not module.startswith(_EXCLUDED_MODULES):
-                    modules[module] = source
-                    unvisited.append(source)
+        imported = unvisited.pop()
+        parts = imported.split("."), _defining_module(imported).split(".")
+        for module in {".".join(names[:end]) for names in parts for end in range(1, len(names) + 1)}:
+            source = _source_file(module)
+            if source and module not in modules and not module.startswith(_EXCLUDED_MODULES):
+                modules[module] = source
+                unvisited += imported_by(source)
     return modules
 
 
@@ -188,65 +182,3 @@ def _simplify(node: Any) -> Any:
 def _is_docstring(node: Any) -> bool:
     """Return whether a statement is only a string, which does nothing."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-
-
-def current_lock() -> dict[str, dict[str, Any]]:
-    """Return the lock for the present code: its digests, and the versions of the lock file. The version of a new stage
-    is its digest."""
-    from tasks.runtime.stage import Stage
-
-    locked = read_lock()["stages"]
-    stages: dict[str, dict[str, Any]] = {}
-    modules: dict[str, str] = {}
-    for info in pkgutil.iter_modules([str(PROJECT / "tasks")]):
-        module = importlib.import_module(f"tasks.{info.name}")
-        for stage in vars(module).values():
-            if isinstance(stage, Stage) and stage.body.__module__ == module.__name__:
-                version = locked.get(stage.name, {"version": stage.code_digest})["version"]
-                stages[stage.name] = {"version": version, "digest": stage.code_digest}
-                modules |= module_digests(stage.modules)
-    return {"stages": dict(sorted(stages.items())), "modules": dict(sorted(modules.items()))}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Return 1 if ``show`` finds edited code, and 2 for a mistake in the arguments."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.runtime.code_version",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("action", nargs="?", choices=["show", "accept", "raise"], default="show")
-    parser.add_argument("stages", nargs="*", help="with raise: the stages whose output changes")
-    options = parser.parse_args(arguments)
-    now, lock = current_lock(), read_lock()
-    if (options.action == "raise") != bool(options.stages):
-        print("raise needs the stages whose output changes; show and accept take none.", file=sys.stderr)
-        return 2
-    for name in options.stages:
-        if name not in now["stages"]:
-            print(f"There is no stage {name!r}{did_you_mean(name, now['stages'])}.", file=sys.stderr)
-            return 2
-    changed = {name for name, _ in now["modules"].items() ^ lock["modules"].items()}
-    for name in sorted(changed):
-        print(f"{name}: {'edited' if name in lock['modules'] and name in now['modules'] else 'new or gone'}")
-    changed_stages = [name for name, stage in now["stages"].items() if stage != lock["stages"].get(name)]
-    if changed_stages:
-        print(f"Stages with edited code: {', '.join(changed_stages)}")
-    if options.action == "show":
-        is_edited = changed or changed_stages
-        print("Accept these edits, or raise stages: see --help." if is_edited else "No module differs from the lock.")
-        return 1 if is_edited else 0
-    for name in options.stages:
-        stage = now["stages"][name]
-        if stage["version"] == stage["digest"]:
-            print(f"{name} was last raised with this code. Its version stays.", file=sys.stderr)
-        stage["version"] = stage["digest"]
-        print(f"{name}: version {stage['version'][:12]}")
-    LOCK.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
-    print(f"{LOCK} is written.")
-    return 0
-
-
-if __name__ == "__main__":
-    # The stages use the imported module, which has other caches than __main__.
-    sys.exit(importlib.import_module("tasks.runtime.code_version").main())

@@ -2,12 +2,17 @@
 
 import hashlib
 import json
+import os
+from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lm.common.errors import UserError
-from tasks.runtime.downloads import local_path
+from filelock import FileLock
+
+from lm.common.errors import StorageError, UserError
+from tasks.runtime.run_context import RunContext
 from tasks.runtime.schemas import Manifest, read_json_content, read_record
 from tasks.runtime.store import Store
 
@@ -16,11 +21,40 @@ PAGE = "page.md"  # beside the files of an output, but not part of its content
 FORMAT = 1  # of manifests and of the files of all stages; a new number reruns everything
 
 
-class Ref(NamedTuple):
-    """The result of a stage: where its manifest is."""
+class Input(ABC):
+    """An argument of a stage that stands for files of a root."""
 
-    stage: str
-    key: str
+    @abstractmethod
+    def identity(self, run: RunContext) -> Any:
+        """Return the part that enters a key, as JSON."""
+
+    @abstractmethod
+    def open(self, store: Store) -> Any:
+        """Return what the body of the stage receives. Raises UserError if the files are missing or damaged."""
+
+    @abstractmethod
+    def find_damaged_url(self, store: Store, opened: Any) -> str:
+        """Return the path or URL of a file that has changed since it was ``opened``; empty if there is none."""
+
+
+class Ref(NamedTuple("Ref", [("stage", str), ("key", str)]), Input):
+    """The result of a stage: where its manifest is. As an input, the body receives the :class:`Output`."""
+
+    __slots__ = ()
+
+    def identity(self, run: RunContext) -> dict[str, str]:
+        """Return the content digest, which a run reads once. Raises UserError if there is no output."""
+        if self not in run.digests:
+            run.digests[self] = intact_digest(run.store, self) or read_output(run.store, self).digest
+        return {self.stage: run.digests[self]}
+
+    def open(self, store: Store) -> "Output":
+        """Return the output. Raises UserError if it has no valid manifest."""
+        return read_output(store, self)
+
+    def find_damaged_url(self, store: Store, opened: "Output") -> str:
+        """Return the path or URL of the first file that has changed; empty if there is none."""
+        return opened.find_damaged_url()
 
 
 @dataclass(frozen=True)
@@ -52,11 +86,33 @@ class Output:
         return self.store.url(*self.location)
 
     def path(self, name: str) -> Path:
-        """Return a local path of a file. Raises UserError if the file is damaged or the manifest does not name it."""
+        """Return the path of a file: in place on a local root, else of a copy in the user's cache.
+
+        A copy lies at the same place below ``downloads/<root>`` as the file below its root, so the files of a directory
+        stay together. It is checked as a file of a local root is: after a change it is downloaded again. Raises
+        UserError if the file is damaged or the manifest does not name it.
+        """
         for file in (*self.manifest["files"], *self.manifest["records"]):
             if file["path"] == name:
-                return local_path(self.store, file, *self.location)
-        raise UserError(f"{self.ref.stage} {self.ref.key[:12]} has no file {name}.")
+                break
+        else:
+            raise UserError(f"{self.ref.stage} {self.ref.key[:12]} has no file {name}.")
+        copies = self.store.copies
+        path = Path(copies.path(*self.location, name))
+        if not self.store.is_local:
+            with suppress(OSError):
+                os.utime(copies.path(*self.location))  # remove_old_copies keeps it
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with FileLock(f"{path}.lock"):  # groups of chunks in other threads and processes use the same tokenizer
+                    if copies.find_damaged([file], *self.location):
+                        self.store.download(path, *self.location, name)
+            except OSError as error:
+                raise StorageError(f"The copy {path} cannot be written: {error.strerror or error}.") from None
+        if copies.find_damaged([file], *self.location):
+            damaged = self.store.path(*self.location, name)
+            raise UserError(f"{damaged} is damaged or missing. Run the pipeline again: it makes it again.")
+        return path
 
     def file_url(self, name: str) -> str:
         """Return the path or URL of a file in the root, for readers of byte ranges. It may be damaged."""
@@ -76,6 +132,11 @@ class Output:
     def json(self, name: str) -> Any:
         """Return the content of a JSON file. Raises UserError if it does not have the schema of its stage."""
         return read_json_content(self.path(name))
+
+    @property
+    def best_checkpoint(self) -> str:
+        """Name of the directory of a training's best checkpoint."""
+        return str(self.json("training.json")["best"])
 
     @property
     def page(self) -> str | None:
@@ -126,6 +187,8 @@ def intact_digest(store: Store, ref: Ref) -> str | None:
     The manifest is read only if a file of the output has changed since the last call on this machine.
     """
     path, fingerprint = "/".join(ref), store.fingerprint(*ref)
+    if fingerprint is None:
+        return None
     if digest := store.verified.digest(path, fingerprint):
         return digest
     output = open_output(store, ref)

@@ -4,11 +4,14 @@ A root may come from an untrusted place. A file without the expected schema coun
 outside its directory, or an unexpected number, depth or type. Figures and ingredients of a manifest may have any shape.
 """
 
+import functools
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from types import GenericAlias
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model, with_config
 
 from lm.common.errors import UserError
 from lm.files.checksum import loads_with_checksum
@@ -25,7 +28,6 @@ _StageName = Annotated[str, Field(pattern=f"^{STAGE_NAME}$")]
 _Size = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Seconds = Annotated[float, Field(ge=0, le=1e12)]
 _Interval = Annotated[list[_Size], Field(min_length=2, max_length=2)]
-_T = TypeVar("_T")
 
 
 class _Schema(BaseModel):
@@ -101,189 +103,97 @@ class SourceRecord(_Schema):
     version: tuple[int, str] | None
 
 
-class _Splits(_Schema, Generic[_T]):
-    train: _T
-    valid: _T
+def _record(**fields: Any) -> Any:
+    """Return the schema of an object: the type of each field, or the type and the default."""
+    types: dict[str, Any] = {
+        name: field if isinstance(field, tuple) else (field, ...) for name, field in fields.items()
+    }
+    return create_model("Record", __base__=_Schema, **types)
 
 
-class _Statistics(_Schema):
-    documents: _Size
-    replaced: _Size
-    separators_removed: _Size
-    lengths: Annotated[list[_Size], Field(min_length=256, max_length=256)]
+def _list(item: Any) -> Any:
+    return GenericAlias(list, (item,))
 
 
-class _Text(_Schema):
-    file: _Path | None
-    source: _Size | None
-    bytes: _Size
-    ranges: list[_Interval]
-    rows: list[_Interval] = []
+def _splits(schema: Any) -> Any:
+    return _record(train=schema, valid=schema)
 
 
-class _GroupTexts(_Schema):
-    kept: list[_Text]
-    held_out_bytes: _Size
-    held_out_rows: list[_Interval] = []
-    separator: str = ""
-    kept_statistics: _Statistics
-    held_out_statistics: _Statistics
+_STATISTICS = _record(
+    documents=_Size,
+    replaced=_Size,
+    separators_removed=_Size,
+    lengths=Annotated[list[_Size], Field(min_length=256, max_length=256)],
+)
+_INTERVALS = list[_Interval]
+_TEXT = _record(file=_Path | None, source=_Size | None, bytes=_Size, ranges=_INTERVALS, rows=(_INTERVALS, []))
+_GROUP = _record(chunks=_Size, sha256=_Digest, start=_Size, end=_Size)
+_TOTALS = _record(tokens=_Size, documents=_Size, bytes=_Size)
 
-
-class _TextGroup(_Schema):
-    group: _Size | None
-    interval: _Interval | None
-    bytes: _Size
-    digest: str
-
-
-class _Range(_Schema):
-    text: _Size
-    start: _Size
-    end: _Size
-    last: bool
-    sha256: _Digest
-    separator: str = ""
-    special_texts: _Size = 0
-
-
-class _Group(_Schema):
-    chunks: _Size
-    sha256: _Digest
-    start: _Size
-    end: _Size
-
-
-class _ChunkGroup(_Schema):
-    part: _Size
-    group: _Group
-
-
-class _Totals(_Schema):
-    tokens: _Size
-    documents: _Size
-    bytes: _Size
-
-
-class _Index(_Splits[_Totals]):
-    vocab_size: _Size
-    separator: str
-    tokenizer: _Digest
-
-
-class _Training(_Schema):
-    best: _Path
-
-
-class _Examples(_Schema):
-    reward: str
-    damaged: list[str]
-
-
-class _Answer(_Schema):
-    prompt: str
-    response: str
-    tokens: _Size
-    ground_truth: Any
-    rewards: dict[str, float] | None
-
-
-class _Sample(_Schema):
-    prompt: str
-    text: str
-
-
-class _Trial(_Schema):
-    state: Literal["finished", "pruned", "diverged", "refused"]
-    reason: str
-    steps: _Size
-    tokens: _Size
-    parameters: _Size
-    flops: float
-    train_loss: float | None
-    valid_loss: float | None
-    valid_bits_per_byte: float | None
-    curve: list[dict[str, int | float | None]]
-    model: _Digest | None
-
-
-class _PowerLaw(_Schema):
-    coefficient: float
-    exponent: float
-    exponent_error: float | None
-
-
-class _Measurement(_Schema):
-    budget: float
-    parameters: float
-    tokens: float
-    loss: float
-
-
-class _Parabola(_Schema):
-    budget: float
-    curvature: float
-    best_parameters: float
-    best_tokens: float
-    best_loss: float
-    is_inside: bool
-
-
-class _ScalingLaw(_Schema):
-    parabolas: list[_Parabola]
-    parameters: _PowerLaw
-    tokens: _PowerLaw
-    loss: _PowerLaw
-    irreducible_loss: float = 0.0
-    loss_noise: float
-    law_noise: float
-
-
-class _Prediction(_Schema):
-    budget: float
-    parameters: float
-    tokens: float
-    loss: float
-    low: float
-    high: float
-
-
-class _Law(_Schema):
-    measurements: list[_Measurement]
-    law: _ScalingLaw
-    prediction: _Prediction | None
-    best_of_largest_budget: _Size
-
-
-class _Choice(_Schema):
-    vocab_size: int
-    model: dict[str, Any]
-    train: dict[str, Any]
-
-
-_CHUNK = TypeAdapter(list[_Range])
-_CONTENTS: dict[str, TypeAdapter[Any]] = {
-    "texts.json": TypeAdapter(_GroupTexts),
-    "text_groups.json": TypeAdapter(_Splits[list[_TextGroup]]),
-    "choice.json": TypeAdapter(_Choice),
-    "groups.json": TypeAdapter(list[_Group]),
-    "chunk_groups.json": TypeAdapter(_Splits[list[_ChunkGroup]]),
-    "shard.json": TypeAdapter(_Totals),
-    "index.json": TypeAdapter(_Index),
-    "training.json": TypeAdapter(_Training),
-    "samples.json": TypeAdapter(list[_Sample]),
-    "examples.json": TypeAdapter(_Examples),
-    "trial.json": TypeAdapter(_Trial),
-    "law.json": TypeAdapter(_Law),
-    "answers.json": TypeAdapter(dict[str, list[_Answer]]),
+_CONTENTS: dict[str, Any] = {
+    "texts.json": _record(
+        kept=_list(_TEXT),
+        held_out_bytes=_Size,
+        held_out_rows=(_INTERVALS, []),
+        separator=(str, ""),
+        kept_statistics=_STATISTICS,
+        held_out_statistics=_STATISTICS,
+    ),
+    "text_groups.json": _splits(_list(_record(group=_Size | None, interval=_Interval | None, bytes=_Size, digest=str))),
+    "choice.json": _record(vocab_size=int, model=dict[str, Any], train=dict[str, Any]),
+    "groups.json": _list(_GROUP),
+    "chunk_groups.json": _splits(_list(_record(part=_Size, group=_GROUP))),
+    "chunks.jsonl": _list(  # each line
+        _record(
+            text=_Size,
+            start=_Size,
+            end=_Size,
+            last=bool,
+            sha256=_Digest,
+            separator=(str, ""),
+            special_texts=(_Size, 0),
+        )
+    ),
+    "shard.json": _TOTALS,
+    "index.json": _record(vocab_size=_Size, separator=str, tokenizer=_Digest, train=_TOTALS, valid=_TOTALS),
+    "training.json": _record(best=_Path),
+    "samples.json": _list(_record(prompt=str, text=str)),
+    "examples.json": _record(reward=str, damaged=list[str]),
 }
+"""Schemas of the JSON files in outputs, by name; :func:`_content_schema` has those of a sweep."""
+
+
+@functools.cache
+def _content_schema(name: str) -> "TypeAdapter[Any]":
+    """Return the schema of the JSON files with a name in outputs. Those of a sweep are lm's dataclasses."""
+    if name == "trial.json":
+        from lm.experiments.trial import TrialResult
+
+        @with_config(_Schema.model_config)
+        @dataclass(frozen=True)
+        class Trial(TrialResult):
+            curve: list[dict[str, int | float | None]]
+            model: _Digest | None
+
+        return TypeAdapter(Trial)
+    if name == "law.json":
+        from lm.experiments.scaling_law import Measurement, Prediction, ScalingLaw
+
+        class Law(_Schema):
+            measurements: list[Measurement]
+            law: ScalingLaw
+            prediction: Prediction | None
+            best_of_largest_budget: _Size
+
+        return TypeAdapter(Law)
+    return TypeAdapter(_CONTENTS[name])
 
 
 def read_json_content(path: Path) -> Any:
     """Read a JSON file of an output. Raises UserError if it does not have the schema for its name."""
     content = read_json(path)
     try:
-        _CONTENTS[path.name].validate_python(content)
+        _content_schema(path.name).validate_json(path.read_bytes())
     except ValidationError as error:
         field = ".".join(map(str, error.errors()[0]["loc"]))
         raise UserError(f"{path} is not valid: {field}: {error.errors()[0]['msg']}.") from None
@@ -292,8 +202,9 @@ def read_json_content(path: Path) -> Any:
 
 def parse_chunks(lines: bytes) -> list[dict[str, Any]] | None:
     """Return the ranges of all chunks in lines of ``chunks.jsonl``; None if they are not valid."""
+    schema = _content_schema("chunks.jsonl")
     try:
-        return [part.model_dump() for line in lines.splitlines() for part in _CHUNK.validate_json(line)]
+        return [part.model_dump() for line in lines.splitlines() for part in schema.validate_json(line)]
     except ValidationError:
         return None
 

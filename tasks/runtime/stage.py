@@ -1,9 +1,10 @@
 """The stage contract: a task whose output is a directory of files with a key and a manifest.
 
 A stage is a function ``body(out, inputs…, config…)``. The decorator ``@stage("name")`` makes it a :class:`Stage`. A
-call of a stage has the same arguments without ``out``. An input is passed as a :class:`Ref`; the body receives the
-:class:`Output`. The result of a call is only a Ref: whether the output exists, and what is in it, is read from its
-manifest. :mod:`flows.executor` runs calls as Prefect tasks.
+call of a stage has the same arguments without ``out``. Files of the root are passed as an
+:class:`~tasks.runtime.output.Input`, such as a Ref; the body receives them open, such as an Output. The result of a
+call is only a Ref: whether the output exists, and what is in it, is read from its manifest.
+:mod:`flows.executor` runs calls as Prefect tasks.
 """
 
 import functools
@@ -31,13 +32,13 @@ from tasks.runtime.code_version import (
     module_digests,
     stage_digest,
 )
-from tasks.runtime.context import Attempt, RunContext
 from tasks.runtime.execution import Execution
-from tasks.runtime.lease import check_lease, hold_output_lease
+from tasks.runtime.locks import check_lease, hold_output_lease, lock_output
 from tasks.runtime.output import (
     FORMAT,
     MANIFEST,
     PAGE,
+    Input,
     Output,
     Ref,
     intact_digest,
@@ -45,7 +46,7 @@ from tasks.runtime.output import (
     open_output,
     read_output,
 )
-from tasks.runtime.root_lock import lock_output
+from tasks.runtime.run_context import Attempt, RunContext
 from tasks.runtime.schemas import LatestOutput, read_record
 from tasks.runtime.store import LOCK_FILE, Store, describe_files
 
@@ -74,6 +75,8 @@ class Stage:
     """Whether the body can resume an unfinished attempt. Failed attempts of other stages are deleted."""
     is_retried: Callable[[Output], bool] | None = None
     """Whether an output holds a failure, which each later run tries again. Default: none does."""
+    runs: tuple[str, ...] = ()
+    """Modules that the stage runs although no import names them, such as those that a job file names."""
 
     def __post_init__(self) -> None:
         self.file = inspect.getsourcefile(self.body) or ""
@@ -92,7 +95,7 @@ class Stage:
     @functools.cached_property
     def modules(self) -> dict[str, Path]:
         """Name and file of each module of the project that the stage runs."""
-        return find_modules(self.file)
+        return find_modules(self.file, *self.runs)
 
     @functools.cached_property
     def code(self) -> dict[str, str]:
@@ -129,37 +132,33 @@ class Stage:
         output = open_output(run.store, ref) if self.is_retried else None
         return bool(output and self.is_retried and self.is_retried(output))
 
-    def _cached_output(self, run: RunContext, ref: Ref) -> Output | None:
-        output = None if self._is_refreshed(run, ref) else open_output(run.store, ref)
-        return output if output and output.is_intact() else None
+    def _is_cached(self, run: RunContext, ref: Ref) -> bool:
+        """Return whether an output is finished, all its files are intact, and it is not to be made again."""
+        digest = None if self._is_refreshed(run, ref) else intact_digest(run.store, ref)
+        if digest:
+            run.digests[ref] = digest
+        return digest is not None
 
     def look_up(self, run: RunContext, calls: Sequence[dict[str, Any]]) -> list[tuple[Ref, bool]]:
-        """Return the Ref of each call's output, and whether it is cached: finished, and all its files intact."""
+        """Return the Ref of each call's output, and whether it is cached."""
         refs = [self._key(run, arguments)[0] for arguments in calls]
-        digests = run.store.map(
-            lambda ref: None if self._is_refreshed(run, ref) else intact_digest(run.store, ref), refs
-        )
-        run.digests.update((ref, digest) for ref, digest in zip(refs, digests, strict=True) if digest)
-        return [(ref, digest is not None) for ref, digest in zip(refs, digests, strict=True)]
+        return list(zip(refs, run.store.map(lambda ref: self._is_cached(run, ref), refs), strict=True))
 
     def materialize(self, run: RunContext, arguments: dict[str, Any]) -> tuple[Ref, bool]:
         """Make an output unless it is cached. Return its Ref, and whether it was cached."""
         ref, ingredients = self._key(run, arguments)
-        output = self._cached_output(run, ref)
-        if not output:
+        if not self._is_cached(run, ref):
             with self._lock(run, ref), self.slot(run):
-                output = self._cached_output(run, ref)  # another run may have made it in the meantime
-                if not output:
+                if not self._is_cached(run, ref):  # another run may have made it in the meantime
                     check_not_edited(self.modules, self.code)
-                    if self.is_mapped:
-                        self.log.info("%s runs.", self.name)
-                    else:
-                        self.log.info("%s runs: %s.", self.name, self._explain(run, ref, ingredients))
-                    self._make(run, ref, ingredients, arguments)
+                    reason = "" if self.is_mapped else f": {self._explain(run, ref, ingredients)}"
+                    self.log.info("%s runs%s.", self.name, reason)
+                    with self._attempt(run, ref, ingredients, arguments) as (out, inputs):
+                        self.body(out, **inputs)
                     run.made.add(ref)
                     return ref, False
-        message = "%s is cached: run %s made it, and nothing that decides it has changed."
-        self.log.info(message, self.name, output.manifest["made"]["run"])
+        maker = read_output(run.store, ref).manifest["made"]["run"]
+        self.log.info("%s is cached: run %s made it, and nothing that decides it has changed.", self.name, maker)
         return ref, True
 
     @contextmanager
@@ -172,30 +171,26 @@ class Stage:
         ):
             yield
 
-    def _make(self, run: RunContext, ref: Ref, ingredients: dict[str, Any], arguments: dict[str, Any]) -> None:
-        """Run the body in a new attempt directory, publish the files, and write the manifest last."""
-        store, previous = run.store, open_output(run.store, ref)
-        # A refresh resumes only attempts that began after the finished one: those of an interrupted refresh.
-        newer_than = previous.manifest["attempt"] if previous and self._is_refreshed(run, ref) else ""
-        unfinished = store.attempt_directories(*ref, newer_than=newer_than) if self.is_resumable else []
-        damaged = (
-            {store.local_directory(*previous.location) / name for name in previous.find_damaged()}
-            if previous
-            else set()
-        )
+    @contextmanager
+    def _attempt(
+        self, run: RunContext, ref: Ref, ingredients: dict[str, Any], arguments: dict[str, Any]
+    ) -> Iterator[tuple[Attempt, dict[str, Any]]]:
+        """Yield a new attempt and the inputs of the body. Then publish the files, and write the manifest last."""
+        store = run.store
         started, clock, cpu_clock = time.time(), time.perf_counter(), time.thread_time()
         inputs = {name: open_input(value, store) for name, value in arguments.items()}
-        _check_inputs(inputs, ingredients["parameters"])
-        attempt = new_attempt_name()
-        directory, url = store.create_attempt_directory(*ref, attempt), store.url(*ref, attempt)
-        out = Attempt(directory, url, run, unfinished, damaged, newer_than)
+        opened = list(_pair_inputs(arguments, inputs))
+        for item, output in opened:
+            if isinstance(item, Ref) and item.identity(run) != {item.stage: output.digest}:
+                raise UserError(f"{output.url} changed while this run waited; run the same command again.")
+        out = self._new_attempt(run, ref)
         try:
-            with _translate_errors(self.name, store, arguments, inputs):
-                self.body(out, **inputs)
+            with _translate_errors(self.name, store, opened):
+                yield out, inputs
                 seconds, cpu_seconds = time.perf_counter() - clock, time.thread_time() - cpu_clock
                 self._write_page(out, inputs)
                 files = describe_files(out.directory)
-                etags = store.publish(out.directory, files, *ref, attempt)
+                etags = store.publish(out.directory, files, *out.place)
         except BaseException:
             if not self.is_resumable:
                 shutil.rmtree(out.directory, ignore_errors=True)
@@ -204,7 +199,7 @@ class Stage:
             "stage": self.name,
             "format": FORMAT,
             "key": ref.key,
-            "attempt": attempt,
+            "attempt": out.place[-1],
             "ingredients": ingredients,
             "sources": [asdict(source) for source in out.sources],
             "files": [file for file in files if file["path"] not in (PAGE, *out.records)],
@@ -227,6 +222,18 @@ class Stage:
         store.write_json(manifest, *ref, MANIFEST)
         if not self.is_mapped:
             self.note_latest(run, ref)
+
+    def _new_attempt(self, run: RunContext, ref: Ref) -> Attempt:
+        """Create the directory of a new attempt, and find those that it may resume."""
+        newer_than, unfinished, damaged, place = "", [], set(), (*ref, new_attempt_name())
+        if self.is_resumable:
+            if previous := open_output(run.store, ref):
+                # A refresh resumes only attempts that began after the finished one: those of an interrupted refresh.
+                newer_than = previous.manifest["attempt"] if self._is_refreshed(run, ref) else ""
+                directory = run.store.local_directory(*previous.location)
+                damaged = {directory / name for name in previous.find_damaged()}
+            unfinished = run.store.attempt_directories(*ref, newer_than=newer_than)
+        return Attempt(run, place, run.store.create_attempt_directory(*place), unfinished, damaged, newer_than)
 
     def note_latest(self, run: RunContext, ref: Ref) -> None:
         """Remember the last output that was made, to tell later why the stage runs again."""
@@ -278,53 +285,42 @@ def stage(name: str, **options: Any) -> Callable[[Callable[..., None]], Stage]:
 
 
 def _identity(value: Any, run: RunContext) -> Any:
-    """Return the part of an argument that decides the output, as JSON: an input's content digest, an object's
-    ``identity``, or the fields of a config."""
-    if isinstance(value, Ref):
-        if value not in run.digests:
-            run.digests[value] = intact_digest(run.store, value) or read_output(run.store, value).digest
-        return {value.stage: run.digests[value]}
-    if hasattr(value, "identity") or (is_dataclass(value) and not isinstance(value, type)):
-        return _config_identity(value)
+    """Return the part of an argument that decides the output, as JSON: of an :class:`Input` the content, of a config
+    its ``identity`` or else its fields, each by the same rule."""
+    if isinstance(value, Input):
+        return value.identity(run)
+    if hasattr(value, "identity"):
+        return value.identity
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _identity(getattr(value, field.name), run) for field in fields(value)}
+    if isinstance(value, dict):
+        return {name: _identity(item, run) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return run.store.map(lambda item: _identity(item, run), value)
     return value
 
 
-def _config_identity(value: Any) -> Any:
-    """Return the ``identity`` of an object, or the fields of a config, each by the same rule."""
-    if hasattr(value, "identity"):
-        return value.identity
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _config_identity(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, dict):
-        return {name: _config_identity(item) for name, item in value.items()}
-    return [_config_identity(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
 def open_input(value: Any, store: Store) -> Any:
-    """Return an argument as the body takes it: a Ref becomes an Output, and a group of chunks its ranges."""
-    if isinstance(value, Ref):
-        return read_output(store, value)
-    if hasattr(value, "open"):
+    """Return an argument as the body takes it: each :class:`Input` is opened."""
+    if isinstance(value, Input):
         return value.open(store)
-    if isinstance(value, list):
-        return store.map(lambda item: open_input(item, store), value)
-    return value
+    return store.map(lambda item: open_input(item, store), value) if isinstance(value, list) else value
 
 
-def _check_inputs(inputs: dict[str, Any], parameters: dict[str, Any]) -> None:
-    """Raise UserError if an output that was opened is not the one in the key: another run may have refreshed it."""
-    for name, value in inputs.items():
-        items, identities = (value, parameters[name]) if isinstance(value, list) else ([value], [parameters[name]])
-        for item, identity in zip(items, identities, strict=False):  # of ranges, the identity is one digest
-            if isinstance(item, Output) and identity != {item.ref.stage: item.digest}:
-                raise UserError(f"{item.url} changed while this run waited; run the same command again.")
+def _pair_inputs(arguments: dict[str, Any], inputs: dict[str, Any]) -> Iterator[tuple[Input, Any]]:
+    """Yield each :class:`Input` of a call, and what it was opened to."""
+    for name, value in arguments.items():
+        items, opened = (value, inputs[name]) if isinstance(value, list) else ([value], [inputs[name]])
+        yield from (pair for pair in zip(items, opened, strict=True) if isinstance(pair[0], Input))
 
 
 @contextmanager
-def _translate_errors(name: str, store: Store, arguments: dict[str, Any], inputs: dict[str, Any]) -> Iterator[None]:
-    """Raise StorageError for an OSError, and if an input changed while the stage read it."""
+def _translate_errors(name: str, store: Store, opened: Sequence[tuple[Input, Any]]) -> Iterator[None]:
+    """Raise StorageError for an OSError, and if an input changed while the stage read it.
+
+    Without a failure, only the files of outputs on a local root are checked: they are read in place. Copies of files of
+    a remote root are checked when they are downloaded, and a text when the end of a range is read.
+    """
     failure: Exception | None = None
     try:
         yield
@@ -332,29 +328,16 @@ def _translate_errors(name: str, store: Store, arguments: dict[str, Any], inputs
         raise
     except Exception as error:
         failure = error
-    if url := _find_damaged_input(store, arguments, inputs, failure is not None):
-        raise StorageError(f"{url} changed or was damaged while {name} read it. Run the pipeline again.") from failure
+    for item, value in opened:
+        is_read_in_place = store.is_local and isinstance(item, Ref)
+        if (failure or is_read_in_place) and (url := item.find_damaged_url(store, value)):
+            raise StorageError(
+                f"{url} changed or was damaged while {name} read it. Run the pipeline again."
+            ) from failure
     if isinstance(failure, OSError):
         raise StorageError(f"{name} cannot continue: {failure}. Finished outputs are kept.") from failure
     if failure:
         raise failure
-
-
-def _find_damaged_input(store: Store, arguments: dict[str, Any], inputs: dict[str, Any], has_failed: bool) -> str:
-    """Return the path or URL of an input file that has changed; empty if there is none.
-
-    Without a failure, only the files of a local root are checked: they are read in place. Copies of files of a remote
-    root are checked when they are downloaded, and a text when the end of a range is read.
-    """
-    outputs = [item for item in _flat(inputs) if isinstance(item, Output)] if has_failed or store.is_local else []
-    if url := next(filter(None, (output.find_damaged_url() for output in outputs)), ""):
-        return url
-    groups = [item for item in _flat(arguments) if hasattr(item, "find_damaged_url")] if has_failed else []
-    return next(filter(None, (group.find_damaged_url(store) for group in groups)), "")
-
-
-def _flat(values: dict[str, Any]) -> list[Any]:
-    return [item for value in values.values() for item in (value if isinstance(value, list) else [value])]
 
 
 def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

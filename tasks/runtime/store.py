@@ -30,7 +30,7 @@ from lm.hardware.cpu import available_cpus
 from tasks.runtime.verified_files import open_verified_files
 
 LOCK_FILE = ".lock"  # in the root while it is used, and beside the attempts of an output while it is made
-LEASES = "leases"  # directory of the leases of runs, see tasks.runtime.lease
+LEASES = "leases"  # directory of the leases of runs, see tasks.runtime.locks
 _MAX_CONCURRENT_REQUESTS = 16
 _UPLOAD_RETENTION_SECONDS = 30 * 24 * 3600  # a training can resume from a failed upload
 _CLOCK_TICK_NS = 20_000_000  # file times are coarser than the clock: two changes in one tick have the same time
@@ -284,11 +284,14 @@ class Store:
             if file["path"] in stats
         )
 
-    def fingerprint(self, *parts: str) -> str:
-        """Return a string that changes whenever a file below a directory changes; empty if that cannot be told."""
+    def fingerprint(self, *parts: str) -> str | None:
+        """Return a string that changes whenever a file below a directory changes; empty if that cannot be told.
+
+        None if there is no file.
+        """
         fingerprints = sorted((name, file_stat.fingerprint) for name, file_stat in self._stat_files(parts).items())
-        is_known = fingerprints and all(fingerprint for _, fingerprint in fingerprints)
-        return _sha256(repr(fingerprints).encode()) if is_known else ""
+        is_known = all(fingerprint for _, fingerprint in fingerprints)
+        return (_sha256(repr(fingerprints).encode()) if is_known else "") if fingerprints else None
 
     def _stat_files(self, parts: tuple[str, ...], names: list[str] | None = None) -> dict[str, FileStat]:
         """Return the metadata of the files ``names`` below ``parts``, by default of all files, without missing ones."""

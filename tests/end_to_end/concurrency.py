@@ -19,8 +19,8 @@ import yaml
 from lm.common.errors import UserError
 from tasks.maintenance.gc import delete, find_garbage
 from tasks.maintenance.verify import verify
+from tasks.runtime.locks import lock_root
 from tasks.runtime.output import Ref, read_output
-from tasks.runtime.root_lock import lock_root
 from tasks.runtime.schemas import RunRecord, read_record
 from tasks.runtime.store import Store
 from tests.helpers.deployed import TEXTMILL, TINY, own_environment

@@ -20,8 +20,8 @@ from lm.files import retry
 from lm.text.demo_corpus import demo_stories
 from lm.text.sources import hash_source
 from tasks.runtime import store
-from tasks.runtime.context import Attempt, RunContext
 from tasks.runtime.output import read_output
+from tasks.runtime.run_context import Attempt, RunContext
 from tasks.runtime.stage import Stage
 from tests.helpers.corpora import read_documents, serve_http
 

@@ -13,8 +13,8 @@ from prefect.client.schemas.objects import StateType
 
 from tasks.maintenance.gc import delete, find_garbage
 from tasks.maintenance.verify import verify
-from tasks.runtime import lease
-from tasks.runtime.root_lock import own_root
+from tasks.runtime import locks
+from tasks.runtime.locks import own_root
 from tasks.runtime.store import Store
 from tests.faults.bench import Process, poll
 from tests.helpers.deployed import Server
@@ -90,7 +90,7 @@ def check_maintenance(root: str) -> list[str]:
     """Run ``verify``, delete the garbage, and run ``verify`` again. Return what is damaged, or left after that."""
     store = Store(root)
     problems = [f"verify: {finding}" for finding in verify(store) if finding.kind == "damaged"]
-    with patch.object(lease, "LEASE_SECONDS", 0.5), own_root(store) as check:  # no run is at work
+    with patch.object(locks, "LEASE_SECONDS", 0.5), own_root(store) as check:  # no run is at work
         for finding in find_garbage(store):
             check()
             delete(store, finding)

@@ -15,7 +15,7 @@ from lm.common.errors import UserError
 from lm.tokenizer.bpe import train_bpe
 from lm.tokenizer.compare import Comparison
 from lm.tokenizer.tokenizer import Tokenizer
-from tasks.pages.tokenizers import comparison_page
+from tasks.pages.tokenizer import comparison_page
 from tasks.runs.models import resolve_tokenizer
 from textmill.cli.main import main
 

@@ -29,9 +29,9 @@ from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig
 from lm.train.pretraining import Job
 from tasks.runs.models import resolve_model
-from tasks.runtime.context import RunContext
 from tasks.runtime.execution import Execution
 from tasks.runtime.output import Output, Ref, read_output
+from tasks.runtime.run_context import RunContext
 from tests.helpers.llamas import assert_same_weights
 from tests.helpers.tokenizers import bytes_tokenizer
 

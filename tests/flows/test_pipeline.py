@@ -17,9 +17,9 @@ from lm.text.character_tables import tables_identity
 from lm.text.config import DataConfig
 from lm.text.demo_corpus import demo_stories
 from lm.tokenizer.config import TokenizerConfig
-from tasks.runtime.context import RunContext
 from tasks.runtime.execution import Execution
 from tasks.runtime.output import Ref
+from tasks.runtime.run_context import RunContext
 from tasks.runtime.stage import Stage
 from tests.helpers.pipelines import STAGES, Runner, make_config
 

@@ -31,9 +31,9 @@ from lm.text.config import DataConfig
 from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig
 from tasks.runs.models import RunModel, resolve_model
-from tasks.runtime.context import RunContext
 from tasks.runtime.execution import Execution
 from tasks.runtime.output import Output, Ref, read_output
+from tasks.runtime.run_context import RunContext
 from tasks.sample import load_trained
 from tests.helpers.posttraining import PAIRS, quick_config
 

@@ -13,7 +13,7 @@ from flows.profile import profile_training
 from lm.common.errors import UserError
 from lm.text.config import DataConfig
 from lm.text.demo_corpus import demo_stories
-from tasks.pages.plots import embed_image
+from tasks.pages.charts import embed_image
 from tasks.runs.run_record import make_run
 from tasks.runtime.execution import Execution
 from textmill.cli.main import main

@@ -32,9 +32,9 @@ from lm.train.config import TrainConfig
 from tasks.count import count_group
 from tasks.maintenance.gc import find_garbage
 from tasks.runs.models import RunModel, resolve_model
-from tasks.runtime.context import RunContext
 from tasks.runtime.execution import Execution
 from tasks.runtime.output import Output, Ref, read_output
+from tasks.runtime.run_context import RunContext
 from tasks.train import train
 from tasks.trial import trial
 from textmill.cli.main import main

@@ -16,10 +16,10 @@ from flows.executor import PrefectExecutor, make_outputs
 from flows.pipeline import pipeline
 from lm.common.errors import UserError
 from lm.text.config import ChunkConfig
-from tasks.runtime.context import RunContext
 from tasks.runtime.execution import Execution
+from tasks.runtime.locks import use_root
 from tasks.runtime.output import Ref, read_output
-from tasks.runtime.root_lock import use_root
+from tasks.runtime.run_context import RunContext
 from tests.helpers.pipelines import STAGES, Runner, make_config
 from tests.helpers.roots import letters
 

@@ -14,9 +14,9 @@ from lm.text.config import ChunkConfig, DataConfig
 from lm.text.demo_corpus import demo_stories
 from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig
-from tasks.runtime.context import RunContext
 from tasks.runtime.execution import Execution
 from tasks.runtime.output import Output, Ref, read_output
+from tasks.runtime.run_context import RunContext
 
 STAGES = [stage for stage in get_args(StageName) if stage != "budget"]  # of a run without a budget
 

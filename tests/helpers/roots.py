@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from lm.text.sources import Source
-from tasks.runtime.context import Attempt, RunContext
 from tasks.runtime.output import Output, Ref
+from tasks.runtime.run_context import Attempt, RunContext
 from tasks.runtime.stage import Stage, stage
 
 CALLS: list[str] = []

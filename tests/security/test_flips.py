@@ -13,8 +13,8 @@ from flows.pipeline import pipeline
 from lm.common.errors import UserError
 from tasks.maintenance.verify import verify
 from tasks.runs.run_record import outputs_of
-from tasks.runtime.context import RunContext
 from tasks.runtime.output import Output, Ref, open_output
+from tasks.runtime.run_context import RunContext
 from tasks.runtime.schemas import RunRecord, read_record
 from tasks.runtime.store import LOCK_FILE, Store
 from tests.helpers.deployed import TINY

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,16 @@ from typing import Any
 import pytest
 
 from lm.common.errors import UserError
+from tasks.count import count_group
+from tasks.encode import encode_group
+from tasks.evaluate import evaluate
+from tasks.posttrain import ppo, preference, reinforce, reward_model, sft
 from tasks.runtime import code_version
 from tasks.runtime.stage import Stage
+from tasks.sample import sample
+from tasks.train import train
 from tests.helpers.roots import run_context
+from tools import code_lock
 
 FIRST = "def f():\n    return 'a message'\n"
 
@@ -111,8 +119,8 @@ def command(project: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
         stage = {"version": version, "digest": digest(project)}
         return {"stages": {"example": stage}, "modules": digests(project)}
 
-    monkeypatch.setattr(code_version, "current_lock", current)
-    return lambda *arguments: code_version.main(list(arguments))
+    monkeypatch.setattr(code_lock, "current_lock", current)
+    return lambda *arguments: code_lock.main(list(arguments))
 
 
 def test_an_accepted_edit_keeps_the_version(project: Path, command: Callable[..., int]) -> None:
@@ -259,9 +267,52 @@ def test_a_field_that_a_newer_python_adds_empty_does_not_change_the_digest() -> 
 
 
 def test_every_module_of_the_stages_equals_the_lock() -> None:
-    """Edited code needs a decision: python -m tasks.runtime.code_version accept, or raise STAGE."""
-    now, lock = code_version.current_lock(), code_version.read_lock()
+    """Edited code needs a decision: python -m tools.code_lock accept, or raise STAGE."""
+    now, lock = code_lock.current_lock(), code_version.read_lock()
     edited = {name for name, digest in now["modules"].items() if lock["modules"].get(name) != digest}
-    assert not edited, "same output: python -m tasks.runtime.code_version accept; another output: … raise STAGE"
+    assert not edited, "same output: python -m tools.code_lock accept; another output: … raise STAGE"
     assert now["modules"].keys() == lock["modules"].keys()
     assert now["stages"] == lock["stages"]
+
+
+def test_the_code_of_a_stage_contains_the_modules_that_decide_its_content() -> None:
+    assert {
+        "lm.text.sources",
+        "lm.tokenizer.pretoken_counts",
+        "lm.text.pretokenize",
+        "tasks.runtime.inputs",
+    } <= set(count_group.code)
+    assert {"lm.text.sources", "lm.data.token_shards", "lm.tokenizer"} <= set(encode_group.code)
+    assert {"lm.data.token_shards", "lm.train.trainer", "lm.model", "lm.optim"} <= set(train.code)
+    assert "lm.train.trainer" not in sample.code
+    for used in (count_group, encode_group, train, sample):
+        assert not {
+            "tasks.runtime.stage",
+            "tasks.runtime.store",
+            "tasks.runtime.run_context",
+            "lm.common.execution",
+        } & set(used.code)
+
+
+def test_a_stage_holds_the_objective_that_it_trains_with_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change in PPO's objective or losses changes the key of ppo alone."""
+    original = code_version.PROJECT
+    for package in "lm", "tasks":
+        shutil.copytree(original / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(code_version, "PROJECT", tmp_path)
+
+    def digests() -> dict[str, str]:
+        files = {stage: str(tmp_path / Path(stage.file).relative_to(original)) for stage in stages}
+        return {
+            stage.name: code_version.stage_digest(code_version.find_modules(file, *stage.runs))
+            for stage, file in files.items()
+        }
+
+    stages = train, sft, preference, reward_model, reinforce, ppo, evaluate
+    for module in "objectives/ppo", "losses/ppo":
+        path, before = tmp_path / "lm" / "posttrain" / f"{module}.py", digests()
+        path.write_text(path.read_text() + "\nEDITED = 1\n")
+        after = digests()
+        assert {name for name in before if before[name] != after[name]} == {"ppo"}

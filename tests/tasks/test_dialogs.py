@@ -11,8 +11,8 @@ from lm.common.errors import UserError
 from lm.posttrain.config import DialogsConfig
 from lm.train.config import TrainConfig
 from tasks.dialogs import dialogs
+from tasks.posttrain import make_posttrain_job
 from tasks.runtime.output import Output, read_output
-from tasks.runtime.posttraining import make_posttrain_job
 from tests.helpers.corpora import write_jsonl
 from tests.helpers.ingesting import sources
 from tests.helpers.roots import materialize, run_context

@@ -12,8 +12,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lm.common.errors import UserError
 from lm.files.remote_copies import remove_old_copies
-from tasks.runtime.context import RunContext
 from tasks.runtime.output import Output, Ref, read_output
+from tasks.runtime.run_context import RunContext
 from tests.helpers.roots import letters, materialize
 
 

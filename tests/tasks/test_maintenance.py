@@ -17,9 +17,9 @@ from lm.common.errors import TransientError, UserError
 from lm.files import retry
 from tasks.maintenance.gc import delete, find_garbage
 from tasks.maintenance.verify import verify
-from tasks.runtime.context import Attempt, RunContext
+from tasks.runtime.locks import is_locked, lock_root
 from tasks.runtime.output import Ref, read_output
-from tasks.runtime.root_lock import is_locked, lock_root
+from tasks.runtime.run_context import Attempt, RunContext
 from tasks.runtime.stage import Stage
 from tasks.runtime.store import Store
 from tests.helpers.limits import wait_for
@@ -30,7 +30,7 @@ from textmill.cli.main import main
 
 ROOT_USER = """
 import sys
-from tasks.runtime.root_lock import lock_root
+from tasks.runtime.locks import lock_root
 from tasks.runtime.store import Store
 with lock_root(Store(sys.argv[1]), exclusive=sys.argv[2] == "exclusive"):
     print("locked", flush=True)

@@ -19,11 +19,11 @@ from flows.config import PipelineConfig
 from flows.pipeline import pipeline
 from lm.common.errors import UserError
 from lm.tokenizer.tokenizer import Tokenizer
-from tasks.pages import experts, markdown, plots, sweep
+from tasks.pages import charts, markdown, sweep, training
 from tasks.runs import run_report as report
 from tasks.runs.run_record import make_run, outputs_of
-from tasks.runtime.context import Attempt, RunContext
 from tasks.runtime.output import PAGE, read_output
+from tasks.runtime.run_context import Attempt, RunContext
 from tasks.runtime.stage import Stage
 from tests.helpers.deployed import TINY
 from tests.helpers.roots import materialize
@@ -179,18 +179,18 @@ def test_code_shows_each_space_at_the_ends() -> None:
 @given(st.text("ab \n\t東🙂é<&\x00", max_size=60))
 def test_the_tokens_of_a_text_join_to_it(text: str) -> None:
     tokenizer = Tokenizer({index: bytes([index]) for index in range(256)}, [])
-    segments = plots.token_texts(tokenizer, text)
+    segments = charts.token_texts(tokenizer, text)
     assert all(len(segment) == 1 or segment[0] == "\\" for segment in segments)
     read = [segment.encode().decode("unicode_escape").encode("latin-1") for segment in segments]
     assert b"".join(read) == text.encode()
-    assert base64.b64decode(plots.token_picture(segments).partition("base64,")[2][:-1]).startswith(b"<svg")
+    assert base64.b64decode(charts.token_picture(segments).partition("base64,")[2][:-1]).startswith(b"<svg")
 
 
 def test_bytes_of_a_token_that_are_no_text_are_escaped() -> None:
     vocab = {index: bytes([index]) for index in range(256)} | {256: " naï".encode()[:4], 257: b"\n\x00a"}
     tokenizer = Tokenizer(vocab, [])
     tokenizer.encode = lambda text, allowed_special: [256, 0xAF, 257, 9]  # type: ignore[assignment,misc]
-    assert plots.token_texts(tokenizer, "") == [" na\\xc3", "\\xaf", "\n\\x00a", "\\t"]
+    assert charts.token_texts(tokenizer, "") == [" na\\xc3", "\\xaf", "\n\\x00a", "\\t"]
 
 
 def test_the_heat_map_of_experts_has_a_colour_for_each_load() -> None:
@@ -201,7 +201,7 @@ def test_the_heat_map_of_experts_has_a_colour_for_each_load() -> None:
         {"step": 15, "valid_loss": 3.0},
         {"step": 20, "expert_loads": [[2.0, 0.0], [1.0, 1.0]], **figures},
     ]
-    table, picture = experts.expert_loads(rows, 0)
+    table, picture = training.expert_loads(rows, 0)
     assert "| step 20 |" in table and "| experts without a token | 1 |" in table
     image = Image.open(io.BytesIO(base64.b64decode(picture.partition("base64,")[2].rstrip(")")))).convert("RGB")
     width, height = image.size
@@ -212,8 +212,8 @@ def test_the_heat_map_of_experts_has_a_colour_for_each_load() -> None:
         pixels = sum(count for count, (r, g, b) in counts if abs(r - red) + abs(g - green) + abs(b - blue) < 6)
         # The map covers about half of the picture, and each of the 8 cells an equal part of it.
         assert cells / 8 * 0.3 < pixels / (width * height) < cells / 8 * 0.9, load
-    assert list(experts.expert_loads(rows[1:2], 0)) == []
-    _, with_dense_block = experts.expert_loads(rows, 1)
+    assert list(training.expert_loads(rows[1:2], 0)) == []
+    _, with_dense_block = training.expert_loads(rows, 1)
     assert with_dense_block != picture, "the names of the blocks"
 
 

@@ -14,10 +14,10 @@ from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN
 from tasks.chunk import chunk_group
 from tasks.import_model import find_model_files, import_model
 from tasks.ingest import find_sources, ingest, ingest_group
-from tasks.runtime.context import RunContext
+from tasks.runtime.inputs import read_text_groups
 from tasks.runtime.output import Ref
+from tasks.runtime.run_context import RunContext
 from tasks.runtime.source_records import describe_sources, keep_unchanged
-from tasks.runtime.text_groups import read_text_groups
 from tests.helpers.corpora import write_text
 from tests.helpers.roots import materialize, run_context
 

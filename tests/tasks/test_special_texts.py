@@ -17,8 +17,8 @@ from lm.text.config import ChunkConfig, DataConfig
 from lm.tokenizer.config import TokenizerConfig
 from lm.tokenizer.pretoken_counts import read_counts
 from lm.tokenizer.tokenizer import Tokenizer
-from tasks.runtime.context import RunContext
 from tasks.runtime.output import Output, Ref, read_output
+from tasks.runtime.run_context import RunContext
 from tasks.runtime.stage import Stage
 from tests.helpers.corpora import EOT, write_jsonl, write_parquet
 from tests.helpers.roots import materialize, run_context

@@ -5,37 +5,26 @@ import json
 import logging
 import pickle
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tenacity import wait_none
 
-from lm.common.errors import Stopped, UserError
+from lm.common.errors import UserError
 from lm.files import retry
-from lm.text.chunks import Range, cut_chunks
-from lm.text.held_out import Selection
-from lm.text.ingest import GroupTexts, Text
-from lm.text.sources import Source
-from tasks.count import count_group
-from tasks.encode import encode_group
-from tasks.runtime.chunk_input import ChunkGroup, Ranges, open_ranges, size_in_bytes, write_groups
-from tasks.runtime.context import Attempt, RunContext
 from tasks.runtime.execution import Execution
-from tasks.runtime.machine import training_slot
-from tasks.runtime.output import Output, read_output
+from tasks.runtime.locks import training_slot
+from tasks.runtime.output import Input, Output, read_output
+from tasks.runtime.run_context import Attempt, RunContext
 from tasks.runtime.stage import Stage, stage
 from tasks.runtime.store import Store
-from tasks.runtime.text_groups import TextGroup
-from tasks.runtime.training import _fetch_checkpoints
-from tasks.sample import sample
-from tasks.train import train
+from tasks.runtime.training_process import _fetch_checkpoints
 from tests.helpers.full_disk import full_disk
 from tests.helpers.roots import CALLS, letters, materialize, run_context, upper
 
@@ -183,11 +172,15 @@ def test_an_input_that_another_run_refreshes_during_a_wait_is_not_used(tmp_path:
 
 
 def test_an_input_that_cannot_be_opened_leaves_no_directory(tmp_path: Path) -> None:
-    class Damaged:
-        identity = "group"
+    class Damaged(Input):
+        def identity(self, run: RunContext) -> str:
+            return "group"
 
         def open(self, store: Store) -> None:
             raise UserError("damaged")
+
+        def find_damaged_url(self, store: Store, opened: Any) -> str:
+            return ""
 
     @stage("reading")
     def reading(out: Attempt, group: None) -> None:
@@ -320,41 +313,6 @@ def test_the_log_gives_the_reason_to_run(
     assert f"letters runs: {reason}." in caplog.text
 
 
-def test_an_object_enters_the_key_by_its_identity(tmp_path: Path) -> None:
-    @stage("sized")
-    def sized(out: Attempt, group: Ranges) -> None:
-        CALLS.append("sized")
-        (out.directory / "size.txt").write_text(str(size_in_bytes(group)))
-
-    run = run_context(tmp_path)
-
-    def group(number: int, text: str, start: int, is_last: bool) -> ChunkGroup:
-        """Return group ``number``, one range of 10 bytes, of the files of the stages ingest and chunk."""
-        cut = [Range(0, start, start + 10, is_last, "cd" * 32)]
-
-        def write_texts(out: Attempt, text: str) -> None:
-            out.sources = [Source(text, 20, "ab" * 32)]
-            content = GroupTexts(kept=[Text(None, 0, 20, [(start, start + 10)])])
-            (out.directory / "texts.json").write_text(json.dumps(asdict(content)))
-
-        def write_chunks(out: Attempt, cut: list[Range]) -> None:
-            write_groups(out.directory, [cut] * number, 0)
-
-        texts = TextGroup(materialize(Stage("texts", write_texts), run, text), "ab" * 32, Selection(0), 0)
-        chunks = materialize(Stage("chunks", write_chunks), run, cut)
-        (*_, last) = read_output(run.store, chunks).json("groups.json")
-        return ChunkGroup(texts, chunks, **last)
-
-    original, moved, without_end = (
-        group(1, "/a/x.txt", 10, True),
-        group(3, "/b/y.txt", 0, True),
-        group(1, "/a/x.txt", 10, False),
-    )
-    assert materialize(sized, run, original) == materialize(sized, run, moved)
-    assert CALLS == ["sized"]
-    assert materialize(sized, run, without_end) != materialize(sized, run, original)
-
-
 def check_remote_root(root: str) -> None:
     run = RunContext(root, "test")
     ref = materialize(letters, run, "x", 3)
@@ -399,66 +357,6 @@ def test_an_unusable_root_is_a_user_error(tmp_path: Path) -> None:
         materialize(letters, run_context(tmp_path / "file"), "x", 3)
     with pytest.raises(UserError, match="cannot be used"):
         RunContext("nosuch://root", "test").store.list_names()
-
-
-def test_the_code_of_a_stage_contains_the_modules_that_decide_its_content() -> None:
-    assert {
-        "lm.text.sources",
-        "lm.tokenizer.pretoken_counts",
-        "lm.text.pretokenize",
-        "tasks.runtime.chunk_input",
-    } <= set(count_group.code)
-    assert {"lm.text.sources", "lm.data.token_shards", "lm.tokenizer"} <= set(encode_group.code)
-    assert {"lm.data.token_shards", "lm.train.trainer", "lm.model", "lm.optim"} <= set(train.code)
-    assert "lm.train.trainer" not in sample.code
-    for used in (count_group, encode_group, train, sample):
-        assert not {
-            "tasks.runtime.stage",
-            "tasks.runtime.store",
-            "tasks.runtime.progress",
-            "lm.common.execution",
-        } & set(used.code)
-
-
-def test_a_text_that_changes_while_it_is_read_body_fails(tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text("one two")
-    (ranges,) = cut_chunks([str(path)], [], 100)
-    group = [(str(path), part) for part in ranges]
-    assert [b"".join(blocks) for blocks, *_ in open_ranges(group, threading.Event())] == [b"one two"]
-    path.write_text("one too")
-    with pytest.raises(UserError, match=r"text\.txt changed or was damaged while the pipeline ran"):
-        for blocks, *_ in open_ranges(group, threading.Event()):
-            b"".join(blocks)
-
-
-def test_consecutive_ranges_of_a_text_are_read_as_one(tmp_path: Path) -> None:
-    """The bytes between them are of the other text. The text does not end there, so nothing is appended."""
-    paths = [tmp_path / f"{name}.txt" for name in "ab"]
-    for path in paths:
-        path.write_text("one|two|three|four")
-    urls = [*map(str, paths), str(paths[1])]
-    (ranges,) = cut_chunks(urls, ["|"], 100, ranges=[[(0, 4), (8, 18)], [(4, 8)], [(0, 4)]])
-    assert len(ranges) == 4
-    chunk = [(urls[part.text], part) for part in ranges]
-    texts = [(b"".join(blocks), is_last) for blocks, is_last, _ in open_ranges(chunk, threading.Event())]
-    assert texts == [(b"one|three|four", True), (b"two|", True), (b"one|", True)]
-    paths[0].write_text("one|TWO|three|four")
-    assert next(b"".join(blocks) for blocks, *_ in open_ranges(chunk, threading.Event())) == b"one|three|four"
-    paths[0].write_text("onE|two|three|four")
-    with pytest.raises(UserError, match=r"a\.txt changed or was damaged while the pipeline ran"):
-        [b"".join(blocks) for blocks, *_ in open_ranges(chunk, threading.Event())]
-
-
-def test_a_chunk_ends_early_when_the_run_is_stopped(tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text("one two")
-    (ranges,) = cut_chunks([str(path)], [], 100)
-    stopping = threading.Event()
-    stopping.set()
-    with pytest.raises(Stopped):
-        for blocks, *_ in open_ranges([(str(path), part) for part in ranges], stopping):
-            b"".join(blocks)
 
 
 def test_the_manifest_is_plain_json(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from lm.common.errors import StorageError, UserError
 from lm.experiments.trial import TrialConfig, TrialResult, from_json, rank
 from lm.model.config import ModelConfig
 from lm.train.config import TrainConfig
-from tasks.runtime.context import Attempt, RunContext
 from tasks.runtime.execution import Execution
 from tasks.runtime.output import Ref
-from tasks.runtime.stage import _config_identity, new_attempt_name
+from tasks.runtime.run_context import Attempt, RunContext
+from tasks.runtime.stage import _identity, new_attempt_name
 from tasks.train import train
 from tasks.trial import _share_of_threads, _stopping, trial
 from tests.helpers.roots import run_context
@@ -92,17 +92,18 @@ def run_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: UserError)
     monkeypatch.setattr(train, "look_up", lambda run, calls: [(REF, False)])
     monkeypatch.setattr(train, "materialize", fail)
     index: Any = SimpleNamespace(ref=REF, json=lambda name: {"vocab_size": 300})
-    out = Attempt(tmp_path, "", run_context(tmp_path), [], set())
+    out = Attempt(run_context(tmp_path), ("trial", "0" * 64, ""), tmp_path, [], set(), "")
     trial.body(out, TrialConfig(ModelConfig(), TrainConfig()), index, [], [], index)
     content = json.loads((tmp_path / "trial.json").read_text())
     assert out.figures["state"] == content["state"]
     return dict(content)
 
 
-def test_the_name_of_a_point_does_not_enter_the_key() -> None:
+def test_the_name_of_a_point_does_not_enter_the_key(tmp_path: Path) -> None:
+    run = run_context(tmp_path)
     configs = [TrialConfig(ModelConfig(), TrainConfig(), {"4": 3.0}, title) for title in ("", "train.max_lr 0.1")]
-    assert _config_identity(configs[0]) == _config_identity(configs[1])
-    assert _config_identity(configs[0]) != _config_identity(replace(configs[0], limits={}))
+    assert _identity(configs[0], run) == _identity(configs[1], run)
+    assert _identity(configs[0], run) != _identity(replace(configs[0], limits={}), run)
 
 
 def counting(method, checks):  # type: ignore[no-untyped-def]

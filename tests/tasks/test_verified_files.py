@@ -14,9 +14,9 @@ import pytest
 
 from tasks.runtime import store as store_module
 from tasks.runtime import verified_files as verified_module
-from tasks.runtime.context import RunContext
 from tasks.runtime.execution import Execution
 from tasks.runtime.output import intact_digest, open_output, read_output
+from tasks.runtime.run_context import RunContext
 from tasks.runtime.store import Store
 from tasks.runtime.verified_files import VerifiedFiles
 from tests.helpers.roots import CALLS, letters, materialize, upper

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from flows.forecast import Forecast
 from tasks.pages.posttrain import percent_with_interval
 from tasks.pages.profile import compute_rows, describe, memory_rows, phase_rows
-from tasks.pages.tokenizers import compression_rows
+from tasks.pages.tokenizer import compression_rows
 from tasks.runs.run_record import outputs_of
 from tasks.runs.run_report import format_figures
-from tasks.runtime.context import RunContext
+from tasks.runtime.run_context import RunContext
 
 if TYPE_CHECKING:
     from flows.compare_tokenizers import ComparisonResult

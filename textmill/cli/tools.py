@@ -19,7 +19,7 @@ from lm.eval.config import EvaluationConfig, TeachConfig
 from lm.inference.config import SampleConfig
 from tasks.runs.models import DirectoryModel, RunModel, resolve_model
 from tasks.runs.run_record import absolute_root
-from tasks.runtime.root_lock import own_root
+from tasks.runtime.locks import own_root
 from tasks.runtime.store import Store
 from textmill.cli.parser import read_config
 from textmill.cli.run import print_plan, read_pipeline_arguments

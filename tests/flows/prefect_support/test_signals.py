@@ -261,7 +261,7 @@ def test_a_training_saves_and_then_raises(number: int, monkeypatch: pytest.Monke
             signal.raise_signal(number)
             time.sleep(0.3)
         assert received == [number] and stop_event.is_set() and not exits
-        function_of_module("tasks.runtime.training", "kill(number)", kill=signal.raise_signal, number=number)()
+        function_of_module("tasks.runtime.training_process", "kill(number)", kill=signal.raise_signal, number=number)()
     assert signal_number(raised.value) == number
     time.sleep(0.5)  # the watchdog of this test ends before the next one
     assert exits

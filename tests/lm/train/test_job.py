@@ -14,7 +14,7 @@ import pytest
 from lm.distributed.launch import INTERRUPTED_EXIT_CODE
 from lm.train.__main__ import main
 from lm.train.pretraining import Job
-from tasks.runtime.training import has_same_inputs
+from tasks.runtime.training_process import has_same_inputs
 from tests.helpers.limits import wait_for
 from tests.helpers.training import MODEL, ROOT, read_rows, start_and_kill, train_here, write_job
 

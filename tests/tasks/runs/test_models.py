@@ -18,8 +18,8 @@ from lm.inference.runners.runner import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from lm.text.pretokenize import END_OF_TEXT
 from tasks.runs.models import DirectoryModel, RunModel, resolve_model
-from tasks.runtime.context import Attempt, RunContext
 from tasks.runtime.output import Ref
+from tasks.runtime.run_context import Attempt, RunContext
 from tasks.runtime.stage import stage
 from tests.helpers.generating import make_model
 from tests.helpers.llamas import GROUPED, assert_same_weights, meta_weights, train_small_llama_tokenizer, write_meta

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prefect import flow
 
-from tasks.runtime import progress
+from tasks.runtime import run_context
 from tests.helpers.limits import wait_for
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -20,7 +20,7 @@ class Artifacts:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.created: list[str] = []
         self.percents: list[float] = []
-        monkeypatch.setattr(progress, "_UPDATE_SECONDS", 0.01)
+        monkeypatch.setattr(run_context, "_UPDATE_SECONDS", 0.01)
         monkeypatch.setattr("prefect.artifacts.create_progress_artifact", self.create)
         monkeypatch.setattr("prefect.artifacts.update_progress_artifact", self.update)
 
@@ -37,7 +37,7 @@ def test_the_percentage_follows_the_work(monkeypatch: pytest.MonkeyPatch) -> Non
 
     @flow
     def work() -> None:
-        with progress.show_progress("sort", 4, "card", "demo") as show:
+        with run_context.show_progress("sort", 4, "card", "demo") as show:
             for number in (1, 2, 3):
                 show(number)
                 wait_for(partial(contains, artifacts.percents, 25.0 * number), 10, "an update")
@@ -53,7 +53,7 @@ def test_zero_units_are_100_percent(monkeypatch: pytest.MonkeyPatch) -> None:
 
     @flow
     def work() -> None:
-        with progress.show_progress("sort", 0, "card", "demo"):
+        with run_context.show_progress("sort", 0, "card", "demo"):
             pass
 
     work()
@@ -63,7 +63,7 @@ def test_zero_units_are_100_percent(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pages_follow_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     artifacts = Artifacts(monkeypatch)
     shown: list[str] = []
-    monkeypatch.setattr(progress, "_PAGE_SECONDS", 0)
+    monkeypatch.setattr(run_context, "_PAGE_SECONDS", 0)
     monkeypatch.setattr(
         "prefect.artifacts.create_markdown_artifact", lambda text, key, description: shown.append(key + text)
     )
@@ -74,7 +74,7 @@ def test_pages_follow_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
     @flow
     def work() -> None:
-        with progress.show_progress("sort", 2, "card", "demo", lambda: texts[-1]):
+        with run_context.show_progress("sort", 2, "card", "demo", lambda: texts[-1]):
             wait_for(lambda: bool(artifacts.created), 10, "the progress artifact")
             for text in ("a", "b"):
                 texts.append(text)
@@ -97,7 +97,7 @@ def test_a_hanging_or_failing_server_does_not_delay_the_work(monkeypatch: pytest
 
     @flow
     def work() -> None:
-        with progress.show_progress("sort", 2, "card", "demo") as show:
+        with run_context.show_progress("sort", 2, "card", "demo") as show:
             show(1)
             done.append(1)
 
@@ -109,6 +109,6 @@ def test_a_hanging_or_failing_server_does_not_delay_the_work(monkeypatch: pytest
 
 def test_without_a_run_there_is_no_artifact(monkeypatch: pytest.MonkeyPatch) -> None:
     artifacts = Artifacts(monkeypatch)
-    with progress.show_progress("sort", 2, "card", "demo") as show:
+    with run_context.show_progress("sort", 2, "card", "demo") as show:
         show(2)
     assert artifacts.created == []

@@ -1,10 +1,12 @@
-"""The lock of an output, and the attempts that killed and failed runs leave."""
+"""The lock of an output, the attempts that killed and failed runs leave, and the slots of trainings."""
 
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +16,17 @@ from tenacity import wait_none
 from lm.common.errors import Stopped, UserError
 from lm.files import retry
 from tasks.maintenance.verify import verify
-from tasks.runtime.context import Attempt, RunContext
-from tasks.runtime.root_lock import lock_output
+from tasks.runtime.execution import Execution
+from tasks.runtime.locks import lock_output, training_slot
+from tasks.runtime.run_context import Attempt, RunContext
 from tasks.runtime.stage import Stage, stage
 from tasks.runtime.store import LOCK_FILE, Store
-from tests.helpers.processes import PROJECT, read_line
+from tests.helpers.processes import PROJECT, python_process, read_line
 from tests.helpers.roots import materialize, run_context
 
 SLOW_STAGE = """
 import sys
-from tasks.runtime.context import RunContext
+from tasks.runtime.run_context import RunContext
 from tasks.runtime.stage import Stage
 
 def body(out, text):
@@ -213,3 +216,53 @@ def test_old_failed_uploads_are_deleted(tmp_path: Path, monkeypatch: pytest.Monk
     os.utime(attempt, (0, 0))
     local_store.remove_old_uploads()
     assert attempt.exists(), "a local root has no uploads"
+
+
+TRAINING = """
+import logging, sys
+from tasks.runtime.execution import Execution
+from tasks.runtime.run_context import RunContext
+from tasks.runtime.locks import training_slot
+logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
+with training_slot(RunContext("root", "run", execution=Execution(max_trainings=int(sys.argv[1])))):
+    print("started", flush=True)
+    sys.stdin.read()
+"""
+
+
+def close_input(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+
+
+@pytest.mark.parametrize("end", [close_input, subprocess.Popen.kill], ids=["ended", "killed"])
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_training_waits_while_too_many_run(
+    limit: int, end: Callable[[subprocess.Popen[str]], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with ExitStack() as stack:
+        first, *others = [stack.enter_context(python_process(TRAINING, limit)) for _ in range(limit)]
+        assert [read_line(process) for process in (first, *others)] == ["started"] * limit
+        waiting = stack.enter_context(python_process(TRAINING, limit))
+        assert read_line(waiting).startswith("Waiting for another training on this machine")
+        end(first)
+        assert read_line(waiting) == "started"
+        assert [process.poll() for process in others] == [None] * (limit - 1)
+
+
+def test_a_training_that_waits_ends_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    run = RunContext(str(tmp_path), "run", execution=Execution(max_trainings=1))
+    stopping = threading.Timer(0.2, run.stopping.set)
+    with training_slot(run):
+        stopping.start()
+        with pytest.raises(Stopped), training_slot(run):
+            raise AssertionError("the slot is taken")
+
+
+def test_no_training_waits_with_a_limit_of_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with ExitStack() as stack:
+        processes = [stack.enter_context(python_process(TRAINING, 0)) for _ in range(3)]
+        assert [read_line(process) for process in processes] == ["started"] * 3

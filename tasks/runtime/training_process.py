@@ -1,6 +1,5 @@
 """The training of a stage: resumed from unfinished attempts, in one process or several."""
 
-import json
 import os
 import signal
 import threading
@@ -10,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.common.errors import Stopped, UserError
-from tasks.runtime.context import Attempt
+from tasks.runtime.locks import is_locked
 from tasks.runtime.output import Output
-from tasks.runtime.progress import show_progress
-from tasks.runtime.root_lock import is_locked
+from tasks.runtime.run_context import Attempt, show_progress
 from tasks.runtime.schemas import ATTEMPT_NAME
 
 if TYPE_CHECKING:
@@ -33,7 +31,7 @@ def run_training(out: Attempt, job: "TrainingJob", unfinished_page: Callable[[Pa
 
     stopping = out.run.stopping
     if not out.run.store.is_local:
-        job.mirror = out.url
+        job.mirror = out.run.store.url(*out.place)
         _fetch_checkpoints(out)
     # A resumed training copies the rows of these files, which have no digests of their own.
     intact = [previous for previous in out.unfinished if not {previous / name for name in ROW_FILES} & out.damaged]
@@ -43,7 +41,7 @@ def run_training(out: Attempt, job: "TrainingJob", unfinished_page: Callable[[Pa
     page = partial(unfinished_page, out.directory)
     try:
         with (
-            show_progress(out.stage, job.config.steps, "step", out.run.label, page) as progress,
+            show_progress(out.place[0], job.config.steps, "step", out.run.label, page) as progress,
             stop_on_signals(stopping) as signals,
         ):
             # torch's random generator and number of threads belong to a process: trainings in threads need their own.
@@ -59,7 +57,7 @@ def run_training(out: Attempt, job: "TrainingJob", unfinished_page: Callable[[Pa
     if signals:  # the checkpoint is saved: now let the signal have its usual effect, also after the last step
         signal.raise_signal(signals[0])
         raise Stopped("The run is being stopped.")
-    out.figures = json.loads((out.directory / "training.json").read_text(encoding="utf-8"))
+    out.figures = out.read_json("training.json")
     # Older checkpoints are no content: a training that skipped a damaged one has the same result.
     results = {out.figures["best"], out.figures["last"]}
     older = [file for file in out.directory.glob("step-*/*") if file.parent.name not in results]
@@ -75,7 +73,7 @@ def relative_path(out: Attempt, path: Path) -> str:
 
 def best_checkpoint(out: Attempt, model: Output) -> str:
     """Return the path of the best checkpoint of a training, relative to the job."""
-    return relative_path(out, model.directory(model.json("training.json")["best"]))
+    return relative_path(out, model.directory(model.best_checkpoint))
 
 
 def has_same_inputs(previous: Path, job: "TrainingJob") -> bool:
@@ -98,7 +96,7 @@ def _fetch_checkpoints(out: Attempt) -> None:
     """Fetch the checkpoints that unfinished trainings on other machines copied to the root, newest training first."""
     from lm.checkpoint.mirror import CheckpointMirror
 
-    store, (*_, stage, key, attempt) = out.run.store, out.directory.parts
+    store, (stage, key, attempt) = out.run.store, out.place
     for name in store.list_names(stage, key):
         if ATTEMPT_NAME.fullmatch(name) and out.newer_than < name != attempt:
             CheckpointMirror(store.local_directory(stage, key, name), store.url(stage, key, name)).download()

@@ -1,4 +1,4 @@
-"""Chunks in groups: the input of the stages that count and encode text."""
+"""Groups of texts and of chunks: the inputs of the stages that cut, count and encode text."""
 
 import hashlib
 import json
@@ -12,11 +12,13 @@ from typing import Any
 from lm.common.errors import Stopped, UserError
 from lm.files.compression import read_blocks
 from lm.text.chunks import Range
-from lm.text.sources import open_raw
-from tasks.runtime.output import Ref, json_digest, read_output
+from lm.text.held_out import Selection
+from lm.text.ingest import GroupTexts, Text
+from lm.text.sources import ByteRanges, Source, open_raw
+from tasks.runtime.output import Input, Output, Ref, json_digest, read_output
+from tasks.runtime.run_context import RunContext
 from tasks.runtime.schemas import parse_chunks
 from tasks.runtime.store import Store
-from tasks.runtime.text_groups import TextGroup
 
 _MIN_GROUPS = 64
 _MAX_GROUP_BYTES = 1 << 30  # of text
@@ -25,7 +27,101 @@ Ranges = list[tuple[str, Range]]  # each range with the path or URL of its text
 
 
 @dataclass(frozen=True)
-class ChunkGroup:
+class OpenTextGroup:
+    """A :class:`TextGroup` as a stage receives it."""
+
+    output: Output
+    separator: str
+    """The separator, if there are rows: byte ranges in which only it is a token."""
+    texts: list[tuple[Text, ByteRanges]]
+    """The texts of the selection, each with the byte ranges that belong to it."""
+    bytes_before: int
+
+    @property
+    def urls(self) -> list[str]:
+        """Path or URL of each text."""
+        return [text_url(self.output, text) for text, _ in self.texts]
+
+    @property
+    def sources(self) -> list[Source]:
+        """Those of the texts that are sources, which stay in place."""
+        return [source for text, _ in self.texts for source in text_sources(self.output, text)]
+
+
+@dataclass(frozen=True)
+class TextGroup(Input):
+    """The part of a split that lies in one output: an entry of ``text_groups.json``."""
+
+    output: Ref
+    """Output of ``ingest-group``, or of ``ingest`` for the text held out."""
+    digest: str
+    """Its content digest."""
+    selection: Selection
+    bytes_before: int
+    """Size of the split's text before this part."""
+
+    def identity(self, run: RunContext) -> list[Any]:
+        """Return the part of the group that enters a key."""
+        interval = self.selection.interval and list(self.selection.interval)
+        return [self.digest, interval, self.bytes_before]
+
+    def open(self, store: Store) -> OpenTextGroup:
+        """Read the list of the texts. Raises UserError if a file of the group is damaged."""
+        opened = self.read(store)
+        if url := opened.output.find_damaged_url():
+            raise UserError(f"{url} is damaged. Run the pipeline again: it makes it again.")
+        return opened
+
+    def read(self, store: Store) -> OpenTextGroup:
+        """Read the list of the texts, whose files may be damaged."""
+        output = read_output(store, self.output)
+        group = read_texts(output)
+        return OpenTextGroup(output, group.separator, self.selection.texts(group), self.bytes_before)
+
+    def find_damaged_url(self, store: Store, opened: OpenTextGroup) -> str:
+        """Return the path or URL of a damaged file of the output; empty if there is none."""
+        return opened.output.find_damaged_url()
+
+
+def read_texts(output: Output) -> GroupTexts:
+    """Return the texts in an output of ``ingest-group`` or ``ingest``."""
+    return GroupTexts.from_json(output.json("texts.json"))
+
+
+def text_url(output: Output, text: Text) -> str:
+    """Return the path or URL of a text, to read ranges of it."""
+    return output.file_url(text.file) if text.file is not None else text_sources(output, text)[0].url
+
+
+def text_sources(output: Output, text: Text) -> list[Source]:
+    """Return the source that a text is; none if it is a file of the output."""
+    if text.file is not None:
+        return []
+    try:
+        return [Source(**output.manifest["sources"][text.source])]
+    except (IndexError, TypeError):
+        raise UserError(f"{output.url} refers to a source that it does not list. Refresh the ingest stage.") from None
+
+
+def read_text_groups(store: Store, texts: Ref, groups: Sequence[Ref], split: str) -> list[TextGroup]:
+    """Return the text groups of ``train`` or ``valid``. ``groups`` are the outputs of all groups of sources."""
+    result, bytes_before = [], 0
+    combined = read_output(store, texts)
+    for entry in combined.json("text_groups.json")[split]:
+        selection = Selection(entry["group"], entry["interval"] and tuple(entry["interval"]))
+        if selection.group is None:
+            output, digest = texts, combined.digest
+        elif selection.group < len(groups):
+            output, digest = groups[selection.group], entry["digest"]
+        else:
+            raise UserError(f"Texts {texts.key[:12]} are of other sources. Refresh the ingest stage.")
+        result.append(TextGroup(output, digest, selection, bytes_before))
+        bytes_before += entry["bytes"]
+    return result
+
+
+@dataclass(frozen=True)
+class ChunkGroup(Input):
     """Consecutive chunks, the input of a mapped stage: an entry of ``groups.json``. The body receives the ranges."""
 
     texts: TextGroup
@@ -39,9 +135,8 @@ class ChunkGroup:
     end: int
     """The lines of the chunks are the bytes ``start`` to ``end`` of ``chunks.jsonl``."""
 
-    @property
-    def identity(self) -> str:
-        """The part of the group that enters a key."""
+    def identity(self, run: RunContext) -> str:
+        """Return the part of the group that enters a key."""
         return self.sha256
 
     def open(self, store: Store) -> Ranges:
@@ -50,19 +145,19 @@ class ChunkGroup:
         ranges = parse_chunks(output.read_range("chunks.jsonl", self.start, self.end))
         if ranges is None or digest_of_ranges(ranges) != self.sha256:
             raise UserError(f"{output.file_url('chunks.jsonl')} is damaged. Run the pipeline again: it makes it again.")
-        urls = self.texts.urls(store)
+        urls = self.texts.read(store).urls
         try:
             return [(urls[part["text"]], Range(**part)) for part in ranges]
         except IndexError:
             raise UserError(f"Chunks {self.cut.key[:12]} are of other texts. Refresh the chunk stage.") from None
 
-    def find_damaged_url(self, store: Store) -> str:
+    def find_damaged_url(self, store: Store, opened: Ranges) -> str:
         """Return the path or URL of a text that has changed since the chunks were cut; empty if there is none.
 
         Raises UserError if a text is missing.
         """
-        changed = (path for path, part in self.open(store) if not _is_intact(path, part))
-        return self.texts.find_damaged_url(store) or next(changed, "")
+        changed = (path for path, part in opened if not _is_intact(path, part))
+        return read_output(store, self.texts.output).find_damaged_url() or next(changed, "")
 
 
 def digest_of_ranges(ranges: Iterable[Mapping[str, Any]]) -> str:

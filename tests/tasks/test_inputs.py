@@ -1,10 +1,12 @@
 """Groups of chunks: their number and sizes, and that they give the same tokens and counts as single chunks."""
 
+import json
 import math
 import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -15,26 +17,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.common.errors import UserError
+from lm.common.errors import Stopped, UserError
 from lm.data.token_shards import write_shard
 from lm.files.json import read_json
 from lm.text.character_tables import tables_identity
 from lm.text.chunks import Range, cut_chunks
 from lm.text.config import ChunkConfig, DataConfig
 from lm.text.demo_corpus import demo_stories
+from lm.text.held_out import Selection
+from lm.text.ingest import GroupTexts, Text
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN
-from lm.text.sources import hash_source
+from lm.text.sources import Source, hash_source
 from lm.tokenizer.bpe import train_bpe
 from lm.tokenizer.pretoken_counts import count_to_file, read_counts
 from lm.tokenizer.tokenizer import Tokenizer
 from tasks.chunk import chunk, chunk_group
 from tasks.count import count_group
 from tasks.ingest import ingest, ingest_group
-from tasks.runtime import chunk_input
-from tasks.runtime.chunk_input import open_ranges, read_groups, size_in_bytes, write_groups
-from tasks.runtime.context import RunContext
+from tasks.runtime import inputs
+from tasks.runtime.inputs import (
+    ChunkGroup,
+    Ranges,
+    TextGroup,
+    open_ranges,
+    read_groups,
+    read_text_groups,
+    size_in_bytes,
+    write_groups,
+)
 from tasks.runtime.output import Ref, read_output
-from tasks.runtime.text_groups import TextGroup, read_text_groups
+from tasks.runtime.run_context import Attempt, RunContext
+from tasks.runtime.stage import Stage, stage
 from tests.helpers.examples import examples
 from tests.helpers.roots import materialize, run_context
 
@@ -81,7 +94,7 @@ def ingest_and_cut(run: RunContext, *paths: Path, target_bytes: int = 50) -> tup
 
 
 def test_groups_give_the_tokens_and_counts_of_single_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_input, "_MIN_GROUPS", 4)
+    monkeypatch.setattr(inputs, "_MIN_GROUPS", 4)
     path = tmp_path / "text.txt"
     path.write_text("".join(demo_stories(40)), encoding="utf-8")
     vocab, merges = train_bpe(path, 300, [END_OF_TEXT])
@@ -114,7 +127,7 @@ def test_groups_give_the_tokens_and_counts_of_single_chunks(tmp_path: Path, monk
 
 
 def test_groups_cover_all_chunks_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_input, "_MIN_GROUPS", 4)
+    monkeypatch.setattr(inputs, "_MIN_GROUPS", 4)
     stories, paths = list(demo_stories(60)), [tmp_path / "a.txt", tmp_path / "b.txt"]
     for path, part in zip(paths, (stories[:30], stories[30:]), strict=True):
         path.write_text("".join(part), encoding="utf-8")
@@ -189,3 +202,81 @@ def test_threads_load_a_tokenizer_once(monkeypatch: pytest.MonkeyPatch) -> None:
     encode._load_tokenizer_once.cache_clear()
     assert tokenizers == ["a tokenizer"] * 8
     assert len(loaded) == 1
+
+
+def test_an_object_enters_the_key_by_its_identity(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    @stage("sized")
+    def sized(out: Attempt, group: Ranges) -> None:
+        calls.append("sized")
+        (out.directory / "size.txt").write_text(str(size_in_bytes(group)))
+
+    run = run_context(tmp_path)
+
+    def group(number: int, text: str, start: int, is_last: bool) -> ChunkGroup:
+        """Return group ``number``, one range of 10 bytes, of the files of the stages ingest and chunk."""
+        cut = [Range(0, start, start + 10, is_last, "cd" * 32)]
+
+        def write_texts(out: Attempt, text: str) -> None:
+            out.sources = [Source(text, 20, "ab" * 32)]
+            content = GroupTexts(kept=[Text(None, 0, 20, [(start, start + 10)])])
+            (out.directory / "texts.json").write_text(json.dumps(asdict(content)))
+
+        def write_chunks(out: Attempt, cut: list[Range]) -> None:
+            write_groups(out.directory, [cut] * number, 0)
+
+        texts = TextGroup(materialize(Stage("texts", write_texts), run, text), "ab" * 32, Selection(0), 0)
+        chunks = materialize(Stage("chunks", write_chunks), run, cut)
+        (*_, last) = read_output(run.store, chunks).json("groups.json")
+        return ChunkGroup(texts, chunks, **last)
+
+    original, moved, without_end = (
+        group(1, "/a/x.txt", 10, True),
+        group(3, "/b/y.txt", 0, True),
+        group(1, "/a/x.txt", 10, False),
+    )
+    assert materialize(sized, run, original) == materialize(sized, run, moved)
+    assert calls == ["sized"]
+    assert materialize(sized, run, without_end) != materialize(sized, run, original)
+
+
+def test_a_text_that_changes_while_it_is_read_body_fails(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("one two")
+    (ranges,) = cut_chunks([str(path)], [], 100)
+    group = [(str(path), part) for part in ranges]
+    assert [b"".join(blocks) for blocks, *_ in open_ranges(group, threading.Event())] == [b"one two"]
+    path.write_text("one too")
+    with pytest.raises(UserError, match=r"text\.txt changed or was damaged while the pipeline ran"):
+        for blocks, *_ in open_ranges(group, threading.Event()):
+            b"".join(blocks)
+
+
+def test_consecutive_ranges_of_a_text_are_read_as_one(tmp_path: Path) -> None:
+    """The bytes between them are of the other text. The text does not end there, so nothing is appended."""
+    paths = [tmp_path / f"{name}.txt" for name in "ab"]
+    for path in paths:
+        path.write_text("one|two|three|four")
+    urls = [*map(str, paths), str(paths[1])]
+    (ranges,) = cut_chunks(urls, ["|"], 100, ranges=[[(0, 4), (8, 18)], [(4, 8)], [(0, 4)]])
+    assert len(ranges) == 4
+    chunk = [(urls[part.text], part) for part in ranges]
+    texts = [(b"".join(blocks), is_last) for blocks, is_last, _ in open_ranges(chunk, threading.Event())]
+    assert texts == [(b"one|three|four", True), (b"two|", True), (b"one|", True)]
+    paths[0].write_text("one|TWO|three|four")
+    assert next(b"".join(blocks) for blocks, *_ in open_ranges(chunk, threading.Event())) == b"one|three|four"
+    paths[0].write_text("onE|two|three|four")
+    with pytest.raises(UserError, match=r"a\.txt changed or was damaged while the pipeline ran"):
+        [b"".join(blocks) for blocks, *_ in open_ranges(chunk, threading.Event())]
+
+
+def test_a_chunk_ends_early_when_the_run_is_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("one two")
+    (ranges,) = cut_chunks([str(path)], [], 100)
+    stopping = threading.Event()
+    stopping.set()
+    with pytest.raises(Stopped):
+        for blocks, *_ in open_ranges([(str(path), part) for part in ranges], stopping):
+            b"".join(blocks)

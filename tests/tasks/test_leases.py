@@ -17,18 +17,19 @@ from lm.common.errors import Stopped, UserError
 from lm.train.pretraining import Job
 from tasks.maintenance.gc import find_garbage
 from tasks.maintenance.verify import verify
-from tasks.runtime import lease
-from tasks.runtime.context import Attempt, RunContext
-from tasks.runtime.lease import (
+from tasks.runtime import locks
+from tasks.runtime.locks import (
     check_lease,
     hold_gc_lease,
     hold_output_lease,
     hold_run_lease,
+    own_root,
     stop_without_lease,
     training_heartbeat,
+    use_root,
 )
 from tasks.runtime.output import read_output
-from tasks.runtime.root_lock import own_root, use_root
+from tasks.runtime.run_context import Attempt, RunContext
 from tasks.runtime.stage import stage
 from tasks.runtime.store import LEASES, LOCK_FILE, Store
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
@@ -41,9 +42,9 @@ from textmill.cli.main import main
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A root without locks, on which leases are short."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.6)
-    monkeypatch.setattr(lease, "_HEARTBEAT_SECONDS", 0.1)
-    monkeypatch.setattr(lease, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(locks, "LEASE_SECONDS", 0.6)
+    monkeypatch.setattr(locks, "_HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr(locks, "_LEASE_POLL_SECONDS", 0.05)
     yield f"memory://{tmp_path.name}"
 
 

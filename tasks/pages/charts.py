@@ -1,10 +1,10 @@
-"""Plots and pictures of tokens, as Markdown images."""
+"""Charts, and pictures of tokens, as Markdown images."""
 
 import base64
 import html
 import io
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,16 +19,63 @@ if TYPE_CHECKING:
 QUARTER_OCTAVES = 2 ** (np.arange(257) / 4)
 _COLOURS = ("#cfe8ff", "#ffe3c2", "#d8f5d0", "#f5d6ee", "#fff3b0")
 _COLUMN_PIXELS, _ROW_PIXELS, _COLUMNS = 8.4, 24, 66
+_MAX_POINTS_MARKED = 30
 
 
-def new_figure(title: str, x_label: str, y_label: str) -> tuple[Any, Any]:
-    """Return a new matplotlib figure and its axes."""
+def new_figure(*titles: str, size: tuple[float, float] = (8, 3.2), widths: Sequence[float] = (1,)) -> tuple[Any, ...]:
+    """Return a new matplotlib figure and its axes: side by side, with these relative ``widths``.
+
+    ``titles``: those of the first axes, of its x axis and of its y axis, all optional.
+    """
     from matplotlib.figure import Figure  # slow to import
 
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
-    axes = figure.add_subplot(title=title, xlabel=x_label, ylabel=y_label)
-    axes.grid(alpha=0.3)
-    return figure, axes
+    figure: Any = Figure(figsize=size, layout="constrained")
+    all_axes = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
+    all_axes[0].set(**dict(zip(("title", "xlabel", "ylabel"), titles, strict=False)))
+    for axes in all_axes:
+        axes.grid(alpha=0.3)
+    return figure, *all_axes
+
+
+def draw_lines(axes: Any, lines: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+    """Draw the points (x, y) of each label as a line; few points are marked."""
+
+    for label, points in lines.items():
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, marker="o" if len(points) < _MAX_POINTS_MARKED else None)
+    axes.legend()
+
+
+def draw_bars(
+    axes: Any,
+    names: Sequence[str],
+    series: Mapping[str, Iterable[float]],
+    label_format: str = "",
+    colours: Sequence[str] = (),
+    is_horizontal: bool = False,
+) -> None:
+    """Draw a group of bars for each name, with one bar of each series. ``colours``: of the series, or of the bars of a
+    single series. ``label_format`` writes the values at the bars."""
+    width = 0.8 / len(series)
+    for number, values in enumerate(series.values()):
+        places = [place - 0.4 + (number + 0.5) * width for place in range(len(names))]
+        colour = {"color": list(colours) if len(series) == 1 else colours[number]} if colours else {}
+        bars = (axes.barh if is_horizontal else axes.bar)(
+            places, list(values), width, label=f"series {number}", **colour
+        )
+        if label_format:
+            axes.bar_label(bars, fmt=label_format, padding=3, fontsize=8)
+            axes.margins(**{"x" if is_horizontal else "y": 0.15})  # room for the labels
+    set_ticks = axes.set_yticks if is_horizontal else axes.set_xticks
+    set_ticks(range(len(names)), names, fontsize=8, parse_math=False)  # a dollar sign begins no formula
+    if is_horizontal:
+        axes.invert_yaxis()
+    axes.grid(visible=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(series) > 1:
+        legend = axes.legend(fontsize=8, ncols=len(series), loc="upper center", bbox_to_anchor=(0.5, -0.12))
+        for entry, name in zip(legend.get_texts(), series, strict=True):
+            entry.set(text=name, parse_math=False)  # as a label, matplotlib leaves out a name that begins with "_"
 
 
 def histogram(title: str, x_label: str, counts: "npt.NDArray[Any]", edges: Any, y_label: str) -> str:
@@ -36,6 +83,7 @@ def histogram(title: str, x_label: str, counts: "npt.NDArray[Any]", edges: Any, 
     filled = np.flatnonzero(counts)
     first, last = (int(filled[0]), int(filled[-1]) + 1) if len(filled) else (0, 1)
     figure, axes = new_figure(title, x_label, y_label)
+
     axes.bar(edges[first:last], counts[first:last], np.diff(edges[first : last + 1]), align="edge", edgecolor="white")
     if edges is QUARTER_OCTAVES:
         axes.set_xscale("log", base=2)

@@ -1,0 +1,140 @@
+"""Stages of post-training: ``sft``, ``preference`` (DPO), ``reward_model``, ``reinforce`` (GRPO) and ``ppo``."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from lm.common.errors import UserError
+from lm.posttrain.config import DPOConfig, GRPOConfig, PPOConfig, RewardModelConfig, reward_weights
+from lm.train.config import TrainConfig
+from tasks.pages import posttrain as pages
+from tasks.runtime.locks import training_slot
+from tasks.runtime.output import Output
+from tasks.runtime.run_context import Attempt
+from tasks.runtime.stage import Stage, stage
+from tasks.runtime.training_process import best_checkpoint, relative_path, run_training
+
+if TYPE_CHECKING:
+    from lm.posttrain.job import Method, PosttrainJob
+
+_EXAMPLES = {
+    "sft": "dialogs",
+    "preference": "pairs",
+    "reward_model": "pairs",
+    "reinforce": "problems",
+    "ppo": "problems",
+}
+
+
+def _posttrain_stage(name: str, objective: str) -> Callable[[Callable[..., None]], Stage]:
+    """Make a function a stage that trains with an objective. The job file names it, so no import shows it."""
+    runs = (f"lm.posttrain.objectives.{objective}",)
+    return stage(name, page=pages.training, slot=training_slot, is_resumable=True, runs=runs)
+
+
+@_posttrain_stage("sft", "sft")
+def sft(out: Attempt, model: Output, tokenizer: Output, data: Output, config: TrainConfig) -> None:
+    """Learn the answers of dialogs."""
+    run_training(out, make_posttrain_job(out, "sft", model, tokenizer, data, config), pages.unfinished)
+
+
+@_posttrain_stage("preference", "dpo")
+def preference(out: Attempt, model: Output, tokenizer: Output, data: Output, config: DPOConfig) -> None:
+    """Learn from pairs of answers (DPO)."""
+    run_training(out, make_posttrain_job(out, "preference", model, tokenizer, data, config), pages.unfinished)
+
+
+@_posttrain_stage("reward_model", "reward_model")
+def reward_model(out: Attempt, model: Output, tokenizer: Output, data: Output, config: RewardModelConfig) -> None:
+    """Learn which answer of a pair is better."""
+    run_training(out, make_posttrain_job(out, "reward_model", model, tokenizer, data, config), pages.unfinished)
+
+
+@_posttrain_stage("reinforce", "grpo")
+def reinforce(
+    out: Attempt,
+    model: Output,
+    tokenizer: Output,
+    data: Output,
+    config: GRPOConfig,
+    libraries: dict[str, str] | None = None,
+) -> None:
+    """Learn from rewards of the model's own responses. ``libraries``: versions of those that compute rewards, for the
+    key."""
+    run_training(out, make_posttrain_job(out, "reinforce", model, tokenizer, data, config), pages.unfinished)
+
+
+@_posttrain_stage("ppo", "ppo")
+def ppo(
+    out: Attempt,
+    model: Output,
+    reward_model: Output,
+    tokenizer: Output,
+    data: Output,
+    config: PPOConfig,
+    libraries: dict[str, str] | None = None,
+) -> None:
+    """Learn from the rewards of a reward model (PPO). ``libraries``: versions of those that compute rewards, for the
+    key."""
+    run_training(out, make_posttrain_job(out, "ppo", model, tokenizer, data, config, reward_model), pages.unfinished)
+
+
+def make_posttrain_job(
+    out: Attempt,
+    method: "Method",
+    model: Output,
+    tokenizer: Output,
+    data: Output,
+    config: TrainConfig | DPOConfig | RewardModelConfig | GRPOConfig | PPOConfig,
+    reward_model: Output | None = None,
+) -> "PosttrainJob":
+    """Return the job of a method. ``data`` is the output of ``dialogs``, ``tokenizer`` that of ``base``.
+
+    Raises UserError if there are no examples for the method.
+    """
+    from lm.posttrain.job import PosttrainJob
+
+    figures, examples = data.manifest["figures"], _EXAMPLES[method]
+    if method == "ppo" and not figures[examples]["train"]:
+        examples = "pairs"  # their prompts
+    if not figures[examples]["train"]:
+        raise UserError(_explain_no_examples(method, examples, figures))
+    train = config if isinstance(config, TrainConfig) else config.train
+    settings = {name: value for name, value in asdict(config).items() if name != "train"} if config is not train else {}
+    rewards: dict[str, float] = {}
+    if isinstance(config, (GRPOConfig, PPOConfig)):
+        rewards = reward_weights(config.rewards, data.json("examples.json")["reward"])
+    inputs = {"model": model, "tokenizer": tokenizer, "examples": data}
+    if reward_model:
+        inputs["reward_model"] = reward_model
+    return PosttrainJob(
+        config=train,
+        method=method,
+        settings=settings,
+        model=best_checkpoint(out, model),
+        tokenizer=relative_path(out, tokenizer.directory("tokenizer")),
+        train=relative_path(out, data.path(f"{examples}-train.jsonl")),
+        valid=relative_path(out, data.path(f"{examples}-valid.jsonl")),
+        rewards=rewards,
+        reward_model=best_checkpoint(out, reward_model) if reward_model else "",
+        digests={name: output.digest for name, output in inputs.items()},
+        out=".",
+        execution=out.run.execution,
+    )
+
+
+def _explain_no_examples(method: str, kind: str, figures: dict[str, Any]) -> str:
+    """Return why a method has no examples: no files are named, or no row of them can be used."""
+    field = "dialogs.task" if kind == "problems" else "dialogs.train"
+    unused = {
+        "are held out": figures[kind]["valid"],
+        "ask the same as a held-out or tested one": figures["left_out"],
+        "are damaged": figures["damaged"],
+    }
+    if not any(unused.values()):
+        return f"There are no {kind} for the stage {method}. Name some in {field}, or leave the stage out."
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in unused.items() if count)
+    return (
+        f"No {kind} are left to train on in the stage {method}: {reasons}. Add others in {field}, lower "
+        "dialogs.valid_fraction, or leave the stage out."
+    )
