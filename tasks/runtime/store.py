@@ -285,10 +285,8 @@ class Store:
         )
 
     def fingerprint(self, *parts: str) -> str | None:
-        """Return a string that changes whenever a file below a directory changes; empty if that cannot be told.
-
-        None if there is no file.
-        """
+        """Return a string that changes whenever a file below a directory changes. It is empty if that cannot be told,
+        and None if there is no file."""
         fingerprints = sorted((name, file_stat.fingerprint) for name, file_stat in self._stat_files(parts).items())
         is_known = all(fingerprint for _, fingerprint in fingerprints)
         return (_sha256(repr(fingerprints).encode()) if is_known else "") if fingerprints else None
@@ -299,8 +297,11 @@ class Store:
         base = self.path(*parts)
         if self.is_local:
             if names is None:
-                paths = (os.path.join(directory, name) for directory, _, files in os.walk(base) for name in files)
-                names = [os.path.relpath(path, base) for path in paths]
+                found = (os.path.join(directory, name) for directory, _, files in os.walk(base) for name in files)
+                paths = {os.path.relpath(path, base): path for path in found}
+                # An unfinished attempt may have a link, which belongs to no output and is not followed.
+                stats = {name: FileStat(0, "") for name, path in paths.items() if not _is_plain(path)}
+                names = [name for name in paths if name not in stats]
             for name in names:
                 with suppress(*NOT_FOUND_ERRORS):
                     info = self._request(Path(self.path(*parts, name)).stat)

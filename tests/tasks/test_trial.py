@@ -56,7 +56,7 @@ def test_a_training_is_stopped_by_its_own_rows_only(tmp_path: Path, monkeypatch:
 def test_trainings_at_once_share_the_cores_and_one_alone_has_all(
     monkeypatch: pytest.MonkeyPatch, max_trainings: int, threads: int
 ) -> None:
-    for module in ("tasks.trial", "lm.common.execution"):
+    for module in ("tasks.trial", "tasks.runtime.execution"):
         monkeypatch.setattr(f"{module}.available_cpus", lambda: 8)
     execution = Execution(max_trainings=max_trainings)
     assert _share_of_threads(execution).threads == 8, "a search, and the check of a law, train in the main thread"
