@@ -89,7 +89,7 @@ def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_typ
         name = names.get_name(translate_name(key, MODULE_NAMES), (".weight", ".bias")) or key
         tensors.append((name, weight, GGMLQuantizationType[matrix_type if weight.ndim > 1 else "F32"], is_reordered))
     if config.rope_scaling and config.rope_scaling.kind == "llama3":  # by what it divides each frequency (K/2)
-        theta, width = config.rope_theta, config.head_width
+        theta, width = config.rope_theta, config.resolved_head_dim
         divisors = rotary_frequencies(theta, width) / rotary_frequencies(theta, width, config.rope_scaling)
         tensors.append(("rope_freqs.weight", divisors, GGMLQuantizationType.F32, False))
     for name, weight, tensor_type, _ in tensors:
@@ -102,7 +102,7 @@ def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_typ
             writer.write_ti_data_to_file()
             for _, weight, tensor_type, is_reordered in tensors:
                 if is_reordered:
-                    weight = reorder_rotary_rows(weight, config.head_width // 2, 2)
+                    weight = reorder_rotary_rows(weight, config.resolved_head_dim // 2, 2)
                 writer.write_tensor_data(quantize(weight.cpu().float().contiguous().numpy(), tensor_type))
             writer.close()
             sync_path(temporary)
@@ -120,7 +120,7 @@ def _check_model(config: ModelConfig, weight_type: GGUFType) -> None:
             "A model with experts (model.moe) cannot be exported to GGUF. Export it for Hugging Face, without --gguf."
         )
     check_is_expressible(config, EXPRESSIBLE_OPTIONS, "llama.cpp")
-    all_heads = config.head_width * config.num_heads
+    all_heads = config.resolved_head_dim * config.num_heads
     has_divisors = config.rope_scaling is not None and config.rope_scaling.kind == "llama3"
     lacking = {
         "model.qk_norm and model.qkv_bias": config.qk_norm and config.qkv_bias,
@@ -180,9 +180,9 @@ def _add_model_metadata(writer: "GGUFWriter", config: ModelConfig, name: str) ->
     writer.add_feed_forward_length(config.d_ff)
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(config.kv_heads)
-    writer.add_key_length(config.head_width)
-    writer.add_value_length(config.head_width)
-    writer.add_rope_dimension_count(config.head_width)
+    writer.add_key_length(config.resolved_head_dim)
+    writer.add_value_length(config.resolved_head_dim)
+    writer.add_rope_dimension_count(config.resolved_head_dim)
     writer.add_rope_freq_base(config.rope_theta)
     if config.rope_scaling and config.rope_scaling.kind == "linear":  # llama3's is a tensor
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)

@@ -106,7 +106,7 @@ def load_hugging_face(
     is_rotary = find_rotary(model)
     for name, parameter in model.named_parameters():
         if is_rotary[name]:
-            parameter.data = reorder_rotary_rows(parameter.data, 2, config.head_width // 2)
+            parameter.data = reorder_rotary_rows(parameter.data, 2, config.resolved_head_dim // 2)
     return model
 
 
@@ -134,7 +134,7 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
     is_rotary, weights = find_rotary(model), {}
     for name, weight in model.state_dict().items():
         if is_rotary.get(name):
-            weight = reorder_rotary_rows(weight, config.head_width // 2, 2)
+            weight = reorder_rotary_rows(weight, config.resolved_head_dim // 2, 2)
         weights[translate_name(name, _module_names(experts))] = weight.cpu().contiguous()
     if experts:
         weights = _split_experts(weights, experts)

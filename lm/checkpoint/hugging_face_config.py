@@ -307,7 +307,7 @@ def config_fields(config: ModelConfig, model_type: str) -> dict[str, Any]:
         **{name: getattr(config, ours) for name, (ours, _) in _FIELDS.items()},
         **(_moe_fields(config, moe, model_type, architecture.experts) if moe and architecture.experts else {}),
         "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_width,
+        "head_dim": config.resolved_head_dim,
         **_rope_fields(config, model_type),
     }
 

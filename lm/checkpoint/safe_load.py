@@ -139,7 +139,7 @@ def assign_weights(model: TransformerLM, weights: dict[str, Tensor], name: str, 
     load_weights(model, weights, name, assign=True)
     if model.rope is not None:  # all blocks share this module
         config = model.config
-        length, width = config.context_length, config.head_width
+        length, width = config.context_length, config.resolved_head_dim
         message = f"{name}: the rotary table for a context of {length:,} tokens and heads of {width:,}"
         if length * width > _MAX_ROTARY_NUMBERS:
             raise UserError(

@@ -29,7 +29,7 @@ class KVCache:
     def __init__(
         self, config: ModelConfig, rows: int, length: int, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> None:
-        shape = (config.num_layers, rows, config.kv_heads, length, config.head_width)
+        shape = (config.num_layers, rows, config.kv_heads, length, config.resolved_head_dim)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros_like(self.keys)
 
@@ -59,8 +59,8 @@ class PrefixCache:
     """
 
     def __init__(self, config: ModelConfig, max_bytes: int, device: torch.device, dtype: torch.dtype) -> None:
-        kv_shape = (config.num_layers, config.kv_heads, BLOCK_TOKENS, config.head_width)
-        numbers = 2 * config.num_layers * config.kv_heads * config.head_width + config.d_model
+        kv_shape = (config.num_layers, config.kv_heads, BLOCK_TOKENS, config.resolved_head_dim)
+        numbers = 2 * config.num_layers * config.kv_heads * config.resolved_head_dim + config.d_model
         block_bytes = BLOCK_TOKENS * numbers * dtype.itemsize
         self.max_blocks = max_bytes // block_bytes
         if not self.max_blocks:

@@ -34,7 +34,7 @@ class MultiHeadSelfAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.head_dim, self.rope = config.head_width, rope
+        self.head_dim, self.rope = config.resolved_head_dim, rope
         q_dim, kv_dim = self.head_dim * config.num_heads, self.head_dim * config.kv_heads
         bias = config.qkv_bias
         self.q_proj = Linear(config.d_model, q_dim, device, dtype, role="query_key", has_bias=bias)

@@ -192,8 +192,8 @@ class ModelConfig:
         return 3 if self.feed_forward == "swiglu" else 2
 
     @property
-    def head_width(self) -> int:
-        """Width of one query, key or value head: ``head_dim`` with its default filled in."""
+    def resolved_head_dim(self) -> int:
+        """``head_dim`` with its default filled in."""
         return self.head_dim or self.d_model // self.num_heads
 
     @property

@@ -48,7 +48,7 @@ def flops_per_token(config: ModelConfig, training: bool = True) -> int:
     parts = _count_by_part(config)
     head = parts["embedding" if config.tied_embeddings else "head"]
     matrices = parts["attention"] + parts["feed_forward"] + parts["router"] + head - _inactive_parameters(config)
-    heads = config.num_heads * config.head_width
+    heads = config.num_heads * config.resolved_head_dim
     forward = 2 * matrices + 2 * config.num_layers * heads * config.context_length
     return (3 if training else 1) * forward
 

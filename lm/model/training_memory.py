@@ -149,7 +149,7 @@ def _held_bytes(
 
 def _hidden_matrices(config: ModelConfig, layer: int) -> list[tuple[int, ...]]:
     """Return the shapes of the matrices of the block of index ``layer``."""
-    d, q, kv = config.d_model, config.num_heads * config.head_width, config.kv_heads * config.head_width
+    d, q, kv = config.d_model, config.num_heads * config.resolved_head_dim, config.kv_heads * config.resolved_head_dim
     shapes: list[tuple[int, ...]] = [(q, d), (d, q), (kv, d), (kv, d)]
     dense_width, inputs = config.d_ff, config.feed_forward_matrices - 1
     if config.moe and config.is_moe_layer(layer):
@@ -161,7 +161,7 @@ def _hidden_matrices(config: ModelConfig, layer: int) -> list[tuple[int, ...]]:
 
 def _block_bytes_per_token(config: ModelConfig, layer: int, is_bfloat16: bool) -> int:
     """Return the bytes that the block of index ``layer`` saves for its backward pass, per token."""
-    d, q, kv = config.d_model, config.num_heads * config.head_width, config.kv_heads * config.head_width
+    d, q, kv = config.d_model, config.num_heads * config.resolved_head_dim, config.kv_heads * config.resolved_head_dim
     element, inputs = 2 if is_bfloat16 else 4, config.feed_forward_matrices - 1
     heads = q + 2 * kv  # queries, keys, values
     dense_width, routing, routed = config.d_ff, 0, 0

@@ -82,7 +82,9 @@ class TransformerLM(nn.Module):
             raise UserError("model.vocab_size is not set; set it to the size of the tokenizer.")
         self.config = config
         self.rope = (
-            RotaryEmbedding(config.rope_theta, config.head_width, config.context_length, device, config.rope_scaling)
+            RotaryEmbedding(
+                config.rope_theta, config.resolved_head_dim, config.context_length, device, config.rope_scaling
+            )
             if config.position_encoding == "rope"
             else None
         )

@@ -135,7 +135,7 @@ class TritonStep:
 
     def __init__(self, model: TransformerLM, cache: KVCache) -> None:
         self._model, self._cache = model, cache
-        config, head_dim = model.config, model.config.head_width
+        config, head_dim = model.config, model.config.resolved_head_dim
         self.max_rows = _MAX_ROWS if cache.keys.itemsize == 2 else 1
         self._split_keys = max(1, _SPLIT_ELEMENTS // next_power_of_two(head_dim))
         rope, empty = model.rope, cache.keys.new_empty(0)
@@ -177,7 +177,7 @@ class TritonStep:
         self, layer: Any, qkv: Tensor, keys: Tensor, values: Tensor, positions_B: Tensor, max_position: int
     ) -> Tensor:
         """Queries, keys and values (B, (H + 2 G) K) → (B, H K). The keys and values enter the cache."""
-        rows, heads, head_dim = len(qkv), self._model.config.num_heads, self._model.config.head_width
+        rows, heads, head_dim = len(qkv), self._model.config.num_heads, self._model.config.resolved_head_dim
         splits = max_position // self._split_keys + 1
         out = qkv.new_empty(rows, heads * head_dim)
         target = out if splits == 1 else qkv.new_empty(rows, heads, splits, head_dim + 2, dtype=torch.float32)

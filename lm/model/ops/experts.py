@@ -225,48 +225,32 @@ def _mix_segments_backward(
     end = 0
     for segment in _segments(counts, not runs_on_mkl(x)):
         expert, end = segment.expert, segment.pairs.stop
-        indices = segment.pad(tokens[segment.pairs])
-        grad_of_rows, grad_of_gates, grad_w1[expert], grad_w2[expert], grad_of_w3 = _expert_backward(
-            grad.index_select(0, indices),
-            x.index_select(0, indices),
-            segment.pad(gates[segment.pairs])[:, None].to(x.dtype),
-            inner[segment.padded],
-            values[segment.padded],
-            ExpertWeights(w1[expert], w2[expert], w3[expert] if w3 is not None else None),
-            activation,
-        )
         count = end - segment.pairs.start
-        grad_rows_PD[segment.pairs], grad_gates[segment.pairs] = grad_of_rows[:count], grad_of_gates[:count]
-        if grad_of_w3 is not None:
-            grad_w3[expert] = grad_of_w3
+        indices = segment.pad(tokens[segment.pairs])
+        rows, grad_out = x.index_select(0, indices), grad.index_select(0, indices)
+        gate = segment.pad(gates[segment.pairs])[:, None].to(x.dtype)
+        hidden = inner[segment.padded]
+        active = F.silu(hidden) if activation == "silu" else F.relu(hidden).square_()
+        gated = active if w3 is None else active * values[segment.padded]
+        grad_hidden = linear_forward(grad_out, w2[expert].T)  # of the hidden units times the gate
+        grad_gates[segment.pairs] = (grad_hidden * gated).sum(-1)[:count]
+        grad_w2[expert] = linear_weight_grad(gated * gate, grad_out)
+        grad_hidden *= gate
+        grad_x = None
+        if w3 is not None:
+            grad_value = active.mul_(grad_hidden)
+            grad_hidden *= values[segment.padded]
+            grad_w3[expert] = linear_weight_grad(rows, grad_value)
+            grad_x = linear_forward(grad_value, w3[expert].T)
+        if activation == "silu":
+            grad_inner = torch.ops.aten.silu_backward(grad_hidden, hidden)
+        else:
+            grad_inner = grad_hidden * F.relu(hidden) * 2
+        grad_w1[expert] = linear_weight_grad(rows, grad_inner)
+        grad_x_of_w1 = linear_forward(grad_inner, w1[expert].T)
+        grad_rows_PD[segment.pairs] = (grad_x_of_w1 if grad_x is None else grad_x.add_(grad_x_of_w1))[:count]
     grad_rows_PD[end:] = 0
     return F.embedding_bag(places, grad_rows_PD, mode="sum"), grad_gates, grad_w1, grad_w2, grad_w3
-
-
-def _expert_backward(
-    grad: Tensor, x: Tensor, gates: Tensor, inner: Tensor, values: Tensor, weights: ExpertWeights, activation: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of ``x``, the ``gates`` and the matrices, for the rows of one expert."""
-    w1, w2, w3 = weights
-    active = F.silu(inner) if activation == "silu" else F.relu(inner).square_()
-    hidden = active if w3 is None else active * values
-    grad_hidden = linear_forward(grad, w2.T)  # of the hidden units times the gate
-    grad_gates = (grad_hidden * hidden).sum(-1)
-    grad_w2 = linear_weight_grad(hidden * gates, grad)
-    grad_hidden *= gates
-    grad_x = grad_w3 = None
-    if w3 is not None:
-        grad_value = active.mul_(grad_hidden)
-        grad_hidden *= values
-        grad_w3 = linear_weight_grad(x, grad_value)
-        grad_x = linear_forward(grad_value, w3.T)
-    if activation == "silu":
-        grad_inner = torch.ops.aten.silu_backward(grad_hidden, inner)
-    else:
-        grad_inner = grad_hidden * F.relu(inner) * 2
-    grad_w1 = linear_weight_grad(x, grad_inner)
-    grad_x_of_w1 = linear_forward(grad_inner, w1.T)
-    return grad_x_of_w1 if grad_x is None else grad_x.add_(grad_x_of_w1), grad_gates, grad_w1, grad_w2, grad_w3
 
 
 @_mix_segments.register_fake
