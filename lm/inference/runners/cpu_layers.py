@@ -211,12 +211,15 @@ class CpuAttention(MultiHeadSelfAttention):
         return self.qkv_proj(x).split(self._sizes, -1)
 
     def forward(
-        self, x: Tensor, token_positions: Tensor | None = None, attend: AttentionFunction = causal_attention
+        self,
+        x_BTD: Tensor,
+        token_positions: Tensor | None = None,
+        attention_function: AttentionFunction = causal_attention,
     ) -> Tensor:
         """(B, T, D) → (B, T, D)."""
-        if not isinstance(attend, DecodeAttention):
-            return super().forward(x, token_positions, attend)
-        return self.output_proj(self.attend(self.qkv_proj(x), attend))
+        if not isinstance(attention_function, DecodeAttention):
+            return super().forward(x_BTD, token_positions, attention_function)
+        return self.output_proj(self.attend(self.qkv_proj(x_BTD), attention_function))
 
     def attend(self, qkv: Tensor, cached: DecodeAttention) -> Tensor:
         """Queries, keys and values (B, 1, (H + 2 G) K) → (B, 1, H K). The keys and values enter the cache."""

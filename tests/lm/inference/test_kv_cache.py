@@ -208,7 +208,7 @@ def test_a_failed_computation_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(30):
         engine.step()
 
-    def fail(*arguments: Any) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
         raise MemoryError
 
     failing = Generation([6] * 40, 5)
