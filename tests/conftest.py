@@ -43,7 +43,7 @@ settings.load_profile("developer")
 
 _SERVER_FIXTURES = {"prefect_deployed", "postgres", "over_postgres"}
 _FILES_OF_ONE_SERVER = {f"tests/end_to_end/test_{name}.py" for name in ("cancelled_runs", "deployments", "ui")}
-_TESTS_OF_FIGURES = {f"test_{name}.py" for name in ("plot", "pages", "sweep_page", "profile", "tokenizers")}
+_TESTS_OF_FIGURES = {f"test_{name}.py" for name in ("plot", "pages", "sweep_page", "profile", "compare_tokenizers")}
 _PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII=")
 if not _IS_XDIST_WORKER:  # pytest-xdist's workers inherit the variable
     os.environ["XDG_CACHE_HOME"] = cache_with_kernels(Path(tempfile.mkdtemp(prefix="textmill-tests-")))
