@@ -131,6 +131,7 @@ class PrefectExecutor(Executor):
         The stage train runs in ``execution.train_deployment`` if there is one.
         """
         calls = [stage.bind(*arguments)]
+        ref, _ = stage.key(self.run, calls[0])
         if stage is train and self.run.execution.train_deployment and not stage.look_up(self.run, calls)[0][1]:
             task = make_task(_train_elsewhere, stage.name)
             parameters: dict[str, Any] = {"run": self.run, "config": self.config, "calls": calls}
@@ -140,7 +141,7 @@ class PrefectExecutor(Executor):
         # Quoted: Prefect would take any object with the memory address of an earlier result for that result.
         quoted = {name: quote(value) for name, value in parameters.items()}
         state: Any = task(**quoted, return_state=True, wait_for=self._upstream(calls))
-        (ref,) = (Ref(**ref) for ref in state.result())
+        state.result()  # raises the exception of a task that failed
         self._note_task_run([ref], state.state_details.task_run_id)
         return ref
 
@@ -152,7 +153,7 @@ class PrefectExecutor(Executor):
         return list({state.state_details.task_run_id: state for state in states}.values())
 
     def _note_task_run(self, refs: Sequence[Ref], task_run_id: UUID) -> None:
-        state: State[Any] = Completed(data=[], state_details=StateDetails(task_run_id=task_run_id))
+        state: State[Any] = Completed(data=True, state_details=StateDetails(task_run_id=task_run_id))
         self._task_runs.update(dict.fromkeys(refs, state))
 
     def finish(self, output: Ref) -> Ref:
@@ -274,13 +275,16 @@ def make_task(function: Callable[..., Any], name: str, run_name: str = "") -> An
 
 def make_outputs(
     stage: Stage, calls: Sequence[dict[str, Any]], run: RunContext, title: str, code: dict[str, Any]
-) -> Any:
-    """Make the output of each call unless it is cached. Return the Refs as dicts.
+) -> State[bool] | bool:
+    """Make the output of each call unless it is cached. Return whether all were cached.
 
     It is pickled by reference: a worker of a cluster imports it, and the stages, from its own installation of textmill.
     A worker works on ``execution.threads_per_task`` calls at a time. It stops if the lease of the run is lost.
     ``title`` names the task run. ``code`` has the driver's :meth:`Stage.code_ingredients`. Raises MachineError if
     the worker has another version of textmill or of a library.
+
+    It returns no Refs: Prefect knows a result by its address in memory, and would show this task as an input of any
+    other whose parameters come to lie at that address later.
     """
     if run.is_worker:
         send_logs_to_prefect()
@@ -295,10 +299,9 @@ def make_outputs(
                 )
         else:
             results = list(map(functools.partial(stage.materialize, run), calls))
-    refs = [ref._asdict() for ref, _ in results]
     # Only the manifests decide what is cached. The name of Prefect's state is for people.
     is_cached = all(is_cached for _, is_cached in results)
-    return Completed(name="Cached", data=refs) if is_cached else refs
+    return Completed(name="Cached", data=True) if is_cached else False
 
 
 def _check_same_code(stage: Stage, code: dict[str, Any]) -> None:
@@ -311,8 +314,8 @@ def _check_same_code(stage: Stage, code: dict[str, Any]) -> None:
         )
 
 
-def _train_elsewhere(run: RunContext, config: Any, calls: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """Have a run of ``execution.train_deployment`` make the output of the stage train. Return its Ref as a dict."""
+def _train_elsewhere(run: RunContext, config: Any, calls: Sequence[dict[str, Any]]) -> None:
+    """Have a run of ``execution.train_deployment`` make the output of the stage train."""
     ((ref, _),) = train.look_up(run, calls)
     name = run.execution.train_deployment
     config = asdict(replace(config, execution=replace(config.execution, train_deployment="")))
@@ -324,4 +327,3 @@ def _train_elsewhere(run: RunContext, config: Any, calls: Sequence[dict[str, Any
             "same version of textmill and of its libraries."
         )
     run.made.add(ref)
-    return [ref._asdict()]

@@ -115,7 +115,7 @@ class Stage:
             "libraries": {name: _library_version(name) for name in self.libraries},
         }
 
-    def _key(self, run: RunContext, arguments: dict[str, Any]) -> tuple[Ref, dict[str, Any]]:
+    def key(self, run: RunContext, arguments: dict[str, Any]) -> tuple[Ref, dict[str, Any]]:
         """Return the Ref of an output and the ingredients of its key: everything that decides the content."""
         parameters = {name: _identity(value, run) for name, value in arguments.items()}
         ingredients = {"parameters": parameters, **self.code_ingredients()}
@@ -141,12 +141,12 @@ class Stage:
 
     def look_up(self, run: RunContext, calls: Sequence[dict[str, Any]]) -> list[tuple[Ref, bool]]:
         """Return the Ref of each call's output, and whether it is cached."""
-        refs = [self._key(run, arguments)[0] for arguments in calls]
+        refs = [self.key(run, arguments)[0] for arguments in calls]
         return list(zip(refs, run.store.map(lambda ref: self._is_cached(run, ref), refs), strict=True))
 
     def materialize(self, run: RunContext, arguments: dict[str, Any]) -> tuple[Ref, bool]:
         """Make an output unless it is cached. Return its Ref, and whether it was cached."""
-        ref, ingredients = self._key(run, arguments)
+        ref, ingredients = self.key(run, arguments)
         if not self._is_cached(run, ref):
             with self._lock(run, ref), self.slot(run):
                 if not self._is_cached(run, ref):  # another run may have made it in the meantime
@@ -250,7 +250,7 @@ class Stage:
 
     def explain(self, run: RunContext, arguments: dict[str, Any]) -> str:
         """Return why this stage must run, for the log: for example, the names of the parameters that changed."""
-        return self._explain(run, *self._key(run, arguments))
+        return self._explain(run, *self.key(run, arguments))
 
     def _explain(self, run: RunContext, ref: Ref, ingredients: dict[str, Any]) -> str:
         if self._is_refreshed(run, ref):
