@@ -16,7 +16,7 @@ from lm.optim import AdamW, clip_grad_norm, lr_cosine_schedule
 from lm.text import demo_stories
 from lm.tokenizer import Tokenizer, token_dtype
 
-STEPS, BATCH_SIZE, MAX_LR = 300, 32, 3e-3
+STEPS, BATCH_SIZE, MAX_LR = 150, 16, 3e-3
 
 
 def encode_stories(tokenizer: Tokenizer, stories: int, seed: int) -> np.ndarray:
@@ -42,7 +42,7 @@ def train_model(tokenizer: Tokenizer, steps: int = STEPS) -> TransformerLM:
             group["lr"] = lr_cosine_schedule(step, MAX_LR, MAX_LR / 10, warmup_iters=20, cosine_iters=steps)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 50 == 0:
+        if step % 25 == 0:
             print(f"step {step:4}  loss {loss.item():.3f} nats per token")
     return model
 

@@ -4,6 +4,7 @@ from .chunks import cut_chunks as cut_chunks
 from .chunks import split_files as split_files
 from .config import ChunkConfig as ChunkConfig
 from .config import DataConfig as DataConfig
+from .demo_corpus import demo_stories as demo_stories
 from .documents import TextStatistics as TextStatistics
 from .documents import stream_documents as stream_documents
 from .held_out import combine_groups as combine_groups
