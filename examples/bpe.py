@@ -12,7 +12,7 @@ from lm.tokenizer import Tokenizer, train_bpe
 
 
 def train_tokenizer(vocab_size: int = 512) -> Tokenizer:
-    """Return a tokenizer of ``vocab_size`` ids: the 256 bytes, a special token, and merges of the most frequent pairs."""
+    """Return a tokenizer of ``vocab_size`` ids: the 256 bytes, one special token, and merges of frequent pairs."""
     with tempfile.TemporaryDirectory() as directory:
         corpus = Path(directory, "stories.txt")
         corpus.write_text("".join(demo_stories(2000)), encoding="utf-8")

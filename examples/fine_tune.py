@@ -1,7 +1,7 @@
 """Supervised fine-tuning: a model learns to answer, from prompts with their answers.
 
-``python examples/fine_tune.py`` prints the share of unseen sums that the model adds up correctly. Some 20 seconds on two
-cores. The flow ``posttrain`` does the same for dialogs, with :mod:`lm.posttrain.objectives.sft`.
+``python examples/fine_tune.py`` prints the share of unseen sums that the model adds up correctly. Some 20 seconds on
+two cores. The flow ``posttrain`` does the same for dialogs, with :mod:`lm.posttrain.objectives.sft`.
 """
 
 import random

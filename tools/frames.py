@@ -27,6 +27,7 @@ def main() -> None:
     AdamW.step = traced_step  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as root:
         sys.argv = ["textmill", "run", "--root", root, "--until", "train", "--train.steps", "1"]
+        sys.argv += ["--train.warmup_steps", "0"]
         textmill()
     frames = [frame for frame in stacks[0] if Path(frame.filename).is_relative_to(_CHECKOUT)]
     ours = [frame for frame in frames if Path(frame.filename).relative_to(_CHECKOUT).parts[0] in _FLOORS]
