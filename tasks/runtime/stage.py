@@ -1,4 +1,4 @@
-"""The stage contract: a task whose output is a directory of files with a key and a manifest.
+"""The stage contract: a task whose output, a directory of files with a manifest, is reused while its key is the same.
 
 A stage is a function ``body(out, inputs…, config…)``. The decorator ``@stage("name")`` makes it a :class:`Stage`. A
 call of a stage has the same arguments without ``out``. Files of the root are passed as an
