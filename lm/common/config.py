@@ -4,7 +4,7 @@ The check is not pydantic's: each start of the command line would import pydanti
 """
 
 import operator
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
@@ -33,6 +33,7 @@ def bounded_field(
     return field(default=default, metadata={name: bound for name, bound in bounds.items() if bound is not None})
 
 
+@dataclass(frozen=True)  # jsonargparse takes a class for a plain section only if all its bases are dataclasses
 class Config:
     """Base of a dataclass of settings, whose constructor checks the fields. ``section``: their prefix in messages."""
 

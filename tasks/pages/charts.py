@@ -55,7 +55,8 @@ def draw_bars(
     is_horizontal: bool = False,
 ) -> None:
     """Draw a group of bars for each name, with one bar of each series. ``colours``: of the series, or of the bars of a
-    single series. ``label_format`` writes the values at the bars."""
+    single series. The legend names the series, unless all names are empty. ``label_format`` writes the values at the
+    bars."""
     width = 0.8 / len(series)
     for number, values in enumerate(series.values()):
         places = [place - 0.4 + (number + 0.5) * width for place in range(len(names))]
@@ -72,7 +73,7 @@ def draw_bars(
         axes.invert_yaxis()
     axes.grid(visible=False)
     axes.spines[["top", "right"]].set_visible(False)
-    if len(series) > 1:
+    if any(series):
         legend = axes.legend(fontsize=8, ncols=len(series), loc="upper center", bbox_to_anchor=(0.5, -0.12))
         for entry, name in zip(legend.get_texts(), series, strict=True):
             entry.set(text=name, parse_math=False)  # as a label, matplotlib leaves out a name that begins with "_"

@@ -73,9 +73,7 @@ def test_the_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         words = shlex.split(command)
         if not words[-1].endswith("help") and "--print_config" not in words:
             preset = words[words.index("--preset") + 1] if "--preset" in words else "demo"
-            options = {"posttrain_preset" if "posttrain" in words else "preset": preset}
-            parser = parser_of(**options, only=words[1])
-            parse(parser, words[1:])
+            parse(parser_of(preset, only=words[1]), words[1:])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
