@@ -24,7 +24,7 @@ def main() -> None:
         stacks.append(traceback.extract_stack())
         return step(optimizer, *arguments, **options)
 
-    AdamW.step = traced_step  # type: ignore[method-assign]
+    AdamW.step = traced_step  # type: ignore[assignment, method-assign]
     with tempfile.TemporaryDirectory() as root:
         sys.argv = ["textmill", "run", "--root", root, "--until", "train", "--train.steps", "1"]
         sys.argv += ["--train.warmup_steps", "0"]
