@@ -204,10 +204,7 @@ def open_raw(url: str, is_ranged: bool = False) -> Iterator[IO[bytes]]:
     except Exception as error:  # each file system has its own exceptions
         if isinstance(error, IsADirectoryError):
             raise UserError(f"{url} is a directory; name its files, such as {url.rstrip('/')}/*.txt.") from None
-        # fsspec's HTTP raises FileNotFoundError also for a server error.
-        if isinstance(error, FileNotFoundError) and not is_transient_error(error):
-            raise UserError(f"{url} does not exist.") from None
-        raise source_error(f"{url} cannot be opened", error) from error
+        raise _opening_error(url, error) from error
     with file as raw:
         try:
             yield raw
@@ -230,6 +227,13 @@ def open_ranges(url: str, ranges: ByteRanges) -> Iterator[Iterator[bytes]]:
     """Open an uncompressed source and yield an iterator over blocks of its ``ranges``."""
     with open_raw(url, is_ranged=True) as raw:
         yield chain.from_iterable(read_blocks(raw, start, end) for start, end in ranges)
+
+
+def _opening_error(url: str, error: Exception) -> UserError:
+    # fsspec's HTTP raises FileNotFoundError also for a server error.
+    if isinstance(error, FileNotFoundError) and not is_transient_error(error):
+        return UserError(f"{url} does not exist.")
+    return source_error(f"{url} cannot be opened", error)
 
 
 def is_plain_local_file(url: str) -> bool:
@@ -264,4 +268,4 @@ def can_read_in_place(url: str) -> bool:
     except ValueError:  # the server sends the whole file, or no size
         return False
     except Exception as error:  # a broken connection has several exceptions
-        raise source_error(f"{url} cannot be opened", error) from error
+        raise _opening_error(url, error) from error

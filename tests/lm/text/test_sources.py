@@ -17,13 +17,21 @@ from lm.files.compression import detect_format
 from lm.files.urls import file_version, remote_version
 from lm.text.demo_corpus import demo_stories
 from lm.text.documents import TextStatistics
-from lm.text.sources import Source, expand_urls, hash_source, is_plain_local_file, open_decompressed, open_ranges
+from lm.text.sources import (
+    Source,
+    can_read_in_place,
+    expand_urls,
+    hash_source,
+    is_plain_local_file,
+    open_decompressed,
+    open_ranges,
+)
 from tests.helpers.corpora import TEXT, read_documents, read_text, write_text
 
 
 def test_a_missing_file_raises_a_user_error(tmp_path: Path) -> None:
     url = str(tmp_path / "none.txt")
-    for reader in (hash_source, read_documents, read_text):
+    for reader in (hash_source, can_read_in_place, read_documents, read_text):
         with pytest.raises(UserError, match=r"none\.txt does not exist"):
             reader(url)
     assert expand_urls([url]) == [url]
