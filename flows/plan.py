@@ -149,7 +149,7 @@ class DryRunExecutor(Executor):
         return f"runs: {stage.explain(self.run, stage.bind(*arguments))}"
 
     def read(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Return what a function reads from outputs. Raise Pending if one of them does not exist yet."""
+        """Return the result of a function that reads outputs. Raise Pending if an output does not exist yet."""
         if pending := _pending(arguments):
             raise Pending(pending[0].stage)
         return super().read(function, *arguments)

@@ -90,7 +90,7 @@ class PosttrainConfig(FlowConfig):
 
     def check_stages(self, until: str | None, refresh: Sequence[str]) -> None:
         """Raise UserError if a run with this configuration up to ``until`` does not reach a stage of ``refresh``, or
-        needs a library that is not installed: that is told now, not after the trainings before its stage."""
+        needs a library that is not installed. The user learns it now, not after the trainings before that stage."""
         super().check_stages(until, refresh)
         for stage in self.STAGES[: self.STAGES.index(until or "evaluate") + 1]:
             self.libraries(stage)

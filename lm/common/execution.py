@@ -12,7 +12,7 @@ from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
 
 ParallelKind = Literal["none", "ddp", "zero1", "zero2", "fsdp"]
 AttentionForm = Literal["auto", "sdpa", "flash", "reference"]
-# Fields that job files of a run have besides: how its tasks run.
+# More fields of a run's job files: how its tasks run.
 _TASK_FIELDS = {
     *("runner", "address", "shared_root", "threads_per_task", "tasks_in_flight", "train_deployment", "max_trainings"),
     *("count_memory", "verify"),

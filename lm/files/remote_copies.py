@@ -131,7 +131,7 @@ def remove_old_copies(max_bytes: int) -> None:
     """
     with ExitStack() as stack:
         are_shards_held = True
-        with suppress(OSError):  # a training has locked the token files, or there are none
+        with suppress(OSError):  # a training has locked the token files, or no file exists
             file = stack.enter_context(_shards_lock_file().open("rb"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             are_shards_held = False

@@ -51,7 +51,7 @@ class Block:
 
 
 class PrefixCache:
-    """Keys and values of recent sequences, so that a prompt with a prefix of one of them computes only the rest.
+    """Keys and values of recent sequences. A prompt that begins like one of them is computed from where they differ.
 
     Blocks of keys, values (layers, kv heads, 16, head_dim) and hidden states (16, d_model) take at most ``max_bytes``
     bytes. Each is stored once, whatever sequences share it; the least recently used blocks make room for new ones. The
