@@ -26,6 +26,8 @@ _MERGE_TAG, _TEXT_TAG = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:str"
 class FlowConfig:
     """What the configurations of all flows share: their presets, and the stages of a run."""
 
+    __pydantic_config__ = PYDANTIC_CONFIG
+
     STAGES: ClassVar[tuple[str, ...]]
     """Names of the flow's stages in their order."""
     PRESETS: ClassVar[Path]
@@ -95,7 +97,6 @@ class FlowConfig:
 class PipelineConfig(FlowConfig):
     """Configuration of the whole pipeline."""
 
-    __pydantic_config__ = PYDANTIC_CONFIG
     STAGES = get_args(StageName)
     PRESETS = Path(__file__).parent / "presets"
 

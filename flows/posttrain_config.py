@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from flows.config import FlowConfig, PipelineConfig
-from lm.common.config import PYDANTIC_CONFIG, validate_fields
+from lm.common.config import validate_fields
 from lm.common.errors import UserError
 from lm.posttrain.config import (
     ComparisonConfig,
@@ -26,7 +26,6 @@ PosttrainStage = Literal["base", "dialogs", "sft", "preference", "reward_model",
 class PosttrainConfig(FlowConfig):
     """Configuration of the flow ``posttrain``."""
 
-    __pydantic_config__ = PYDANTIC_CONFIG
     STAGES = get_args(PosttrainStage)
     PRESETS = PipelineConfig.PRESETS / "posttrain"
 

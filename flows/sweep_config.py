@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from flows.config import FlowConfig, PipelineConfig, merge_fields, read_yaml
-from lm.common.config import PYDANTIC_CONFIG, bounded_field
+from lm.common.config import bounded_field
 from lm.common.errors import UserError, did_you_mean
 from lm.experiments.axes import (
     MODEL_COSTS,
@@ -43,7 +43,6 @@ def with_trials(refresh: tuple[SweepStage, ...]) -> tuple[SweepStage, ...]:
 class SweepConfig(FlowConfig):
     """Configuration of the flow ``sweep``: many trainings that differ in some options."""
 
-    __pydantic_config__ = PYDANTIC_CONFIG
     STAGES = get_args(SweepStage)
     PRESETS = PipelineConfig.PRESETS / "sweeps"
 

@@ -8,7 +8,7 @@ and activation_checkpointing change the order of floating-point additions, and s
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
+from lm.common.config import Config, bounded_field
 
 ParallelKind = Literal["none", "ddp", "zero1", "zero2", "fsdp"]
 AttentionForm = Literal["auto", "sdpa", "flash", "reference"]
@@ -20,10 +20,8 @@ _TASK_FIELDS = {
 
 
 @dataclass(frozen=True)
-class Execution:
+class Execution(Config, section="execution"):
     """How this machine trains. A change reruns no stage, but new trainings may round in another way."""
-
-    __pydantic_config__ = PYDANTIC_CONFIG
 
     threads: int | None = bounded_field(None, ge=1)
     """Threads for parallel stages and for torch. Default: one per CPU core."""
@@ -53,9 +51,6 @@ class Execution:
     are deleted. Copies that were used in the last 24 hours stay, even if they need more."""
     log_interval: int = bounded_field(20, ge=1)
     """Training steps between log lines."""
-
-    def __post_init__(self) -> None:
-        validate_fields(self, "execution")
 
     @staticmethod
     def from_job(**content: Any) -> "Execution":

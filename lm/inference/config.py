@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
+from lm.common.config import Config, bounded_field
 
 Quantization = Literal["none", "bfloat16", "int8"]
 """How the weights are stored for inference. none: as they are; bfloat16: 16 bits; int8: 8 bits, for CPUs. Fewer
@@ -12,10 +12,8 @@ bits are faster and a little less exact."""
 
 
 @dataclass(frozen=True)
-class SampleConfig:
+class SampleConfig(Config, section="sample"):
     """How tokens are sampled, and the prompts to continue."""
-
-    __pydantic_config__ = PYDANTIC_CONFIG
 
     temperature: float = bounded_field(0.8, ge=0, lt=math.inf)
     """Divides the logits. Lower values are more predictable; 0 always takes the most likely token."""
@@ -40,9 +38,6 @@ class SampleConfig:
     speculative_tokens: int = bounded_field(0, ge=0)
     """Guesses up to this many tokens a step from repetitions in the text; 0 for none. Text that repeats is generated
     faster, with the same distribution."""
-
-    def __post_init__(self) -> None:
-        validate_fields(self, "sample")
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
+from lm.common.config import Config, bounded_field
 from lm.common.errors import UserError
 
 # Newer than the first outputs, which have keys without them. The value is the default.
@@ -12,14 +12,12 @@ _NEWER_FIELDS: dict[str, Any] = {"head_dim": None, "moe": None, "qkv_bias": Fals
 
 
 @dataclass(frozen=True)
-class MoEConfig:
+class MoEConfig(Config, section="model.moe"):
     """A mixture of experts in place of the feed-forward network. The ways to balance the load may be combined.
 
     Sources: Shazeer et al. 2017; Fedus et al. 2021 (Switch); Dai et al. 2024 (DeepSeekMoE: fine-grained and shared
     experts); DeepSeek-AI 2024 (DeepSeek-V3: sigmoid affinities, balance by a bias).
     """
-
-    __pydantic_config__ = PYDANTIC_CONFIG
 
     num_experts: int = bounded_field(8, ge=2, le=4096)
     """Routed experts in each block, each a feed-forward network of its own."""
@@ -49,7 +47,7 @@ class MoEConfig:
     """First blocks that keep the dense network of width d_ff. Less than num_layers."""
 
     def __post_init__(self) -> None:
-        validate_fields(self, "model.moe")
+        super().__post_init__()
         if self.top_k > self.num_experts:
             raise UserError(f"model.moe.top_k {self.top_k} must be at most num_experts {self.num_experts}.")
         if self.top_k == 1 and self.normalized_gates:
@@ -64,13 +62,11 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
-class RopeScaling:
+class RopeScaling(Config, section="model.rope_scaling"):
     """Slower rotary frequencies, for a context longer than that of the first training.
 
     Sources: Chen et al. 2023 (linear: position interpolation); Meta's Llama 3.1 (llama3).
     """
-
-    __pydantic_config__ = PYDANTIC_CONFIG
 
     kind: Literal["linear", "llama3"] = "llama3"
     """linear: divide all frequencies by factor. llama3: divide low ones, keep high ones, and blend those between."""
@@ -84,7 +80,7 @@ class RopeScaling:
     """Of llama3: context length of the first training, in tokens."""
 
     def __post_init__(self) -> None:
-        validate_fields(self, "model.rope_scaling")
+        super().__post_init__()
         if self.high_freq_factor <= self.low_freq_factor:
             raise UserError(
                 f"model.rope_scaling.high_freq_factor {self.high_freq_factor} must be above low_freq_factor "
@@ -93,10 +89,8 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Config, section="model"):
     """Architecture of the Transformer. The defaults are the TinyStories model of CS336 assignment 1."""
-
-    __pydantic_config__ = PYDANTIC_CONFIG
 
     vocab_size: int | None = bounded_field(None, ge=1)
     """Number of token ids: rows of the embedding and of the head. Default: the size of the tokenizer."""
@@ -144,7 +138,7 @@ class ModelConfig:
             object.__setattr__(self, "moe", MoEConfig(**self.moe))
         if isinstance(self.rope_scaling, dict):
             object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
-        validate_fields(self, "model")
+        super().__post_init__()
         is_rotary = self.position_encoding == "rope"
         if self.rope_scaling and not is_rotary:
             raise UserError(

@@ -3,16 +3,14 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
+from lm.common.config import Config, bounded_field
 from lm.common.errors import UserError
 from lm.text.pretokenize import END_OF_TEXT
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Config, section="data"):
     """Location and format of the text."""
-
-    __pydantic_config__ = PYDANTIC_CONFIG
 
     train: list[str] = field(default_factory=lambda: ["demo:6000"], metadata={"min_length": 1})
     """Training text: a list of paths, globs or URLs (file, https, s3, memory), plain or compressed (.gz .bz2 .xz .zst).
@@ -46,7 +44,7 @@ class DataConfig:
             raise UserError("data.train is empty; name at least one file, glob or URL.")
         if not self.separator:
             raise UserError("data.separator is empty; name the token that ends a document, such as <|endoftext|>.")
-        validate_fields(self, "data")
+        super().__post_init__()
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -57,14 +55,9 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class ChunkConfig:
+class ChunkConfig(Config, section="chunk"):
     """Size of the chunks, the units of parallel work."""
-
-    __pydantic_config__ = PYDANTIC_CONFIG
 
     target_bytes: int = bounded_field(16 << 20, ge=1)
     """Target size of a chunk in bytes (default 16 MiB). A chunk ends at the first special token past it. With
     the pattern gpt2 or jieba, a longer document is cut before white space at twice the size; with others never."""
-
-    def __post_init__(self) -> None:
-        validate_fields(self, "chunk")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
+from lm.common.config import Config, bounded_field
 from lm.common.errors import UserError
 from lm.text.patterns import resolve_pattern
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN, JIEBA, check_special_tokens, compile_pattern
@@ -14,10 +14,8 @@ MAX_SIZE = 1 << 24  # of a vocabulary
 
 
 @dataclass(frozen=True)
-class TokenizerConfig:
+class TokenizerConfig(Config, section="tokenizer"):
     """Config of BPE training."""
-
-    __pydantic_config__ = PYDANTIC_CONFIG
 
     vocab_size: int = bounded_field(10_000, ge=256, le=MAX_SIZE)
     """Number of token ids: 256 bytes, the special tokens and the merges."""
@@ -36,7 +34,7 @@ class TokenizerConfig:
     the training of a large text needs, and changes few merges; the pages of count and merge show what is left out."""
 
     def __post_init__(self) -> None:
-        validate_fields(self, "tokenizer")
+        super().__post_init__()
         check_special_tokens(self.special_tokens)
         check_vocab_size(self.vocab_size, self.special_tokens)
         for token in self.special_tokens:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from lm.common.config import PYDANTIC_CONFIG, bounded_field, validate_fields
+from lm.common.config import Config, bounded_field
 from lm.common.errors import UserError
 from lm.model.config import ModelConfig, MoEConfig
 
@@ -17,10 +17,8 @@ _FREE_BALANCE = ("aux_loss_weight", "z_loss_weight", "capacity_factor")  # of a 
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Config, section="train"):
     """How the model is trained. Training tokens: steps · batch_size · model.context_length."""
-
-    __pydantic_config__ = PYDANTIC_CONFIG
 
     init_from: str = ""
     """Model to continue from, with its tokenizer and its architecture: a run below the root, or a directory of Hugging
@@ -83,7 +81,7 @@ class TrainConfig:
     """Maximum number of tokens per sample."""
 
     def __post_init__(self) -> None:
-        validate_fields(self, "train")
+        super().__post_init__()
         if self.min_lr > self.max_lr:
             raise UserError(f"train.min_lr {self.min_lr} must not be above train.max_lr {self.max_lr}.")
         if self.batch_size % self.gradient_accumulation_steps:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import lm.common.execution
-from lm.common.config import PYDANTIC_CONFIG, bounded_field
+from lm.common.config import bounded_field
 from lm.common.errors import UserError
 from lm.hardware.cpu import available_cpus
 
@@ -12,8 +12,6 @@ from lm.hardware.cpu import available_cpus
 @dataclass(frozen=True)
 class Execution(lm.common.execution.Execution):
     """How this machine does the work. A change reruns no stage, but new trainings may round in another way."""
-
-    __pydantic_config__ = PYDANTIC_CONFIG
 
     runner: Literal["threads", "dask", "ray"] = "threads"
     """Where the parts of ingest, chunk, count and encode run, and the trainings of a sweep. threads: in this process.
