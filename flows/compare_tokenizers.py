@@ -45,7 +45,7 @@ def compare(tokenizers: Iterable[str], texts: Iterable[str], root: str, out: str
     read = {label: _read_text(file) for label, file in files.items()}
     log.info("Comparing %d tokenizers on %d texts.", len(loaded), len(read))
     comparison = compare_tokenizers(loaded, read)
-    page = comparison_page(comparison)
+    page = "\n\n".join(comparison_page(comparison))
     directory = Path(out or "tokenizers")
     try:
         directory.mkdir(parents=True, exist_ok=True)

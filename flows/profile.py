@@ -1,6 +1,8 @@
 """The flow ``profile``: where the time and the memory of a training's steps go, measured on the shards of a root."""
 
 import functools
+import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,11 +11,12 @@ from flows.config import PipelineConfig, complete
 from flows.pipeline import find_cached_training, pipeline_stages
 from lm.common.errors import UserError, translate_write_errors
 from tasks.pages.profile import describe, profile_page
-from tasks.profile import profile as measure_steps
 from tasks.runs.run_record import make_run, run_name
-from tasks.runtime.locks import use_root
+from tasks.runtime.locks import training_slot, use_root
 from tasks.runtime.stage import open_input
-from tasks.train import train
+from tasks.train import local_path, make_job, train
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,15 @@ class ProfileResult:
 
 
 def profile_training(config: PipelineConfig, root: str, name: str, steps: int, out: str = "") -> ProfileResult:
-    """Measure ``steps`` training steps. Write the files and the page ``profile.md`` to the directory ``out``.
+    """Measure ``steps`` training steps in the processes of ``config.execution``. Write the files of
+    :func:`lm.train.profile.profile_training` and the page ``profile.md`` to the directory ``out``.
 
     ``name`` is that of the run; by default, ``out`` is ``profiles/<name>``. Raises UserError if the directory
     cannot be made, and if the stages before the training are not finished.
     """
+    from lm.distributed.launch import run_processes
+    from lm.train.profile import PROFILE_FILE, ProfileJob
+
     directory = Path(out or Path("profiles", name))
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -44,8 +51,18 @@ def profile_training(config: PipelineConfig, root: str, name: str, steps: int, o
         if training is None:
             raise UserError(f"The stages before train are not finished under {root}.")
         inputs = {key: open_input(value, run.store) for key, value in train.bind(*training.arguments).items()}
-        content = measure_steps(directory, run, steps, **inputs)
-    page = profile_page(content)
+        job = make_job(lambda output, name: str(local_path(output, name).resolve()), run.execution, **inputs)
+        job, path = ProfileJob.of(job, steps), directory / "job.json"
+        job.write(path)
+        with training_slot(run):
+            log.info("Measuring %d steps.", steps)
+            if job.execution.processes > 1:
+                run_processes("lm.train", path, job.execution.processes, lambda: None, run.stopping)
+            else:
+                with job.read(path).prepare() as measure:
+                    measure(stop_event=run.stopping)
+    content = json.loads((directory / PROFILE_FILE).read_text(encoding="utf-8"))
+    page = "\n\n".join(profile_page(content))
     with translate_write_errors(directory):
         (directory / "profile.md").write_text(page, encoding="utf-8")
     return ProfileResult(directory, content, page)

@@ -24,10 +24,6 @@ from tasks.runtime.store import Store
 
 log = logging.getLogger(__name__)
 
-CONFIG_FILE = "config.yaml"
-_CHOICE_FILE = "choice.json"
-_OPTIONS_OF_SPEED = ("attention", "compile", "activation_checkpointing", "parallel")
-
 
 @stage("budget", page=pages.budget, slot=training_slot)
 def budget(out: Attempt, texts: Output, amount: Budget, machine: str) -> None:
@@ -49,7 +45,7 @@ def budget(out: Attempt, texts: Output, amount: Budget, machine: str) -> None:
     )
     model = replace(choice.model, vocab_size=None)  # that of the tokenizer, which a small text may make smaller
     content = {"vocab_size": choice.vocab_size, "model": asdict(model), "train": asdict(choice.train)}
-    out.write_json(_CHOICE_FILE, content)
+    out.write_json("choice.json", content)
     sections = {  # with every field: those that are left out of a --config file have the values of a preset
         "chunk": asdict(ChunkConfig()),
         "tokenizer": {"vocab_size": choice.vocab_size},
@@ -57,9 +53,10 @@ def budget(out: Attempt, texts: Output, amount: Budget, machine: str) -> None:
         "train": content["train"],
     }
     text = "".join(f"# {reason}\n" for reason in choice.reasons) + yaml.safe_dump(sections, sort_keys=False)
-    (out.directory / CONFIG_FILE).write_text(text, encoding="utf-8")
+    path = out.directory / "config.yaml"
+    path.write_text(text, encoding="utf-8")
     out.figures = {"machine": machine, "vocab_size": choice.vocab_size, "steps": choice.train.steps}
-    log.info("The budget buys (in %s):\n%s", out.directory / CONFIG_FILE, text.rstrip())
+    log.info("The budget buys (in %s):\n%s", path, text.rstrip())
 
 
 def machine_kind(execution: Execution) -> str:
@@ -68,7 +65,8 @@ def machine_kind(execution: Execution) -> str:
     from lm.hardware.device import choose_device
 
     device, usual = choose_device(execution.device), Execution()
-    values = {name: getattr(execution, name) for name in _OPTIONS_OF_SPEED}
+    names = ("attention", "compile", "activation_checkpointing", "parallel")
+    values = {name: getattr(execution, name) for name in names}
     options = "".join(f", {name} {value}" for name, value in values.items() if value != getattr(usual, name))
     if device.type == "cuda":
         import torch
@@ -83,7 +81,7 @@ def machine_kind(execution: Execution) -> str:
 
 def read_choice(store: Store, choice: Ref, tokenizer: TokenizerConfig) -> Sequence[Any]:
     """Return the configurations that the stages chunk, merge and train take, of the output of ``budget``."""
-    content = read_output(store, choice).json(_CHOICE_FILE)
+    content = read_output(store, choice).json("choice.json")
     return [
         ChunkConfig(),
         replace(tokenizer, vocab_size=content["vocab_size"]),

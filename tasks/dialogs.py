@@ -1,8 +1,6 @@
 """Stage ``dialogs``: read, check and divide the data of post-training."""
 
 import logging
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from lm.common.errors import UserError
 from lm.files.retry import retry_reading
@@ -14,13 +12,7 @@ from tasks.runtime.source_records import describe_sources
 from tasks.runtime.stage import stage
 from tasks.runtime.store import Store
 
-if TYPE_CHECKING:
-    from lm.posttrain.data import RowCounts
-
 log = logging.getLogger(__name__)
-
-_WARNING_FRACTION = 0.05
-_MAX_ROWS_NAMED = 100
 
 
 def find_dialog_sources(config: DialogsConfig, store: Store) -> list[list[Source]]:
@@ -50,7 +42,14 @@ def dialogs(
     *splits, test, counts = retry_reading(read_examples, config, *urls)
     for source in out.sources:
         retry_reading(check_unchanged, source)
-    _check_unused(counts, config.max_unused_fraction)
+    for count in counts:
+        if count.unused_fraction > config.max_unused_fraction:
+            raise UserError(
+                f"{count}. Correct the files, or set dialogs.max_unused_fraction (now {config.max_unused_fraction:g}) "
+                "to 1 to use the other rows."
+            )
+        if count.unused_fraction >= 0.05:
+            log.warning("%s.", count)
     for name, split in zip(("train", "valid"), splits, strict=True):
         for kind in ("dialogs", "pairs", "problems"):
             rows = getattr(split, kind)
@@ -61,17 +60,5 @@ def dialogs(
     out.figures["damaged"] = sum(count.damaged.count for count in counts)
     out.figures["left_out"] = sum(count.left_out for count in counts)
     names = [name for count in counts for name in count.damaged.names]
-    content = {"reward": test.reward, "damaged": names[:_MAX_ROWS_NAMED]}
+    content = {"reward": test.reward, "damaged": names[:100]}
     out.write_json("examples.json", content, ensure_ascii=False, indent=1)
-
-
-def _check_unused(counts: "Iterable[RowCounts]", max_fraction: float) -> None:
-    """Raise UserError if more than ``max_fraction`` of the rows of a field are not used; warn from 5 % on."""
-    for count in counts:
-        if count.unused_fraction > max_fraction:
-            raise UserError(
-                f"{count}. Correct the files, or set dialogs.max_unused_fraction (now {max_fraction:g}) to 1 to use "
-                "the other rows."
-            )
-        if count.unused_fraction >= _WARNING_FRACTION:
-            log.warning("%s.", count)

@@ -9,12 +9,11 @@ from tasks.runtime.source_records import describe_sources, keep_unchanged
 from tasks.runtime.stage import stage
 from tasks.runtime.store import Store
 
-_PATTERNS = ("*.json", "*.safetensors", "*.pth", "*.model", "merges.txt")
-
 
 def find_model_files(directory: Path, store: Store) -> list[Source]:
     """Return the files of a model in a local directory, with their digests."""
-    paths = sorted(str(path) for pattern in _PATTERNS for path in directory.resolve().glob(pattern) if path.is_file())
+    patterns = ("*.json", "*.safetensors", "*.pth", "*.model", "merges.txt")
+    paths = sorted(str(path) for pattern in patterns for path in directory.resolve().glob(pattern) if path.is_file())
     if not paths:
         from lm.checkpoint.external_weights import refuse_other_formats
 

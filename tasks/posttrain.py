@@ -1,6 +1,5 @@
 """Stages of post-training: ``sft``, ``preference`` (DPO), ``reward_model``, ``reinforce`` (GRPO) and ``ppo``."""
 
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -26,45 +25,36 @@ _EXAMPLES = {
 }
 
 
-def _posttrain_stage(name: str, objective: str) -> Callable[[Callable[..., None]], Stage]:
-    """Make a function a stage that trains with an objective. The job file names it, so no import shows it."""
+def _options(objective: str) -> dict[str, Any]:
+    """Return the options of a stage that trains with an objective. The job file names it, so no import shows it."""
     runs = (f"lm.posttrain.objectives.{objective}",)
-    return stage(name, page=pages.training, slot=training_slot, is_resumable=True, runs=runs)
+    return {"page": pages.training, "slot": training_slot, "is_resumable": True, "runs": runs}
 
 
-@_posttrain_stage("sft", "sft")
-def sft(out: Attempt, model: Output, tokenizer: Output, data: Output, config: TrainConfig) -> None:
-    """Learn the answers of dialogs."""
-    run_training(out, make_posttrain_job(out, "sft", model, tokenizer, data, config), pages.unfinished)
+def _posttrain_stage(name: "Method", objective: str) -> Stage:
+    """Return the stage of a method. ``libraries``: versions of those that compute rewards, for the key."""
+
+    def train(
+        out: Attempt,
+        model: Output,
+        tokenizer: Output,
+        data: Output,
+        config: TrainConfig | DPOConfig | RewardModelConfig | GRPOConfig,
+        libraries: dict[str, str] | None = None,
+    ) -> None:
+        run_training(out, make_posttrain_job(out, name, model, tokenizer, data, config), pages.unfinished)
+
+    train.__qualname__ = name  # where pickle finds the stage
+    return Stage(name, train, **_options(objective))
 
 
-@_posttrain_stage("preference", "dpo")
-def preference(out: Attempt, model: Output, tokenizer: Output, data: Output, config: DPOConfig) -> None:
-    """Learn from pairs of answers (DPO)."""
-    run_training(out, make_posttrain_job(out, "preference", model, tokenizer, data, config), pages.unfinished)
+sft = _posttrain_stage("sft", "sft")  # learns the answers of dialogs
+preference = _posttrain_stage("preference", "dpo")  # learns from pairs of answers
+reward_model = _posttrain_stage("reward_model", "reward_model")  # learns which answer of a pair is better
+reinforce = _posttrain_stage("reinforce", "grpo")  # learns from rewards of the model's own responses
 
 
-@_posttrain_stage("reward_model", "reward_model")
-def reward_model(out: Attempt, model: Output, tokenizer: Output, data: Output, config: RewardModelConfig) -> None:
-    """Learn which answer of a pair is better."""
-    run_training(out, make_posttrain_job(out, "reward_model", model, tokenizer, data, config), pages.unfinished)
-
-
-@_posttrain_stage("reinforce", "grpo")
-def reinforce(
-    out: Attempt,
-    model: Output,
-    tokenizer: Output,
-    data: Output,
-    config: GRPOConfig,
-    libraries: dict[str, str] | None = None,
-) -> None:
-    """Learn from rewards of the model's own responses. ``libraries``: versions of those that compute rewards, for the
-    key."""
-    run_training(out, make_posttrain_job(out, "reinforce", model, tokenizer, data, config), pages.unfinished)
-
-
-@_posttrain_stage("ppo", "ppo")
+@stage("ppo", **_options("ppo"))
 def ppo(
     out: Attempt,
     model: Output,
@@ -74,8 +64,7 @@ def ppo(
     config: PPOConfig,
     libraries: dict[str, str] | None = None,
 ) -> None:
-    """Learn from the rewards of a reward model (PPO). ``libraries``: versions of those that compute rewards, for the
-    key."""
+    """Learn from the rewards of a reward model."""
     run_training(out, make_posttrain_job(out, "ppo", model, tokenizer, data, config, reward_model), pages.unfinished)
 
 

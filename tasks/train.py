@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lm.common.errors import UserError
 from lm.model.config import ModelConfig
@@ -75,21 +75,18 @@ def make_job(
         index.store.map(lambda shard: place(shard, _TOKENS), shards) for shards in (train_shards, valid_shards)
     )
     digests = {"tokenizer": tokenizer.digest, "shards": index.digest}
+    totals, separator_bytes = content["valid" if valid_files else "train"], len(content["separator"].encode())
     return Job(
         config=config,
         model=model if model.vocab_size else replace(model, vocab_size=content["vocab_size"]),
         train=train_files,
         valid=valid_files,
         tokenizer=place(tokenizer, "tokenizer"),
-        bytes_per_token=_bytes_per_token(content["valid" if valid_files else "train"], content["separator"]),
+        # Bytes of text without separators per token, separators included. So bits per byte charge the model for the
+        # separators that it predicts, and give no credit for their bytes.
+        bytes_per_token=(totals["bytes"] - totals["documents"] * separator_bytes) / totals["tokens"],
         digests=digests | ({"start": start.digest} if start else {}),
         start=place(start, start.best_checkpoint) if start else "",
         out=".",
         execution=execution,
     )
-
-
-def _bytes_per_token(totals: dict[str, Any], separator: str) -> float:
-    """Return the bytes of text without separators per token, separators included. So bits per byte charge the model for
-    the separators that it predicts, and give no credit for their bytes."""
-    return float((totals["bytes"] - totals["documents"] * len(separator.encode())) / totals["tokens"])

@@ -25,11 +25,11 @@ def _trainings_at_once(execution: Execution) -> int:
     return execution.max_trainings or max(1, available_cpus() // (execution.threads or 1))
 
 
-def _is_refused(output: Output) -> bool:
-    return bool(output.manifest["figures"].get("state") == "refused")
-
-
-@stage("trial", at_once=_trainings_at_once, is_retried=_is_refused)
+@stage(
+    "trial",
+    at_once=_trainings_at_once,
+    is_retried=lambda output: output.manifest["figures"].get("state") == "refused",
+)
 def trial(
     out: Attempt,
     config: TrialConfig,

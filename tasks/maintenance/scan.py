@@ -13,9 +13,6 @@ from tasks.runtime.output import MANIFEST, Output, Ref, open_output
 from tasks.runtime.schemas import ATTEMPT_NAME, RUN_NAME, STAGE_NAME, LatestOutput, RunRecord, SourceRecord, read_record
 from tasks.runtime.store import LEASES, LOCK_FILE, Store
 
-_KEY_DIRECTORY = re.compile(f"{STAGE_NAME}/[0-9a-f]{{64}}")
-_PATH_IN_KEY_DIRECTORY = re.compile(f"({STAGE_NAME})/([0-9a-f]{{64}})/([^/]+)(/.+)?", re.DOTALL)
-_NOTES = {"README.md", ".gitignore", ".gitkeep"}  # at the top of a root that is kept in git
 _TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{32}\.tmp")
 
 
@@ -47,9 +44,9 @@ def scan(store: Store) -> Scan:
     entries: dict[Ref, dict[str, dict[str, int]]] = defaultdict(lambda: defaultdict(dict))
     others = {}
     for path, size in sizes.items():
-        if match := _PATH_IN_KEY_DIRECTORY.fullmatch(path):
+        if match := re.fullmatch(f"({STAGE_NAME})/([0-9a-f]{{64}})/([^/]+)(/.+)?", path, re.DOTALL):
             entries[Ref(match[1], match[2])][match[3]][path] = size
-        elif path not in {LOCK_FILE, *_NOTES}:
+        elif path not in {LOCK_FILE, "README.md", ".gitignore", ".gitkeep"}:  # a root may be kept in git
             others[path] = size
     for ref, names in entries.items():
         result.findings += catch_damage("/".join(ref), _scan_key_directory(store, ref, names, result))
@@ -118,7 +115,7 @@ def _scan_file(store: Store, path: str, size: int, result: Scan) -> Iterator[Fin
         return  # gc deletes those that nobody renews
     if _TEMPORARY_NAME.search(name):
         yield Finding("orphaned", path, "a process was killed while it wrote this", size, is_garbage=True)
-    elif _KEY_DIRECTORY.fullmatch(path):
+    elif re.fullmatch(f"{STAGE_NAME}/[0-9a-f]{{64}}", path):
         yield Finding("orphaned", path, "its stage failed and left no files", size, is_garbage=True)
     elif directory == "runs" and name.endswith(".json"):
         yield from _scan_run_record(store, path, result)

@@ -14,29 +14,26 @@ def verify(store: Store) -> Iterator[Finding]:
     result = scan(store)
     yield from result.findings
     for ref, output in result.outputs.items():
-        damaged = list(_find_damaged(output))
+        files = {file["path"]: file for file in output.all_files()}
+        damaged = []
+        for name in files:
+            path = "/".join((*output.location, name))
+            damaged += catch_damage(path, _check_file(output, name, files, path))
         current = open_output(store, ref) if damaged else output
         if current and current.location == output.location:  # otherwise a run or gc has replaced it in the meantime
             yield from damaged
 
 
-def _find_damaged(output: Output) -> Iterator[Finding]:
-    files = {file["path"]: file for file in output.all_files()}
-    for file in files.values():
-        path = "/".join((*output.location, file["path"]))
-        yield from catch_damage(path, _check_file(output, file, files, path))
-
-
-def _check_file(output: Output, file: dict[str, Any], files: dict[str, dict[str, Any]], path: str) -> Iterator[Finding]:
-    if damage := output.store.describe_damage(file, *output.location):
+def _check_file(output: Output, name: str, files: dict[str, dict[str, Any]], path: str) -> Iterator[Finding]:
+    if damage := output.store.describe_damage(files[name], *output.location):
         yield Finding("damaged", path, damage)
-    elif file["path"].endswith("/checkpoint.json"):
-        directory = file["path"].removesuffix("checkpoint.json")
-        description = loads_with_checksum(output.store.read_bytes(*output.location, file["path"]) or b"")
+    elif name.endswith("/checkpoint.json"):
+        directory = name.removesuffix("checkpoint.json")
+        description = loads_with_checksum(output.store.read_bytes(*output.location, name) or b"")
         expected = {
-            name.removeprefix(directory): {"bytes": other["bytes"], "sha256": other["sha256"]}
-            for name, other in files.items()
-            if name.startswith(directory) and name != file["path"]
+            other.removeprefix(directory): {"bytes": file["bytes"], "sha256": file["sha256"]}
+            for other, file in files.items()
+            if other.startswith(directory) and other != name
         }
         if not description or description.get("files") != expected:
             yield Finding("damaged", path, "it does not describe the files beside it")

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 QUARTER_OCTAVES = 2 ** (np.arange(257) / 4)
 _COLOURS = ("#cfe8ff", "#ffe3c2", "#d8f5d0", "#f5d6ee", "#fff3b0")
 _COLUMN_PIXELS, _ROW_PIXELS, _COLUMNS = 8.4, 24, 66
-_MAX_POINTS_MARKED = 30
 
 
 def new_figure(*titles: str, size: tuple[float, float] = (8, 3.2), widths: Sequence[float] = (1,)) -> tuple[Any, ...]:
@@ -39,10 +38,9 @@ def new_figure(*titles: str, size: tuple[float, float] = (8, 3.2), widths: Seque
 
 def draw_lines(axes: Any, lines: Mapping[str, Sequence[tuple[float, float]]]) -> None:
     """Draw the points (x, y) of each label as a line; few points are marked."""
-
     for label, points in lines.items():
         if points:
-            axes.plot(*zip(*points, strict=True), label=label, marker="o" if len(points) < _MAX_POINTS_MARKED else None)
+            axes.plot(*zip(*points, strict=True), label=label, marker="o" if len(points) < 30 else None)
     axes.legend()
 
 
@@ -84,7 +82,6 @@ def histogram(title: str, x_label: str, counts: "npt.NDArray[Any]", edges: Any, 
     filled = np.flatnonzero(counts)
     first, last = (int(filled[0]), int(filled[-1]) + 1) if len(filled) else (0, 1)
     figure, axes = new_figure(title, x_label, y_label)
-
     axes.bar(edges[first:last], counts[first:last], np.diff(edges[first : last + 1]), align="edge", edgecolor="white")
     if edges is QUARTER_OCTAVES:
         axes.set_xscale("log", base=2)

@@ -10,19 +10,16 @@ if TYPE_CHECKING:
     from tasks.runtime.output import Output
     from tasks.runtime.run_context import Attempt
 
-_MIN_COUNTS = (1, 2, 3, 5, 10)
-
 
 def count(out: "Attempt", parts: "list[Output]") -> Iterator[str]:
     """Show the most common and the longest pretokens, the counts by rank, and the memory that merge will need."""
     from lm.tokenizer.bpe import training_memory_bytes
     from lm.tokenizer.counts_summary import summarize_counts
 
-    summary = summarize_counts(out.directory / "counts.parquet", _MIN_COUNTS)
+    summary = summarize_counts(out.directory / "counts.parquet", (1, 2, 3, 5, 10))
     total = summary.total
     yield f"**{total:,}** pretokens, **{summary.unique:,}** different ones, from {len(parts):,} groups of chunks."
     figure, axes = new_figure("Zipf's law: the count of the pretoken of each rank", "rank", "count")
-
     if summary.unique:
         axes.loglog(*summary.counts_by_rank)
     yield embed_figure(figure, "Counts by rank")

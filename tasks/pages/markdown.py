@@ -5,8 +5,6 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_MIN_DECIMAL, _MAX_DECIMAL = 0.001, 1e6  # of the numbers that are shown with three decimals
-
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Return a Markdown table. Columns of numbers are right-aligned."""
@@ -23,7 +21,7 @@ def _is_right_aligned(value: Any) -> bool:
 def plain(value: Any) -> str:
     """Return a value as text; whole numbers have thousands separators, others three decimals or four digits."""
     if isinstance(value, float):
-        return f"{value:,.3f}" if value == 0 or _MIN_DECIMAL <= abs(value) < _MAX_DECIMAL else f"{value:.4g}"
+        return f"{value:,.3f}" if value == 0 or 0.001 <= abs(value) < 1e6 else f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from tasks.runtime.output import Output
     from tasks.runtime.run_context import Attempt
 
-_MAX_DAMAGED = 20
-_MAX_PROMPTS = 12
 _MAX_CHARACTERS = 400
 _CURVES = {
     "loss": (("loss", "training"), ("valid_loss", "held out")),
@@ -29,15 +27,6 @@ _CURVES = {
     "share of clipped tokens": (("clip_fraction", "samples"),),
 }
 """Curves by title: names of metrics with their labels."""
-_FIGURES = (
-    "answer_loss",
-    "reward",
-    "format_reward",
-    "answer_reward",
-    "response_tokens",
-    "cut_responses",
-    "failed_rewards",
-)
 
 
 def dialogs(out: "Attempt", **inputs: Any) -> Iterator[str]:
@@ -49,7 +38,7 @@ def dialogs(out: "Attempt", **inputs: Any) -> Iterator[str]:
     if content["reward"]:
         yield f"Reward of the problems: {code(content['reward'])}."
     if content["damaged"]:
-        shown = [(code(name),) for name in content["damaged"][:_MAX_DAMAGED]]
+        shown = [(code(name),) for name in content["damaged"][:20]]
         yield f"**{out.figures['damaged']:,} damaged rows were skipped.** The first:\n\n" + table(("row",), shown)
     if out.figures["left_out"]:
         yield f"{out.figures['left_out']:,} examples for training were left out: held-out ones ask the same."
@@ -104,20 +93,26 @@ def evaluate(out: "Attempt", models: "list[Output]", **inputs: Any) -> Iterator[
             for name, part in figures.items()
         ]
         yield table(("held out", "accuracy, 95 % interval", *first["categories"]), rows)
-    fields = [field for field in _FIGURES if any(part.get(field) is not None for part in figures.values())]
+    rewards = "reward", "format_reward", "answer_reward"
+    names = ("answer_loss", *rewards, "response_tokens", "cut_responses", "failed_rewards")
+    fields = [name for name in names if any(part.get(name) is not None for part in figures.values())]
     rows = [(field.replace("_", " "), *(part[field] for part in figures.values())) for field in fields]
     yield table(("held out", *figures), rows)
     content = out.read_json("answers.json")
     answers = [
         [
             *((prompt, _quote(response)) for prompt, response in part["samples"]),
-            *((row["prompt"][-1]["content"], _describe(row)) for row in part["responses"]),
+            *(
+                (
+                    row["prompt"][-1]["content"],
+                    f"{_quote(row['response'])} ({row['category']}, reward {row['rewards']['reward']:g})",
+                )
+                for row in part["responses"]
+            ),
         ]
         for part in content.values()
     ]
-    rows = [
-        (_quote(group[0][0]), *(text for _, text in group)) for group in list(zip(*answers, strict=True))[:_MAX_PROMPTS]
-    ]
+    rows = [(_quote(group[0][0]), *(text for _, text in group)) for group in list(zip(*answers, strict=True))[:12]]
     if rows:
         yield "### The same prompts\n\n" + table(("prompt", *content), rows)
 
@@ -126,10 +121,6 @@ def percent_with_interval(figures: dict[str, Any]) -> str:
     """Return the accuracy of a summary with its confidence interval, in percent."""
     accuracy, low, high = (100 * figures[name] for name in ("accuracy", "accuracy_low", "accuracy_high"))
     return f"{accuracy:.1f} % [{low:.1f}, {high:.1f}]"
-
-
-def _describe(response: dict[str, Any]) -> str:
-    return f"{_quote(response['response'])} ({response['category']}, reward {response['rewards']['reward']:g})"
 
 
 def _quote(text: str) -> str:

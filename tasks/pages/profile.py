@@ -14,18 +14,11 @@ _COLOURS = {
     "optimizer": "#54a24b",
     "other": "#d0d0d0",
 }
-_SIZE = (11, 3.8)
-_MAX_NAME_CHARACTERS = 40
-_MIN_SHARE_DRAWN = 0.001  # of a phase in a step
-_MEMORY = ("weights", "gradients", "optimizer_state", "activations", "peak")
+_SIZE = (11, 3.8)  # of a figure, in inches
 
 
-def profile_page(profile: dict[str, Any]) -> str:
-    """Return the Markdown of a profile, the content of ``profile.json``, with two pictures."""
-    return "\n\n".join(_parts(profile))
-
-
-def _parts(profile: dict[str, Any]) -> Iterator[str]:
+def profile_page(profile: dict[str, Any]) -> Iterator[str]:
+    """Show the content of ``profile.json``: time, memory and throughput, with two pictures."""
     step, traced = profile["seconds_per_step"], profile["traced_seconds_per_step"]
     yield f"{describe(profile)}."
     yield "## Time"
@@ -80,7 +73,8 @@ def phase_rows(profile: dict[str, Any]) -> list[tuple[str, float, str]]:
 def memory_rows(profile: dict[str, Any]) -> list[tuple[str, float, float]]:
     """Return name, measured and predicted megabytes of each kind of memory."""
     measured, predicted = profile["memory"]["measured"], profile["predicted_memory"]
-    return [(name.replace("_", " "), measured[name] / 1e6, predicted[name] / 1e6) for name in _MEMORY]
+    names = ("weights", "gradients", "optimizer_state", "activations", "peak")
+    return [(name.replace("_", " "), measured[name] / 1e6, predicted[name] / 1e6) for name in names]
 
 
 def compute_rows(profile: dict[str, Any]) -> list[tuple[str, str]]:
@@ -100,16 +94,12 @@ def _draw_time(profile: dict[str, Any]) -> str:
     rows = phase_rows(profile)[:-1]
     colours = [_COLOURS.get(name, _COLOURS["other"]) for name, *_ in rows]
     draw_bars(phases, [name for name, *_ in rows], {"": [row[1] for row in rows]}, "{:,.1f}", colours, True)
-    names = [_shorten(row["name"].removeprefix("aten::")) for row in profile["operations"]]
+    operators = [row["name"].removeprefix("aten::") for row in profile["operations"]]
+    names = [name if len(name) <= 40 else f"{name[:20]}…{name[-20:]}" for name in operators]
     seconds = {"": [row["seconds"] * 1e3 for row in profile["operations"]]}
     draw_bars(operations, names, seconds, "{:,.1f}", ["#72b7b2"] * len(names), True)
     operations.set(title="Operations, own time", xlabel="milliseconds")
     return embed_figure(figure, "Time of a step by phase and operation")
-
-
-def _shorten(name: str) -> str:
-    half = _MAX_NAME_CHARACTERS // 2
-    return name if len(name) <= _MAX_NAME_CHARACTERS else f"{name[:half]}…{name[-half:]}"
 
 
 def _draw_memory(profile: dict[str, Any]) -> str:
@@ -118,7 +108,7 @@ def _draw_memory(profile: dict[str, Any]) -> str:
     milliseconds = [1e3 * time for time in times]
     curve.step(milliseconds, [size / 1e6 for size in sizes], where="post", color="#333333", linewidth=1)
     for name, start, stop in profile["memory"]["phases"]:
-        if stop - start > _MIN_SHARE_DRAWN * times[-1]:
+        if stop - start > 0.001 * times[-1]:  # shorter ones are not visible
             curve.axvspan(1e3 * start, 1e3 * stop, color=_COLOURS[name], alpha=0.25, linewidth=0, label=name)
     curve.axhline(profile["predicted_memory"]["peak"] / 1e6, color="#b22222", linestyle="--", label="predicted peak")
     handles, labels = curve.get_legend_handles_labels()

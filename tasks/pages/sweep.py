@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from tasks.runtime.run_context import Attempt
 
 _MAX_ROWS = 100
-_MAX_NAMED_CURVES = 10  # the best; the others are grey
-_MAX_GRID_VALUES = 20  # of an axis of the heat map; a search has another value at each trial
-_MIN_LOG_RATIO = 4  # between the largest and the smallest value of an axis with a log scale
 
 
 def sweep(
@@ -44,7 +41,7 @@ def sweep(
     for name in report.axes:
         yield from page.loss_over_axis(name)
     if len(page.varied) == 2:
-        is_search = any(len(page.values(name)) > _MAX_GRID_VALUES for name in page.varied)
+        is_search = any(len(page.values(name)) > 20 for name in page.varied)  # another value at each trial
         yield (page.scatter if is_search else page.heat_map)(*page.varied)
     if law:
         yield from _scaling_law(law[0].json("law.json"), page.results[len(trials) :], page.unit)
@@ -113,7 +110,7 @@ class _SweepPage:
             if points:
                 words = ", ".join(f"{name.rpartition('.')[2]} {_drawn(row[name])}" for name in self.varied[:3])
                 label = f"{row['point']}: {words}"[:70]
-                style = {"label": label} if place < _MAX_NAMED_CURVES else {"color": "0.8"}
+                style = {"label": label} if place < 10 else {"color": "0.8"}  # the best have names
                 style |= {"linestyle": "-" if result.state == "finished" else "--"}
                 axes.plot(*zip(*points, strict=True), linewidth=1, marker="." if len(points) < 30 else None, **style)
         axes.set_xscale("log")
@@ -190,7 +187,7 @@ def _drawn(value: Any) -> str:
 
 def _scale(numbers: Sequence[float]) -> str:
     """Return the scale of an axis with these numbers, which are sorted."""
-    return "log" if numbers[0] > 0 and numbers[-1] / numbers[0] >= _MIN_LOG_RATIO else "linear"
+    return "log" if numbers[0] > 0 and numbers[-1] / numbers[0] >= 4 else "linear"
 
 
 def _is_number(value: Any) -> bool:

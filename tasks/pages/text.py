@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from tasks.runtime.run_context import Attempt
 
 _MAX_SOURCES = 20
-_MAX_SHARDS_READ = 500
 
 
 def ingest(out: "Attempt", train: "list[Output]", valid: "list[Output]", **inputs: Any) -> Iterator[str]:
@@ -60,7 +59,7 @@ def encode(out: "Attempt", train: "list[Output]", valid: "list[Output]", **input
         )
     yield _throughput([part.manifest for part in (*train, *valid)])
     shards = [*train, *valid]
-    shown = shards[:: -(-len(shards) // _MAX_SHARDS_READ)]
+    shown = shards[:: -(-len(shards) // 500)]
     lengths = np.zeros(len(QUARTER_OCTAVES) - 1, int)
     for path in out.run.store.map(lambda part: part.path("documents.npy"), shown):
         lengths += np.histogram(np.diff(np.load(path), prepend=0), QUARTER_OCTAVES)[0]

@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     from tasks.runtime.output import Output
     from tasks.runtime.run_context import Attempt
 
-_EXAMPLE_TEXT = (
-    "Once upon a time there wasn't any tokenizer: in 1994 «byte pair encoding» only compressed files. "
-    "Naïve café, 東京 and 🙂 cost more tokens than plain words do."
-)
-
 
 def merge(out: "Attempt", counts: "Output", config: "TokenizerConfig") -> Iterator[str]:
     """Show the tokenizer: its size, a sentence in tokens, and the lengths of the tokens."""
@@ -35,7 +30,11 @@ def merge(out: "Attempt", counts: "Output", config: "TokenizerConfig") -> Iterat
             f"{rare['unique']:,} rare pretokens, {100 * rare['share']:.2f} % of all occurrences, were left out "
             f"(`tokenizer.min_count` is {config.min_count})."
         )
-    tokens = token_texts(tokenizer, _EXAMPLE_TEXT)
+    text = (
+        "Once upon a time there wasn't any tokenizer: in 1994 «byte pair encoding» only compressed files. "
+        "Naïve café, 東京 and 🙂 cost more tokens than plain words do."
+    )
+    tokens = token_texts(tokenizer, text)
     yield f"### A sentence in {len(tokens)} tokens\n\n" + token_picture(tokens)
     lengths = {
         token_id: len(tokenizer.vocab[token_id]) for token_id in tokenizer.vocab.keys() - tokenizer.special_ids.values()
@@ -48,12 +47,8 @@ def merge(out: "Attempt", counts: "Output", config: "TokenizerConfig") -> Iterat
     yield "### Longest tokens\n\n" + table(("id", "token", "bytes"), rows)
 
 
-def comparison_page(comparison: "Comparison") -> str:
-    """Return the Markdown of a comparison, with two pictures."""
-    return "\n\n".join(_parts(comparison))
-
-
-def _parts(comparison: "Comparison") -> Iterator[str]:
+def comparison_page(comparison: "Comparison") -> Iterator[str]:
+    """Show the compression, the speed and the use of the vocabulary of each tokenizer, with two pictures."""
     names = list(map(escape_markdown, comparison.tokenizers))
 
     def text_table(figure_of: Callable[[str, str], Any]) -> str:

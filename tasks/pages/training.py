@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from tasks.runtime.output import Output
     from tasks.runtime.run_context import Attempt
 
-_MAX_COLUMNS = 400
-_MAX_LOAD_DRAWN = 2.0  # times the mean; the scale is symmetrical around 1
-
 
 def budget(out: "Attempt", **inputs: Any) -> Iterator[str]:
     """Show why the configuration was chosen, and the configuration as YAML to edit."""
@@ -96,24 +93,22 @@ def expert_loads(rows: list[dict[str, Any]], num_dense_layers: int) -> Iterator[
     if "dropped_choices" in last:
         figures.append(("choices dropped by the capacity", f"{100 * last['dropped_choices']:.1f} %"))
     yield "### Experts\n\n" + table((f"step {last['step']:,}", ""), figures)
-    yield _draw_loads(logged[:: len(logged) // _MAX_COLUMNS + 1], num_dense_layers + 1)
-
-
-def _draw_loads(rows: list[dict[str, Any]], first_block: int) -> str:
-    loads = np.array([row["expert_loads"] for row in rows])  # (steps, blocks, experts)
+    drawn = logged[:: len(logged) // 400 + 1]
+    loads = np.array([row["expert_loads"] for row in drawn])  # (steps, blocks, experts)
     steps, blocks, experts = loads.shape
     title, size = "Load of each expert by step", (8, 1.2 + min(8.0, 0.16 * blocks * experts))
     figure, axes = new_figure(title, "step", "expert, by block", size=size)
     axes.grid(visible=False)
     picture = loads.reshape(steps, blocks * experts).T
-    edges = [0, *(row["step"] for row in rows)]  # a column ends at its step
-    mesh = axes.pcolormesh(edges, np.arange(blocks * experts + 1), picture, cmap="RdBu_r", vmin=0, vmax=_MAX_LOAD_DRAWN)
+    edges = [0, *(row["step"] for row in drawn)]  # a column ends at its step
+    # The load is drawn up to twice the mean, so the scale is symmetrical around 1.
+    mesh = axes.pcolormesh(edges, np.arange(blocks * experts + 1), picture, cmap="RdBu_r", vmin=0, vmax=2)
     axes.hlines(np.arange(1, blocks) * experts, 0, edges[-1], colors="black", linewidth=0.8)
-    names = [f"block {first_block + index}" for index in range(blocks)]
+    names = [f"block {num_dense_layers + 1 + index}" for index in range(blocks)]
     axes.set_yticks(np.arange(blocks) * experts + experts / 2, names)
     axes.invert_yaxis()
     figure.colorbar(mesh, label="load over the mean", extend="max")
-    return embed_figure(figure, title)
+    yield embed_figure(figure, title)
 
 
 def sample(out: "Attempt", tokenizer: "Output", **inputs: Any) -> Iterator[str]:

@@ -19,19 +19,20 @@ from lm.common.errors import UserError
 
 PROJECT = Path(__file__).parents[2]
 LOCK = Path(__file__).with_name("code_versions.json")
-_PACKAGES = ("lm", "tasks")
 
 # Prefixes of modules that decide where files lie, how a run is shown and how fast it is, but never the content.
 _EXCLUDED_MODULES = (
     "lm.common.execution",
     "tasks.pages",
-    *(
-        f"tasks.runtime.{name}"
-        for name in (
-            *("code_version", "execution", "locks", "output", "run_context", "schemas", "stage", "store"),
-            "verified_files",
-        )
-    ),
+    "tasks.runtime.code_version",
+    "tasks.runtime.execution",
+    "tasks.runtime.locks",
+    "tasks.runtime.output",
+    "tasks.runtime.run_context",
+    "tasks.runtime.schemas",
+    "tasks.runtime.stage",
+    "tasks.runtime.store",
+    "tasks.runtime.verified_files",
 )
 
 
@@ -154,7 +155,7 @@ def _project_imports(node: Any) -> list[tuple[str, str, str]]:
         names = [(node.module or "", alias.name, alias.asname or "") for alias in node.names]
     else:
         return []
-    return [item for item in names if item[0].split(".")[0] in _PACKAGES]
+    return [item for item in names if item[0].split(".")[0] in ("lm", "tasks")]
 
 
 def code_digest(tree: ast.Module) -> str:

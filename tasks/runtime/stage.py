@@ -121,20 +121,18 @@ class Stage:
         ingredients = {"parameters": parameters, **self.code_ingredients()}
         return Ref(self.name, json_digest({"stage": self.name, **ingredients})), ingredients
 
-    def _is_refreshed(self, run: RunContext, ref: Ref) -> bool:
-        """Return whether an output has to be made although it is cached: once in a run."""
-        return ref not in run.made and (self._is_in_refresh(run) or self._holds_failure(run, ref))
-
-    def _is_in_refresh(self, run: RunContext) -> bool:
-        return self.name.partition("-")[0] in run.refresh  # a whole stage includes its groups and sums
-
-    def _holds_failure(self, run: RunContext, ref: Ref) -> bool:
-        output = open_output(run.store, ref) if self.is_retried else None
-        return bool(output and self.is_retried and self.is_retried(output))
+    def _refresh_reason(self, run: RunContext, ref: Ref) -> str:
+        """Return why an output has to be made although it is cached: once in a run. Empty if it has not."""
+        if ref in run.made:
+            return ""
+        if self.name.partition("-")[0] in run.refresh:  # a whole stage includes its groups and sums
+            return "a refresh was asked for"
+        is_failure = self.is_retried and (output := open_output(run.store, ref)) and self.is_retried(output)
+        return "its last result is a failure" if is_failure else ""
 
     def _is_cached(self, run: RunContext, ref: Ref) -> bool:
         """Return whether an output is finished, all its files are intact, and it is not to be made again."""
-        digest = None if self._is_refreshed(run, ref) else intact_digest(run.store, ref)
+        digest = None if self._refresh_reason(run, ref) else intact_digest(run.store, ref)
         if digest:
             run.digests[ref] = digest
         return digest is not None
@@ -148,10 +146,15 @@ class Stage:
         """Make an output unless it is cached. Return its Ref, and whether it was cached."""
         ref, ingredients = self.key(run, arguments)
         if not self._is_cached(run, ref):
-            with self._lock(run, ref), self.slot(run):
+            has_lease = run.lease and not run.store.is_local
+            with (  # keep threads, processes, and machines that share the root from the same work
+                lock_output(run.store.local_directory(*ref, LOCK_FILE), self.name, run.stopping),
+                hold_output_lease(run, *ref, name=self.name) if has_lease else nullcontext(),
+                self.slot(run),
+            ):
                 if not self._is_cached(run, ref):  # another run may have made it in the meantime
                     check_not_edited(self.modules, self.code)
-                    reason = "" if self.is_mapped else f": {self._explain(run, ref, ingredients)}"
+                    reason = "" if self.is_mapped else f": {self.explain(run, arguments)}"
                     self.log.info("%s runs%s.", self.name, reason)
                     with self._attempt(run, ref, ingredients, arguments) as (out, inputs):
                         self.body(out, **inputs)
@@ -160,16 +163,6 @@ class Stage:
         maker = read_output(run.store, ref).manifest["made"]["run"]
         self.log.info("%s is cached: run %s made it, and nothing that decides it has changed.", self.name, maker)
         return ref, True
-
-    @contextmanager
-    def _lock(self, run: RunContext, ref: Ref) -> Iterator[None]:
-        """Keep other threads and processes of this machine, and machines that share the root, from the same work."""
-        has_lease = run.lease and not run.store.is_local
-        with (
-            lock_output(run.store.lock_file(*ref), self.name, run.stopping),
-            hold_output_lease(run, *ref, name=self.name) if has_lease else nullcontext(),
-        ):
-            yield
 
     @contextmanager
     def _attempt(
@@ -229,7 +222,7 @@ class Stage:
         if self.is_resumable:
             if previous := open_output(run.store, ref):
                 # A refresh resumes only attempts that began after the finished one: those of an interrupted refresh.
-                newer_than = previous.manifest["attempt"] if self._is_refreshed(run, ref) else ""
+                newer_than = previous.manifest["attempt"] if self._refresh_reason(run, ref) else ""
                 directory = run.store.local_directory(*previous.location)
                 damaged = {directory / name for name in previous.find_damaged()}
             unfinished = run.store.attempt_directories(*ref, newer_than=newer_than)
@@ -250,11 +243,9 @@ class Stage:
 
     def explain(self, run: RunContext, arguments: dict[str, Any]) -> str:
         """Return why this stage must run, for the log: for example, the names of the parameters that changed."""
-        return self._explain(run, *self.key(run, arguments))
-
-    def _explain(self, run: RunContext, ref: Ref, ingredients: dict[str, Any]) -> str:
-        if self._is_refreshed(run, ref):
-            return "a refresh was asked for" if self._is_in_refresh(run) else "its last result is a failure"
+        ref, ingredients = self.key(run, arguments)
+        if reason := self._refresh_reason(run, ref):
+            return reason
         if open_output(run.store, ref):
             return "its files are damaged or missing"
         if names := [name for name in run.store.list_names(*ref) if name != LOCK_FILE]:

@@ -32,7 +32,7 @@ from tasks.runtime.verified_files import open_verified_files
 LOCK_FILE = ".lock"  # in the root while it is used, and beside the attempts of an output while it is made
 LEASES = "leases"  # directory of the leases of runs, see tasks.runtime.locks
 _MAX_CONCURRENT_REQUESTS = 16
-_UPLOAD_RETENTION_SECONDS = 30 * 24 * 3600  # a training can resume from a failed upload
+
 _CLOCK_TICK_NS = 20_000_000  # file times are coarser than the clock: two changes in one tick have the same time
 
 _Item = TypeVar("_Item")
@@ -212,15 +212,11 @@ class Store:
         directories = [path for path in paths if path.name > newer_than and path.is_dir()]
         return sorted((path for path in directories if all(map(_is_plain, (path, *path.rglob("*"))))), reverse=True)
 
-    def lock_file(self, *parts: str) -> Path:
-        """Return the lock file of an output. On a local root, all machines that share the root share the lock."""
-        return self.local_directory(*parts, LOCK_FILE)
-
     def remove_old_uploads(self) -> None:
-        """Delete the files of failed uploads that are older than 30 days."""
+        """Delete the files of failed uploads that are older than 30 days. Until then a training can resume."""
         for attempt in () if self.is_local else self.local_directory().glob("*/*/*"):
             with suppress(OSError):
-                if attempt.is_dir() and time.time() - attempt.stat().st_mtime > _UPLOAD_RETENTION_SECONDS:
+                if attempt.is_dir() and time.time() - attempt.stat().st_mtime > 30 * 24 * 3600:
                     shutil.rmtree(attempt)
 
     def publish(self, directory: Path, files: list[dict[str, Any]], *parts: str) -> dict[str, str]:

@@ -62,7 +62,7 @@ def test_names_are_drawn_and_written_as_they_are(place: Path, monkeypatch: pytes
     assert list(result.comparison.texts) == ["_$a$", "a\N{REPLACEMENT CHARACTER}", ".hidden"]
     drawn: list[tuple[str, bool]] = []
     monkeypatch.setattr(Text, "draw", lambda text, renderer: drawn.append((text.get_text(), text.get_parse_math())))
-    comparison_page(Comparison(result.comparison.texts, {"_$b$": result.comparison.tokenizers["small"]}))
+    [*comparison_page(Comparison(result.comparison.texts, {"_$b$": result.comparison.tokenizers["small"]}))]
     assert {("_$a$", False), ("_$b$", False)} <= set(drawn)
 
 
