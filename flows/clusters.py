@@ -20,8 +20,6 @@ from tasks.runtime.execution import Execution
 from tasks.runtime.run_context import RunContext
 
 _MAX_TASK_RUNS = 256  # of a stage; more make Prefect's UI slow
-_MIN_TASK_RUNS_ON_CLUSTER = 16
-_TASK_RUNNERS = {"dask": ("prefect_dask", "DaskTaskRunner"), "ray": ("prefect_ray", "RayTaskRunner")}
 
 
 def max_task_runs_on_cluster(slots: int) -> int:
@@ -30,7 +28,7 @@ def max_task_runs_on_cluster(slots: int) -> int:
     Prefect needs 0.1 seconds of a worker for each task run: it loads its settings and opens two HTTP clients. Eight
     task runs a thread share the work well enough.
     """
-    return min(_MAX_TASK_RUNS, max(_MIN_TASK_RUNS_ON_CLUSTER, 4 * slots))
+    return min(_MAX_TASK_RUNS, max(16, 4 * slots))
 
 
 class Runner:
@@ -92,9 +90,8 @@ def open_runner(run: RunContext, sources: Sequence[str]) -> Iterator[Runner]:
         yield Runner(execution)
         return
     _check_reachable(run, sources)
-    module, name = _TASK_RUNNERS[execution.runner]
     try:
-        task_runner = getattr(import_module(module), name)
+        task_runner = getattr(import_module(f"prefect_{execution.runner}"), f"{execution.runner.title()}TaskRunner")
     except ImportError as error:
         raise UserError(
             f"execution.runner {execution.runner} needs an extra: pip install 'textmill[{execution.runner}]' ({error})."

@@ -20,8 +20,6 @@ from tasks.runtime.execution import Execution
 
 StageName = Literal["ingest", "budget", "chunk", "count", "merge", "encode", "train", "sample"]
 
-_MERGE_TAG, _TEXT_TAG = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:str"
-
 
 class FlowConfig:
     """What the configurations of all flows share: their presets, and the stages of a run."""
@@ -221,11 +219,11 @@ class _YamlLoader(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         keys = set[str]()
         for key_node, _ in node.value:
-            if key_node.tag == _MERGE_TAG:
+            if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             key: Any = self.construct_object(key_node, deep=True)
             if self.are_number_keys_text and type(key) in (int, float):  # not bool
-                key_node.tag, key = _TEXT_TAG, key_node.value
+                key_node.tag, key = "tag:yaml.org,2002:str", key_node.value
                 self.constructed_objects.pop(key_node)
             if not isinstance(key, str):
                 problem = f"the key {key!r} is not text; a name of digits, or such as yes, needs quotes"

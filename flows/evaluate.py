@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MAX_FAILURES_LOGGED = 5
-
 
 @dataclass(frozen=True)
 class EvaluationResult:
@@ -168,7 +166,7 @@ class EndpointModel:
             index, _ = prompts[place]
             if isinstance(answer, ChatFailure):
                 failures += 1
-                if failures <= _MAX_FAILURES_LOGGED:
+                if failures <= 5:
                     log.warning("Problem %d has no response: %s", index, answer.error)
                 if answer.is_permanent:
                     permanent_failures.append(f"problem {index}: {answer.error}")

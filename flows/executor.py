@@ -46,7 +46,6 @@ from tasks.train import train
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_CHECK_SECONDS = 5.0  # between two looks whether the cluster is alive, and how large it is
 
 FLOW_OPTIONS: dict[str, Any] = {
     "flow_run_name": name_run,
@@ -217,7 +216,7 @@ class PrefectExecutor(Executor):
                         running[future] = indices
                         future.add_done_callback(finished.put)
                     try:
-                        future = finished.get(timeout=_CHECK_SECONDS)
+                        future = finished.get(timeout=5)  # then look whether the cluster is alive, and how large it is
                     except Empty:
                         continue
                     future.result()

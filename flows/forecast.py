@@ -15,9 +15,7 @@ from tasks.train import train
 
 # Of one core, in bytes of text a second; docs/scale.md says how they were measured.
 _BYTES_PER_SECOND = {"ingest": 296e6, "chunk": 784e6, "count": 354e6, "encode": 221e6}
-_SECONDS_PER_PRETOKEN = 3e-6  # of merge, on one core
 _PROCESS_BYTES = 4e8  # Python, its libraries and Prefect
-_TEXT_BYTES_PER_STORED = 3.0  # of compressed files and tables
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ def plan_with_forecasts(
             vocab_size = (known[0].vocab_size if known else None) or config.tokenizer.vocab_size
             forecasts.append(_forecast_text(stage, config, inputs, executor.missing[stage], vocab_size))
         elif stage == "merge":
-            forecasts.append(_forecast_merge(inputs))
+            forecasts.append(_forecast_merge(*_guess_pretokens(_text_bytes(inputs.train))))
         elif stage in ("train", "sample") and known:
             forecasts.append(_forecast_model(stage, config, *known))
         else:
@@ -87,12 +85,11 @@ def _forecast_text(
     return Forecast(stage, memory, disk * share, seconds * share)
 
 
-def _forecast_merge(inputs: PipelineInputs) -> Forecast:
+def _forecast_merge(pretokens: float, size: float) -> Forecast:
     from lm.tokenizer.bpe import training_memory_bytes
 
-    pretokens, size = _guess_pretokens(_text_bytes(inputs.train))
     memory = _PROCESS_BYTES + training_memory_bytes(int(pretokens), int(size))
-    return Forecast("merge", memory, 1e6, _SECONDS_PER_PRETOKEN * pretokens)
+    return Forecast("merge", memory, 1e6, 3e-6 * pretokens)  # seconds on one core
 
 
 def _forecast_model(stage: str, config: PipelineConfig, model: ModelConfig, training: TrainConfig) -> Forecast:
@@ -126,7 +123,7 @@ def _text_bytes(sources: Sequence[Source]) -> float:
     total = 0.0
     for source in sources:
         file_format, compression = _find_format(source)
-        total += source.bytes * (_TEXT_BYTES_PER_STORED if compression or file_format == "parquet" else 1.0)
+        total += source.bytes * (3.0 if compression or file_format == "parquet" else 1.0)
     return total
 
 

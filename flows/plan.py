@@ -25,11 +25,7 @@ class UntilReached(Exception):
 
 
 class Pending(Exception):
-    """Ends a plan: the stages after this one depend on the content of its output, which does not exist yet."""
-
-    def __init__(self, stage: str) -> None:
-        super().__init__(stage)
-        self.stage = stage
+    """Ends a plan at a stage, its argument: the stages after it depend on its output, which does not exist yet."""
 
 
 class Executor(ABC):
@@ -99,7 +95,7 @@ class DryRunExecutor(Executor):
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
         if isinstance(error, Pending):
-            looked_up, before = {*self.finished, *self.arguments, *self.missing}, error.stage
+            looked_up, before = {*self.finished, *self.arguments, *self.missing}, error.args[0]
             for name, times in Counter(self.config.stage_names()).items():
                 if name not in looked_up and before != self.until:
                     self.missing[name] = 1.0

@@ -1,25 +1,129 @@
-"""The stages of the flow ``posttrain`` in their order, from a model that continues text to one that does what it is
-asked; and the flow.
+"""The flow ``posttrain``, from a model that continues text to one that does what it is asked: configuration and stages.
 
-This is the only description of the order.
+This is the only description of the order of the stages.
 """
 
 import functools
-from typing import Annotated, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, get_args
 
-from flows.config import complete
+from flows.config import FlowConfig, PipelineConfig, complete
 from flows.pipeline import find_start, open_start
 from flows.plan import Executor
-from flows.posttrain_config import PosttrainConfig, PosttrainStage
+from lm.common.config import validate_fields
+from lm.common.errors import UserError
+from lm.posttrain.config import (
+    ComparisonConfig,
+    DialogsConfig,
+    DPOConfig,
+    GRPOConfig,
+    PPOConfig,
+    RewardModelConfig,
+)
+from lm.train.config import TrainConfig
 from tasks.base import base
 from tasks.dialogs import dialogs, find_dialog_sources
 from tasks.evaluate import evaluate
 from tasks.posttrain import ppo, preference, reinforce, reward_model, sft
 from tasks.runs.models import PRETRAINED_STAGES, latest_model
+from tasks.runtime.execution import Execution
 from tasks.runtime.output import Ref
 from tasks.runtime.store import Store
 
-METHODS = {"sft": sft, "preference": preference, "reward_model": reward_model, "reinforce": reinforce, "ppo": ppo}
+Method = Literal["sft", "preference", "reward_model", "reinforce", "ppo"]
+PosttrainStage = Literal["base", "dialogs", "sft", "preference", "reward_model", "reinforce", "ppo", "evaluate"]
+
+
+@dataclass(frozen=True)
+class PosttrainConfig(FlowConfig):
+    """Configuration of the flow ``posttrain``."""
+
+    STAGES = get_args(PosttrainStage)
+    PRESETS = PipelineConfig.PRESETS / "posttrain"
+
+    name: str = "posttrain-demo"
+    """Name of this configuration, part of the names of artifacts in Prefect. It has no effect on results."""
+    base: str = ""
+    """Model to start from: the name of a run below the root, or a directory of Hugging Face or Meta. Default: the
+    latest run of the pipeline."""
+    methods: list[Method] = field(default_factory=lambda: ["sft", "reinforce"])
+    """Training methods. They run in the order sft, preference, reward_model, reinforce, ppo, each from the model of the
+    one before. ppo requires reward_model; the reward model is not used as the next starting model."""
+    dialogs: DialogsConfig = field(default_factory=DialogsConfig)
+    """Dialogs, pairs of answers, and problems with a reward."""
+    sft: TrainConfig = field(default_factory=lambda: TrainConfig(steps=300, max_lr=1e-4, min_lr=0, warmup_steps=20))
+    """Supervised fine-tuning. batch_size: packed rows per step."""
+    preference: DPOConfig = field(default_factory=DPOConfig)
+    """Direct preference optimization."""
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    """The reward model for ppo."""
+    reinforce: GRPOConfig = field(default_factory=GRPOConfig)
+    """Policy gradients."""
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+    """Proximal policy optimization with the reward model."""
+    evaluate: ComparisonConfig = field(default_factory=ComparisonConfig)
+    """Comparison of the models before and after."""
+    execution: Execution = field(default_factory=Execution)
+    """How the work runs on this machine. It never causes a stage to run again."""
+
+    def __post_init__(self) -> None:
+        validate_fields(self, "posttrain")
+        for name in get_args(Method):
+            section = getattr(self, name)
+            train = section if isinstance(section, TrainConfig) else section.train
+            if train.data_order != "random":
+                raise UserError(f"{name} reads its examples in shuffled epochs in any case; leave data_order out.")
+            if train.init_from:
+                raise UserError(
+                    f"{name} starts from the model before it; name the first one in base, not in init_from."
+                )
+        if self.execution.train_deployment:
+            raise UserError("execution.train_deployment is for the pipeline; leave it out of a post-training.")
+        if {"reinforce", "ppo"} <= {*self.methods} and self.reinforce.rewards != self.ppo.rewards:
+            raise UserError("reinforce.rewards and ppo.rewards differ; the comparison of the models needs equal ones.")
+        if not self.dialogs.task and (self.dialogs.task_train or self.dialogs.task_test):
+            raise UserError("dialogs.task_train and task_test are files of a task; name it in dialogs.task.")
+        if not self.methods:
+            raise UserError(f"methods is empty; name at least one of {', '.join(get_args(Method))}.")
+        if "ppo" in self.methods and "reward_model" not in self.methods:
+            raise UserError("methods has ppo without reward_model, which it learns from; add reward_model to methods.")
+
+    @property
+    def judged(self) -> GRPOConfig | PPOConfig:
+        """The method whose rewards are those of the comparison."""
+        return self.ppo if "ppo" in self.methods else self.reinforce
+
+    def why_missing(self, stage: str) -> str:
+        """Return why a run with this configuration has no such stage; empty if it has one."""
+        if stage in get_args(Method) and stage not in self.methods:
+            return f"There is no stage {stage}: methods is {', '.join(self.methods)}. Add it, or name another."
+        return ""
+
+    def check_stages(self, until: str | None, refresh: Sequence[str]) -> None:
+        """Raise UserError if a run with this configuration up to ``until`` does not reach a stage of ``refresh``, or
+        needs a library that is not installed. The user learns it now, not after the trainings before that stage."""
+        super().check_stages(until, refresh)
+        for stage in self.STAGES[: self.STAGES.index(until or "evaluate") + 1]:
+            self.libraries(stage)
+
+    def libraries(self, stage: str) -> list[dict[str, str]]:
+        """Return the versions of the libraries that decide the output of a stage, as its last argument; empty if none
+        do. Raises UserError if one is not installed."""
+        from lm.eval.problems import problem_libraries, reward_libraries
+
+        task, versions = self.dialogs.task, dict[str, str]()
+        if stage == "dialogs":
+            versions = problem_libraries(task)
+        elif stage == "evaluate":
+            versions = reward_libraries(task, self.judged.rewards)
+        elif stage in ("reinforce", "ppo") and stage in self.methods:
+            versions = reward_libraries(task, getattr(self, stage).rewards)
+        return [versions] if versions else []  # only then an argument, and part of the key
+
+    def has_demo_problems(self) -> bool:
+        """Return whether the generated additions of the preset ``demo`` are mixed into dialogs of the user's own."""
+        return bool(self.dialogs.train) and self.dialogs.task == PosttrainConfig.load_preset("demo").dialogs.task
 
 
 def posttrain_stages(config: PosttrainConfig, executor: Executor) -> None:
@@ -28,13 +132,13 @@ def posttrain_stages(config: PosttrainConfig, executor: Executor) -> None:
     start = executor.finish(executor.call(base, *open_start(model, executor)))
     data = executor.finish(executor.call(dialogs, *sources, config.dialogs, *config.libraries("dialogs")))
     models, outputs = [start], dict[str, Ref]()
-    for name, stage in METHODS.items():
-        if name in config.methods:
-            judges = [outputs["reward_model"]] if name == "ppo" else []
-            arguments = start, data, getattr(config, name), *config.libraries(name)
-            outputs[name] = executor.finish(executor.call(stage, models[-1], *judges, *arguments))
-            if name != "reward_model":
-                models.append(outputs[name])
+    for stage in (sft, preference, reward_model, reinforce, ppo):
+        if stage.name in config.methods:
+            judges = [outputs["reward_model"]] if stage is ppo else []
+            arguments = start, data, getattr(config, stage.name), *config.libraries(stage.name)
+            outputs[stage.name] = executor.finish(executor.call(stage, models[-1], *judges, *arguments))
+            if stage is not reward_model:
+                models.append(outputs[stage.name])
     rewards = config.judged.rewards, config.judged.reward_seconds
     executor.finish(
         executor.call(evaluate, models, start, data, *rewards, config.evaluate, *config.libraries("evaluate"))

@@ -31,7 +31,6 @@ SweepStage = Literal["ingest", "chunk", "count", "merge", "encode", "train", "tr
 
 _FILE_FIELDS = {"description", "base", "set", "axes", "derive", "search", "law", "max_epochs", "sizes"}
 _MERGED_FIELDS = ("set", "derive")  # a size adds to them; it replaces the others
-_PROGRESS = {"train.steps", "train.batch_size", "model.context_length"}  # how far a training is at a step
 
 
 def with_trials(refresh: tuple[SweepStage, ...]) -> tuple[SweepStage, ...]:
@@ -109,7 +108,8 @@ class SweepConfig(FlowConfig):
     def _check_search(self, search: SearchConfig, names: set[str]) -> None:
         if self.law:
             raise UserError(f"The sweep {self.name} has a search and a law; a law needs all points of the grid.")
-        if search.prune and (varied := sorted(names & _PROGRESS)):
+        progress = {"train.steps", "train.batch_size", "model.context_length"}  # how far a training is at a step
+        if search.prune and (varied := sorted(names & progress)):
             raise UserError(
                 f"The search compares trainings at equal steps to prune them, and {varied[0]} varies: such trainings "
                 "do not compare. Set prune: false in the search."

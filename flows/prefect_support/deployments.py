@@ -26,8 +26,7 @@ from lm.common.processes import import_environment
 log = logging.getLogger(__name__)
 
 _WORK_POOLS = ("local", "gpu")  # of the deployments in prefect.yaml; the worker of textmill up is of the first
-_START_SECONDS = 180
-_STOP_SECONDS = 45  # a worker gives its runs 30 s
+
 _POLL_SECONDS = 0.3
 _RUN_POLL_SECONDS = 2.0
 _PATIENCE_SECONDS = 300.0  # with a server that fails
@@ -109,7 +108,7 @@ def start_local_stack(port: int) -> None:
         if not has_server:
             command = ["server", "start", "--host", "127.0.0.1", "--port", str(port)]
             processes.append(stack.enter_context(_background_process(command, environment)))
-            deadline = time.monotonic() + _START_SECONDS
+            deadline = time.monotonic() + 180
             while not is_server_healthy(url):
                 if processes[0].poll() is not None or time.monotonic() > deadline:
                     raise UserError(f"Prefect's server did not start at {url}; see its output above. Is the port free?")
@@ -212,7 +211,7 @@ def _background_process(arguments: list[str], environment: dict[str, str]) -> It
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal sends it twice: the shell, then the kernel
         process.terminate()
         try:
-            process.wait(_STOP_SECONDS)
+            process.wait(45)  # a worker gives its runs 30 s
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
             process.kill()
         end_watcher(watcher)

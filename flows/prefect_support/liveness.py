@@ -31,7 +31,7 @@ from lm.files.cache_dir import cache_directory
 
 log = logging.getLogger(__name__)
 
-_KEEP_UNKNOWN_SECONDS = 30 * 24 * 3600
+
 _held_locks: list[FileLock] = []
 
 
@@ -102,8 +102,8 @@ def _mark_dead_runs_crashed(directory: Path) -> None:
                 run_id, run_count = path.stem.split("_")
                 with get_client(sync_client=True) as client:
                     is_known = _mark_crashed(client, UUID(run_id), int(run_count))
-                # An unknown run may belong to another database that was at the same address for a while.
-                if is_known or time.time() - path.stat().st_mtime > _KEEP_UNKNOWN_SECONDS:
+                # An unknown run may belong to another database that was at the same address for a while: wait 30 days.
+                if is_known or time.time() - path.stat().st_mtime > 30 * 24 * 3600:
                     path.unlink()
             except Exception as error:  # the state of an old run must not stop this run
                 log.warning("Cannot tell Prefect that the process of run %s has ended: %s", path.stem, error)

@@ -21,7 +21,6 @@ from typing import Any
 from lm.common.errors import MachineError, UserError
 from lm.common.processes import import_environment
 
-_ERROR_LINE = re.compile(r"[\w.]*(?:Error|Exception): .*")  # the last line of a traceback
 _started: "list[_TiedServer]" = []
 
 
@@ -245,7 +244,8 @@ class _TiedServer(subprocess.Popen[bytes]):
             self._output.seek(0)
             output = self._output.read().decode(errors="replace")
         lines = [line.strip() for line in output.splitlines() if line.strip()] or [f"exit code {code}."]
-        reason = next((line for line in reversed(lines) if _ERROR_LINE.fullmatch(line)), lines[-1])
+        error_line = r"[\w.]*(?:Error|Exception): .*"  # the last line of a traceback
+        reason = next((line for line in reversed(lines) if re.fullmatch(error_line, line)), lines[-1])
         return (
             f"Prefect's temporary server ended at its start: {reason}\n"
             f"Its files and its database are in {get_current_settings().home}. If another version of Prefect made the "

@@ -21,8 +21,6 @@ from lm.common.processes import STOP_SIGNALS
 
 STOPPED_MESSAGE = "textmill: stopped. Finished work is kept; run the same command again to continue."
 
-_PROJECT_PACKAGES = {"lm", "tasks", "flows", "textmill"}
-_RESEND_SECONDS = 0.02
 _LIBRARY_GRACE_SECONDS = 1.0  # a library call that takes longer than this waits for something and may be interrupted
 
 _active_shutdowns: list["GracefulShutdown"] = []
@@ -38,13 +36,13 @@ class Terminated(KeyboardInterrupt):
 
 def handle_termination() -> None:
     """Raise Terminated for SIGTERM and SIGHUP, also outside of :class:`GracefulShutdown`."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise Terminated(number)
+
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, _raise_terminated)
-
-
-def _raise_terminated(number: int, frame: FrameType | None) -> NoReturn:
-    raise Terminated(number)
+            signal.signal(number, stop)
 
 
 def _interrupt(number: int) -> KeyboardInterrupt:
@@ -102,7 +100,7 @@ class GracefulShutdown:
         if self._is_block_over:
             self._exit()
         package = str(frame.f_globals.get("__name__")).partition(".")[0] if frame else ""
-        if package in _PROJECT_PACKAGES or now - self._first_signal_time > _LIBRARY_GRACE_SECONDS:
+        if package in {"lm", "tasks", "flows", "textmill"} or now - self._first_signal_time > _LIBRARY_GRACE_SECONDS:
             self._is_raised = True
             raise _interrupt(self._signal_number)
 
@@ -125,7 +123,7 @@ class GracefulShutdown:
                 continue
             self._signal_number = self._signal_number or received[0]
             deadline = deadline or time.monotonic() + self._exit_seconds
-            time.sleep(_RESEND_SECONDS)
+            time.sleep(0.02)
             if not (self._is_raised or self._is_block_over):
                 signal.pthread_kill(threading.main_thread().ident or 0, self._signal_number)
         if deadline:  # the pipe stays open: a late signal is still written to it

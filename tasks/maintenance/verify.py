@@ -15,7 +15,7 @@ def verify(store: Store) -> Iterator[Finding]:
     yield from result.findings
     for ref, output in result.outputs.items():
         files = {file["path"]: file for file in output.all_files()}
-        damaged = []
+        damaged: list[Finding] = []
         for name in files:
             path = "/".join((*output.location, name))
             damaged += catch_damage(path, _check_file(output, name, files, path))

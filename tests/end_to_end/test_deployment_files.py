@@ -10,8 +10,7 @@ import yaml
 
 from flows.config import PipelineConfig, StageName, complete, merge_fields, preset_parameters
 from flows.pipeline import pipeline
-from flows.posttrain import posttrain
-from flows.posttrain_config import PosttrainConfig
+from flows.posttrain import PosttrainConfig, posttrain
 from flows.sweep_config import SweepConfig, load_sweep, sweep_parameters
 from textmill.cli.main import main
 

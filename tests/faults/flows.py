@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
-from flows.posttrain_config import PosttrainStage
+from flows.posttrain import PosttrainStage
 from lm.text.demo_corpus import demo_stories
 from tests.helpers.deployed import STAGES, TINY
 

@@ -12,7 +12,7 @@ import torch
 from flows.config import PipelineConfig
 from flows.pipeline import pipeline, pipeline_stages
 from flows.plan import plan
-from flows.posttrain_config import PosttrainConfig
+from flows.posttrain import PosttrainConfig
 from flows.sweep_config import SweepConfig
 from flows.train_job import write_train_job
 from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face

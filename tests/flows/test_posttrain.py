@@ -12,8 +12,7 @@ import pytest
 from flows.config import PipelineConfig
 from flows.pipeline import pipeline
 from flows.plan import cached_run, plan
-from flows.posttrain import posttrain, posttrain_stages
-from flows.posttrain_config import PosttrainConfig
+from flows.posttrain import PosttrainConfig, posttrain, posttrain_stages
 from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
 from lm.data.chat_template import has_chat_tokens

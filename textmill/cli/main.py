@@ -34,9 +34,6 @@ _PREFECT_SETTINGS = {
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
 }
 
-_KEEP_NOTHING = {"sample", "chat", "tokenizers", "export"}  # commands whose work is lost if they are stopped
-_WITHOUT_LOG = {"sample", "chat", "serve", "verify", "gc", "up"}  # commands that do not show the project's log lines
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code.
@@ -58,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
             sys.stdout.flush()
     except BaseException as error:
         if interrupt := find_interrupt(error):
-            keeps_nothing = bool(_KEEP_NOTHING.intersection(arguments[:1]))
+            keeps_nothing = arguments[:1] in (["sample"], ["chat"], ["tokenizers"], ["export"])
             _print_message("textmill: stopped." if keeps_nothing else STOPPED_MESSAGE)
             code = 128 + signal_number(interrupt)
         elif explained := error if isinstance(error, UserError) else explain_settings_error(error):
@@ -88,7 +85,7 @@ def _prepare_command(name: str) -> Any:
 
     function = f"{name.replace('-', '_')}_command"
     starts_flow = hasattr(run, function)
-    if name not in _WITHOUT_LOG:
+    if name not in ("sample", "chat", "serve", "verify", "gc", "up"):
         log_to_console()
     # A temporary server would write the same database as that of a running textmill up.
     if starts_flow and not is_server_configured() and (url := find_local_stack()):

@@ -17,7 +17,7 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsin
 from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
 
 from flows.config import FlowConfig, PipelineConfig, StageName, read_yaml
-from flows.posttrain_config import Method, PosttrainConfig, PosttrainStage
+from flows.posttrain import Method, PosttrainConfig, PosttrainStage
 from flows.sweep_config import SweepConfig, load_sweep
 from lm.common.errors import UserError, did_you_mean
 from lm.eval.config import EvaluationConfig, TeachConfig
@@ -41,8 +41,6 @@ _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
     "refresh": {"type": str, "default": "", "help": "stages to run again, separated by commas"},
     "plan": {"action": "store_true", "help": "show what a run would do and why, without running it"},
 }
-_BatchSize = restricted_number_type("BatchSize", int, [(">=", 1), ("<=", 1 << 16)])
-_Megabytes = restricted_number_type("Megabytes", int, [(">=", 0), ("<=", 1 << 30)])
 
 _PIPELINE_COMMANDS = {
     "run": "Run the pipeline. Unchanged stages are taken from the cache.",
@@ -50,7 +48,6 @@ _PIPELINE_COMMANDS = {
     "train-job": "Write the job of the training, for torchrun on machines without Prefect.",
     "profile": "Measure where time and memory of training steps go. The stages before are taken from the cache.",
 }
-_WHOLE_COMMANDS = ("train-job", "profile")  # of _PIPELINE_COMMANDS: without --until and --refresh
 
 # Security: no value of an option may import code, as jsonargparse's "class_path" does. It names the class of an
 # optional section in the same way; those classes alone are allowed.
@@ -75,6 +72,10 @@ class _Parser(ArgumentParser):
         if missing := re.search(r"(?<=required: ).*", message):  # named as COMMAND.ARGUMENT
             message = message.replace(missing.group(), re.sub(r"\b\w+\.(?=\w)", "", missing.group()))
         raise UserError(f"{message.rstrip('.')}{hint}. See textmill --help, textmill run --help.")
+
+    def option(self, name: str, default: Any, help_text: str, **settings: Any) -> None:
+        """Add an option. Its type is that of the default, unless ``settings`` name another one."""
+        self.add_argument(f"--{name}", **{"type": type(default), "default": default, "help": help_text} | settings)
 
     def share(self, *names: str) -> None:
         """Add options that several commands have."""
@@ -125,22 +126,21 @@ def build_parser(
             return add(name, description)
         command = add(name, description, default_config_files=[str(config.preset_path(preset))])
         names = ", ".join(config.preset_names())
-        command.add_argument("--preset", type=str, default="demo", help=f"configuration to start from: {names}")
+        command.option("preset", "demo", f"configuration to start from: {names}")
         command.add_argument("--config", action=_ConfigFile, help="YAML file of options; it overrides the preset")
         command.share("root")
         if stages:
-            known = ", ".join(get_args(stages))
-            command.add_argument("--until", type=str, default="", help=f"last stage to run: {known}")
+            command.option("until", "", f"last stage to run: {', '.join(get_args(stages))}")
             command.share("refresh")
         command.add_class_arguments(config)
         return command
 
     for name, description in _PIPELINE_COMMANDS.items():
-        stages = None if name in _WHOLE_COMMANDS else StageName
+        stages = StageName if name in ("run", "plan") else None
         command = add_flow(name, description, preset, PipelineConfig, stages)
         if name == "profile":
-            command.add_argument("--steps", type=PositiveInt, default=5, help="training steps to measure")
-            command.add_argument("--out", type=str, default="", help="directory of the files; default: below profiles/")
+            command.option("steps", 5, "training steps to measure", type=PositiveInt)
+            command.option("out", "", "directory of the files; default: below profiles/")
 
     description = "Fine-tune a trained model on dialogs, preferences or rewards. Unchanged stages are cached."
     posttrain_preset = preset if only == "posttrain" else "demo"
@@ -149,8 +149,7 @@ def build_parser(
 
     sweep = add("sweep", "Train at many points that differ in some options, and compare. Finished points are cached.")
     sweep.add_argument("sweep", type=str, help=f"{', '.join(SweepConfig.preset_names())}, or a YAML file")
-    size_help = "such as demo or stories; default: the first size in the file"
-    sweep.add_argument("--size", type=str, default="", help=size_help)
+    sweep.option("size", "", "such as demo or stories; default: the first size in the file")
     sweep.share("root", "refresh", "plan")
     if only in (None, "sweep"):
         sweep.add_class_arguments(PipelineConfig)
@@ -158,35 +157,37 @@ def build_parser(
         sweep.set_defaults(_flat(asdict(sweep_base)))
 
     sample = add("sample", "Sample text from a model.", "model", "root", "device", "quantize")
-    sample.add_argument("--prompt", action="append", default=None, type=str, help="text to continue; may be repeated")
+    sample.option("prompt", None, "text to continue; may be repeated", type=str, action="append")
     sample.add_class_arguments(SampleConfig, skip={"prompts"})
 
     description = "Chat with a model. Ctrl-C stops an answer; Ctrl-D or /quit ends the chat."
     chat = add("chat", description, "model", "root", "device", "quantize")
-    chat.add_argument("--system", type=str, default="", help="system message: how the model should answer")
+    chat.option("system", "", "system message: how the model should answer")
     chat.add_class_arguments(SampleConfig, skip={"prompts", "samples"})
 
     description = "Serve a model over OpenAI's HTTP API: completions and chat."
     serve = add("serve", description, "model", "root", "device", "quantize")
-    serve.add_argument("--host", type=str, default="127.0.0.1", help="address to listen on")
-    serve.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free port")
-    serve.add_argument("--max_batch_size", type=_BatchSize, default=16, help="completions computed at the same time")
+    batch_size = restricted_number_type("BatchSize", int, [(">=", 1), ("<=", 1 << 16)])
+    megabytes = restricted_number_type("Megabytes", int, [(">=", 0), ("<=", 1 << 30)])
+    serve.option("host", "127.0.0.1", "address to listen on")
+    serve.option("port", 8000, "port to listen on; 0: any free port")
+    serve.option("max_batch_size", 16, "completions computed at the same time", type=batch_size)
     cache_help = "memory for the beginnings of recent prompts, which are not computed again, in MB; 0: none"
-    serve.add_argument("--prefix_cache_mb", type=_Megabytes, default=256, help=cache_help)
+    serve.option("prefix_cache_mb", 256, cache_help, type=megabytes)
     guess_help = "tokens to guess in a step from repetitions in a text, at most; 0: none"
-    serve.add_argument("--speculative_tokens", type=NonNegativeInt, default=0, help=guess_help)
+    serve.option("speculative_tokens", 0, guess_help, type=NonNegativeInt)
     key_help = "key that clients must send; the variable TEXTMILL_API_KEY holds it out of sight of other users"
-    serve.add_argument("--api_key", type=str, default=None, help=key_help)
+    serve.option("api_key", None, key_help, type=str)
     limit_help = "requests of one IP address at a time; 0: no limit"
-    serve.add_argument("--max_requests_per_client", type=NonNegativeInt, default=0, help=limit_help)
+    serve.option("max_requests_per_client", 0, limit_help, type=NonNegativeInt)
 
     evaluate = add("evaluate", "Ask a model the problems of a task, and show how many of its answers are right.")
     model_help = f"{_SHARED_OPTIONS['model']['help']}; or the URL of a server with OpenAI's API"
     evaluate.add_argument("--model", **_SHARED_OPTIONS["model"] | {"help": model_help})
     name_help = "name of the model at the URL; default: that of the only one. OPENAI_API_KEY may hold a key"
-    evaluate.add_argument("--model_name", type=str, default="", help=name_help)
+    evaluate.option("model_name", "", name_help)
     evaluate.share("root", "device", "quantize")
-    evaluate.add_argument("--out", type=str, default="", help="directory of the responses; default: below evaluations/")
+    evaluate.option("out", "", "directory of the responses; default: below evaluations/")
     evaluate.add_class_arguments(EvaluationConfig)
 
     teach = add("teach", "Ask another model for answers to prompts, and keep the right ones for textmill posttrain.")
@@ -196,9 +197,9 @@ def build_parser(
     tokenizer_help = "a run below --root, a file, or a directory, as NAME or LABEL=NAME; default: the latest run"
     tokenizers.add_argument("tokenizers", nargs="*", type=str, help=tokenizer_help)
     text_help = "text to compare on, as FILE or LABEL=FILE, in any form of --data.train; may be repeated"
-    tokenizers.add_argument("--text", action="append", default=None, type=str, required=True, help=text_help)
+    tokenizers.option("text", None, text_help, type=str, action="append", required=True)
     tokenizers.share("root")
-    tokenizers.add_argument("--out", type=str, default="", help="directory of the files; default: tokenizers/")
+    tokenizers.option("out", "", "directory of the files; default: tokenizers/")
 
     export = add("export", "Export a model for transformers, as a Llama, a Qwen3 or a relative, or for llama.cpp.")
     export.add_argument("path", type=str, help="new or empty directory; with --gguf, a new file")
@@ -211,7 +212,7 @@ def build_parser(
     gc.add_argument("--delete", action="store_true", help="delete the listed files")
 
     up = add("up", "Start Prefect's server, the deployments of prefect.yaml and a worker. Ctrl-C stops them.")
-    up.add_argument("--port", type=int, default=4200, help="port of the server and its UI, on 127.0.0.1")
+    up.option("port", 4200, "port of the server and its UI, on 127.0.0.1")
     return parser
 
 

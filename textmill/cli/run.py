@@ -17,7 +17,7 @@ from jsonargparse import Namespace
 from flows.config import PipelineConfig, StageName
 from flows.pipeline import pipeline_stages
 from flows.plan import Stages, cached_run, plan
-from flows.posttrain_config import PosttrainConfig, PosttrainStage
+from flows.posttrain import PosttrainConfig, PosttrainStage
 from flows.prefect_support.server import is_server_configured, server_for_flow
 from flows.prefect_support.signals import GracefulShutdown
 from flows.sweep_config import SweepStage, load_sweep, with_base, with_trials

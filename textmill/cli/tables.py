@@ -24,14 +24,8 @@ if TYPE_CHECKING:
     from flows.teach import TeachResult
 
 _MAX_FAILURES = 5
-_MAX_OPERATIONS = 5
+
 _MAX_POINTS = 30
-_PROFILE_FILES = {
-    "page": "profile.md",
-    "figures": "profile.json",
-    "trace": "trace.json.gz",
-    "memory snapshot": "memory_snapshot.pickle",
-}
 
 
 def format_sample(prompt: str, text: str) -> str:
@@ -149,14 +143,20 @@ def format_evaluation(result: "EvaluationResult") -> str:
 def format_profile(result: "ProfileResult") -> str:
     """Return where time and memory of a step go, as a table, and the paths of the files."""
     profile = result.profile
-    operations = profile["operations"][:_MAX_OPERATIONS]
+    operations = profile["operations"][:5]
+    files = {
+        "page": "profile.md",
+        "figures": "profile.json",
+        "trace": "trace.json.gz",
+        "memory snapshot": "memory_snapshot.pickle",
+    }
     rows = [
         *compute_rows(profile),
         (
             "largest micro-batch",
             f"{profile['largest_micro_batch']:,} sequences by the formula, now {profile['micro_batch']:,}",
         ),
-        *((title, path) for title, name in _PROFILE_FILES.items() if (path := result.directory / name).exists()),
+        *((title, path) for title, name in files.items() if (path := result.directory / name).exists()),
     ]
     lines = [
         f"{describe(profile)}, mean of {profile['steps']:,} steps",

@@ -11,10 +11,6 @@ from tasks.runs.run_record import read_run
 from tasks.runs.run_report import format_figures
 from tasks.runtime.output import Ref, open_output
 
-_DATA_SECTIONS = ("data", "dialogs")  # of the configuration of a run
-_SOURCE_FIELDS = ("train", "valid", "task_train", "task_test")  # of these sections
-_LOCAL_PROTOCOLS = ("file", "local")
-
 
 def training_details(model: RunModel) -> str:
     """Return sections in Markdown: the results of the training, its configuration, and the digests of its data.
@@ -38,9 +34,9 @@ def training_details(model: RunModel) -> str:
 
 
 def _data_tables(config: dict[str, Any]) -> Iterator[str]:
-    sections = [config[name] for name in _DATA_SECTIONS if name in config]
-    for section in sections:
-        public = {name: [*map(_public, value)] if name in _SOURCE_FIELDS else value for name, value in section.items()}
+    sources = ("train", "valid", "task_train", "task_test")
+    for section in (config[name] for name in ("data", "dialogs") if name in config):
+        public = {name: [*map(_public, value)] if name in sources else value for name, value in section.items()}
         yield table(("option", "value"), [(name, code(json.dumps(value))) for name, value in public.items()])
 
 
@@ -62,4 +58,4 @@ def _options(parameters: dict[str, Any], prefix: str = "") -> Iterator[tuple[str
 def _public(source: str) -> str:
     """Return the URL or path of a source without the directories of a local path."""
     protocol, separator, _ = source.partition("://")
-    return source if separator and protocol not in _LOCAL_PROTOCOLS else Path(source).name
+    return source if separator and protocol not in ("file", "local") else Path(source).name

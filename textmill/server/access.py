@@ -19,7 +19,6 @@ from textmill.server.requests import ApiError
 _OPEN_PATHS = frozenset({"/", "/health"})  # the page, which asks for the key itself, and the check of a load balancer
 _LOOPBACK = rb"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]+)?"
 _ARRIVAL_SECONDS = 30.0  # for the headers, and again for the body
-_TIMEOUT_RESPONSE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class AccessControl:
@@ -131,5 +130,5 @@ class RequestTimeout(H11Protocol):
     def _close(self) -> None:
         has_response = self.conn.their_state is h11.SEND_BODY and self.cycle.response_started
         if not has_response and not self.transport.is_closing():
-            self.transport.write(_TIMEOUT_RESPONSE)
+            self.transport.write(b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
         self.transport.close()

@@ -36,14 +36,9 @@ from textmill.server.responses import GenerationResponse
 
 log = logging.getLogger(__name__)
 
-_ENDPOINTS = frozenset({"/", "/health", "/metrics", "/v1/completions", "/v1/chat/completions", "/v1/models"})
 _MAX_BODY_BYTES = 1 << 20
 _MAX_SCORES = 1 << 18  # log-probabilities of a response: about 10 MB; json keeps the other threads waiting meanwhile
-_MAX_WAITING_COMPLETIONS = 256
 _SHUTDOWN_SECONDS = 5  # time for open responses when the server stops
-_OUT_OF_MEMORY = (
-    "The KV cache and the prefix cache do not fit into memory; lower --max_batch_size or --prefix_cache_mb."
-)
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status code; nobody receives it
 
 
@@ -52,7 +47,7 @@ def build_app(
     tokenizer: TextTokenizer,
     name: str,
     max_batch_size: int,
-    max_waiting: int = _MAX_WAITING_COMPLETIONS,
+    max_waiting: int = 256,
     prefix_cache_bytes: int = 0,
     api_key: str | None = None,
     max_requests_per_client: int = 0,
@@ -87,10 +82,16 @@ def build_app(
     app.add_middleware(
         AccessControl, api_key=api_key, max_requests_per_client=max_requests_per_client, is_private=is_private
     )
-    app.add_middleware(CountRequests, metrics=metrics, endpoints=_ENDPOINTS)  # the outer one: it counts refusals too
+    endpoints = frozenset({"/", "/health", "/metrics", "/v1/completions", "/v1/chat/completions", "/v1/models"})
+    app.add_middleware(CountRequests, metrics=metrics, endpoints=endpoints)  # the outer one: it counts refusals too
 
     async def generate(http_request: Request, request_type: type[CompletionRequest] | type[ChatRequest]) -> Response:
-        request = parse_request(request_type, await _read_body(http_request))
+        body = bytearray()
+        async for part in http_request.stream():
+            body += part
+            if len(body) > _MAX_BODY_BYTES:
+                raise ApiError(413, f"The body is longer than {_MAX_BODY_BYTES:,} bytes.")
+        request = parse_request(request_type, bytes(body))
         if request.model is not None:
             _check_model(request.model, name)
         request.model = name
@@ -187,15 +188,6 @@ async def _error_response(_: Request, error: Exception) -> Response:
     return error.response()
 
 
-async def _read_body(request: Request) -> bytes:
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > _MAX_BODY_BYTES:
-            raise ApiError(413, f"The body is longer than {_MAX_BODY_BYTES:,} bytes.")
-    return bytes(body)
-
-
 class _EventStream(StreamingResponse):
     """Streams events, and cancels the generation if the client disconnects."""
 
@@ -212,7 +204,12 @@ class _EventStream(StreamingResponse):
 
 async def _wait_for_response(request: Request, response: GenerationResponse, scheduler: Scheduler) -> Response:
     """Wait for the whole response, and cancel the generation if the client disconnects."""
-    whole, disconnect = asyncio.ensure_future(response.whole()), asyncio.ensure_future(_wait_for_disconnect(request))
+
+    async def wait_for_disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    whole, disconnect = asyncio.ensure_future(response.whole()), asyncio.ensure_future(wait_for_disconnect())
     try:
         await asyncio.wait({whole, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         return whole.result() if whole.done() else Response(status_code=_CLIENT_CLOSED_REQUEST)
@@ -220,11 +217,6 @@ async def _wait_for_response(request: Request, response: GenerationResponse, sch
         whole.cancel()
         disconnect.cancel()
         _cancel(response, scheduler)
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _cancel(response: GenerationResponse, scheduler: Scheduler) -> None:
@@ -258,7 +250,9 @@ def serve(
         model, tokenizer = resolved.load_for_inference(device, quantization)
         # Hashed: it may hold the path of a directory, which is not for clients.
         identity = hashlib.sha256(f"{resolved.identify()} {quantization}".encode()).hexdigest()[:16]
-        with explain_out_of_memory(_OUT_OF_MEMORY):
+        with explain_out_of_memory(
+            "The KV cache and the prefix cache do not fit into memory; lower --max_batch_size or --prefix_cache_mb."
+        ):
             app = build_app(
                 model, tokenizer, "textmill", api_key=api_key, identity=identity, is_private=is_private, **options
             )

@@ -12,7 +12,6 @@ from lm.inference.scheduler import Scheduler
 from textmill.server.responses import Choice
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 
 class ServerMetrics:
@@ -34,7 +33,8 @@ class ServerMetrics:
         first_help = "Seconds from a request to the first token of a completion, with the time in the queue."
         self._first_token_seconds = histogram("time_to_first_token", first_help, _SECONDS)
         token_help = "Mean seconds from one token of a completion to the next."
-        self._token_seconds = histogram("time_per_output_token", token_help, _TOKEN_SECONDS)
+        token_buckets = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+        self._token_seconds = histogram("time_per_output_token", token_help, token_buckets)
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self._cached_tokens = counter("cached_prompt_tokens", "Tokens of prompts that were in the prefix cache.")
         self._completion_tokens = counter("completion_tokens", "Generated tokens.")

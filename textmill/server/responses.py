@@ -17,8 +17,6 @@ from lm.inference.scheduler import SchedulerClosed
 from textmill.server.logprobs import LogprobsWriter, ScoredToken, TokenNames
 from textmill.server.requests import ApiError, ChatRequest, CompletionRequest
 
-_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default; a chat answer may by default fill the context
-
 
 class Update(NamedTuple):
     """New text of a choice, or its end."""
@@ -232,4 +230,4 @@ def _max_tokens(request: CompletionRequest | ChatRequest, prompt_tokens: int, co
         raise ApiError(400, message, "messages" if is_chat else "prompt", "context_length_exceeded", **room)
     if max_tokens is not None:
         return max_tokens
-    return free_tokens if is_chat else min(free_tokens, _DEFAULT_COMPLETION_TOKENS)
+    return free_tokens if is_chat else min(free_tokens, 16)  # OpenAI's default
