@@ -33,7 +33,7 @@ def bounded_field(
     return field(default=default, metadata={name: bound for name, bound in bounds.items() if bound is not None})
 
 
-@dataclass(frozen=True)  # jsonargparse takes a class for a plain section only if all its bases are dataclasses
+@dataclass(frozen=True)  # jsonargparse makes options of the fields only if each base is a dataclass
 class Config:
     """Base of a dataclass of settings, whose constructor checks the fields. ``section``: their prefix in messages."""
 
