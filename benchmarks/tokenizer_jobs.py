@@ -21,7 +21,7 @@ from benchmarks.texts import END
 from benchmarks.vocabularies import QUICKTOK
 from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN, pretokenize
-from lm.tokenizer.formats.gpt2 import read_vocab
+from lm.tokenizer.formats.vocab_merges import read_vocab
 from lm.tokenizer.tokenizer import Tokenizer
 
 GIGATOKEN_FORMS = ("gigatoken", "gigatoken/split")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.text.pretokenize import END_OF_TEXT
-from lm.tokenizer.formats.tiktoken import derive_merges
+from lm.tokenizer.merges import derive_merges
 from lm.tokenizer.tokenizer import Tokenizer
 
 QUICKTOK = {"cl100k": "cl100k_base", "o200k": "o200k_base", "llama3": "llama3", "qwen2": "qwen3"}

@@ -19,7 +19,7 @@ from lm.files.json import read_json
 from lm.model.transformer import TransformerLM, shrink_vocabulary
 from lm.text.patterns import PATTERNS
 from lm.tokenizer.sentencepiece import SentencePieceTokenizer
-from lm.tokenizer.text_ends import find_text_ends
+from lm.tokenizer.text_tokenizer import find_text_ends
 from lm.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from lm.model.rope import rotary_frequencies
 from lm.model.transformer import TransformerLM
 from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import Pattern
-from lm.tokenizer.formats.gpt2 import bytes_to_unicode, format_vocab
-from lm.tokenizer.text_ends import find_text_ends
+from lm.tokenizer.formats.vocab_merges import bytes_to_unicode, format_vocab
+from lm.tokenizer.text_tokenizer import find_text_ends
 from lm.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

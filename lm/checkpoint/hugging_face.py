@@ -35,7 +35,7 @@ from lm.common.errors import UserError, translate_write_errors
 from lm.data.chat_template import END_TOKEN, has_chat_tokens, make_jinja_template
 from lm.files.atomic_dir import atomic_directory, fill_directory
 from lm.model.transformer import TransformerLM
-from lm.tokenizer.text_ends import find_text_ends
+from lm.tokenizer.text_tokenizer import find_text_ends
 from lm.tokenizer.tokenizer import Tokenizer
 
 MODULE_NAMES = {  # ours → Hugging Face's

@@ -19,7 +19,7 @@ from lm.inference.engine import Generation, generate, stream
 from lm.inference.runners.runner import prepare_for_inference
 from lm.model.transformer import TransformerLM, shrink_vocabulary
 from lm.tokenizer.sentencepiece import SentencePieceTokenizer
-from lm.tokenizer.text_ends import BEGIN_AND_END, find_text_ends
+from lm.tokenizer.text_tokenizer import BEGIN_AND_END, find_text_ends
 
 LLAMA_TAGS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
 TAGS_ANSWER = "Error: special tags are not allowed in messages."

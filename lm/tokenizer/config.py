@@ -7,8 +7,8 @@ from lm.common.config import Config, bounded_field
 from lm.common.errors import UserError
 from lm.text.patterns import resolve_pattern
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN, JIEBA, check_special_tokens, compile_pattern
-from lm.tokenizer.formats.gpt2 import GPT2_ALPHABET
 from lm.tokenizer.formats.oniguruma import to_oniguruma
+from lm.tokenizer.formats.vocab_merges import GPT2_ALPHABET
 
 MAX_SIZE = 1 << 24  # of a vocabulary
 

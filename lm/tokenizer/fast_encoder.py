@@ -17,7 +17,7 @@ from lm.text.pretokenize import Pattern
 from lm.text.scanners import scanner_classes, scanner_rules, scanner_subject
 from lm.text.text_windows import WINDOW, not_utf8, text_windows
 from lm.tokenizer.array_cache import TokenizerArrays
-from lm.tokenizer.used_merges import find_used_merges
+from lm.tokenizer.merges import find_used_merges
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from lm.common.errors import UserError
 from lm.common.processes import ChildEnded, ChildProcess, serve_parent
 from lm.text.pretokenize import Pattern, pretokenize, split_special_tokens
 from lm.text.text_windows import WINDOW
-from lm.tokenizer.formats.tokenizer_config import format_config, parse_config
-from lm.tokenizer.parts import TokenizerParts
+from lm.tokenizer.formats.tokenizer_config import TokenizerParts, format_config, parse_config
 
 Result = TypeVar("Result")
 

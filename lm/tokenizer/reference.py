@@ -99,18 +99,3 @@ def apply_merges(
         kept.append(tokens[left])
         left = following[left]
     return kept
-
-
-def last_merge(
-    token: bytes, find_merge: Callable[[tuple[bytes, bytes]], tuple[int, bytes] | None]
-) -> tuple[bytes, bytes] | None:
-    """Return the parts of the merge that makes ``token`` from its bytes; None if the merges do not make it.
-
-    Other merges of the same token never happen: what is merged within a token does not depend on the text around it.
-    """
-
-    def find_inner(pair: tuple[bytes, bytes]) -> tuple[int, bytes] | None:
-        return find_merge(pair) if len(pair[0]) + len(pair[1]) < len(token) else None
-
-    parts = apply_merges([token[i : i + 1] for i in range(len(token))], find_inner)
-    return (parts[0], parts[1]) if len(parts) == 2 and find_merge((parts[0], parts[1])) else None

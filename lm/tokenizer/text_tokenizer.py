@@ -1,10 +1,18 @@
-"""The interface of tokenizers for generation, whatever their algorithm."""
+"""The interface of tokenizers for generation, whatever their algorithm, and the BOS and EOS tokens of a tokenizer."""
 
 from collections.abc import Iterable
 from typing import Protocol
 
 from lm.common.errors import UserError
-from lm.tokenizer.tokenizer import Tokenizer
+from lm.text.pretokenize import END_OF_TEXT
+from lm.tokenizer.tokenizer import LLAMA3_BEGIN, Tokenizer
+
+BEGIN_AND_END = (
+    (END_OF_TEXT, END_OF_TEXT),  # this project's and GPT-2's
+    ("<s>", "</s>"),  # Llama 2's
+    (LLAMA3_BEGIN, "<|end_of_text|>"),  # Llama 3's
+    ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),  # DeepSeek's
+)
 
 
 class TextTokenizer(Protocol):
@@ -42,3 +50,15 @@ def require_byte_level(tokenizer: TextTokenizer, name: str) -> Tokenizer:
         f"{name} has a SentencePiece tokenizer, with which textmill can only generate; use a model that has a "
         "byte-level BPE in a tokenizer.json."
     )
+
+
+def find_text_ends(tokenizer: TextTokenizer) -> tuple[str | None, str | None]:
+    """Return the special tokens that begin and end a text, each None if it is not known.
+
+    A tokenizer with a ``begin_token`` has the end that belongs to it, or else the end-of-text token.
+    """
+    begin, specials = tokenizer.begin_token, tokenizer.special_ids
+    pairs = [pair for pair in BEGIN_AND_END if {*pair} <= specials.keys() and begin in (None, pair[0])]
+    if pairs:
+        return pairs[0]
+    return begin, END_OF_TEXT if END_OF_TEXT in specials else None

@@ -27,8 +27,8 @@ from lm.tokenizer.added_tokens import AddedToken, is_found_anywhere, split_and_n
 from lm.tokenizer.array_cache import TokenizerArrays
 from lm.tokenizer.config import MAX_SIZE
 from lm.tokenizer.fast_encoder import FastEncoder
-from lm.tokenizer.formats import gpt2, hugging_face, tiktoken, tokenizer_config, vocab_text
-from lm.tokenizer.parts import TokenizerParts
+from lm.tokenizer.formats import tiktoken, tokenizer_config, tokenizer_json, vocab_merges
+from lm.tokenizer.formats.tokenizer_config import TokenizerParts
 from lm.tokenizer.pattern_process import PatternProcesses, encode_job, map_pieces
 from lm.tokenizer.plain_pieces import PlainPieces
 from lm.tokenizer.reference import ReferenceEncoder
@@ -147,8 +147,8 @@ class Tokenizer:
         vocab_path, merges_path, specials = Path(vocab_path), Path(merges_path), list(special_tokens or ())
 
         def read() -> TokenizerParts:
-            vocab = gpt2.read_vocab(vocab_path, specials)
-            parts = TokenizerParts(vocab, gpt2.read_merges(merges_path), specials, resolve_patterns(pattern))
+            vocab = vocab_merges.read_vocab(vocab_path, specials)
+            parts = TokenizerParts(vocab, vocab_merges.read_merges(merges_path), specials, resolve_patterns(pattern))
             return parts._replace(character_tables=PUBLISHED_TABLES)
 
         return cls._read(read, [vocab_path, merges_path], "gpt2", specials, pattern)
@@ -162,7 +162,9 @@ class Tokenizer:
         def read() -> TokenizerParts:
             parts = tokenizer_config.read_config(config)
             contents = [*parts.special_tokens, *(token.content for token in parts.added_tokens)]
-            return parts._replace(vocab=gpt2.read_vocab(vocab, contents), merges=gpt2.read_merges(merges))
+            return parts._replace(
+                vocab=vocab_merges.read_vocab(vocab, contents), merges=vocab_merges.read_merges(merges)
+            )
 
         return cls._read(read, [config, vocab, merges], "textmill")
 
@@ -171,13 +173,13 @@ class Tokenizer:
         express), vocab.txt (readable) and tokenizer_config.json (the other options)."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        gpt2.write_vocab(directory / "vocab.json", self.vocab, self._added_ids)
-        gpt2.write_merges(directory / "merges.txt", self.merges)
+        vocab_merges.write_vocab(directory / "vocab.json", self.vocab, self._added_ids)
+        vocab_merges.write_merges(directory / "merges.txt", self.merges)
         if JIEBA not in ((self.pattern,) if isinstance(self.pattern, str) else self.pattern):
             self.save_tokenizer_json(directory / "tokenizer.json")
         else:
             (directory / "tokenizer.json").unlink(missing_ok=True)  # of an earlier tokenizer
-        vocab_text.write_vocab_text(directory / "vocab.txt", self.vocab, self.merges)
+        vocab_merges.write_vocab_text(directory / "vocab.txt", self.vocab, self.merges)
         tokenizer_config.write_config(directory / "tokenizer_config.json", self.parts)
 
     @classmethod
@@ -202,9 +204,9 @@ class Tokenizer:
         """Read Hugging Face's tokenizer.json of a byte-level BPE. Raises UserError, by name, for what is not
         supported."""
         path, ignored = Path(path), list[str]()
-        read = partial(hugging_face.read_tokenizer_json, path, ignored)
+        read = partial(tokenizer_json.read_tokenizer_json, path, ignored)
         tokenizer = cls._read(read, [path], "hugging_face", ignored=ignored)
-        hugging_face.warn_of_ignored(path, ignored)
+        tokenizer_json.warn_of_ignored(path, ignored)
         return tokenizer
 
     def save_tiktoken(self, path: str | Path) -> None:
@@ -219,7 +221,7 @@ class Tokenizer:
 
     def save_tokenizer_json(self, path: str | Path) -> None:
         """Write Hugging Face's tokenizer.json. Raises UserError for jieba and for two tokens of the same text."""
-        hugging_face.write_tokenizer_json(Path(path), self.parts)
+        tokenizer_json.write_tokenizer_json(Path(path), self.parts)
 
     @property
     def parts(self) -> TokenizerParts:

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from lm.text.patterns import PATTERNS
-from lm.tokenizer.formats.hugging_face import make_tokenizer_json
+from lm.tokenizer.formats.tokenizer_json import make_tokenizer_json
 from tests.helpers.tokenizers import make_tokenizer
 
 GPT4O = (

@@ -12,7 +12,7 @@ from lm.text.character_tables import PUBLISHED_TABLES
 from lm.text.demo_corpus import demo_stories
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN
 from lm.tokenizer.bpe import train_merges
-from lm.tokenizer.parts import TokenizerParts
+from lm.tokenizer.formats.tokenizer_config import TokenizerParts
 from lm.tokenizer.pretoken_counts import count_pretokens
 from lm.tokenizer.tokenizer import Tokenizer
 

@@ -1,11 +1,11 @@
 """tiktoken's rank files: a Base64 token and its rank per line."""
 
 import binascii
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lm.common.errors import UserError
-from lm.tokenizer.reference import last_merge
+from lm.tokenizer.merges import derive_merges
 
 
 def write_tiktoken(
@@ -66,17 +66,6 @@ def read_tiktoken(path: Path) -> tuple[dict[int, bytes], list[tuple[bytes, bytes
     check_all_bytes(path, vocab)
     merges = derive_merges(vocab)
     return vocab, merges, len(merges) < sum(len(token) > 1 for token in vocab.values())
-
-
-def derive_merges(vocab: Mapping[int, bytes]) -> list[tuple[bytes, bytes]]:
-    """Return the merges that follow from ranks, in their order."""
-    ranks = {token: rank for rank, token in sorted(vocab.items()) if len(token) > 1}
-
-    def find_merge(pair: tuple[bytes, bytes]) -> tuple[int, bytes] | None:
-        token = pair[0] + pair[1]
-        return (ranks[token], token) if token in ranks else None
-
-    return [merge for token in ranks if (merge := last_merge(token, find_merge))]
 
 
 def check_all_bytes(path: Path, vocab: dict[int, bytes]) -> None:

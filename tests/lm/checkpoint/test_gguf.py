@@ -16,7 +16,7 @@ from lm.model.transformer import TransformerLM
 from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.added_tokens import AddedToken
-from lm.tokenizer.formats.gpt2 import unicode_to_bytes
+from lm.tokenizer.formats.vocab_merges import unicode_to_bytes
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.full_disk import full_disk
 from tests.helpers.tokenizers import CUSTOM_PATTERN, bytes_tokenizer, make_tokenizer

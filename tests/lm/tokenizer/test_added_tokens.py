@@ -15,7 +15,7 @@ from lm.common.errors import UserError
 from lm.text.normalize import NORMALIZERS
 from lm.text.patterns import PATTERNS
 from lm.tokenizer.added_tokens import AddedToken, split_added_tokens
-from lm.tokenizer.parts import TokenizerParts
+from lm.tokenizer.formats.tokenizer_config import TokenizerParts
 from lm.tokenizer.stream import encode_files
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.examples import examples

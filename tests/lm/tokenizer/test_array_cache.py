@@ -17,7 +17,7 @@ from lm.tokenizer import array_cache
 from lm.tokenizer import tokenizer as module
 from lm.tokenizer.added_tokens import AddedToken
 from lm.tokenizer.array_cache import make_arrays
-from lm.tokenizer.formats import gpt2, tiktoken, tokenizer_config
+from lm.tokenizer.formats import tiktoken, tokenizer_config, vocab_merges
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.examples import examples
 from tests.helpers.families import family_json
@@ -86,7 +86,7 @@ def test_gpt2(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     files = shared_data / "gpt2_vocab.json", shared_data / "gpt2_merges.txt"
     Tokenizer.from_files(*files)
-    monkeypatch.setattr(gpt2, "read_vocab", None)  # is not called
+    monkeypatch.setattr(vocab_merges, "read_vocab", None)  # is not called
     assert Tokenizer.from_files(*files).encode("a café") == [64, 40304]
 
 
@@ -119,7 +119,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
 
 def test_files_that_change_while_they_are_read_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tokenizer().save(tmp_path / "tokenizer")
-    read_merges = gpt2.read_merges
+    read_merges = vocab_merges.read_merges
 
     def read_and_replace(path: Path) -> list[tuple[bytes, bytes]]:
         merges = read_merges(path)
@@ -127,7 +127,7 @@ def test_files_that_change_while_they_are_read_are_not_kept(tmp_path: Path, monk
         return merges
 
     with monkeypatch.context() as patched:
-        patched.setattr(gpt2, "read_merges", read_and_replace)
+        patched.setattr(vocab_merges, "read_merges", read_and_replace)
         Tokenizer.load(tmp_path / "tokenizer")
     make_tokenizer().save(tmp_path / "tokenizer")
     read_twice(lambda: Tokenizer.load(tmp_path / "tokenizer"))

@@ -62,7 +62,7 @@ def test_hugging_face_encodes_added_special_tokens_the_same(tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def tiktoken_gpt2(shared_data: Path) -> Any:
-    """tiktoken's GPT-2 encoder, made without ``lm.tokenizer.formats.gpt2``."""
+    """tiktoken's GPT-2 encoder, made without ``lm.tokenizer.formats.vocab_merges``."""
     tiktoken = pytest.importorskip("tiktoken", reason="tiktoken is not installed")
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -12,9 +12,9 @@ from lm.common.errors import UserError
 from lm.text.patterns import PATTERNS, resolve_patterns
 from lm.text.pretokenize import Pattern, pretokenize
 from lm.tokenizer.config import TokenizerConfig
-from lm.tokenizer.formats.gpt2 import unicode_to_bytes
 from lm.tokenizer.formats.oniguruma import FOLDS, from_oniguruma, to_oniguruma
-from lm.tokenizer.formats.pre_tokenizer import format_pre_tokenizer, parse_pre_tokenizer
+from lm.tokenizer.formats.tokenizer_json import format_pre_tokenizer, parse_pre_tokenizer
+from lm.tokenizer.formats.vocab_merges import unicode_to_bytes
 from tests.helpers.examples import examples
 from tests.helpers.families import DEEPSEEK3, GPT4O
 from tests.helpers.tokenizers import CUSTOM_PATTERN, stable_text

@@ -7,7 +7,7 @@ import pytest
 
 from lm.common.errors import UserError
 from lm.text.pretokenize import END_OF_TEXT
-from lm.tokenizer.formats.gpt2 import bytes_to_unicode, read_merges, read_vocab, unicode_to_bytes
+from lm.tokenizer.formats.vocab_merges import bytes_to_unicode, read_merges, read_vocab, unicode_to_bytes
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.tokenizers import SPECIALS, bytes_tokenizer
 

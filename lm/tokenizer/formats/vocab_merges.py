@@ -1,4 +1,4 @@
-"""GPT-2's tokenizer files, vocab.json and merges.txt."""
+"""GPT-2's tokenizer files, vocab.json and merges.txt, and a readable vocab.txt."""
 
 import codecs
 import json
@@ -120,3 +120,18 @@ def write_merges(path: Path, merges: Iterable[tuple[bytes, bytes]]) -> None:
     """Write GPT-2's merges.txt without a ``#version`` line."""
     lines = (f"{bytes_to_unicode(left)} {bytes_to_unicode(right)}\n" for left, right in merges)
     path.write_text("".join(lines), encoding="utf-8")
+
+
+def write_vocab_text(path: Path, vocab: dict[int, bytes], merges: Iterable[tuple[bytes, bytes]]) -> None:
+    """Write a readable vocabulary with one line per token: its id, its Python string literal, and the two parts from
+    which it was merged."""
+    parts = {left + right: (left, right) for left, right in merges}
+    with path.open("w", encoding="utf-8") as file:
+        for token_id, token in sorted(vocab.items()):
+            left, right = parts.get(token, (b"", b""))
+            origin = f"  = {_format_token(left)} + {_format_token(right)}" if left else ""
+            file.write(f"{token_id:>6}  {_format_token(token)}{origin}\n")
+
+
+def _format_token(token: bytes) -> str:
+    return repr(token.decode("utf-8", "backslashreplace"))

@@ -3,7 +3,7 @@
 import pytest
 
 from lm.text.pretokenize import END_OF_TEXT
-from lm.tokenizer.text_ends import find_text_ends
+from lm.tokenizer.text_tokenizer import find_text_ends
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.tokenizers import bytes_tokenizer
 

@@ -2,26 +2,33 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import regex
 
 from lm.common.errors import UserError
 from lm.files.json import read_json
 from lm.text.character_tables import PUBLISHED_TABLES
 from lm.text.normalize import NORMALIZERS
-from lm.text.pretokenize import Pattern
+from lm.text.patterns import DEEPSEEK_SPLITS, PATTERNS
+from lm.text.pretokenize import GPT2_PATTERN, JIEBA, Pattern, compile_pattern
 from lm.tokenizer.added_tokens import AddedToken
-from lm.tokenizer.formats.gpt2 import bytes_to_unicode, format_vocab, parse_merges, parse_vocab
-from lm.tokenizer.formats.pre_tokenizer import BYTE_LEVEL, format_pre_tokenizer, parse_pre_tokenizer
+from lm.tokenizer.formats.oniguruma import from_oniguruma, to_oniguruma
 from lm.tokenizer.formats.tiktoken import check_all_bytes
-from lm.tokenizer.formats.tokenizer_config import FLAGS, parse_added_token
-from lm.tokenizer.parts import TokenizerParts
+from lm.tokenizer.formats.tokenizer_config import FLAGS, TokenizerParts, parse_added_token
+from lm.tokenizer.formats.vocab_merges import bytes_to_unicode, format_vocab, parse_merges, parse_vocab
 
 log = logging.getLogger(__name__)
 
 _AROUND_TEXT = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")  # post-processors that add tokens
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+_PUNCTUATION = r"[\p{P}$+<=>^`|~]"  # of Unicode and of ASCII
+# A pattern that is several in Hugging Face's library. The tokenizer makes one pattern of them again.
+_SPLITS: dict[Pattern, tuple[str, ...]] = {PATTERNS["deepseek"]: DEEPSEEK_SPLITS}
+_KNOWN = {to_oniguruma(pattern): pattern for pattern in PATTERNS.values()}
 
 
 def write_tokenizer_json(path: Path, parts: TokenizerParts) -> None:
@@ -47,7 +54,7 @@ def make_tokenizer_json(parts: TokenizerParts) -> dict[str, Any]:
         "normalizer": {"type": parts.normalizer} if parts.normalizer else None,
         "pre_tokenizer": format_pre_tokenizer(parts.pattern),
         "post_processor": _format_begin(parts.begin_token, added_ids) if parts.begin_token else None,
-        "decoder": {**BYTE_LEVEL, "use_regex": True},
+        "decoder": {**_BYTE_LEVEL, "use_regex": True},
         "model": {
             "type": "BPE",
             **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
@@ -199,3 +206,67 @@ def _list_steps(content: dict[str, Any], component: str) -> list[dict[str, Any]]
     step = content.get(component) or {"type": "Sequence"}
     parts = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors"}[component]
     return step.get(parts, []) if step["type"] == "Sequence" else [step]
+
+
+def format_pre_tokenizer(pattern: Pattern) -> dict[str, Any]:
+    """Return the pre_tokenizer that splits like ``pattern``. Raises UserError if it is jieba."""
+    texts = _SPLITS.get(pattern) or ((pattern,) if isinstance(pattern, str) else pattern)
+    if JIEBA in texts:
+        raise UserError("tokenizer.pattern jieba cannot be exported: Hugging Face's tokenizer.json cannot express it.")
+    if pattern == GPT2_PATTERN:
+        return {**_BYTE_LEVEL, "use_regex": True}
+    splits = [
+        {"type": "Split", "pattern": {"Regex": to_oniguruma(text)}, "behavior": "Isolated", "invert": False}
+        for text in texts
+    ]
+    return {"type": "Sequence", "pretokenizers": [*splits, {**_BYTE_LEVEL, "use_regex": False}]}
+
+
+def parse_pre_tokenizer(steps: Iterable[dict[str, Any]]) -> Pattern:
+    """Return the pattern that splits like the ``steps`` of a pre_tokenizer.
+
+    Raises UserError, by name, for a step that is not supported, and if the last is not ByteLevel.
+    """
+    patterns: list[str] = []
+    is_byte_level = False
+    for step in steps:
+        if is_byte_level:
+            raise _not_supported(f"the pre_tokenizer {step['type']!r} after ByteLevel")
+        if step.get("add_prefix_space"):
+            raise _not_supported("add_prefix_space in the pre_tokenizer")
+        is_byte_level = step["type"] == "ByteLevel"
+        patterns += _find_patterns(step)
+    if not is_byte_level:
+        raise _not_supported("a pre_tokenizer without ByteLevel")
+    for pattern in patterns:
+        compile_pattern(pattern)
+    return tuple(patterns) if len(patterns) != 1 else patterns[0]
+
+
+def _find_patterns(step: dict[str, Any]) -> list[str]:
+    """Return the pattern of a step, or no pattern if it does not split."""
+    match step:
+        case {"type": "ByteLevel"}:
+            return [GPT2_PATTERN] if step.get("use_regex", True) else []
+        case {"type": "Digits"}:
+            return [r"\p{N}" if step.get("individual_digits") else r"\p{N}+"]
+        case {"type": "Punctuation"} if (behavior := step.get("behavior", "Isolated")) in ("Isolated", "Contiguous"):
+            return [_PUNCTUATION if behavior == "Isolated" else f"{_PUNCTUATION}+"]
+        case {"type": "Split", "pattern": {"String": str(text)}, "behavior": "Isolated"}:
+            return [_group_word(regex.escape(text))]
+        case {"type": "Split", "pattern": {"Regex": str(text)}, "behavior": "Isolated"}:
+            return [_KNOWN[text] if text in _KNOWN else _group_word(from_oniguruma(text))]
+        # All that does not match is removed. The known patterns match any text, so that nothing is.
+        case {"type": "Split", "pattern": {"Regex": str(text)}, "behavior": "Removed", "invert": True}:
+            if text in _KNOWN:
+                return [_KNOWN[text]]
+    raise _not_supported(f"the pre_tokenizer {step}")
+
+
+def _group_word(pattern: str) -> str:
+    """Return a pattern that is not taken for the name of a pattern."""
+    return f"(?:{pattern})" if regex.fullmatch(r"[\w-]+", pattern) else pattern
+
+
+def _not_supported(feature: str) -> UserError:
+    return UserError(f"{feature} is not supported; use a tokenizer of byte-level BPE without it.")

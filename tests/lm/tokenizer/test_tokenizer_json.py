@@ -15,7 +15,7 @@ from lm.common.errors import UserError
 from lm.text.demo_corpus import demo_stories
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN
 from lm.tokenizer.added_tokens import AddedToken
-from lm.tokenizer.formats.hugging_face import make_tokenizer_json, read_tokenizer_json
+from lm.tokenizer.formats.tokenizer_json import make_tokenizer_json, read_tokenizer_json
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.examples import examples
 from tests.helpers.tokenizers import CUSTOM_PATTERN, bytes_tokenizer, make_tokenizer, published_parts, stable_text

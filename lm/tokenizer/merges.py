@@ -1,0 +1,54 @@
+"""Merges of a vocabulary: which of them can happen, and those that follow from the ranks of tokens."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from lm.kernels.jit import Int32s
+from lm.tokenizer.reference import apply_merges
+
+
+def find_used_merges(merges: Sequence[tuple[bytes, bytes]]) -> Int32s:
+    """Return the ranks of the merges that can happen, ascending. A merge that is alone to make its token is kept.
+
+    The tokenizer.json of Llama 3 has twice as many merges as tokens, because it was converted from ranks of tokens: it
+    has one merge for each way to split a token into two tokens.
+    """
+    ranks_of: dict[bytes, list[int]] = defaultdict(list)
+    for rank, (left, right) in enumerate(merges):
+        ranks_of[left + right].append(rank)
+    if len(ranks_of) == len(merges):
+        return np.arange(len(merges), dtype=np.int32)
+    first_rank = {merge: rank for rank, merge in reversed([*enumerate(merges)])}
+    used = []
+    for token, ranks in ranks_of.items():
+        if len(ranks) == 1:
+            used += ranks
+        elif merge := _find_last_merge(token, first_rank.get):
+            used.append(first_rank[merge])
+    return np.array(sorted(used), np.int32)
+
+
+def derive_merges(vocab: Mapping[int, bytes]) -> list[tuple[bytes, bytes]]:
+    """Return the merges that follow from ranks, in their order."""
+    ranks = {token: rank for rank, token in sorted(vocab.items()) if len(token) > 1}
+    merges = (_find_last_merge(token, lambda pair: ranks.get(pair[0] + pair[1])) for token in ranks)
+    return [merge for merge in merges if merge]
+
+
+def _find_last_merge(
+    token: bytes, find_rank: Callable[[tuple[bytes, bytes]], int | None]
+) -> tuple[bytes, bytes] | None:
+    """Return the parts of the merge that makes ``token`` from its bytes; None if the merges do not make it.
+
+    Other merges of the same token never happen: what is merged within a token does not depend on the text around it.
+    """
+
+    def find_inner(pair: tuple[bytes, bytes]) -> tuple[int, bytes] | None:
+        merged = pair[0] + pair[1]
+        rank = find_rank(pair) if len(merged) < len(token) else None
+        return None if rank is None else (rank, merged)
+
+    parts = apply_merges([token[i : i + 1] for i in range(len(token))], find_inner)
+    return (parts[0], parts[1]) if len(parts) == 2 and find_rank((parts[0], parts[1])) is not None else None
