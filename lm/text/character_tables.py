@@ -11,15 +11,30 @@ from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import regex
 
 from lm.common.errors import UserError
-from lm.kernels.bpe.classes import CONTROL, DIGIT, LOWER, MARK, OTHER, UNCASED, UPPER, WHITESPACE
+from lm.kernels.bpe.scanners.character_classes import (
+    CJK,
+    CONTROL,
+    DIGIT,
+    LOWER,
+    MARK,
+    OTHER,
+    UNCASED,
+    UPPER,
+    WHITESPACE,
+)
+from lm.text.patterns import CJK as CJK_RANGES
 from lm.text.patterns import has_compiled_scanner, resolve_patterns
 from lm.text.pretokenize import Pattern, pretokenize
+
+if TYPE_CHECKING:
+    from lm.kernels.bpe.scanners.registry import Scanner
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +84,15 @@ def unpack_tables(tables: str) -> npt.NDArray[np.uint8]:
         raise ValueError("has malformed character_tables")
     classes = np.repeat(np.array([_BY_LETTER[letter] for letter, _ in runs], np.uint8), lengths)
     classes.flags.writeable = False
+    return classes
+
+
+@lru_cache(maxsize=8)
+def scanner_classes(scanner: "Scanner", tables: str) -> npt.NDArray[np.uint8]:
+    """Return the class of each code point that a scanner distinguishes, uint8 (0x110000,), by ``tables``."""
+    classes: npt.NDArray[np.uint8] = np.array(scanner.classes, np.uint8)[unpack_tables(tables)]
+    for first, last in zip(CJK_RANGES[::3], CJK_RANGES[2::3], strict=True) if scanner.has_cjk else ():
+        classes[ord(first) : ord(last) + 1] |= CJK
     return classes
 
 

@@ -1,10 +1,14 @@
 """The pretoken patterns of well-known tokenizers, by name."""
 
+import logging
 import re
 from collections.abc import Sequence
+from functools import cache
 
 from lm.common.errors import UserError, did_you_mean
 from lm.text.pretokenize import GPT2_PATTERN, JIEBA, Pattern
+
+log = logging.getLogger(__name__)
 
 _LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -35,7 +39,7 @@ _DEEPSEEK_PATTERN = (
     rf"|(?:{_IS_CJK}\p{{C}}(?!{_IS_CJK}{_LETTER}))+|(?:(?![\s{CJK}])\p{{C}}(?!{_IS_OTHER}{_LETTER}))+"
 )
 
-# With compiled scanners; see :mod:`lm.text.scanners`.
+# With compiled scanners; see :mod:`lm.kernels.bpe.scanners.registry`.
 PATTERNS = {
     "gpt2": GPT2_PATTERN,
     "cl100k": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
@@ -45,11 +49,24 @@ PATTERNS = {
     "o200k": _O200K_PATTERN,  # also that of gpt-oss
     "deepseek": _DEEPSEEK_PATTERN,
 }
+PATTERN_NAMES: dict[Pattern, str] = {pattern: name for name, pattern in PATTERNS.items()}
 
 
 def has_compiled_scanner(pattern: Pattern) -> bool:
     """Return whether the kernels find the pretokens of a resolved pattern."""
-    return pattern in PATTERNS.values()
+    return pattern in PATTERN_NAMES
+
+
+@cache
+def warn_of_slow_pattern(pattern: Pattern) -> None:
+    """Log, once in a process, that a pattern has no compiled scanner, if it has none."""
+    if not has_compiled_scanner(pattern):
+        log.warning(
+            "The pretoken pattern %r has no compiled scanner; the regex module finds the pretokens, fifty times "
+            "slower, in a process for each thread. Patterns with a compiled scanner: %s.",
+            pattern,
+            ", ".join(PATTERNS),
+        )
 
 
 def resolve_pattern(pattern: str) -> str:

@@ -12,9 +12,11 @@ from lm.kernels.bpe.merge import EncoderState, make_queue
 from lm.kernels.bpe.merge_table import MAX_MERGES, MergeTable, make_merge_table
 from lm.kernels.bpe.pretoken_table import Table, grow_table, make_table, make_token_table, make_workspace
 from lm.kernels.bpe.pretokens import SCAN_BYTES, Specials, new_cursor
+from lm.kernels.bpe.scanners.registry import SCANNERS
 from lm.kernels.jit import INVALID_UTF8, TABLE_FULL, WORKSPACE_FULL, Bytes, Int32s, Int64s, log_compilation
+from lm.text.character_tables import scanner_classes
+from lm.text.patterns import PATTERN_NAMES
 from lm.text.pretokenize import Pattern
-from lm.text.scanners import scanner_classes, scanner_rules, scanner_subject
 from lm.text.text_windows import WINDOW, not_utf8, text_windows
 from lm.tokenizer.array_cache import TokenizerArrays
 from lm.tokenizer.merges import find_used_merges
@@ -42,9 +44,9 @@ class FastEncoder:
     ) -> None:
         self.dtype = dtype
         self.used_merges = used_merges
-        self._rules = scanner_rules(pattern)
-        self._classes = scanner_classes(self._rules, tables)
-        self._subject = f"encoding {dtype.name}{scanner_subject(self._rules)}"
+        scanner = SCANNERS[PATTERN_NAMES[pattern]]
+        self._rules, self._classes = scanner.rules, scanner_classes(scanner, tables)
+        self._kernel_name = f"encoding {dtype.name}{scanner.kernel_suffix}"
         self._merge_table = merge_table
         self._whole_tokens = whole_tokens
         self._max_slots = _MAX_CACHE_SLOTS
@@ -165,7 +167,7 @@ class FastEncoder:
                 while status:
                     if len(out) < end + 8:
                         out = np.empty(max(2 * end, window) + 8, self.dtype)
-                    with log_compilation(self._subject):
+                    with log_compilation(self._kernel_name):
                         text = buffer, end, final, cursor, self._classes, self._rules, specials
                         count, status = encode(state, *text, self._max_slots, out)
                     if count > _MAX_COPIED_IDS:

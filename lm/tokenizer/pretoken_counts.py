@@ -25,11 +25,12 @@ from lm.hardware.cpu import available_cpus
 from lm.kernels.bpe import count as kernel
 from lm.kernels.bpe.pretoken_table import SLOT_WORDS, Table, grow_arena, grow_table, make_table, make_workspace
 from lm.kernels.bpe.pretokens import SCAN_BYTES, new_cursor, pack_specials
+from lm.kernels.bpe.scanners.registry import SCANNERS
 from lm.kernels.jit import ARENA_FULL, INVALID_UTF8, WORKSPACE_FULL, log_compilation
+from lm.text.character_tables import installed_tables, scanner_classes
 from lm.text.chunks import FilePart, split_files
-from lm.text.patterns import has_compiled_scanner, resolve_pattern
+from lm.text.patterns import PATTERN_NAMES, has_compiled_scanner, resolve_pattern, warn_of_slow_pattern
 from lm.text.pretokenize import GPT2_PATTERN, Pattern, split_at_safe_cuts
-from lm.text.scanners import scanner_classes, scanner_rules, scanner_subject, warn_of_slow_pattern
 from lm.text.text_windows import WINDOW, not_utf8, text_windows
 from lm.text.utf8 import decode_utf8_blocks
 from lm.tokenizer.pattern_process import PatternProcesses, count_job, count_pieces, map_pieces
@@ -58,13 +59,15 @@ def count_pretokens(
         warn_of_slow_pattern(pattern)
         yield from _count_custom_pattern(texts, special_tokens, pattern, memory_bytes)
         return
-    specials, rules = pack_specials([(token.encode(), 0) for token in special_tokens]), scanner_rules(pattern)
+    scanner = SCANNERS[PATTERN_NAMES[pattern]]
+    classes = scanner_classes(scanner, installed_tables())
+    specials = pack_specials([(token.encode(), 0) for token in special_tokens])
     work, cursor, table = make_workspace(SCAN_BYTES), new_cursor(), make_table(1 << 16, 1 << 20)
     for blocks in texts:
         for buffer, end, final in text_windows(blocks, cursor):
             while True:
-                with log_compilation(f"counting{scanner_subject(rules)}"):
-                    text = buffer, end, final, cursor, scanner_classes(rules), rules, specials
+                with log_compilation(f"counting{scanner.kernel_suffix}"):
+                    text = buffer, end, final, cursor, classes, scanner.rules, specials
                     status = kernel.count_pretokens(*text, table, work)
                 if not status:
                     break

@@ -17,9 +17,8 @@ from lm.common.errors import UserError
 from lm.kernels.bpe.pretokens import Specials, pack_specials
 from lm.text.character_tables import PUBLISHED_TABLES, installed_tables, warn_of_other_tables
 from lm.text.normalize import check_normalizer
-from lm.text.patterns import has_compiled_scanner, resolve_patterns
+from lm.text.patterns import has_compiled_scanner, resolve_patterns, warn_of_slow_pattern
 from lm.text.pretokenize import GPT2_PATTERN, JIEBA, check_special_tokens, split_at_safe_cuts
-from lm.text.scanners import warn_of_slow_pattern
 from lm.text.text_windows import WINDOW
 from lm.text.utf8 import decode_utf8_blocks, encode_utf8, encode_utf8_blocks
 from lm.tokenizer import array_cache

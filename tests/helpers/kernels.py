@@ -5,12 +5,12 @@ from itertools import accumulate
 import numpy as np
 from hypothesis import strategies as st
 
-from lm.kernels.bpe import scan
-from lm.kernels.bpe.scan import Rules
+from lm.kernels.bpe.scanners import registry
+from lm.kernels.bpe.scanners.registry import SCANNERS, Rules
 from lm.kernels.jit import INVALID_UTF8, Bytes, Int32s, kernel
-from lm.text.patterns import PATTERNS
+from lm.text.character_tables import installed_tables, scanner_classes
+from lm.text.patterns import PATTERN_NAMES, PATTERNS
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN, pretokenize
-from lm.text.scanners import scanner_classes, scanner_rules
 
 patterns = st.sampled_from(list(PATTERNS.values()))
 LETTERS = ["a", "s", "ll", "é", "日", "𝒳", "ª", "ſ", "A", "É", "ǅ"]
@@ -66,7 +66,7 @@ damaged_texts = _damage() | st.binary(max_size=200)  # UTF-8 with bytes changed,
 
 @kernel
 def _find_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, rules: Rules, starts: Int32s) -> int:
-    return scan.find_starts(buffer, begin, end, classes, rules, starts)
+    return registry.find_starts(buffer, begin, end, classes, rules, starts)
 
 
 def find_starts(data: bytes, before: bytes = b"", after: bytes = b"\0", pattern: str = GPT2_PATTERN) -> list[int] | int:
@@ -76,8 +76,9 @@ def find_starts(data: bytes, before: bytes = b"", after: bytes = b"\0", pattern:
     """
     buffer = np.frombuffer(before + data + (after * 128)[:128], np.uint8).copy()
     starts = np.empty(len(data) + 64, np.int32)
-    rules = scanner_rules(pattern)
-    n = int(_find_starts(buffer, len(before), len(before) + len(data), scanner_classes(rules), rules, starts))
+    scanner = SCANNERS[PATTERN_NAMES[pattern]]
+    classes = scanner_classes(scanner, installed_tables())
+    n = int(_find_starts(buffer, len(before), len(before) + len(data), classes, scanner.rules, starts))
     return (starts[:n] - len(before)).tolist() if n >= 0 else INVALID_UTF8 - n - len(before)
 
 

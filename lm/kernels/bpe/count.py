@@ -25,7 +25,7 @@ from lm.kernels.bpe.pretoken_table import (
     set_slot,
 )
 from lm.kernels.bpe.pretokens import NEEDS_MORE_TEXT, NO_SPECIAL, Specials, next_pretokens
-from lm.kernels.bpe.scan import Rules
+from lm.kernels.bpe.scanners.registry import Rules
 from lm.kernels.jit import ARENA_FULL, OK, TABLE_FULL, Bytes, Int32s, Int64s, Records, helper, kernel
 from lm.kernels.simd import read, store64, write
 

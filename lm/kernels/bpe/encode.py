@@ -29,7 +29,7 @@ from lm.kernels.bpe.pretoken_table import (
     set_slot,
 )
 from lm.kernels.bpe.pretokens import NEEDS_MORE_TEXT, Specials, next_pretokens
-from lm.kernels.bpe.scan import Rules
+from lm.kernels.bpe.scanners.registry import Rules
 from lm.kernels.jit import OK, TABLE_FULL, Bytes, Ids, Int, Int64s, Records, UInt64s, helper, inlined, kernel
 from lm.kernels.simd import load64, noinline, prefetch, read, store64, write
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lm.kernels.bpe.pretoken_starts import STARTS_PADDING
+from lm.kernels.bpe.scanners.bit_masks import STARTS_PADDING
 from lm.kernels.jit import Bytes, Int, Int32s, Int64s, Records, UInt64s, Word, helper, inlined, kernel
 from lm.kernels.simd import first_bit, fold_product, load64, prefetch, read, write
 

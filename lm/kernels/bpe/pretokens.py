@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lm.kernels.bpe.pretoken_starts import STARTS_PADDING
-from lm.kernels.bpe.scan import Rules, find_starts, may_join
+from lm.kernels.bpe.scanners.bit_masks import STARTS_PADDING
+from lm.kernels.bpe.scanners.registry import Rules, find_starts, may_join
 from lm.kernels.jit import WORKSPACE_FULL, Bytes, Int, Int32s, Int64s, Record, Records, helper, inlined
 from lm.kernels.simd import first_bit, in_range, read
 
@@ -184,8 +184,8 @@ def next_pretokens(
     ``rules`` choose the scanner by their type; the code of the others is not compiled.
 
     Returns (n, index). Pretoken i of n is ``buffer[starts[i]:starts[i + 1]]``; n below 0 is a status. ``index`` is the
-    special token after the pretokens, NO_SPECIAL, or NEEDS_MORE_TEXT if the buffer has nothing more that is certain.
-    ``is_final``: no text follows the buffer.
+    special token after the pretokens, NO_SPECIAL, or NEEDS_MORE_TEXT if the rest of the buffer could change with the
+    text that follows. ``is_final``: no text follows the buffer.
     """
     position = cursor.position
     if cursor.special_start < position:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.kernels.bpe.pretoken_starts import low_bits
+from lm.kernels.bpe.scanners.bit_masks import low_bits
 from lm.text.patterns import PATTERNS
 from tests.helpers.examples import examples
 from tests.helpers.kernels import PIECES, damaged_texts, expected_starts, find_starts, hard_texts, patterns

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.kernels.bpe.pretoken_starts import write_starts_by_bit
+from lm.kernels.bpe.scanners.bit_masks import write_starts_by_bit
 from lm.kernels.jit import Int32s, kernel
 from lm.kernels.simd import bit_count, store_places
 

@@ -15,86 +15,45 @@ bytes of a character have the same bit. The carries hold the last bits of the ma
 - **Others** (alternative 4: the characters of no other mask). A run starts a pretoken, unless the space before it does.
   It takes the line breaks after it, and line breaks and slashes after those (``taken``). A mark after others belongs
   to them, except after a single other character that may be a prefix: then the mark is the first letter of a word.
-- **Whitespace** (alternatives 5 to 7) is divided as in GPT-4's pattern; see :mod:`lm.kernels.bpe.cl100k_starts`.
+- **Whitespace** (alternatives 5 to 7) is divided as in GPT-4's pattern; see :mod:`lm.kernels.bpe.scanners.cl100k`.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from lm.kernels.bpe.cl100k_starts import (
-    before_line_break,
-    caseless_contraction_length,
+from lm.kernels.bpe.scanners.bit_masks import (
+    APOSTROPHE,
+    ONE,
+    SPACE,
+    character_at,
+    class_at,
+    class_before,
+    classify_non_ascii,
+    contraction_length,
+    divide_whitespace,
     find_groups,
     find_line_breaks,
     find_starts_of_whitespace,
+    is_inner_whitespace,
     is_line_break,
+    low_bits,
+    size_without_last_whitespace,
+    whole_characters,
+    write_starts,
 )
-from lm.kernels.bpe.classes import DIGIT, LOWER, MARK, UNCASED, UPPER, WHITESPACE
-from lm.kernels.bpe.pretoken_starts import character_at, low_bits, move_to_first_bytes, write_starts
-from lm.kernels.jit import INVALID_UTF8, Bytes, Int, Int32s, Word, helper, inlined
-from lm.kernels.simd import first_bit, in_range, last_bit, read
+from lm.kernels.bpe.scanners.character_classes import LOWER, MARK, UNCASED, UPPER
+from lm.kernels.jit import Bytes, Int32s, Word, helper, inlined
+from lm.kernels.simd import first_bit, in_range, read
 
-_ONE = np.uint64(1)
-_APOSTROPHE, _SPACE, _SLASH = 0x27, 0x20, 0x2F
+_SLASH = 0x2F
 
 
 class O200kRules(NamedTuple):
-    """The parameters of o200k. :mod:`lm.kernels.bpe.scan` chooses the scanner by their type."""
+    """The parameters of o200k. The registry chooses the scanner by their type."""
 
     max_digits: int
     """Most digits of a pretoken."""
-
-
-@inlined
-def class_and_length_at(buffer: Bytes, position: Int, end: int, classes: Bytes) -> tuple[Int, Int]:
-    """Return (class, length in bytes) of the character at ``position``; length 0 if it is not valid."""
-    point, length = character_at(buffer, position, end)
-    return np.int64(read(classes, point)), length
-
-
-@helper
-def classify_non_ascii(
-    buffer: Bytes, block: int, end: int, size: int, non_ascii: Word, classes: Bytes
-) -> tuple[int, Word, Word, Word, Word, Word, Word]:
-    """Classify the non-ASCII characters of the 64-byte block at ``block``.
-
-    Returns (size, upper, lower, uncased, marks, digits, whitespace). ``size`` shrinks if a character crosses the end of
-    the block, or is a status below 0.
-    """
-    upper = lower = uncased = marks = digits = whitespace = np.uint64(0)
-    while non_ascii:
-        k = first_bit(non_ascii)
-        character_class, length = class_and_length_at(buffer, block + k, end, classes)
-        if length == 0:
-            return INVALID_UTF8 - (block + k), upper, lower, uncased, marks, digits, whitespace
-        if k + length > 64:
-            size = k
-            break
-        bits = low_bits(length) << np.uint64(k)
-        non_ascii &= ~bits
-        if character_class == UNCASED:
-            uncased |= bits
-        elif character_class == LOWER:
-            lower |= bits
-        elif character_class == UPPER:
-            upper |= bits
-        elif character_class == MARK:
-            marks |= bits
-        elif character_class == DIGIT:
-            digits |= bits
-        elif character_class == WHITESPACE:
-            whitespace |= bits
-    return size, upper, lower, uncased, marks, digits, whitespace
-
-
-@inlined
-def whole_characters(first: Word, mask: Word, continuation: Word) -> Word:
-    """Return the bits ``first`` of first bytes with those of all bytes of their characters, which are in ``mask``."""
-    if mask & continuation:
-        for _ in range(3):
-            first |= (first << _ONE) & continuation
-    return first
 
 
 @helper
@@ -112,14 +71,14 @@ def find_other_marks(
     A mark after an other character that starts a pretoken is the first letter of a word.
     """
     found = np.uint64(0)
-    candidates = marks & (others << _ONE | other_carry)
+    candidates = marks & (others << ONE | other_carry)
     while candidates:
-        bit = candidates & (~candidates + _ONE)
-        candidates &= candidates - _ONE
+        bit = candidates & (~candidates + ONE)
+        candidates &= candidates - ONE
         every = others | found
-        prefixes = every & ~(every << _ONE | other_carry) & ~(spaces << _ONE | space_carry)
+        prefixes = every & ~(every << ONE | other_carry) & ~(spaces << ONE | space_carry)
         prefixes = whole_characters(prefixes, every, continuation)
-        if not bit & (prefixes << _ONE | prefix_carry):
+        if not bit & (prefixes << ONE | prefix_carry):
             found |= marks & ~(marks + bit)
     return found
 
@@ -131,7 +90,7 @@ def end_of_slashes(slashes: Word, firsts: Word, size: int) -> int:
     Whether the characters before a run take it decides whether a mark after it is a letter: the next block knows.
     """
     if firsts:
-        after = (slashes + (firsts & (~firsts + _ONE))) & ~slashes
+        after = (slashes + (firsts & (~firsts + ONE))) & ~slashes
         if after:
             k = first_bit(after)
             return k if k < size else size
@@ -141,13 +100,13 @@ def end_of_slashes(slashes: Word, firsts: Word, size: int) -> int:
 @helper
 def find_taken(line_breaks: Word, slashes: Word, follows_other: Word, others: Word, tail_carry: Word) -> Word:
     """Return a mask of the line breaks, and slashes after them, that other characters before them take."""
-    if tail_carry == 0 and not slashes & (line_breaks << _ONE):
+    if tail_carry == 0 and not slashes & (line_breaks << ONE):
         return line_breaks & ~(line_breaks + (line_breaks & follows_other))
     both = line_breaks | slashes
     firsts = (line_breaks & follows_other) | (both & tail_carry)
     taken = np.uint64(0)
     while firsts:
-        taken |= both & ~(both + (firsts & (~firsts + _ONE)))
+        taken |= both & ~(both + (firsts & (~firsts + ONE)))
         firsts &= ~taken
     return taken
 
@@ -161,15 +120,16 @@ def find_capitals_that_start(buffer: Bytes, block: int, end: int, capitals: Word
     starting = np.uint64(0)
     while capitals:
         position = block + first_bit(capitals)
-        bit = capitals & (~capitals + _ONE)
-        capitals &= capitals - _ONE
+        bit = capitals & (~capitals + ONE)
+        capitals &= capitals - ONE
         while True:
             if position >= end:
                 starting |= bit
                 break
-            character_class, length = class_and_length_at(buffer, position, end, classes)
+            point, length = character_at(buffer, position, end)
             if length == 0:
                 return starting | bit  # the block with this character reports it
+            character_class = np.int64(read(classes, point))
             if character_class != UPPER:
                 if character_class != LOWER and character_class != UNCASED and character_class != MARK:
                     starting |= bit
@@ -206,14 +166,14 @@ def find_o200k_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, rules
         upper = in_range(buffer, block, 0, 0x41, 0x5A) & valid
         lower = in_range(buffer, block, 0, 0x61, 0x7A) & valid
         digits = in_range(buffer, block, 0, 0x30, 0x39) & valid
-        raw_spaces = in_range(buffer, block, 0, _SPACE, _SPACE) & valid
+        raw_spaces = in_range(buffer, block, 0, SPACE, SPACE) & valid
         whitespace = raw_spaces | (in_range(buffer, block, 0, 0x09, 0x0D) & valid)
         slashes = in_range(buffer, block, 0, _SLASH, _SLASH) & valid
         non_ascii = in_range(buffer, block, 0, 0x80, 0xFF) & valid
         uncased = continuation = np.uint64(0)
         if non_ascii:
             continuation = in_range(buffer, block, 0, 0x80, 0xBF) & valid
-            size, more_upper, more_lower, uncased, marks, more_digits, more_whitespace = classify_non_ascii(
+            size, more_lower, more_digits, more_whitespace, more_upper, uncased, marks, _, _ = classify_non_ascii(
                 buffer, block, end, size, non_ascii, classes
             )
             if size < 0:
@@ -222,7 +182,7 @@ def find_o200k_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, rules
             whitespace |= more_whitespace
             if marks:
                 line_breaks = find_line_breaks(buffer, block)
-                size = end_of_slashes(slashes, slashes & (line_breaks << _ONE | tail_carry), size)
+                size = end_of_slashes(slashes, slashes & (line_breaks << ONE | tail_carry), size)
                 marks &= low_bits(size)
                 known = upper | lower | uncased | digits | whitespace | marks
                 marks &= ~find_other_marks(
@@ -231,37 +191,35 @@ def find_o200k_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, rules
                 uncased |= marks
         letters = upper | lower | uncased
         contractions = np.uint64(0)
-        apostrophes = in_range(buffer, block, 0, _APOSTROPHE, _APOSTROPHE) & (letters << _ONE | letter_carry)
+        apostrophes = in_range(buffer, block, 0, APOSTROPHE, APOSTROPHE) & (letters << ONE | letter_carry)
         apostrophes &= low_bits(size)
         while apostrophes:
-            bit = apostrophes & (~apostrophes + _ONE)
-            apostrophes &= apostrophes - _ONE
+            bit = apostrophes & (~apostrophes + ONE)
+            apostrophes &= apostrophes - ONE
             k = first_bit(bit)
-            length = caseless_contraction_length(buffer, block + k, end)
-            if length and bit & ~(contractions << _ONE):
+            length = contraction_length(buffer, block + k, end, 0x20)
+            if length and bit & ~(contractions << ONE):
                 if k + length > size:
                     size = k
                     break
                 contractions |= low_bits(length) << np.uint64(k)
-        if block + size < end and whitespace >> np.uint64(size - 1) & _ONE:
-            text = low_bits(size) & ~whitespace
-            if text == 0:
-                position = block
-                if other_carry | tail_carry:
-                    position = find_taken_end(buffer, block, end)
-                tail_carry = np.uint64(position > block)
-                block = position
-                count, position, prefix_carry, space_carry = find_starts_of_whitespace(
-                    buffer, block, end, classes, False, False, 0, starts, count
-                )
-                if count < 0:
-                    return count
-                if position > block:
-                    tail_carry = np.uint64(0)
-                block = position
-                letter_carry = uncased_carry = small_carry = digit_carry = other_carry = np.uint64(0)
-                continue
-            size = last_bit(text) + 1
+        size = size_without_last_whitespace(whitespace, block, size, end)
+        if size == 0:
+            position = block
+            if other_carry | tail_carry:
+                position = find_taken_end(buffer, block, end)
+            tail_carry = np.uint64(position > block)
+            block = position
+            count, position, prefix_carry, space_carry = find_starts_of_whitespace(
+                buffer, block, end, classes, False, False, 0, starts, count
+            )
+            if count < 0:
+                return count
+            if position > block:
+                tail_carry = np.uint64(0)
+            block = position
+            letter_carry = uncased_carry = small_carry = digit_carry = other_carry = np.uint64(0)
+            continue
         valid = low_bits(size)
         contractions &= valid
         in_words = valid & ~contractions
@@ -273,38 +231,30 @@ def find_o200k_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, rules
         # Other characters: a run starts a pretoken, unless a space before it does. It takes the line breaks after it,
         # and the line breaks and slashes after those.
         line_breaks = find_line_breaks(buffer, block) & valid
-        taken = find_taken(line_breaks, slashes & valid, others << _ONE | other_carry, others, tail_carry) & valid
+        taken = find_taken(line_breaks, slashes & valid, others << ONE | other_carry, others, tail_carry) & valid
         others &= ~taken
         line_breaks &= ~taken
         whitespace &= ~taken
-        other_starts = others & ~(others << _ONE | other_carry) & ~(spaces << _ONE | space_carry)
+        other_starts = others & ~(others << ONE | other_carry) & ~(spaces << ONE | space_carry)
 
-        # Whitespace: a run starts a pretoken; so does the rest after its last line break, and the last character of
-        # the rest if something else follows.
-        blanks = whitespace & ~line_breaks
-        begins = whitespace & ~(whitespace << _ONE)
-        rests = blanks & (line_breaks << _ONE)
-        if rests:
-            rests &= ~before_line_break(line_breaks, whitespace)
-        last = move_to_first_bytes(blanks & ((valid & ~whitespace) >> _ONE), whitespace & continuation)
-        begins |= rests | last | other_starts
+        blanks, begins, rests = divide_whitespace(whitespace, line_breaks, valid & ~whitespace, continuation)
+        begins |= rests | other_starts
 
         # A letter takes the blank before it, or the other character before it if that starts a pretoken.
         prefixes = whole_characters(other_starts, others, continuation) | blanks
-        begins |= letters & ~(letters << _ONE | letter_carry) & ~(prefixes << _ONE | prefix_carry)
+        begins |= letters & ~(letters << ONE | letter_carry) & ~(prefixes << ONE | prefix_carry)
 
         # A capital after a small letter starts a word, also if letters without case are between them.
         small = lower
         if uncased:
-            small |= uncased & ~(uncased + (uncased & (lower << _ONE | small_carry)))
-        begins |= upper & (small << _ONE | small_carry)
-        after_uncased = upper & ((uncased & ~small) << _ONE | uncased_carry)
+            small |= uncased & ~(uncased + (uncased & (lower << ONE | small_carry)))
+        begins |= upper & (small << ONE | small_carry)
+        after_uncased = upper & ((uncased & ~small) << ONE | uncased_carry)
         if after_uncased:
             begins |= find_capitals_that_start(buffer, block, end, after_uncased, classes)
 
         if digits:
-            runs = digits & ~(digits << _ONE | digit_carry)
-            groups, group_digits = find_groups(digits & ~continuation, runs, group_digits, rules.max_digits)
+            groups, group_digits = find_groups(digits, digit_carry, continuation, group_digits, rules.max_digits)
             begins |= groups
 
         count = write_starts(begins, block, starts, count)
@@ -314,3 +264,13 @@ def find_o200k_starts(buffer: Bytes, begin: int, end: int, classes: Bytes, rules
         space_carry, prefix_carry = spaces >> top, prefixes >> top
         block += size
     return count
+
+
+@inlined
+def may_join_o200k(buffer: Bytes, begin: int, position: int, end: int, classes: Bytes) -> bool:
+    """Return whether whitespace is inside a run at ``position``, or a capital is there after a letter without case or a
+    mark. A small letter after the capitals would join them."""
+    if is_inner_whitespace(buffer, begin, position, end, classes):
+        return True
+    is_capital = class_at(buffer, position, end, classes) == UPPER
+    return is_capital and class_before(buffer, begin, position, classes) > UPPER

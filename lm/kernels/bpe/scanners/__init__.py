@@ -1,0 +1,1 @@
+"""Scanners: kernels that find where the pretokens of a pattern start."""
