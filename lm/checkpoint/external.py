@@ -70,7 +70,7 @@ def _remove_tokens_without_rows(
     if tokenizer.size <= num_rows or not isinstance(tokenizer, Tokenizer):
         return tokenizer, []
     parts = tokenizer.parts
-    lost = {text: token_id for text, token_id in parts.added_ids().items() if token_id >= num_rows}
+    lost = {text: token_id for text, token_id in tokenizer.added_ids.items() if token_id >= num_rows}
     vocab = {token_id: token for token_id, token in parts.vocab.items() if token_id not in lost.values()}
     if max(vocab) >= num_rows:
         return tokenizer, []

@@ -6,10 +6,13 @@ The behaviour is that of the library ``tokenizers``, so that a tokenizer.json gi
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, product
+from typing import Any
 
 import regex
 
+from lm.common.errors import UserError
 from lm.text.normalize import normalize_blocks, normalize_text
+from lm.text.pretokenize import check_special_tokens
 
 _WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
 _WORD_CHARACTER = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\u200c\u200d]")  # Unicode's UTS 18
@@ -40,6 +43,45 @@ class AddedToken:
         return self.lstrip or self.rstrip or self.single_word
 
 
+def list_added_tokens(special_tokens: Sequence[str], added_tokens: Sequence[AddedToken]) -> list[AddedToken]:
+    """Return the tokens of both, the special ones first. An added token replaces a special token of the same text.
+
+    Raises UserError for an empty, repeated or invalid text.
+    """
+    check_special_tokens(special_tokens)
+    given = {token.content: token for token in added_tokens}
+    contents = [*special_tokens, *(token.content for token in added_tokens if token.content not in special_tokens)]
+    check_special_tokens(contents)
+    tokens = [given.get(content, AddedToken(content)) for content in contents]
+    return sorted(tokens, key=lambda token: not token.special)
+
+
+def number_tokens(vocab: dict[int, bytes], tokens: Sequence[AddedToken]) -> tuple[dict[bytes, int], dict[str, int]]:
+    """Return the ids by bytes and those of the added ``tokens`` by text; append tokens that have none to ``vocab``.
+
+    If two ids have the bytes of an added token, the higher id is the added token. Ordinary text gets the lower one.
+    Raises UserError if the id of an added token is that of other bytes.
+    """
+    own_ids = {token.id for token in tokens if token.id is not None}
+    last_ids = {token: token_id for token_id, token in vocab.items() if token_id not in own_ids}
+    contents = {token.content.encode() for token in tokens}
+    first_ids = {token: i for i, token in reversed(vocab.items()) if i not in own_ids and token in contents}
+    ids, added_ids = last_ids | first_ids, dict[str, int]()
+    for token in tokens:
+        data = token.content.encode()
+        token_id = last_ids.get(data) if token.id is None else token.id
+        if token_id is None:
+            token_id = max(vocab, default=-1) + 1
+        if vocab.setdefault(token_id, data) != data:
+            raise UserError(
+                f"The id {token_id} of the added token {token.content!r} is that of {vocab[token_id]!r}; "
+                "choose another id."
+            )
+        added_ids[token.content] = token_id
+        ids.setdefault(data, token_id)
+    return ids, added_ids
+
+
 def is_found_anywhere(tokens: Sequence[AddedToken], normalizer: str | None) -> bool:
     """Return whether one search for all tokens in the raw text, leftmost and longest first, finds the same."""
     normalized = [token.content for token in tokens if token.normalized]
@@ -53,19 +95,26 @@ def is_found_anywhere(tokens: Sequence[AddedToken], normalizer: str | None) -> b
 
 def split_and_normalize(
     blocks: Iterable[str], tokens: Sequence[AddedToken], normalizer: str | None
-) -> Iterator[str | AddedToken]:
+) -> Iterator[tuple[bool, Iterator[Any]]]:
     """Split the concatenated ``blocks`` at their added tokens and normalize the text between them.
 
-    Text without a token between may be yielded in several strings.
+    Yields runs: (True, the strings of a text without a token) or (False, added tokens one directly after the other).
     """
     raw_tokens = [token for token in tokens if not token.normalized]
     normalized_tokens = [token for token in tokens if token.normalized]
-    for is_text, parts in groupby(split_added_tokens(blocks, raw_tokens), key=lambda part: isinstance(part, str)):
-        if is_text:
-            texts = normalize_blocks((part for part in parts if isinstance(part, str)), normalizer)
-            yield from split_added_tokens(texts, normalized_tokens, normalizer)
-        else:
-            yield from parts
+
+    def split() -> Iterator[str | AddedToken]:
+        for is_text, run in groupby(split_added_tokens(blocks, raw_tokens), _is_text):
+            if is_text:
+                yield from split_added_tokens(normalize_blocks(run, normalizer), normalized_tokens, normalizer)
+            else:
+                yield from run
+
+    return groupby(split(), _is_text)
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, str)
 
 
 def split_added_tokens(
@@ -74,8 +123,8 @@ def split_added_tokens(
     """Split the concatenated ``blocks`` at added tokens, the leftmost first and of several the longest.
 
     ``normalizer`` is applied to the content of the tokens. The text in memory is bounded, except for white space that
-    a token may take. The text of a rejected single word is not searched again, nor is a token all of whose text another
-    took.
+    a token may take. After a rejected ``single_word`` match, the search goes on behind it. A token whose text was taken
+    by ``lstrip`` or ``rstrip`` of another is skipped.
     """
     by_text = {normalize_text(token.content, normalizer): token for token in reversed(tokens)}
     if not by_text:

@@ -6,9 +6,10 @@ The name of a file is a digest of all that makes the tokenizer, code included, s
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from safetensors.numpy import load, save
 
 from lm.files.cache_dir import cache_directory
 from lm.kernels.jit import Bytes, Int32s, Int64s
+from lm.tokenizer.merges import find_used_merges
 
 _MAX_FILES = 32  # 1 MB for GPT-2's tokenizer; the least recently used are removed
 _DIGEST_BYTES = 32
@@ -29,49 +31,50 @@ class TokenizerArrays(NamedTuple):
     data: Bytes  # the bytes of all tokens
     ends: Int64s  # (tokens + 1,): where they end in ``data``, from 0
     ids: Int32s  # (tokens,)
-    is_text: Bytes  # (tokens,): 1 if the bytes of a token have its id, 0 if they have another token's
+    byte_ids: Int32s  # (256,): ids of the bytes
     merges: Int32s  # (merges, 3): ids of the left, the right and the merged token
     used: Int32s  # the ranks of the merges that can happen
+    is_whole: Bytes  # (tokens,): 1 if a pretoken with these bytes is this token, whatever the merges
     options: dict[str, Any]  # JSON; see lm.tokenizer.formats.tokenizer_config
-
-    @property
-    def ignore_merges(self) -> bool:
-        """See :class:`lm.tokenizer.tokenizer.Tokenizer`."""
-        return bool(self.options.get("ignore_merges"))
 
     def vocab(self) -> dict[int, bytes]:
         """Return the tokens by id."""
-        return dict(zip(self.ids.tolist(), self._tokens(), strict=True))
-
-    def text_ids(self) -> dict[bytes, int]:
-        """Return the ids by bytes."""
-        pairs = zip(self._tokens(), self.ids.tolist(), self.is_text.tolist(), strict=True)
-        return {token: token_id for token, token_id, is_text in pairs if is_text}
+        data, ends = self.data.tobytes(), self.ends.tolist()
+        tokens = (data[start:end] for start, end in zip(ends, ends[1:], strict=False))
+        return dict(zip(self.ids.tolist(), tokens, strict=True))
 
     def merge_pairs(self) -> list[tuple[bytes, bytes]]:
         """Return the parts of the merges, in their order."""
         vocab = self.vocab()
         return [(vocab[left], vocab[right]) for left, right in self.merges[:, :2].tolist()]
 
-    def _tokens(self) -> list[bytes]:
-        data, ends = self.data.tobytes(), self.ends.tolist()
-        return [data[start:end] for start, end in zip(ends, ends[1:], strict=False)]
-
 
 def make_arrays(
-    vocab: dict[int, bytes],
-    ids: dict[bytes, int],
-    merges: Sequence[tuple[bytes, bytes]],
-    used: Int32s,
-    options: dict[str, Any],
+    vocab: dict[int, bytes], ids: dict[bytes, int], merges: Sequence[tuple[bytes, bytes]], added: Collection[int] | None
 ) -> TokenizerArrays:
-    """Return the arrays of tokens by id, ids by bytes, merges, their ranks that can happen, and options."""
-    ends = np.cumsum([0, *map(len, vocab.values())])
-    is_text = np.array([ids[token] == token_id for token_id, token in vocab.items()], np.uint8)
-    rows = [(ids[left], ids[right], ids[left + right]) for left, right in merges]
-    data = np.frombuffer(b"".join(vocab.values()), np.uint8)
-    ids_array, merge_array = np.array(list(vocab), np.int32), np.array(rows, np.int32).reshape(-1, 3)
-    return TokenizerArrays(data, ends, ids_array, is_text, merge_array, used, options)
+    """Return the arrays, without options, of tokens by id, ids by bytes and merges.
+
+    ``added``: the ids of added tokens; all other tokens stay whole as pretokens. None: only merges make tokens. Raises
+    KeyError, with the token, if ``ids`` lacks one of the bytes or of the merges.
+    """
+    byte_ids = [ids[bytes([byte])] for byte in range(256)]
+    parts = chain.from_iterable((left, right, left + right) for left, right in merges)
+    rows = np.fromiter(map(ids.__getitem__, parts), np.int32, 3 * len(merges)).reshape(-1, 3)
+    if added is None:
+        is_whole = np.zeros(len(vocab), np.uint8)
+    else:
+        whole = (token and ids[token] == token_id and token_id not in added for token_id, token in vocab.items())
+        is_whole = np.fromiter(map(bool, whole), np.uint8, len(vocab))
+    return TokenizerArrays(
+        np.frombuffer(b"".join(vocab.values()), np.uint8),
+        np.cumsum([0, *map(len, vocab.values())]),
+        np.array(list(vocab), np.int32),
+        np.array(byte_ids, np.int32),
+        rows,
+        find_used_merges(merges),
+        is_whole,
+        {},
+    )
 
 
 def find_key(paths: Sequence[Path], *settings: Any) -> str | None:

@@ -1,12 +1,54 @@
-"""Merges of a vocabulary: which of them can happen, and those that follow from the ranks of tokens."""
+"""Merges of a vocabulary: how they apply, which of them can happen, and those that follow from the ranks of tokens."""
 
+import heapq
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from lm.kernels.jit import Int32s
-from lm.tokenizer.reference import apply_merges
+
+Token = TypeVar("Token", int, bytes)
+
+
+def apply_merges(
+    parts: Iterable[Token], find_merge: Callable[[tuple[Token, Token]], tuple[int, Token] | None]
+) -> list[Token]:
+    """Merge neighbouring ``parts`` until no pair can be merged: lowest rank first, then leftmost.
+
+    ``find_merge`` returns the rank and the merged token of a pair, or None. Takes O(n log n) time for n parts.
+    """
+    tokens = list(parts)
+    end = len(tokens)
+    following = list(range(1, end + 1))
+    previous = list(range(-1, end))
+    heap: list[tuple[int, int, tuple[Token, Token], Token]] = []
+
+    def push_pair(left: int) -> None:
+        right = following[left]
+        if right < end and (merge := find_merge(pair := (tokens[left], tokens[right]))):
+            heapq.heappush(heap, (merge[0], left, pair, merge[1]))
+
+    for left in range(end):
+        push_pair(left)
+    while heap:
+        _, left, pair, merged = heapq.heappop(heap)
+        right = following[left]
+        if right == end or (tokens[left], tokens[right]) != pair:
+            continue  # stale: one of the two was merged with its other neighbour
+        tokens[left] = merged
+        following[left], following[right] = following[right], end
+        previous[following[left]] = left
+        push_pair(left)
+        if left > 0:
+            push_pair(previous[left])
+    kept = []
+    left = 0
+    while left < end:
+        kept.append(tokens[left])
+        left = following[left]
+    return kept
 
 
 def find_used_merges(merges: Sequence[tuple[bytes, bytes]]) -> Int32s:

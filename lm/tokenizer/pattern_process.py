@@ -17,6 +17,7 @@ from lm.common.processes import ChildEnded, ChildProcess, serve_parent
 from lm.text.pretokenize import Pattern, pretokenize, split_special_tokens
 from lm.text.text_windows import WINDOW
 from lm.tokenizer.formats.tokenizer_config import TokenizerParts, format_config, parse_config
+from lm.tokenizer.reference import PlainEncoder
 
 Result = TypeVar("Result")
 
@@ -94,12 +95,10 @@ def _make_work(job: Mapping[str, Any]) -> Callable[[str], bytes]:
         special_tokens, pattern = job["special_tokens"], job["pattern"]
         pattern = pattern if isinstance(pattern, str) else tuple(pattern)
         return lambda text: json.dumps(count_pieces(text, special_tokens, pattern)).encode()
-    from lm.tokenizer.tokenizer import Tokenizer
-
     vocab = {int(token_id): token.encode("latin-1") for token_id, token in job["vocab"].items()}
     merges = [(left.encode("latin-1"), right.encode("latin-1")) for left, right in job["merges"]]
-    tokenizer = Tokenizer(*parse_config(job)._replace(vocab=vocab, merges=merges))
-    return lambda text: np.array(tokenizer.encode_reference(text), np.uint32).tobytes()
+    encoder = PlainEncoder(parse_config(job)._replace(vocab=vocab, merges=merges))
+    return lambda text: np.array(encoder.encode(text), np.uint32).tobytes()
 
 
 def main() -> None:

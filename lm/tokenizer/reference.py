@@ -4,45 +4,49 @@ It also encodes for the patterns and merges that the compiled encoder does not s
 Source: Sennrich et al. 2016 (BPE).
 """
 
-import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
-from lm.text.character_tables import pretokenize_by_tables
-from lm.text.pretokenize import Pattern
+from lm.text.character_tables import installed_tables, pretokenize_by_tables
 from lm.text.utf8 import encode_utf8
+from lm.tokenizer.added_tokens import AddedToken, list_added_tokens, number_tokens, split_and_normalize
+from lm.tokenizer.formats.tokenizer_config import TokenizerParts
+from lm.tokenizer.merges import apply_merges
 
 _MAX_CACHE_ENTRIES = 1 << 18  # about 50 MB
 _MAX_CACHED_BYTES = 64  # length of a cached pretoken
 
-Token = TypeVar("Token", int, bytes)
 
+class PlainEncoder:
+    """Encodes text with ``regex`` and :func:`lm.tokenizer.merges.apply_merges`. Caches the ids of short pretokens.
 
-class ReferenceEncoder:
-    """Encodes text with ``regex`` and :func:`apply_merges`. Caches the ids of short pretokens.
-
-    A pretoken in ``whole_tokens`` is one token, whatever the merges. ``tables``: those by which a known pattern splits
-    text; others follow ``regex``.
+    Raises KeyError, with the token, if the vocabulary lacks one of the bytes or of the merges.
     """
 
-    def __init__(
-        self,
-        ids: Mapping[bytes, int],
-        merges: Sequence[tuple[bytes, bytes]],
-        pattern: Pattern,
-        whole_tokens: Mapping[bytes, int],
-        tables: str,
-    ) -> None:
-        self._whole_tokens = whole_tokens
-        self._tables = tables
-        self._pattern = pattern
+    def __init__(self, parts: TokenizerParts) -> None:
+        self._pattern, self._normalizer = parts.pattern, parts.normalizer
+        self._tables = parts.character_tables or installed_tables()
+        self._added_tokens = list_added_tokens(parts.special_tokens, parts.added_tokens)
+        ids, self._added_ids = number_tokens(dict(parts.vocab), self._added_tokens)
+        # A pretoken in it is one token, whatever the merges. Text never becomes an added token by this way.
+        self._whole_tokens: dict[bytes, int] = {}
+        if parts.ignore_merges:
+            added = set(self._added_ids.values())
+            self._whole_tokens = {token: token_id for token, token_id in ids.items() if token and token_id not in added}
         self._byte_ids = [ids[bytes([byte])] for byte in range(256)]
         self._merges: dict[tuple[int, int], tuple[int, int]] = {}  # pair of ids → (rank, merged id)
-        for rank, (left, right) in enumerate(merges):
+        for rank, (left, right) in enumerate(parts.merges):
             self._merges.setdefault((ids[left], ids[right]), (rank, ids[left + right]))
         self._cache: dict[str, list[int]] = {}
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, tokens: Sequence[AddedToken] | None = None) -> list[int]:
+        """Return the token ids of ``text``. ``tokens``: the added tokens to search for, by default all."""
+        ids: list[int] = []
+        tokens = self._added_tokens if tokens is None else tokens
+        for is_text, run in split_and_normalize([text], tokens, self._normalizer):
+            ids += self.encode_text("".join(run)) if is_text else (self._added_ids[token.content] for token in run)
+        return ids
+
+    def encode_text(self, text: str) -> list[int]:
         """Return the token ids of ``text``, which is normalized and without added tokens."""
         ids: list[int] = []
         for pretoken in pretokenize_by_tables(text, self._pattern, self._tables):
@@ -60,42 +64,3 @@ class ReferenceEncoder:
                 self._cache.clear()
             self._cache[pretoken] = ids
         return ids
-
-
-def apply_merges(
-    parts: Iterable[Token], find_merge: Callable[[tuple[Token, Token]], tuple[int, Token] | None]
-) -> list[Token]:
-    """Merge neighbouring ``parts`` until no pair can be merged: lowest rank first, then leftmost.
-
-    ``find_merge`` returns the rank and the merged token of a pair, or None. Takes O(n log n) time for n parts.
-    """
-    tokens = list(parts)
-    end = len(tokens)
-    following = list(range(1, end + 1))
-    previous = list(range(-1, end))
-    heap: list[tuple[int, int, tuple[Token, Token], Token]] = []
-
-    def push_pair(left: int) -> None:
-        right = following[left]
-        if right < end and (merge := find_merge(pair := (tokens[left], tokens[right]))):
-            heapq.heappush(heap, (merge[0], left, pair, merge[1]))
-
-    for left in range(end):
-        push_pair(left)
-    while heap:
-        _, left, pair, merged = heapq.heappop(heap)
-        right = following[left]
-        if right == end or (tokens[left], tokens[right]) != pair:
-            continue  # stale: one of the two was merged with its other neighbour
-        tokens[left] = merged
-        following[left], following[right] = following[right], end
-        previous[following[left]] = left
-        push_pair(left)
-        if left > 0:
-            push_pair(previous[left])
-    kept = []
-    left = 0
-    while left < end:
-        kept.append(tokens[left])
-        left = following[left]
-    return kept

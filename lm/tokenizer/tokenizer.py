@@ -6,7 +6,6 @@ Sources: Sennrich et al. 2016 (BPE); Radford et al. 2019 (bytes, pretokens); CS3
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from importlib.metadata import version
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,15 +21,21 @@ from lm.text.pretokenize import GPT2_PATTERN, JIEBA, check_special_tokens, split
 from lm.text.text_windows import WINDOW
 from lm.text.utf8 import decode_utf8_blocks, encode_utf8, encode_utf8_blocks
 from lm.tokenizer import array_cache
-from lm.tokenizer.added_tokens import AddedToken, is_found_anywhere, split_and_normalize
-from lm.tokenizer.array_cache import TokenizerArrays
+from lm.tokenizer.added_tokens import (
+    AddedToken,
+    is_found_anywhere,
+    list_added_tokens,
+    number_tokens,
+    split_and_normalize,
+)
+from lm.tokenizer.array_cache import TokenizerArrays, make_arrays
 from lm.tokenizer.config import MAX_SIZE
-from lm.tokenizer.fast_encoder import FastEncoder
+from lm.tokenizer.fast_encoder import FastEncoder, can_encode
 from lm.tokenizer.formats import tiktoken, tokenizer_config, tokenizer_json, vocab_merges
 from lm.tokenizer.formats.tokenizer_config import TokenizerParts
 from lm.tokenizer.pattern_process import PatternProcesses, encode_job, map_pieces
 from lm.tokenizer.plain_pieces import PlainPieces
-from lm.tokenizer.reference import ReferenceEncoder
+from lm.tokenizer.reference import PlainEncoder
 
 LLAMA3_BEGIN = "<|begin_of_text|>"
 _MIN_CACHED_SIZE = 1 << 13  # tokens; fewer are read in some 30 ms
@@ -60,7 +65,7 @@ class Tokenizer:
     """
 
     _fast_encoder: FastEncoder | None = None
-    _arrays: TokenizerArrays  # of a tokenizer from the cache
+    _arrays: TokenizerArrays  # if there is a fast encoder
 
     def __init__(
         self,
@@ -74,11 +79,10 @@ class Tokenizer:
         begin_token: str | None = None,
         character_tables: str | None = None,
     ) -> None:
-        self.vocab = dict(vocab)
-        self.merges = list(merges)
-        options = pattern, ignore_merges, normalizer, added_tokens, begin_token, character_tables
-        self._set_options(special_tokens or (), *options)
-        self._text_ids, self._added_ids = self._number_tokens()
+        options = ignore_merges, normalizer, added_tokens, begin_token, character_tables
+        self._set_options(TokenizerParts({}, [], special_tokens or (), resolve_patterns(pattern), *options))
+        self.vocab, self.merges = dict(vocab), list(merges)
+        ids, self.added_ids = number_tokens(self.vocab, self.added_tokens)
         if not self.vocab or min(self.vocab) < 0:
             raise UserError("The vocabulary is empty or has a negative token id; number tokens from 0.")
         self.size = max(self.vocab) + 1
@@ -86,52 +90,38 @@ class Tokenizer:
             raise UserError(f"The token id {self.size - 1} exceeds the limit of {MAX_SIZE - 1}; number tokens from 0.")
         if any(not left or not right for left, right in self.merges):
             raise UserError("A merge has an empty part; leave it out.")
-        if has_compiled_scanner(self.pattern):
-            self._fast_encoder = FastEncoder.from_merges(
-                self._text_ids,
-                self.merges,
-                token_dtype(self.size),
-                self.pattern,
-                self._whole_tokens,
-                self.character_tables,
-            )
-        if not self._fast_encoder:
-            try:
-                self._reference_encoder  # noqa: B018
-            except KeyError as error:
-                raise UserError(
-                    f"The vocabulary lacks the token {error.args[0]!r}, which the bytes or the merges need; "
-                    "use the vocabulary and the merges of the same tokenizer."
-                ) from None
+        try:
+            if has_compiled_scanner(self.pattern):
+                added = set(self.added_ids.values()) if ignore_merges else None
+                arrays = make_arrays(self.vocab, ids, self.merges, added)
+                if can_encode(arrays):
+                    self._use_arrays(arrays)
+            if not self._fast_encoder:
+                self._plain_encoder  # noqa: B018
+        except KeyError as error:
+            raise UserError(
+                f"The vocabulary lacks the token {error.args[0]!r}, which the bytes or the merges need; "
+                "use the vocabulary and the merges of the same tokenizer."
+            ) from None
 
-    def _set_options(
-        self,
-        special_tokens: Sequence[str],
-        pattern: str | Sequence[str],
-        ignore_merges: bool,
-        normalizer: str | None,
-        added_tokens: Sequence[AddedToken],
-        begin_token: str | None,
-        character_tables: str | None,
-    ) -> None:
-        self.ignore_merges = ignore_merges
-        self.normalizer = check_normalizer(normalizer)
-        self.pattern = resolve_patterns(pattern)
-        self.character_tables = character_tables or installed_tables()
-        check_special_tokens(special_tokens)
-        given = {token.content: token for token in added_tokens}
-        others = [token.content for token in added_tokens if token.content not in special_tokens]
-        contents = [*special_tokens, *others]
-        check_special_tokens(contents)
-        tokens = [given.get(content, AddedToken(content)) for content in contents]
-        self.added_tokens = sorted(tokens, key=lambda token: not token.special)
+    def _set_options(self, parts: TokenizerParts) -> None:
+        self.ignore_merges = parts.ignore_merges
+        self.normalizer = check_normalizer(parts.normalizer)
+        self.pattern = parts.pattern
+        self.character_tables = parts.character_tables or installed_tables()
+        self.added_tokens = list_added_tokens(parts.special_tokens, parts.added_tokens)
         self.special_tokens = [token.content for token in self.added_tokens if token.special]
-        if begin_token is not None and begin_token not in self.special_tokens:
-            raise UserError(f"The begin_token {begin_token!r} is not a special token; add it to the special tokens.")
-        self.begin_token = begin_token or (LLAMA3_BEGIN if LLAMA3_BEGIN in self.special_tokens else None)
+        begin = parts.begin_token
+        if begin is not None and begin not in self.special_tokens:
+            raise UserError(f"The begin_token {begin!r} is not a special token; add it to the special tokens.")
+        self.begin_token = begin or (LLAMA3_BEGIN if LLAMA3_BEGIN in self.special_tokens else None)
         self._has_plain_tokens = is_found_anywhere(self.added_tokens, self.normalizer)
         self._packed_tokens: dict[tuple[str, ...], Specials] = {}
         self._plain_pieces: dict[tuple[str, ...], PlainPieces] = {}
+
+    def _use_arrays(self, arrays: TokenizerArrays) -> None:
+        self._arrays = arrays
+        self._fast_encoder = FastEncoder(arrays, token_dtype(self.size), self.pattern, self.character_tables)
 
     @classmethod
     def from_files(
@@ -172,7 +162,7 @@ class Tokenizer:
         express), vocab.txt (readable) and tokenizer_config.json (the other options)."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        vocab_merges.write_vocab(directory / "vocab.json", self.vocab, self._added_ids)
+        vocab_merges.write_vocab(directory / "vocab.json", self.vocab, self.added_ids)
         vocab_merges.write_merges(directory / "merges.txt", self.merges)
         if JIEBA not in ((self.pattern,) if isinstance(self.pattern, str) else self.pattern):
             self.save_tokenizer_json(directory / "tokenizer.json")
@@ -216,7 +206,7 @@ class Tokenizer:
                 f"{path} was not written: tiktoken has no normalizer and no flags of added tokens, as this tokenizer "
                 "has; use tokenizer.json."
             )
-        tiktoken.write_tiktoken(Path(path), self.vocab, self._added_ids, self.merges, self.ignore_merges)
+        tiktoken.write_tiktoken(Path(path), self.vocab, self.added_ids, self.merges, self.ignore_merges)
 
     def save_tokenizer_json(self, path: str | Path) -> None:
         """Write Hugging Face's tokenizer.json. Raises UserError for jieba and for two tokens of the same text."""
@@ -251,6 +241,7 @@ class Tokenizer:
         text is not UTF-8.
         """
         tokens = self._select_added_tokens(allowed_special)
+        warn_of_slow_pattern(self.pattern)
         if self._has_plain_tokens and self.normalizer is None:
             yield from self._encode_raw(blocks, tokens, window)
             return
@@ -274,58 +265,42 @@ class Tokenizer:
             yield from self._encode_pieces(blocks, tokens, window)
             return
         if (key := tuple(token.content for token in tokens)) not in self._packed_tokens:
-            self._packed_tokens[key] = pack_specials([(text.encode(), self._added_ids[text]) for text in key])
+            self._packed_tokens[key] = pack_specials([(text.encode(), self.added_ids[text]) for text in key])
         yield from self._fast_encoder.encode(blocks, self._packed_tokens[key], window)
 
     def _encode_pieces(
         self, blocks: Iterable[bytes], tokens: Sequence[AddedToken], window: int
     ) -> Iterator[npt.NDArray[np.unsignedinteger]]:
         """Encode by plain Python normalized text whose added tokens have no flags; a long text in another process."""
-        warn_of_slow_pattern(self.pattern)
         dtype, contents = token_dtype(self.size), [token.content for token in tokens]
         pieces = split_at_safe_cuts(decode_utf8_blocks(blocks, "the text"), contents, self.pattern, window)
+
+        def encode(piece: str) -> npt.NDArray[np.unsignedinteger]:
+            return np.array(self._plain_encoder.encode(piece, tokens), dtype)
+
         if tokens != self.added_tokens:  # the processes know no other choice
-            for piece in pieces:
-                yield np.array(self._encode_plainly(piece, tokens), dtype)
-            return
-        yield from map_pieces(
-            pieces,
-            lambda piece: np.array(self._encode_plainly(piece, tokens), dtype),
-            self._pattern_processes,
-            lambda answer: np.frombuffer(answer, np.uint32).astype(dtype),
-        )
+            yield from map(encode, pieces)
+        else:
+            processes = self._pattern_processes
+            yield from map_pieces(pieces, encode, processes, lambda ids: np.frombuffer(ids, np.uint32).astype(dtype))
 
     def _encode_parts(
         self, blocks: Iterable[str], tokens: Sequence[AddedToken], window: int
     ) -> Iterator[npt.NDArray[np.unsignedinteger]]:
         """Encode any text, each run between two added tokens by itself."""
-        parts = split_and_normalize(blocks, tokens, self.normalizer)
         dtype = token_dtype(self.size)
-        for is_text, run in groupby(parts, key=lambda part: isinstance(part, str)):
+        for is_text, run in split_and_normalize(blocks, tokens, self.normalizer):
             if not is_text:
-                yield np.array([self._added_ids[part.content] for part in run if isinstance(part, AddedToken)], dtype)
-                continue
-            texts = (part for part in run if isinstance(part, str))
-            if self._fast_encoder:
-                yield from self._fast_encoder.encode(map(encode_utf8, texts), pack_specials([]), window)
-                continue
-            warn_of_slow_pattern(self.pattern)
-            for piece in split_at_safe_cuts(texts, [], self.pattern, window):
-                yield np.array(self._reference_encoder.encode(piece), dtype)
+                yield np.array([self.added_ids[token.content] for token in run], dtype)
+            elif self._fast_encoder:
+                yield from self._fast_encoder.encode(map(encode_utf8, run), pack_specials([]), window)
+            else:
+                for piece in split_at_safe_cuts(run, [], self.pattern, window):
+                    yield np.array(self._plain_encoder.encode_text(piece), dtype)
 
     def encode_reference(self, text: str, allowed_special: Literal["all"] | Collection[str] = "all") -> list[int]:
         """Return the same as :meth:`encode` by plain Python; see :mod:`lm.tokenizer.reference`."""
-        return self._encode_plainly(text, self._select_added_tokens(allowed_special))
-
-    def _encode_plainly(self, text: str, tokens: Sequence[AddedToken]) -> list[int]:
-        ids: list[int] = []
-        parts = split_and_normalize([text], tokens, self.normalizer)
-        for is_text, run in groupby(parts, key=lambda part: isinstance(part, str)):
-            if is_text:
-                ids += self._reference_encoder.encode("".join(part for part in run if isinstance(part, str)))
-            else:
-                ids += [self._added_ids[part.content] for part in run if isinstance(part, AddedToken)]
-        return ids
+        return self._plain_encoder.encode(text, self._select_added_tokens(allowed_special))
 
     def decode(self, ids: Iterable[int], errors: str = "replace") -> str:
         """Return the text of ``ids``. ``errors`` is the error handler of :meth:`bytes.decode` for invalid UTF-8.
@@ -364,31 +339,28 @@ class Tokenizer:
         settings = *settings, version("regex")  # older files of a tokenizer have no tables
         key = array_cache.find_key(paths, *settings)
         if key and (arrays := array_cache.read_arrays(key)):
+            tokenizer = cls._from_arrays(arrays)
             if ignored is not None:
                 ignored += arrays.options["ignored"]
-            tokenizer = cls._from_arrays(arrays)
-            warn_of_other_tables(tokenizer.character_tables, tokenizer.pattern)
-            return tokenizer
-        tokenizer = cls(*read())
+        else:
+            tokenizer = cls(*read())
+            is_cached = tokenizer._fast_encoder and len(tokenizer.vocab) >= _MIN_CACHED_SIZE
+            if key and is_cached and array_cache.find_key(paths, *settings) == key:  # else the files changed meanwhile
+                array_cache.write_arrays(key, tokenizer._to_arrays(ignored))
         warn_of_other_tables(tokenizer.character_tables, tokenizer.pattern)
-        if key and tokenizer._fast_encoder and len(tokenizer.vocab) >= _MIN_CACHED_SIZE:
-            options = tokenizer_config.format_config(tokenizer.parts)
-            options |= {"added_ids": tokenizer._added_ids, "ignored": ignored}
-            tables = tokenizer.vocab, tokenizer._text_ids, tokenizer.merges, tokenizer._fast_encoder.used_merges
-            arrays = array_cache.make_arrays(*tables, options)
-            if array_cache.find_key(paths, *settings) == key:  # else the files changed while they were read
-                array_cache.write_arrays(key, arrays)
         return tokenizer
+
+    def _to_arrays(self, ignored: list[str] | None) -> TokenizerArrays:
+        options = tokenizer_config.format_config(self.parts) | {"added_ids": self.added_ids, "ignored": ignored}
+        return self._arrays._replace(options=options)
 
     @classmethod
     def _from_arrays(cls, arrays: TokenizerArrays) -> "Tokenizer":
         self = cls.__new__(cls)
-        self._arrays = arrays
-        self._set_options(*tokenizer_config.parse_config(arrays.options)[2:])
-        self._added_ids = arrays.options["added_ids"]
+        self._set_options(tokenizer_config.parse_config(arrays.options))
+        self.added_ids = arrays.options["added_ids"]
         self.size = int(arrays.ids.max()) + 1
-        options = token_dtype(self.size), self.pattern, list(self._added_ids.values()), self.character_tables
-        self._fast_encoder = FastEncoder.from_arrays(arrays, *options)
+        self._use_arrays(arrays)
         return self
 
     @cached_property
@@ -402,52 +374,15 @@ class Tokenizer:
         return self._arrays.merge_pairs()
 
     @cached_property
-    def _text_ids(self) -> dict[bytes, int]:
-        """The ids of the tokens that text can become."""
-        return self._arrays.text_ids()
-
-    @cached_property
     def special_ids(self) -> dict[str, int]:
         """The ids of the special tokens."""
-        return {special: self._added_ids[special] for special in self.special_tokens}
-
-    def _number_tokens(self) -> tuple[dict[bytes, int], dict[str, int]]:
-        """Return the ids by bytes and those of the added tokens by text; append added tokens that have none to the
-        vocabulary."""
-        own_ids = {token.id for token in self.added_tokens if token.id is not None}
-        last_ids = {token: token_id for token_id, token in self.vocab.items() if token_id not in own_ids}
-        contents = {token.content.encode() for token in self.added_tokens}
-        # Of two ids with the bytes of an added token the later is the added one; text becomes the earlier.
-        first_ids = {token: i for i, token in reversed(self.vocab.items()) if i not in own_ids and token in contents}
-        ids, added_ids = last_ids | first_ids, dict[str, int]()
-        for token in self.added_tokens:
-            data = token.content.encode()
-            token_id = last_ids.get(data) if token.id is None else token.id
-            if token_id is None:
-                token_id = max(self.vocab, default=-1) + 1
-            if self.vocab.setdefault(token_id, data) != data:
-                raise UserError(
-                    f"The id {token_id} of the added token {token.content!r} is that of {self.vocab[token_id]!r}; "
-                    "choose another id."
-                )
-            added_ids[token.content] = token_id
-            ids.setdefault(data, token_id)
-        return ids, added_ids
+        return {special: self.added_ids[special] for special in self.special_tokens}
 
     @cached_property
-    def _reference_encoder(self) -> ReferenceEncoder:
-        options = self.pattern, self._whole_tokens, self.character_tables
-        return ReferenceEncoder(self._text_ids, self.merges, *options)
+    def _plain_encoder(self) -> PlainEncoder:
+        return PlainEncoder(self.parts)
 
     @cached_property
     def _pattern_processes(self) -> PatternProcesses:
         parts = self.parts  # not a reference to self, which ends the processes when it is not used any more
         return PatternProcesses(lambda: encode_job(parts))
-
-    @property
-    def _whole_tokens(self) -> dict[bytes, int]:
-        """The tokens that a pretoken becomes whatever the merges. Text never becomes an added token by this way."""
-        if not self.ignore_merges:
-            return {}
-        added = set(self._added_ids.values())
-        return {token: token_id for token, token_id in self._text_ids.items() if token and token_id not in added}

@@ -20,21 +20,13 @@ class TokenizerParts(NamedTuple):
 
     vocab: dict[int, bytes]
     merges: list[tuple[bytes, bytes]]
-    special_tokens: list[str]
+    special_tokens: Sequence[str]
     pattern: Pattern
     ignore_merges: bool = False
     normalizer: str | None = None
     added_tokens: Sequence[AddedToken] = ()  # those that are more than a special token's text
     begin_token: str | None = None
     character_tables: str | None = None  # see lm.text.character_tables
-
-    def added_ids(self) -> dict[str, int]:
-        """Return the ids of all added tokens, special or not."""
-        own_ids = {token.content: token.id for token in self.added_tokens if token.id is not None}
-        others = set(own_ids.values())
-        ids = {token: token_id for token_id, token in self.vocab.items() if token_id not in others}
-        contents = dict.fromkeys([*self.special_tokens, *(token.content for token in self.added_tokens)])
-        return {text: own_ids[text] if text in own_ids else ids[text.encode()] for text in contents}
 
 
 def write_config(path: Path, parts: TokenizerParts) -> None:

@@ -15,7 +15,7 @@ from lm.text.character_tables import PUBLISHED_TABLES
 from lm.text.normalize import NORMALIZERS
 from lm.text.patterns import DEEPSEEK_SPLITS, PATTERNS
 from lm.text.pretokenize import GPT2_PATTERN, JIEBA, Pattern, compile_pattern
-from lm.tokenizer.added_tokens import AddedToken
+from lm.tokenizer.added_tokens import AddedToken, list_added_tokens, number_tokens
 from lm.tokenizer.formats.oniguruma import from_oniguruma, to_oniguruma
 from lm.tokenizer.formats.tiktoken import check_all_bytes
 from lm.tokenizer.formats.tokenizer_config import FLAGS, TokenizerParts, parse_added_token
@@ -41,15 +41,15 @@ def write_tokenizer_json(path: Path, parts: TokenizerParts) -> None:
 
 def make_tokenizer_json(parts: TokenizerParts) -> dict[str, Any]:
     """Return the content of a tokenizer.json; see :func:`write_tokenizer_json`."""
-    added_ids = parts.added_ids()
-    tokens = {text: AddedToken(text) for text in parts.special_tokens} | {t.content: t for t in parts.added_tokens}
+    tokens = list_added_tokens(parts.special_tokens, parts.added_tokens)
+    _, added_ids = number_tokens(parts.vocab, tokens)
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {"id": added_ids[text], "content": text, **{flag: getattr(token, flag) for flag in FLAGS}}
-            for text, token in tokens.items()
+            {"id": added_ids[token.content], "content": token.content, **{flag: getattr(token, flag) for flag in FLAGS}}
+            for token in tokens
         ],
         "normalizer": {"type": parts.normalizer} if parts.normalizer else None,
         "pre_tokenizer": format_pre_tokenizer(parts.pattern),

@@ -16,8 +16,7 @@ from lm.files.cache_dir import cache_directory
 from lm.tokenizer import array_cache
 from lm.tokenizer import tokenizer as module
 from lm.tokenizer.added_tokens import AddedToken
-from lm.tokenizer.array_cache import make_arrays
-from lm.tokenizer.formats import tiktoken, tokenizer_config, vocab_merges
+from lm.tokenizer.formats import tiktoken, vocab_merges
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.examples import examples
 from tests.helpers.families import family_json
@@ -32,9 +31,13 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cache_directory() / "tokenizers"
 
 
+def is_from_cache(tokenizer: Tokenizer) -> bool:
+    return "vocab" not in vars(tokenizer)
+
+
 def read_twice(read: Callable[[], Tokenizer]) -> tuple[Tokenizer, Tokenizer]:
     first, second = read(), read()
-    assert not hasattr(first, "_arrays") and hasattr(second, "_arrays")
+    assert not is_from_cache(first) and is_from_cache(second)
     return first, second
 
 
@@ -44,7 +47,7 @@ def check_equal(first: Tokenizer, second: Tokenizer, text: str) -> None:
     assert second.decode(ids) == first.decode(ids)
     assert second.parts == first.parts
     assert list(second.vocab.items()) == list(first.vocab.items())
-    for name in ("size", "special_ids", "added_tokens", "_added_ids", "_text_ids", "_has_plain_tokens"):
+    for name in ("size", "special_ids", "added_tokens", "added_ids", "_has_plain_tokens"):
         assert getattr(second, name) == getattr(first, name), name
     for name in ("_merge_table", "_whole_tokens"):
         pairs = zip(getattr(first._fast_encoder, name), getattr(second._fast_encoder, name), strict=True)
@@ -79,7 +82,7 @@ def test_all_other_formats(pattern: str, tmp_path: Path) -> None:
     check_equal(*read_twice(lambda: Tokenizer.from_tiktoken(tmp_path / "ranks.tiktoken", specials, pattern)), TEXT)
     files = tmp_path / "vocab.json", tmp_path / "merges.txt"
     check_equal(*read_twice(lambda: Tokenizer.from_files(*files, SPECIALS)), TEXT)
-    assert not hasattr(Tokenizer.from_files(*files, SPECIALS[:1]), "_arrays"), "other special tokens"
+    assert not is_from_cache(Tokenizer.from_files(*files, SPECIALS[:1])), "other special tokens"
 
 
 def test_gpt2(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,11 +100,8 @@ def test_any_vocabulary(others: set[bytes], ignore_merges: bool, start: int, tex
     vocab = {**base.vocab, **{start + 1000 + i: token for i, token in enumerate(others - set(base.vocab.values()))}}
     flagged = [AddedToken("é!", special=False, lstrip=True), AddedToken("ababa", id=start + 2000)]
     first = Tokenizer(vocab, base.merges, SPECIALS[:2], "gpt2", ignore_merges, None, flagged)
-    options = tokenizer_config.format_config(first.parts) | {"added_ids": first._added_ids, "ignored": []}
-    assert first._fast_encoder
-    tables = first.vocab, first._text_ids, first.merges, first._fast_encoder.used_merges
-    arrays = make_arrays(*tables, json.loads(json.dumps(options)))
-    check_equal(first, Tokenizer._from_arrays(arrays), text)
+    arrays = first._to_arrays([])
+    check_equal(first, Tokenizer._from_arrays(arrays._replace(options=json.loads(json.dumps(arrays.options)))), text)
 
 
 TRAINED = make_tokenizer(special_tokens=SPECIALS[:2])
@@ -174,10 +174,10 @@ def test_the_least_recently_used_are_removed(tmp_path: Path, own_cache: Path, mo
     Tokenizer.load(folders[1])
     for path in own_cache.iterdir():
         os.utime(path, (1, 1))
-    assert hasattr(Tokenizer.load(folders[0]), "_arrays")  # used
+    assert is_from_cache(Tokenizer.load(folders[0]))  # used
     Tokenizer.load(folders[2])
     assert len(list(own_cache.iterdir())) == 2
-    assert [hasattr(Tokenizer.load(folders[i]), "_arrays") for i in (0, 2, 1)] == [True, True, False]
+    assert [is_from_cache(Tokenizer.load(folders[i])) for i in (0, 2, 1)] == [True, True, False]
 
 
 def test_what_is_ignored_is_logged_each_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
