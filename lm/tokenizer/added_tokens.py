@@ -104,17 +104,17 @@ def split_and_normalize(
     normalized_tokens = [token for token in tokens if token.normalized]
 
     def split() -> Iterator[str | AddedToken]:
-        for is_text, run in groupby(split_added_tokens(blocks, raw_tokens), _is_text):
+        for is_text, run in _group(split_added_tokens(blocks, raw_tokens)):
             if is_text:
                 yield from split_added_tokens(normalize_blocks(run, normalizer), normalized_tokens, normalizer)
             else:
                 yield from run
 
-    return groupby(split(), _is_text)
+    return _group(split())
 
 
-def _is_text(part: Any) -> bool:
-    return isinstance(part, str)
+def _group(parts: Iterable[Any]) -> Iterator[tuple[bool, Iterator[Any]]]:
+    return groupby(parts, key=lambda part: isinstance(part, str))
 
 
 def split_added_tokens(
