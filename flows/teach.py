@@ -14,7 +14,8 @@ from lm.eval.chat_client import ChatClient, ChatFailure
 from lm.eval.config import TeachConfig
 from lm.eval.reward_worker import RewardWorker
 from lm.eval.rewards import REWARD_TOLERANCE, perfect_rewards
-from lm.eval.teach import AnswerCache, Outcome, ask_missing, make_requests, read_questions, select_answers, write_rows
+from lm.eval.teach import AnswerCache, Outcome, ask_missing, make_requests, read_questions, select_answers
+from lm.files.json import write_json_lines
 from lm.text.rows import DamagedRows
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def teach(config: TeachConfig) -> TeachResult:
         answers = {key: cache.answers[key] for key in all_requests if key in cache.answers}
         selected = select_answers(questions, requests, answers, reward, threshold)
         outcomes = [*tqdm(selected, "rewards", len(answers), disable=None)]
-        write_rows(path, (row for outcome, row in outcomes if outcome == "kept"))
+        write_json_lines(path, (row for outcome, row in outcomes if outcome == "kept"))
     return TeachResult(
         prompts=len(questions),
         repeated_prompts=repeated,

@@ -10,11 +10,10 @@ from lm.checkpoint.training_checkpoint import load_model
 from lm.common.execution import Execution
 from lm.data.dialogs import Dialog, Message, PreferencePair
 from lm.eval.problems import Problem
-from lm.inference.config import SampleConfig
 from lm.inference.runners.runner import prepare_for_inference
 from lm.posttrain.data import write_rows
 from lm.posttrain.job import PosttrainJob
-from lm.posttrain.objectives.generation import GREEDY, Rollout, encode_prompts, generate_rollouts
+from lm.posttrain.objectives.generation import Rollout, encode_prompts, generate_rollouts
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
 from lm.train.tracking import read_metrics
@@ -86,5 +85,4 @@ def answer(
     """Answer each prompt: greedily, or with the temperature 1 if there are ``seeds``, one per prompt."""
     model = prepare_for_inference(load_model(checkpoint))
     ids = [*encode_prompts(tokenizer, prompts, model.config.context_length).values()]
-    sampling = GREEDY if seeds is None else SampleConfig(temperature=1.0, top_p=1.0)
-    return generate_rollouts(model, tokenizer, ids, seeds or [0] * len(ids), max_new_tokens, sampling)
+    return generate_rollouts(model, tokenizer, ids, seeds, max_new_tokens)

@@ -4,8 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_SIGN = r"(?:(?<![\w.)])[-\u2212](?:\\?[$€£])?)?"
-_NUMBER = re.compile(_SIGN + r"(?:\d+(?:(?:\\?,|\{,\})\d{3})*(?:\.\d+)?|\.\d+)")
+_NUMBER = re.compile(r"(?:(?<![\w.)])[-\u2212](?:\\?[$€£])?)?(?:\d+(?:(?:\\?,|\{,\})\d{3})*(?:\.\d+)?|\.\d+)")
 _AFTER_LETTER = r"(?:[.):,]|\W*$)"  # no other character: a word may follow the article A
 # Within a sentence. After a colon or a line break, an A before a word may be the article.
 _BEFORE_LETTER = r"(?:[^\w.!?:\n]{0,5}|[^\w.!?]{0,6}(?!A\s+(?!(?:and|as|because|is|or|since)\b)[a-z]))"
@@ -18,11 +17,8 @@ _CORRECTION = re.compile(
     r"|\bactually\s+(?=(?:it(?:'s|\s+is)\s+)?(?-i:[A-Z])(?![\w']))"
 )
 _IS_CHOSEN = r"\s+is\s+(?:correct|right|(?:the|my)\s+(?:(?:best|correct|final|right)\s+)?(?:answer|choice|option))\b"
-_LATEX_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 _BEFORE_OPTION = re.compile(rf"{_ANSWER}[\s:*\"'$(]{{0,6}}")
 _AFTER_OPTION = re.compile(r"[\s.,;:!?)\"'*$]{0,10}(?:$|\n)|[.,;:!?)\"'*$](?=\D)|\s+(?:as|because|since)\b")
-_THINK_THEN_ANSWER = re.compile(r"</think>\s*<answer>")
-_BRACES = re.compile(r"\\?[{}]")
 
 
 def parse_mmlu_response(example: Mapping[str, Any], output: str) -> str | None:
@@ -39,7 +35,7 @@ def parse_mmlu_response(example: Mapping[str, Any], output: str) -> str | None:
         return letter
     options = [_bare(str(option)) for option in example.get("options") or example.get("choices") or "ABCD"]
     letters = "".join(chr(ord("A") + index) for index in range(len(options)))
-    text = _LATEX_TEXT.sub(r"\1", output)
+    text = re.sub(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}", r"\1", output)
     *before, correction = _CORRECTION.split(text)
     if before:
         for name in (_ANSWER, _IT_IS):
@@ -119,7 +115,7 @@ def extract_boxed(text: str) -> str | None:
     if not mark:
         return None
     depth = 1
-    for brace in _BRACES.finditer(rest):
+    for brace in re.finditer(r"\\?[{}]", rest):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)  # \{ and \} are characters
         if not depth:
             return rest[: brace.start()]
@@ -131,10 +127,6 @@ def extract_r1_zero(response: str) -> str | None:
 
     Any white space may lie between the tags. The prompt may have written ``<think>`` already.
     """
-    start = None
-    for match in _THINK_THEN_ANSWER.finditer(response):
-        start = match.end()
-    if start is None:
-        return None
-    answer, mark, _ = response[start:].partition("</answer>")
+    _, *after = re.split(r"</think>\s*<answer>", response)
+    answer, mark, _ = after[-1].partition("</answer>") if after else ("", "", "")
     return answer.strip() if mark else None

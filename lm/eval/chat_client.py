@@ -27,18 +27,12 @@ log = logging.getLogger(__name__)
 _CONNECT_SECONDS = 30.0
 _FIRST_DELAY_SECONDS = 0.5  # doubles with each retry
 _MAX_DELAY_SECONDS = 60.0
-_MAX_RETRY_AFTER_SECONDS = 3600.0
 _LOGGED_DELAY_SECONDS = 10.0  # the log names longer pauses
 _MAX_BODY_BYTES = 64 << 20
 _MAX_MESSAGE_CHARACTERS = 300  # of a server's error message
 _RATE_LIMITED_STATUS = 429
-_RETRIED_STATUSES = {408, _RATE_LIMITED_STATUS}  # and 500 to 599
-_PAUSE_STATUSES = {_RATE_LIMITED_STATUS, 503}  # their Retry-After is honoured
 _REFUSED_KEY_STATUSES = {401, 403}
-_REFUSED_PROMPT_STATUSES = {400, 413, 422}  # the prompt may be the reason, e.g. if it is too long
 _MAX_USELESS = 20  # requests that were refused or have a malformed answer, if none has a good one
-
-_jitter = random.Random()  # the seeded generator of the module stays untouched
 
 
 @dataclass(frozen=True)
@@ -243,10 +237,10 @@ class ChatClient:
             is_paid = isinstance(content, dict) and "choices" in content
             message, tokens = f"the answer is malformed; {message}", sum(_usage_tokens(content))
             raise _FailedAttemptError(message, can_retry=not is_paid, is_malformed=True, tokens=tokens)
-        if status in _RETRIED_STATUSES or status >= 500:
-            delay = _retry_after_seconds(response) if status in _PAUSE_STATUSES else 0.0
+        if status in (408, _RATE_LIMITED_STATUS) or status >= 500:
+            delay = _retry_after_seconds(response) if status in (_RATE_LIMITED_STATUS, 503) else 0.0
             raise _FailedAttemptError(message, True, status == _RATE_LIMITED_STATUS, delay)
-        if status in _REFUSED_PROMPT_STATUSES:
+        if status in (400, 413, 422):  # the prompt may be the reason, e.g. if it is too long
             if not is_shortened and (room := _find_room(body, request.max_tokens)):
                 return await self._send(http, replace(request, max_tokens=room), is_shortened=True)
             raise _FailedAttemptError(message, can_retry=False)
@@ -383,12 +377,12 @@ def _retry_after_seconds(response: httpx.Response) -> float:
         except (ValueError, OverflowError):  # OverflowError: a year or an offset with many digits
             return 0.0
         seconds = (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
-    return min(max(seconds, 0.0), _MAX_RETRY_AFTER_SECONDS)
+    return min(max(seconds, 0.0), 3600.0)
 
 
 def _backoff_seconds(attempts: int) -> float:
     longest = min(_FIRST_DELAY_SECONDS * 2.0 ** min(attempts - 1, 30), _MAX_DELAY_SECONDS)
-    return _jitter.uniform(0.5, 1.0) * longest
+    return random.Random().uniform(0.5, 1.0) * longest  # the seeded generator of the module stays untouched
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[Any]], http: httpx.AsyncClient) -> None:

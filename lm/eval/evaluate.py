@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from math import sqrt
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from filelock import FileLock, Timeout
 
@@ -15,9 +14,10 @@ from lm.common.errors import UserError, translate_write_errors
 from lm.eval.problems import Problem, Prompt
 from lm.eval.reward_worker import RewardWorker
 from lm.eval.rewards import REWARD_KEYS, REWARD_TOLERANCE, perfect_rewards
+from lm.files.json import write_json_lines
 
 Category = Literal["right", "wrong answer", "wrong format"]
-CATEGORIES: tuple[Category, ...] = ("right", "wrong answer", "wrong format")
+CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 _Z_95 = 1.959963984540054  # 95 % of a normal distribution lie within this many standard deviations
 
@@ -146,13 +146,10 @@ def wilson_interval(successes: int, count: int) -> tuple[float, float]:
     return low, high
 
 
-def pick_examples(responses: Iterable[ScoredResponse], count: int = 3) -> dict[str, list[ScoredResponse]]:
+def pick_examples(responses: Sequence[ScoredResponse], count: int = 3) -> dict[Category, list[ScoredResponse]]:
     """Return the first ``count`` responses of each category that has some."""
-    examples: dict[str, list[ScoredResponse]] = {}
-    for name in CATEGORIES:
-        if found := [response for response in responses if response.category == name][:count]:
-            examples[name] = found
-    return examples
+    examples = {name: [response for response in responses if response.category == name] for name in CATEGORIES}
+    return {name: found[:count] for name, found in examples.items() if found}
 
 
 class ResponseFile:
@@ -183,16 +180,13 @@ class ResponseFile:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._lock.release()
 
     def append(self, row: dict[str, Any]) -> None:
         """Add a response."""
         self.rows.append(row)
-        with translate_write_errors(self.path), self._open(self.path, "a") as file:
-            file.write(_format_row(row))
+        write_json_lines(self.path, [row], "a")
 
     def sort(self) -> None:
         """Put the responses into the order of their indices. The last row of an index counts."""
@@ -234,19 +228,7 @@ class ResponseFile:
             )
 
     def _rewrite(self) -> None:
-        temporary = self.path.with_name(f"{self.path.name}.tmp")
-        with translate_write_errors(self.path):
-            with self._open(temporary, "w") as file:
-                file.writelines(map(_format_row, ({"settings": self.settings}, *self.rows)))
-            temporary.replace(self.path)
-
-    @staticmethod
-    def _open(path: Path, mode: str) -> IO[str]:
-        return path.open(mode, encoding="utf-8", errors="backslashreplace")  # JSON's escape of a lone surrogate
-
-
-def _format_row(row: dict[str, Any]) -> str:
-    return json.dumps(row, ensure_ascii=False) + "\n"
+        write_json_lines(self.path, [{"settings": self.settings}, *self.rows])
 
 
 def evaluate(

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from types import TracebackType
 from typing import Any
 
 from lm.common.errors import UserError
@@ -49,9 +48,7 @@ class RewardWorker:
     def __enter__(self) -> "RewardWorker":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __call__(self, response: str, ground_truth: Any) -> dict[str, float]:
@@ -73,7 +70,9 @@ class RewardWorker:
             try:
                 answer = json.loads(self._process.ask(request))
             except ChildEnded as error:
-                return _failure(_describe_exit(error.code, self.seconds))
+                if error.code == -signal.SIGALRM:
+                    return _failure(f"the reward took more than {self.seconds:g} seconds")
+                return _failure(f"the process of the reward ended with code {error.code}")
         if "user_error" in answer:
             raise UserError(answer["user_error"])
         return _failure(answer["error"]) if "error" in answer else Verdict(answer)
@@ -89,17 +88,13 @@ def _failure(error: str) -> Verdict:
     return Verdict(dict.fromkeys(REWARD_KEYS, 0.0), error)
 
 
-def _describe_exit(code: int, seconds: float) -> str:
-    if code == -signal.SIGALRM:
-        return f"the reward took more than {seconds:g} seconds"
-    return f"the process of the reward ended with code {code}"
-
-
 def main(weights: str, seconds: str) -> None:
     """Answer requests until the input ends."""
     requests, send_answer = serve_parent()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    _limit_memory()
+    with contextlib.suppress(ImportError, ValueError, OSError):  # not on every system
+        resource = import_module("resource")
+        resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     reward = combine_rewards(json.loads(weights))
     for library in {REWARD_LIBRARIES[name] for name in json.loads(weights) if name in REWARD_LIBRARIES}:
         with contextlib.suppress(ImportError):  # the reward explains it
@@ -115,12 +110,6 @@ def main(weights: str, seconds: str) -> None:
             answer = {"error": f"the reward raised {error!r}"[:1000]}
         signal.setitimer(signal.ITIMER_REAL, 0)
         send_answer(json.dumps(dict(answer)).encode())
-
-
-def _limit_memory() -> None:
-    with contextlib.suppress(ImportError, ValueError, OSError):  # not on every system
-        resource = import_module("resource")
-        resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 if __name__ == "__main__":

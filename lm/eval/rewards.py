@@ -16,7 +16,6 @@ from lm.common.errors import UserError, did_you_mean
 from lm.eval.answers import extract_boxed, extract_r1_zero, parse_gsm8k_response, parse_mmlu_response
 
 MAX_RESPONSE_CHARACTERS = 100_000
-_MAX_FORMULA_CHARACTERS = 1_000
 REWARD_KEYS = ("reward", "format_reward", "answer_reward")
 REWARD_LIBRARIES = {"boxed_math": "math_verify", "r1_zero": "math_verify", "reasoning_gym": "reasoning_gym"}
 REWARD_EXTRAS = {"math_verify": "math", "reasoning_gym": "reasoning-gym"}  # of this package, by library
@@ -26,10 +25,7 @@ RewardFunction = Callable[[str, Any], Mapping[str, float]]
 GroundTruth = str | float | list[str | float]
 """An accepted answer, or several. A number counts as its text, without an exponent."""
 
-_SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]]*\Z")
 _LENGTH_NAME = re.compile(r"length:(\d+)-(\d+)")
-_GROUPED_THOUSANDS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d*)?")
-_GRID_DATASETS = ("arc_agi", "rearc")  # of reasoning-gym; they compare tuples, which are lists in JSON
 
 
 def exact_reward(response: str, ground_truth: GroundTruth) -> dict[str, float]:
@@ -74,7 +70,7 @@ def required_words_reward(response: str, ground_truth: str | list[str]) -> dict[
 
 def ends_properly_reward(response: str, ground_truth: Any = None) -> dict[str, float]:
     """1 if the response ends with the end of a sentence, maybe in quotes."""
-    return _form_rewards(bool(_SENTENCE_END.search(response.rstrip()[-20:])))
+    return _form_rewards(bool(re.search(r"[.!?…][\"'”’)\]]*\Z", response.rstrip()[-20:])))
 
 
 def length_reward(response: str, ground_truth: Any, min_characters: int, max_characters: int) -> dict[str, float]:
@@ -96,7 +92,7 @@ def reasoning_gym_reward(response: str, ground_truth: Mapping[str, Any]) -> dict
         raise UserError("Scoring this task needs reasoning-gym; install textmill[reasoning-gym].") from None
     answer = extract_r1_zero(response)
     dataset, entry = ground_truth["dataset"], ground_truth["entry"]
-    if dataset in _GRID_DATASETS:
+    if dataset in ("arc_agi", "rearc"):  # they compare tuples, which are lists in JSON
         grid = tuple(map(tuple, entry["metadata"]["output"]))
         entry = {**entry, "metadata": {**entry["metadata"], "output": grid}}
     score = reasoning_gym.get_score_answer_fn(dataset)
@@ -198,7 +194,7 @@ def is_math_equal(answer: str, ground_truth: str) -> bool:
     needed and not installed.
     """
     answer, ground_truth = answer.strip(), ground_truth.strip()
-    if len(answer) > _MAX_FORMULA_CHARACTERS:
+    if len(answer) > 1_000:
         return False
     if answer == ground_truth:
         return True
@@ -219,7 +215,7 @@ def is_math_equal(answer: str, ground_truth: str) -> bool:
 
 def _parse_number(text: str) -> Decimal | None:
     text = text.removeprefix("$")
-    if _GROUPED_THOUSANDS.fullmatch(text):
+    if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d*)?", text):
         text = text.replace(",", "")
     if "_" in text:  # Decimal would skip it, but 204_5 has the base 5
         return None

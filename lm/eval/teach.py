@@ -10,7 +10,6 @@ import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Literal, NamedTuple
 
 from lm.common.errors import UserError, translate_write_errors
@@ -20,7 +19,6 @@ from lm.eval.config import TeachConfig
 from lm.eval.problems import PROMPT_TEMPLATES, Problem, PromptFormat, load_task
 from lm.eval.reward_worker import RewardWorker
 from lm.eval.rewards import REWARD_TOLERANCE
-from lm.files.atomic_dir import sync_path
 from lm.text.rows import DamagedRows, Row, read_rows
 
 Outcome = Literal["kept", "low reward", "reward failed", "cut at the maximum", "not finished", "blank", "repeated"]
@@ -103,9 +101,7 @@ class AnswerCache:
         self._read()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with translate_write_errors(self.path):  # after a failure, this tries to write again
             self._file.close()  # releases the lock
 
@@ -221,16 +217,6 @@ def select_answers(
             f"The reward function failed for all {scored:,} answers: {errors[0]}. Name rewards that fit the prompts; "
             "the answers are kept, and the same command does not ask for them again."
         )
-
-
-def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Replace a JSON Lines file atomically. Raises UserError if it cannot be written."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with translate_write_errors(path):
-        with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        sync_path(temporary)
-        temporary.replace(path)
 
 
 def _parse_row(row: Row) -> tuple[tuple[Message, ...], Any]:

@@ -19,10 +19,8 @@ from lm.common.errors import UserError, did_you_mean
 
 Settings = dict[str, Any]  # value by option, as train.max_lr, or by variable, which has no dot
 
-_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 _MAX_POINTS = 10_000
 _MAX_NUMBER = 1e300
-_FIXED = ("execution.", "sample.", "name")  # options that have no effect on a training
 MODEL_COSTS = ("parameters", "flops_per_token")  # of the model of a point, for expressions
 
 
@@ -53,14 +51,15 @@ class Axis:
 
     def __post_init__(self) -> None:
         has_range, (low, high) = self.low is not None and self.high is not None, self._ends
-        given = {"option": self.option, "values": self.values, "low": self.low, "high": self.high, "cases": self.cases}
-        given = {name: value for name, value in given.items() if value not in ("", [], None)}
+        rule = ""
         if bool(self.cases) == bool(self.option) or (self.cases and (self.values or has_range)):
-            text = json.dumps(given, default=str)
-            raise UserError(f"An axis has either cases, or an option with values or a range; not {text}.")
-        if (self.cases or self.values) and (self.low, self.high, self.num_values) != (None, None, None):
-            text = json.dumps(given, default=str)
-            raise UserError(f"An axis has low, high and num_values only for a range; not {text}.")
+            rule = "either cases, or an option with values or a range"
+        elif (self.cases or self.values) and (self.low, self.high, self.num_values) != (None, None, None):
+            rule = "low, high and num_values only for a range"
+        if rule:
+            given = {name: getattr(self, name) for name in ("option", "values", "low", "high", "cases")}
+            given = {name: value for name, value in given.items() if value not in ("", [], None)}
+            raise UserError(f"An axis has {rule}; not {json.dumps(given, default=str)}.")
         if self.cases and not self.names:
             raise UserError("An axis has cases that set no option.")
         named = [(self.option, value) for value in self.values]
@@ -101,7 +100,7 @@ class Axis:
     def choices(self) -> list[Settings]:
         """Return the settings of each position on the axis. Raises UserError for a range without ``num_values``."""
         if self.cases:
-            return [{name: read_numbers(value) for name, value in case.items()} for case in self.cases]
+            return [read_numbers(case) for case in self.cases]
         if self.values:
             return [{self.option: read_numbers(value)} for value in self.values]
         if self.num_values is None:
@@ -130,7 +129,7 @@ def read_numbers(value: Any) -> Any:
         return [read_numbers(item) for item in value]
     if isinstance(value, dict):
         return {name: read_numbers(item) for name, item in value.items()}
-    if isinstance(value, str) and _EXPONENT.fullmatch(value):
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
         return float(value)
     return value
 
@@ -229,7 +228,7 @@ def _set(config: dict[str, Any], variables: Settings, name: str, value: Any) -> 
     if "." not in name and name not in config:
         variables[name] = value
         return
-    if name.startswith(_FIXED):
+    if name.startswith(("execution.", "sample.", "name")):
         raise UserError(f"{name} has no effect on results and cannot vary; set it for the whole sweep.")
     if "." not in name:
         raise UserError(f"{name} is a part of the configuration; give the variable another name.")

@@ -19,27 +19,14 @@ from lm.model.config import ModelConfig
 from lm.model.flops import flops_per_token, parameter_count
 from lm.train.config import TrainConfig
 
-MeasureSpeed = Callable[[ModelConfig, TrainConfig, float], Speed]  # the number: seconds of steps
-GuessSpeed = Callable[[], float]  # FLOP/s
 FindLargestBatch = Callable[[ModelConfig, TrainConfig], int]
 
-_BEST_FLOPS_PER_TOKEN, _BUDGET, _EXPONENT = 8.8e5, 1e12, 0.468
-_LR, _WIDTH = 0.005, 256  # tuned for the preset stories-fast (benchmarks/RESULTS.md)
 _VOCAB_SIZES = [1 << power for power in range(9, 16)]
 _MAX_HEAD_SHARE = 0.35  # of the FLOPs
 _MAX_EPOCHS = 4  # text that is repeated up to here teaches almost as much as new text (Muennighoff et al. 2023)
 _MIN_STEPS, _MIN_BATCH_SIZE = 50, 4
 _EVALUATIONS = 10
-_FORWARD_SHARE = 0.35  # of the time of a step
-_PREPARATION_BYTES_PER_SECOND = 25e6  # of the stages from ingest to encode, for each thread
-_ROOM = 1.5  # steps of a training that is limited by its time, for each that is expected
-_OTHER_SECONDS = 10.0  # Prefect, checkpoints, samples
-# Larger models run faster, so the first speed may be too low for the model that it is to choose.
-_MIN_PROBES, _MAX_PROBES = 2, 8
-_PROBING_SHARE = 0.04  # of the time; more probes only below
 _PROBE_SECONDS = 3.0
-# A shared machine is faster or slower for seconds: the chosen model is measured for longer, if the budget pays for it.
-_LAST_PROBE_SHARE, _LAST_PROBE_MAX_SECONDS = 0.01, 60.0
 
 
 @dataclass(frozen=True)
@@ -65,16 +52,16 @@ def choose_configuration(
     valid_bytes: int,
     threads: int,
     processes: int,
-    guess: GuessSpeed,
-    measure: MeasureSpeed,
+    guess: Callable[[], float],
+    measure: Callable[[ModelConfig, TrainConfig, float], Speed],
     largest_batch: FindLargestBatch,
 ) -> Choice:
     """Choose vocabulary, shape, batch, learning rate and steps for a text of ``train_bytes``.
 
     ``threads`` prepare the text; ``processes``, a power of two, train. The size of the model follows the scaling law of
     :func:`best_flops_per_token`. A budget of time is spent at the speed that ``measure`` returns for the chosen
-    configuration; the first that is measured follows from ``guess``. ``largest_batch`` returns how many sequences fit
-    the memory.
+    configuration after some seconds of steps; the first that is measured follows from ``guess``, in FLOP/s.
+    ``largest_batch`` returns how many sequences fit the memory.
 
     Raises UserError if the budget is too small for this text, a text is too short for it, or no model fits the memory.
     """
@@ -86,11 +73,13 @@ def choose_configuration(
     if budget.unit != "seconds":
         choice = choose(budget.amount, budget.unit)
         return _check(replace(choice, reasons=[*choice.reasons, *_describe(choice, train_bytes)]), valid_bytes)
-    left = budget.amount - _OTHER_SECONDS - (train_bytes + valid_bytes) / (_PREPARATION_BYTES_PER_SECOND * threads)
+    # Prefect, checkpoints and samples take 10 s. A thread prepares 25 MB a second, in the stages from ingest to encode.
+    left = budget.amount - 10.0 - (train_bytes + valid_bytes) / (25e6 * threads)
     flops_per_second = guess()
     speeds: list[tuple[tuple[ModelConfig, int], Speed]] = []
     probing_seconds = 0.0
-    while len(speeds) < _MIN_PROBES or (len(speeds) < _MAX_PROBES and probing_seconds < _PROBING_SHARE * budget.amount):
+    # Larger models run faster, so the first speed may be too low for the model that it is to choose.
+    while len(speeds) < 2 or (len(speeds) < 8 and probing_seconds < 0.04 * budget.amount):
         choice = choose(max(1e9, flops_per_second * left))
         probe = (choice.model, choice.train.batch_size)
         if known := [speed for measured, speed in speeds if measured == probe]:
@@ -100,8 +89,8 @@ def choose_configuration(
         speeds.append((probe, speed))
         left, probing_seconds = left - speed.seconds, probing_seconds + speed.seconds
         flops_per_second = speed.flops_per_step / speed.step_seconds
-    last_probe_seconds = min(_LAST_PROBE_SHARE * budget.amount, _LAST_PROBE_MAX_SECONDS)
-    if last_probe_seconds > _PROBE_SECONDS:
+    # A shared machine is faster or slower for seconds: the choice is measured for longer, if the budget pays for it.
+    if (last_probe_seconds := min(0.01 * budget.amount, 60.0)) > _PROBE_SECONDS:
         speed = measure(choice.model, choice.train, last_probe_seconds)
         left -= speed.seconds
     measured_steps = choice.train.steps
@@ -125,13 +114,13 @@ def choose_configuration(
 
 def best_flops_per_token(flops: float) -> float:
     """Return the training FLOPs per token of the model that learns most from ``flops``. The head counts."""
-    return _BEST_FLOPS_PER_TOKEN * (flops / _BUDGET) ** _EXPONENT
+    return 8.8e5 * (flops / 1e12) ** 0.468
 
 
 def best_lr(d_model: int) -> float:
     """Return Muon's peak learning rate for a width. It falls with the root of the width, as in the trainings of the
-    law."""
-    return float(f"{_LR * math.sqrt(_WIDTH / d_model):.2g}")
+    law, from the one that was tuned for the preset stories-fast (benchmarks/RESULTS.md)."""
+    return float(f"{0.005 * math.sqrt(256 / d_model):.2g}")
 
 
 def _spend(left: float, choice: Choice, speed: Speed, train_bytes: int, valid_bytes: int) -> tuple[Choice, float]:
@@ -140,14 +129,15 @@ def _spend(left: float, choice: Choice, speed: Speed, train_bytes: int, valid_by
     The clock ends the training, because the speed of a shared machine changes by the minute. Its steps leave room for a
     machine that becomes faster, but not for more epochs.
     """
-    sequence_seconds = _FORWARD_SHARE * speed.step_seconds / choice.train.batch_size  # of an evaluation
+    # Of an evaluation, whose forward pass takes 35 % of a step.
+    sequence_seconds = 0.35 * speed.step_seconds / choice.train.batch_size
     sequences = valid_bytes / bytes_per_token(choice.vocab_size) / choice.model.context_length
     seconds = left - speed.start_seconds - sequences * sequence_seconds
     evaluation = _EVALUATIONS * choice.train.eval_sequences * sequence_seconds
     most_tokens = _most_tokens(train_bytes, choice.vocab_size)
     most_steps = int(most_tokens / choice.model.context_length / choice.train.batch_size)
     steps = int((seconds - evaluation) / speed.step_seconds)
-    train = _with_steps(choice.train, min(int(_ROOM * steps), most_steps))
+    train = _with_steps(choice.train, min(int(1.5 * steps), most_steps))
     train = replace(train, max_seconds=round(max(1.0, seconds), 1))
     return replace(choice, train=train, steps_in_time=steps), seconds
 

@@ -12,7 +12,6 @@ BudgetUnit = Literal["seconds", "flops", "tokens"]
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _PREFIXES = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
-_TIME = re.compile(r"(?:\d+(?:\.\d+)?[smhd])+")
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([kMGBT]?)\s*(flops?|tokens?)", re.IGNORECASE)
 
 
@@ -66,7 +65,7 @@ def parse_budget(text: str) -> Budget:
     Raises UserError for anything else, and for a budget of nothing.
     """
     text = text.strip()
-    if _TIME.fullmatch(text):
+    if re.fullmatch(r"(?:\d+(?:\.\d+)?[smhd])+", text):
         seconds = sum(float(number) * _SECONDS[unit] for number, unit in re.findall(r"([\d.]+)([smhd])", text))
         if 0 < seconds < float("inf"):
             return Budget(seconds, "seconds")

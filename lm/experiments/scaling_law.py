@@ -25,7 +25,6 @@ _SEED = 0
 _MAX_LOG_DISTANCE = math.log(100)  # of the best size from the sizes trained
 MIN_BUDGETS_FOR_IRREDUCIBLE_LOSS = 4
 _DECAYS = np.geomspace(0.005, 2.0, 160)  # alphas that are tried
-_REFINEMENTS = 2  # of alpha, each with 1 / 20 of the distance
 
 
 @dataclass(frozen=True)
@@ -225,7 +224,7 @@ def _fit_curves(log_budgets: Array, losses: Array) -> _Curves:
     distances = log_budgets - log_budgets.mean()
     curves = _choose_decays(distances, losses, np.broadcast_to(_DECAYS, (len(losses), len(_DECAYS))))
     step = math.log(_DECAYS[1] / _DECAYS[0])
-    for _ in range(_REFINEMENTS):
+    for _ in range(2):  # each time with 1 / 20 of the distance
         curves = _choose_decays(distances, losses, curves.decays[:, None] * np.exp(np.linspace(-step, step, 41)))
         step /= 20
     return curves

@@ -22,7 +22,6 @@ from lm.train.pretraining import TrainData, make_trainer
 
 _WARM_UP_STEPS = 2
 _MIN_STEPS = 5
-_USUAL_MFU = 0.3
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def guess_flops_per_second(execution: Execution) -> float:
     device = choose_device(execution.device)
     dtype = torch.bfloat16 if choose_precision("auto", device) == "bfloat16" else torch.float32
     peak = peak_flops(device, dtype) or max(flops for flops, _ in time_matmuls(device, dtype))
-    return _USUAL_MFU * peak * (execution.processes if device.type == "cuda" else 1)
+    return 0.3 * peak * (execution.processes if device.type == "cuda" else 1)  # a usual MFU is 30 %
 
 
 def measure_speed(model: ModelConfig, config: TrainConfig, seconds: float, execution: Execution) -> Speed:

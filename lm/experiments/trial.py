@@ -9,7 +9,6 @@ from lm.model.config import ModelConfig
 from lm.train.config import TrainConfig
 
 State = Literal["finished", "pruned", "diverged", "refused"]
-_CURVE_FIELDS = ("step", "loss", "smoothed_loss", "valid_loss", "valid_bits_per_byte")
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class TrialResult:
     @property
     def has_validation(self) -> bool:
         """Whether the validation text was evaluated, with whatever result."""
-        return _has_validation(self.curve)
+        return any("valid_loss" in row for row in self.curve)
 
     @property
     def objective(self) -> float | None:
@@ -70,10 +69,6 @@ class TrialResult:
         """Bits per byte of the validation text by step: unlike the loss of a token, comparable between tokenizers."""
         rows = [(row["step"], row.get("valid_bits_per_byte")) for row in self.curve]
         return {step: loss for step, loss in rows if loss is not None}
-
-
-def _has_validation(rows: Sequence[Mapping[str, Any]]) -> bool:
-    return any("valid_loss" in row for row in rows)
 
 
 def find_prune_step(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) -> int | None:
@@ -119,9 +114,10 @@ def make_result(
         state, steps, reason, final = "diverged", int(divergence["step"]), str(divergence["reason"]), {}
     elif refusal:
         state, reason = "refused", refusal
-    curve = [{name: row[name] for name in _CURVE_FIELDS if name in row} for row in rows]
+    names = ("step", "loss", "smoothed_loss", "valid_loss", "valid_bits_per_byte")
+    curve = [{name: row[name] for name in names if name in row} for row in rows]
     last = {name: value for row in curve for name, value in row.items() if value is not None}
-    has_validation = _has_validation(curve)
+    has_validation = any("valid_loss" in row for row in curve)
     if has_validation:  # a loss that is not finite is None in a file
         last |= {name: final[name] for name in ("valid_loss", "valid_bits_per_byte") if name in final}
     loss = last.get("valid_loss" if has_validation else "smoothed_loss")

@@ -1,10 +1,12 @@
-"""Reading of JSON files, and of JSON texts such as a line of JSON Lines."""
+"""Reading of JSON files, and of JSON texts such as a line of JSON Lines; writing of JSON Lines."""
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from lm.common.errors import UserError
+from lm.common.errors import UserError, translate_write_errors
+from lm.files.atomic_dir import sync_path
 
 
 def read_json(path: Path) -> Any:
@@ -31,3 +33,17 @@ def parse_json(text: str) -> Any:
             return json.loads(text, parse_int=float)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
+
+
+def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]], mode: Literal["w", "a"] = "w") -> None:
+    """Replace a file of JSON Lines atomically, or append to it. A lone surrogate is written as JSON's escape.
+
+    Raises StorageError if it cannot be written.
+    """
+    written = path.with_name(f"{path.name}.tmp") if mode == "w" else path
+    with translate_write_errors(path):
+        with written.open(mode, encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        if mode == "w":
+            sync_path(written)
+            written.replace(path)

@@ -12,15 +12,12 @@ from typing import Any, TypeVar
 from lm.common.errors import UserError
 from lm.data.dialogs import Dialog, Message, PreferencePair, read_dialogs
 from lm.eval.problems import Problem, Split, Task, is_generated, load_task
+from lm.files.json import write_json_lines
 from lm.posttrain.config import DialogsConfig
 from lm.text.rows import DamagedRows
 
 T = TypeVar("T")
 Example = Dialog | PreferencePair | Problem
-
-# A start that more examples than both of these share, such as "Continue", does not tell examples apart.
-_MAX_SHARING_EXAMPLES = 20
-_MAX_SHARING_FRACTION = 0.05
 
 
 @dataclass
@@ -121,22 +118,21 @@ def _read_problems(config: DialogsConfig, split: Split, urls: Sequence[str], cou
     return load_task(config.task, urls, split, count, config.seed, damaged)
 
 
-def _messages(example: Example) -> tuple[Message, ...]:
-    """Return the messages of an example, the user's last as it was before it was put into a template."""
-    if isinstance(example, Problem):
-        return (Message(role="user", content=example.prompt),)
-    if isinstance(example, PreferencePair):
-        answers = (Message(role="assistant", content=answer) for answer in (example.chosen, example.rejected))
-        return (*example.prompt, *answers)
-    if example.question is None:
-        return example.messages
-    *context, _, answer = example.messages
-    return (*context, Message(role="user", content=example.question), answer)
-
-
 def _starts(example: Example) -> Iterator[str]:
-    """Yield the question, the messages up to it (a system message may be before it), then one more message each."""
-    messages = [Message(role=message["role"], content=message["content"]) for message in _messages(example)]
+    """Yield the question, the messages up to it (a system message may be before it), then one more message each.
+
+    The user's last message is as it was before it was put into a template.
+    """
+    if isinstance(example, Problem):
+        messages = [Message(role="user", content=example.prompt)]
+    elif isinstance(example, PreferencePair):
+        answers = (Message(role="assistant", content=answer) for answer in (example.chosen, example.rejected))
+        messages = [*example.prompt, *answers]
+    else:
+        messages = [*example.messages]
+        if example.question is not None:
+            messages[-2] = Message(role="user", content=example.question)
+    messages = [Message(role=message["role"], content=message["content"]) for message in messages]
     first = 1 if messages[0]["role"] == "system" else 0
     yield json.dumps(messages[first : first + 1], sort_keys=True)
     for end in range(first + 1, len(messages) + 1):
@@ -160,8 +156,8 @@ def _key(example: Example, common: Set[str]) -> str:
 
 
 def _find_common_starts(examples: Sequence[Example]) -> set[str]:
-    """Return the starts of dialogs that too many examples share to tell them apart."""
-    limit = max(_MAX_SHARING_EXAMPLES, _MAX_SHARING_FRACTION * len(examples))
+    """Return the starts of dialogs, such as "Continue", that too many examples share to tell them apart."""
+    limit = max(20, 0.05 * len(examples))
     new = _more_than(limit, map(_question, examples))
     common = set[str]()
     while new:
@@ -203,8 +199,7 @@ def _leave_out_held_out(train: Examples, valid: Examples, test: Task, common: Se
 
 def write_rows(path: Path, rows: Iterable[Any]) -> None:
     """Write dataclass objects as JSON Lines."""
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows)
+    write_json_lines(path, map(asdict, rows))
 
 
 def read_example_rows(path: Path, *kinds: type[T]) -> list[T]:

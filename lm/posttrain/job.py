@@ -12,7 +12,6 @@ import torch
 
 from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
-from lm.distributed.process_group import get_rank
 from lm.hardware.device import explain_out_of_memory
 from lm.model.moe import MoE
 from lm.model.transformer import TransformerLM
@@ -121,12 +120,6 @@ class PosttrainJob(TrainingJob):
         if trainer.balance:  # small batches say little about the load, and rollouts need the choices of the updates
             trainer.balance.freeze_biases()
         return trainer
-
-
-def warn_of_unused(count: int, total: int, problem: str) -> None:
-    """Log how many examples a training does not use as they are."""
-    if count and get_rank() == 0:
-        log.warning("%d of %d %s.", count, total, problem)
 
 
 def _take_off_capacity(model: TransformerLM) -> None:

@@ -16,21 +16,20 @@ class Objective(Protocol):
     """The data, the loss and the evaluation of a training.
 
     A step minimizes the sum of :meth:`loss_sum` over the sum of :meth:`weight`, over all micro-batches of all ranks.
-    If that weight is 0, the losses must be 0 too. :meth:`padding`, :meth:`step_metrics` and :meth:`restore` have
-    defaults.
+    If that weight is 0, the losses must be 0 too. Some attributes and methods have defaults.
     """
 
     digests: dict[str, str]
     """Checksums of the input by name. A checkpoint with other checksums is refused."""
-    tokens_per_step: int
+    tokens_per_step: int = 0
     """Training tokens per step, over all ranks; 0 if the number differs between steps."""
     metric_names: Sequence[str]
     """Names of the metrics that :meth:`evaluate` returns. The first one selects the best checkpoint."""
     is_higher_better: bool
     """Whether the best checkpoint has the highest value of that metric, not the lowest."""
-    is_prefetchable: bool
+    is_prefetchable: bool = False
     """Whether a thread may load the next step's micro-batches during a step: they do not depend on the weights."""
-    is_compilable: bool
+    is_compilable: bool = False
     """Whether ``torch.compile`` accepts :meth:`loss_sum`: shapes do not change, and it has no side effects."""
 
     def micro_batches(self, step: int) -> Sequence[MicroBatch]:

@@ -6,13 +6,11 @@ Dimensions: B answers of a batch, T tokens of each dialog, padded on the right, 
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.checkpoint.training_checkpoint import load_model
 from lm.model.transformer import TransformerLM
 from lm.posttrain.tokenization import pad_responses
 
@@ -36,11 +34,6 @@ def add_reward_head(model: TransformerLM) -> TransformerLM:
     if model.lm_head is not None:
         model.lm_head.requires_grad_(False)
     return model
-
-
-def load_reward_model(directory: Path, device: str | torch.device = "cpu") -> TransformerLM:
-    """Load a reward model for inference from a checkpoint. Raises UserError if it is damaged or has no head."""
-    return load_model(directory, device, has_scalar_head=True).requires_grad_(False)
 
 
 def compute_rewards(model: TransformerLM, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The objective of direct preference optimization: the better answer of a pair becomes more likely than the other."""
 
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -9,11 +9,11 @@ from torch import Tensor
 from lm.common.errors import translate_write_errors
 from lm.data.batches import shuffled_indices
 from lm.data.dialogs import PreferencePair
-from lm.distributed.process_group import all_gather, broadcast_from_rank0
+from lm.distributed.process_group import all_gather, call_on_rank0
 from lm.inference.completion import Completion
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import DPOConfig
-from lm.posttrain.job import Method, ObjectiveInputs, PosttrainJob
+from lm.posttrain.job import ObjectiveInputs, PosttrainJob
 from lm.posttrain.losses.dpo import compute_dpo_loss, score_responses
 from lm.posttrain.losses.log_probs import after_last
 from lm.posttrain.objectives.generation import answer_prompts
@@ -31,8 +31,6 @@ class DPO(PairObjective):
     left out. Raises UserError if none remains.
     """
 
-    method: ClassVar[Method] = "preference"
-
     def __init__(self, config: DPOConfig, inputs: ObjectiveInputs[PreferencePair]) -> None:
         # The last token is a label only.
         super().__init__(config.train, inputs, inputs.model.config.context_length + 1)
@@ -47,9 +45,16 @@ class DPO(PairObjective):
 
     def restore(self, previous: Path, step: int) -> None:
         """Read the reference model's log-probabilities, and compute missing ones: the model has its first weights."""
+
+        def read() -> dict[int, list[float]]:
+            rows = iterate_metrics(previous / _REFERENCE)
+            try:
+                return {int(row["pair"]): [float(row["chosen"]), float(row["rejected"])] for row in rows}
+            except (ValueError, KeyError, TypeError):  # a row is not of this file: all are computed again
+                return {}
+
         if step > 0:
-            stored = _read_reference(previous / _REFERENCE) if self.rank == 0 else None
-            self._reference = broadcast_from_rank0(stored)
+            self._reference = call_on_rank0(read)
             self._compute_missing_reference()
 
     def _compute_missing_reference(self) -> None:
@@ -100,11 +105,3 @@ class DPO(PairObjective):
     def sample(self, model: TransformerLM) -> list[Completion]:
         """Answer the prompts of ``sample_prompts``."""
         return answer_prompts(model, self.tokenizer, self.train_config)
-
-
-def _read_reference(path: Path) -> dict[int, list[float]]:
-    """Return the log-probabilities by index of the pair, or nothing if a row is not one of them."""
-    try:
-        return {int(row["pair"]): [float(row["chosen"]), float(row["rejected"])] for row in iterate_metrics(path)}
-    except (ValueError, KeyError, TypeError):
-        return {}

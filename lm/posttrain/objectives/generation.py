@@ -17,8 +17,6 @@ from lm.train.config import TrainConfig
 
 log = logging.getLogger(__name__)
 
-GREEDY = SampleConfig(temperature=0.0)
-_ROLLOUT_SAMPLING = SampleConfig(temperature=1.0, top_p=1.0)  # the gradient is of this distribution
 _MAX_BATCH_SIZE = 128
 
 
@@ -62,15 +60,17 @@ def generate_rollouts(
     model: TransformerLM,
     tokenizer: Tokenizer,
     prompts: Sequence[list[int]],
-    seeds: Sequence[int],
+    seeds: Sequence[int] | None,
     max_new_tokens: int,
-    sampling: SampleConfig = _ROLLOUT_SAMPLING,
 ) -> list[Rollout]:
     """Return a response to each prompt. It ends with the end token, or at ``max_new_tokens`` or the context's end.
 
-    A response depends on its prompt and its seed only, not on the others.
+    A response depends on its prompt and its seed only, not on the others. Without ``seeds`` it has the most likely
+    tokens.
     """
     end_id = tokenizer.special_ids[END_TOKEN]
+    # The gradient is of the distribution at the temperature 1.
+    sampling = SampleConfig(temperature=0.0 if seeds is None else 1.0, top_p=1.0)
     runs = [
         Generation(
             prompt,
@@ -80,7 +80,7 @@ def generate_rollouts(
             wants_logprobs=True,
             on_token=lambda token_id: token_id == end_id,
         )
-        for prompt, seed in zip(prompts, seeds, strict=True)
+        for prompt, seed in zip(prompts, seeds or [0] * len(prompts), strict=True)
     ]
     if runs:
         # The trainer evaluates under autocast, but the keys and values in the engine's cache have the model's own type.
@@ -95,7 +95,7 @@ def answer_greedily(
 ) -> dict[int, Rollout]:
     """Return the most likely response to each prompt by its index; see :func:`encode_prompts`."""
     ids = encode_prompts(tokenizer, prompts, model.config.context_length)
-    rollouts = generate_rollouts(model, tokenizer, [*ids.values()], [0] * len(ids), max_new_tokens, GREEDY)
+    rollouts = generate_rollouts(model, tokenizer, [*ids.values()], None, max_new_tokens)
     return dict(zip(ids, rollouts, strict=True))
 
 

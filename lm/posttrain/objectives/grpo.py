@@ -8,7 +8,7 @@ options. Dimensions: B responses of a batch with their prompts, T tokens of each
 from collections import defaultdict
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from lm.eval.rewards import RewardFunction
 from lm.model.transformer import TransformerLM
 from lm.optim.clip import clip_grad_norm
 from lm.posttrain.config import GRPOConfig
-from lm.posttrain.job import Method, ObjectiveInputs, PosttrainJob
+from lm.posttrain.job import ObjectiveInputs, PosttrainJob
 from lm.posttrain.losses.advantages import compute_group_normalized_rewards, compute_rollout_rewards
 from lm.posttrain.losses.log_probs import get_response_log_probs, masked_normalize
 from lm.posttrain.losses.policy_gradient import (
@@ -89,7 +89,6 @@ class GRPO(RolloutObjective):
     The reference of the KL penalty is ``model`` as it is given here.
     """
 
-    method: ClassVar[Method] = "reinforce"
     example_types = (Problem,)
 
     def __init__(self, config: GRPOConfig, inputs: ObjectiveInputs[Problem], reward: RewardWorker) -> None:
@@ -147,18 +146,17 @@ class GRPO(RolloutObjective):
         return [self._batch(part.tolist(), divisor / len(parts), filler=indices[0]) for part in parts]
 
     def _batch(self, indices: list[int], weight: float, filler: int) -> ResponseBatch:
-        if not indices:
-            empty = self._batch([filler], weight, filler)
-            return empty._replace(mask=torch.zeros_like(empty.mask))
-        rows = [self._responses[index] for index in indices]
+        used = indices or [filler]
+        rows = [self._responses[index] for index in used]
         ids_BT, mask_BT = self.pad_ids(rows)
-        old_log_probs_BT = self.pad_numbers(mask_BT, [row.log_probs for row in rows])
-        parts = (ids_BT[:, :-1], ids_BT[:, 1:], mask_BT[:, 1:], self._advantages[indices], old_log_probs_BT[:, 1:])
-        reference_BT = None
+        label_mask_BT = mask_BT[:, 1:] if indices else torch.zeros_like(mask_BT[:, 1:])
+        numbers = [[row.log_probs for row in rows]]
         if self.reference is not None:
-            reference_BT = self.pad_numbers(mask_BT, [row.reference_log_probs for row in rows])[:, 1:].to(self.device)
+            numbers.append([row.reference_log_probs for row in rows])
+        log_probs = (self.pad_numbers(mask_BT, column)[:, 1:] for column in numbers)
+        parts = (ids_BT[:, :-1], ids_BT[:, 1:], label_mask_BT, self._advantages[used], *log_probs)
         batch = ResponseBatch(*(part.to(self.device) for part in parts))
-        return batch._replace(reference_log_probs=reference_BT, weight=torch.tensor(weight).to(self.device))
+        return batch._replace(weight=torch.tensor(weight).to(self.device))
 
     def weight(self, micro_batch: ResponseBatch) -> Tensor:
         """Return the share of the divisor: of the number of responses or tokens, see ``loss_normalization``."""

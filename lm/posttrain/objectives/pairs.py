@@ -62,13 +62,10 @@ class PairObjective(Objective):
     example_types = (PreferencePair,)
     metric_names = ("valid_loss", "valid_accuracy", "valid_margin")
     is_higher_better = False
-    is_prefetchable = False
-    is_compilable = False
-    tokens_per_step = 0
 
     def __init__(self, train_config: TrainConfig, inputs: ObjectiveInputs[PreferencePair], max_tokens: int) -> None:
         self.train_config, self.tokenizer, self.digests = train_config, inputs.tokenizer, inputs.digests
-        self.device, model_config, train = inputs.device, inputs.model.config, inputs.train
+        self.device, train = inputs.device, inputs.train
         self.rank, self.world_size = get_rank(), get_world_size()
         kept, kept_valid = (
             [encoded for pair in pairs if (encoded := encode_pair(self.tokenizer, pair)).length <= max_tokens]
@@ -76,8 +73,8 @@ class PairObjective(Objective):
         )
         if not kept:
             raise UserError(
-                f"No pair of answers is within the model's context of {model_config.context_length} tokens; use a "
-                "model with a longer context, or shorter answers."
+                f"No pair of answers is within the model's context of {inputs.model.config.context_length} tokens; use "
+                "a model with a longer context, or shorter answers."
             )
         self.train_count, self.left_out = len(kept), len(train) - len(kept)
         if self.left_out and self.rank == 0:

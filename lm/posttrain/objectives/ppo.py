@@ -7,22 +7,23 @@ padded on the right.
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from lm.checkpoint.training_checkpoint import load_model
 from lm.data.chat_template import END_TOKEN
 from lm.data.dialogs import PreferencePair
 from lm.eval.problems import Problem
 from lm.eval.reward_worker import RewardWorker
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import PPOConfig
-from lm.posttrain.job import Method, ObjectiveInputs, PosttrainJob
+from lm.posttrain.job import ObjectiveInputs, PosttrainJob
 from lm.posttrain.losses.log_probs import masked_normalize, score_labels
 from lm.posttrain.losses.policy_gradient import compute_policy_gradient_loss, estimate_kl
 from lm.posttrain.losses.ppo import compute_gae, compute_token_rewards, ppo_value_loss, whiten
-from lm.posttrain.losses.reward_model import load_reward_model, score_dialogs
+from lm.posttrain.losses.reward_model import score_dialogs
 from lm.posttrain.objectives.generation import Rollout
 from lm.posttrain.objectives.rollouts import PromptSource, RolloutObjective, RolloutRow
 
@@ -41,22 +42,15 @@ class PPOBatch(NamedTuple):
     reference_log_probs: Tensor
 
 
-def add_value_head(model: TransformerLM) -> TransformerLM:
-    """Give ``model`` a head for values in place, whose values are 0 at first, and return it."""
-    model.add_scalar_head()
-    return model
-
-
 class PPO(RolloutObjective):
     """The objective of :class:`lm.posttrain.config.PPOConfig`.
 
-    ``model`` has a value head, see :func:`add_value_head`: policy and values share one Transformer, and so one
-    optimizer, one checkpoint and one forward pass. The reference of the KL penalty is ``model`` as it is given here.
+    ``model`` has a scalar head for the values: policy and values share one Transformer, and so one optimizer, one
+    checkpoint and one forward pass. The reference of the KL penalty is ``model`` as it is given here.
     ``reward_model`` gives the rewards to learn from; those of ``reward`` are only logged. A response that was cut off
     is judged as if it ended there.
     """
 
-    method: ClassVar[Method] = "ppo"
     example_types = (Problem, PreferencePair)
 
     def __init__(
@@ -79,9 +73,9 @@ class PPO(RolloutObjective):
     def from_job(cls, job: PosttrainJob, inputs: ObjectiveInputs[Any]) -> Self:
         """Return the objective of a job. The model gets a value head. Starts a process if the job has rewards."""
         config = PPOConfig(train=job.config, **job.settings)
-        reward_model = load_reward_model(Path(job.reward_model), inputs.device)
+        reward_model = load_model(Path(job.reward_model), inputs.device, has_scalar_head=True).requires_grad_(False)
         worker = RewardWorker(job.rewards, config.reward_seconds) if job.rewards else None
-        add_value_head(inputs.model)
+        inputs.model.add_scalar_head()  # its values are 0 at first
         return cls(config, inputs, reward_model, worker and job.contexts.enter_context(worker))
 
     def annotate(self, responses: Sequence[RolloutRow]) -> None:

@@ -1,6 +1,6 @@
 """The objective of a reward model: the better answer of a pair gets a higher reward than the other."""
 
-from typing import ClassVar, Self
+from typing import Self
 
 from torch import Tensor
 
@@ -8,7 +8,7 @@ from lm.data.dialogs import PreferencePair
 from lm.inference.completion import Completion
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import RewardModelConfig
-from lm.posttrain.job import Method, ObjectiveInputs, PosttrainJob
+from lm.posttrain.job import ObjectiveInputs, PosttrainJob
 from lm.posttrain.losses.log_probs import after_last
 from lm.posttrain.losses.reward_model import add_reward_head, bradley_terry_loss, compute_rewards
 from lm.posttrain.objectives.pairs import PairBatch, PairObjective
@@ -20,8 +20,6 @@ class RewardModeling(PairObjective):
     ``model`` has a reward head, see :func:`lm.posttrain.losses.reward_model.add_reward_head`. Pairs beyond the model's
     context are left out. Raises UserError if none remains.
     """
-
-    method: ClassVar[Method] = "reward_model"
 
     def __init__(self, config: RewardModelConfig, inputs: ObjectiveInputs[PreferencePair]) -> None:
         super().__init__(config.train, inputs, inputs.model.config.context_length)

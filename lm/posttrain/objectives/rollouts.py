@@ -28,7 +28,7 @@ from lm.posttrain.config import GRPOConfig, PPOConfig
 from lm.posttrain.job import ObjectiveInputs
 from lm.posttrain.losses.advantages import summarize_rewards
 from lm.posttrain.losses.log_probs import after_last, get_response_log_probs
-from lm.posttrain.objectives.generation import GREEDY, Rollout, answer_prompts, encode_prompts, generate_rollouts
+from lm.posttrain.objectives.generation import Rollout, answer_prompts, encode_prompts, generate_rollouts
 from lm.posttrain.tokenization import pad_responses
 from lm.train.objective import Objective
 from lm.train.tracking import append_rows, iterate_metrics
@@ -86,9 +86,6 @@ class RolloutObjective(Objective):
 
     metric_names: Sequence[str] = ("valid_reward", "valid_tokens")
     is_higher_better = True
-    is_prefetchable = False
-    is_compilable = False
-    tokens_per_step = 0
 
     def __init__(
         self,
@@ -322,9 +319,7 @@ class RolloutObjective(Objective):
             return {}
         indices = [number * count // used for number in range(used)][self.rank :: self.world_size]
         prompts = [self.valid_prompts[index] for index in indices]
-        rollouts = generate_rollouts(
-            model, self.tokenizer, prompts, [0] * len(prompts), self.settings.max_new_tokens, GREEDY
-        )
+        rollouts = generate_rollouts(model, self.tokenizer, prompts, None, self.settings.max_new_tokens)
         measured = self.measure(rollouts, [self.valid[index] for index in indices])
         sums = [*(sum(measured[name]) for name in self.metric_names), len(rollouts)]
         # On the CPU: MPS has no float64.

@@ -3,7 +3,8 @@
 Dimensions: B rows of a batch, T tokens of each, which is the context length.
 """
 
-from typing import Any, ClassVar, NamedTuple, Self
+import logging
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -19,10 +20,12 @@ from lm.inference.completion import Completion
 from lm.model.functional import IGNORE_INDEX
 from lm.model.ops.causal_attention import make_segment_attention
 from lm.model.transformer import TransformerLM
-from lm.posttrain.job import Method, ObjectiveInputs, PosttrainJob, warn_of_unused
+from lm.posttrain.job import ObjectiveInputs, PosttrainJob
 from lm.posttrain.objectives.generation import answer_prompts
 from lm.train.config import TrainConfig
 from lm.train.objective import Objective
+
+log = logging.getLogger(__name__)
 
 
 class PackedBatch(NamedTuple):
@@ -43,7 +46,6 @@ class SupervisedFineTuning(Objective):
     the same weight, in any micro-batch and process. Raises UserError if no dialog has an answer that fits.
     """
 
-    method: ClassVar[Method] = "sft"
     example_types = (Dialog,)
     metric_names = ("valid_loss",)
     is_higher_better = False
@@ -71,9 +73,12 @@ class SupervisedFineTuning(Objective):
     def from_job(cls, job: PosttrainJob, inputs: ObjectiveInputs[Dialog]) -> Self:
         """Return the objective of a job. Logs how many dialogs are not used as they are."""
         objective = cls(job.config, inputs)
-        rows, count = objective.train, len(inputs.train)
-        warn_of_unused(rows.dropped, count, "dialogs have no answer within the model's context and are left out")
-        warn_of_unused(rows.cut, count, "dialogs are longer than the model's context and are cut at their end")
+        for count, problem in (
+            (objective.train.dropped, "have no answer within the model's context and are left out"),
+            (objective.train.cut, "are longer than the model's context and are cut at their end"),
+        ):
+            if count and objective.rank == 0:
+                log.warning("%d of %d dialogs %s.", count, len(inputs.train), problem)
         return objective
 
     def micro_batches(self, step: int) -> list[PackedBatch]:

@@ -28,8 +28,8 @@ from lm.eval.teach import (
     read_questions,
     request_key,
     select_answers,
-    write_rows,
 )
+from lm.files.json import write_json_lines
 from lm.text.rows import DamagedRows
 from tests.helpers.full_disk import full_disk
 
@@ -213,7 +213,7 @@ def test_a_full_disk_is_a_user_error(tmp_path: Path) -> None:
     with AnswerCache(path) as cache:
         assert cache.answers == {str(kept): ANSWER for kept in range(number)}
     with full_disk(0), pytest.raises(UserError, match=r"rows\.jsonl cannot be written: File too large"):
-        write_rows(tmp_path / "rows.jsonl", [{"prompt": "a"}])
+        write_json_lines(tmp_path / "rows.jsonl", [{"prompt": "a"}])
 
 
 def select(

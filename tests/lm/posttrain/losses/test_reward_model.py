@@ -22,7 +22,6 @@ from lm.posttrain.losses.reward_model import (
     add_reward_head,
     bradley_terry_loss,
     compute_rewards,
-    load_reward_model,
     score_dialogs,
 )
 from lm.posttrain.objectives.reward_model import RewardModeling
@@ -97,7 +96,7 @@ def test_a_reward_model_learns_a_preference(tmp_path: Path) -> None:
     assert result["valid_accuracy"] > 0.9 and result["valid_margin"] > 1
     best = tmp_path / str(result["best"])
     assert (best / "head.safetensors").exists()
-    model = load_reward_model(best)
+    model = load_model(best, has_scalar_head=True)
     objective = RewardModeling(RewardModelConfig(), ObjectiveInputs(model, CHAT, length_pairs(32, 0), []))
     batch = objective.make_batch(range(32))
     rewards = compute_rewards(model, batch.ids, batch.mask)
@@ -109,7 +108,7 @@ def test_a_reward_model_learns_a_preference(tmp_path: Path) -> None:
 def test_the_head_is_beside_the_model(tmp_path: Path) -> None:
     result = train_reward_model(tmp_path, PAIRS, [])
     last = tmp_path / str(result["last"])
-    trained = load_reward_model(last)
+    trained = load_model(last, has_scalar_head=True)
     plain = load_model(last)
     assert plain.scalar_head is None
     names = plain.state_dict().keys()
@@ -117,4 +116,4 @@ def test_the_head_is_beside_the_model(tmp_path: Path) -> None:
     assert isinstance(plain, TransformerLM) and torch.equal(plain.lm_head.weight, chat_policy().lm_head.weight)  # type: ignore[union-attr]
     (last / "head.safetensors").unlink()
     with pytest.raises(UserError, match="is not an intact checkpoint"):
-        load_reward_model(last)
+        load_model(last, has_scalar_head=True)

@@ -18,7 +18,7 @@ from lm.posttrain.config import PPOConfig
 from lm.posttrain.job import ObjectiveInputs
 from lm.posttrain.losses.log_probs import score_labels
 from lm.posttrain.losses.reward_model import add_reward_head, score_dialogs
-from lm.posttrain.objectives.ppo import PPO, add_value_head
+from lm.posttrain.objectives.ppo import PPO
 from lm.train.tracking import read_metrics
 from lm.train.trainer import Trainer
 from tests.helpers.posttraining import (
@@ -39,6 +39,11 @@ def make_objective(model: TransformerLM, out: Path, problems: list[Problem] = PR
     config = PPOConfig(**options)
     judge = add_reward_head(chat_policy(seed=5))
     return PPO(config, ObjectiveInputs(model, CHAT, problems, problems[:3], out=out), judge, LetterReward())
+
+
+def add_value_head(model: TransformerLM) -> TransformerLM:
+    model.add_scalar_head()
+    return model
 
 
 @pytest.fixture
