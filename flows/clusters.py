@@ -96,26 +96,24 @@ def open_runner(run: RunContext, sources: Sequence[str]) -> Iterator[Runner]:
         raise UserError(
             f"execution.runner {execution.runner} needs an extra: pip install 'textmill[{execution.runner}]' ({error})."
         ) from None
-    with task_runner(**_runner_options(execution)) as entered:
+    # Without an address, Prefect's task runner starts a cluster on this machine.
+    options: dict[str, Any] = {"address": execution.address or None}
+    if execution.runner == "dask":
+        for connection in ("distributed.client", "distributed.batched"):  # they print tracebacks of lost connections
+            logging.getLogger(connection).setLevel(logging.CRITICAL)
+        local = {"n_workers": execution.workers, "threads_per_worker": 1, "dashboard_address": None}
+        options["cluster_kwargs"] = {} if execution.address else local
+    else:
+        local = {"num_cpus": execution.workers, "include_dashboard": False}
+        # The log of the workers goes to Prefect.
+        options["init_kwargs"] = {"log_to_driver": False} | ({} if execution.address else local)
+    with task_runner(**options) as entered:
         try:
             runner = Runner(execution, entered)
             runner.count_slots()
         except (OSError, ValueError) as error:  # ValueError: the address is not valid
             raise MachineError(f"The cluster at {execution.address} does not answer: {error}.") from None
         yield runner
-
-
-def _runner_options(execution: Execution) -> dict[str, Any]:
-    """Return the arguments of Prefect's task runner. Without an address, it starts a cluster on this machine."""
-    options: dict[str, Any] = {"address": execution.address or None}
-    if execution.runner == "dask":
-        for connection in ("distributed.client", "distributed.batched"):  # they print tracebacks of lost connections
-            logging.getLogger(connection).setLevel(logging.CRITICAL)
-        local = {"n_workers": execution.workers, "threads_per_worker": 1, "dashboard_address": None}
-        return options | {"cluster_kwargs": {} if execution.address else local}
-    local = {"num_cpus": execution.workers, "include_dashboard": False}
-    # The log of the workers goes to Prefect.
-    return options | {"init_kwargs": {"log_to_driver": False} | ({} if execution.address else local)}
 
 
 def _check_reachable(run: RunContext, sources: Sequence[str]) -> None:

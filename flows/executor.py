@@ -37,6 +37,7 @@ from flows.prefect_support.signals import find_interrupt, reinstall_sigterm_hand
 from lm.common.errors import MachineError, Stopped, UserError
 from lm.files.remote_copies import remove_old_copies
 from tasks.runs.run_record import Recorder, make_run
+from tasks.runs.run_report import figures_line, page_of
 from tasks.runtime.locks import stop_without_lease, use_root
 from tasks.runtime.output import Ref, open_output
 from tasks.runtime.run_context import RunContext, show_progress
@@ -163,7 +164,8 @@ class PrefectExecutor(Executor):
         content, is_made = self.recorder.add(output.stage, output)
         self.recorder.save()
         if is_made:
-            self.artifacts.publish_stage(output.stage, content)
+            page = f"# {output.stage}\n\n{page_of(content)}"
+            self.artifacts.publish(output.stage, page, figures_line(content))
         return super().finish(output)
 
     def log(self, message: str, *values: Any) -> None:

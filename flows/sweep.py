@@ -182,17 +182,21 @@ class _Sweep:
         ]
         # The largest size needs the fewest tokens; if it needs too many, check_epochs says so.
         limit, prediction = self.config.max_epochs or math.inf, content["prediction"]
-        sized = [(point, self._read_index(point)["vocab_size"]) for point in candidates]
-        allowed = [(point, size) for point, size in sized if self._epochs(point) <= limit]
-        point, _ = min(
-            allowed or sized[-1:], key=lambda chosen: _distance(chosen[0], chosen[1], prediction["parameters"])
-        )
+        allowed = [point for point in candidates if self._epochs(point) <= limit] or candidates[-1:]
+        point = min(allowed, key=lambda point: self._distance(point, prediction["parameters"]))
         self.executor.log("Prediction for %.3g FLOPs: %.4f.", config.check_budget, prediction["loss"])
         self.check_epochs([point])
         self.check = [self._train_one(point, "Check")]
         self.points.append(point)
         if refusal := _describe_refusal(point, self._read_result(self.check[0])):
             raise UserError(refusal)
+
+    def _distance(self, point: Point, parameters: float) -> float:
+        """Return how far the size of a point is from ``parameters``, as the logarithm of their ratio."""
+        from lm.model.flops import parameter_count
+
+        model = replace(pipeline_config(point).model, vocab_size=self._read_index(point)["vocab_size"])
+        return abs(math.log(parameter_count(model)["total"] / parameters))
 
     def _read_index(self, point: Point) -> dict[str, Any]:
         """Return the index of a point's shards. A derived option may change the stages up to them."""
@@ -218,14 +222,6 @@ def _describe_refusal(point: Point, result: TrialResult) -> str:
     """Return why a point cannot be trained; empty if it can."""
     is_refused = result.state == "refused"
     return f"The point with {point.title} cannot be trained. {result.reason}" if is_refused else ""
-
-
-def _distance(point: Point, vocab_size: int, parameters: float) -> float:
-    """Return how far the size of a point is from ``parameters``, as the logarithm of their ratio."""
-    from lm.model.flops import parameter_count
-
-    model = pipeline_config(point).model
-    return abs(math.log(parameter_count(replace(model, vocab_size=vocab_size))["total"] / parameters))
 
 
 def _read_json(store: Store, output: Ref, name: str) -> dict[str, Any]:

@@ -13,8 +13,6 @@ from prefect.runtime import flow_run
 from flows.prefect_support.server import is_server_unreachable
 from lm.common.errors import Stopped, UserError
 from tasks.runs.run_record import run_name
-from tasks.runs.run_report import figures_line, page_of
-from tasks.runtime.output import Output
 
 log = logging.getLogger(__name__)
 
@@ -63,10 +61,6 @@ class ArtifactPublisher:
     def __init__(self, label: str) -> None:
         self._label = label
         self._is_server_gone = False
-
-    def publish_stage(self, stage: str, output: Output) -> None:
-        """Publish the page of a stage."""
-        self.publish(stage, f"# {stage}\n\n{page_of(output)}", figures_line(output))
 
     def publish(self, name: str, markdown: str, description: str) -> None:
         """Publish Markdown as the artifact ``<label>-<name>``. A failure is only logged.

@@ -61,8 +61,6 @@ class Stage:
 
     name: str
     body: Callable[..., None]
-    libraries: tuple[str, ...] = ()
-    """Libraries whose versions enter the key."""
     page: Callable[..., Iterator[str]] | None = None
     """Yields the paragraphs of the output's Markdown page. Takes the arguments of the body, after the body."""
     is_mapped: bool = False
@@ -108,12 +106,9 @@ class Stage:
         return stage_digest(self.modules)
 
     def code_ingredients(self) -> dict[str, Any]:
-        """Return the ingredients of a key besides the parameters: the versions of the format, code and libraries."""
-        return {
-            "format": FORMAT,
-            "code": code_identity(self.name, self.code_digest),
-            "libraries": {name: _library_version(name) for name in self.libraries},
-        }
+        """Return the ingredients of a key besides the parameters: the versions of the format and the code. Libraries
+        whose versions decide an output are parameters of its stage; the empty field is in the keys of older roots."""
+        return {"format": FORMAT, "code": code_identity(self.name, self.code_digest), "libraries": {}}
 
     def key(self, run: RunContext, arguments: dict[str, Any]) -> tuple[Ref, dict[str, Any]]:
         """Return the Ref of an output and the ingredients of its key: everything that decides the content."""
@@ -171,8 +166,8 @@ class Stage:
         """Yield a new attempt and the inputs of the body. Then publish the files, and write the manifest last."""
         store = run.store
         started, clock, cpu_clock = time.time(), time.perf_counter(), time.thread_time()
-        inputs = {name: open_input(value, store) for name, value in arguments.items()}
-        opened = list(_pair_inputs(arguments, inputs))
+        opened: list[tuple[Input, Any]] = []
+        inputs = {name: open_input(value, store, opened) for name, value in arguments.items()}
         for item, output in opened:
             if isinstance(item, Ref) and item.identity(run) != {item.stage: output.digest}:
                 raise UserError(f"{output.url} changed while this run waited; run the same command again.")
@@ -291,18 +286,16 @@ def _identity(value: Any, run: RunContext) -> Any:
     return value
 
 
-def open_input(value: Any, store: Store) -> Any:
-    """Return an argument as the body takes it: each :class:`Input` is opened."""
-    if isinstance(value, Input):
-        return value.open(store)
-    return store.map(lambda item: open_input(item, store), value) if isinstance(value, list) else value
-
-
-def _pair_inputs(arguments: dict[str, Any], inputs: dict[str, Any]) -> Iterator[tuple[Input, Any]]:
-    """Yield each :class:`Input` of a call, and what it was opened to."""
-    for name, value in arguments.items():
-        items, opened = (value, inputs[name]) if isinstance(value, list) else ([value], [inputs[name]])
-        yield from (pair for pair in zip(items, opened, strict=True) if isinstance(pair[0], Input))
+def open_input(value: Any, store: Store, opened: list[tuple[Input, Any]] | None = None) -> Any:
+    """Return an argument as the body takes it: each :class:`Input` is opened, and noted with its result in the list."""
+    if isinstance(value, list):
+        return store.map(lambda item: open_input(item, store, opened), value)
+    if not isinstance(value, Input):
+        return value
+    result = value.open(store)
+    if opened is not None:
+        opened.append((value, result))
+    return result
 
 
 @contextmanager

@@ -29,16 +29,14 @@ class TokenNames:
     """The text and the bytes of tokens."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
-        self._special_names = {token_id: name for name, token_id in tokenizer.special_ids.items()}
-        self._bytes = tokenizer.vocab
-        special_tokens = dict.fromkeys(self._special_names, b"")
-        self.text_bytes: Mapping[int, bytes] = ChainMap(special_tokens, tokenizer.vocab)
+        special_tokens = {token_id: name.encode() for name, token_id in tokenizer.special_ids.items()}
+        self._bytes = ChainMap(special_tokens, tokenizer.vocab)
+        self.text_bytes: Mapping[int, bytes] = ChainMap(dict.fromkeys(special_tokens, b""), tokenizer.vocab)
         """The bytes that a token adds to a text: a special token has none."""
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes of a token; of a special token, those of its name; none if the vocabulary has no such id."""
-        name = self._special_names.get(token_id)
-        return self._bytes.get(token_id, b"") if name is None else name.encode()
+        return self._bytes.get(token_id, b"")
 
     def name(self, token_id: int) -> str:
         """Return the text of a token, or its bytes if they are not whole characters."""
