@@ -24,17 +24,6 @@ from lm.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-_TIKTOKEN_PATTERNS = {"cl100k_base": "cl100k", "o200k_base": "o200k"} | dict.fromkeys(
-    ("gpt2", "r50k_base", "p50k_base"), "gpt2"
-)  # names of OpenAI's files
-
-_RANK = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+")  # a line of tiktoken's files; SentencePiece's begin with a line break
-# Of the 256 special tokens of Llama 3, which its tokenizer.model does not contain. The others are reserved.
-_LLAMA3_SPECIAL_TOKENS = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
-
-_MAX_NAMED_TOKENS = 5
-_NO_SETTINGS = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config"}
-
 
 def load_external(
     directory: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
@@ -49,7 +38,7 @@ def load_external(
     model = load_any_model(directory, device, dtype=dtype)
     tokenizer, lost = _remove_tokens_without_rows(load_any_tokenizer(directory), model.config.vocab_size or 0)
     if lost := [*dict.fromkeys([*lost, *_added_tokens(directory, tokenizer.size)])]:
-        named = ", ".join(lost[:_MAX_NAMED_TOKENS]) + (" and more" if len(lost) > _MAX_NAMED_TOKENS else "")
+        named = ", ".join(lost[:5]) + (" and more" if len(lost) > 5 else "")
         log.warning(
             "%s adds tokens that the model's embedding or its tokenizer's file lacks: the model neither reads nor "
             "writes %s.",
@@ -137,7 +126,8 @@ def load_any_tokenizer(path: Path) -> Tokenizer | SentencePieceTokenizer:
         path = meta if meta.exists() else path / "tokenizer.json"
     refuse_lfs_pointer(path)
     if path.suffix == ".tiktoken":
-        pattern = _TIKTOKEN_PATTERNS.get(path.stem)
+        names = dict.fromkeys(("gpt2", "r50k_base", "p50k_base"), "gpt2")
+        pattern = (names | {"cl100k_base": "cl100k", "o200k_base": "o200k"}).get(path.stem)
         if pattern is None:
             log.warning("%s does not say how it splits texts; GPT-2's pattern is assumed.", path)
         return Tokenizer.from_tiktoken(path, pattern=PATTERNS[pattern or "gpt2"])
@@ -149,17 +139,18 @@ def load_any_tokenizer(path: Path) -> Tokenizer | SentencePieceTokenizer:
 def _is_rank_file(path: Path) -> bool:
     try:
         with path.open("rb") as file:
-            return _RANK.fullmatch(file.readline(1000).rstrip()) is not None
+            # A line of tiktoken's files; SentencePiece's begin with a line break.
+            return re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+", file.readline(1000).rstrip()) is not None
     except OSError:
         return False  # the reader of the other format says why
 
 
 def _load_llama3(path: Path) -> Tokenizer:
     first = sum(bool(line.strip()) for line in path.read_bytes().splitlines())
+    # Of its 256 special tokens, which its tokenizer.model does not contain. The others are reserved.
+    named = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
     reserved = (f"reserved_special_token_{number}" for number in itertools.count())
-    special_tokens = {
-        f"<|{_LLAMA3_SPECIAL_TOKENS.get(index) or next(reserved)}|>": first + index for index in range(256)
-    }
+    special_tokens = {f"<|{named.get(index) or next(reserved)}|>": first + index for index in range(256)}
     return Tokenizer.from_tiktoken(path, special_tokens, PATTERNS["llama3"])
 
 
@@ -194,7 +185,8 @@ def find_lost_settings(directory: Path, tokenizer: Tokenizer) -> list[str]:
         lost.append(f"the end token {end}")
     elif other_ids:
         lost.append(f"the end tokens with the ids {', '.join(map(str, other_ids))}")
-    if names := sorted(generation.keys() - _NO_SETTINGS):
+    others = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config"}
+    if names := sorted(generation.keys() - others):
         lost.append(f"the generation settings {', '.join(names)}")
     return lost
 

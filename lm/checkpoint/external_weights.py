@@ -24,12 +24,7 @@ from lm.model.transformer import TransformerLM
 FieldTable = dict[str, tuple[str, Any]]
 """External field name → (name in ModelConfig, default). A default of None means: required, a whole number."""
 
-_DERIVED_TENSORS = ("rope.freqs", "rotary_emb.inv_freq")  # in some files, though they follow from the config
 _MAX_NUMBER = 1 << 40  # of a config field
-# Modules around the model, or around a part of it: of torch.compile, DDP, FSDP and activation checkpointing.
-_WRAPPERS = re.compile(r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-_ANCHOR = re.compile(r"((?:.*\.)?)layers\.0\.input_layernorm\.weight")  # in each file; what precedes it is the prefix
-_ADAPTER_MATRIX = re.compile(r"\.(lora_[A-Z]+|lora_embedding_[AB]|base_layer)\.")
 _OTHER_HEAD = re.compile(r"(.*\.)?(score|classifier|classification_head)\.(.*\.)?weight")
 _MERGE = "merge it into its base model (in peft: merge_and_unload, then save_pretrained) and load the result"
 _OTHER_FORMATS = {  # of weights, by the names of their files
@@ -117,7 +112,8 @@ def assemble_model(
         # that is rounded chooses others.
         weights[name] = weight.to(device, dtype if name in parameters else expected.dtype, copy=True)
     known = set(external_names.values())
-    if unknown := [name for name in chain(*shards) if name not in known and not name.endswith(_DERIVED_TENSORS)]:
+    derived = ("rope.freqs", "rotary_emb.inv_freq")  # in some files, though they follow from the config
+    if unknown := [name for name in chain(*shards) if name not in known and not name.endswith(derived)]:
         raise UserError(f"{directory} has {unknown[0]}, which no Llama of its config has; use the weights' own config.")
     assign_weights(model, weights, str(directory), device)
     check_weights_are_finite({external_names[name]: weight for name, weight in weights.items()}, str(directory))
@@ -195,10 +191,14 @@ def use_plain_names(tensors: dict[str, Tensor], directory: Path) -> dict[str, Te
 
     Raises UserError if two tensors get one name, and for matrices of an adapter that is not merged.
     """
-    if adapters := [name for name in tensors if _ADAPTER_MATRIX.search(name)]:
+    adapter_matrix = re.compile(r"\.(lora_[A-Z]+|lora_embedding_[AB]|base_layer)\.")
+    if adapters := [name for name in tensors if adapter_matrix.search(name)]:
         raise UserError(f"{directory} has {adapters[0]}, a matrix of an adapter (LoRA) that is not merged; {_MERGE}.")
-    names = {name: _WRAPPERS.sub("", name) for name in tensors}
-    prefixes = {match[1] for name in names.values() if (match := _ANCHOR.fullmatch(name))}
+    # Of torch.compile, DDP, FSDP and activation checkpointing; around the model, or around a part of it.
+    wrappers = re.compile(r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+    names = {name: wrappers.sub("", name) for name in tensors}
+    anchor = re.compile(r"((?:.*\.)?)layers\.0\.input_layernorm\.weight")  # what precedes it is the prefix
+    prefixes = {match[1] for name in names.values() if (match := anchor.fullmatch(name))}
     if len(prefixes) == 1:
         prefix = prefixes.pop()
         for name, inner in names.items():

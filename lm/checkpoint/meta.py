@@ -38,7 +38,6 @@ _FIELDS: FieldTable = {
     "norm_eps": ("norm_eps", 1e-5),
     "rope_theta": ("rope_theta", 10000.0),
 }
-_OTHER_FIELDS = {"multiple_of", "ffn_dim_multiplier", "max_seq_len", "max_batch_size"}
 
 
 def load_meta(
@@ -52,7 +51,8 @@ def load_meta(
     path = directory / "params.json"
     params = read_json_object(path)
     # An unknown field belongs to a newer model, which may compute differently.
-    if unknown := sorted(name for name in params.keys() - _FIELDS - _OTHER_FIELDS if params[name]):
+    others = {"multiple_of", "ffn_dim_multiplier", "max_seq_len", "max_batch_size"}
+    if unknown := sorted(name for name in params.keys() - _FIELDS - others if params[name]):
         raise UserError(f"{path}: {unknown[0]} {params[unknown[0]]!r} is not supported; use Llama 1, 2 or 3.")
     shards = _read_shards(directory)
     dim = read_field(path, params, "dim", None)

@@ -98,19 +98,19 @@ class CheckpointMirror:
     def running(self) -> Iterator[None]:
         """Upload new checkpoints in a background thread. At the end, upload the remaining ones."""
         self._forget_deleted()  # the training may save such a checkpoint again before the first upload
+
+        def try_upload() -> bool:
+            try:
+                self.upload()
+            except Exception as error:  # each file system has its own exceptions
+                log.warning("A checkpoint could not be uploaded to %s: %s. Trying again.", self.url, error)
+            return False
+
         try:
-            with run_periodically(self._try_upload, _POLL_SECONDS):
+            with run_periodically(try_upload, _POLL_SECONDS):
                 yield
         finally:
             self.upload()
-
-    def _try_upload(self) -> bool:
-        """Upload; log a failure. Return False, for :func:`run_periodically` to go on."""
-        try:
-            self.upload()
-        except Exception as error:  # each file system has its own exceptions
-            log.warning("A checkpoint could not be uploaded to %s: %s. Trying again.", self.url, error)
-        return False
 
 
 @contextmanager

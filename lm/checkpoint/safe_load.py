@@ -18,7 +18,6 @@ from lm.model.rope import RotaryEmbedding
 from lm.model.transformer import TransformerLM
 
 _MAX_ROTARY_NUMBERS = 1 << 28  # 1 GiB; contexts of 1 M tokens with heads of 128 need half of it
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes that a model can compute with."""
 PathOrFile = str | os.PathLike[str] | IO[bytes]
@@ -73,9 +72,10 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 def refuse_lfs_pointer(path: Path) -> None:
     """Raise UserError if a file is only Git LFS's pointer to it, which a clone without LFS leaves in its place."""
+    start = b"version https://git-lfs.github.com/spec/"
     try:
         with path.open("rb") as file:
-            is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
+            is_pointer = file.read(len(start)) == start
     except (OSError, ValueError):  # ValueError: a name that no file can have
         return  # the file's own reader says why
     if is_pointer:

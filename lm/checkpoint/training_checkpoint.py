@@ -43,10 +43,7 @@ from lm.model.transformer import TransformerLM
 
 ROW_FILES = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "reference.jsonl")
 """Files that a training may write beside its checkpoints: a JSON object per line, each with its ``step``."""
-_SUFFIXES = {"model": ".safetensors", "optimizer": ".pt"}
 _HEAD_NAME = "head.safetensors"
-_HEAD_PREFIX = "scalar_head."
-_STEP_NAME = re.compile("step-([0-9]+)")
 
 
 def save_training(
@@ -93,7 +90,7 @@ def _save_weights(model: TransformerLM, directory: Path, shard: int, shards: int
         key: (tensor if key in sharded else _rows_of_shard(tensor, shard, shards)).contiguous()
         for key, tensor in model.state_dict().items()
     }
-    head = {key: weights.pop(key) for key in list(weights) if key.startswith(_HEAD_PREFIX)}
+    head = {key: weights.pop(key) for key in list(weights) if key.startswith("scalar_head.")}
     save_safetensors(weights, directory / _shard_name("model", shard, shards))
     if head:
         save_safetensors(head, directory / _HEAD_NAME)
@@ -119,12 +116,13 @@ def _local_state(optimizer: torch.optim.Optimizer, shard: int, shards: int, para
 def _rows_of_shard(tensor: Tensor, shard: int, shards: int) -> Tensor:
     if shards == 1:
         return tensor
-    tensor = tensor if tensor.ndim else tensor[None]
+    tensor = torch.atleast_1d(tensor)
     return tensor[len(tensor) * shard // shards : len(tensor) * (shard + 1) // shards]
 
 
 def _shard_name(stem: str, shard: int, shards: int) -> str:
-    return f"{stem}{_SUFFIXES[stem]}" if shards == 1 else f"{stem}-{shard + 1}-of-{shards}{_SUFFIXES[stem]}"
+    suffix = {"model": ".safetensors", "optimizer": ".pt"}[stem]
+    return f"{stem}{suffix}" if shards == 1 else f"{stem}-{shard + 1}-of-{shards}{suffix}"
 
 
 def _shard_names(stem: str, files: dict[str, Any]) -> list[str]:
@@ -168,7 +166,7 @@ def step_name(step: int) -> str:
 
 def step_number(name: str) -> int:
     """Return the step of a checkpoint from the name of its directory, or -1 if no checkpoint has such a name."""
-    match = _STEP_NAME.fullmatch(name)
+    match = re.fullmatch("step-([0-9]+)", name)
     return int(match[1]) if match else -1
 
 
@@ -260,7 +258,7 @@ def _select_rows(shards: list[Tensor], p: nn.Parameter | None, parallel: Paralle
     else:
         start, stop = bounds[get_rank()], bounds[get_rank() + 1]
         pieces, first = [], 0
-        for shard in (shard if shard.ndim else shard[None] for shard in shards):
+        for shard in map(torch.atleast_1d, shards):
             pieces.append(shard[max(0, start - first) : max(0, stop - first)])
             first += len(shard)
         rows = torch.cat(pieces)  # copies: a view would keep the whole in memory

@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from lm.common.errors import UserError
 
-_MAX_CONCURRENT_REQUESTS = 32
-
 T = TypeVar("T")
 Batch = tuple[Tensor, Tensor]  # inputs and targets, each (batch, context) int64
 
@@ -55,7 +53,7 @@ def gather_batch(tokens: TokenSequence, starts: list[int], context_length: int, 
         return np.asarray(tokens[start : start + context_length + 1])
 
     if getattr(tokens, "is_remote", False):  # wait for many requests at the same time
-        with ThreadPoolExecutor(_MAX_CONCURRENT_REQUESTS) as pool:
+        with ThreadPoolExecutor(32) as pool:
             parts = list(pool.map(row, starts))
     else:
         parts = [row(start) for start in starts]

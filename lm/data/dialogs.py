@@ -16,7 +16,6 @@ from lm.text.rows import DamagedRows, Row, read_rows
 _MAX_TEXT_CHARACTERS = 1_000_000
 _ANSWER_MARK = "####"
 _REFUSED_FIELDS = ("tools", "functions", "tool_calls", "function_call", "reasoning_content")
-_REFUSED_FIELDS_OF_MESSAGES = (*_REFUSED_FIELDS, "reasoning", "thinking")  # names of other columns of rows too
 
 
 class Message(TypedDict):
@@ -129,7 +128,8 @@ def refuse_fields(row: Row) -> None:
     parts: list[tuple[str, Any, tuple[str, ...]]] = [("the row", row, _REFUSED_FIELDS)]
     match row:
         case {"messages": [*messages]}:
-            parts += ((f"message {index}", part, _REFUSED_FIELDS_OF_MESSAGES) for index, part in enumerate(messages))
+            fields = (*_REFUSED_FIELDS, "reasoning", "thinking")  # of a row, these may be other columns
+            parts += ((f"message {index}", part, fields) for index, part in enumerate(messages))
     for name, part, fields in parts:
         for field in fields:
             if isinstance(part, Mapping) and part.get(field):

@@ -3,7 +3,7 @@
 Sources: Li et al. 2020 (PyTorch Distributed); CS336 assignment 2 (distributed data parallel training).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lm.common.phases import in_phase
+from lm.common.phases import phase
+from lm.distributed.sharding import group_by_size
 from lm.model.training_memory import gradient_bucket_bytes
 
 
@@ -30,7 +31,8 @@ class DDP(nn.Module):
             dist.broadcast(tensor.detach(), 0)
         # Gradients are computed from the last layer to the first.
         parameters = [parameter for parameter in reversed(list(module.parameters())) if parameter.requires_grad]
-        self._buckets = [_Bucket(group) for group in _group_by_size(parameters)]
+        max_bytes = gradient_bucket_bytes(sum(parameter.nbytes for parameter in parameters))
+        self._buckets = [_Bucket(group) for group in group_by_size(parameters, max_bytes)]
         self._sent_buckets = 0
         self._is_synchronizing = True
         for bucket in self._buckets:
@@ -57,7 +59,7 @@ class DDP(nn.Module):
                 self._buckets[self._sent_buckets].send()
                 self._sent_buckets += 1
 
-    @in_phase("communication")
+    @phase("communication")
     def finish_gradient_synchronization(self) -> None:
         """Wait until the gradients are averaged over all ranks. A parameter without a gradient on this rank
         contributes zeros."""
@@ -79,7 +81,7 @@ class _Bucket:
         self._views = [part.view_as(p) for part, p in zip(self._flat.split(sizes), parameters, strict=True)]
         self._work: Any = None
 
-    @in_phase("communication")
+    @phase("communication")
     def send(self) -> None:
         for view, parameter in zip(self._views, self.parameters, strict=True):
             if parameter.grad is None:
@@ -93,17 +95,3 @@ class _Bucket:
     def receive(self) -> None:
         self._work.wait()
         self.missing_gradients = len(self.parameters)
-
-
-def _group_by_size(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Split parameters, in order, into groups of one dtype and about the same size."""
-    max_bytes = gradient_bucket_bytes(sum(parameter.nbytes for parameter in parameters))
-    groups: list[list[nn.Parameter]] = []
-    group_bytes = 0
-    for parameter in parameters:
-        if not groups or group_bytes > max_bytes or groups[-1][0].dtype != parameter.dtype:
-            groups.append([])
-            group_bytes = 0
-        groups[-1].append(parameter)
-        group_bytes += parameter.nbytes
-    return groups

@@ -165,7 +165,7 @@ class FSDP(nn.Module):
         if not unit.has_frozen_weights:  # the backward pass may still need these, until its end
             unit.free()
         while self._is_synchronizing and self._reductions < len(self._units):
-            if not self._reduction_order[self._reductions].has_all_gradients():
+            if self._reduction_order[self._reductions].missing_gradients:
                 break
             self._reduction_order[self._reductions].send_gradients()
             if self._reductions:  # frees the buffer of the one before
@@ -251,15 +251,12 @@ class _Unit:
 
     def expect_gradients(self) -> None:
         """Count the gradients of a backward pass from its beginning."""
-        self._missing_gradients = sum(p.requires_grad for p in self.full)
+        self.missing_gradients = sum(p.requires_grad for p in self.full)
 
     def _count_gradient(self, _: Tensor) -> None:
-        self._missing_gradients -= 1
-        if not self._missing_gradients:
+        self.missing_gradients -= 1
+        if not self.missing_gradients:
             self.on_gradients(self)
-
-    def has_all_gradients(self) -> bool:
-        return self._missing_gradients == 0
 
     def send_gradients(self) -> None:
         if any(p.requires_grad for p in self.full):

@@ -27,8 +27,6 @@ PARENT_PIPE_VARIABLE = "TEXTMILL_PARENT"  # environment variable: set if standar
 
 _POLL_SECONDS = 0.2
 _SAVE_SECONDS = 60.0  # for the processes to finish a step and save
-_FAILURE_SECONDS = 5.0  # for the other processes to end after one has failed
-_LOG_LINES_KEPT = 100
 
 
 def run_processes(
@@ -101,7 +99,7 @@ class _Worker:
             for line in output:
                 self.lines.append(line.rstrip("\n"))
                 log.info("%s", self.lines[-1])
-                del self.lines[:-_LOG_LINES_KEPT]
+                del self.lines[:-100]
 
     def log_stop(self, rank: int) -> None:
         """Log a warning when a signal such as SIGSTOP has stopped the process: the others then wait for it."""
@@ -137,7 +135,7 @@ def _wait(workers: list[_Worker], poll: Callable[[], None], stop_event: threadin
         if None not in exit_codes or time.monotonic() >= deadline:
             return exit_codes
         if any(code not in (None, 0, INTERRUPTED_EXIT_CODE) for code in exit_codes):
-            deadline = min(deadline, time.monotonic() + _FAILURE_SECONDS)
+            deadline = min(deadline, time.monotonic() + 5)  # for the others to end
         if stop_event.is_set() and not is_stop_sent:
             for worker in workers:
                 worker.process.send_signal(signal.SIGTERM)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lm.common.execution import Execution, ParallelKind
-from lm.common.phases import in_phase
+from lm.common.phases import phase
 from lm.distributed.ddp import DDP
 from lm.distributed.fsdp import FSDP
 from lm.distributed.process_group import get_rank, is_true_on_any_rank
@@ -28,7 +28,6 @@ from lm.optim.clip import clip_grad_norm
 log = logging.getLogger(__name__)
 
 _MIN_FLOPS_TO_COMPILE = 5e13  # compilation takes half a minute, and saves a fifth of some minutes on two cores
-_CPU_ACTIVATION_FRACTION = 0.95  # activations to keep; a CPU recomputes the cheap ones in no more time
 
 
 def parallelize(
@@ -145,7 +144,8 @@ class Parallel:
             owner.forward = partial(_call_or_fall_back, compiled, original, failures)
         compiled_loss = loss if by_block else torch.compile(loss)
         try:  # the first call compiles
-            fraction = _CPU_ACTIVATION_FRACTION if self.model.head_weight.device.type == "cpu" else 1.0
+            # Of activations to keep: a CPU recomputes the cheap ones in no more time.
+            fraction = 0.95 if self.model.head_weight.device.type == "cpu" else 1.0
             # The backward pass is compiled in the forward pass too, where a rank can still fall back.
             options = {"activation_memory_budget": fraction, "force_non_lazy_backward_lowering": by_block}
             # A mixture of experts records its routings, not once more in the backward pass of checkpointed blocks.
@@ -208,7 +208,7 @@ def _call_or_fall_back(
     return original(*args, **kwargs)
 
 
-@in_phase("communication")
+@phase("communication")
 def _sum_over_ranks(values: Tensor) -> Tensor:
     dist.all_reduce(values)
     return values

@@ -12,12 +12,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lm.common.errors import UserError
-from lm.common.phases import in_phase
+from lm.common.phases import phase
 
 T = TypeVar("T")
 RENDEZVOUS_VARIABLE = "TEXTMILL_RENDEZVOUS"  # environment variable: file:// URL of a file that does not exist yet
-
-_HOST_TIMEOUT = timedelta(days=1)
 
 _host_group: dist.ProcessGroup | None = None  # of plain data and barriers: waits as long as rank 0 works alone
 
@@ -56,7 +54,7 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
         world_size=world_size,
     )
     try:
-        _host_group = dist.new_group(backend="gloo", timeout=_HOST_TIMEOUT)
+        _host_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         yield device
     finally:
         _host_group = None
@@ -84,7 +82,7 @@ def barrier() -> None:
         dist.barrier(_host_group)
 
 
-@in_phase("communication")
+@phase("communication")
 def all_reduce_mean(values: Tensor) -> Tensor:
     """Average a tensor over all ranks, in place, and return it."""
     if dist.is_initialized():

@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from lm.common.phases import in_phase
+from lm.common.phases import phase
 from lm.distributed.process_group import get_rank, get_world_size
-
-_MAX_PADDING = 1.25  # of a buffer whose shares are made equal
 
 Bounds = list[int]
 """``world_size + 1`` row numbers: the first row of each rank, and the number of rows."""
@@ -28,7 +26,8 @@ def shard_rows(tensors: Sequence[Tensor], are_whole: Sequence[bool], loads: list
     rank with the lowest load, the largest tensors first.
     """
     world_size = get_world_size()
-    bounds = [[_row_count(x) * rank // world_size for rank in range(world_size + 1)] for x in tensors]
+    counts = [len(torch.atleast_1d(x)) for x in tensors]
+    bounds = [[count * rank // world_size for rank in range(world_size + 1)] for count in counts]
 
     def is_divisible(stack: Tensor) -> bool:
         return stack.ndim == 3 and len(stack) >= world_size
@@ -37,18 +36,27 @@ def shard_rows(tensors: Sequence[Tensor], are_whole: Sequence[bool], loads: list
     for index in sorted(whole, key=lambda index: -tensors[index].nbytes):
         owner = loads.index(min(loads))
         loads[owner] += tensors[index].nbytes
-        bounds[index] = [0] * (owner + 1) + [_row_count(tensors[index])] * (world_size - owner)
+        bounds[index] = [0] * (owner + 1) + [counts[index]] * (world_size - owner)
     return bounds
 
 
 def local_rows(tensor: Tensor, bounds: Bounds) -> Tensor:
     """Return a view of this rank's rows."""
     rank = get_rank()
-    return (tensor if tensor.ndim else tensor[None])[bounds[rank] : bounds[rank + 1]]
+    return torch.atleast_1d(tensor)[bounds[rank] : bounds[rank + 1]]
 
 
-def _row_count(tensor: Tensor) -> int:
-    return len(tensor) if tensor.ndim else 1
+def group_by_size(parameters: Sequence[nn.Parameter], max_bytes: int) -> list[list[nn.Parameter]]:
+    """Split parameters, in order, into groups of one dtype, of ``max_bytes`` and the last parameter of the group."""
+    groups: list[list[nn.Parameter]] = []
+    group_bytes = 0
+    for parameter in parameters:
+        if not groups or group_bytes > max_bytes or groups[-1][0].dtype != parameter.dtype:
+            groups.append([])
+            group_bytes = 0
+        groups[-1].append(parameter)
+        group_bytes += parameter.nbytes
+    return groups
 
 
 class Transfer(NamedTuple):
@@ -83,20 +91,20 @@ class RowExchange:
     ) -> None:
         self.dtype, self.device, self.group = dtype, tensors[0].device, group
         self.is_sharded = bool(bounds)
-        self.bounds = bounds or [[0, _row_count(x)] for x in tensors]
+        self.bounds = bounds or [[0, len(torch.atleast_1d(x))] for x in tensors]
         self.share = get_rank() if bounds else 0
         counts = [  # elements, by tensor and share
-            [(stop - start) * (x.numel() // max(1, _row_count(x))) for start, stop in pairwise(tensor_bounds)]
+            [(stop - start) * (x.numel() // max(1, tensor_bounds[-1])) for start, stop in pairwise(tensor_bounds)]
             for x, tensor_bounds in zip(tensors, self.bounds, strict=True)
         ]
         by_share = [list(column) for column in zip(*counts, strict=True)]
         sizes = [sum(row) for row in by_share]
         padded = [max(sizes)] * len(sizes)
-        self.is_padded = sum(padded) <= _MAX_PADDING * sum(sizes)
+        self.is_padded = sum(padded) <= 1.25 * sum(sizes)
         self.shares = _consecutive_slices(padded if self.is_padded else sizes)
         self.places = [_consecutive_slices(row, share.start) for row, share in zip(by_share, self.shares, strict=True)]
 
-    @in_phase("communication")
+    @phase("communication")
     def start_gather(self, rows: Sequence[Tensor]) -> Transfer:
         """Send this rank's rows of each tensor to all ranks."""
         buffer = torch.empty(self.shares[-1].stop, dtype=self.dtype, device=self.device)
@@ -110,23 +118,23 @@ class RowExchange:
             works = [dist.broadcast(part, rank, self.group, async_op=True) for rank, part in self._parts(buffer)]
         return Transfer(buffer, works, buffer)
 
-    @in_phase("communication")
+    @phase("communication")
     def finish_gather(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         """Wait for the rows of all ranks, and copy them to ``tensors``."""
         transfer.wait()
         for index, x in enumerate(tensors):
             for share, (start, stop) in enumerate(pairwise(self.bounds[index])):
-                rows = (x if x.ndim else x[None])[start:stop]
+                rows = torch.atleast_1d(x)[start:stop]
                 rows.copy_(transfer.buffer[self.places[share][index]].view_as(rows))
 
-    @in_phase("communication")
+    @phase("communication")
     def start_average(self, tensors: Sequence[Tensor | None]) -> Transfer:
         """Begin to average unsharded tensors over the ranks. None stands for zeros."""
         buffer = torch.zeros(self.shares[-1].stop, dtype=self.dtype, device=self.device)
         for index, x in enumerate(tensors):
             if x is not None:
                 for share, (start, stop) in enumerate(pairwise(self.bounds[index])):
-                    buffer[self.places[share][index]] = (x if x.ndim else x[None])[start:stop].flatten()
+                    buffer[self.places[share][index]] = torch.atleast_1d(x)[start:stop].flatten()
         buffer /= get_world_size()
         if not self.is_sharded:
             return Transfer(buffer, [dist.all_reduce(buffer, group=self.group, async_op=True)], buffer)
@@ -138,7 +146,7 @@ class RowExchange:
         works = [dist.reduce(part, rank, group=self.group, async_op=True) for rank, part in self._parts(buffer)]
         return Transfer(own, works, buffer)
 
-    @in_phase("communication")
+    @phase("communication")
     def finish_average(self, transfer: Transfer) -> list[Tensor]:
         """Wait for the averages; return this rank's elements of each tensor, flat."""
         transfer.wait()

@@ -153,11 +153,19 @@ class _Vocabulary(ParallelStyle):
 
 
 def _call_vocabulary(module: nn.Module, x: Tensor, targets: Tensor | None = None, softcap: float = 0.0) -> Tensor:
-    """Compute what :class:`lm.model.linear.Embedding`, ``TiedEmbedding`` and ``Head`` do."""
+    """Compute what :class:`lm.model.linear.Embedding`, ``TiedEmbedding`` and ``Head`` do, the same on every rank."""
     weight = cast(DTensor, module.get_parameter("weight"))  # which torch's fully_shard replaces
+    mesh = weight.device_mesh
     if not x.is_floating_point():
-        return _parallel_embedding(x, weight)
-    return _parallel_logits(x, weight) if targets is None else _parallel_cross_entropy(x, weight, targets, softcap)
+        local_ids, is_local = _find_local_ids(x, weight)
+        return _sum_over_mesh(F.embedding(local_ids, weight.to_local()).masked_fill(~is_local[..., None], 0), mesh)
+    if targets is not None:
+        return _parallel_cross_entropy(x, weight, targets, softcap)
+    logits = linear(_sum_gradients(x, mesh), weight.to_local())
+    shape = torch.Size((*x.shape[:-1], len(weight)))
+    stride = torch.empty(shape, device="meta").stride()
+    sharded = DTensor.from_local(logits, mesh, [Shard(logits.ndim - 1)], shape=shape, stride=stride)
+    return sharded.redistribute(mesh, [Replicate()]).to_local()
 
 
 def _sum_gradients(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -168,23 +176,6 @@ def _sum_gradients(x: Tensor, mesh: DeviceMesh) -> Tensor:
 def _sum_over_mesh(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the sum of ``x`` over the ranks; in the backward pass each rank has the gradient of the sum."""
     return DTensor.from_local(x, mesh, [Partial()]).redistribute(mesh, [Replicate()]).to_local()
-
-
-def _parallel_embedding(token_ids: Tensor, weight: DTensor) -> Tensor:
-    """Look up rows of ``weight``, a DTensor (V, D) sharded by rows: integer ids (...) → (..., D) on every rank."""
-    local_ids, is_local = _find_local_ids(token_ids, weight)
-    rows = F.embedding(local_ids, weight.to_local()).masked_fill(~is_local[..., None], 0)
-    return _sum_over_mesh(rows, weight.device_mesh)
-
-
-def _parallel_logits(hidden_states: Tensor, weight: DTensor) -> Tensor:
-    """Return the logits of all ids on every rank: (..., D), DTensor (V, D) sharded by rows → (..., V)."""
-    mesh = weight.device_mesh
-    logits = linear(_sum_gradients(hidden_states, mesh), weight.to_local())
-    shape = torch.Size((*hidden_states.shape[:-1], len(weight)))
-    stride = torch.empty(shape, device="meta").stride()
-    sharded = DTensor.from_local(logits, mesh, [Shard(logits.ndim - 1)], shape=shape, stride=stride)
-    return sharded.redistribute(mesh, [Replicate()]).to_local()
 
 
 def _parallel_cross_entropy(x: Tensor, weight: DTensor, targets: Tensor, softcap: float) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lm.distributed.process_group import get_world_size
-from lm.distributed.sharding import RowExchange, local_rows, shard_rows
+from lm.distributed.sharding import RowExchange, group_by_size, local_rows, shard_rows
 from lm.model.training_memory import MAX_BUCKET_BYTES
 
 
@@ -47,15 +47,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.local.add_param_group(local_group)
         for key, value in self.local.param_groups[-1].items():
             group.setdefault(key, value)  # the defaults of the wrapped optimizer
-        bucket: list[int] = []
-        for index, p in enumerate(params):
-            bucket.append(index)
-            is_full = sum(params[i].nbytes for i in bucket) >= MAX_BUCKET_BYTES
-            if is_full or index + 1 == len(params) or params[index + 1].dtype != p.dtype:
-                tensors = [params[i] for i in bucket]
-                exchange = RowExchange(tensors, [bounds[i] for i in bucket], p.dtype)
-                self._exchanges.append((exchange, tensors, [rows[i] for i in bucket]))
-                bucket = []
+        rows_of = dict(zip(params, rows, strict=True))
+        for bucket in group_by_size(params, MAX_BUCKET_BYTES):
+            shards = [rows_of[p] for p in bucket]
+            exchange = RowExchange(bucket, [self.bounds[shard] for shard in shards], bucket[0].dtype)
+            self._exchanges.append((exchange, bucket, shards))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, *arguments: Any) -> float | None:  # type: ignore[override]

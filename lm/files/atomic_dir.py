@@ -32,7 +32,7 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
     older = directory.with_name(f".{directory.name}.{os.getpid()}.old")
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with prevent_cleanup(directory.parent):
+    with hold_shared_lock(directory.parent):
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         try:
@@ -75,9 +75,10 @@ def fill_directory(directory: Path, last: str) -> Iterator[Path]:
 
 
 @contextmanager
-def prevent_cleanup(directory: Path) -> Iterator[None]:
-    """Hold a shared lock on ``directory``, so that :func:`remove_abandoned_directories` leaves it alone."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def hold_shared_lock(path: Path) -> Iterator[None]:
+    """Hold a shared lock on a file or a directory, so that nothing deletes it or its temporary directories: neither
+    :func:`remove_abandoned_directories` nor ``textmill gc``."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         with suppress(OSError):  # on a file system without locks nothing is cleaned up
             fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -90,7 +91,7 @@ def remove_abandoned_directories(directory: Path) -> None:
     """Delete temporary checkpoint directories that killed processes left in ``directory``.
 
     A checkpoint that was moved aside is restored if its replacement is missing. Nothing is deleted while any process
-    holds :func:`prevent_cleanup`, or on a file system without locks.
+    holds :func:`hold_shared_lock`, or on a file system without locks.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:

@@ -7,8 +7,6 @@ import hashlib
 import json
 from typing import IO, Any
 
-_MAX_DEPTH = 32  # levels of nesting: more than any file of this project has, and safe for recursive readers
-
 
 def dumps_with_checksum(content: dict[str, Any]) -> str:
     """Return ``content`` as JSON with an added ``sha256`` field. Raises ValueError for nan and infinity."""
@@ -25,7 +23,8 @@ def loads_with_checksum(data: bytes) -> dict[str, Any] | None:
         is_intact = text == dumps_with_checksum(content)
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return content if is_intact and "\n" + " " * _MAX_DEPTH not in text else None
+    # At most 32 levels of nesting: more than any file of this project has, and safe for recursive readers.
+    return content if is_intact and "\n" + " " * 32 not in text else None
 
 
 def file_checksum(file: IO[bytes]) -> str:

@@ -18,7 +18,6 @@ from lm.files.retry import is_transient_error
 
 BLOCK_BYTES = 1 << 20  # per read
 _STREAM_READ_BYTES = 1 << 16  # small, because a file of many short streams copies the unread rest at each stream's end
-_FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}  # others are text
 _SIGNATURES = {
     b"\x1f\x8b": "compressed by gzip; add .gz to its name",
     b"\x28\xb5\x2f\xfd": "compressed by zstd; add .zst to its name",
@@ -58,7 +57,8 @@ def detect_format(url: str) -> tuple[str, str]:
     suffix = path.with_suffix("").suffix if compression else path.suffix
     if suffix in (".tar", ".tgz", ".zip"):
         raise UserError(f"{url} is an archive; unpack it first and name the files in it.")
-    return _FORMATS.get(suffix, "text"), compression
+    formats = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+    return formats.get(suffix, "text"), compression
 
 
 def is_remote(url: str) -> bool:

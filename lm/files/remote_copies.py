@@ -26,9 +26,6 @@ from lm.files.urls import file_sizes, file_version, open_filesystem, request
 
 log = logging.getLogger(__name__)
 
-_COPIES = ("downloads/*/*/*/*", "downloads/directories/*/", "downloads/shards/*/")
-_RETENTION_SECONDS = 24 * 3600  # a run may still use them
-_BATCH_URLS = 16  # whose sizes are requested at the same time
 _SHARD, _VERIFIED = "tokens.bin", "verified"  # in the copy of a token file; the latter says what was verified
 
 
@@ -48,8 +45,8 @@ def fetch_files(paths: Sequence[str], checksums: Mapping[str, str], max_bytes: i
         lock.parent.mkdir(parents=True, exist_ok=True)
         _hold(lock)
     remaining, copies = max_bytes, dict[str, str]()
-    for start in range(0, len(urls), _BATCH_URLS):
-        batch = urls[start : start + _BATCH_URLS]
+    for start in range(0, len(urls), 16):
+        batch = urls[start : start + 16]  # their sizes are requested at the same time
         for url, size in zip(batch, file_sizes(batch), strict=True):
             remaining -= size
             if remaining >= 0:
@@ -135,8 +132,9 @@ def remove_old_copies(max_bytes: int) -> None:
             file = stack.enter_context(_shards_lock_file().open("rb"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             are_shards_held = False
-        copies = chain.from_iterable(map(cache_directory().glob, _COPIES))
-        prune(copies, _RETENTION_SECONDS, max_bytes, lambda copy: are_shards_held and copy.parent.name == "shards")
+        kinds = ("downloads/*/*/*/*", "downloads/directories/*/", "downloads/shards/*/")
+        copies = chain.from_iterable(map(cache_directory().glob, kinds))
+        prune(copies, 24 * 3600, max_bytes, lambda copy: are_shards_held and copy.parent.name == "shards")
 
 
 def _shards_lock_file() -> Path:

@@ -19,11 +19,6 @@ from lm.common.errors import TransientError, UserError
 log = logging.getLogger(__name__)
 
 NOT_FOUND_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-_LOCAL_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}  # where a download is written
-# Names of exception classes, because their libraries (aiohttp, botocore) may not be installed.
-_CONNECTION_ERRORS = {
-    *("ConnectionError", "TimeoutError", "ClientConnectionError", "ClientPayloadError", "HTTPClientError"),
-}
 
 retry_reading = Retrying(
     retry=retry_if_exception_type(TransientError),
@@ -48,7 +43,8 @@ def translate_errors(place: str, operation: Callable[[], _Result], is_local: boo
     except (*NOT_FOUND_ERRORS, FileExistsError):
         raise
     except Exception as error:  # each file system has its own exceptions
-        if not is_local and isinstance(error, OSError) and error.errno in _LOCAL_DISK_ERRORS:
+        local_disk_errors = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # where a download is written
+        if not is_local and isinstance(error, OSError) and error.errno in local_disk_errors:
             raise
         may_pass = isinstance(error, OSError) and not isinstance(error, PermissionError) and not is_local
         if may_pass or is_transient_error(error):
@@ -64,11 +60,13 @@ def source_error(failure: str, error: Exception) -> UserError:
 
 def is_transient_error(error: BaseException) -> bool:
     """Return whether a retry may succeed: ``error`` or its cause is a broken connection or a server error."""
+    # By name, because their libraries (aiohttp, botocore) may not be installed.
+    kinds = {"ConnectionError", "TimeoutError", "ClientConnectionError", "ClientPayloadError", "HTTPClientError"}
     for candidate in (error, error.__cause__):
         if status := _http_status(candidate):
             return status >= 500 or status in (408, 425, 429)
         names = {kind.__name__ for kind in type(candidate).__mro__}
-        if names & _CONNECTION_ERRORS and "ClientConnectorCertificateError" not in names:
+        if names & kinds and "ClientConnectorCertificateError" not in names:
             return True
     return False
 

@@ -13,10 +13,6 @@ from lm.common.errors import UserError
 from lm.files.compression import detect_format, is_remote
 from lm.files.retry import NOT_FOUND_ERRORS, is_range_past_end, retry_request, source_error, translate_errors
 
-_MAX_CONCURRENT_REQUESTS = 16
-# Of web servers, S3, Google, Azure and other file systems; ``memory`` replaces a file at each write.
-_MODIFICATION_TIMES = ("Last-Modified", "LastModified", "updated", "last_modified", "mtime", "created")
-
 
 def open_filesystem(url: str) -> tuple[Any, str]:
     """Return (fsspec file system, path) of a path or URL. Raises UserError for an unknown or unusable protocol.
@@ -76,7 +72,9 @@ def remote_version(info: Mapping[str, Any]) -> tuple[str, str]:
     The version is the ETag, or else the time of the last change. Each store has its own names for them.
     """
     etag = str(info.get("ETag") or info.get("etag") or "")
-    times = (info.get(name) for name in _MODIFICATION_TIMES)
+    # Of web servers, S3, Google, Azure and other file systems; ``memory`` replaces a file at each write.
+    names = ("Last-Modified", "LastModified", "updated", "last_modified", "mtime", "created")
+    times = map(info.get, names)
     return etag or str(next(filter(None, times), "")), etag
 
 
@@ -87,7 +85,7 @@ def file_sizes(urls: Sequence[str]) -> list[int]:
         fs, path = open_filesystem(url)
         return int(request(url, fs.size, path))
 
-    with ThreadPoolExecutor(_MAX_CONCURRENT_REQUESTS) as pool:
+    with ThreadPoolExecutor(16) as pool:
         return list(pool.map(size, urls))
 
 

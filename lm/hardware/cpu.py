@@ -8,7 +8,6 @@ from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
-_TASKS = Path("/proc/self/task")
 
 
 def available_cpus(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
@@ -18,10 +17,16 @@ def available_cpus(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> in
     (containers, Slurm, systemd), of cgroup version 2 or 1, rounded up: ``docker run --cpus 2`` gives 2 on any machine.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min([cores, *map(math.ceil, _cpu_quotas(cgroups, membership))])
+    for directory in cgroup_directories("cpu", cgroups, membership):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):  # of cgroup version 2 and 1
+            with suppress(OSError, ValueError):  # "max 100000" is no quota
+                quota, period = " ".join((directory / name).read_text() for name in names).split()
+                if int(quota) > 0:  # -1 is no quota
+                    cores = min(cores, math.ceil(int(quota) / int(period)))
+    return cores
 
 
-def seconds_waiting_for_cores(tasks: Path = _TASKS) -> float:
+def seconds_waiting_for_cores(tasks: Path = Path("/proc/self/task")) -> float:
     """Return for how long the threads of this process, added up, were ready to run while others held the cores.
 
     0 if the system does not say it, as outside Linux. Threads that have ended do not count.
@@ -32,16 +37,6 @@ def seconds_waiting_for_cores(tasks: Path = _TASKS) -> float:
             with suppress(OSError, ValueError, IndexError):  # the thread has ended, or the kernel keeps no statistics
                 nanoseconds += int((task / "schedstat").read_text().split()[1])
     return nanoseconds / 1e9
-
-
-def _cpu_quotas(cgroups: Path, membership: Path) -> Iterator[float]:
-    """Yield the CPU quotas in cores."""
-    for directory in cgroup_directories("cpu", cgroups, membership):
-        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):  # of cgroup version 2 and 1
-            with suppress(OSError, ValueError):  # "max 100000" is no quota
-                quota, period = " ".join((directory / name).read_text() for name in names).split()
-                if int(quota) > 0:  # -1 is no quota
-                    yield int(quota) / int(period)
 
 
 def cgroup_directories(controller: str, cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> Iterator[Path]:

@@ -16,9 +16,6 @@ log = logging.getLogger(__name__)
 # RuntimeError messages of torch's CPU allocator, of CUDA libraries (cuBLAS, cuDNN) and of MPS.
 _OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory|ALLOC_FAILED")
 
-# Of x86 and ARM.
-_BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx10_2", "bf16", "sve_bf16")
-
 
 def choose_device(device: str) -> torch.device:
     """Return the named device, or for ``auto`` the best one present. Raises UserError if this machine lacks it."""
@@ -68,7 +65,8 @@ def has_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type == "cpu":
-        return any(torch.cpu.get_capabilities().get(name, False) for name in _BFLOAT16_INSTRUCTIONS)
+        instructions = ("amx_bf16", "avx512_bf16", "avx10_2", "bf16", "sve_bf16")  # of x86 and ARM
+        return any(torch.cpu.get_capabilities().get(name, False) for name in instructions)
     return False
 
 

@@ -8,9 +8,6 @@ from pathlib import Path
 
 from lm.hardware.cpu import CGROUPS, MEMBERSHIP, cgroup_directories
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of mallopt in glibc's malloc.h
-_LIMITS = ("memory.max", "memory.limit_in_bytes")  # of cgroup version 2 and 1
-
 
 def machine_memory(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
     """Return the bytes of this machine's memory, or the lowest limit of this process's control groups if lower.
@@ -19,7 +16,7 @@ def machine_memory(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> in
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for directory in cgroup_directories("memory", cgroups, membership):
-        for name in _LIMITS:
+        for name in ("memory.max", "memory.limit_in_bytes"):  # of cgroup version 2 and 1
             with suppress(OSError, ValueError):  # "max" is no limit
                 memory = min(memory, int((directory / name).read_text()))
     return memory
@@ -32,6 +29,7 @@ def keep_freed_memory() -> None:
     it with zeros page by page. A training on two cores took a fifth longer. Other C libraries are left as they are.
     """
     if platform.libc_ver()[0] == "glibc":
+        m_trim_threshold, m_mmap_max = -1, -4  # of mallopt in glibc's malloc.h
         libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_MAX, 0)
-        libc.mallopt(_M_TRIM_THRESHOLD, -1)  # never
+        libc.mallopt(m_mmap_max, 0)
+        libc.mallopt(m_trim_threshold, -1)  # never

@@ -9,9 +9,6 @@ import torch.nn.functional as F
 from lm.hardware.cpu import seconds_waiting_for_cores
 from lm.hardware.device import PREFERS_ONEDNN
 
-_TIMED_MATMULS = 10  # other programs hold a core for milliseconds, which some matmuls escape
-_UNDISTURBED_SHARE = 0.03  # of the time of a matmul, in which threads may wait for cores
-
 # Dense bfloat16 operations per second with float32 accumulation, from the data sheets. Keys are patterns of the name
 # that the driver reports. Variants differ: PCIe cards are slower than SXM modules. A name that no pattern matches in
 # full, e.g. of a laptop GPU or a MIG slice, is measured.
@@ -40,8 +37,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
         data_sheet_peak = data_sheet_flops(torch.cuda.get_device_name(device))
         if data_sheet_peak is not None:
             return data_sheet_peak
-    measured = time_matmuls(device, dtype)
-    return max((flops for flops, waiting in measured if waiting < _UNDISTURBED_SHARE), default=None)
+    # Of a matmul that counts, threads wait for cores during at most 3 % of the time.
+    return max((flops for flops, waiting in time_matmuls(device, dtype) if waiting < 0.03), default=None)
 
 
 def time_matmuls(device: torch.device, dtype: torch.dtype) -> list[tuple[float, float]]:
@@ -51,7 +48,7 @@ def time_matmuls(device: torch.device, dtype: torch.dtype) -> list[tuple[float, 
     a = torch.randn(size, size, device=device, generator=torch.Generator(device)).to(dtype)
     runs_on_onednn = PREFERS_ONEDNN and device.type == "cpu" and dtype == torch.float32
     measured = []
-    for _ in range(_TIMED_MATMULS):
+    for _ in range(10):  # other programs hold a core for milliseconds, which some matmuls escape
         started, waited = time.perf_counter(), seconds_waiting_for_cores()
         # The library that the model's matmuls run on.
         out = torch.ops.mkldnn._linear_pointwise(a, a, None, "none", [], "") if runs_on_onednn else F.linear(a, a)

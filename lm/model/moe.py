@@ -117,7 +117,8 @@ class MoE(BuffersKeepDtype):
         padding = None if self._padding is None else self._padding.flatten()
         if padding is not None:
             chosen_NA = chosen_NA.masked_fill(padding[:, None], self.config.num_experts)
-        counts_E = count_choices(chosen_NA, self.config.num_experts)
+        experts_E = torch.arange(self.config.num_experts, device=chosen_NA.device)
+        counts_E = (chosen_NA.flatten()[:, None] == experts_E).sum(0, dtype=torch.float32)
         dropped = counts_E.new_zeros(())
         if self.config.capacity_factor is not None:
             capacity = math.ceil(self.config.capacity_factor * chosen_NA.numel() / self.config.num_experts)
@@ -146,12 +147,6 @@ class MoE(BuffersKeepDtype):
         if self.config.normalized_gates:
             gates_NA = gates_NA / (gates_NA.sum(-1, keepdim=True) + _EPS)
         return chosen_NA, gates_NA
-
-
-def count_choices(chosen_NA: Tensor, num_experts: int) -> Tensor:
-    """Return how often each expert is in ``chosen_NA``: (E,) float32."""
-    experts_E = torch.arange(num_experts, device=chosen_NA.device)
-    return (chosen_NA.flatten()[:, None] == experts_E).sum(0, dtype=torch.float32)
 
 
 def drop_over_capacity(chosen_NA: Tensor, counts_E: Tensor, capacity: int) -> tuple[Tensor, Tensor]:

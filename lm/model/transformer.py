@@ -23,8 +23,6 @@ from lm.model.norm import RMSNorm
 from lm.model.ops.causal_attention import causal_attention
 from lm.model.rope import RotaryEmbedding
 
-_NEW_ROW_NOISE = 0.01  # of the standard deviation of a column
-
 
 class TransformerBlock(nn.Module):
     """Attention, then the feed-forward network or a mixture of experts, each added to the residual stream.
@@ -229,8 +227,12 @@ def grow_vocabulary(model: TransformerLM, vocab_size: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for layer in (model.token_embeddings, model.lm_head):
         if layer is not None:
-            weight = _add_rows(layer.weight, vocab_size - old_size, generator)
-            layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
+            weight = layer.weight
+            rows = weight.float()
+            noise = torch.randn(vocab_size - old_size, weight.shape[1], generator=generator).to(weight.device)
+            new_rows = rows.mean(0) + 0.01 * rows.std(0, correction=0) * noise
+            weight_with_rows = torch.cat((weight, new_rows.to(weight.dtype)))
+            layer.weight = nn.Parameter(weight_with_rows, requires_grad=weight.requires_grad)
     model.config = replace(model.config, vocab_size=vocab_size)
 
 
@@ -251,10 +253,3 @@ def shrink_vocabulary(model: TransformerLM, vocab_size: int) -> None:
             if layer is not None:
                 layer.weight = nn.Parameter(layer.weight[:vocab_size].clone(), requires_grad=layer.weight.requires_grad)
         model.config = replace(model.config, vocab_size=vocab_size)
-
-
-def _add_rows(weight: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    rows = weight.float()
-    noise = torch.randn(count, weight.shape[1], generator=generator).to(weight.device)
-    new_rows = rows.mean(0) + _NEW_ROW_NOISE * rows.std(0, correction=0) * noise
-    return torch.cat((weight, new_rows.to(weight.dtype)))

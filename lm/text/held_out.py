@@ -20,7 +20,6 @@ from lm.text.utf8 import decode_utf8_blocks
 log = logging.getLogger(__name__)
 
 _WINDOW_BYTES = 1 << 16  # first read backwards from the requested cut
-_CONTINUATION_BYTES = bytes(range(0x80, 0xC0))  # all but the first byte of a UTF-8 character
 
 
 @dataclass(frozen=True)
@@ -192,7 +191,8 @@ def _find_cut(texts: Sequence[tuple[str, int]], offset: int, separator: str) -> 
         start = max(0, end - window)
         with open_ranges(url, [(start, end)]) as blocks:
             data = b"".join(blocks)
-        whole = data.lstrip(_CONTINUATION_BYTES) if start else data  # the window may begin inside a character
+        # The window may begin inside a character: with bytes that are not the first of one.
+        whole = data.lstrip(bytes(range(0x80, 0xC0))) if start else data
         text = whole.decode("utf-8", "replace")  # and end inside one
         cut = find_safe_cut(text, [separator])
         if not start or cut > len(separator):  # a separator may begin before the window

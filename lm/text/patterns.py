@@ -16,10 +16,6 @@ _LLAMA3_PATTERN = (
 )
 _BEFORE_WORD, _CONTRACTION = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_O200K_PATTERN = (
-    rf"{_BEFORE_WORD}{_CAPITALS}*{_SMALL}+{_CONTRACTION}|{_BEFORE_WORD}{_CAPITALS}+{_SMALL}*{_CONTRACTION}"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 # DeepSeek V3 splits a text by three patterns in turn: each splits the pieces of the one before, matched or not.
 CJK = "\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff"
@@ -46,7 +42,9 @@ PATTERNS = {
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
     "llama3": _LLAMA3_PATTERN,
     "qwen2": _LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"),
-    "o200k": _O200K_PATTERN,  # also that of gpt-oss
+    # Also that of gpt-oss.
+    "o200k": rf"{_BEFORE_WORD}{_CAPITALS}*{_SMALL}+{_CONTRACTION}|{_BEFORE_WORD}{_CAPITALS}+{_SMALL}*{_CONTRACTION}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "deepseek": _DEEPSEEK_PATTERN,
 }
 PATTERN_NAMES: dict[Pattern, str] = {pattern: name for name, pattern in PATTERNS.items()}

@@ -19,13 +19,11 @@ END_OF_TEXT = "<|endoftext|>"
 # Chinese has no spaces between words, so GPT-2's pattern makes a pretoken of a whole clause, and merges learn pieces
 # that cross words. This pattern splits such a pretoken into the words that the library jieba finds.
 JIEBA = "jieba"
-_MISSING_JIEBA = "tokenizer.pattern jieba needs an extra: pip install 'textmill[jieba]'."
 _CHINESE_RUN = regex.compile(r"( ?)(\p{Han}+)|\P{Han}+")
 
 # A regular expression, or several: each splits the pretokens of the one before. An empty tuple splits nothing.
 Pattern = str | tuple[str, ...]
 
-_QUANTIFIER = regex.compile(r"\{(\d*)(?:,(\d*))?\}")
 _MAX_REPETITIONS = 100_000  # product over a pattern: the regex module unrolls them and may exhaust memory
 _SPACE_FROM_END = regex.compile(r"(?r)(?<=\S)\s")
 
@@ -34,7 +32,7 @@ _SPACE_FROM_END = regex.compile(r"(?r)(?<=\S)\s")
 def compile_pattern(pattern: str) -> "regex.Pattern[str]":
     """Compile a pretoken pattern. Raises UserError for an invalid regular expression or too many repetitions."""
     repetitions = 1
-    for numbers in _QUANTIFIER.findall(pattern):
+    for numbers in regex.findall(r"\{(\d*)(?:,(\d*))?\}", pattern):
         repetitions *= max([1, *(int(number[:9]) for number in numbers if number)])
         if repetitions > _MAX_REPETITIONS:
             raise UserError(f"The pretoken pattern {pattern!r} repeats things more than {_MAX_REPETITIONS:,} times.")
@@ -180,16 +178,13 @@ def jieba_version() -> str:
     try:
         return metadata.version("jieba")
     except ImportError:
-        raise UserError(_MISSING_JIEBA) from None
+        raise UserError("tokenizer.pattern jieba needs an extra: pip install 'textmill[jieba]'.") from None
 
 
 @cache
 def _segmenter() -> Any:
-    try:
-        jieba = import_module("jieba")
-    except ImportError:
-        raise UserError(_MISSING_JIEBA) from None
-    segmenter = jieba.Tokenizer()
+    jieba_version()
+    segmenter = import_module("jieba").Tokenizer()
     # Without this, jieba would read a file that any user of this machine may have written to the temporary directory.
     segmenter.FREQ, segmenter.total = segmenter.gen_pfdict(segmenter.get_dict_file())
     segmenter.initialized = True

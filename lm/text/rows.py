@@ -19,7 +19,6 @@ from lm.text.utf8 import replace_surrogates
 _MAX_ROW_BYTES = 16 << 20  # as Python objects, a row of empty lists has 30 times this size
 _MAX_ROWS_NAMED = 100
 _MAX_REASON_CHARACTERS = 300
-_BATCH_ROWS = 256
 
 Row = dict[str, Any]
 T = TypeVar("T")
@@ -176,7 +175,7 @@ def _read_parquet(url: str) -> Iterator[tuple[str, Callable[[], Row]]]:
     """Yield (name of the row, function that returns it or raises ValueError)."""
     with open_parquet(url) as file:
         number = 0
-        for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+        for batch in file.iter_batches(batch_size=256):
             for index in range(len(batch)):
                 number += 1
                 yield f"{url}, row {number:,}", partial(_parse_parquet, batch.slice(index, 1))

@@ -25,7 +25,6 @@ from lm.text.demo_corpus import demo_stories
 log = logging.getLogger(__name__)
 
 _RANGE_BLOCK_BYTES = 8 << 20  # per request, when ranges of a remote file are read in order
-_RANGED_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"}
 _MAX_SOURCES_NAMED = 6  # in a warning
 ByteRanges = Sequence[tuple[int, int]]  # (start, end) of parts of a file, ascending
 
@@ -255,7 +254,8 @@ def can_read_in_place(url: str) -> bool:
         return False
     fs, path = open_filesystem(url)
     is_local, is_http = isinstance(fs, LocalFileSystem), url.startswith(("http://", "https://"))
-    if not (is_local or is_http or url.partition("://")[0] in _RANGED_PROTOCOLS):
+    stores = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory")  # have byte ranges
+    if not (is_local or is_http or url.partition("://")[0] in stores):
         return False
     options = {} if is_local else {"block_size": _RANGE_BLOCK_BYTES, "cache_type": "none"}
     try:

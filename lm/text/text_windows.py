@@ -11,11 +11,7 @@ from lm.kernels.jit import Records
 
 WINDOW = 1 << 19  # bytes that a kernel reads per call: they fit into the CPU's cache
 PADDING = 128  # bytes after the end that a kernel may read
-# Allocate much more than needed, so that text is rarely copied. Pages that are not written cost no memory.
-_GROWTH_FACTOR = 32
 _MAX_WINDOW_BYTES = 1 << 30  # the kernels' positions have 32 bits
-# Above this size, allocate only twice the text. A machine with little memory may refuse more.
-_MAX_GROWN_BYTES = 1 << 30
 
 
 def text_windows(
@@ -42,8 +38,9 @@ def text_windows(
                     raise UserError(f"One pretoken is longer than {_MAX_WINDOW_BYTES >> 30} GB; break the text up.")
                 outgrown = limit + PADDING > len(buffer)
                 if outgrown:
-                    grown = min(_GROWTH_FACTOR * limit, max(2 * limit, _MAX_GROWN_BYTES))
-                    buffer = np.empty(grown + PADDING, np.uint8)
+                    # Much more than needed, so that text is rarely copied: pages that are not written cost no memory.
+                    # Above 1 GiB only twice the text: a machine with little memory may refuse more.
+                    buffer = np.empty(min(32 * limit, max(2 * limit, 1 << 30)) + PADDING, np.uint8)
                 if outgrown or position > 0:
                     buffer[: len(rest)] = rest
                 end = len(rest)

@@ -12,13 +12,11 @@ after the signal; raise ``--shutdown-timeout`` if a step and a checkpoint take l
 """
 
 import argparse
-import fcntl
 import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from lm.common.errors import Stopped, UserError
@@ -28,6 +26,7 @@ from lm.distributed.launch import (
     INTERRUPTED_EXIT_CODE,
     PARENT_PIPE_VARIABLE,
 )
+from lm.files.atomic_dir import hold_shared_lock
 from lm.train.graceful_stop import stop_on_signals, stop_with_parent
 from lm.train.training_job import TrainingJob
 
@@ -46,7 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
         # Under torchrun a process may receive a signal twice: from the cluster and from torchrun, which passes it on.
         with stop_on_signals(stop_event, ignore_repeats="TORCHELASTIC_RUN_ID" in os.environ):
             job = TrainingJob.read(options.job)
-            with nullcontext() if "://" in options.job else _lock(Path(options.job)), job.prepare() as run:
+            lock = nullcontext() if "://" in options.job else hold_shared_lock(Path(options.job))
+            with lock, job.prepare() as run:  # textmill gc does not delete a locked job
                 run(stop_event=stop_event)
     except (UserError, Stopped) as error:
         with suppress(OSError):  # the terminal may be closed
@@ -54,15 +54,6 @@ def main(arguments: list[str] | None = None) -> int:
         codes = (code for code, kind in ERROR_EXIT_CODES.items() if isinstance(error, kind))
         return next(codes, INTERRUPTED_EXIT_CODE)
     return 0
-
-
-@contextmanager
-def _lock(job: Path) -> Iterator[None]:
-    """Hold a lock: textmill gc does not delete a locked job."""
-    with job.open("rb") as file:
-        with suppress(OSError):  # on a file system without locks
-            fcntl.flock(file, fcntl.LOCK_SH)
-        yield
 
 
 def run_as_program() -> None:

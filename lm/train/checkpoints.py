@@ -19,7 +19,7 @@ from lm.checkpoint.training_checkpoint import (
 )
 from lm.common.errors import StorageError, UserError
 from lm.distributed.plan import Parallel
-from lm.files.atomic_dir import prevent_cleanup
+from lm.files.atomic_dir import hold_shared_lock
 from lm.model.transformer import TransformerLM
 from lm.train.tracking import iterate_metrics, write_metrics
 
@@ -112,7 +112,7 @@ def adopt_checkpoints(previous: Path, out: Path, resumable: Resumable) -> None:
         if previous != out:
             # Under their names only when all are there: else the next run may resume from an old one.
             copies = {path: out / f".{path.name}.copy" for path in resumable.paths}
-            with prevent_cleanup(out):
+            with hold_shared_lock(out):
                 try:
                     for path, copy in copies.items():
                         shutil.rmtree(copy, ignore_errors=True)

@@ -12,9 +12,6 @@ from lm.common.config import Config, bounded_field
 from lm.common.errors import UserError
 from lm.model.config import ModelConfig, MoEConfig
 
-_FREE_FIELDS = ("context_length", "rope_theta", "rope_scaling")  # any weights compute with any of these
-_FREE_BALANCE = ("aux_loss_weight", "z_loss_weight", "capacity_factor")  # of a mixture of experts
-
 
 @dataclass(frozen=True)
 class TrainConfig(Config, section="train"):
@@ -130,13 +127,14 @@ def continued_config(start: ModelConfig, stated: Mapping[str, Any]) -> ModelConf
     """
     stated = dict(stated)
     experts = stated.pop("moe", None) if start.moe is not None else None
-    _check_same(stated, start, _FREE_FIELDS, "model")
+    # Any weights compute with any of these.
+    _check_same(stated, start, ("context_length", "rope_theta", "rope_scaling"), "model")
     if experts is None or start.moe is None:
         return replace(start, **stated)
     usual = MoEConfig()
     balance = {name: value for name, value in vars(experts).items() if value != getattr(usual, name)}
-    free = (*_FREE_BALANCE, "bias_update_rate") if start.moe.bias_update_rate else _FREE_BALANCE
-    _check_same(balance, start.moe, free, "model.moe")
+    free = {"aux_loss_weight", "z_loss_weight", "capacity_factor"}
+    _check_same(balance, start.moe, free | ({"bias_update_rate"} if start.moe.bias_update_rate else set()), "model.moe")
     return replace(start, **stated, moe=replace(start.moe, **balance))
 
 

@@ -27,7 +27,6 @@ from lm.train.config import TrainConfig
 log = logging.getLogger(__name__)
 
 _KINDS: tuple[ParallelKind, ...] = ("ddp", "zero1", "zero2", "fsdp")
-_MEMORY_FRACTION = 0.85  # the rest is for the allocator and for libraries
 
 
 def choose_parallel(
@@ -138,15 +137,13 @@ def check_memory(
 
 
 def available_memory(device: torch.device) -> int:
-    """Return the bytes that the tensors of this process may take."""
-    return int(_MEMORY_FRACTION * _memory_bytes(device))
-
-
-def _memory_bytes(device: torch.device) -> int:
-    """Return the memory of a GPU, or this process's share of the machine's or container's."""
+    """Return the bytes that the tensors of this process may take, of the memory of a GPU, or of this process's share of
+    the machine's or container's."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return machine_memory() // get_local_world_size()
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = machine_memory() // get_local_world_size()
+    return int(0.85 * memory)  # the rest is for the allocator and for libraries
 
 
 def check_directory_is_shared(out: Path) -> None:

@@ -24,9 +24,6 @@ from lm.train.config import TrainConfig
 
 log = logging.getLogger(__name__)
 
-_MAX_CONSECUTIVE = 5
-_SMOOTHING_FACTOR = 0.1  # weight of the newest loss in the moving average
-
 
 def whole_parameters(model: TransformerLM, config: TrainConfig) -> set[nn.Parameter]:
     """Return the parameters whose optimizer needs whole matrices."""
@@ -102,7 +99,7 @@ class SkippedSteps:
         self._consecutive = (self._consecutive + 1) * found_inf
         self._most_consecutive = torch.maximum(self._most_consecutive, self._consecutive)
         previous = self._smoothed_loss
-        average = torch.where(previous.isnan(), loss, previous.lerp(loss, _SMOOTHING_FACTOR))
+        average = torch.where(previous.isnan(), loss, previous.lerp(loss, 0.1))
         self._smoothed_loss = torch.where(found_inf, previous, average)
         self._bad_loss = torch.where(found_inf, loss, self._bad_loss)
         self._bad_norm = torch.where(found_inf, grad_norm, self._bad_norm)
@@ -122,7 +119,7 @@ class SkippedSteps:
         if self.skipped == before:
             return
         reason = f"the loss was {float(self._bad_loss)} and the norm of the gradients {float(self._bad_norm)}"
-        if most_consecutive < _MAX_CONSECUTIVE:
+        if most_consecutive < 5:
             log.warning("Step %s: %s; steps skipped: %d.", f"{step:,}", reason, self.skipped - before)
             return
         newest = newest_checkpoint(out)

@@ -30,8 +30,6 @@ from lm.train.objective import Objective
 from lm.train.trainer import NO_MEMORY_FOR_MODEL, Trainer
 from lm.train.training_job import TrainingJob
 
-_VALIDATION_ADVICE = ", or hold out a larger data.valid_fraction of the documents; 0 trains without validation"
-
 
 @dataclass
 class TrainData:
@@ -69,7 +67,8 @@ class Pretraining(Objective):
         self.context_length = model_config.context_length
         check_length(data.train, self.context_length, "training text")
         if data.valid is not None:
-            check_length(data.valid, self.context_length, "validation text", _VALIDATION_ADVICE)
+            advice = ", or hold out a larger data.valid_fraction of the documents; 0 trains without validation"
+            check_length(data.valid, self.context_length, "validation text", advice)
         self.tokens_per_step = config.batch_size * self.context_length
         self.rank, self.world_size = get_rank(), get_world_size()
         self.local_batch_size = config.batch_size // self.world_size

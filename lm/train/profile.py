@@ -38,8 +38,6 @@ TRACE_FILE = "trace.json.gz"
 _TRACED_STEPS = 2
 _MAX_OPERATIONS = 12
 _STEP_LABEL = "textmill.measured_step"
-_MAX_CURVE_POINTS = 2_000
-_MAX_SNAPSHOT_ENTRIES = 100_000
 
 
 @dataclass(frozen=True)
@@ -313,7 +311,7 @@ def _measure_memory(
         peak=cuda.get("peak", max((size for _, size in curve), default=base)),
     )
     points = [(0.0, base + offset), *(((time - start) / 1e9, size) for time, size in curve)]
-    group_size = -(-len(points) // _MAX_CURVE_POINTS)  # of each group of consecutive points the largest stays
+    group_size = -(-len(points) // 2_000)  # of each group of consecutive points the largest stays
     groups = (points[index : index + group_size] for index in range(0, len(points), group_size))
     spans: list[tuple[Phase, float, float]] = [
         (name, (begin - start) / 1e9, (stop - start) / 1e9) for begin, stop, name in phases
@@ -330,7 +328,7 @@ def _cuda_history(device: torch.device, snapshot: Path) -> Iterator[dict[str, in
         return
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    torch.cuda.memory._record_memory_history(max_entries=_MAX_SNAPSHOT_ENTRIES)
+    torch.cuda.memory._record_memory_history(max_entries=100_000)
     figures["base"] = torch.cuda.memory_allocated(device)
     try:
         yield figures

@@ -48,8 +48,6 @@ from lm.train.tracking import Tracker, log_step, plot_metrics, read_metrics, rep
 
 log = logging.getLogger(__name__)
 
-_MIN_THREADS_WAITING = 0.3  # for a core, on average, from which on the log says it
-
 NO_MEMORY_FOR_MODEL = (
     "Memory is full before the first step: each process builds the whole model in float32, and divides it then. Use a "
     "smaller model, fewer processes on a machine, or a device with more memory."
@@ -257,7 +255,7 @@ class Trainer:
             step_metrics = step_metrics | {"expert_load_max": row["expert_load_max"]}
         total = max(self.step, round(self.step * self.config.steps / self._schedule_step()))
         log_step(row, total, throughput, step_metrics)
-        if self.device.type == "cpu" and throughput.waiting > _MIN_THREADS_WAITING and not self.is_contention_logged:
+        if self.device.type == "cpu" and throughput.waiting > 0.3 and not self.is_contention_logged:
             self.is_contention_logged = True
             log.info(
                 "Other programs hold CPU cores, so steps take longer: on average, %.1f of %s threads wait for a core.",

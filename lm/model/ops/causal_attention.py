@@ -16,7 +16,6 @@ from lm.model.functional import scaled_dot_product_attention
 from lm.model.ops.flash_attention import flash_attention, load_kernels
 
 _HAS_CPU_BFLOAT16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-_MAX_TOKENS = 1024  # at twice the length torch's attention is as fast
 _BLOCK_QUERIES = 256  # a block also computes scores above the diagonal; few queries waste few of them
 _BLOCK_SCORES = 1 << 19  # attention scores of a block: in bfloat16 they and their gradients fit a CPU's cache
 
@@ -46,7 +45,7 @@ def causal_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
     there. Everything else runs on torch's ``scaled_dot_product_attention``.
     """
     is_cpu_bfloat16 = q_BHTK.device.type == "cpu" and q_BHTK.dtype == torch.bfloat16 and _HAS_CPU_BFLOAT16
-    if not is_cpu_bfloat16 or q_BHTK.shape[-2] > _MAX_TOKENS:
+    if not is_cpu_bfloat16 or q_BHTK.shape[-2] > 1024:  # at 2048 torch's attention is as fast
         return sdpa_attention(q_BHTK, k_BGTK, v_BGTK)
     k_BHTK, v_BHTK = _repeat_kv_heads(q_BHTK, k_BGTK, v_BGTK)
     out_NTK: Tensor = blocked_causal_attention(*(x.reshape(-1, *x.shape[-2:]) for x in (q_BHTK, k_BHTK, v_BHTK)))

@@ -14,7 +14,6 @@ from lm.model.ops.matmul import linear_forward, linear_weight_grad
 
 # float32 logits of a chunk: half of a CPU's cache, or enough work for a GPU.
 _CHUNK_BYTES = {"cpu": 1 << 24, "cuda": 1 << 30}
-_DEFAULT_CHUNK_BYTES = 1 << 27
 
 
 def linear_cross_entropy(
@@ -38,7 +37,7 @@ def linear_cross_entropy(
 
 def logit_chunk_bytes(device_type: str) -> int:
     """Return the bytes of the float32 logits of a full chunk."""
-    return _CHUNK_BYTES.get(device_type, _DEFAULT_CHUNK_BYTES)
+    return _CHUNK_BYTES.get(device_type, 1 << 27)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -21,8 +21,6 @@ from lm.model.ops.matmul import count_padding_rows, linear_forward, linear_weigh
 Activation = Literal["silu", "relu2"]
 
 _GROUP_ROWS = 8  # rows of a group, and widths, are multiples of this: CUDA's kernel needs multiples of 16 bytes
-_CAPABILITIES = (9, 10)  # Hopper and Blackwell: on other GPUs torch's grouped matmul waits for the host
-_MAX_GROUPS = 1023  # of torch's grouped matmul
 
 
 class ExpertWeights(NamedTuple):
@@ -62,9 +60,10 @@ def mix_experts(
 
 def has_grouped_kernel(x_ND: Tensor, weight_EFD: Tensor) -> bool:
     """Return whether torch has a grouped matmul for ``x`` and ``weight`` that needs no help of the host."""
-    is_aligned = all(width % _GROUP_ROWS == 0 for width in weight_EFD.shape[1:]) and len(weight_EFD) <= _MAX_GROUPS
+    is_aligned = all(width % _GROUP_ROWS == 0 for width in weight_EFD.shape[1:]) and len(weight_EFD) < 1024
     is_supported = x_ND.is_cuda and x_ND.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
-    return is_aligned and is_supported and torch.cuda.get_device_capability(x_ND.device)[0] in _CAPABILITIES
+    # Hopper and Blackwell: on other GPUs the kernel waits for the host.
+    return is_aligned and is_supported and torch.cuda.get_device_capability(x_ND.device)[0] in (9, 10)
 
 
 class SortedPairs(NamedTuple):

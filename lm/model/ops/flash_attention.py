@@ -23,7 +23,6 @@ from lm.common.errors import UserError
 _BLOCK_QUERIES = 128  # of the form in torch
 _BLOCK_KEYS = 128
 _MAX_HEAD_DIM = 256  # of the kernels, as the lines below
-_MIN_PADDED_HEAD_DIM = 16  # the smallest tile that tensor cores multiply
 _DELTA_BLOCK_ROWS = 32
 
 
@@ -263,5 +262,5 @@ def _arguments(q: Tensor, k: Tensor, is_causal: bool) -> dict[str, Any]:
         "IS_CAUSAL": is_causal,
         "PRECISION": "ieee" if is_exact else "tf32",
         "WIDTH": head_dim,
-        "PADDED_WIDTH": max(_MIN_PADDED_HEAD_DIM, 1 << (head_dim - 1).bit_length()),
+        "PADDED_WIDTH": max(16, 1 << (head_dim - 1).bit_length()),  # tensor cores multiply 16 x 16 or more
     }

@@ -29,10 +29,8 @@ _BACKWARD_TILES = [
     *[(64, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2), (32, 16, 4, 2)],
     (16, 16, 4, 2),
 ]
-_MAX_TUNED_TILES = 4
 # Larger tiles need more registers or shared memory than sm_80 and sm_90 have, as compiled without a GPU.
 _MAX_ROW_BYTES = 48 << 10  # rows of queries and keys of a tile
-_MAX_EXACT_PRODUCTS = 1 << 15  # of numbers in a product of tiles; without tensor cores each is an instruction
 
 
 def _choose_tiles(configs: list[Any], arguments: dict[str, Any], **constants: Any) -> list[Any]:
@@ -42,11 +40,11 @@ def _choose_tiles(configs: list[Any], arguments: dict[str, Any], **constants: An
 
     def fits(config: Any) -> bool:
         queries, keys = config.kwargs["BLOCK_QUERIES"], config.kwargs["BLOCK_KEYS"]
-        if is_exact and queries * keys * width > _MAX_EXACT_PRODUCTS:
+        if is_exact and queries * keys * width > 1 << 15:  # without tensor cores each is an instruction
             return False
         return bool((queries + keys) * width * element_bytes <= _MAX_ROW_BYTES)
 
-    return [config for config in configs if fits(config)][:_MAX_TUNED_TILES] or configs[-1:]
+    return [config for config in configs if fits(config)][:4] or configs[-1:]
 
 
 def _autotune(tiles: list[tuple[int, int, int, int]]) -> Callable[[Any], Any]:

@@ -12,8 +12,6 @@ from torch.autograd.function import once_differentiable
 
 from lm.hardware.device import PREFERS_ONEDNN
 
-_MIN_ONEDNN_ROWS = 64  # below this oneDNN's start-up costs more than it saves
-
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return ``x weightᵀ``: (..., D), (V, D) → (..., V)."""
@@ -65,8 +63,8 @@ class _Linear(torch.autograd.Function):
 
 def _uses_onednn(x: Tensor) -> bool:
     """Return whether oneDNN multiplies ``x`` in float32."""
-    rows = x.numel() // x.shape[-1]
-    return x.device.type == "cpu" and x.dtype == torch.float32 and rows >= _MIN_ONEDNN_ROWS and PREFERS_ONEDNN
+    rows = x.numel() // x.shape[-1]  # below 64, oneDNN's start-up costs more than it saves
+    return x.device.type == "cpu" and x.dtype == torch.float32 and rows >= 64 and PREFERS_ONEDNN
 
 
 def _onednn_linear(x: Tensor, weight: Tensor) -> Tensor:

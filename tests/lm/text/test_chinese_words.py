@@ -1,8 +1,9 @@
 """Chinese words as pretokens, by the library jieba."""
 
-import sys
 from collections import Counter
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import regex
@@ -90,7 +91,7 @@ def test_merges_stay_within_words(tmp_path: Path) -> None:
 
 
 def test_jieba_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "jieba", None)
+    monkeypatch.setattr("importlib.metadata.version", Mock(side_effect=PackageNotFoundError("jieba")))
     _segmenter.cache_clear()
     with pytest.raises(UserError, match=r"pip install 'textmill\[jieba\]'"):
         list(pretokenize("中国", JIEBA))

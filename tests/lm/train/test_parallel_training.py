@@ -113,7 +113,7 @@ def test_auto_divides_as_much_as_the_memory_requires(monkeypatch: pytest.MonkeyP
     kinds: tuple[ParallelKind, ...] = ("ddp", "zero1", "zero2", "fsdp")
     peaks = [predict_training_memory(DEEP_MODEL, sequences=1, parallel=kind, world_size=4).peak for kind in kinds]
     for memory, expected in [(1, "fsdp"), *((int(peak / 0.84), kind) for peak, kind in zip(peaks, kinds, strict=True))]:
-        monkeypatch.setattr("lm.train.memory_check._memory_bytes", lambda _, memory=memory: memory)
+        monkeypatch.setattr("lm.train.memory_check.machine_memory", lambda memory=memory: memory)
         assert choose(monkeypatch, "auto", 4) == expected
 
 
