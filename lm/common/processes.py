@@ -2,22 +2,20 @@
 
 import os
 import signal
-import struct
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO, cast
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C, the request of a job scheduler, and a closed terminal or lost connection."""
 _PROJECT = str(Path(__file__).parents[2])
-_LENGTH = struct.Struct("<q")  # of a message, before its bytes
 
 
 def import_environment() -> dict[str, str]:
@@ -49,12 +47,14 @@ class ChildProcess:
 
     def __init__(self, module: str, *arguments: str) -> None:
         command, environment = [sys.executable, "-m", module, *arguments], {**os.environ, **import_environment()}
+        self.connection, child = Pipe()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited, so the child is never without it
         try:
-            self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            with child:
+                self.process = subprocess.Popen(command, env=environment, stdin=child.fileno(), stdout=child.fileno())
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self.close: Callable[[], None] = weakref.finalize(self, _end, self.process)
+        self.close: Callable[[], None] = weakref.finalize(self, _end, self.process, self.connection)
         """End the process. This also happens when nothing refers to the object any more."""
 
     @property
@@ -65,8 +65,8 @@ class ChildProcess:
     def send(self, message: bytes) -> None:
         """Send a message. Raises ChildEnded."""
         try:
-            _write_message(cast(IO[bytes], self.process.stdin), message)
-        except BrokenPipeError:
+            self.connection.send_bytes(message)
+        except ConnectionError:
             raise ChildEnded(self.process.wait()) from None
 
     def ask(self, request: bytes) -> bytes:
@@ -74,13 +74,13 @@ class ChildProcess:
         process: the next request must not get the answer of this one."""
         try:
             self.send(request)
-            answer = _read_message(cast(IO[bytes], self.process.stdout))
-            if answer is None:
-                raise ChildEnded(self.process.wait())
+            try:
+                return self.connection.recv_bytes()
+            except (EOFError, OSError):  # OSError: it ended within its answer
+                raise ChildEnded(self.process.wait()) from None
         except BaseException:
             self.close()
             raise
-        return answer
 
 
 def serve_parent() -> tuple[Iterator[bytes], Callable[[bytes], None]]:
@@ -88,42 +88,26 @@ def serve_parent() -> tuple[Iterator[bytes], Callable[[bytes], None]]:
 
     The process ends with its input, even in the middle of an answer, so it does not outlive its parent.
     """
-    output = os.fdopen(os.dup(1), "wb")
+    connection = Connection(os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # not inherited by a process of a library, which may live longer
     os.dup2(2, 1)  # what a library prints goes to the log
     messages: SimpleQueue[bytes] = SimpleQueue()
 
     def read() -> None:
         try:
-            while (message := _read_message(sys.stdin.buffer)) is not None:
-                messages.put(message)
+            while True:
+                messages.put(connection.recv_bytes())
         finally:
             os._exit(0)  # the parent has ended, or does not wait for the answer
 
     threading.Thread(target=read, daemon=True).start()
-    return iter(messages.get, None), partial(_write_message, output)
+    return iter(messages.get, None), connection.send_bytes
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def _end(process: "subprocess.Popen[bytes]", connection: "Connection[bytes, bytes]") -> None:
     process.kill()
-    for pipe in (process.stdin, process.stdout):
-        with suppress(BrokenPipeError):  # it ended before it read all
-            cast(IO[bytes], pipe).close()
+    connection.close()
     process.wait()
-
-
-def _write_message(pipe: IO[bytes], message: bytes) -> None:
-    pipe.write(_LENGTH.pack(len(message)))
-    pipe.write(message)
-    pipe.flush()
-
-
-def _read_message(pipe: IO[bytes]) -> bytes | None:
-    """Return the next message, or None at the end of the pipe."""
-    length = pipe.read(_LENGTH.size)
-    if len(length) < _LENGTH.size:
-        return None
-    message = pipe.read(_LENGTH.unpack(length)[0])
-    return message if len(message) == _LENGTH.unpack(length)[0] else None
 
 
 @contextmanager

@@ -31,8 +31,8 @@ def test_a_child_imports_no_module_of_the_working_directory(module: str) -> None
     command = [sys.executable, "-c", f"import {module}"]
     assert subprocess.run(command, env=environment, check=False).returncode == 0
     child = ChildProcess(module)
-    child.process.communicate()
-    assert child.process.returncode != 99
+    child.connection.close()
+    assert child.process.wait() != 99
 
 
 def test_a_child_imports_what_this_process_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
