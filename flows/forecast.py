@@ -96,15 +96,14 @@ def _forecast_model(stage: str, config: PipelineConfig, model: ModelConfig, trai
     from lm.experiments.speed import guess_flops_per_second
     from lm.hardware.device import choose_device
     from lm.model.flops import flops_per_token, parameter_count
-    from lm.model.training_memory import predict_training_memory
-    from lm.train.memory_check import need_memory
+    from lm.train.training_memory import need_memory, predict_training_memory
 
     execution = config.execution
     if stage == "sample":
         tokens = len(config.sample.prompts) * config.sample.samples * config.sample.max_new_tokens
         seconds = tokens * flops_per_token(model, training=False) / guess_flops_per_second(execution)
         return Forecast(stage, _PROCESS_BYTES + 4 * parameter_count(model)["total"], 0.0, seconds)
-    saved = predict_training_memory(model, 1, training.optimizer)
+    saved = predict_training_memory(1, execution, training, model, "none", 1, "cpu")
     disk = (training.keep_checkpoints + 1) * (saved.weights + saved.optimizer_state)  # the best one too
     if execution.train_deployment:
         return Forecast(stage, disk=disk)

@@ -210,12 +210,12 @@ def find_cached_training(config: PipelineConfig, run: RunContext) -> TrainingInp
 
 def check_training_memory(config: PipelineConfig, root: str, refresh: Sequence[str]) -> None:
     """Raise UserError before the first stage if the training needs more memory than this machine has; see
-    :func:`lm.train.memory_check.check_memory`.
+    :func:`lm.train.training_memory.check_memory`.
 
     If a budget or another model decides the shape, only the training itself can check it.
     """
     from lm.hardware.device import choose_device
-    from lm.train.memory_check import check_memory
+    from lm.train.training_memory import check_memory
 
     if config.budget or config.train.init_from:
         return

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lm.common.phases import phase
-from lm.distributed.sharding import group_by_size
-from lm.model.training_memory import gradient_bucket_bytes
+from lm.distributed.sharding import gradient_bucket_bytes, group_by_size
 
 
 class DDP(nn.Module):

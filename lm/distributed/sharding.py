@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from lm.common.phases import phase
 from lm.distributed.process_group import get_rank, get_world_size
 
+MAX_BUCKET_BYTES = 25 << 20  # of a bucket, the tensors that ranks send together
+
 Bounds = list[int]
 """``world_size + 1`` row numbers: the first row of each rank, and the number of rows."""
 
@@ -44,6 +46,14 @@ def local_rows(tensor: Tensor, bounds: Bounds) -> Tensor:
     """Return a view of this rank's rows."""
     rank = get_rank()
     return torch.atleast_1d(tensor)[bounds[rank] : bounds[rank + 1]]
+
+
+def gradient_bucket_bytes(total_bytes: int) -> int:
+    """Return the size of a full bucket, for gradients of ``total_bytes`` in total.
+
+    A quarter and at least 1 MiB, so that most gradients are sent during the backward pass, also those of a small model.
+    """
+    return min(MAX_BUCKET_BYTES, max(1 << 20, total_bytes // 4))
 
 
 def group_by_size(parameters: Sequence[nn.Parameter], max_bytes: int) -> list[list[nn.Parameter]]:

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from lm.distributed.process_group import get_world_size
-from lm.distributed.sharding import RowExchange, group_by_size, local_rows, shard_rows
-from lm.model.training_memory import MAX_BUCKET_BYTES
+from lm.distributed.sharding import MAX_BUCKET_BYTES, RowExchange, group_by_size, local_rows, shard_rows
 
 
 class ShardedOptimizer(torch.optim.Optimizer):

@@ -14,11 +14,15 @@ from lm.hardware.cpu import available_cpus
 from lm.hardware.device import choose_device, choose_precision
 from lm.hardware.peak_flops import peak_flops, time_matmuls
 from lm.model.config import ModelConfig
-from lm.model.training_memory import TrainingMemory, largest_micro_batch
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
-from lm.train.memory_check import available_memory, predict_memory
 from lm.train.pretraining import TrainData, make_trainer
+from lm.train.training_memory import (
+    TrainingMemory,
+    available_memory,
+    largest_micro_batch,
+    predict_training_memory,
+)
 
 _WARM_UP_STEPS = 2
 _MIN_STEPS = 5
@@ -105,7 +109,7 @@ def find_largest_batch(model: ModelConfig, config: TrainConfig, execution: Execu
 
     def largest(kind: ParallelKind) -> int:
         def predict(sequences: int) -> TrainingMemory:
-            return predict_memory(sequences, execution, config, model, kind, processes, device)
+            return predict_training_memory(sequences, execution, config, model, kind, processes, device.type)
 
         return processes * largest_micro_batch(available, predict)
 

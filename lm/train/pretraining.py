@@ -25,10 +25,10 @@ from lm.model.functional import IGNORE_INDEX
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
-from lm.train.memory_check import check_memory
 from lm.train.objective import Objective
 from lm.train.trainer import NO_MEMORY_FOR_MODEL, Trainer
 from lm.train.training_job import TrainingJob
+from lm.train.training_memory import check_memory
 
 
 @dataclass

@@ -25,12 +25,16 @@ from lm.distributed.process_group import barrier, process_group
 from lm.hardware.device import choose_device
 from lm.hardware.peak_flops import peak_flops
 from lm.model.flops import parameter_count
-from lm.model.training_memory import TrainingMemory, largest_micro_batch
-from lm.train.memory_check import available_memory, predict_memory
 from lm.train.objective import MicroBatch
 from lm.train.pretraining import Job
 from lm.train.trainer import Trainer
 from lm.train.training_job import lock_directory
+from lm.train.training_memory import (
+    TrainingMemory,
+    available_memory,
+    largest_micro_batch,
+    predict_training_memory,
+)
 
 PROFILE_FILE = "profile.json"
 TRACE_FILE = "trace.json.gz"
@@ -92,7 +96,7 @@ class Profile:
     """Mean over the steps under torch's profiler."""
     memory: MemoryProfile
     predicted_memory: TrainingMemory
-    """See :func:`lm.model.training_memory.predict_training_memory`, which knows no torch.compile."""
+    """See :func:`lm.train.training_memory.predict_training_memory`, which knows no torch.compile."""
     available_memory: int
     """Bytes that the tensors of a process may take."""
     largest_micro_batch: int
@@ -171,7 +175,9 @@ def profile_training(
 
     def predict(sequences: int) -> TrainingMemory:
         model_config, world_size = trainer.model.config, trainer.world_size
-        return predict_memory(sequences, trainer.execution, config, model_config, kind, world_size, device)
+        return predict_training_memory(
+            sequences, trainer.execution, config, model_config, kind, world_size, device.type
+        )
 
     micro_batch = config.batch_size // (config.gradient_accumulation_steps * trainer.world_size)
     peak = peak_flops(device, torch.bfloat16 if config.precision == "bfloat16" else torch.float32)

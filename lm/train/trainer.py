@@ -40,11 +40,11 @@ from lm.model.transformer import TransformerLM
 from lm.train.checkpoints import adopt_checkpoints, find_resumable, prune_checkpoints, save_step
 from lm.train.config import TrainConfig
 from lm.train.expert_balance import ExpertBalance
-from lm.train.memory_check import check_directory_is_shared, choose_parallel
 from lm.train.objective import MicroBatch, Objective
 from lm.train.optimizers import SkippedSteps, make_optimizers, whole_parameters
 from lm.train.throughput import StepTimer, Throughput
 from lm.train.tracking import Tracker, log_step, plot_metrics, read_metrics, replace_non_finite
+from lm.train.training_memory import check_directory_is_shared, choose_parallel
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ def config(tmp_path: Path) -> PipelineConfig:
 def test_a_training_that_does_not_fit_is_refused_before_ingest(
     config: PipelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lm.train.memory_check.machine_memory", lambda: 16 << 30)
+    monkeypatch.setattr("lm.train.training_memory.machine_memory", lambda: 16 << 30)
     large = replace(config, model=replace(config.model, d_model=16_384, num_layers=48, num_heads=16, d_ff=65_536))
     with pytest.raises(UserError, match=r"Use a smaller model: lower model\.d_model"):
         pipeline.fn(large, str(tmp_path / "root"))

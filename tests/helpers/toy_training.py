@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-import lm.model.training_memory
+import lm.distributed.sharding
 from lm.distributed import DDP, FSDP, ShardedOptimizer
-from lm.model.training_memory import MAX_BUCKET_BYTES
+from lm.distributed.sharding import MAX_BUCKET_BYTES
 from lm.optim import AdamW
 from tests.helpers.ranks import rank_of_test
 
@@ -91,7 +91,7 @@ def train_in_kind(kind: str, rank: int) -> dict[str, Tensor]:
     """Train on this process's half of each batch, and return the weights."""
     torch.manual_seed(rank)
     batches = [batch.chunk(2)[rank] for batch in toy_batches()]
-    lm.model.training_memory.MAX_BUCKET_BYTES = int(kind) if kind.isdecimal() else MAX_BUCKET_BYTES
+    lm.distributed.sharding.MAX_BUCKET_BYTES = int(kind) if kind.isdecimal() else MAX_BUCKET_BYTES
     module: DDP | FSDP
     if kind == "bfloat16":
         module = FSDP(ToyModel(has_double_head=False), torch.bfloat16, reduce_dtype=torch.float32)

@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,10 +14,10 @@ import torch
 from lm.common.execution import Execution, ParallelKind
 from lm.distributed.plan import parallelize
 from lm.model.config import ModelConfig
-from lm.model.training_memory import TrainingMemory, predict_training_memory
 from lm.model.transformer import TransformerLM
 from lm.train.config import TrainConfig
 from lm.train.optimizers import make_optimizers, whole_parameters
+from lm.train.training_memory import TrainingMemory, predict_training_memory
 from tests.helpers.memory import peak_of_later_calls
 from tests.helpers.ranks import rank_of_test
 
@@ -40,9 +40,23 @@ class Case:
         defaults = {"context_length": 128, "d_model": 128, "num_layers": 4, "num_heads": 4, "d_ff": 352}
         return ModelConfig(self.vocab_size, **{**defaults, **self.model})
 
+    @property
+    def training(self) -> TrainConfig:
+        return TrainConfig(
+            batch_size=self.gradient_accumulation_steps,
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            optimizer=self.optimizer,
+            precision="bfloat16" if self.is_bfloat16 else "float32",
+        )
+
+    @property
+    def execution(self) -> Execution:
+        return Execution(activation_checkpointing=self.has_checkpointing)
+
     def predict(self, world_size: int) -> TrainingMemory:
-        options = {key: value for key, value in asdict(self).items() if key not in ("model", "vocab_size")}
-        return predict_training_memory(self.config, world_size=world_size, **options)
+        return predict_training_memory(
+            self.sequences, self.execution, self.training, self.config, self.parallel, world_size, "cpu"
+        )
 
 
 def measure_peak(case: Case) -> int:
@@ -52,10 +66,8 @@ def measure_peak(case: Case) -> int:
 
     def make_step() -> Callable[[], None]:
         model = TransformerLM(case.config)
-        config = TrainConfig(optimizer=case.optimizer, precision="bfloat16" if case.is_bfloat16 else "float32")
-        execution = Execution(activation_checkpointing=case.has_checkpointing)
-        parallel = parallelize(model, execution, case.parallel, whole_parameters(model, config))
-        optimizers = make_optimizers(model, config, parallel)
+        parallel = parallelize(model, case.execution, case.parallel, whole_parameters(model, case.training))
+        optimizers = make_optimizers(model, case.training, parallel)
 
         def step() -> None:
             for number in range(case.gradient_accumulation_steps):

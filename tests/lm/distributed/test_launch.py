@@ -85,8 +85,8 @@ def test_processes_run_no_file_of_the_working_directory(
 
 MANY_BUCKETS = """
 import sys
-import lm.model.training_memory
-lm.model.training_memory.MAX_BUCKET_BYTES = 5000
+import lm.distributed.sharding
+lm.distributed.sharding.MAX_BUCKET_BYTES = 5000
 from lm.train.__main__ import main
 from lm.train.trainer import Trainer
 train_step = Trainer.train_step

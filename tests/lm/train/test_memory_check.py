@@ -9,7 +9,7 @@ import torch
 from lm.common.errors import UserError
 from lm.common.execution import Execution
 from lm.model.config import ModelConfig
-from lm.train.memory_check import check_memory
+from lm.train.training_memory import check_memory
 from tests.helpers.training import MODEL, small_trainer, train_config
 
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ HUGE = ModelConfig(vocab_size=10_000, context_length=256, d_model=16_384, num_la
 
 @pytest.fixture(autouse=True)
 def sixteen_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lm.train.memory_check.machine_memory", lambda: 16 << 30)
+    monkeypatch.setattr("lm.train.training_memory.machine_memory", lambda: 16 << 30)
 
 
 def test_a_model_that_is_too_large_is_refused_with_the_fields_to_change(tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
 from lm.common.execution import Execution, ParallelKind
 from lm.distributed.launch import run_processes
-from lm.model.training_memory import predict_training_memory
-from lm.train.memory_check import choose_parallel
 from lm.train.pretraining import Job
+from lm.train.training_memory import choose_parallel, predict_training_memory
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import MODEL, read_rows, train_config, train_here, write_job
 
@@ -99,7 +98,7 @@ DEEP_MODEL = replace(MODEL, num_layers=16)  # the memory of each kind is less th
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, parallel: Literal["auto"] | ParallelKind, processes: int) -> ParallelKind:
-    monkeypatch.setattr("lm.train.memory_check.get_world_size", lambda: processes)
+    monkeypatch.setattr("lm.train.training_memory.get_world_size", lambda: processes)
     return choose_parallel(Execution(parallel=parallel), train_config(), DEEP_MODEL, torch.device("cpu"))
 
 
@@ -111,9 +110,9 @@ def test_several_processes_divide_something(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_auto_divides_as_much_as_the_memory_requires(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: tuple[ParallelKind, ...] = ("ddp", "zero1", "zero2", "fsdp")
-    peaks = [predict_training_memory(DEEP_MODEL, sequences=1, parallel=kind, world_size=4).peak for kind in kinds]
+    peaks = [predict_training_memory(1, Execution(), train_config(), DEEP_MODEL, kind, 4, "cpu").peak for kind in kinds]
     for memory, expected in [(1, "fsdp"), *((int(peak / 0.84), kind) for peak, kind in zip(peaks, kinds, strict=True))]:
-        monkeypatch.setattr("lm.train.memory_check.machine_memory", lambda memory=memory: memory)
+        monkeypatch.setattr("lm.train.training_memory.machine_memory", lambda memory=memory: memory)
         assert choose(monkeypatch, "auto", 4) == expected
 
 

@@ -15,9 +15,9 @@ from lm.common.phases import PHASES, observe_phases, phase
 from lm.distributed.launch import run_processes
 from lm.model.config import ModelConfig
 from lm.model.flops import flops_per_token
-from lm.model.training_memory import TrainingMemory
 from lm.train.pretraining import Job
 from lm.train.profile import PROFILE_FILE, TRACE_FILE, PhaseClock, Profile, ProfileJob, profile_training
+from lm.train.training_memory import TrainingMemory
 from tests.helpers.training import small_trainer, weights_equal, write_job
 
 CPU = torch.device("cpu")

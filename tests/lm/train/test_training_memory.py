@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from lm.common.execution import ParallelKind
+from lm.common.execution import Execution, ParallelKind
 from lm.model.config import ModelConfig, MoEConfig
-from lm.model.training_memory import TrainingMemory, largest_micro_batch, predict_training_memory
+from lm.train.config import TrainConfig
+from lm.train.training_memory import TrainingMemory, largest_micro_batch, predict_training_memory
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training_memory import Case, measure_peak
 
@@ -52,16 +53,17 @@ def test_a_dense_block_beside_a_block_of_experts_needs_no_less() -> None:
     moe = MoEConfig(num_experts=64, d_expert=64)
     alone = ModelConfig(300, 16, d_model=64, num_layers=1, num_heads=2, d_ff=128, moe=moe)
     beside = replace(alone, num_layers=2, moe=replace(moe, num_dense_layers=1))
-    peaks = [predict_training_memory(config, 1, parallel="fsdp", world_size=4).peak for config in (alone, beside)]
+    peaks = [
+        predict_training_memory(1, Execution(), TrainConfig(), config, "fsdp", 4, "cpu").peak
+        for config in (alone, beside)
+    ]
     assert peaks[0] <= peaks[1] < 1.2 * peaks[0]
 
 
 @pytest.mark.parametrize("fields", [{}, {"is_bfloat16": True, "optimizer": "muon"}, {"has_checkpointing": True}])
 def test_the_largest_micro_batch_fits_and_one_more_sequence_does_not(fields: dict[str, Any]) -> None:
-    config = Case().config
-
     def predict(sequences: int) -> TrainingMemory:
-        return predict_training_memory(config, sequences, **fields)
+        return Case(sequences=sequences, **fields).predict(1)
 
     peaks = [predict(sequences).peak for sequences in range(1, 70)]
     assert peaks == sorted(peaks)

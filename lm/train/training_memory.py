@@ -1,0 +1,311 @@
+"""Memory that a training needs, predicted from its configuration: the choice of what processes shard, and a check that
+it fits. Source: CS336 assignment 1 (section 4.3) counts parameters, gradients, optimizer state and activations.
+
+Counts tensors, uncompiled: an allocator's fragments and libraries' workspaces come on top. torch.compile fuses
+operations and stores less.
+"""
+
+import logging
+import math
+import tempfile
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from lm.common.errors import UserError
+from lm.common.execution import Execution, ParallelKind
+from lm.distributed.process_group import (
+    all_gather,
+    broadcast_from_rank0,
+    get_local_world_size,
+    get_rank,
+    get_world_size,
+)
+from lm.distributed.sharding import MAX_BUCKET_BYTES, gradient_bucket_bytes
+from lm.hardware.device import has_bfloat16
+from lm.hardware.memory import machine_memory
+from lm.model.config import ModelConfig
+from lm.model.flops import parameter_count
+from lm.model.ops.cross_entropy import logit_chunk_bytes
+from lm.train.config import TrainConfig
+
+log = logging.getLogger(__name__)
+
+_KINDS: tuple[ParallelKind, ...] = ("ddp", "zero1", "zero2", "fsdp")
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes of a process."""
+
+    weights: int
+    """Between steps."""
+    gradients: int
+    """Between the backward pass and the optimizer."""
+    optimizer_state: int
+    activations: int
+    """Saved for the backward pass, at the end of the forward pass."""
+    peak: int
+    """The most that lives at one time in a step. Not the sum: gradients arise while activations are freed."""
+
+
+def predict_training_memory(
+    sequences: int,
+    execution: Execution,
+    config: TrainConfig,
+    model_config: ModelConfig,
+    kind: ParallelKind,
+    world_size: int,
+    device_type: str,
+) -> TrainingMemory:
+    """Predict the memory of a process that trains with micro-batches of ``sequences`` full contexts.
+
+    Weights, gradients and state are float32: AdamW has two moments, Muon one. Matmuls in bfloat16 run under autocast,
+    which keeps a copy of the matrices. ``kind`` is what ``world_size`` processes shard. Raises UserError if the
+    vocabulary size is not set.
+    """
+    is_bfloat16, has_checkpointing = config.precision == "bfloat16", execution.activation_checkpointing
+    counts = parameter_count(model_config)
+    hidden = counts["attention"] + counts["feed_forward"]
+    weights = 4 * counts["total"]
+    state = 2 * weights - (4 * hidden if config.optimizer == "muon" else 0)
+    element = 2 if is_bfloat16 else 4
+    tokens, layers = sequences * model_config.context_length, range(model_config.num_layers)
+    blocks = [tokens * _block_bytes_per_token(model_config, layer, is_bfloat16) for layer in layers]
+    all_stored = model_config.num_layers * tokens * 4 * model_config.d_model if has_checkpointing else sum(blocks)
+    copies = 2 * hidden if is_bfloat16 else 0
+    head = 4 * (model_config.vocab_size or 0) * model_config.d_model  # a gradient of the head
+    loss_input = tokens * (element + 4) * model_config.d_model  # and the gradient of it
+    activations = all_stored + loss_input + copies + head
+    logits = min(logit_chunk_bytes(device_type), 4 * tokens * (model_config.vocab_size or 0))
+    if is_bfloat16:
+        logits += logits + head // 2  # the chunk and its gradient in bfloat16, and a copy of the head
+    # The gradients of a block's activations need most memory in its feed-forward network.
+    first_gradients, last_gradients = (
+        tokens * _gradient_bytes_per_token(model_config, layer, element) for layer in (0, model_config.num_layers - 1)
+    )
+    recomputed = blocks[-1] if has_checkpointing else 0
+    last_copies = copies // model_config.num_layers if has_checkpointing else copies
+    by_block = [_hidden_matrices(model_config, layer) for layer in layers]
+    sizes = [sum(math.prod(shape) for shape in shapes) for shapes in by_block]
+    largest_block = hidden * max(sizes) // sum(sizes)
+    matrices = Counter(shape for shapes in by_block for shape in shapes)
+    bucket = max(MAX_BUCKET_BYTES, head, *(4 * math.prod(shape) for shape in matrices))
+    held = _held_bytes(kind, world_size, weights, state, 4 * largest_block, head, bucket)
+    earlier = weights if config.gradient_accumulation_steps > 1 and kind not in ("ddp", "zero1") else 0
+    share = world_size if kind in ("zero2", "fsdp") else 1
+    state_share = 1 if kind in ("none", "ddp") else world_size
+    # Muon updates all matrices of a shape together: a float32 copy, two in the dtype of the matmuls and some smaller
+    # matmuls; at the end the float32 result.
+    largest_shape = max(number * math.prod(shape) for shape, number in matrices.items())
+    update = (4 + 3 * element) * largest_shape // state_share if config.optimizer == "muon" else 0
+    if device_type == "cuda":
+        update = max(update, weights // state_share)  # AdamW's denominators
+    peak = max(
+        held.at_update + update,
+        held.at_loss + activations + head + logits + earlier,
+        held.at_last_block + all_stored + recomputed + last_gradients + last_copies + head + earlier,
+        held.at_first_block + blocks[0] + first_gradients + copies // model_config.num_layers + earlier,
+    )
+    return TrainingMemory(weights // share, weights // share, state // state_share, activations, peak)
+
+
+def largest_micro_batch(available_bytes: int, predict: Callable[[int], TrainingMemory]) -> int:
+    """Return the most sequences per micro-batch whose predicted peak is at most ``available_bytes``; 0 if none fits.
+
+    ``predict`` returns the memory for a number of sequences, as :func:`predict_training_memory` does. Its peak must not
+    fall as the number rises.
+    """
+    end = 1
+    while predict(end).peak <= available_bytes:
+        end *= 2
+    return bisect_right(range(1, end), available_bytes, key=lambda sequences: predict(sequences).peak)
+
+
+class _Held(NamedTuple):
+    """Bytes of weights, gradients, state and communication buffers at four moments of a step."""
+
+    at_loss: int
+    at_last_block: int
+    """While the backward pass of the last block runs. It runs first."""
+    at_first_block: int
+    at_update: int
+
+
+def _held_bytes(
+    parallel: ParallelKind, world_size: int, weights: int, state: int, block: int, head: int, bucket: int
+) -> _Held:
+    """``bucket``: bytes of weights that ShardedOptimizer gathers together, at least those of one tensor."""
+    if parallel == "none":
+        return _Held(weights + state, weights + state, 2 * weights + state, 2 * weights + state)
+    if parallel in ("ddp", "zero1"):
+        base = 2 * weights + (state if parallel == "ddp" else state // world_size)  # buckets hold the gradients
+        gathered = 0 if parallel == "ddp" else 2 * min(weights, 2 * bucket)  # gloo has a copy of a buffer
+        # The gradients of the bucket that is not sent yet, see lm.distributed.ddp.
+        unsent = min(weights, gradient_bucket_bytes(weights))
+        return _Held(base, base, base + unsent, base + gathered)
+    base = (weights + state) // world_size
+    # A block's gradients, and those of the unit before in the buffer that is sent.
+    sent = block + head + head // world_size
+    gradients = weights // world_size
+    if parallel == "zero2":
+        return _Held(base + weights, base + weights + sent, base + gradients + 3 * block + head, base + gradients)
+    return _Held(base + head, base + 2 * block + sent, base + gradients + 4 * block + head, base + gradients)
+
+
+def _hidden_matrices(config: ModelConfig, layer: int) -> list[tuple[int, ...]]:
+    """Return the shapes of the matrices of the block of index ``layer``."""
+    d, q, kv = config.d_model, config.num_heads * config.resolved_head_dim, config.kv_heads * config.resolved_head_dim
+    shapes: list[tuple[int, ...]] = [(q, d), (d, q), (kv, d), (kv, d)]
+    dense_width, inputs = config.d_ff, config.feed_forward_matrices - 1
+    if config.moe and config.is_moe_layer(layer):
+        width, experts = config.moe.expert_width(config.d_ff), config.moe.num_experts
+        dense_width = config.moe.num_shared_experts * width
+        shapes += [(experts, d, width), *[(experts, width, d)] * inputs]
+    return [*shapes, (d, dense_width), *[(dense_width, d)] * inputs]
+
+
+def _block_bytes_per_token(config: ModelConfig, layer: int, is_bfloat16: bool) -> int:
+    """Return the bytes that the block of index ``layer`` saves for its backward pass, per token."""
+    d, q, kv = config.d_model, config.num_heads * config.resolved_head_dim, config.kv_heads * config.resolved_head_dim
+    element, inputs = 2 if is_bfloat16 else 4, config.feed_forward_matrices - 1
+    heads = q + 2 * kv  # queries, keys, values
+    dense_width, routing, routed = config.d_ff, 0, 0
+    if config.moe and config.is_moe_layer(layer):
+        width = config.moe.expert_width(config.d_ff)
+        dense_width = config.moe.num_shared_experts * width
+        routed = config.moe.top_k * width * inputs
+        # Affinities; of each choice its expert, token, place and order, and gates before and after they are sorted.
+        routing = 4 * config.moe.num_experts + (4 * 8 + 3 * 4) * config.moe.top_k
+        if is_bfloat16:
+            routing += 4 * d  # the router's input
+    inner = config.feed_forward_matrices * dense_width + routed
+    normalized = (q + kv) if config.qk_norm else 0
+    if is_bfloat16:
+        # Autocast copies the input of each matrix; experts share a copy.
+        copies = 3 + inputs * (dense_width > 0) + (routed > 0)
+        residual = 8 * d if config.norm_placement != "none" else 0
+        return residual + element * (copies * d + q + heads + normalized + inner) + routing
+    residual_inputs = (4 if config.norm_placement != "none" else 2) * d
+    return element * (residual_inputs + heads + q + normalized + inner) + routing
+
+
+def _gradient_bytes_per_token(config: ModelConfig, layer: int, element: int) -> int:
+    """Return the bytes of gradients of activations in the backward pass of the feed-forward network, per token."""
+    d = config.d_model
+    if config.moe and config.is_moe_layer(layer):
+        # Of the experts' inputs, and the tensors of the expert that computes, which all tokens may have chosen.
+        expert = 3 * d + (2 * config.feed_forward_matrices - 1) * config.moe.expert_width(config.d_ff)
+        return element * (config.moe.top_k * d + expert) + 4 * 2 * d
+    return element * 3 * config.d_ff + 4 * 2 * d
+
+
+def choose_parallel(
+    execution: Execution, config: TrainConfig, model_config: ModelConfig, device: torch.device
+) -> ParallelKind:
+    """Return what the processes shard: ``execution.parallel``, or the first kind whose predicted memory fits.
+
+    One process shards nothing. Raises UserError for "none" with several processes.
+    """
+    world_size = get_world_size()
+    if world_size == 1:
+        return "none"
+    if execution.parallel == "none":
+        raise UserError(
+            f"execution.parallel is none, but {world_size} processes train; set it to auto, or start one process."
+        )
+    if execution.parallel != "auto":
+        return execution.parallel
+    available = min(all_gather(available_memory(device)))  # all ranks choose the same
+    sequences = config.batch_size // (config.gradient_accumulation_steps * world_size)
+    for kind in _KINDS:
+        memory = predict_training_memory(sequences, execution, config, model_config, kind, world_size, device.type)
+        if memory.peak <= available:
+            break
+    log.info(
+        "execution.parallel is %s: a process needs about %.1f GiB of the %.1f GiB that it may use.",
+        kind,
+        memory.peak / (1 << 30),
+        available / (1 << 30),
+    )
+    return kind
+
+
+def need_memory(
+    execution: Execution, config: TrainConfig, model_config: ModelConfig, device: torch.device, processes: int
+) -> int:
+    """Predict the bytes that each of the processes of a training needs, at least. Each first builds the whole model."""
+    if config.precision == "auto" and has_bfloat16(device):
+        config = replace(config, precision="bfloat16")
+    kinds: tuple[ParallelKind, ...] = _KINDS
+    if execution.parallel != "auto" and execution.parallel != "none":
+        kinds = (execution.parallel,)
+    sequences = max(1, config.batch_size // (config.gradient_accumulation_steps * processes))
+    peaks = [
+        predict_training_memory(sequences, execution, config, model_config, kind, processes, device.type).peak
+        for kind in (kinds if processes > 1 else ("none",))
+    ]
+    return max(min(peaks), 4 * parameter_count(model_config)["total"])
+
+
+def check_memory(
+    execution: Execution, config: TrainConfig, model_config: ModelConfig, device: torch.device, processes: int = 0
+) -> None:
+    """Raise UserError if a training on CPUs needs more memory than this machine has, by prediction.
+
+    A system that runs out of memory stands still for minutes and then kills the training without a message; on a GPU,
+    an allocation fails with one. ``processes`` are those of this machine that will train; 0: this one has joined them.
+    ``execution.check_memory`` turns the check off.
+    """
+    if device.type != "cpu" or not execution.check_memory:
+        return
+    available = available_memory(device) // max(1, processes)
+    processes = processes or get_world_size()
+    if (need := need_memory(execution, config, model_config, device, processes)) <= available:
+        return
+    smallest = replace(config, gradient_accumulation_steps=max(1, config.batch_size // processes))
+    if need_memory(execution, smallest, model_config, device, processes) <= available:
+        advice = (
+            f"Raise train.gradient_accumulation_steps (now {config.gradient_accumulation_steps}), lower "
+            f"train.batch_size (now {config.batch_size}) or model.context_length (now {model_config.context_length:,}),"
+            " or set execution.activation_checkpointing to true."
+        )
+    else:
+        advice = (
+            f"Use a smaller model: lower model.d_model (now {model_config.d_model:,}), model.num_layers (now "
+            f"{model_config.num_layers}), model.d_ff (now {model_config.d_ff:,}) or tokenizer.vocab_size (now "
+            f"{model_config.vocab_size or 0:,})."
+        )
+    raise UserError(
+        f"The training needs about {need / (1 << 30):,.1f} GiB of memory per process, and {available / (1 << 30):,.1f} "
+        f"GiB are available (85 % of this machine's or container's memory, divided among its processes). {advice} To "
+        "start it anyway, set execution.check_memory to false."
+    )
+
+
+def available_memory(device: torch.device) -> int:
+    """Return the bytes that the tensors of this process may take, of the memory of a GPU, or of this process's share of
+    the machine's or container's."""
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = machine_memory() // get_local_world_size()
+    return int(0.85 * memory)  # the rest is for the allocator and for libraries
+
+
+def check_directory_is_shared(out: Path) -> None:
+    """Raise UserError if a rank does not see the directory ``out`` of rank 0, in which all ranks save their parts."""
+    with tempfile.NamedTemporaryFile(dir=out, prefix=".shared-") if get_rank() == 0 else nullcontext() as file:
+        name = broadcast_from_rank0(Path(file.name).name if file else "")
+        are_seen = all_gather((out / name).exists())
+    if not all(are_seen):
+        raise UserError(
+            f"Each process saves its part of the checkpoints in {out}, but process {are_seen.index(False)} does not "
+            "see that directory of process 0. Use a directory on a shared file system, or execution.parallel ddp."
+        )
