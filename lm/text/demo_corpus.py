@@ -38,41 +38,38 @@ _LESSONS = [
 def demo_stories(documents: int, seed: int = 0) -> Iterator[str]:
     """Yield ``documents`` stories, each followed by ``<|endoftext|>`` and a newline. ``seed`` determines the text."""
     rng = random.Random(seed)
-    for _ in range(documents):
-        yield f"{_story(rng)}\n{END_OF_TEXT}\n"
-
-
-def _story(rng: random.Random) -> str:
     pick = rng.choice
-    name, friend = rng.sample(_NAMES, 2)
-    animal, kind, place, thing = pick(_ANIMALS), pick(_KINDS), pick(_PLACES), pick(_THINGS)
-    noun = thing.split(" ", 1)[1]
-    beginning = [
-        f"Once upon a time there was a {kind} {animal} named {name}. {name} lived near {place}.",
-        f"One {pick(_WEATHER)} day, a {kind} {animal} named {name} went to {place}.",
-        f"{name} was a {kind} {animal} who loved {place}.",
-    ]
-    trouble = [
-        f"{name} wanted to find {thing}, but did not know where to look.",
-        f"There {name} saw {thing}. It was stuck in a tree.",
-        f"{name} had lost {thing} and began to cry.",
-    ]
-    help_ = [
-        f'Then {friend} the {pick(_ANIMALS)} came by. "Can I help you?" asked {friend}.',
-        f'"Do not worry," said {friend} the {pick(_ANIMALS)}. "We will do it together."',
-        f'Soon {name} met {friend}, a {pick(_KINDS)} {pick(_ANIMALS)}. "What is wrong?" asked {friend}.',
-    ]
-    work = [
-        f"They looked under {rng.randint(2, 20)} stones and behind {rng.randint(2, 9)} trees.",
-        f"They walked all the way to {pick(_PLACES)} and back.",
-        f"{friend} climbed up, and {name} held on tight.",
-    ]
-    ending = [
-        f"At last they found the {noun}. {name} was {pick(_FEELINGS)}.",
-        f"In the end they had the {noun}, and both were {pick(_FEELINGS)}.",
-    ]
-    lesson = [
-        f"{name} learned that {pick(_LESSONS)}.",
-        f'"Thank you," said {name}. From that day on they were friends.',
-    ]
-    return " ".join(map(pick, (beginning, trouble, help_, work, ending, lesson)))
+    for _ in range(documents):
+        name, friend = rng.sample(_NAMES, 2)
+        animal, kind, place, thing = pick(_ANIMALS), pick(_KINDS), pick(_PLACES), pick(_THINGS)
+        noun = thing.split(" ", 1)[1]
+        beginning = [
+            f"Once upon a time there was a {kind} {animal} named {name}. {name} lived near {place}.",
+            f"One {pick(_WEATHER)} day, a {kind} {animal} named {name} went to {place}.",
+            f"{name} was a {kind} {animal} who loved {place}.",
+        ]
+        trouble = [
+            f"{name} wanted to find {thing}, but did not know where to look.",
+            f"There {name} saw {thing}. It was stuck in a tree.",
+            f"{name} had lost {thing} and began to cry.",
+        ]
+        help_ = [
+            f'Then {friend} the {pick(_ANIMALS)} came by. "Can I help you?" asked {friend}.',
+            f'"Do not worry," said {friend} the {pick(_ANIMALS)}. "We will do it together."',
+            f'Soon {name} met {friend}, a {pick(_KINDS)} {pick(_ANIMALS)}. "What is wrong?" asked {friend}.',
+        ]
+        work = [
+            f"They looked under {rng.randint(2, 20)} stones and behind {rng.randint(2, 9)} trees.",
+            f"They walked all the way to {pick(_PLACES)} and back.",
+            f"{friend} climbed up, and {name} held on tight.",
+        ]
+        ending = [
+            f"At last they found the {noun}. {name} was {pick(_FEELINGS)}.",
+            f"In the end they had the {noun}, and both were {pick(_FEELINGS)}.",
+        ]
+        lesson = [
+            f"{name} learned that {pick(_LESSONS)}.",
+            f'"Thank you," said {name}. From that day on they were friends.',
+        ]
+        story = " ".join(map(pick, (beginning, trouble, help_, work, ending, lesson)))
+        yield f"{story}\n{END_OF_TEXT}\n"

@@ -27,9 +27,6 @@ from lm.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-# Other jobs by a field that only they have. Named and not imported: the modules stand above this one.
-_OTHER_JOBS = {"method": "lm.posttrain.job:PosttrainJob", "profiled_steps": "lm.train.profile:ProfileJob"}
-
 
 @dataclass(kw_only=True)
 class TrainingJob(ABC):
@@ -84,7 +81,9 @@ class TrainingJob(ABC):
             content = json.loads(read_file(name))
             kind = cls
             if kind is TrainingJob:
-                names = [name for key, name in _OTHER_JOBS.items() if key in content]
+                # By a field that only they have. Named and not imported: the modules stand above this one.
+                others = {"method": "lm.posttrain.job:PosttrainJob", "profiled_steps": "lm.train.profile:ProfileJob"}
+                names = [name for key, name in others.items() if key in content]
                 kind = resolve_name(names[0] if names else "lm.train.pretraining:Job")
             job = kind(**content)
             sections: dict[str, Callable[..., Any]] = {"config": TrainConfig, "execution": Execution.from_job}

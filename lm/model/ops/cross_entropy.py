@@ -16,14 +16,12 @@ from lm.model.ops.matmul import linear_forward, linear_weight_grad
 _CHUNK_BYTES = {"cpu": 1 << 24, "cuda": 1 << 30}
 
 
-def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, softcap: float = 0.0, ignore_index: int = IGNORE_INDEX
-) -> Tensor:
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: float = 0.0) -> Tensor:
     """Return the mean cross-entropy of the logits ``x weightᵀ`` and ``targets``, in nats; a float32 scalar,
     float64 for float64 inputs.
 
     ``x`` (N, D) float, ``weight`` (V, D), ``targets`` int (N,). The mean is over the targets that are not
-    ``ignore_index``. Without any such target the loss and its gradients are 0 (torch returns nan), so that a
+    ``IGNORE_INDEX``. Without any such target the loss and its gradients are 0 (torch returns nan), so that a
     micro-batch of padding can be added with weight 0. A ``softcap`` above 0 limits the logits to ± its value. Under
     autocast the matmuls run in autocast's dtype. The gradients are computed in the forward pass, chunk by chunk.
     """
@@ -31,7 +29,7 @@ def linear_cross_entropy(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     # Decided here, because autograd turns gradients off inside forward.
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets, softcap, ignore_index, dtype, needs_grad)
+    loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets, softcap, dtype, needs_grad)
     return loss
 
 
@@ -48,7 +46,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_VD: Tensor,
         targets_N: Tensor,
         softcap: float,
-        ignore_index: int,
         dtype: torch.dtype,
         needs_grad: bool,
     ) -> Tensor:
@@ -59,7 +56,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             sum_dtype = torch.promote_types(dtype, torch.float32)
             grad_weight_VD = torch.zeros_like(weight_VD, dtype=sum_dtype) if needs_grad else None
             total = torch.zeros((), dtype=sum_dtype, device=x_ND.device)
-            is_ignored_N1 = targets_N[:, None] == ignore_index
+            is_ignored_N1 = targets_N[:, None] == IGNORE_INDEX
             safe_targets_N1 = targets_N[:, None].masked_fill(is_ignored_N1, 0)
             # N / counted targets. On the device, so that the host does not wait. Exactly 1 if all targets count.
             count = (~is_ignored_N1).sum().clamp_(min=1)
@@ -88,7 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x_ND, grad_weight_VD, correction = ctx.saved_tensors
         scale = grad / len(grad_x_ND) * correction
-        return grad_x_ND * scale, grad_weight_VD * scale, None, None, None, None, None
+        return grad_x_ND * scale, grad_weight_VD * scale, None, None, None, None
 
 
 def _softmax_in_place(
