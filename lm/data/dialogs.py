@@ -128,8 +128,8 @@ def refuse_fields(row: Row) -> None:
     parts: list[tuple[str, Any, tuple[str, ...]]] = [("the row", row, _REFUSED_FIELDS)]
     match row:
         case {"messages": [*messages]}:
-            fields = (*_REFUSED_FIELDS, "reasoning", "thinking")  # of a row, these may be other columns
-            parts += ((f"message {index}", part, fields) for index, part in enumerate(messages))
+            names = (*_REFUSED_FIELDS, "reasoning", "thinking")  # of a row, these may be other columns
+            parts += ((f"message {index}", part, names) for index, part in enumerate(messages))
     for name, part, fields in parts:
         for field in fields:
             if isinstance(part, Mapping) and part.get(field):

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -96,6 +96,6 @@ def prefers_onednn(cpu_name: str) -> bool:
     return torch.backends.mkldnn.is_available() and not has_fast_mkl
 
 
-# Older versions of torch have no get_capabilities.
-PREFERS_ONEDNN = prefers_onednn(getattr(torch.cpu, "get_capabilities", dict)().get("cpu_name", ""))
+_capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)()  # missing in older versions of torch
+PREFERS_ONEDNN = prefers_onednn(_capabilities.get("cpu_name", ""))
 """Whether float32 matmuls of this machine's CPU run on oneDNN."""
