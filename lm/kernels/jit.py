@@ -10,9 +10,12 @@ from typing import Any
 import numba
 import numpy as np
 import numpy.typing as npt
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import CompilerBase, DefaultPassBuilder
+from numba.core.compiler_machinery import register_pass
+from numba.core.typed_passes import NativeLowering
 
 from lm.kernels.disk_cache import CACHE_DIR, IS_CACHE_WRITABLE, KernelCache
-from lm.kernels.linking import HelperCompiler
 from lm.kernels.simd import BOUNDSCHECK
 
 Bytes = npt.NDArray[np.uint8]
@@ -27,6 +30,7 @@ Records = npt.NDArray[np.void]  # a structured array of one record
 Record = Any  # its record
 Word = np.uint64
 Int = int | np.signedinteger[Any]
+ONE, ALL_BITS = np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
 
 # Statuses that kernels return: 0 or negative, so that a kernel can return either a count or, below 0, a status. With a
 # "full" status the kernel has stopped where it can continue after the caller has enlarged the structure.
@@ -50,7 +54,55 @@ _OPTIONS: dict[str, Any] = {
     "no_cfunc_wrapper": True,
 }
 
-HELPER_OPTIONS: Any = {**_OPTIONS, "no_cpython_wrapper": True, "pipeline_class": HelperCompiler}
+
+class _UnoptimizedLibrary(JITCodeLibrary):
+    """Functions that are linked into other libraries and never run on their own."""
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _LowerToLibrary(NativeLowering):
+    _name = "lower_to_library"
+
+    def run_pass(self, state: Any) -> bool:
+        state.flags.no_compile = True
+        state.library = _UnoptimizedLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
+        super().run_pass(state)
+        lowered = state["cr"]
+        # Numba finds the function by its entry point, a different builtin for each function. A call from Python runs
+        # the builtin: this one raises ValueError.
+        entry_point = list[Any]().remove
+        state.targetctx.insert_user_function(entry_point, lowered.fndesc, [state.library])
+        state["cr"] = lowered._replace(cfunc=entry_point)
+        return True
+
+
+class _HelperCompiler(CompilerBase):
+    """Compiles helpers to LLVM IR only, which is optimized once, as part of each kernel.
+
+    Numba alone optimizes each function and emits its machine code, and does so again in every caller. That takes a
+    fourth longer, and helpers whose loops are vectorized alone add floats in another order, so decode steps would round
+    differently. Uses numba's hooks for custom compilers:
+    https://numba.readthedocs.io/en/stable/developer/custom_pipeline.html
+    """
+
+    def define_pipelines(self) -> list[Any]:
+        """Return the passes of numba's nopython mode with :class:`_LowerToLibrary` as the lowering."""
+        passes = DefaultPassBuilder.define_nopython_pipeline(self.state, "helper")
+        passes.passes = [
+            (_LowerToLibrary, text) if step is NativeLowering else (step, text) for step, text in passes.passes
+        ]
+        passes.finalize()
+        return [passes]
+
+
+HELPER_OPTIONS: Any = {**_OPTIONS, "no_cpython_wrapper": True, "pipeline_class": _HelperCompiler}
 
 KERNELS: list[Any] = []  # numba dispatchers of all kernels defined so far
 

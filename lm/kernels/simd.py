@@ -61,20 +61,23 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any
     return builder.gep(view.data, [index])
 
 
-def _broadcast(builder: Any, byte: Any) -> Any:
-    """Return a vector of 64 copies of the low byte of an integer."""
-    undefined = ir.Constant(_BLOCK, ir.Undefined)
-    first = builder.insert_element(undefined, builder.trunc(byte, _I8), _I32(0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, 64), [0] * 64))
+def _broadcast(builder: Any, value: Any, vector: Any) -> Any:
+    """Return a vector of copies of a number."""
+    undefined = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(undefined, value, _I32(0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, vector.count), [0] * vector.count))
 
 
 @_operation(lambda buffer, at, ored, low, high: types.uint64(buffer, *[types.int64] * 4))
 def in_range(context: Any, builder: Any, args: Any, array: Any, index: Any, ored: Any, low: Any, high: Any) -> Any:
     """Return a mask of the 64 bytes from ``buffer[at]``: bit k is set if ``low <= (byte k | ored) <= high``."""
     address = builder.bitcast(_address(context, builder, args[0], array, index, 64), _BLOCK.as_pointer())
-    block = builder.or_(builder.load(address, align=1), _broadcast(builder, ored))
-    distance = builder.sub(block, _broadcast(builder, low))
-    inside = builder.icmp_unsigned("<=", distance, _broadcast(builder, builder.sub(high, low)))
+
+    def copies(number: Any) -> Any:
+        return _broadcast(builder, builder.trunc(number, _I8), _BLOCK)
+
+    block = builder.or_(builder.load(address, align=1), copies(ored))
+    inside = builder.icmp_unsigned("<=", builder.sub(block, copies(low)), copies(builder.sub(high, low)))
     return builder.bitcast(inside, _I64)
 
 
@@ -84,12 +87,7 @@ def equal_in_block(context: Any, builder: Any, args: Any, array: Any, index: Any
     bits = args[0].dtype.bitwidth
     vector = ir.VectorType(ir.IntType(bits), 512 // bits)
     address = builder.bitcast(_address(context, builder, args[0], array, index, 64), vector.as_pointer())
-    undefined = ir.Constant(vector, ir.Undefined)
-    first = builder.insert_element(undefined, value, _I32(0))
-    indices = ir.Constant(ir.VectorType(_I32, vector.count), [0] * vector.count)
-    equal = builder.icmp_unsigned(
-        "==", builder.load(address, align=1), builder.shuffle_vector(first, undefined, indices)
-    )
+    equal = builder.icmp_unsigned("==", builder.load(address, align=1), _broadcast(builder, value, vector))
     return builder.zext(builder.bitcast(equal, ir.IntType(vector.count)), _I64)
 
 
@@ -104,9 +102,7 @@ def store_places(context: Any, builder: Any, args: Any, array: Any, index: Any, 
     compress = cgutils.get_or_insert_function(builder.module, function_type, "llvm.experimental.vector.compress.v64i8")
     undefined = ir.Constant(_BLOCK, ir.Undefined)
     places = builder.call(compress, [ir.Constant(_BLOCK, [*range(64)]), builder.bitcast(bits, mask), undefined])
-    none = ir.Constant(_WORDS, ir.Undefined)
-    base = builder.insert_element(none, builder.trunc(first, _I32), _I32(0))
-    base = builder.shuffle_vector(base, none, ir.Constant(_WORDS, [0] * 16))
+    base = _broadcast(builder, builder.trunc(first, _I32), _WORDS)
 
     def store(start: int) -> None:
         part = builder.shuffle_vector(places, undefined, ir.Constant(_WORDS, [*range(start, start + 16)]))

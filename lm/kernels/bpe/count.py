@@ -10,23 +10,20 @@ from lm.kernels.bpe.pretoken_table import (
     KEY_HIGH,
     KEY_LOW,
     LONG_KEY,
-    SHORT_BYTES,
     SLOT_WORDS,
     VALUE,
-    Key,
     Table,
     Workspace,
     arena_offset,
-    find_slot,
+    copy_bytes,
+    insert,
     is_empty,
-    padded_bytes,
     prefetch_batch,
     probe,
-    set_slot,
 )
 from lm.kernels.bpe.pretokens import NEEDS_MORE_TEXT, NO_SPECIAL, Specials, next_pretokens
 from lm.kernels.bpe.scanners.registry import Rules
-from lm.kernels.jit import ARENA_FULL, OK, TABLE_FULL, Bytes, Int32s, Int64s, Records, helper, kernel
+from lm.kernels.jit import ARENA_FULL, OK, TABLE_FULL, Bytes, Int32s, Int64s, Records, kernel
 from lm.kernels.simd import read, store64, write
 
 
@@ -42,7 +39,7 @@ def count_pretokens(
     table: Table,
     work: Workspace,
 ) -> int:
-    """Count the certain pretokens from the cursor to ``end`` and move the cursor after them; return a status.
+    """Count the pretokens up to ``end`` that later text cannot change, and move the cursor after them; return a status.
 
     The value of a slot is the count. ``is_final``: no text follows the buffer.
     """
@@ -74,23 +71,6 @@ def count_pretokens(
     return OK
 
 
-@helper
-def insert(table: Table, key: Key, slot: int, buffer: Bytes, start: int, n: int) -> int:
-    """Find or add a pretoken and return its slot. The search begins at ``slot``, which is the hash of ``key``."""
-    slots, arena, used = table.slots, table.arena, table.used[0]
-    slot = find_slot(table, key, slot, buffer, start, n)
-    if is_empty(slots, slot):
-        offset = used.arena_bytes
-        set_slot(slots, slot, key, np.uint64(0), offset, 0)
-        used.slots += 1
-        used.pretoken_bytes += n
-        if n > SHORT_BYTES:
-            for k in range(n):
-                write(arena, offset + k, read(buffer, start + k))
-            used.arena_bytes += padded_bytes(n)
-    return slot
-
-
 @kernel
 def export_columns(table: Table, data: Bytes, ends: Int32s, counts: Int64s) -> None:
     """Write all pretokens and their counts as Arrow columns.
@@ -111,9 +91,7 @@ def export_columns(table: Table, data: Bytes, ends: Int32s, counts: Int64s) -> N
             store64(data, end + 8, high)
         else:
             n = np.int64(high & ~LONG_KEY)
-            offset = arena_offset(slots, slot)
-            for k in range(n):
-                write(data, end + k, read(arena, offset + k))
+            copy_bytes(arena, arena_offset(slots, slot), data, end, n)
         end += n
         ends[row + 1] = end
         counts[row] = read(slots, slot + VALUE)

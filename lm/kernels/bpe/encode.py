@@ -17,6 +17,7 @@ from lm.kernels.bpe.pretoken_table import (
     Key,
     Table,
     arena_offset,
+    copy_bytes,
     find_slot,
     find_value,
     home_slot,
@@ -56,8 +57,7 @@ def cache_ids(
     used.slots += 1
     set_slot(slots, slot, key, load64(out, out_at), offset, count)
     if n > SHORT_BYTES:
-        for k in range(n):
-            write(arena, offset + k, read(buffer, start + k))
+        copy_bytes(buffer, start, arena, offset, n)
         offset += text_space
     if space:
         for k in range(0, count, 8 // id_size):
@@ -137,7 +137,9 @@ def encode(
     max_slots: int,
     out: Ids,
 ) -> tuple[Int, Int]:
-    """Encode the certain text from the cursor to ``end`` and move the cursor after it; return (number of ids, status).
+    """Encode the text up to ``end`` that later text cannot change, and move the cursor after it.
+
+    Returns (number of ids, status).
 
     ``is_final``: no text follows the buffer. ``out`` has one entry per byte and 8 more. TABLE_FULL is returned only
     while the table has fewer than ``max_slots``; a larger table is cleared when it is full.

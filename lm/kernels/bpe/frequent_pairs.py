@@ -11,8 +11,6 @@ from lm.kernels.bpe.training_state import Training, heap_push, pair_hash, parts_
 from lm.kernels.jit import OK, TABLE_FULL, Int, Int64s, inlined, kernel
 from lm.kernels.simd import read, write
 
-_MIN_BUCKET_BITS, _MAX_BUCKET_BITS = 16, 24
-
 
 def find_pairs(training: Training, length: int, threshold: int) -> Training:
     """Return the state with all pairs that occur ``threshold`` times or more, and no others.
@@ -24,7 +22,7 @@ def find_pairs(training: Training, length: int, threshold: int) -> Training:
         sizes[name] = 0
     pairs.table[:] = -1
     # The sum of a bucket is at least the count of each of its pairs.
-    bits = min(max(2 * int(sizes["tokens"][0]).bit_length() - 2, _MIN_BUCKET_BITS), _MAX_BUCKET_BITS)
+    bits = min(max(2 * int(sizes["tokens"][0]).bit_length() - 2, 16), 24)
     buckets = np.zeros(1 << bits, np.int64)
     add_to_buckets(training, length, buckets)
     position, status = count_pairs(training, length, buckets, threshold, 1)

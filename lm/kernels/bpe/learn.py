@@ -102,7 +102,7 @@ def merge_pair(training: Training, best: int, threshold: int) -> None:
             if neighbor == boundary:
                 continue
             i_neighbor = side * row_size + neighbor
-            if neighbor != new:  # otherwise the place before counted the loss, with part a as its right neighbor
+            if neighbor != new:  # else this loss was counted when the neighbor was made
                 if read(removed_counts, i_neighbor) == 0:
                     append_touched(training, 2 + side, neighbor)
                 write(removed_counts, i_neighbor, read(removed_counts, i_neighbor) + count)

@@ -9,15 +9,12 @@ import numpy as np
 
 from lm.kernels.bpe.merge_table import NO_RANK, MergeTable, byte_pair_rank, pair_rank
 from lm.kernels.bpe.pretoken_table import Table, Workspace
-from lm.kernels.jit import Bytes, Ids, Int32s, UInt64s, helper, inlined
+from lm.kernels.jit import ALL_BITS, ONE, Bytes, Ids, Int32s, UInt64s, helper, inlined
 from lm.kernels.simd import first_bit, last_bit, noinline, read, write
 
 _BLOCK_BYTES = 2048  # of a long pretoken, merged at once
 _OVERLAP_BYTES = 32  # before a block, merged again with it: at least
 _NO_NODE = np.int32((1 << 22) - 1)  # part of no merge
-_ALL_BITS = np.uint64(0xFFFFFFFFFFFFFFFF)
-_ONE = np.uint64(1)
-_32, _64, _5, _6 = map(np.int64, (32, 64, 5, 6))  # not literals: numba would compile a helper for each value
 _ShortArrays = tuple[Int32s, Ids, UInt64s, UInt64s, Ids, Int32s, Int32s]
 
 
@@ -71,16 +68,16 @@ def encode_short(
         key = np.int32(byte_pair_rank(byte_pairs, buffer, start + i) << bits | (i + 1))
         write(keys, i + 1, key)
         best = key if key < best else best
-    occupied = _ALL_BITS >> np.uint64(62 - n)
+    occupied = ALL_BITS >> np.uint64(62 - n)
     while best < no_key:
         place = np.int64(best & (size - 1))
         node = np.int64(256 + (best >> bits))
         write(nodes, place, np.int32(node))
-        above = occupied & (_ALL_BITS << np.uint64(place + 1))
+        above = occupied & (ALL_BITS << np.uint64(place + 1))
         removed = first_bit(above)
-        after = first_bit(above & (above - _ONE))
-        occupied ^= _ONE << np.uint64(removed)
-        before = last_bit(occupied & ((_ONE << np.uint64(place)) - _ONE))
+        after = first_bit(above & (above - ONE))
+        occupied ^= ONE << np.uint64(removed)
+        before = last_bit(occupied & ((ONE << np.uint64(place)) - ONE))
         key_here = np.int32(pair_rank(pairs, words, parts, node, np.int64(read(nodes, after))) << bits | place)
         key_before = np.int32(pair_rank(pairs, words, parts, np.int64(read(nodes, before)), node) << bits | before)
         best = no_key
@@ -92,11 +89,11 @@ def encode_short(
             write(keys, i, key)
             best = key if key < best else best
     count = 0
-    occupied &= occupied - _ONE
-    while occupied & (occupied - _ONE):
+    occupied &= occupied - ONE
+    while occupied & (occupied - ONE):
         write(out, out_at + count, out.dtype.type(read(ids, np.int64(read(nodes, first_bit(occupied))))))
         count += 1
-        occupied &= occupied - _ONE
+        occupied &= occupied - ONE
     return count
 
 
@@ -104,21 +101,22 @@ def encode_short(
 def encode_30(buffer: Bytes, start: int, n: int, arrays: _ShortArrays, out: Ids, out_at: int) -> int:
     """Encode a pretoken of at most 30 bytes; see :func:`encode_short`."""
     noinline()
-    return encode_short(_32, _5, buffer, start, n, arrays, out, out_at)
+    return encode_short(np.int64(32), np.int64(5), buffer, start, n, arrays, out, out_at)
 
 
 @helper
 def encode_62(buffer: Bytes, start: int, n: int, arrays: _ShortArrays, out: Ids, out_at: int) -> int:
     """Encode a pretoken of at most 62 bytes; see :func:`encode_short`."""
     noinline()
-    return encode_short(_64, _6, buffer, start, n, arrays, out, out_at)
+    return encode_short(np.int64(64), np.int64(6), buffer, start, n, arrays, out, out_at)
 
 
 @inlined
 def enqueue(state: EncoderState, place: int, rank: int) -> None:
     """Set the rank of the merge at a place; if there is a merge, insert the place into the list of its rank.
 
-    Nearly all places come last in their list. So the search from the end is short, and a block is too.
+    A place nearly always belongs at the end of its list, so search from the end. Blocks are short, which bounds the
+    rest.
     """
     queue, following, previous = state.queue, state.work.following, state.work.previous
     write(state.work.ranks, place, rank)
@@ -139,8 +137,8 @@ def enqueue(state: EncoderState, place: int, rank: int) -> None:
         write(queue.tails, rank, np.int32(place))
     if before < 0 and after < 0:
         word = rank >> 6
-        write(queue.bits, word, read(queue.bits, word) | _ONE << np.uint64(rank & 63))
-        write(queue.summary, word >> 6, read(queue.summary, word >> 6) | _ONE << np.uint64(word & 63))
+        write(queue.bits, word, read(queue.bits, word) | ONE << np.uint64(rank & 63))
+        write(queue.summary, word >> 6, read(queue.summary, word >> 6) | ONE << np.uint64(word & 63))
 
 
 @inlined
@@ -161,10 +159,10 @@ def dequeue(state: EncoderState, place: int) -> None:
         write(queue.tails, rank, before)
     if before < 0 and after < 0:
         word = rank >> 6
-        bits = read(queue.bits, word) & ~(_ONE << np.uint64(rank & 63))
+        bits = read(queue.bits, word) & ~(ONE << np.uint64(rank & 63))
         write(queue.bits, word, bits)
         if bits == 0:
-            write(queue.summary, word >> 6, read(queue.summary, word >> 6) & ~(_ONE << np.uint64(word & 63)))
+            write(queue.summary, word >> 6, read(queue.summary, word >> 6) & ~(ONE << np.uint64(word & 63)))
 
 
 @helper
@@ -219,9 +217,9 @@ def merge_block(state: EncoderState, buffer: Bytes, start: int, n: int) -> None:
 def encode_long(state: EncoderState, buffer: Bytes, start: int, n: int, out: Ids, out_at: int) -> int:
     """Encode a pretoken of any length to ``out[out_at:]``; return the number of ids.
 
-    Works in blocks that stay in the CPU's cache. A sequence of tokens is right if the bytes of each two neighbors
-    encode to these two tokens: the first merge across a boundary would also happen there. So each block starts with
-    the last tokens before it, and with more of them until the first boundary passes this test.
+    Works in blocks that stay in the CPU's cache. The tokens are correct if each pair of neighbors, encoded alone, gives
+    the same two tokens. A merge across their border would show up in that test. So each block starts with the last
+    tokens before it, and with more of them until the first border passes the test.
     """
     merges, nodes = state.merges, state.work.nodes
     lengths, id_lengths = merges.lengths, merges.id_lengths

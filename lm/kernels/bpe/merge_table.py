@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lm.kernels.jit import Bytes, Ids, Int, Int32s, UInt64s, Word, inlined, kernel
+from lm.kernels.jit import ONE, Bytes, Ids, Int, Int32s, UInt64s, Word, inlined, kernel
 from lm.kernels.simd import read, write
 
 MAX_MERGES = (1 << 20) - 256
 NO_RANK = np.int32((1 << 25) - 1)  # greater than any rank
 _EMPTY = np.uint64(0xFFFFFFFF)
-_ONE, _63 = np.uint64(1), np.uint64(63)
+_63 = np.uint64(63)
 
 
 class MergeTable(NamedTuple):
@@ -72,7 +72,7 @@ def fill_pairs(parts: Int32s, merges: MergeTable) -> None:
         write(merges.parts, rank, pair)
         i, tag, bit = pair_home(pair, len(pairs))
         word = filter_word(bit, merges.filter)
-        write(merges.filter, word, read(merges.filter, word) | _ONE << (bit & _63))
+        write(merges.filter, word, read(merges.filter, word) | ONE << (bit & _63))
         while read(pairs, i) != _EMPTY:
             i = (i + 1) & (len(pairs) - 1)
         write(pairs, i, np.uint32(tag | np.uint64(rank)))
@@ -89,7 +89,7 @@ def pair_rank(pairs: Ids, bits: UInt64s, parts: UInt64s, left: int, right: int) 
     """Return the rank of the merge of two nodes; NO_RANK if there is none. ``bits`` is the ``filter`` of the table."""
     pair = joined_nodes(left, right)
     i, tag, bit = pair_home(pair, len(pairs))
-    if read(bits, filter_word(bit, bits)) >> (bit & _63) & _ONE == 0:
+    if read(bits, filter_word(bit, bits)) >> (bit & _63) & ONE == 0:
         return NO_RANK
     while True:
         entry = np.uint64(read(pairs, i))

@@ -8,7 +8,7 @@
     1  key, high    length << 56 | bytes 8–14                0xFF << 56 | length
     2  value        when counting: the number of occurrences
                     when encoding: the first 8 bytes of the token ids; in a table of tokens: the id
-    3  info         arena offset << 24 | number of token ids (0 when counting)
+    3  info         arena offset << 24 | number of token ids (0 when counting and in a table of tokens)
 
 Word 1 is 0 in an empty slot. At its offset, the arena holds the bytes of a longer pretoken, then the token ids if they
 do not fit into the value or the pretoken is longer; each part is padded to 8 bytes.
@@ -211,6 +211,29 @@ def find_slot(table: Table, key: Key, slot: int, buffer: Bytes, start: int, n: i
 
 
 @inlined
+def copy_bytes(source: Bytes, start: int, target: Bytes, at: int, n: int) -> None:
+    """Copy ``n`` bytes from ``source[start]`` to ``target[at]``."""
+    for k in range(n):
+        write(target, at + k, read(source, start + k))
+
+
+@helper
+def insert(table: Table, key: Key, slot: int, buffer: Bytes, start: int, n: int) -> int:
+    """Find or add a pretoken and return its slot. The search begins at ``slot``, which is the hash of ``key``."""
+    slots, arena, used = table.slots, table.arena, table.used[0]
+    slot = find_slot(table, key, slot, buffer, start, n)
+    if is_empty(slots, slot):
+        offset = used.arena_bytes
+        set_slot(slots, slot, key, np.uint64(0), offset, 0)
+        used.slots += 1
+        used.pretoken_bytes += n
+        if n > SHORT_BYTES:
+            copy_bytes(buffer, start, arena, offset, n)
+            used.arena_bytes += padded_bytes(n)
+    return slot
+
+
+@inlined
 def find_value(table: Table, key: Key, buffer: Bytes, start: int, n: int) -> Int:
     """Return the value of a pretoken; -1 if the table lacks it."""
     if table.used[0].slots == 0:
@@ -231,20 +254,13 @@ def make_token_table(data: Bytes, lengths: Int64s, ids: Int64s) -> Table:
 @kernel
 def fill_token_table(table: Table, data: Bytes, starts: Int64s, ids: Int64s) -> None:
     """Enter token i, ``data[starts[i]:starts[i + 1]]``, with its id as value. ``data`` has 16 bytes more."""
-    used, seeds = table.used[0], read_seeds(table)
+    seeds = read_seeds(table)
     for i in range(len(ids)):
         start = read(starts, i)
         n = read(starts, i + 1) - start
         key = pretoken_key(data, start, n, seeds)
-        slot = find_slot(table, key, home_slot(key, table.slots, seeds), data, start, n)
-        offset = 0
-        if n > SHORT_BYTES:
-            offset = used.arena_bytes
-            used.arena_bytes += padded_bytes(n)
-            for k in range(n):
-                write(table.arena, offset + k, read(data, start + k))
-        set_slot(table.slots, slot, key, np.uint64(read(ids, i)), offset, 1)
-        used.slots += 1
+        slot = insert(table, key, home_slot(key, table.slots, seeds), data, start, n)
+        write(table.slots, slot + VALUE, np.uint64(read(ids, i)))
 
 
 @kernel

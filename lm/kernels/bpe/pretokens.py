@@ -11,13 +11,12 @@ import numpy as np
 
 from lm.kernels.bpe.scanners.bit_masks import STARTS_PADDING
 from lm.kernels.bpe.scanners.registry import Rules, find_starts, may_join
-from lm.kernels.jit import WORKSPACE_FULL, Bytes, Int, Int32s, Int64s, Record, Records, helper, inlined
+from lm.kernels.jit import ONE, WORKSPACE_FULL, Bytes, Int, Int32s, Int64s, Record, Records, helper, inlined
 from lm.kernels.simd import first_bit, in_range, read
 
 SCAN_BYTES = 1 << 14  # bytes scanned at once, so that their pretoken starts stay in the CPU's cache
 NO_SPECIAL, NEEDS_MORE_TEXT = -1, -2  # in place of the index of a special token
 _UNCERTAIN_BYTES = 3  # a contraction is up to 3 bytes; its end decides where the pretokens of its letters start
-_ONE = np.uint64(1)
 
 _CURSOR = np.dtype(
     [
@@ -124,7 +123,7 @@ def find_special(buffer: Bytes, begin: int, end: int, specials: Specials) -> tup
             candidates |= matches
         while candidates:
             start = block + first_bit(candidates)
-            candidates &= candidates - _ONE
+            candidates &= candidates - ONE
             if start >= end:
                 break
             i = last_special(buffer, start, end, specials)

@@ -1,7 +1,7 @@
 """State of BPE training: the corpus, its tokens, and their pairs in a heap and a hash table.
 
-All places of a pair arise while the later of its two tokens is made. So they are one range of an array, in the order of
-the text, and the pair's count can only fall afterwards.
+A pair appears only when the newer of its tokens is created. All its places are written then, side by side and in the
+order of the text, and the pair's count can only fall afterwards.
 """
 
 from typing import NamedTuple

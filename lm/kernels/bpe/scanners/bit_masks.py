@@ -18,21 +18,19 @@ from lm.kernels.bpe.scanners.character_classes import (
     UPPER,
     WHITESPACE,
 )
-from lm.kernels.jit import INVALID_UTF8, Bytes, Int, Int32s, Word, helper, inlined
+from lm.kernels.jit import ALL_BITS, INVALID_UTF8, ONE, Bytes, Int, Int32s, Word, helper, inlined
 from lm.kernels.simd import CAN_COMPRESS_BYTES, bit_count, first_bit, in_range, last_bit, read, store_places, write
 
 STARTS_PADDING = 65  # more entries of ``starts`` than bytes: excess of the last block, and the end of the text
-ONE = np.uint64(1)
 APOSTROPHE, SPACE = 0x27, 0x20
 _LINE_FEED, _CARRIAGE_RETURN = 0x0A, 0x0D
 _LONG_S, _LONG_S_TAIL = 0xC5, 0xBF  # the bytes of U+017F, which equals s if case does not matter
-_ALL_BITS = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 @inlined
 def low_bits(n: int) -> Word:
     """Return a mask of the ``n`` lowest bits, 0 ≤ n ≤ 64."""
-    return _ALL_BITS >> np.uint64(64 - n) if n > 0 else np.uint64(0)
+    return ALL_BITS >> np.uint64(64 - n) if n > 0 else np.uint64(0)
 
 
 @inlined

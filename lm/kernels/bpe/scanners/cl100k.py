@@ -14,7 +14,6 @@ import numpy as np
 
 from lm.kernels.bpe.scanners.bit_masks import (
     APOSTROPHE,
-    ONE,
     SPACE,
     add_non_ascii,
     contraction_length,
@@ -27,7 +26,7 @@ from lm.kernels.bpe.scanners.bit_masks import (
     whole_characters,
     write_starts,
 )
-from lm.kernels.jit import Bytes, Int32s, helper
+from lm.kernels.jit import ONE, Bytes, Int32s, helper
 from lm.kernels.simd import first_bit, in_range, last_bit
 
 

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import numpy as np
 
 from lm.kernels.bpe.scanners.bit_masks import (
-    ONE,
     SPACE,
     class_at,
     classify_non_ascii,
@@ -34,7 +33,7 @@ from lm.kernels.bpe.scanners.bit_masks import (
     write_starts,
 )
 from lm.kernels.bpe.scanners.character_classes import CJK, CONTROL, DIGIT, LETTER, OTHER
-from lm.kernels.jit import Bytes, Int32s, helper
+from lm.kernels.jit import ONE, Bytes, Int32s, helper
 from lm.kernels.simd import in_range
 
 _PIECES = 1 << DIGIT | 1 << (CJK | LETTER) | 1 << (CJK | OTHER) | 1 << (CJK | CONTROL)

@@ -9,7 +9,6 @@ import numpy as np
 
 from lm.kernels.bpe.scanners.bit_masks import (
     APOSTROPHE,
-    ONE,
     SPACE,
     add_non_ascii,
     class_at,
@@ -19,7 +18,7 @@ from lm.kernels.bpe.scanners.bit_masks import (
     write_starts,
 )
 from lm.kernels.bpe.scanners.character_classes import WHITESPACE
-from lm.kernels.jit import Bytes, Int32s, helper, inlined
+from lm.kernels.jit import ONE, Bytes, Int32s, helper, inlined
 from lm.kernels.simd import first_bit, in_range, read
 
 

@@ -24,7 +24,6 @@ import numpy as np
 
 from lm.kernels.bpe.scanners.bit_masks import (
     APOSTROPHE,
-    ONE,
     SPACE,
     character_at,
     class_at,
@@ -43,7 +42,7 @@ from lm.kernels.bpe.scanners.bit_masks import (
     write_starts,
 )
 from lm.kernels.bpe.scanners.character_classes import LOWER, MARK, UNCASED, UPPER
-from lm.kernels.jit import Bytes, Int32s, Word, helper, inlined
+from lm.kernels.jit import ONE, Bytes, Int32s, Word, helper, inlined
 from lm.kernels.simd import first_bit, in_range, read
 
 _SLASH = 0x2F
