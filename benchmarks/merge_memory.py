@@ -19,8 +19,7 @@ import pyarrow.parquet as pq
 from benchmarks.load import run_limited
 from benchmarks.texts import documents, package_files, stories
 from lm.tokenizer.bpe import train_merges, training_memory_bytes
-from lm.tokenizer.counts_summary import summarize_counts
-from lm.tokenizer.pretoken_counts import NUM_PARTITIONS, SCHEMA, count_pretokens, read_counts
+from lm.tokenizer.pretoken_counts import NUM_PARTITIONS, SCHEMA, count_pretokens, read_counts, summarize_counts
 
 _NUM_WORDS = 20_000
 _SHARE_OF_RARE = 0.7

@@ -19,7 +19,7 @@ from safetensors.numpy import load, save
 
 from lm.files.cache_dir import cache_directory
 from lm.kernels.jit import Bytes, Int32s, Int64s
-from lm.tokenizer.merges import find_used_merges
+from lm.tokenizer.merges import find_reachable_merges
 
 _MAX_FILES = 32  # 1 MB for GPT-2's tokenizer; the least recently used are removed
 _DIGEST_BYTES = 32
@@ -33,7 +33,7 @@ class TokenizerArrays(NamedTuple):
     ids: Int32s  # (tokens,)
     byte_ids: Int32s  # (256,): ids of the bytes
     merges: Int32s  # (merges, 3): ids of the left, the right and the merged token
-    used: Int32s  # the ranks of the merges that can happen
+    reachable: Int32s  # the ranks of the merges that can happen
     is_whole: Bytes  # (tokens,): 1 if a pretoken with these bytes is this token, whatever the merges
     options: dict[str, Any]  # JSON; see lm.tokenizer.formats.tokenizer_config
 
@@ -71,7 +71,7 @@ def make_arrays(
         np.array(list(vocab), np.int32),
         np.array(byte_ids, np.int32),
         rows,
-        find_used_merges(merges),
+        find_reachable_merges(merges),
         is_whole,
         {},
     )

@@ -15,9 +15,6 @@ from lm.text.utf8 import replace_surrogates
 from lm.tokenizer.text_tokenizer import TextTokenizer
 
 _WORD = regex.compile(r"[\p{L}\p{M}]+")
-_NUM_LONGEST = 8
-_WARM_UP_CHARACTERS = 10_000
-_TIMED_RUNS = 3
 
 
 class Encoding(NamedTuple):
@@ -125,9 +122,9 @@ def _compare(tokenizer: TextTokenizer, texts: Mapping[str, _Words]) -> ComparedT
     is_used = np.zeros(tokenizer.size, bool)
     encodings = {}
     for name, words in texts.items():
-        tokenizer.encode(words.text[:_WARM_UP_CHARACTERS], ())
+        tokenizer.encode(words.text[:10_000], ())  # warm-up
         seconds = []
-        for _ in range(_TIMED_RUNS):
+        for _ in range(3):
             start = time.perf_counter()
             ids = tokenizer.encode(words.text, ())
             seconds.append(time.perf_counter() - start)
@@ -138,5 +135,5 @@ def _compare(tokenizer: TextTokenizer, texts: Mapping[str, _Words]) -> ComparedT
     used_ids = np.flatnonzero(is_used)
     by_length = used_ids[np.argsort(-lengths[used_ids], kind="stable")]
     tokens = (tokenizer.vocab[int(token_id)].decode("utf-8", "replace") for token_id in by_length)
-    longest = list(islice(filter(_WORD.search, tokens), _NUM_LONGEST))
+    longest = list(islice(filter(_WORD.search, tokens), 8))
     return ComparedTokenizer(tokenizer.size, encodings, len(used_ids), longest)

@@ -7,8 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lm.kernels.bpe.encode import encode
-from lm.kernels.bpe.merge import EncoderState, make_queue
-from lm.kernels.bpe.merge_table import MAX_MERGES, make_merge_table
+from lm.kernels.bpe.merge import MAX_MERGES, EncoderState, make_merge_table, make_queue
 from lm.kernels.bpe.pretoken_table import grow_table, make_table, make_token_table, make_workspace
 from lm.kernels.bpe.pretokens import SCAN_BYTES, Specials, new_cursor
 from lm.kernels.bpe.scanners.registry import SCANNERS
@@ -30,12 +29,12 @@ _MAX_COPIED_IDS = 1 << 20  # a larger array of ids is not copied: the caller get
 
 def can_encode(arrays: TokenizerArrays) -> bool:
     """Return whether the kernels support so many merges; if not, log a warning."""
-    if len(arrays.used) <= MAX_MERGES:
+    if len(arrays.reachable) <= MAX_MERGES:
         return True
     log.warning(
         "The vocabulary has %s merges. The compiled encoder supports %s; plain Python encodes the text, fifty times "
         "slower. Use a smaller vocabulary for long texts.",
-        f"{len(arrays.used):,}",
+        f"{len(arrays.reachable):,}",
         f"{MAX_MERGES:,}",
     )
     return False
@@ -56,7 +55,7 @@ class FastEncoder:
         self._max_slots = _MAX_CACHE_SLOTS
         self._idle: list[EncoderState] = []  # append and pop of a list are thread-safe
         lengths, is_whole = np.diff(arrays.ends), arrays.is_whole.astype(bool)
-        merges = arrays.merges[arrays.used]
+        merges = arrays.merges[arrays.reachable]
         token_ids, part_ids = np.concatenate([arrays.byte_ids, merges[:, 2]]), merges[:, :2]
         lengths_by_id = np.zeros(arrays.ids.max() + 1, np.int32)
         lengths_by_id[arrays.ids] = lengths

@@ -51,7 +51,7 @@ def apply_merges(
     return kept
 
 
-def find_used_merges(merges: Sequence[tuple[bytes, bytes]]) -> Int32s:
+def find_reachable_merges(merges: Sequence[tuple[bytes, bytes]]) -> Int32s:
     """Return the ranks of the merges that can happen, ascending. A merge that is alone to make its token is kept.
 
     The tokenizer.json of Llama 3 has twice as many merges as tokens, because it was converted from ranks of tokens: it
@@ -63,13 +63,13 @@ def find_used_merges(merges: Sequence[tuple[bytes, bytes]]) -> Int32s:
     if len(ranks_of) == len(merges):
         return np.arange(len(merges), dtype=np.int32)
     first_rank = {merge: rank for rank, merge in reversed([*enumerate(merges)])}
-    used = []
+    reachable = []
     for token, ranks in ranks_of.items():
         if len(ranks) == 1:
-            used += ranks
+            reachable += ranks
         elif merge := _find_last_merge(token, first_rank.get):
-            used.append(first_rank[merge])
-    return np.array(sorted(used), np.int32)
+            reachable.append(first_rank[merge])
+    return np.array(sorted(reachable), np.int32)
 
 
 def derive_merges(vocab: Mapping[int, bytes]) -> list[tuple[bytes, bytes]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from lm.common.errors import InvalidUtf8Error
 from lm.hardware.cpu import available_cpus
 from lm.text.chunks import FilePart, split_files
-from lm.tokenizer.added_tokens import is_found_anywhere
+from lm.tokenizer.added_tokens import needs_no_context
 from lm.tokenizer.tokenizer import Tokenizer
 
 
@@ -32,7 +32,7 @@ def encode_files(
             raise part.locate(error) from None
         return target
 
-    if is_found_anywhere(tokenizer.added_tokens, tokenizer.normalizer):
+    if needs_no_context(tokenizer.added_tokens, tokenizer.normalizer):
         contents = [token.content for token in tokenizer.added_tokens]
         parts = split_files(paths, contents, tokenizer.pattern)
     else:  # the text around a token may matter

@@ -23,8 +23,9 @@ from lm.text.utf8 import decode_utf8_blocks, encode_utf8, encode_utf8_blocks
 from lm.tokenizer import array_cache
 from lm.tokenizer.added_tokens import (
     AddedToken,
-    is_found_anywhere,
+    PieceSplitter,
     list_added_tokens,
+    needs_no_context,
     number_tokens,
     split_and_normalize,
 )
@@ -34,7 +35,6 @@ from lm.tokenizer.fast_encoder import FastEncoder, can_encode
 from lm.tokenizer.formats import tiktoken, tokenizer_config, tokenizer_json, vocab_merges
 from lm.tokenizer.formats.tokenizer_config import TokenizerParts
 from lm.tokenizer.pattern_process import PatternProcesses, encode_job, map_pieces
-from lm.tokenizer.plain_pieces import PlainPieces
 from lm.tokenizer.reference import PlainEncoder
 
 LLAMA3_BEGIN = "<|begin_of_text|>"
@@ -115,9 +115,9 @@ class Tokenizer:
         if begin is not None and begin not in self.special_tokens:
             raise UserError(f"The begin_token {begin!r} is not a special token; add it to the special tokens.")
         self.begin_token = begin or (LLAMA3_BEGIN if LLAMA3_BEGIN in self.special_tokens else None)
-        self._has_plain_tokens = is_found_anywhere(self.added_tokens, self.normalizer)
+        self._needs_no_context = needs_no_context(self.added_tokens, self.normalizer)
         self._packed_tokens: dict[tuple[str, ...], Specials] = {}
-        self._plain_pieces: dict[tuple[str, ...], PlainPieces] = {}
+        self._splitters: dict[tuple[str, ...], PieceSplitter] = {}
 
     def _use_arrays(self, arrays: TokenizerArrays) -> None:
         self._arrays = arrays
@@ -201,7 +201,7 @@ class Tokenizer:
     def save_tiktoken(self, path: str | Path) -> None:
         """Write tiktoken's rank file. Raises UserError if tiktoken would encode differently, as with a normalizer,
         flags of tokens, or ids that are not in the order of the merges."""
-        if self.normalizer or not self._has_plain_tokens:
+        if self.normalizer or not self._needs_no_context:
             raise UserError(
                 f"{path} was not written: tiktoken has no normalizer and no flags of added tokens, as this tokenizer "
                 "has; use tokenizer.json."
@@ -242,37 +242,35 @@ class Tokenizer:
         """
         tokens = self._select_added_tokens(allowed_special)
         warn_of_slow_pattern(self.pattern)
-        if self._has_plain_tokens and self.normalizer is None:
-            yield from self._encode_raw(blocks, tokens, window)
+        if self._needs_no_context and self.normalizer is None:
+            yield from self._encode_simple(blocks, tokens, window)
             return
-        texts = decode_utf8_blocks(blocks, "the text")
-        if self._fast_encoder is None:
-            yield from self._encode_parts(texts, tokens, window)
-            return
-        if (key := tuple(token.content for token in tokens)) not in self._plain_pieces:
-            self._plain_pieces[key] = PlainPieces(tokens, self.normalizer)
-        for is_plain, piece in self._plain_pieces[key].split(texts, window):
-            if is_plain:
-                yield from self._encode_raw(map(encode_utf8, piece), tokens, window)
-            else:
-                yield from self._encode_parts(piece, tokens, window)
+        if (key := tuple(token.content for token in tokens)) not in self._splitters:
+            self._splitters[key] = PieceSplitter(tokens, self.normalizer)
+        for is_simple, piece in self._splitters[key].split(decode_utf8_blocks(blocks, "the text"), window):
+            if is_simple:
+                yield from self._encode_simple(map(encode_utf8, piece), tokens, window)
+                continue
+            for is_text, run in split_and_normalize(piece, tokens, self.normalizer):
+                if is_text:
+                    yield from self._encode_simple(map(encode_utf8, run), [], window)
+                else:
+                    yield np.array([self.added_ids[token.content] for token in run], token_dtype(self.size))
 
-    def _encode_raw(
+    def _encode_simple(
         self, blocks: Iterable[bytes], tokens: Sequence[AddedToken], window: int
     ) -> Iterator[npt.NDArray[np.unsignedinteger]]:
-        """Encode normalized text whose added tokens have no flags."""
-        if self._fast_encoder is None:
-            yield from self._encode_pieces(blocks, tokens, window)
+        """Encode normalized text whose added tokens need no context. By plain Python, encode a long text in another
+        process."""
+        contents = tuple(token.content for token in tokens)
+        if self._fast_encoder:
+            if contents not in self._packed_tokens:
+                self._packed_tokens[contents] = pack_specials(
+                    [(text.encode(), self.added_ids[text]) for text in contents]
+                )
+            yield from self._fast_encoder.encode(blocks, self._packed_tokens[contents], window)
             return
-        if (key := tuple(token.content for token in tokens)) not in self._packed_tokens:
-            self._packed_tokens[key] = pack_specials([(text.encode(), self.added_ids[text]) for text in key])
-        yield from self._fast_encoder.encode(blocks, self._packed_tokens[key], window)
-
-    def _encode_pieces(
-        self, blocks: Iterable[bytes], tokens: Sequence[AddedToken], window: int
-    ) -> Iterator[npt.NDArray[np.unsignedinteger]]:
-        """Encode by plain Python normalized text whose added tokens have no flags; a long text in another process."""
-        dtype, contents = token_dtype(self.size), [token.content for token in tokens]
+        dtype = token_dtype(self.size)
         pieces = split_at_safe_cuts(decode_utf8_blocks(blocks, "the text"), contents, self.pattern, window)
 
         def encode(piece: str) -> npt.NDArray[np.unsignedinteger]:
@@ -283,20 +281,6 @@ class Tokenizer:
         else:
             processes = self._pattern_processes
             yield from map_pieces(pieces, encode, processes, lambda ids: np.frombuffer(ids, np.uint32).astype(dtype))
-
-    def _encode_parts(
-        self, blocks: Iterable[str], tokens: Sequence[AddedToken], window: int
-    ) -> Iterator[npt.NDArray[np.unsignedinteger]]:
-        """Encode any text, each run between two added tokens by itself."""
-        dtype = token_dtype(self.size)
-        for is_text, run in split_and_normalize(blocks, tokens, self.normalizer):
-            if not is_text:
-                yield np.array([self.added_ids[token.content] for token in run], dtype)
-            elif self._fast_encoder:
-                yield from self._fast_encoder.encode(map(encode_utf8, run), pack_specials([]), window)
-            else:
-                for piece in split_at_safe_cuts(run, [], self.pattern, window):
-                    yield np.array(self._plain_encoder.encode_text(piece), dtype)
 
     def encode_reference(self, text: str, allowed_special: Literal["all"] | Collection[str] = "all") -> list[int]:
         """Return the same as :meth:`encode` by plain Python; see :mod:`lm.tokenizer.reference`."""

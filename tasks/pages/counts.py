@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def count(out: "Attempt", parts: "list[Output]") -> Iterator[str]:
     """Show the most common and the longest pretokens, the counts by rank, and the memory that merge will need."""
     from lm.tokenizer.bpe import training_memory_bytes
-    from lm.tokenizer.counts_summary import summarize_counts
+    from lm.tokenizer.pretoken_counts import summarize_counts
 
     summary = summarize_counts(out.directory / "counts.parquet", (1, 2, 3, 5, 10))
     total = summary.total

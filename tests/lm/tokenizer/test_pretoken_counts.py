@@ -18,7 +18,6 @@ from lm.text.chunks import FilePart
 from lm.text.demo_corpus import demo_stories
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN
 from lm.text.text_windows import WINDOW
-from lm.tokenizer.counts_summary import summarize_counts
 from lm.tokenizer.pretoken_counts import (
     DEFAULT_MEMORY_BYTES,
     SCHEMA,
@@ -27,6 +26,7 @@ from lm.tokenizer.pretoken_counts import (
     count_to_file,
     merge_counts,
     read_counts,
+    summarize_counts,
     write_counts,
 )
 from tests.helpers.corpora import COMPRESSIONS
