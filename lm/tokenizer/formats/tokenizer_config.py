@@ -36,18 +36,9 @@ def write_config(path: Path, parts: TokenizerParts) -> None:
 
 def format_config(parts: TokenizerParts) -> dict[str, Any]:
     """Return the options of a tokenizer: all but vocabulary and merges. Options with their defaults are left out."""
-    config: dict[str, Any] = {"special_tokens": parts.special_tokens, "pattern": parts.pattern}
-    if parts.ignore_merges:
-        config["ignore_merges"] = True
-    if parts.normalizer:
-        config["normalizer"] = parts.normalizer
-    if parts.added_tokens:
-        config["added_tokens"] = [asdict(token) for token in parts.added_tokens]
-    if parts.begin_token:
-        config["begin_token"] = parts.begin_token
-    if parts.character_tables:
-        config["character_tables"] = parts.character_tables
-    return config
+    options = parts._asdict() | {"added_tokens": [asdict(token) for token in parts.added_tokens]}
+    del options["vocab"], options["merges"]
+    return {name: value for name, value in options.items() if value or name in ("special_tokens", "pattern")}
 
 
 def read_config(path: Path) -> TokenizerParts:
@@ -64,24 +55,21 @@ def parse_config(config: Any) -> TokenizerParts:
     try:
         specials, pattern = config["special_tokens"], config["pattern"]
         pattern = pattern if isinstance(pattern, str) else tuple(pattern)
-        ignore_merges, normalizer = config.get("ignore_merges", False), config.get("normalizer")
-        begin_token, tables = config.get("begin_token"), config.get("character_tables")
-        tokens = [parse_added_token(token) for token in config.get("added_tokens", [])]
+        options = {name: config.get(name, default) for name, default in TokenizerParts._field_defaults.items()}
+        options["added_tokens"] = [parse_added_token(token) for token in options["added_tokens"]]
         is_valid = (
             isinstance(specials, list)
             and all(type(text) is str for text in (*specials, *pattern))
-            and type(ignore_merges) is bool
-            and isinstance(normalizer, str | None)
-            and isinstance(begin_token, str | None)
-            and isinstance(tables, str | None)
+            and type(options["ignore_merges"]) is bool
+            and all(isinstance(options[name], str | None) for name in ("normalizer", "begin_token", "character_tables"))
         )
     except (AttributeError, KeyError, TypeError):
         is_valid = False
     if not is_valid:
         raise ValueError("does not name special_tokens, pattern and other options")
-    if tables is not None:
-        unpack_tables(tables)
-    return TokenizerParts({}, [], specials, pattern, ignore_merges, normalizer, tokens, begin_token, tables)
+    if options["character_tables"] is not None:
+        unpack_tables(options["character_tables"])
+    return TokenizerParts({}, [], specials, pattern, **options)
 
 
 def parse_added_token(fields: Mapping[str, Any]) -> AddedToken:

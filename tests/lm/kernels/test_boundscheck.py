@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.processes import PROJECT
 
 _TEST_FILES = [
-    *["kernels/test_pretoken_starts.py", "kernels/test_encode.py", "kernels/test_adversarial.py"],
+    *["kernels/test_scanners.py", "kernels/test_encode.py", "kernels/test_adversarial.py"],
     *["tokenizer/test_bpe.py", "tokenizer/test_pretoken_counts.py", "inference/runners/test_cpu_layers.py"],
     "inference/runners/test_cpu_runner.py",
 ]
