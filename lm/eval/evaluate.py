@@ -197,35 +197,27 @@ class ResponseFile:
         lines = self.path.read_bytes().split(b"\n")[:-1] if self.path.exists() else []
         rows = []
         for number, line in enumerate(lines, start=1):
-            place = f"{self.path}, line {number:,},"
             try:
-                row = json.loads(line)
+                rows.append(json.loads(line))
+                problem = "" if isinstance(rows[-1], dict) else "is not a JSON object"
             except (ValueError, RecursionError) as error:
-                raise UserError(f"{place} is damaged: {error}. Delete the line or the file.") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{place} is not a JSON object. Delete the line or the file.")
-            rows.append(row)
-        if rows:
-            self._check(rows[0].get("settings"))
-        self.rows = rows[1:]
-        if any(not isinstance(row.get("index"), int) for row in self.rows):
+                problem = f"is damaged: {error}"
+            if problem:
+                raise UserError(f"{self.path}, line {number:,}, {problem}. Delete the line or the file.")
+        self.rows, theirs = rows[1:], rows[0].get("settings") if rows else self.settings
+        if not isinstance(theirs, dict) or any(not isinstance(row.get("index"), int) for row in self.rows):
             raise UserError(f"{self.path} is no file of responses; use another directory.")
-        self._rewrite()
-
-    def _check(self, theirs: Any) -> None:
-        """Raise UserError if the settings in the file are not these."""
-        if not isinstance(theirs, dict):
-            raise UserError(f"{self.path} is no file of responses; use another directory.")
-        names = [name for name in {**theirs, **self.settings} if theirs.get(name) != self.settings.get(name)]
-        names = [name for name in names if name != "reward"]  # computed again from the response
-        if names:
-            differences = "; ".join(
-                f"{name} was {theirs.get(name)!r} and is now {self.settings.get(name)!r}" for name in names
-            )
+        differences = [
+            f"{name} was {theirs.get(name)!r} and is now {self.settings.get(name)!r}"
+            for name in {**theirs, **self.settings}
+            if name != "reward" and theirs.get(name) != self.settings.get(name)  # rewards are computed again
+        ]
+        if differences:
             raise UserError(
-                f"{self.path} has responses under other settings: {differences}. Repeat the settings, use another "
-                "directory, or delete the file."
+                f"{self.path} has responses under other settings: {'; '.join(differences)}. Repeat the settings, use "
+                "another directory, or delete the file."
             )
+        self._rewrite()
 
     def _rewrite(self) -> None:
         write_json_lines(self.path, [{"settings": self.settings}, *self.rows])

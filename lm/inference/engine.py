@@ -170,7 +170,7 @@ class Engine:
             if generation.max_new_tokens == 0:
                 generation.finish_reason = "length"
             edits, penalty = generation.edits, generation.sampling.repetition_penalty
-            if LogitEditor.is_needed(edits, penalty):
+            if penalty != 1 or edits != LogitEdits():
                 editor = LogitEditor(edits, penalty, generation.prompt, self._vocab_size, self.device)
                 self._editors[generation] = editor
             if generation.sampling.speculative_tokens:

@@ -108,12 +108,12 @@ class PrefixCache:
     ) -> None:
         """Store the whole blocks of ``tokens``, which are in a row of ``cache``, as far as they are not stored yet.
 
-        If that fails, the cache is empty: generations go on without it.
-        ``hidden`` (T, D) are the hidden states of the tokens from ``hidden_start`` on.
+        If that fails, the cache is empty: generations go on without it. ``hidden`` (T, D) are the hidden states of the
+        tokens from ``hidden_start`` on.
         """
         keys: list[_BlockKey] = []
         new: list[tuple[int, int]] = []  # index in the row and slot
-        without_hidden: list[tuple[int, int]] = []
+        without_hidden: list[tuple[int, int]] = []  # index in ``hidden`` and slot
         serial = 0
         for index in range(min(len(tokens) // BLOCK_TOKENS, self.max_blocks)):
             start = index * BLOCK_TOKENS
@@ -130,32 +130,20 @@ class PrefixCache:
             serial = block.serial
         self._touch(keys)
         try:
-            self._copy(cache, row, len(keys), new, hidden, without_hidden)
+            if new:
+                indices, slots = map(list, zip(*new, strict=True))
+                for source, target in zip((cache.keys, cache.values), self._kv, strict=True):
+                    blocks = source[:, row, :, : len(keys) * BLOCK_TOKENS].unflatten(2, (-1, BLOCK_TOKENS))
+                    target[slots] = blocks[:, :, indices].permute(2, 0, 1, 3, 4)
+            if hidden is not None and without_hidden:
+                indices, slots = map(list, zip(*without_hidden, strict=True))
+                whole = len(hidden) // BLOCK_TOKENS * BLOCK_TOKENS
+                self._hidden[slots] = hidden[:whole].unflatten(0, (-1, BLOCK_TOKENS))[indices]
         except BaseException as error:  # e.g. out of memory: nothing may be served that was not copied
             self._blocks.clear()
             if not isinstance(error, Exception):
                 raise
             log.warning("The prefix cache failed to store a sequence and is empty now.", exc_info=True)
-
-    def _copy(
-        self,
-        cache: KVCache,
-        row: int,
-        block_count: int,
-        new: Sequence[tuple[int, int]],
-        hidden: Tensor | None,
-        without_hidden: Sequence[tuple[int, int]],
-    ) -> None:
-        """Copy keys and values of the ``new`` blocks, and hidden states; pairs of an index and a slot."""
-        if new:
-            indices, slots = map(list, zip(*new, strict=True))
-            for source, target in zip((cache.keys, cache.values), self._kv, strict=True):
-                blocks = source[:, row, :, : block_count * BLOCK_TOKENS].unflatten(2, (-1, BLOCK_TOKENS))
-                target[slots] = blocks[:, :, indices].permute(2, 0, 1, 3, 4)
-        if hidden is not None and without_hidden:
-            indices, slots = map(list, zip(*without_hidden, strict=True))
-            whole = len(hidden) // BLOCK_TOKENS * BLOCK_TOKENS
-            self._hidden[slots] = hidden[:whole].unflatten(0, (-1, BLOCK_TOKENS))[indices]
 
     def _add(self, key: _BlockKey) -> Block:
         """Add a block, in the slot of the least recently used one if all slots are taken."""

@@ -3,10 +3,9 @@
 Source: Touvron et al. 2023 (Llama 2) and Meta's code for it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import Generic, NotRequired, TypedDict, TypeVar
 
 import torch
 
@@ -20,25 +19,23 @@ from lm.inference.runners.runner import prepare_for_inference
 from lm.model.transformer import TransformerLM, shrink_vocabulary
 from lm.tokenizer.sentencepiece import SentencePieceTokenizer
 from lm.tokenizer.text_tokenizer import BEGIN_AND_END, find_text_ends
+from lm.tokenizer.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 LLAMA_TAGS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
 TAGS_ANSWER = "Error: special tags are not allowed in messages."
 
 
-@dataclass(frozen=True)
 class LlamaTokenizer:
-    """A tokenizer of any kind, with its BOS and EOS token."""
+    """A tokenizer of any kind, with its BOS and EOS token. ``n_words``: number of ids, the rows that a model needs."""
 
-    n_words: int
-    """Number of ids, the rows that a model needs."""
-    bos_id: int
-    eos_id: int
-    encode_text: Callable[[str], list[int]]
-    """Returns the ids of plain text."""
-    token_bytes: Mapping[int, bytes]
-    """The bytes that each id adds to a text; empty for special tokens."""
-    space_ids: frozenset[int] = frozenset()
-    """Ids that begin with a space, which is dropped at the start of a text."""
+    def __init__(self, tokenizer: Tokenizer | SentencePieceTokenizer, bos_id: int, eos_id: int) -> None:
+        self.n_words, self.bos_id, self.eos_id, self._tokenizer = tokenizer.size, bos_id, eos_id, tokenizer
+        self._token_bytes = tokenizer.vocab | dict.fromkeys(tokenizer.special_ids.values(), b"")
+        self._space_ids = frozenset[int]()  # begin with a space, which is dropped at the start of a text
+        if isinstance(tokenizer, SentencePieceTokenizer):
+            self._space_ids = tokenizer.space_ids
 
     @classmethod
     def load(cls, path: Path) -> "LlamaTokenizer":
@@ -49,9 +46,7 @@ class LlamaTokenizer:
         """
         tokenizer = load_any_tokenizer(path)
         if isinstance(tokenizer, SentencePieceTokenizer):
-            ids = tokenizer.size, tokenizer.bos_id, tokenizer.eos_id
-            return cls(*ids, tokenizer.encode, tokenizer.vocab, tokenizer.space_ids)
-        special_ids = tokenizer.special_ids
+            return cls(tokenizer, tokenizer.bos_id, tokenizer.eos_id)
         begin, end = find_text_ends(tokenizer)
         if not begin or not end:
             raise UserError(
@@ -59,13 +54,11 @@ class LlamaTokenizer:
                 f"({', '.join(' and '.join(dict.fromkeys(pair)) for pair in BEGIN_AND_END)}); add them and train with "
                 "them."
             )
-        ids = tokenizer.size, special_ids[begin], special_ids[end]
-        token_bytes = tokenizer.vocab | dict.fromkeys(special_ids.values(), b"")
-        return cls(*ids, lambda text: tokenizer.encode(text, allowed_special=()), token_bytes)
+        return cls(tokenizer, tokenizer.special_ids[begin], tokenizer.special_ids[end])
 
     def encode(self, text: str, bos: bool, eos: bool) -> list[int]:
         """Return the ids of ``text``, whose special tokens are plain text, with the BOS and EOS ids if asked for."""
-        return [self.bos_id] * bos + self.encode_text(text) + [self.eos_id] * eos
+        return [self.bos_id] * bos + self._tokenizer.encode(text, allowed_special=()) + [self.eos_id] * eos
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ``ids`` without special tokens. Bytes that are not UTF-8 become U+FFFD."""
@@ -73,11 +66,11 @@ class LlamaTokenizer:
 
     def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
         """Yield the text of :meth:`decode` piece by piece, in whole characters."""
-        text, has_begun = TextStream(self.token_bytes), False
+        text, has_begun = TextStream(self._token_bytes), False
         for token_id in ids:
             piece = text.add(token_id)
-            yield piece[1:] if token_id in self.space_ids and not has_begun else piece
-            has_begun = has_begun or self.token_bytes.get(token_id, b"") != b""
+            yield piece[1:] if token_id in self._space_ids and not has_begun else piece
+            has_begun = has_begun or self._token_bytes.get(token_id, b"") != b""
         yield text.finish()
 
 
@@ -107,23 +100,13 @@ def encode_llama_dialog(
     return ids + tokenizer.encode(f"[INST] {contents[-1]} [/INST]", bos=True, eos=False)
 
 
-class _TokenDetails(TypedDict, total=False):
-    """Present if log-probabilities were asked for."""
+class Prediction(TypedDict, Generic[T]):
+    """The completion of a prompt, which is a text, or the answer to a dialog, which is a message."""
 
-    tokens: list[str]
-    logprobs: list[float]
-
-
-class CompletionPrediction(_TokenDetails):
-    """The completion of a prompt."""
-
-    generation: str
-
-
-class ChatPrediction(_TokenDetails):
-    """The answer to a dialog."""
-
-    generation: Message
+    generation: T
+    tokens: NotRequired[list[str]]
+    """Present, like ``logprobs``, if log-probabilities were asked for."""
+    logprobs: NotRequired[list[float]]
 
 
 class Llama:
@@ -202,15 +185,12 @@ class Llama:
         logprobs: bool = False,
         echo: bool = False,
         seed: int = 0,
-    ) -> list[CompletionPrediction]:
+    ) -> list[Prediction[str]]:
         """Complete texts as :meth:`generate` does. Special tokens in them are plain text."""
         prompt_tokens = [self.tokenizer.encode(prompt, bos=True, eos=False) for prompt in prompts]
         all_ids, all_logprobs = self.generate(prompt_tokens, max_gen_len, temperature, top_p, logprobs, echo, seed)
         return [
-            {
-                "generation": self.tokenizer.decode(ids),
-                **self._detail(ids, all_logprobs[index] if all_logprobs else None),
-            }
+            self._predict(self.tokenizer.decode(ids), ids, all_logprobs[index] if all_logprobs else None)
             for index, ids in enumerate(all_ids)
         ]
 
@@ -223,7 +203,7 @@ class Llama:
         logprobs: bool = False,
         default_system: str | None = None,
         seed: int = 0,
-    ) -> list[ChatPrediction]:
+    ) -> list[Prediction[Message]]:
         """Return the assistant's next message in each dialog.
 
         ``default_system`` is the system message of dialogs without one. A dialog with a tag of the chat format in a
@@ -232,22 +212,20 @@ class Llama:
         """
         self._check_batch_size(dialogs)
         sampling = SampleConfig(temperature=temperature, top_p=top_p)
-        generations: list[Generation | None] = []
+        generations: dict[int, Generation] = {}
         for index, dialog in enumerate(dialogs):
             name = f"Dialog {index}"
-            prompt = encode_llama_dialog(self.tokenizer, dialog, default_system, name)
-            generations.append(
-                None
-                if prompt is None
-                else self._create_generation(name, prompt, max_gen_len, sampling, seed + index, logprobs)
-            )
-        generate(self.model, [generation for generation in generations if generation])
-        answers: list[ChatPrediction] = []
-        for generation in generations:
-            ids, scores = (generation.ids, generation.logprobs) if generation else ([], [])
-            content = self.tokenizer.decode(ids) if generation else TAGS_ANSWER
-            details = self._detail(ids, scores if logprobs else None)
-            answers.append({"generation": {"role": "assistant", "content": content}, **details})
+            if (prompt := encode_llama_dialog(self.tokenizer, dialog, default_system, name)) is not None:
+                generation = self._create_generation(name, prompt, max_gen_len, sampling, seed + index, logprobs)
+                generations[index] = generation
+        generate(self.model, list(generations.values()))
+        answers: list[Prediction[Message]] = []
+        for index in range(len(dialogs)):
+            ids = generations[index].ids if index in generations else []
+            scores = generations[index].logprobs if index in generations else []
+            content = self.tokenizer.decode(ids) if index in generations else TAGS_ANSWER
+            answer = Message(role="assistant", content=content)
+            answers.append(self._predict(answer, ids, scores if logprobs else None))
         return answers
 
     def chat_stream(
@@ -267,11 +245,12 @@ class Llama:
         generation = self._create_generation("The dialog", prompt, max_gen_len, sampling, seed)
         return filter(None, self.tokenizer.decode_stream(stream(self.model, generation)))
 
-    def _detail(self, ids: Sequence[int], logprobs: list[float] | None) -> _TokenDetails:
-        """Return the texts of ``ids`` and their ``logprobs``, if there are any."""
+    def _predict(self, generation: T, ids: Sequence[int], logprobs: list[float] | None) -> Prediction[T]:
+        """Return a prediction, with the texts of ``ids`` if they have ``logprobs``."""
         if logprobs is None:
-            return {}
-        return {"tokens": [self.tokenizer.decode([token_id]) for token_id in ids], "logprobs": logprobs}
+            return {"generation": generation}
+        texts = [self.tokenizer.decode([token_id]) for token_id in ids]
+        return {"generation": generation, "tokens": texts, "logprobs": logprobs}
 
     def _check_batch_size(self, batch: Sequence[object]) -> None:
         if len(batch) > self.max_batch_size:

@@ -54,11 +54,6 @@ class LogitEditor:
         self._bias_ids = torch.tensor(list(edits.logit_bias), dtype=torch.int64, device=device)
         self._biases = torch.tensor(list(edits.logit_bias.values()), dtype=torch.float32, device=device)
 
-    @staticmethod
-    def is_needed(edits: LogitEdits, repetition_penalty: float) -> bool:
-        """Return whether the edits change any logits."""
-        return repetition_penalty != 1 or edits != LogitEdits()
-
     def edit(self, logits_V: Tensor) -> Tensor:
         """Return edited logits in float32."""
         logits_V = logits_V.float()

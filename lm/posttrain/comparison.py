@@ -16,7 +16,7 @@ from lm.inference.runners.runner import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import ComparisonConfig
 from lm.posttrain.job import ObjectiveInputs
-from lm.posttrain.objectives.generation import Rollout, answer_greedily
+from lm.posttrain.objectives.generation import answer_greedily
 from lm.posttrain.objectives.sft import SupervisedFineTuning
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
@@ -69,11 +69,10 @@ def compare_model(
     if reward:
         rollouts = answer_greedily(model, tokenizer, [problem.prompt for problem in problems], config.max_new_tokens)
         dialogs_of_problems = [PromptFormat().format(problem) for problem in problems]
-        responses = {index: _to_response(tokenizer, rollout) for index, rollout in rollouts.items()}
-        scored = [*score_responses(problems, dialogs_of_problems, responses.items(), reward)]
+        end_id = tokenizer.special_ids[END_TOKEN]
+        responses = [
+            (index, Response(rollout.text, len(rollout.ids), "stop" if rollout.ids[-1:] == [end_id] else "length"))
+            for index, rollout in rollouts.items()
+        ]
+        scored = [*score_responses(problems, dialogs_of_problems, responses, reward)]
     return Evaluation(loss, summarize(scored) if scored else None, samples, scored)
-
-
-def _to_response(tokenizer: Tokenizer, rollout: Rollout) -> Response:
-    is_ended = rollout.ids[-1:] == [tokenizer.special_ids[END_TOKEN]]
-    return Response(rollout.text, len(rollout.ids), "stop" if is_ended else "length")

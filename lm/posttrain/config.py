@@ -123,7 +123,8 @@ class GRPOConfig(Config, section="reinforce"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_rewards(self.rewards)
+        if self.rewards:
+            combine_rewards(self.rewards)  # a wrong name is an error now, not after the trainings before this one
         if self.train.batch_size * self.updates_per_epoch % self.group_size:
             raise UserError(
                 f"reinforce.train.batch_size {self.train.batch_size} times reinforce.updates_per_epoch "
@@ -180,7 +181,8 @@ class PPOConfig(Config, section="ppo"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_rewards(self.rewards)
+        if self.rewards:
+            combine_rewards(self.rewards)  # checks the names
 
 
 @dataclass(frozen=True)
@@ -191,12 +193,6 @@ class ComparisonConfig(Config, section="evaluate"):
     """Prompts that each model answers, in addition to the problems."""
     max_new_tokens: int = bounded_field(128, ge=1)
     """Maximum number of tokens of a response."""
-
-
-def _check_rewards(weights: dict[str, float]) -> None:
-    """Raise UserError for a wrong name or weight now, and not only when earlier stages have trained for hours."""
-    if weights:
-        combine_rewards(weights)
 
 
 def reward_weights(weights: dict[str, float], task_reward: str) -> dict[str, float]:

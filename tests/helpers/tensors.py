@@ -19,6 +19,11 @@ def random_normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
+def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
+    """Invert :func:`lm.inference.runners.cpu_layers.quantize`, up to rounding by half of a scale."""
+    return weight * scale[:, None]
+
+
 def assert_equal_with_gradients(
     function: Callable[..., Tensor], reference: Callable[..., Tensor], *inputs: Tensor
 ) -> None:

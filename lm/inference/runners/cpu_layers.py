@@ -177,11 +177,6 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scale[:, None]).round().to(torch.int8), scale
 
 
-def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
-    """Invert :func:`quantize`, up to rounding by half of a scale."""
-    return weight * scale[:, None]
-
-
 class CpuAttention(MultiHeadSelfAttention):
     """Joins the projections; a decode step runs a kernel for QK-norm, rotary positions and attention."""
 

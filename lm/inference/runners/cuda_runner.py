@@ -27,7 +27,6 @@ from lm.model.transformer import TransformerLM
 log = logging.getLogger(__name__)
 
 _MIN_KEYS = 64
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_ROWS = 16  # of a matmul on tensor cores; with more, cuBLAS is faster
 _SPLIT_ELEMENTS = 1 << 14  # of the keys that a program of the attention reads; a longer row is split among several
 _BLOCK_SPLITS = 16
@@ -45,7 +44,7 @@ class JoinedAttention(MultiHeadSelfAttention):
         self.qkv = _join([projection.weight for projection in projections])
         has_bias = projections[0].bias is not None
         self.qkv_bias = _join([projection.bias for projection in projections]) if has_bias else None
-        _make_contiguous(self.output_proj.weight)
+        self.output_proj.weight.data = self.output_proj.weight.data.contiguous()
 
 
 class JoinedSwiGLU(SwiGLU):
@@ -55,7 +54,7 @@ class JoinedSwiGLU(SwiGLU):
         nn.Module.__init__(self)
         self.__dict__.update(ffn.__dict__)
         self.w1_w3 = _join([self.w1.weight, self.w3.weight])
-        _make_contiguous(self.w2.weight)
+        self.w2.weight.data = self.w2.weight.data.contiguous()
 
 
 def _join(parameters: list[Tensor]) -> Tensor:
@@ -66,16 +65,12 @@ def _join(parameters: list[Tensor]) -> Tensor:
     return joined
 
 
-def _make_contiguous(parameter: Tensor) -> None:
-    parameter.data = parameter.data.contiguous()
-
-
 def join_layers(model: TransformerLM) -> None:
     """Join the matrices with the same input, and store all row-major, as the Triton kernels read them."""
     layers: Any = model.layers
     for layer in layers:
         layer.attn, layer.ffn = JoinedAttention(layer.attn), JoinedSwiGLU(layer.ffn)
-    _make_contiguous(model.head_weight)
+    model.head_weight.data = model.head_weight.data.contiguous()
 
 
 class CudaRunner(TorchRunner):
@@ -251,7 +246,8 @@ def _kernels() -> ModuleType:
 def can_use_triton(model: TransformerLM) -> bool:
     """Return whether the kernels have the options of ``model``, and work here."""
     head = model.head_weight
-    return model.config.has_llama_blocks and head.dtype in _DTYPES and _works(head.device, head.dtype)
+    has_dtype = head.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return model.config.has_llama_blocks and has_dtype and _works(head.device, head.dtype)
 
 
 @cache

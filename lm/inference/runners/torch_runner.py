@@ -7,6 +7,7 @@ G key and value heads, K head_dim, D d_model, V vocabulary.
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -83,15 +84,12 @@ class DecodeAttention:
 def _prefill_attention(cache: KVCache, rows_B: Tensor) -> list[AttentionFunction]:
     """Return each layer's attention for whole sequences (B, T), which fills ``rows_B`` of the cache."""
 
-    def for_layer(keys_RGSK: Tensor, values_RGSK: Tensor) -> AttentionFunction:
-        def attend(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-            keys_RGSK[rows_B, :, : k_BGTK.shape[-2]] = k_BGTK
-            values_RGSK[rows_B, :, : k_BGTK.shape[-2]] = v_BGTK
-            return causal_attention(q_BHTK, k_BGTK, v_BGTK)
+    def attend(keys_RGSK: Tensor, values_RGSK: Tensor, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+        keys_RGSK[rows_B, :, : k_BGTK.shape[-2]] = k_BGTK
+        values_RGSK[rows_B, :, : k_BGTK.shape[-2]] = v_BGTK
+        return causal_attention(q_BHTK, k_BGTK, v_BGTK)
 
-        return attend
-
-    return [for_layer(*layer) for layer in zip(cache.keys, cache.values, strict=True)]
+    return [partial(attend, *layer) for layer in zip(cache.keys, cache.values, strict=True)]
 
 
 def _suffix_attention(
@@ -107,18 +105,15 @@ def _suffix_attention(
     num_keys = int(positions_N.max()) + 1
     key_positions_S = torch.arange(num_keys, device=positions_BT.device)
 
-    def for_layer(keys_RGSK: Tensor, values_RGSK: Tensor) -> AttentionFunction:
-        def attend(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-            keys_RGSK[rows_N, :, positions_N] = k_BGTK[batch_N, :, step_N]
-            values_RGSK[rows_N, :, positions_N] = v_BGTK[batch_N, :, step_N]
-            keys_BGSK, values_BGSK = keys_RGSK[rows_B, :, :num_keys], values_RGSK[rows_B, :, :num_keys]
-            has_groups = q_BHTK.shape[1] > k_BGTK.shape[1]
-            outputs = []
-            for q, positions in zip(q_BHTK.split(_QUERY_BLOCK, -2), positions_BT.split(_QUERY_BLOCK, -1), strict=True):
-                mask = key_positions_S <= positions[:, None, :, None]  # (B, 1, block, S)
-                outputs.append(F.scaled_dot_product_attention(q, keys_BGSK, values_BGSK, mask, enable_gqa=has_groups))
-            return torch.cat(outputs, -2)
+    def attend(keys_RGSK: Tensor, values_RGSK: Tensor, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+        keys_RGSK[rows_N, :, positions_N] = k_BGTK[batch_N, :, step_N]
+        values_RGSK[rows_N, :, positions_N] = v_BGTK[batch_N, :, step_N]
+        keys_BGSK, values_BGSK = keys_RGSK[rows_B, :, :num_keys], values_RGSK[rows_B, :, :num_keys]
+        has_groups = q_BHTK.shape[1] > k_BGTK.shape[1]
+        outputs = []
+        for q, positions in zip(q_BHTK.split(_QUERY_BLOCK, -2), positions_BT.split(_QUERY_BLOCK, -1), strict=True):
+            mask = key_positions_S <= positions[:, None, :, None]  # (B, 1, block, S)
+            outputs.append(F.scaled_dot_product_attention(q, keys_BGSK, values_BGSK, mask, enable_gqa=has_groups))
+        return torch.cat(outputs, -2)
 
-        return attend
-
-    return [for_layer(*layer) for layer in zip(cache.keys, cache.values, strict=True)]
+    return [partial(attend, *layer) for layer in zip(cache.keys, cache.values, strict=True)]

@@ -148,14 +148,12 @@ class GRPO(RolloutObjective):
     def _batch(self, indices: list[int], weight: float, filler: int) -> ResponseBatch:
         used = indices or [filler]
         rows = [self._responses[index] for index in used]
-        ids_BT, mask_BT = self.pad_ids(rows)
-        label_mask_BT = mask_BT[:, 1:] if indices else torch.zeros_like(mask_BT[:, 1:])
-        numbers = [[row.log_probs for row in rows]]
+        columns = [[row.log_probs for row in rows]]
         if self.reference is not None:
-            numbers.append([row.reference_log_probs for row in rows])
-        log_probs = (self.pad_numbers(mask_BT, column)[:, 1:] for column in numbers)
-        parts = (ids_BT[:, :-1], ids_BT[:, 1:], label_mask_BT, self._advantages[used], *log_probs)
-        batch = ResponseBatch(*(part.to(self.device) for part in parts))
+            columns.append([row.reference_log_probs for row in rows])
+        input_ids, labels, mask, *log_probs = self.make_batch(rows, *columns)
+        mask = mask if indices else torch.zeros_like(mask)
+        batch = ResponseBatch(input_ids, labels, mask, self._advantages[used].to(self.device), *log_probs)
         return batch._replace(weight=torch.tensor(weight).to(self.device))
 
     def weight(self, micro_batch: ResponseBatch) -> Tensor:

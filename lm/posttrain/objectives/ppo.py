@@ -124,22 +124,16 @@ class PPO(RolloutObjective):
 
     def split(self, indices: list[int]) -> list[PPOBatch]:
         """Return the responses with these indices as micro-batches."""
-        size = self.micro_batch_size
-        return [self._batch(indices[start : start + size]) for start in range(0, len(indices), size)]
-
-    def _batch(self, indices: list[int]) -> PPOBatch:
-        rows = [self._responses[index] for index in indices]
-        ids_BT, mask_BT = self.pad_ids(rows)
-        columns = (
-            [self._advantages[index] for index in indices],
-            [self._returns[index] for index in indices],
-            [row.values for row in rows],
-            [row.log_probs for row in rows],
-            [row.reference_log_probs for row in rows],
-        )
-        numbers = (self.pad_numbers(mask_BT, column)[:, 1:] for column in columns)
-        parts = (ids_BT[:, :-1], ids_BT[:, 1:], mask_BT[:, 1:], *numbers)
-        return PPOBatch(*(part.to(self.device) for part in parts))
+        batches = []
+        for start in range(0, len(indices), self.micro_batch_size):
+            part = indices[start : start + self.micro_batch_size]
+            rows = [self._responses[index] for index in part]
+            numbers = [
+                (self._advantages[index], self._returns[index], row.values, row.log_probs, row.reference_log_probs)
+                for index, row in zip(part, rows, strict=True)
+            ]
+            batches.append(PPOBatch(*self.make_batch(rows, *zip(*numbers, strict=True))))
+        return batches
 
     def weight(self, micro_batch: PPOBatch) -> Tensor:
         """Return the number of tokens of responses."""

@@ -265,13 +265,15 @@ class RolloutObjective(Objective):
         ground_truth = source.ground_truth if isinstance(source, Problem) else None
         return self.reward.score(rollout.text, ground_truth) if self.reward else Verdict({})
 
-    def pad_ids(self, rows: Sequence[RolloutRow]) -> tuple[Tensor, Tensor]:
-        """Return the ids of prompts with responses, (B, T) int64, and a mask of the responses.
+    def make_batch(self, rows: Sequence[RolloutRow], *columns: Sequence[Sequence[float]]) -> list[Tensor]:
+        """Return input ids and labels of prompts with responses, (B, T) int64 each, and a mask of the responses.
 
-        T is one length in a rollout: matmuls in bfloat16 round otherwise in another shape, and ratios compare their
-        results.
+        Then ``columns``, numbers of the tokens of each response, as tensors (B, T). T is one length in a rollout:
+        matmuls in bfloat16 round otherwise in another shape, and ratios compare their results.
         """
-        return pad_responses([(row.prompt_ids, row.ids) for row in rows], length=self._padded_length)
+        ids_BT, mask_BT = pad_responses([(row.prompt_ids, row.ids) for row in rows], length=self._padded_length)
+        numbers = (self.pad_numbers(mask_BT, column)[:, 1:] for column in columns)
+        return [part.to(self.device) for part in (ids_BT[:, :-1], ids_BT[:, 1:], mask_BT[:, 1:], *numbers)]
 
     @staticmethod
     def pad_numbers(mask_BT: Tensor, numbers: Sequence[Sequence[float]]) -> Tensor:
@@ -288,9 +290,9 @@ class RolloutObjective(Objective):
         result: list[list[float]] = []
         for start in range(0, len(responses), self.micro_batch_size):
             rows = responses[start : start + self.micro_batch_size]
-            ids_BT, mask_BT = (part.to(self.device) for part in self.pad_ids(rows))
-            numbers_BT = function(ids_BT[:, :-1], ids_BT[:, 1:])
-            result += [row[used].tolist() for row, used in zip(numbers_BT, mask_BT[:, 1:], strict=True)]
+            ids_BT, labels_BT, mask_BT = self.make_batch(rows)
+            numbers_BT = function(ids_BT, labels_BT)
+            result += [row[used].tolist() for row, used in zip(numbers_BT, mask_BT, strict=True)]
         return result
 
     def response_log_probs(self, model: TransformerLM, responses: Sequence[RolloutRow]) -> list[list[float]]:

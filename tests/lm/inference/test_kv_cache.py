@@ -1,6 +1,6 @@
 """With the prefix cache, generation computes less and has the same results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -278,12 +278,13 @@ def test_blocks_whose_copy_failed_are_not_served(
     model = make_model(context_length=CONTEXT).eval()
     engine = make_engine(model)
 
-    def fail(*arguments: Any) -> None:
-        raise torch.OutOfMemoryError
+    class FullMemory:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            raise torch.OutOfMemoryError
 
     first, beside, again, expected = (Generation([5] * 40, count, GREEDY) for count in (4, 9, 9, 9))
     with monkeypatch.context() as patch:
-        patch.setattr(PrefixCache, "_copy", fail)
+        patch.setattr(engine._prefix_cache, "_kv", FullMemory())
         run(engine, [first, beside])
     assert "failed to store a sequence" in caplog.text
     run(engine, [again])

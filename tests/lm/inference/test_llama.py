@@ -1,6 +1,6 @@
 """The interface of Meta's Llama 2 code: ids and log-probabilities equal those of a loop without a cache."""
 
-from dataclasses import replace
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,8 @@ def test_ids_and_logprobs_equal_uncached_ones(llama: Llama, echo: bool, max_gen_
     """A full batch. The end token in a prompt has no effect."""
     if ends_early:
         [[*_, third]], _ = llama.generate([[END]], 3, temperature=0)
-        llama.tokenizer = replace(llama.tokenizer, eos_id=third)
+        llama.tokenizer = copy(llama.tokenizer)
+        llama.tokenizer.eos_id = third
         assert len(llama.generate([[END]], 9, temperature=0)[0][0]) < 3
     prompts = [*PROMPTS[:3], [llama.tokenizer.eos_id] * 4]
     ids, logprobs = llama.generate(prompts, max_gen_len, temperature=0, logprobs=True, echo=echo)
@@ -291,6 +292,6 @@ def test_llama_dialog_token_for_token(tmp_path: Path) -> None:
     ids=str,
 )
 def test_malformed_dialog_is_refused(dialog: list[Any], message: str) -> None:
-    tokenizer = LlamaTokenizer(257, 256, 256, lambda text: list(text.encode()), {})
+    tokenizer = LlamaTokenizer(bytes_tokenizer([END_OF_TEXT]), 256, 256)
     with pytest.raises(UserError, match=message):
         encode_llama_dialog(tokenizer, dialog, name="Dialog 1")

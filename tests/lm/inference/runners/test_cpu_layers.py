@@ -16,7 +16,6 @@ from lm.inference.runners.cpu_layers import (
     CpuNorm,
     LowPrecisionLinear,
     OneDNNLinear,
-    dequantize,
     matmul_small_batch,
     quantize,
 )
@@ -30,6 +29,7 @@ from lm.model.linear import Linear
 from lm.model.norm import RMSNorm
 from lm.model.rope import RotaryEmbedding
 from tests.helpers.examples import examples
+from tests.helpers.tensors import dequantize
 
 
 @examples(80)

@@ -9,13 +9,14 @@ import torch
 from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate
-from lm.inference.runners.cpu_layers import dequantize, quantize
+from lm.inference.runners.cpu_layers import quantize
 from lm.inference.runners.runner import prepare_for_inference
 from lm.model.config import MoEConfig
 from lm.model.linear import Head, Linear
 from lm.model.moe import Experts
 from lm.model.transformer import TransformerLM
 from tests.helpers.generating import make_model
+from tests.helpers.tensors import dequantize
 
 VARIANTS: list[dict[str, Any]] = [
     {},
