@@ -108,11 +108,9 @@ class GRPO(RolloutObjective):
     def annotate(self, responses: Sequence[RolloutRow]) -> None:
         """Set the log-probabilities that the loss compares: of the policy for ratios, of the reference for the KL."""
         if self.config.importance_reweighting != "none":
-            for response, row in zip(responses, self.response_log_probs(self.model, responses), strict=True):
-                response.log_probs = row
+            self.annotate_log_probs(responses, "log_probs", self.model)
         if self.reference is not None:
-            for response, row in zip(responses, self.response_log_probs(self.reference, responses), strict=True):
-                response.reference_log_probs = row
+            self.annotate_log_probs(responses, "reference_log_probs", self.reference)
 
     def prepare(self) -> dict[str, float]:
         """Compute the advantage of each response; return the share of groups without a signal."""

@@ -81,15 +81,11 @@ class PPO(RolloutObjective):
     def annotate(self, responses: Sequence[RolloutRow]) -> None:
         """Set each response's learned reward, and the values and log-probabilities of its tokens."""
         learned_rewards = self._learned_rewards([(row.prompt_ids, row.ids) for row in responses])
-        log_probs = self.response_log_probs(self.model, responses)
-        reference_log_probs = self.response_log_probs(self.reference, responses)
-        values = self.for_tokens(
-            responses, lambda input_ids, _: self.model.scalars(self.model.hidden_states(input_ids))
-        )
-        for number, row in enumerate(responses):
-            row.learned_reward = learned_rewards[number]
-            row.log_probs, row.reference_log_probs = log_probs[number], reference_log_probs[number]
-            row.values = values[number]
+        for row, reward in zip(responses, learned_rewards, strict=True):
+            row.learned_reward = reward
+        self.annotate_log_probs(responses, "log_probs", self.model)
+        self.annotate_log_probs(responses, "reference_log_probs", self.reference)
+        self.annotate_tokens(responses, "values", lambda ids, _: self.model.scalars(self.model.hidden_states(ids)))
 
     def _learned_rewards(self, responses: Sequence[tuple[list[int], list[int]]]) -> list[float]:
         # The reward is read at the end token, so there is always room for it.

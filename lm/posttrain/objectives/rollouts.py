@@ -283,22 +283,20 @@ class RolloutObjective(Objective):
         return result_BT
 
     @torch.no_grad()
-    def for_tokens(
-        self, responses: Sequence[RolloutRow], function: Callable[[Tensor, Tensor], Tensor]
-    ) -> list[list[float]]:
-        """Return a number for each token of each response. ``function`` maps input ids and labels (B, T) to (B, T)."""
-        result: list[list[float]] = []
+    def annotate_tokens(
+        self, responses: Sequence[RolloutRow], name: str, function: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        """Set a field of each response to numbers of its tokens: ``function`` of input ids and labels, (B, T) each."""
         for start in range(0, len(responses), self.micro_batch_size):
             rows = responses[start : start + self.micro_batch_size]
             ids_BT, labels_BT, mask_BT = self.make_batch(rows)
-            numbers_BT = function(ids_BT, labels_BT)
-            result += [row[used].tolist() for row, used in zip(numbers_BT, mask_BT, strict=True)]
-        return result
+            for row, numbers_T, mask_T in zip(rows, function(ids_BT, labels_BT), mask_BT, strict=True):
+                setattr(row, name, numbers_T[mask_T].tolist())
 
-    def response_log_probs(self, model: TransformerLM, responses: Sequence[RolloutRow]) -> list[list[float]]:
-        """Return the log-probabilities of the tokens of each response under ``model``, as an update computes them."""
-        return self.for_tokens(
-            responses, lambda ids, labels: get_response_log_probs(model, ids, labels, False)["log_probs"]
+    def annotate_log_probs(self, responses: Sequence[RolloutRow], name: str, model: TransformerLM) -> None:
+        """Set a field of each response to its tokens' log-probabilities under ``model``, as an update computes them."""
+        self.annotate_tokens(
+            responses, name, lambda ids, labels: get_response_log_probs(model, ids, labels, False)["log_probs"]
         )
 
     def add_to_step_metrics(self, **sums: Tensor) -> None:
