@@ -26,6 +26,7 @@ from lm.files.urls import file_sizes, file_version, open_filesystem, request
 
 log = logging.getLogger(__name__)
 
+_BATCH_URLS = 16  # whose sizes are requested at the same time
 _SHARD, _VERIFIED = "tokens.bin", "verified"  # in the copy of a token file; the latter says what was verified
 
 
@@ -45,8 +46,8 @@ def fetch_files(paths: Sequence[str], checksums: Mapping[str, str], max_bytes: i
         lock.parent.mkdir(parents=True, exist_ok=True)
         _hold(lock)
     remaining, copies = max_bytes, dict[str, str]()
-    for start in range(0, len(urls), 16):
-        batch = urls[start : start + 16]  # their sizes are requested at the same time
+    for start in range(0, len(urls), _BATCH_URLS):
+        batch = urls[start : start + _BATCH_URLS]
         for url, size in zip(batch, file_sizes(batch), strict=True):
             remaining -= size
             if remaining >= 0:
