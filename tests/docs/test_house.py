@@ -16,14 +16,12 @@ def python_files(*folders: str) -> list[Path]:
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
-@pytest.mark.xfail(strict=True, reason="lm.tokenizer is put in order next")
 def test_no_file_has_more_than_400_lines() -> None:
     files = python_files(*FLOORS, "tests", "tools", "benchmarks", "examples")
     assert len(files) > 400
     assert [path for path in files if len(path.read_text().splitlines()) > 400] == []
 
 
-@pytest.mark.xfail(strict=True, reason="lm.tokenizer is put in order next")
 def test_no_two_files_of_lm_have_one_name() -> None:
     """But for ``config``, and an objective of post-training and its loss."""
     files = [path for path in python_files("lm") if path.name not in ("__init__.py", "config.py")]
