@@ -90,8 +90,10 @@ def open_runner(run: RunContext, sources: Sequence[str]) -> Iterator[Runner]:
         yield Runner(execution)
         return
     _check_reachable(run, sources)
+    runners = {"dask": ("prefect_dask", "DaskTaskRunner"), "ray": ("prefect_ray", "RayTaskRunner")}
+    module, name = runners[execution.runner]
     try:
-        task_runner = getattr(import_module(f"prefect_{execution.runner}"), f"{execution.runner.title()}TaskRunner")
+        task_runner = getattr(import_module(module), name)
     except ImportError as error:
         raise UserError(
             f"execution.runner {execution.runner} needs an extra: pip install 'textmill[{execution.runner}]' ({error})."

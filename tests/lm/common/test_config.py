@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, is_dataclass, make_dataclass
+from dataclasses import asdict, fields, is_dataclass, make_dataclass
 from typing import Any, get_args, get_type_hints
 
 import jsonschema
@@ -155,7 +155,7 @@ def test_a_misspelled_field_or_section_is_rejected() -> None:
 def test_the_schema_describes_every_field() -> None:
     for name, section in {**SECTIONS, "all": PipelineConfig}.items():
         properties = TypeAdapter(section).json_schema()["properties"]
-        assert properties.keys() == section.__dataclass_fields__.keys()
+        assert properties.keys() == {field.name for field in fields(section)}
         assert all(schema.get("description") for schema in properties.values()), name
 
 
