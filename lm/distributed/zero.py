@@ -9,9 +9,10 @@ from torch import nn
 
 from lm.distributed.process_group import get_world_size
 from lm.distributed.sharding import MAX_BUCKET_BYTES, RowExchange, group_by_size, local_rows, shard_rows
+from lm.optim.optimizer import Optimizer
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(Optimizer):
     """Wraps an optimizer. Each rank updates its share of the parameters, and all ranks exchange the results.
 
     ``params`` are parameters or groups, as for ``optimizer_cls``; ``kwargs`` are its options. The parameters and their

@@ -27,11 +27,14 @@ class RotaryEmbedding(BuffersKeepDtype):
         self, theta: float, head_dim: int, max_seq_len: int, device: Device = None, scaling: RopeScaling | None = None
     ) -> None:
         super().__init__()
-        frequencies_P = rotary_frequencies(theta, head_dim, scaling, device)
-        angles_TP = torch.outer(torch.arange(max_seq_len, device=device, dtype=torch.float32), frequencies_P)
+        cos_TP, sin_TP = (torch.empty(max_seq_len, head_dim // 2, device=device) for _ in range(2))
+        if not cos_TP.is_meta:  # there, arithmetic would import torch.compile, for two seconds
+            frequencies_P = rotary_frequencies(theta, head_dim, scaling, device)
+            angles_TP = torch.outer(torch.arange(max_seq_len, device=device, dtype=torch.float32), frequencies_P)
+            cos_TP, sin_TP = angles_TP.cos(), angles_TP.sin()
         # Not in the state dict, because they follow from the config.
-        self.register_buffer("cos", angles_TP.cos(), persistent=False)
-        self.register_buffer("sin", angles_TP.sin(), persistent=False)
+        self.register_buffer("cos", cos_TP, persistent=False)
+        self.register_buffer("sin", sin_TP, persistent=False)
 
     def forward(self, x: Tensor, token_positions: Tensor | None = None) -> Tensor:
         """Rotate ``x`` (..., T, K) by its positions (..., T), by default 0 … T-1. Same shape and dtype."""

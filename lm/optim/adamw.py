@@ -9,12 +9,14 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
+from lm.optim.optimizer import Optimizer
+
 log = logging.getLogger(__name__)
 
 _BLOCK_ELEMENTS = 1 << 18  # of parameters; with their gradients and two moments they fit a CPU's cache
 
 
-class AdamW(torch.optim.Optimizer):
+class AdamW(Optimizer):
     """Adam with decoupled weight decay. Gives the same result as ``torch.optim.AdamW``.
 
     On a GPU with Triton, one kernel updates a parameter of float32. Else ``torch._foreach`` updates lists of tensors

@@ -7,8 +7,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lm.optim.optimizer import Optimizer
 
-class Muon(torch.optim.Optimizer):
+
+class Muon(Optimizer):
     """Momentum with an orthogonalized update, for the hidden matrices. Train all other parameters with AdamW.
 
     Five Newton–Schulz steps replace the momentum matrix M = U S Vᵀ by about U Vᵀ, so that all directions of the matrix

@@ -6,8 +6,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from lm.optim.optimizer import Optimizer
 
-class SGD(torch.optim.Optimizer):
+
+class SGD(Optimizer):
     """``p ← p - lr / sqrt(t + 1) · grad``, with ``t`` the number of steps the parameter has taken."""
 
     is_elementwise: ClassVar[bool] = True

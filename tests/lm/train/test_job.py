@@ -118,7 +118,9 @@ import lm.train.trainer
 from lm.train.__main__ import main
 step = lm.train.trainer.Trainer.train_step
 lm.train.trainer.Trainer.train_step = lambda *rest: (time.sleep(0.1), step(*rest))[1]
-sys.exit(main(sys.argv[1:]))
+code = main(sys.argv[1:])
+assert "torch._dynamo" not in sys.modules  # its import takes two seconds
+sys.exit(code)
 """
 
 
