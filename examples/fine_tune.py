@@ -39,7 +39,7 @@ def make_model(tokenizer: Tokenizer) -> TransformerLM:
 
 def fine_tune(model: TransformerLM, tokenizer: Tokenizer, steps: int) -> None:
     """Train on the tokens of the answers; those of the prompts have no loss."""
-    optimizer, rng = AdamW(model.parameters(), lr=3e-3), random.Random(0)
+    optimizer, rng = AdamW(model.parameters(), lr=4e-3), random.Random(0)
     for step in range(steps):
         prompts, answers = make_sums(128, rng)
         batch = tokenize_prompt_and_output(prompts, [answer + END_OF_TEXT for answer in answers], tokenizer)
@@ -70,5 +70,5 @@ def measure_accuracy(model: TransformerLM, tokenizer: Tokenizer) -> float:
 if __name__ == "__main__":
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
-    fine_tune(model, tokenizer, steps=350)
+    fine_tune(model, tokenizer, steps=220)
     print(f"accuracy: {measure_accuracy(model, tokenizer):.2f}")

@@ -16,7 +16,7 @@ from lm.optim import AdamW, clip_grad_norm, lr_cosine_schedule
 from lm.text import demo_stories
 from lm.tokenizer import Tokenizer, token_dtype
 
-STEPS, BATCH_SIZE, MAX_LR = 150, 16, 3e-3
+STEPS, BATCH_SIZE, MAX_LR = 100, 16, 5e-3
 
 
 def encode_stories(tokenizer: Tokenizer, stories: int, seed: int) -> np.ndarray:
