@@ -18,6 +18,7 @@ from lm.posttrain.config import (
     DialogsConfig,
     DPOConfig,
     GRPOConfig,
+    Method,
     PPOConfig,
     RewardModelConfig,
 )
@@ -31,7 +32,6 @@ from tasks.runtime.execution import Execution
 from tasks.runtime.output import Ref
 from tasks.runtime.store import Store
 
-Method = Literal["sft", "preference", "reward_model", "reinforce", "ppo"]
 PosttrainStage = Literal["base", "dialogs", "sft", "preference", "reward_model", "reinforce", "ppo", "evaluate"]
 
 

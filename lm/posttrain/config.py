@@ -9,6 +9,8 @@ from lm.common.errors import UserError
 from lm.eval.rewards import combine_rewards
 from lm.train.config import TrainConfig
 
+Method = Literal["sft", "preference", "reward_model", "reinforce", "ppo"]
+
 
 @dataclass(frozen=True)
 class DialogsConfig(Config, section="dialogs"):

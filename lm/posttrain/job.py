@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -15,6 +15,7 @@ from lm.common.errors import UserError
 from lm.hardware.device import explain_out_of_memory
 from lm.model.moe import MoE
 from lm.model.transformer import TransformerLM
+from lm.posttrain.config import Method
 from lm.posttrain.data import read_example_rows
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.trainer import NO_MEMORY_FOR_MODEL, Trainer
@@ -23,7 +24,6 @@ from lm.train.training_job import TrainingJob
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Method = Literal["sft", "preference", "reward_model", "reinforce", "ppo"]
 
 # Named and not imported: they stand above this module, and a training runs the code of its own method only.
 _OBJECTIVES: dict[Method, str] = {

@@ -21,19 +21,9 @@ from tasks.runtime.execution import Execution
 from tasks.runtime.output import Ref
 from tasks.runtime.run_context import RunContext
 from tasks.runtime.stage import Stage
-from tests.helpers.pipelines import STAGES, Runner, make_config
+from tests.helpers.pipelines import STAGES, Runner
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> PipelineConfig:
-    return make_config(tmp_path)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Runner:
-    return Runner(tmp_path / "root")
 
 
 def test_a_second_run_is_all_cached_and_execution_changes_nothing(run: Runner, config: PipelineConfig) -> None:

@@ -17,19 +17,9 @@ from flows.executor import PrefectExecutor
 from flows.pipeline import pipeline
 from flows.prefect_support.signals import Terminated
 from tasks.runtime.output import Ref
-from tests.helpers.pipelines import Runner, make_config
+from tests.helpers.pipelines import Runner
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> PipelineConfig:
-    return make_config(tmp_path)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Runner:
-    return Runner(tmp_path / "root")
 
 
 def test_a_failed_training_resumes_from_its_checkpoint(

@@ -21,20 +21,10 @@ from tasks.runtime.execution import Execution
 from tasks.runtime.locks import use_root
 from tasks.runtime.output import Ref, read_output
 from tasks.runtime.run_context import RunContext
-from tests.helpers.pipelines import STAGES, Runner, make_config
+from tests.helpers.pipelines import STAGES, Runner
 from tests.helpers.roots import letters
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> PipelineConfig:
-    return make_config(tmp_path)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Runner:
-    return Runner(tmp_path / "root")
 
 
 @pytest.mark.slow
