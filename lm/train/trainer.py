@@ -41,7 +41,8 @@ from lm.train.checkpoints import adopt_checkpoints, find_resumable, prune_checkp
 from lm.train.config import TrainConfig
 from lm.train.expert_balance import ExpertBalance
 from lm.train.objective import MicroBatch, Objective
-from lm.train.optimizers import SkippedSteps, make_optimizers, whole_parameters
+from lm.train.optimizers import make_optimizers, whole_parameters
+from lm.train.skipped_steps import SkippedSteps
 from lm.train.throughput import StepTimer, Throughput
 from lm.train.tracking import Tracker, log_step, plot_metrics, read_metrics, replace_non_finite
 from lm.train.training_memory import check_directory_is_shared, choose_parallel

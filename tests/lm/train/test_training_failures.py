@@ -58,10 +58,10 @@ def test_a_step_with_non_finite_loss_or_gradient_is_skipped(
         return loss * (math.inf if bad == "loss" else 1.0)
 
     trainer.loss_sum = make_non_finite
-    with caplog.at_level(logging.WARNING, "lm.train.optimizers"):
+    with caplog.at_level(logging.WARNING, "lm.train.skipped_steps"):
         result = trainer.run()
     assert result["steps"] == 20 and result["skipped_steps"] == 3
-    messages = [record.getMessage() for record in caplog.records if record.name == "lm.train.optimizers"]
+    messages = [record.getMessage() for record in caplog.records if record.name == "lm.train.skipped_steps"]
     assert all(message.endswith("steps skipped: 1.") for message in messages)
     # Without a read in each step, it reads for a line of the log, an evaluation, and a line and a checkpoint.
     read_at = [6, 7, 13] if reads_each_step else [6, 8, 15]
