@@ -3,6 +3,7 @@
 import ast
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ def test_no_file_is_called_utils() -> None:
     assert [path for path in python_files(*FLOORS, "tests", "tools", "benchmarks") if "util" in path.name] == []
 
 
+@cache
 def first_line(path: Path) -> str:
     """Return the first line of a module's docstring, in lower case."""
     docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
