@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
@@ -180,6 +181,10 @@ def prefect_deployed(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Depl
 def _s3_url() -> Iterator[str]:
     """The address of a local S3 server, one a session."""
     server_module = pytest.importorskip("moto.server", reason="moto, which plays S3, is not installed")
+    from botocore.loaders import JSONFileLoader  # each new file system would parse the same megabytes of JSON
+
+    load = cache(partial(JSONFileLoader.load_file, JSONFileLoader()))
+    JSONFileLoader.load_file = lambda _, path: load(path)
     server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
