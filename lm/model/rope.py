@@ -27,7 +27,7 @@ class RotaryEmbedding(BuffersKeepDtype):
         self, theta: float, head_dim: int, max_seq_len: int, device: Device = None, scaling: RopeScaling | None = None
     ) -> None:
         super().__init__()
-        cos_TP, sin_TP = (torch.empty(max_seq_len, head_dim // 2, device=device) for _ in range(2))
+        cos_TP, sin_TP = (torch.empty(max_seq_len, head_dim // 2, device=device, dtype=torch.float32) for _ in range(2))
         if not cos_TP.is_meta:  # there, arithmetic would import torch.compile, for two seconds
             frequencies_P = rotary_frequencies(theta, head_dim, scaling, device)
             angles_TP = torch.outer(torch.arange(max_seq_len, device=device, dtype=torch.float32), frequencies_P)

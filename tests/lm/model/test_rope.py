@@ -84,3 +84,14 @@ def test_scaled_frequencies_equal_the_reference(
     expected = [reference_frequency(theta ** (-2 * i / 16), scaling) for i in range(8)]
     angles = torch.atan2(rope.sin[1], rope.cos[1])  # at position 1; frequencies are at most 1
     torch.testing.assert_close(angles, torch.tensor(expected), atol=1e-6, rtol=1e-4)
+
+
+def test_a_table_on_the_meta_device_has_the_shape_and_dtype_of_another() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        meta, real = (RotaryEmbedding(100.0, 8, max_seq_len=5, device=device) for device in ("meta", "cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert meta.cos.is_meta and meta.sin.is_meta
+    assert meta.cos.shape == meta.sin.shape == real.cos.shape == (5, 4)
+    assert meta.cos.dtype == meta.sin.dtype == real.cos.dtype == torch.float32
