@@ -14,7 +14,8 @@ from tasks.runtime.stage import Stage, stage
 from tasks.runtime.training_process import best_checkpoint, relative_path, run_training
 
 if TYPE_CHECKING:
-    from lm.posttrain.job import Method, PosttrainJob
+    from lm.posttrain.config import Method
+    from lm.posttrain.job import PosttrainJob
 
 _EXAMPLES = {
     "sft": "dialogs",

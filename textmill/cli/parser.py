@@ -17,11 +17,12 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsin
 from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
 
 from flows.config import FlowConfig, PipelineConfig, StageName, read_yaml
-from flows.posttrain import Method, PosttrainConfig, PosttrainStage
+from flows.posttrain import PosttrainConfig, PosttrainStage
 from flows.sweep_config import SweepConfig, load_sweep
 from lm.common.errors import UserError, did_you_mean
 from lm.eval.config import EvaluationConfig, TeachConfig
 from lm.inference.config import Quantization, SampleConfig
+from lm.posttrain.config import Method
 from lm.train.config import TrainConfig
 
 _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
