@@ -11,11 +11,16 @@ lock, the key of a stage holds its version only. Otherwise the key holds the dig
 import ast
 import hashlib
 import json
-from functools import lru_cache
+import os
+import sys
+import threading
+from contextlib import suppress
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lm.common.errors import UserError
+from lm.files.cache_dir import cache_directory
 
 PROJECT = Path(__file__).parents[2]
 LOCK = Path(__file__).with_name("code_versions.json")
@@ -61,7 +66,7 @@ def stage_digest(modules: dict[str, Path]) -> str:
     def describe(path: Path) -> str:
         code = _parse(path)
         targets = [
-            (name, modules.get(_defining_module(f"{module}.{name}")) or modules.get(module))
+            (name, modules.get(_defining_module(PROJECT, f"{module}.{name}")) or modules.get(module))
             for module, name in code.imports
         ]
         return json.dumps([code.digest, sorted((name, _parse(target).digest) for name, target in targets if target)])
@@ -90,31 +95,41 @@ def find_modules(file: str, *names: str) -> dict[str, Path]:
     """Return name and file of the module in ``file``, of the modules ``names``, of all modules of the project that they
     import, directly or not, and of the packages around them."""
 
-    def imported_by(path: Path) -> list[str]:
-        return [f"{module}.{name}".rstrip(".") for module, name in _parse(path).imports]
-
     first = Path(file).resolve()
     is_inside = first.is_relative_to(PROJECT)
     name = ".".join(first.relative_to(PROJECT).with_suffix("").parts) if is_inside else first.stem
     modules: dict[str, Path] = {name: first}
-    unvisited = [*names, *imported_by(first)]
+    unvisited = {*names, *_imported_names(first)}
+    visited = set[str]()
     while unvisited:
-        imported = unvisited.pop()
-        parts = imported.split("."), _defining_module(imported).split(".")
-        for module in {".".join(names[:end]) for names in parts for end in range(1, len(names) + 1)}:
-            source = _source_file(module)
-            if source and module not in modules and not module.startswith(_EXCLUDED_MODULES):
+        visited.add(imported := unvisited.pop())
+        for module, source in _imported_modules(PROJECT, imported).items():
+            if module not in modules:
                 modules[module] = source
-                unvisited += imported_by(source)
+                unvisited |= _imported_names(source) - visited
     return modules
 
 
-def _defining_module(name: str) -> str:
+def _imported_names(path: Path) -> set[str]:
+    return {f"{module}.{name}".rstrip(".") for module, name in _parse(path).imports}
+
+
+@cache  # most names are imported by many modules, and most modules belong to many stages
+def _imported_modules(project: Path, name: str) -> dict[str, Path]:
+    """Return name and file of the modules that an import of ``name`` runs: its module, and the packages around it."""
+    parts = name.split("."), _defining_module(project, name).split(".")
+    modules = {".".join(names[:end]) for names in parts for end in range(1, len(names) + 1)}
+    sources = {module: _source_file(project, module) for module in modules if not module.startswith(_EXCLUDED_MODULES)}
+    return {module: source for module, source in sources.items() if source}
+
+
+@cache
+def _defining_module(project: Path, name: str) -> str:
     """Resolve a public name of a package by the package's stub: ``lm.tokenizer.Tokenizer`` is from
     ``lm.tokenizer.tokenizer``. Any other name is returned unchanged."""
     package, _, public_name = name.rpartition(".")
-    stub = PROJECT.joinpath(*package.split("."), "__init__.pyi")
-    if not package or _source_file(name) or not stub.is_file():
+    stub = project.joinpath(*package.split("."), "__init__.pyi")
+    if not package or _source_file(project, name) or not stub.is_file():
         return name
     for node in ast.walk(ast.parse(stub.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and any(alias.name == public_name for alias in node.names):
@@ -122,8 +137,9 @@ def _defining_module(name: str) -> str:
     return name
 
 
-def _source_file(module: str) -> Path | None:
-    path = PROJECT.joinpath(*module.split("."))
+@cache
+def _source_file(project: Path, module: str) -> Path | None:
+    path = project.joinpath(*module.split("."))
     return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
 
 
@@ -142,9 +158,34 @@ def _parse(path: Path) -> _Code:
 
 @lru_cache(maxsize=1024)
 def _parse_version(path: Path, mtime_ns: int, size: int) -> _Code:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    """Return the code of a module. It is cached on disk: to parse the modules of a run takes a second."""
+    source = path.read_bytes()
+    identity = hashlib.sha256(source + _parser_identity()).hexdigest()
+    with suppress(OSError, ValueError, TypeError, KeyError, UserError):  # it is missing or damaged; there is no cache
+        entry = json.loads(_cached_code(path).read_bytes())
+        if entry["identity"] == identity:
+            return _Code(str(entry["digest"]), frozenset((str(module), str(name)) for module, name in entry["imports"]))
+    tree = ast.parse(source)
     imports = ((module, name) for node in ast.walk(tree) for module, name, _ in _project_imports(node))
-    return _Code(code_digest(tree), frozenset(imports))
+    code = _Code(code_digest(tree), frozenset(imports))
+    with suppress(OSError, UserError):
+        cached = _cached_code(path)
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        temporary = cached.with_name(f"{cached.name}.{os.getpid()}.{threading.get_ident()}")
+        entry = {"identity": identity, "digest": code.digest, "imports": sorted(code.imports)}
+        temporary.write_text(json.dumps(entry), encoding="utf-8")
+        temporary.replace(cached)
+    return code
+
+
+@cache
+def _parser_identity() -> bytes:
+    """Return what decides the digest of a source besides the source: this file and the version of Python."""
+    return Path(__file__).read_bytes() + sys.version.encode()
+
+
+def _cached_code(path: Path) -> Path:
+    return cache_directory() / "code" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
 
 
 def _project_imports(node: Any) -> list[tuple[str, str, str]]:

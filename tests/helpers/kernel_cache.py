@@ -1,4 +1,4 @@
-"""Compiled kernels: test runs share them, and nothing else of the cache."""
+"""The part of the cache that test runs share: compiled kernels and parsed code."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -7,10 +7,12 @@ from lm.files.cache_dir import cache_directory
 
 
 def cache_with_kernels(folder: Path) -> str:
-    """Return a folder for ``XDG_CACHE_HOME`` that shares only the compiled kernels with this process."""
-    kernels, own = cache_directory() / "kernels", folder / cache_directory().name
-    kernels.mkdir(parents=True, exist_ok=True)
+    """Return a folder for ``XDG_CACHE_HOME`` that shares only compiled kernels and parsed code with this process."""
+    own = folder / cache_directory().name
     own.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        (own / "kernels").symlink_to(kernels.resolve())
+    for name in ("kernels", "code"):
+        shared = cache_directory() / name
+        shared.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            (own / name).symlink_to(shared.resolve())
     return str(folder)

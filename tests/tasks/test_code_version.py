@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -248,6 +249,30 @@ def test_an_edit_during_a_run_is_a_user_error(project: Path) -> None:
     edit(project, "lazy", "LAZY = 1", "LAZY = 2")
     with pytest.raises(UserError, match=r"lm\.lazy was edited after this run began"):
         code_version.check_not_edited(files, before)
+
+
+@pytest.mark.parametrize("damaged", ["", "[1]", '{"identity": 1}', None])
+def test_parsed_code_is_cached_on_disk(project: Path, monkeypatch: pytest.MonkeyPatch, damaged: str | None) -> None:
+    def fresh_digests() -> dict[str, str]:
+        code_version._parse_version.cache_clear()  # as in a new process
+        return digests(project)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(project / "cache"))
+    before, parse = fresh_digests(), ast.parse
+    with monkeypatch.context() as patched:
+        patched.setattr(ast, "parse", None)
+        assert fresh_digests() == before
+    edit(project, "lazy", "LAZY = 1", "LAZY = 2")
+    assert {name for name, digest in fresh_digests().items() if digest != before[name]} == {"lm.lazy"}
+    edit(project, "lazy", "LAZY = 2", "LAZY = 1")
+    if damaged is None:
+        monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    else:
+        for path in (project / "cache").rglob("*.json"):
+            path.write_text(damaged)
+    parse_again = Mock(side_effect=parse)
+    monkeypatch.setattr(ast, "parse", parse_again)
+    assert fresh_digests() == before and parse_again.call_count == len(before)
 
 
 def test_a_field_that_a_newer_python_adds_empty_does_not_change_the_digest() -> None:
