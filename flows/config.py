@@ -72,7 +72,12 @@ class FlowConfig:
     def _type_adapter(cls) -> Any:
         from pydantic import TypeAdapter  # slow to import
 
-        return TypeAdapter(cls)
+        adapter: Any = TypeAdapter(cls)
+        # The schema takes a tenth of a second, and Prefect asks for it at each use of a flow. Pydantic looks for these
+        # attributes first.
+        for name in ("core_schema", "validator", "serializer"):
+            setattr(cls, f"__pydantic_{name}__", getattr(adapter, name))
+        return adapter
 
     def why_missing(self, stage: str) -> str:
         """Return why a run with this configuration has no such stage; empty if it has one."""
