@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 def start_bench(home: Path, flow: TestedFlow) -> Iterator[Bench]:
     for name in ("moto.server", "s3fs"):
         pytest.importorskip(name, reason=f"{name} is not installed")
-    bench = Bench(home, flow)
+    bench = Bench(home, flow, has_kernels=True)
     yield bench
     bench.close()
 

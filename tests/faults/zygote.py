@@ -13,14 +13,16 @@ import sys
 from importlib import import_module
 from types import FrameType
 
+from matplotlib.figure import Figure
 from numba import njit
 from prefect.context import refresh_global_settings_context
 from tenacity import wait_random
 
 from lm.files.retry import retry_reading, retry_request
+from tests.helpers.figures import save_tiny_image
 from textmill.cli.main import main
 
-_LAZY_IMPORTS = ("matplotlib.figure", "s3fs", "torch._dynamo", "flows.posttrain")  # imported on first use
+_LAZY_IMPORTS = ("s3fs", "torch._dynamo", "flows.posttrain")  # imported on first use
 
 KERNEL_LINE = "A kernel runs."
 
@@ -49,6 +51,7 @@ def _change_environment(changes: dict[str, str | None]) -> None:
 if __name__ == "__main__":
     for name in _LAZY_IMPORTS:
         import_module(name)
+    Figure.savefig = save_tiny_image  # type: ignore[assignment,method-assign]
     # Retry as often as usual, but faster.
     retry_reading.wait = retry_request.wait = wait_random(0, 0.5)
     for line in sys.stdin:
