@@ -1,6 +1,5 @@
 """Fixtures of several test files, and the options of the whole test run."""
 
-import base64
 import logging
 import os
 import shutil
@@ -10,16 +9,21 @@ from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 from xml.etree import ElementTree
 
+import certifi
 import fsspec
 import pytest
 from hypothesis import settings
 
+from tests.helpers.figures import save_tiny_image
 from tests.helpers.kernel_cache import cache_with_kernels
 from tests.helpers.limits import TIMEOUT_SCALE
 
 if TYPE_CHECKING:
+    from prefect.client.schemas.objects import FlowRun
+
     from lm.tokenizer.tokenizer import Tokenizer
     from lm.train.trainer import Trainer
     from tests.helpers.deployed import Deployed
@@ -27,6 +31,16 @@ if TYPE_CHECKING:
 # Prefect reads these when it is imported. The tests of ``lm`` never import it.
 os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
 os.environ.setdefault("PREFECT_SERVER_LOGGING_LEVEL", "CRITICAL")
+for _service in (
+    "EVENT_PERSISTER",
+    "TRIGGERS",
+    "SCHEDULER",
+    "LATE_RUNS",
+    "FOREMAN",
+    "REPOSSESSOR",
+    "PAUSE_EXPIRATIONS",
+):
+    os.environ.setdefault(f"PREFECT_SERVER_SERVICES_{_service}_ENABLED", "false")  # a third of the server's work
 # Triton reads this when it is imported, which torch.compile does too. Its interpreter needs no GPU.
 os.environ.setdefault("TRITON_INTERPRET", "0" if Path("/dev/nvidiactl").exists() else "1")
 os.environ.setdefault("TORCH_WARM_POOL", "0")  # no process that waits for Triton kernels to compile
@@ -42,12 +56,16 @@ settings.register_profile("developer", max_examples=25, deadline=None)
 settings.register_profile("ci", max_examples=100, deadline=None)
 settings.load_profile("developer")
 
-_SERVER_FIXTURES = {"prefect_deployed", "postgres", "over_postgres"}
+_SERVER_FIXTURES = {"prefect_deployed", "over_postgres"}
 _FILES_OF_ONE_SERVER = {f"tests/end_to_end/test_{name}.py" for name in ("cancelled_runs", "deployments", "ui")}
 _TESTS_OF_FIGURES = {f"test_{name}.py" for name in ("plot", "pages", "sweep_page", "profile", "compare_tokenizers")}
-_PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII=")
-if not _IS_XDIST_WORKER:  # pytest-xdist's workers inherit the variable
-    os.environ["XDG_CACHE_HOME"] = cache_with_kernels(Path(tempfile.mkdtemp(prefix="textmill-tests-")))
+if not _IS_XDIST_WORKER:  # pytest-xdist's workers inherit the variables
+    _cache = Path(tempfile.mkdtemp(prefix="textmill-tests-"))
+    os.environ["XDG_CACHE_HOME"] = cache_with_kernels(_cache)
+    # Each of Prefect's clients reads all certificates, also for a server at http://: one takes less time than 120.
+    _certificate, _end, _ = Path(certifi.where()).read_text(encoding="utf-8").partition("-----END CERTIFICATE-----\n")
+    (_cache / "certificate.pem").write_text(_certificate + _end, encoding="utf-8")
+    os.environ.setdefault("PREFECT_API_SSL_CERT_FILE", str(_cache / "certificate.pem"))
 
 
 def pytest_unconfigure() -> None:
@@ -109,11 +127,7 @@ def _torch_has_one_thread() -> None:
 def _draw_no_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Save a tiny image for each figure that matplotlib would take a quarter of a second to draw."""
     if figure := sys.modules.get("matplotlib.figure") if request.path.name not in _TESTS_OF_FIGURES else None:
-
-        def save(_: Any, out: Any, **options: Any) -> None:
-            out.write(_PNG) if hasattr(out, "write") else Path(out).write_bytes(_PNG)
-
-        monkeypatch.setattr(figure.Figure, "savefig", save)
+        monkeypatch.setattr(figure.Figure, "savefig", save_tiny_image)
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +178,14 @@ def prefect_server() -> Iterator[None]:
     """A Prefect server with its own database, one a session."""
     from prefect.testing.utilities import prefect_test_harness
 
-    with prefect_test_harness(server_startup_timeout=int(240 * TIMEOUT_SCALE)):
+    from tests.helpers.prefect_database import place_database
+
+    home = tempfile.mkdtemp()  # the harness deletes it
+    place_database(Path(home, "prefect-test.db"))
+    with (
+        patch("prefect.testing.utilities.mkdtemp", return_value=home),
+        prefect_test_harness(server_startup_timeout=int(240 * TIMEOUT_SCALE)),
+    ):
         yield
 
 
@@ -175,6 +196,16 @@ def prefect_deployed(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Depl
 
     with deployed(tmp_path_factory.mktemp("up")) as stack:
         yield stack
+
+
+@pytest.fixture(scope="session")
+def deployed_run(prefect_deployed: "Deployed", tmp_path_factory: pytest.TempPathFactory) -> "FlowRun":
+    """A finished run of all stages by the command of Prefect, read only."""
+    from tests.helpers.deployed import TINY
+
+    done = prefect_deployed.run("full", root=str(tmp_path_factory.mktemp("deployed") / "root"), config=TINY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return prefect_deployed.latest()
 
 
 @pytest.fixture(scope="session")

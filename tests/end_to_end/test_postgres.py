@@ -1,79 +1,36 @@
-"""Several runs at once over SQLite and over PostgreSQL."""
+"""Several runs at once over SQLite and over PostgreSQL. ``test_killed_runs`` has a shorter one over PostgreSQL."""
 
-import os
-import pwd
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 from uuid import UUID
 
 import pytest
 
-from tests.helpers.deployed import STAGES, TINY, Deployed, deployed, free_port
+from tests.helpers.deployed import STAGES, TINY, Deployed, deployed
 from tests.helpers.limits import wait_for
+from tests.helpers.postgres import find_postgres_program, postgres_database
 
-pytestmark = pytest.mark.server
-
-
-def postgres_program(name: str) -> str:
-    """Return the path of a PostgreSQL program: from PATH or Debian's newest version. Skip without one."""
-    standard = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"), key=lambda path: float(path.parts[4]))
-    path = shutil.which(name) or (str(standard[-1]) if standard else None)
-    if path is None:
-        pytest.skip(f"PostgreSQL's {name} is not installed")
-    return path
-
-
-def postgres_user() -> str | None:
-    """Return the user to run PostgreSQL as, which refuses root. None: the current user."""
-    users = {user.pw_name for user in pwd.getpwall()}
-    return None if os.geteuid() else "postgres" if "postgres" in users else "nobody"
+pytestmark = [pytest.mark.server, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
-def postgres() -> Iterator[str]:
-    """The URL of an empty database."""
-    initdb, pg_ctl = postgres_program("initdb"), postgres_program("pg_ctl")
-    user, port = postgres_user(), free_port()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:  # other users cannot read pytest's
-        home = Path(name)
-        options: dict[str, Any] = {"cwd": home, "check": True, "capture_output": True}
-        if user:
-            shutil.chown(home, user)
-            options |= {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
-        command = [initdb, "--pgdata", str(home / "data"), "--username=textmill", "--auth=trust", "--no-sync"]
-        subprocess.run(command, **options)
-        control = [pg_ctl, "--pgdata", str(home / "data"), "--wait", "--log", str(home / "log")]
-        server = f"-c listen_addresses=127.0.0.1 -c port={port} -c unix_socket_directories={home} -c fsync=off"
-        subprocess.run([*control, "--options", server, "start"], **options | {"capture_output": False})
-        try:
-            yield f"postgresql+asyncpg://textmill@127.0.0.1:{port}/postgres"
-        finally:
-            subprocess.run([*control, "--mode=fast", "stop"], **options)
-
-
-@pytest.fixture(scope="module")
-def over_postgres(postgres: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+def over_postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    if not find_postgres_program("initdb"):
+        pytest.skip("PostgreSQL's initdb is not installed")
     home = tmp_path_factory.mktemp("postgres")
-    with deployed(home, PREFECT_API_DATABASE_CONNECTION_URL=postgres) as stack:
+    with postgres_database() as url, deployed(home, PREFECT_API_DATABASE_CONNECTION_URL=url) as stack:
         yield stack
     assert not list(home.rglob("*.db"))  # no SQLite database
 
 
-_SQLITE = pytest.param("prefect_deployed", marks=pytest.mark.long)
-
-
-@pytest.fixture(params=[_SQLITE, "over_postgres"], ids=["sqlite", "postgres"])
+@pytest.fixture(params=["prefect_deployed", "over_postgres"], ids=["sqlite", "postgres"])
 def either(request: pytest.FixtureRequest) -> Deployed:
     stack: Deployed = request.getfixturevalue(request.param)
     return stack
 
 
-@pytest.mark.parametrize("roots", [1, pytest.param(3, marks=pytest.mark.long)], ids=["shared-root", "separate-roots"])
+@pytest.mark.parametrize("roots", [1, 3], ids=["shared-root", "separate-roots"])
 def test_three_runs_at_once(either: Deployed, tmp_path: Path, roots: int) -> None:
     log = either.home / "up.log"
     deployment = either.client.read_deployment_by_name("pipeline/full")

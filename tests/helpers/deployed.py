@@ -23,6 +23,7 @@ from flows.prefect_support.deployments import create_work_pools
 from lm.text.pretokenize import GPT2_PATTERN
 from tests.helpers.kernel_cache import cache_with_kernels
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
+from tests.helpers.prefect_database import place_database
 from tests.helpers.processes import PROJECT, processes_with_variable
 
 STAGES = tuple(stage for stage in get_args(StageName) if stage != "budget")  # of a run without a budget
@@ -134,8 +135,8 @@ def free_port() -> int:
 class Server(Deployed):
     """A Prefect server that a test can kill and start again."""
 
-    def __init__(self, home: Path) -> None:
-        super().__init__(home, free_port(), own_environment(home))
+    def __init__(self, home: Path, **environment: str) -> None:
+        super().__init__(home, free_port(), server_environment(home, environment))
         self.services: dict[str, subprocess.Popen[bytes]] = {}
         self._log = (home / "services.log").open("w", encoding="utf-8")
         self.start_missing("server")
@@ -158,31 +159,27 @@ class Server(Deployed):
 
     def kill(self, names: Collection[str], run_id: UUID | None = None) -> None:
         """Send SIGKILL to any of ``flow`` (the processes of the run), ``worker`` and ``server``."""
-        process_ids = [self.services[name].pid for name in names if name in self.services]
-        for process_id in process_ids + (self.processes(run_id) if run_id and "flow" in names else []):
+        services = [self.services[name] for name in names if name in self.services]
+        for service in services:
+            service.kill()
+        for process_id in self.processes(run_id) if run_id and "flow" in names else []:
             os.kill(process_id, signal.SIGKILL)
-        for name in self.services.keys() & set(names):
-            self.services[name].wait()
+        for service in services:
+            service.wait()
 
     def close(self) -> None:
-        """Stop the worker, then the server."""
-        for service in reversed(self.services.values()):
-            service.terminate()
-            try:
-                service.wait(120 * TIMEOUT_SCALE)
-            except subprocess.TimeoutExpired:  # Prefect does not always stop if its server was killed before
-                service.kill()
-                service.wait()
+        """End the worker and the server. A worker does not always stop by itself if its server was killed before."""
+        self.kill(list(self.services))
         self._log.close()
 
 
 class Services(Server):
-    """A Prefect server with deployments and a worker that a test can kill and start again, one by one."""
+    """A Prefect server with the deployments ``full`` and a worker that a test can kill and start again, one by one."""
 
-    def __init__(self, home: Path) -> None:
-        super().__init__(home)
+    def __init__(self, home: Path, **environment: str) -> None:
+        super().__init__(home, PREFECT_WORKER_QUERY_SECONDS="2", **environment)
         create_work_pools(self.url)
-        done = self.prefect("deploy", "--all")
+        done = self.prefect("deploy", "--name", "full")
         assert done.returncode == 0, done.stdout + done.stderr
         self.start_missing("worker")
 
@@ -198,10 +195,17 @@ def own_environment(home: Path) -> dict[str, str]:
     }
 
 
+def server_environment(home: Path, environment: dict[str, str]) -> dict[str, str]:
+    """Return the environment of a server whose files are under ``home``: also its database, unless it has another."""
+    if "PREFECT_API_DATABASE_CONNECTION_URL" not in environment:
+        place_database(home / "prefect" / "prefect.db")
+    return own_environment(home) | environment
+
+
 @contextmanager
 def deployed(home: Path, **environment: str) -> Iterator[Deployed]:
     """Start ``textmill up`` with its own home directory, and stop it with SIGINT."""
-    environment = own_environment(home) | environment
+    environment = server_environment(home, environment)
     port = free_port()
     log_path = home / "up.log"
     with log_path.open("w", encoding="utf-8") as log:

@@ -1,4 +1,4 @@
-"""The part of the cache that test runs share: compiled kernels and parsed code."""
+"""The part of the cache that test runs share: compiled kernels, parsed code, and an empty database of Prefect."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -7,10 +7,10 @@ from lm.files.cache_dir import cache_directory
 
 
 def cache_with_kernels(folder: Path) -> str:
-    """Return a folder for ``XDG_CACHE_HOME`` that shares only compiled kernels and parsed code with this process."""
+    """Return a folder for ``XDG_CACHE_HOME`` that shares only this part with this process."""
     own = folder / cache_directory().name
     own.mkdir(parents=True, exist_ok=True)
-    for name in ("kernels", "code"):
+    for name in ("kernels", "code", "prefect"):
         shared = cache_directory() / name
         shared.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
