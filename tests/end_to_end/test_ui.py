@@ -4,8 +4,9 @@ import io
 from collections.abc import Iterator
 
 import pytest
+from prefect.client.schemas.objects import FlowRun
 
-from tests.helpers.deployed import TINY, Deployed
+from tests.helpers.deployed import Deployed
 
 pytest.importorskip("playwright", reason="playwright, which drives a browser, is not installed")
 from PIL import Image
@@ -34,11 +35,9 @@ MARKUP = ("data:image", "&#", "| --- |", "**", "](")
 
 
 @pytest.fixture(scope="module")
-def run_info(prefect_deployed: Deployed, tmp_path_factory: pytest.TempPathFactory) -> RunInfo:
+def run_info(prefect_deployed: Deployed, deployed_run: FlowRun) -> RunInfo:
     """A run of the whole pipeline."""
-    done = prefect_deployed.run("full", root=str(tmp_path_factory.mktemp("ui")), config=TINY)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return read_run(prefect_deployed, prefect_deployed.latest().id)
+    return read_run(prefect_deployed, deployed_run.id)
 
 
 @pytest.fixture(scope="module")
