@@ -136,7 +136,7 @@ class Server(Deployed):
     """A Prefect server that a test can kill and start again."""
 
     def __init__(self, home: Path, **environment: str) -> None:
-        super().__init__(home, free_port(), server_environment(home, environment))
+        super().__init__(home, free_port(), own_environment(home, **environment))
         self.services: dict[str, subprocess.Popen[bytes]] = {}
         self._log = (home / "services.log").open("w", encoding="utf-8")
         self.start_missing("server")
@@ -184,28 +184,27 @@ class Services(Server):
         self.start_missing("worker")
 
 
-def own_environment(home: Path) -> dict[str, str]:
-    """Return environment variables that put all files of Prefect and of the project's cache under ``home``."""
+def own_environment(home: Path, **environment: str) -> dict[str, str]:
+    """Return ``environment`` and the variables that put all files of Prefect and of the project's cache under ``home``.
+
+    An empty database of Prefect is there already, unless ``environment`` names another one.
+    """
+    if "PREFECT_API_DATABASE_CONNECTION_URL" not in environment:
+        place_database(home / "prefect" / "prefect.db")
     return {
         "PREFECT_HOME": str(home / "prefect"),
         "XDG_CACHE_HOME": cache_with_kernels(home / "cache"),
         "PREFECT_LOGGING_LEVEL": "INFO",  # conftest.py sets CRITICAL
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",  # telemetry fails without a network
+        **environment,
     }
-
-
-def server_environment(home: Path, environment: dict[str, str]) -> dict[str, str]:
-    """Return the environment of a server whose files are under ``home``: also its database, unless it has another."""
-    if "PREFECT_API_DATABASE_CONNECTION_URL" not in environment:
-        place_database(home / "prefect" / "prefect.db")
-    return own_environment(home) | environment
 
 
 @contextmanager
 def deployed(home: Path, **environment: str) -> Iterator[Deployed]:
     """Start ``textmill up`` with its own home directory, and stop it with SIGINT."""
-    environment = server_environment(home, environment)
+    environment = own_environment(home, **environment)
     port = free_port()
     log_path = home / "up.log"
     with log_path.open("w", encoding="utf-8") as log:

@@ -14,7 +14,9 @@ from lm.files.cache_dir import cache_directory
 
 
 def place_database(path: Path) -> None:
-    """Copy a database without runs to ``path``. A server that finds no database needs seconds for all migrations."""
+    """Copy a database without runs to ``path``, where a server without one would need seconds for all migrations."""
+    if path.exists():
+        return
     folder = cache_directory() / "prefect"
     template = folder / f"{prefect.__version__}.db"
     folder.mkdir(parents=True, exist_ok=True)
