@@ -1,6 +1,5 @@
 """Fixtures of several test files, and the options of the whole test run."""
 
-import base64
 import logging
 import os
 import shutil
@@ -16,6 +15,7 @@ import fsspec
 import pytest
 from hypothesis import settings
 
+from tests.helpers.figures import save_tiny_image
 from tests.helpers.kernel_cache import cache_with_kernels
 from tests.helpers.limits import TIMEOUT_SCALE
 
@@ -45,7 +45,6 @@ settings.load_profile("developer")
 _SERVER_FIXTURES = {"prefect_deployed", "postgres", "over_postgres"}
 _FILES_OF_ONE_SERVER = {f"tests/end_to_end/test_{name}.py" for name in ("cancelled_runs", "deployments", "ui")}
 _TESTS_OF_FIGURES = {f"test_{name}.py" for name in ("plot", "pages", "sweep_page", "profile", "compare_tokenizers")}
-_PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII=")
 if not _IS_XDIST_WORKER:  # pytest-xdist's workers inherit the variable
     os.environ["XDG_CACHE_HOME"] = cache_with_kernels(Path(tempfile.mkdtemp(prefix="textmill-tests-")))
 
@@ -109,11 +108,7 @@ def _torch_has_one_thread() -> None:
 def _draw_no_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Save a tiny image for each figure that matplotlib would take a quarter of a second to draw."""
     if figure := sys.modules.get("matplotlib.figure") if request.path.name not in _TESTS_OF_FIGURES else None:
-
-        def save(_: Any, out: Any, **options: Any) -> None:
-            out.write(_PNG) if hasattr(out, "write") else Path(out).write_bytes(_PNG)
-
-        monkeypatch.setattr(figure.Figure, "savefig", save)
+        monkeypatch.setattr(figure.Figure, "savefig", save_tiny_image)
 
 
 @pytest.fixture(autouse=True)
