@@ -29,7 +29,7 @@ _SETTINGS: dict[str, Any] = {
     "checkpoint_interval": 3,
     "eval_interval": 4,
     "optimizer": "muon",
-    "sample_prompts": [],  # no kernels: a forked process cannot compile them
+    "sample_prompts": [],
 }
 _SHORT_TIMEOUT_SECONDS = 5.0
 

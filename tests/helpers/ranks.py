@@ -20,8 +20,11 @@ from typing import Any
 import torch
 
 from lm.distributed.process_group import RENDEZVOUS_VARIABLE, get_rank, process_group
+from lm.inference.completion import complete
+from lm.inference.config import SampleConfig
+from lm.model.transformer import TransformerLM
 from tests.helpers.figures import save_tiny_image
-from tests.helpers.training import ROOT, byte_tokenizer
+from tests.helpers.training import MODEL, ROOT, byte_tokenizer
 
 _TIMEOUT_SECONDS = 600
 
@@ -64,10 +67,10 @@ def run_ranks(module: str, directory: Path, *arguments: str, world_size: int) ->
 
 
 def main() -> None:
-    # Else each rank imports these modules, loads the kernels of the tokenizer and draws figures.
+    # Else each rank imports these modules, draws figures and loads kernels. It cannot compile them.
     import_module("torch._dynamo")
     import_module("matplotlib.figure").Figure.savefig = save_tiny_image
-    byte_tokenizer()
+    complete(TransformerLM(MODEL), byte_tokenizer(), SampleConfig(prompts=["a"], max_new_tokens=2))
     for line in sys.stdin:
         request = json.loads(line)
         import_module(request["command"][0])
