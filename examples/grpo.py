@@ -1,6 +1,6 @@
 """GRPO: a model improves by its own answers and a reward, without being shown the right ones (Shao et al. 2024).
 
-``python examples/grpo.py`` prints the accuracy before and after. Half a minute on two cores. The flow
+``python examples/grpo.py`` prints the accuracy before and after. Some ten seconds on two cores. The flow
 ``posttrain`` does the same with :mod:`lm.posttrain.objectives.grpo`.
 """
 
@@ -12,7 +12,7 @@ from lm.optim import AdamW
 from lm.posttrain import grpo_train_step
 from lm.text import END_OF_TEXT
 
-GROUP_SIZE, PROMPTS_PER_STEP, STEPS = 8, 16, 40
+GROUP_SIZE, PROMPTS_PER_STEP, STEPS = 8, 16, 30
 
 
 def reward(response: str, ground_truth: str) -> dict[str, float]:
@@ -25,10 +25,10 @@ def main() -> None:
     """Fine-tune a little, so that some answers are right, then train by reinforcement learning."""
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
-    fine_tune(model, tokenizer, steps=150)
+    fine_tune(model, tokenizer, steps=70)
     print(f"accuracy before: {measure_accuracy(model, tokenizer):.2f}")
 
-    optimizer, rng = AdamW(model.parameters(), lr=3e-4, weight_decay=0), random.Random(2)
+    optimizer, rng = AdamW(model.parameters(), lr=5e-4, weight_decay=0), random.Random(2)
     for step in range(STEPS):
         prompts, truths = make_sums(PROMPTS_PER_STEP, rng)
         # Each prompt has a group of answers. The advantage of one is its reward compared with its group's.

@@ -1,16 +1,14 @@
 """The README and the guides are true: their Python runs, their commands parse, their links lead somewhere."""
 
 import functools
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lm.text.demo_corpus import demo_stories
+from tests.helpers.ranks import run_ranks
 from textmill.cli.parser import build_parser, parse
 
 ROOT = Path(__file__).parents[2]
@@ -36,20 +34,13 @@ def test_the_python_of_the_guide_to_lm_runs(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "my-tokenizer" / "tokenizer.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # torchrun itself is in tests/lm/distributed/test_launch.py
 @pytest.mark.parametrize("number", range(2))
 def test_the_python_of_the_guide_to_gpus_runs_in_two_processes(tmp_path: Path, number: int) -> None:
     script = tmp_path / "train_divided.py"
     script.write_text(code_blocks(ROOT / "docs" / "gpus.md", "python")[number], encoding="utf-8")
-    # Not check=True: a thread of torch's process group may abort a process at its end (pytorch #190489).
-    output = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=300,
-    ).stdout
-    assert re.fullmatch(r"loss \d\.\d{3}, 39 tensors\n", output), output
+    output = run_ranks("tests.helpers.rank_script", tmp_path, str(script), world_size=2)
+    assert re.findall(r"^loss \d\.\d{3}, (\d+) tensors$", output, re.MULTILINE) == ["39"], output
 
 
 def test_every_room_is_in_the_guide_to_lm() -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from lm.common.errors import UserError
 from lm.eval.loss import bits_per_byte
-from tests.fuzz.__main__ import KERNELS, TARGETS, make_target, run_target
+from tests.fuzz.__main__ import KERNELS, TARGETS, main, make_target, run_target
 from tests.fuzz.choices import ODD, Choices, json_bytes, mutate, mutate_bytes, mutate_once
 from tests.fuzz.engine import Hang, State, Trial, cpu_limit
 from tests.helpers.training import ROOT
@@ -107,20 +106,21 @@ def test_an_endless_loop_raises_hang() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_guided", [True, False])
-def test_the_command_runs_a_target_and_prints_a_table(tmp_path: Path, is_guided: bool) -> None:
-    """Run with and without Atheris."""
+def test_the_command_runs_a_target_and_prints_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_guided: bool
+) -> None:
+    """Run with and without Atheris, which the process of the target imports."""
     if is_guided:
         pytest.importorskip("atheris", reason="atheris is not installed")
     else:
         (tmp_path / "atheris.py").write_text("raise ImportError")
-    command = [sys.executable, "-m", "tests.fuzz", "--target", "job", "--executions", "50", "--seed", "1"]
-    path = os.pathsep.join([*([] if is_guided else [str(tmp_path)]), str(ROOT)])
-    done = subprocess.run(
-        [*command, "--findings", str(tmp_path / "findings")], cwd=ROOT, env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split()[:2] for line in done.stdout.splitlines()[-2:]] == [["job", "50"], ["all", "50"]]
+    options = ["--target", "job", "--executions", "50", "--seed", "1", "--findings", str(tmp_path / "findings")]
+    monkeypatch.setattr(sys, "argv", ["tests.fuzz", *options])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*([] if is_guided else [str(tmp_path)]), str(ROOT)]))
+    monkeypatch.chdir(ROOT)
+    assert main() == 0
+    output = capsys.readouterr().out
+    assert [line.split()[:2] for line in output.splitlines()[-2:]] == [["job", "50"], ["all", "50"]]
     assert not list((tmp_path / "findings").glob("job-*"))
 
 

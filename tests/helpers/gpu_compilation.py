@@ -1,7 +1,7 @@
 """Compile Triton kernels for NVIDIA GPUs, without a GPU. Prints one JSON object for each kernel.
 
-``python -m tests.helpers.gpu_compilation (flash|step) WIDTH DTYPE``, in a process without TRITON_INTERPRET: the kernels
-of FlashAttention for heads of a width, or those of a decoding step for a model with such heads.
+``python -m tests.helpers.gpu_compilation (flash|step) CAPABILITY-WIDTH-DTYPE…``, in a process without TRITON_INTERPRET:
+the kernels of FlashAttention for heads of a width, or those of a decoding step for a model with such heads.
 """
 
 import json
@@ -48,6 +48,7 @@ def compile_kernel(
     return {
         "kernel": function.__name__,
         "capability": capability,
+        "dtype": str(dtype),
         "shared_bytes": compiled.metadata.shared,
         "has_tensor_cores": "mma" in compiled.asm["ptx"],
     }
@@ -89,10 +90,8 @@ def compile_step(capability: int, width: int, dtype: torch.dtype) -> Iterator[di
 
 
 if __name__ == "__main__":
-    compile_kernels, capabilities = {
-        "flash": (compile_flash_attention, (80, 90)),
-        "step": (compile_step, (86, 90)),
-    }[sys.argv[1]]
-    for sm in capabilities:
-        for row in compile_kernels(sm, int(sys.argv[2]), getattr(torch, sys.argv[3])):
+    compile_kernels = {"flash": compile_flash_attention, "step": compile_step}[sys.argv[1]]
+    for shape in sys.argv[2:]:
+        sm, width, dtype = shape.split("-")
+        for row in compile_kernels(int(sm), int(width), getattr(torch, dtype)):
             print(json.dumps(row), flush=True)

@@ -9,9 +9,10 @@ from typing import Any
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # of a program, by compute capability
 
 
-def compile_for_gpus(kernels: str, width: int, dtype: str) -> list[dict[str, Any]]:
-    """Compile kernels for two kinds of GPUs by :mod:`tests.helpers.gpu_compilation`; check their shared memory."""
-    command = [sys.executable, "-m", "tests.helpers.gpu_compilation", kernels, str(width), dtype]
+def compile_for_gpus(kernels: str, *shapes: str) -> list[dict[str, Any]]:
+    """Compile kernels by :mod:`tests.helpers.gpu_compilation`, for shapes CAPABILITY-WIDTH-DTYPE; check their shared
+    memory."""
+    command = [sys.executable, "-m", "tests.helpers.gpu_compilation", kernels, *shapes]
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout
     rows = [json.loads(line) for line in output.splitlines()]

@@ -1,56 +1,117 @@
 """Processes of a process group that run a module of the tests, without the launcher of the product.
 
-``python -m tests.helpers.ranks MODULE ARGUMENTS…`` imports torch and the module once, and forks the ranks.
+``python -m tests.helpers.ranks`` imports torch once for all tests of a process, and forks the ranks of each call.
 """
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lm.distributed.process_group import RENDEZVOUS_VARIABLE, get_rank, process_group
-from tests.helpers.training import ROOT
+from lm.inference.completion import complete
+from lm.inference.config import SampleConfig
+from lm.model.transformer import TransformerLM
+from tests.helpers.figures import save_tiny_image
+from tests.helpers.training import MODEL, ROOT, byte_tokenizer
+
+_TIMEOUT_SECONDS = 600
 
 
-def run_ranks(module: str, directory: Path, *arguments: str, world_size: int) -> None:
-    """Run ``main`` of a module, with the arguments DIRECTORY ARGUMENTS…, in processes of one thread each."""
-    common = {"WORLD_SIZE": str(world_size), RENDEZVOUS_VARIABLE: f"file://{directory}/rendezvous"}
-    command = [sys.executable, "-m", "tests.helpers.ranks", module, str(directory), *arguments]
-    subprocess.run(command, cwd=ROOT, env=os.environ | common | {"OMP_NUM_THREADS": "1"}, timeout=600, check=True)
+@cache
+def _forking_process() -> "subprocess.Popen[str]":
+    """Start the process that forks. It ends with this one, which closes its input."""
+    command, pipe = [sys.executable, "-m", "tests.helpers.ranks"], subprocess.PIPE
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
+
+
+def run_ranks(module: str, directory: Path, *arguments: str, world_size: int) -> str:
+    """Run ``main`` of a module, with the arguments DIRECTORY ARGUMENTS…, in processes of one thread each.
+
+    Return what they print.
+    """
+    meeting = Path(tempfile.mkdtemp(dir=directory, prefix="ranks-"))
+    common = {"WORLD_SIZE": str(world_size), RENDEZVOUS_VARIABLE: f"file://{meeting}/rendezvous"}
+    request = {
+        "command": [module, str(directory), *arguments],
+        "environment": os.environ | common | {"OMP_NUM_THREADS": "1"},
+        "log": str(log := meeting / "log.txt"),
+    }
+    process = _forking_process()
+    assert process.stdin and process.stdout
+    timer = threading.Timer(_TIMEOUT_SECONDS, process.kill)
+    timer.start()
+    try:
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        codes = process.stdout.readline()
+    finally:
+        timer.cancel()
+        if process.poll() is not None:
+            _forking_process.cache_clear()
+    output = log.read_text() if log.exists() else ""
+    assert codes and not any(json.loads(codes)), f"exit codes {codes}:\n{output}"
+    return output
 
 
 def main() -> None:
-    del sys.argv[0]
-    import_module("torch._dynamo")  # else each rank imports it on first use
-    module, children = import_module(sys.argv[0]), []
-    for rank in range(int(os.environ["WORLD_SIZE"])):
-        if child := os.fork():
-            children.append(child)
-            continue
-        os.environ["RANK"] = str(rank)
-        try:
-            module.main()
-        except BaseException:
-            traceback.print_exc()
-        os._exit(1)  # a rank that does not fail ends in rank_of_test
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    sys.exit(f"exit codes of the ranks: {codes}" if any(codes) else 0)
+    # Else each rank imports these modules, draws figures and loads kernels. It cannot compile them.
+    import_module("torch._dynamo")
+    import_module("matplotlib.figure").Figure.savefig = save_tiny_image
+    complete(TransformerLM(MODEL), byte_tokenizer(), SampleConfig(prompts=["a"], max_new_tokens=2))
+    for line in sys.stdin:
+        request = json.loads(line)
+        import_module(request["command"][0])
+        children = []
+        for rank in range(int(request["environment"]["WORLD_SIZE"])):
+            if child := os.fork():
+                children.append(child)
+            else:
+                _run_rank(rank, **request)
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]), flush=True)
+
+
+def _run_rank(rank: int, command: list[str], environment: dict[str, str], log: str) -> Any:
+    with open(os.devnull) as null, open(log, "a", buffering=1) as file:
+        os.dup2(null.fileno(), 0)
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    os.environ.clear()
+    os.environ.update(environment, RANK=str(rank))
+    sys.argv = command
+    try:
+        import_module(command[0]).main()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(1)  # a rank that does not fail ends in end_rank
 
 
 @contextmanager
 def rank_of_test() -> Iterator[int]:
-    """Join the process group and yield the rank. At the end the process ends at once.
+    """Join the process group and yield the rank. At the end the process ends at once."""
+    with process_group(torch.device("cpu")):
+        yield get_rank()
+    end_rank()
+
+
+def end_rank() -> None:
+    """End this process at once.
 
     A thread of torch's process group may abort a process while the interpreter ends (pytorch #190489).
     """
-    with process_group(torch.device("cpu")):
-        yield get_rank()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -22,7 +22,8 @@ from lm.distributed.launch import run_processes
 from lm.train.pretraining import Job
 from lm.train.tracking import step_reporter
 from tests.helpers.limits import wait_for
-from tests.helpers.training import ROOT, read_rows, train_here, write_job
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import ROOT, read_rows, small_trainer, train_here, write_job
 
 
 def run_in_processes(
@@ -45,20 +46,6 @@ def expected_rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, An
 
 def losses(rows: list[dict[str, Any]]) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
-
-
-@pytest.mark.slow
-def test_two_processes_have_the_losses_of_one(tmp_path: Path, expected_rows: list[dict[str, Any]]) -> None:
-    job = write_job(tmp_path, steps=50, gradient_accumulation_steps=2)
-    steps: list[int] = []
-    run_in_processes(job, 2, steps.append)
-    rows = read_rows(job.parent)
-    assert len(losses(rows)) == 50
-    assert losses(rows) == pytest.approx(losses(expected_rows), rel=5e-6)
-    assert rows[-1]["valid_loss"] == pytest.approx(expected_rows[-1]["valid_loss"], rel=5e-6)
-    result = json.loads((job.parent / "training.json").read_text())
-    assert result["steps"] == 50 and result["valid_loss"] == pytest.approx(rows[-1]["valid_loss"], rel=0.05)
-    assert steps == sorted(steps)
 
 
 def test_processes_run_on_a_system_without_waitid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,28 +86,24 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_torchrun_has_the_losses_of_one_process(tmp_path: Path, expected_rows: list[dict[str, Any]]) -> None:
-    job = write_job(tmp_path, steps=10)
-    (tmp_path / "run.py").write_text(MANY_BUCKETS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(
-        [*command, str(tmp_path / "run.py"), str(job)], env=environment, check=True, capture_output=True, timeout=120
-    )
-    # The warm-up is the same. After it, the learning rate decays over 10 instead of 50 steps.
-    assert losses(read_rows(job.parent))[:4] == pytest.approx(losses(expected_rows)[:4], rel=5e-6)
+def test_torchrun_stopped_by_a_signal_saves_and_resumes(tmp_path: Path, expected_rows: list[dict[str, Any]]) -> None:
+    """torchrun exits with 1; its processes finish the step, save and print the message.
 
-
-@pytest.mark.slow
-def test_torchrun_stopped_by_a_signal_saves_and_resumes(tmp_path: Path) -> None:
-    """torchrun exits with 1; its processes finish the step, save and print the message."""
+    Until then they have the losses of one process, with gradients in many buckets.
+    """
     job = write_job(tmp_path, steps=100_000, checkpoint_interval=100_000)
     metrics = job.parent / "metrics.jsonl"
+    (tmp_path / "run.py").write_text(MANY_BUCKETS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     process = subprocess.Popen(
-        [*command, "-m", "lm.train", str(job)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*command, str(tmp_path / "run.py"), str(job)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
-    wait_for(lambda: metrics.exists() and len(read_rows(job.parent)) > 2, 120, "three rows")
+    wait_for(lambda: metrics.exists() and len(read_rows(job.parent)) > 4, 120, "five rows")
     process.terminate()
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 1 and "SignalException" in output
@@ -128,6 +111,8 @@ def test_torchrun_stopped_by_a_signal_saves_and_resumes(tmp_path: Path) -> None:
     assert output.count(f"lm.train: The training was stopped after step {step:,} and saved in ") == 2
     newest = newest_checkpoint(job.parent)
     assert newest is not None and newest.name == f"step-{step:07d}"
+    # The warm-up is the same. After it, the learning rate decays over more than 50 steps.
+    assert losses(read_rows(job.parent))[:4] == pytest.approx(losses(expected_rows)[:4], rel=5e-6)
     content = json.loads(job.read_text())
     content["config"]["steps"] = step + 2
     job.write_text(json.dumps(content))
@@ -150,48 +135,60 @@ def test_processes_meet_through_a_temporary_file(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_stop_saves_and_the_training_resumes(tmp_path: Path, expected_rows: list[dict[str, Any]]) -> None:
-    job, stop_event = write_job(tmp_path, steps=50), threading.Event()
-
-    def progress(step: int) -> None:
-        if step >= 3:
-            stop_event.set()
-
-    with pytest.raises(Stopped, match=r"stopped after step \d+ and saved"):
-        run_in_processes(job, 2, progress, stop_event)
-    assert 3 <= len(losses(read_rows(job.parent))) < 50
-    run_in_processes(job, 2)
-    assert losses(read_rows(job.parent)) == pytest.approx(losses(expected_rows), rel=5e-6)
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_no_mistake_of_the_user(tmp_path: Path) -> None:
-    with pytest.raises(MachineError, match=r"^The checkpoint of step 5 cannot be saved .* No space left"):
-        run_processes("tests.helpers.full_disk_training", write_job(tmp_path), 1, lambda: None, threading.Event())
+@pytest.mark.parametrize(
+    ("ends", "error", "message"),
+    [
+        ([(2, "a mistake"), (2, "a mistake")], UserError, "^a mistake$"),
+        ([(None, ""), (2, "no memory")], UserError, "^Training process 1 of 2: no memory$"),
+        ([(74, "no space left"), (2, "no memory")], UserError, "^Training process 1 of 2: no memory$"),
+        ([(74, "no space left")], MachineError, "^no space left$"),
+        ([(75, "saved"), (75, "saved")], Stopped, "^saved$"),
+        ([(0, ""), (3, "a bug")], MachineError, r"(?s)^Training process 1 of 2 ended with code 3.*some output.*a bug$"),
+    ],
+)
+def test_the_end_of_a_process_is_the_error(tmp_path: Path, ends: Any, error: type[Exception], message: str) -> None:
+    job = tmp_path / "job.json"
+    job.write_text(json.dumps(ends))
+    with pytest.raises(error, match=message) as caught:
+        run_processes("tests.helpers.failing_rank", job, len(ends), lambda: None, threading.Event())
+    assert type(caught.value) is error
 
 
-@pytest.mark.slow
-def test_a_user_error_is_raised_here(tmp_path: Path) -> None:
-    job = write_job(tmp_path, batch_size=5)
+def test_a_batch_that_the_processes_cannot_divide_is_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lm.train.trainer.get_world_size", lambda: 2)
     with pytest.raises(UserError, match=r"batch_size 5 must be a multiple of .* the 2 processes"):
-        run_in_processes(job, 2)
+        small_trainer(tmp_path, batch_size=5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel", [*(pytest.param(name, marks=pytest.mark.long) for name in ("ddp", "zero1", "zero2")), "fsdp"]
 )
-def test_a_process_out_of_memory_is_named_and_the_training_resumes(
+def test_a_training_goes_on_after_a_lack_of_memory_and_after_a_stop(
     tmp_path: Path, expected_rows: list[dict[str, Any]], parallel: ParallelKind
 ) -> None:
+    """The process without memory is named. At the end, two processes have the losses of one."""
     job = write_job(tmp_path, parallel=parallel, steps=50)
     with pytest.raises(UserError, match=r"process 1 of 2: cpu is out of memory with micro-batches of 2 sequences"):
         run_processes("tests.helpers.out_of_memory", job, 2, lambda: None, threading.Event())
     newest = newest_checkpoint(job.parent)
     assert newest is not None and newest.name == "step-0000005"
-    run_in_processes(job, 2)
-    assert losses(read_rows(job.parent)) == pytest.approx(losses(expected_rows), rel=1e-4)
+    stop_event, steps = threading.Event(), list[int]()
+
+    def progress(step: int) -> None:
+        if step >= 8:
+            stop_event.set()
+
+    with pytest.raises(Stopped, match=r"stopped after step \d+ and saved"):
+        run_in_processes(job, 2, progress, stop_event)
+    assert 8 <= len(losses(read_rows(job.parent))) < 50
+    run_in_processes(job, 2, steps.append)
+    assert steps == sorted(steps)
+    rows = read_rows(job.parent)
+    assert losses(rows) == pytest.approx(losses(expected_rows), rel=1e-4)
+    assert rows[-1]["valid_loss"] == pytest.approx(expected_rows[-1]["valid_loss"], rel=1e-4)
+    result = json.loads((job.parent / "training.json").read_text())
+    assert result["steps"] == 50 and result["valid_loss"] == pytest.approx(rows[-1]["valid_loss"], rel=0.05)
 
 
 def children_of(pid: int) -> list[int]:
@@ -264,13 +261,9 @@ def test_killed_parent_leaves_no_orphan(running: Running) -> None:
     assert [row["step"] for row in rows] == list(range(1, done + 6)), "no step is lost"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("hangs", [pytest.param(False, marks=pytest.mark.long), True])
-def test_a_killed_process_ends_the_others(running: Running, hangs: bool) -> None:
-    """Even if rank 0 hangs in a collective operation, as on a GPU."""
+@pytest.mark.long
+def test_a_killed_process_ends_the_others(running: Running) -> None:
     parent, job, ranks = running
-    if hangs:
-        os.kill(ranks[0], signal.SIGSTOP)
     os.kill(ranks[1], signal.SIGKILL)
     wait_for(lambda: parent.poll() is not None, 30, "end of the parent")
     assert not any(map(is_alive, ranks))
@@ -283,13 +276,17 @@ def test_a_killed_process_ends_the_others(running: Running, hangs: bool) -> None
     "running", [*(pytest.param(name, marks=pytest.mark.long) for name in ("zero1", "zero2")), "fsdp"], indirect=True
 )
 def test_a_divided_training_goes_on_after_a_stop_and_a_kill(running: Running) -> None:
-    """The stopped process is named, the killed one too, and a resumed training has the losses of one process."""
+    """The stopped process is named, the killed one too, and a resumed training has the losses of one process.
+
+    The kill ends rank 0 even if it hangs in a collective operation, as on a GPU.
+    """
     parent, job, ranks = running
     os.kill(ranks[1], signal.SIGSTOP)
     time.sleep(3)
     steps = len(read_rows(job.parent))
     os.kill(ranks[1], signal.SIGCONT)
     wait_for(lambda: len(read_rows(job.parent)) > steps, 30, "a step after the stop")
+    os.kill(ranks[0], signal.SIGSTOP)
     os.kill(ranks[1], signal.SIGKILL)
     wait_for(lambda: parent.poll() is not None, 30, "end of the parent")
     output = parent.communicate()[1]
@@ -301,7 +298,7 @@ def test_a_divided_training_goes_on_after_a_stop_and_a_kill(running: Running) ->
     content = json.loads(job.read_text())
     content["config"]["steps"] = int(newest.name.removeprefix("step-")) + 3
     job.write_text(json.dumps(content))
-    run_in_processes(job, 2)
+    run_ranks("tests.helpers.rank_jobs", job.parent.parent, str(job), world_size=2)
     rows = read_rows(job.parent)
     whole = write_job(job.parent.parent / "whole", steps=100_000, checkpoint_interval=100_000)
     stopping, reached = threading.Event(), len(rows)

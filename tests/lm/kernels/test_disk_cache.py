@@ -11,14 +11,8 @@ from pathlib import Path
 import pytest
 
 import lm
-
-# Compiles all kernels of encoding: takes some seconds.
-ENCODE = """
+from lm import compile_kernels
 from lm.tokenizer import Tokenizer
-tokenizer = Tokenizer({i: bytes([i]) for i in range(256)} | {256: b"ab", 257: b" ab"}, [(b"a", b"b"), (b" ", b"ab")])
-print(tokenizer.encode("ab ab abc"))
-"""
-ENCODED = "[256, 257, 257, 99]"
 
 # One kernel, with a helper in another file: exports the only pretoken of a table.
 EXPORT = """
@@ -73,63 +67,79 @@ def change_helper(folder: Path) -> None:
         file.write(CHANGED_HELPER)
 
 
+@pytest.fixture(scope="module")
+def first_start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
+    """A folder with a copy of the package, the cache after a first start with EXPORT, and its log. Read only."""
+    folder, cache = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("cache")
+    shutil.copytree(Path(lm.__file__).parent, folder / "lm", ignore=shutil.ignore_patterns("__pycache__"))
+    output, log = start(folder, EXPORT, cache)
+    assert output == EXPORTED
+    return folder, cache, log
+
+
+@pytest.fixture
+def warm_cache(first_start: tuple[Path, Path, str], tmp_path: Path) -> Path:
+    """A copy of the cache of ``first_start``."""
+    return Path(shutil.copytree(first_start[1], tmp_path / "warm"))
+
+
 @pytest.mark.slow
-def test_only_the_first_start_logs_that_it_compiles(copy: Path, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    output, log = start(copy, ENCODE, cache)
-    assert output == ENCODED
-    subjects = set(re.findall(r"Compiling the ([\w ]+) kernels for this CPU, once", log))
-    assert "encoding uint16" in subjects
-    assert set(re.findall(r"Compiled the ([\w ]+) kernels in \d+\.\d s", log)) == subjects
+def test_only_the_first_start_logs_that_it_compiles(first_start: tuple[Path, Path, str]) -> None:
+    copy, cache, log = first_start
+    assert "Compiling the table kernels for this CPU, once" in log
+    assert re.search(r"Compiled the table kernels in \d+\.\d s", log)
     [folder] = (cache / "textmill" / "kernels").iterdir()
     assert str(folder) in log
-    assert start(copy, ENCODE, cache) == (ENCODED, "")
+    assert start(copy, EXPORT, cache) == (EXPORTED, "")
     assert not (copy / "lm" / "kernels" / "__pycache__").exists()
 
 
+def test_encoding_logs_once_a_machine_which_kernels_it_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lm.kernels.jit.CACHE_DIR", tmp_path)
+    for _ in range(2):  # the second time as in another process of the machine
+        monkeypatch.setattr("lm.kernels.jit._logged", set())
+        Tokenizer({i: bytes([i]) for i in range(256)}, []).encode("ab ab abc")
+    for verb in ("Compiling", "Compiled"):
+        assert re.findall(rf"{verb} the ([\w ]+) kernels", caplog.text) == ["pair table", "encoding uint16"]
+
+
 @pytest.mark.slow
-def test_a_copy_of_the_package_in_another_folder_logs_that_it_compiles(copy: Path, tmp_path: Path) -> None:
-    """The cache depends on the path of the sources."""
-    cache, other = tmp_path / "cache", tmp_path / "other"
-    start(copy, EXPORT, cache)
-    compiled = len(list(cache.rglob("*.nbc")))
-    shutil.copytree(copy, other)
-    output, log = start(other, EXPORT, cache)
+def test_another_folder_and_a_changed_helper_are_compiled_with_a_warm_cache(
+    first_start: tuple[Path, Path, str], warm_cache: Path, tmp_path: Path
+) -> None:
+    """The cache depends on the path of the sources, and on the helpers in other files."""
+    other = tmp_path / "other"
+    shutil.copytree(first_start[0], other)
+    compiled = len(list(warm_cache.rglob("*.nbc")))
+    output, log = start(other, EXPORT, warm_cache)
     assert output == EXPORTED
-    assert len(list(cache.rglob("*.nbc"))) == compiled or "Compiling the table kernels" in log
-
-
-@pytest.mark.slow
-def test_a_changed_helper_is_compiled_with_a_warm_cache(copy: Path, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    assert start(copy, EXPORT, cache)[0] == EXPORTED
-    assert start(copy, EXPORT, cache) == (EXPORTED, "")
-    change_helper(copy)
-    output, log = start(copy, EXPORT, cache)
+    assert len(list(warm_cache.rglob("*.nbc"))) == compiled or "Compiling the table kernels" in log
+    change_helper(other)
+    output, log = start(other, EXPORT, warm_cache)
     assert output == EXPORTED_WITH_CHANGE
     assert "Compiling the table kernels" in log
 
 
 @pytest.mark.slow
-def test_a_cache_removed_meanwhile_ends_no_program(copy: Path, tmp_path: Path) -> None:
+def test_a_cache_removed_meanwhile_ends_no_program(first_start: tuple[Path, Path, str], tmp_path: Path) -> None:
     call = "    export_columns(table, data, ends, counts)\n"
     removal = "    import shutil; from lm.kernels.disk_cache import CACHE_DIR; shutil.rmtree(CACHE_DIR)\n"
-    output, log = start(copy, EXPORT.replace(call, call + removal), tmp_path / "cache")
+    output, log = start(first_start[0], EXPORT.replace(call, removal + call + removal), tmp_path / "cache")
     assert output == EXPORTED
     assert "Compiled the table kernels" in log
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
-def test_a_damaged_file_is_compiled_again(copy: Path, tmp_path: Path, suffix: str) -> None:
+def test_a_damaged_file_is_compiled_again(first_start: tuple[Path, Path, str], warm_cache: Path) -> None:
     """A power failure may leave empty files."""
-    cache = tmp_path / "cache"
-    start(copy, EXPORT, cache)
-    for path in cache.rglob(f"*.{suffix}"):
-        path.write_bytes(b"")
-    output, log = start(copy, EXPORT, cache)
-    assert output == EXPORTED and "is damaged" in log
-    assert start(copy, EXPORT, cache) == (EXPORTED, "")
+    for suffix in ("nbi", "nbc"):
+        for path in (damaged := [*warm_cache.rglob(f"*.{suffix}")]):
+            path.write_bytes(b"")
+        output, log = start(first_start[0], EXPORT, warm_cache)
+        assert damaged and output == EXPORTED and "is damaged" in log
+    assert start(first_start[0], EXPORT, warm_cache) == (EXPORTED, "")
 
 
 @pytest.mark.slow
@@ -137,8 +147,8 @@ def test_a_cache_that_is_not_writable(copy: Path, tmp_path: Path) -> None:
     """The kernels are compiled at each start, from the current sources."""
     cache = tmp_path / "file"
     cache.touch()
-    assert start(copy, EXPORT, cache)[0] == EXPORTED
-    assert start(copy, EXPORT, cache)[0] == EXPORTED
+    output, log = start(copy, EXPORT, cache)
+    assert output == EXPORTED and "Compiling the table kernels for this CPU, at each start" in log
     change_helper(copy)
     assert start(copy, EXPORT, cache)[0] == EXPORTED_WITH_CHANGE
 
@@ -222,11 +232,11 @@ def test_the_pipeline_compiles_nothing_after_compilation_ahead_of_time(copy: Pat
     assert {path: path.stat().st_mtime_ns for path in folder.glob("*.nb*")} == files
 
 
-@pytest.mark.slow
-def test_compilation_ahead_of_time_needs_a_writable_cache(copy: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(AssertionError, match="Set XDG_CACHE_HOME"):
-        start(copy, COMPILE_ALL, tmp_path / "file")
+def test_compilation_ahead_of_time_needs_a_writable_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_kernels, "IS_CACHE_WRITABLE", False)
+    monkeypatch.setattr(sys, "argv", ["lm.compile_kernels"])
+    with pytest.raises(SystemExit, match="Set XDG_CACHE_HOME"):
+        compile_kernels.main()
 
 
 def test_only_folders_unused_for_a_month_are_removed(copy: Path, tmp_path: Path) -> None:
@@ -262,37 +272,51 @@ print(more(1), numba.config.CACHE_DIR)
     assert not list((tmp_path / "cache").rglob("*.nbc"))
 
 
-TRAIN_SLOWLY = """
+COMPILE_SLOWLY = """
 import sys, time
-from lm.kernels.jit import KERNELS
+from lm.kernels.jit import KERNELS, kernel
 from lm.kernels.disk_cache import KernelCache
-from lm.tokenizer.bpe import train_bpe
 
 original = KernelCache.save_overload
 def slowly(self, sig, data):
     time.sleep(0.5)  # the other process needs the kernel meanwhile
     original(self, sig, data)
 KernelCache.save_overload = slowly
-train_bpe(sys.argv[1], 300, [])
+
+@kernel
+def add_one(number):
+    return number + 1
+
+@kernel
+def add_two(number):
+    return number + 2
+
+print("ready", flush=True)
+sys.stdin.readline()
+assert add_one(1) == add_two(0)
 print(sum(sum(kernel.stats.cache_misses.values()) for kernel in KERNELS))
 """
 
 
 @pytest.mark.slow
 def test_one_of_two_processes_compiles_a_kernel_and_the_other_waits(tmp_path: Path) -> None:
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_text("some words, and some other words")
+    (tmp_path / "slowly.py").write_text(COMPILE_SLOWLY)
+    command, pipe = [sys.executable, str(tmp_path / "slowly.py")], subprocess.PIPE
     environment = {
         **os.environ,
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
         "PYTHONPATH": str(Path(lm.__file__).parents[1]),
     }
-    command = [sys.executable, "-c", TRAIN_SLOWLY, str(corpus)]
-    processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    processes = [subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) for _ in range(2)]
+    for process in processes:
+        assert process.stdout and process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin
+        process.stdin.write("\n")
+        process.stdin.flush()
     compiled = [int(process.communicate(timeout=300)[0]) for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
-    alone = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    assert int(alone.stdout) == 0, "all kernels are cached"
-    needed = len([*(tmp_path / "cache").rglob("*.nbc")])
-    assert needed > 1
-    assert sum(compiled) == needed, "a kernel was compiled twice"
+    alone = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, text=True, check=True)
+    assert alone.stdout == "ready\n0\n", "all kernels are cached"
+    assert len([*(tmp_path / "cache").rglob("*.nbc")]) == 2
+    assert sum(compiled) == 2, "a kernel was compiled twice"

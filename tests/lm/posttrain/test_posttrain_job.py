@@ -1,7 +1,6 @@
 """Post-trainings from job files: killed at any time, the same command resumes to the same result."""
 
 import os
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from torch.overrides import TorchFunctionMode
 
 from lm.checkpoint.training_checkpoint import load_model, save_training
 from lm.common.errors import UserError
-from lm.distributed.launch import run_processes
 from lm.model.config import MoEConfig
 from lm.model.transformer import TransformerLM
 from lm.posttrain.job import PosttrainJob
@@ -20,6 +18,7 @@ from lm.train.__main__ import main
 from lm.train.tracking import read_metrics
 from lm.train.trainer import Trainer
 from tests.helpers.posttraining import chat_policy, write_posttrain_job
+from tests.helpers.ranks import run_ranks
 from tests.helpers.training import start_and_kill, train_here
 
 KILLS = int(os.environ.get("TEXTMILL_KILLS", "2"))
@@ -167,10 +166,10 @@ def test_the_biases_of_experts_stay(tmp_path: Path) -> None:
 )
 def test_killed_again_and_again(tmp_path: Path, method: str) -> None:
     # So many that the training is not over before the last kill. Steps with rollouts take longer.
-    config = {"steps": (30 if method in ("reinforce", "ppo") else 200) * KILLS, "checkpoint_interval": 3}
+    config = {"steps": (20 if method in ("reinforce", "ppo") else 50) * KILLS, "checkpoint_interval": 3}
     whole, job = (write_posttrain_job(tmp_path / name, method, SETTINGS[method], **config) for name in ("a", "b"))
     train_here(PosttrainJob.read(whole))
-    start_and_kill("lm.train", job, KILLS)
+    start_and_kill("tests.helpers.slow_training", job, KILLS)
     assert main([str(job)]) == 0
     assert results(job) == results(whole)
 
@@ -183,7 +182,7 @@ def test_two_processes_learn_from_the_responses_of_one(tmp_path: Path, method: s
         for name, steps in (("one", 2), ("two", 1))
     ]
     train_here(PosttrainJob.read(jobs[0]))
-    run_processes("lm.train", jobs[1], 2, lambda: None, threading.Event())
+    run_ranks("tests.helpers.rank_jobs", tmp_path, str(jobs[1]), world_size=2)
     rows, other = (read_metrics(job.parent / "rollouts.jsonl") for job in jobs)
     assert [row["ids"] for row in rows if row["step"] == 1] == [row["ids"] for row in other if row["step"] == 1]
     for name in ("loss", "grad_norm", "reward", "response_tokens"):
@@ -198,7 +197,7 @@ def test_two_processes_divide_the_reference(tmp_path: Path) -> None:
         for name, steps in (("one", 2), ("two", 1))
     ]
     train_here(PosttrainJob.read(jobs[0]))
-    run_processes("lm.train", jobs[1], 2, lambda: None, threading.Event())
+    run_ranks("tests.helpers.rank_jobs", tmp_path, str(jobs[1]), world_size=2)
     for name in ("reference.jsonl", "metrics.jsonl"):
         rows, other = (read_metrics(job.parent / name) for job in jobs)
         names = ("pair", "chosen", "rejected") if name == "reference.jsonl" else ("loss", "grad_norm", "valid_loss")

@@ -4,7 +4,9 @@ import json
 import math
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +17,25 @@ from torch import Tensor
 
 from lm.checkpoint.training_checkpoint import load_model
 from lm.common.execution import ParallelKind
-from lm.distributed.launch import run_processes
-from lm.model.config import MoEConfig
+from lm.model.config import ModelConfig, MoEConfig
 from lm.model.functional import softmax
 from lm.train.pretraining import Job
 from lm.train.trainer import Trainer
+from tests.helpers.ranks import run_ranks
 from tests.helpers.recorder import Recorder
 from tests.helpers.training import MODEL, read_rows, small_data, small_trainer, train_here, weights_equal, write_job
 
 MOE = MoEConfig(4, 2, bias_update_rate=0.01, z_loss_weight=1e-3, num_dense_layers=1)
 MIXTURE = replace(MODEL, num_layers=3, moe=MOE)
 QUIET: dict[str, Any] = {"sample_prompts": [], "eval_interval": 1000, "checkpoint_interval": 1000}
+Division = tuple[ParallelKind, float, int]  # its kind, the weight of the auxiliary loss, and micro-batches
+DIVISIONS: list[Division] = [
+    ("fsdp", 0.01, 1),
+    ("ddp", 0.01, 1),
+    ("ddp", 0.0, 2),
+    ("zero1", 0.01, 1),
+    ("zero2", 0.01, 1),
+]
 FIGURES = {"expert_load_max", "expert_load_entropy", "dead_experts", "aux_loss", "z_loss", "expert_loads"}
 
 
@@ -49,18 +59,24 @@ def test_overfits_one_repeated_sequence(tmp_path: Path, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "backend"),
     [
-        {"activation_checkpointing": True},
-        {"precision": "bfloat16"},
-        pytest.param({"compile": True}, marks=pytest.mark.slow),
+        ({"activation_checkpointing": True}, ""),
+        ({"precision": "bfloat16"}, ""),
+        pytest.param({"compile": True}, "aot_eager", marks=pytest.mark.slow),
+        pytest.param({"compile": True}, "inductor", marks=pytest.mark.long),  # half a minute of C++
     ],
 )
-def test_a_step_in_another_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+def test_a_step_in_another_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], backend: str
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     monkeypatch.setattr("lm.distributed.plan._MIN_FLOPS_TO_COMPILE", 0)
     rows, model = [], replace(MIXTURE, num_layers=2)
     for name, form in (("plain", {}), ("other", options)):
-        small_trainer(tmp_path / name, None, model, steps=3, log_interval=1, **form, **QUIET).run()
+        trainer = small_trainer(tmp_path / name, None, model, steps=3, log_interval=1, **form, **QUIET)
+        trainer.run()
+        assert trainer.parallel.is_compiled == ("compile" in form)
         rows.append(read_rows(tmp_path / name)[-1])
     assert rows[0].keys() >= FIGURES
     for figure in ("loss", "grad_norm", "aux_loss", "z_loss"):
@@ -177,44 +193,54 @@ def test_a_resumed_training_has_the_same_biases_and_rows(tmp_path: Path) -> None
     assert weights_equal(load_model(tmp_path / "parts" / "step-0000020"), whole.model)
 
 
-@pytest.mark.parametrize(
-    ("kind", "aux_loss_weight", "micro_batches"),
-    [
-        pytest.param("fsdp", 0.01, 1, marks=pytest.mark.slow),
-        pytest.param("ddp", 0.01, 1, marks=pytest.mark.slow),
-        pytest.param("ddp", 0.0, 2, marks=pytest.mark.slow),
-        pytest.param("zero1", 0.01, 1, marks=pytest.mark.long),
-        pytest.param("zero2", 0.01, 1, marks=pytest.mark.slow),
-    ],
-)
+@pytest.fixture(scope="module")
+def of_two_processes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Division], Path]:
+    """The output of a training in two processes, for each of DIVISIONS."""
+    directory = tmp_path_factory.mktemp("two")
+    jobs = {
+        division: write_job(directory / str(number), 2, *mixture_and_kind(division), **options_of(division))
+        for number, division in enumerate(DIVISIONS)
+    }
+    run_ranks("tests.helpers.rank_jobs", directory, *map(str, jobs.values()), world_size=2)
+    return lambda division: jobs[division].parent
+
+
+def mixture_and_kind(division: Division) -> tuple[ModelConfig, ParallelKind]:
+    kind, aux_loss_weight, _ = division
+    return replace(MIXTURE, moe=replace(MOE, aux_loss_weight=aux_loss_weight)), kind
+
+
+def options_of(division: Division) -> dict[str, Any]:
+    return {
+        "steps": 6,
+        "max_lr": 1e-3,
+        "min_lr": 1e-4,
+        "gradient_accumulation_steps": division[2],
+        "optimizer": "muon",
+        "eval_interval": 3,
+        "sample_prompts": ["a"],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("division", DIVISIONS)
 def test_two_processes_train_as_one(
-    tmp_path: Path, kind: ParallelKind, aux_loss_weight: float, micro_batches: int
+    tmp_path: Path, of_two_processes: Callable[[Division], Path], division: Division
 ) -> None:
     """Weights, biases and figures, with samples and a checkpoint in parts.
 
     The auxiliary loss depends on how the sequences of a step are divided into micro-batches, which is another with
     more processes. The bias and the z-loss do not.
     """
-    options: dict[str, Any] = {
-        "steps": 6,
-        "max_lr": 1e-3,
-        "min_lr": 1e-4,
-        "gradient_accumulation_steps": micro_batches,
-        "optimizer": "muon",
-        "eval_interval": 3,
-        "sample_prompts": ["a"],
-    }
-    model = replace(MIXTURE, moe=replace(MOE, aux_loss_weight=aux_loss_weight))
-    one = write_job(tmp_path / "one", model=model, **options)
-    train_here(Job.read(one))
-    two = write_job(tmp_path / "two", 2, model, kind, **options)
-    run_processes("lm.train", two, 2, lambda: None, threading.Event())
-    rows, expected = read_rows(two.parent), read_rows(one.parent)
+    job = write_job(tmp_path, model=mixture_and_kind(division)[0], **options_of(division))
+    train_here(Job.read(job))
+    one, two = job.parent, of_two_processes(division)
+    rows, expected = read_rows(two), read_rows(one)
     for name in ("loss", "grad_norm", "valid_loss", "z_loss", "expert_load_max"):
         values = [row[name] for row in rows if name in row]
         assert values == pytest.approx([row[name] for row in expected if name in row], rel=1e-4), name
-    weights = load_model(one.parent / "step-0000006").state_dict()
-    for name, tensor in load_model(two.parent / "step-0000006").state_dict().items():
+    weights = load_model(one / "step-0000006").state_dict()
+    for name, tensor in load_model(two / "step-0000006").state_dict().items():
         if name.endswith("expert_bias"):
             assert torch.equal(tensor, weights[name]) and tensor.any()
         # AdamW divides gradients near 0 by their size, so that their rounding counts.

@@ -1,7 +1,5 @@
 """Masked targets: all other targets weigh the same, in any micro-batch and process."""
 
-import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,12 +12,12 @@ from torch import Tensor
 
 import lm.train.pretraining
 from lm.data.batches import Batch, gather_batch
-from lm.distributed.process_group import RENDEZVOUS_VARIABLE
 from lm.model.functional import IGNORE_INDEX
 from lm.model.transformer import TransformerLM
 from lm.train.pretraining import Pretraining
 from lm.train.trainer import Trainer
-from tests.helpers.training import ROOT, small_data, small_trainer
+from tests.helpers.ranks import rank_of_test, run_ranks
+from tests.helpers.training import small_data, small_trainer
 
 UNMASKED_TARGETS = [16, 1, 0, 5]  # of the 16 targets in each of four sequences
 
@@ -72,36 +70,19 @@ def test_micro_batches_weigh_by_their_tokens(tmp_path: Path, gradient_accumulati
     torch.testing.assert_close(step_results(trainer, masked_batch()), expected)
 
 
-RANK = """
-import os, sys
-from pathlib import Path
-import torch
-from lm.distributed.process_group import process_group
-from tests.lm.train.test_masked_losses import masked_batch, settings, step_results
-from tests.helpers.training import small_trainer
-
-with process_group(torch.device("cpu")):
-    rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
-    local_batch = tuple(tensor[2 * rank : 2 * rank + 2] for tensor in masked_batch())
-    for steps in (1, 2):
-        trainer = small_trainer(folder / f"out-{steps}", **settings(steps))
-        torch.save(step_results(trainer, local_batch), folder / f"{steps}-{rank}.pt")
-"""
+def main() -> None:
+    """Be a rank of the next test."""
+    with rank_of_test() as rank:
+        x, y = (tensor[2 * rank : 2 * rank + 2] for tensor in masked_batch())
+        for steps in (1, 2):
+            trainer = small_trainer(Path(sys.argv[1]) / f"out-{steps}", **settings(steps))
+            torch.save(step_results(trainer, (x, y)), Path(sys.argv[1]) / f"{steps}-{rank}.pt")
 
 
 @pytest.mark.slow
 def test_processes_weigh_by_their_tokens(tmp_path: Path) -> None:
     """Rank 0 has 17 unmasked targets, rank 1 has 5."""
-    common = {"WORLD_SIZE": "2", RENDEZVOUS_VARIABLE: f"file://{tmp_path}/rendezvous"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(tmp_path)],
-            cwd=ROOT,
-            env=os.environ | common | {"RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    run_ranks(__name__, tmp_path, world_size=2)
     for steps in (1, 2):  # of gradient accumulation
         expected = reference(small_trainer(tmp_path / f"alone-{steps}", **settings(steps)))
         for rank in range(2):

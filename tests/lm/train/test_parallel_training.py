@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +12,6 @@ import torch
 from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
 from lm.common.execution import Execution, ParallelKind
-from lm.distributed.launch import run_processes
 from lm.train.pretraining import Job
 from lm.train.training_memory import choose_parallel, predict_training_memory
 from tests.helpers.ranks import run_ranks
@@ -38,7 +36,7 @@ def run_job(job: Path, parallel: ParallelKind, processes: int) -> None:
     if processes == 1:
         train_here(Job.read(job))
     else:
-        run_processes("lm.train", job, processes, lambda: None, threading.Event())
+        run_ranks("tests.helpers.rank_jobs", job.parent.parent, str(job), world_size=processes)
 
 
 @pytest.fixture(scope="module")

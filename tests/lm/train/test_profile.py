@@ -12,12 +12,12 @@ import torch
 
 from lm.common.errors import Stopped, UserError
 from lm.common.phases import PHASES, observe_phases, phase
-from lm.distributed.launch import run_processes
 from lm.model.config import ModelConfig
 from lm.model.flops import flops_per_token
 from lm.train.pretraining import Job
 from lm.train.profile import PROFILE_FILE, TRACE_FILE, PhaseClock, Profile, ProfileJob, profile_training
 from lm.train.training_memory import TrainingMemory
+from tests.helpers.ranks import run_ranks
 from tests.helpers.training import small_trainer, weights_equal, write_job
 
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def test_the_figures(profile: tuple[Path, Profile]) -> None:
 def test_two_processes(tmp_path: Path, kind: Any) -> None:
     path = write_job(tmp_path, 2, MODEL, kind, **SETTINGS)
     ProfileJob.of(Job.read(path), 3).write(path)
-    run_processes("lm.train", path, 2, lambda: None, threading.Event())
+    run_ranks("tests.helpers.rank_jobs", tmp_path, str(path), world_size=2)
     profile = json.loads((path.parent / PROFILE_FILE).read_text())
     check_phases(profile)
     assert profile["phases"]["communication"] > 0.005 * profile["seconds_per_step"]

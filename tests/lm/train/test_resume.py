@@ -3,11 +3,7 @@
 import json
 import logging
 import math
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +21,7 @@ from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.train.pretraining import Pretraining
 from lm.train.trainer import Trainer
-from tests.helpers.training import MODEL, ROOT, read_rows, small_data, small_trainer, weights_equal
+from tests.helpers.training import MODEL, read_rows, small_data, small_trainer, weights_equal
 
 
 class Killed(Exception):
@@ -317,41 +313,6 @@ def test_resume_with_another_model_or_data_is_a_user_error(tmp_path: Path, chang
     assert trainer("same").resume(tmp_path / "first")
     with pytest.raises(UserError, match=named):
         trainer("other", **change).resume(tmp_path / "first")
-
-
-SCRIPT = """
-import sys, time
-from pathlib import Path
-from tests.helpers.training import small_trainer
-
-def progress(step):
-    print(step, flush=True)
-    if step == 19:
-        time.sleep(600)  # killed during this
-
-small_trainer(Path(sys.argv[1])).run(progress)
-"""
-
-
-@pytest.mark.slow
-def test_killed_process_resumes_to_the_same_weights(tmp_path: Path, finished: Trainer) -> None:
-    out = tmp_path / "first"
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(out)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            if int(line) == 9:
-                break
-    finally:
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL
-    second = small_trainer(tmp_path / "second")
-    assert second.resume(out)
-    assert 5 <= second.step < 20
-    second.run()
-    assert weights_equal(second.model, finished.model)
-    assert read_rows(second.out) == read_rows(finished.out)
 
 
 @pytest.mark.parametrize("has_replacement", [True, False])

@@ -352,7 +352,7 @@ def test_embedding_lr_scale(tmp_path: Path, optimizer: str, scale: float) -> Non
     assert moved["lm_head.weight"] == pytest.approx(1e-3, rel=1e-2)
 
 
-WITHOUT_PREFECT = """
+WITHOUT_EXTRAS = """
 import importlib, pkgutil, sys
 from pathlib import Path
 
@@ -362,22 +362,31 @@ class Blocked:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Blocked())
+sys.modules["triton"] = None
 import lm
 for module in pkgutil.walk_packages(lm.__path__, "lm."):
     try:
         importlib.import_module(module.name)
     except ModuleNotFoundError as error:
-        if error.name != "triton":  # an extra
+        if error.name != "triton":
             raise
+import torch
+from lm.common.errors import UserError
+from lm.model import FlashAttentionTriton
+try:
+    FlashAttentionTriton.apply(*torch.zeros(3, 1, 8, 16), True)
+except UserError as error:
+    print(error)
 from tests.helpers.training import small_trainer
 small_trainer(Path(sys.argv[1]), steps=2).run()
 """
 
 
 @pytest.mark.slow
-def test_lm_trains_without_prefect(tmp_path: Path) -> None:
+def test_lm_trains_without_prefect_and_triton(tmp_path: Path) -> None:
     result = subprocess.run(
-        [sys.executable, "-c", WITHOUT_PREFECT, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", WITHOUT_EXTRAS, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
+    assert "textmill[triton]" in result.stdout
     assert json.loads((tmp_path / "training.json").read_text())["steps"] == 2

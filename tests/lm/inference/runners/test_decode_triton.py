@@ -91,12 +91,20 @@ def test_any_positions(positions: list[int], split_elements: int, block_splits: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("width", "dtype"), [(128, "bfloat16"), pytest.param(80, "bfloat16", marks=pytest.mark.long), (64, "float32")]
+    "shapes",
+    [
+        ["86-128-bfloat16", "90-128-bfloat16", "86-64-float32"],
+        pytest.param(["86-80-bfloat16", "90-80-bfloat16", "90-64-float32"], marks=pytest.mark.long),
+    ],
 )
-def test_the_kernels_compile_for_gpus(width: int, dtype: str) -> None:
-    kernels = compile_for_gpus("step", width, dtype)
-    assert len(kernels) == 2 * (7 if dtype == "bfloat16" else 5)
-    assert any(kernel["has_tensor_cores"] for kernel in kernels) == (dtype == "bfloat16")
+def test_the_kernels_compile_for_gpus(shapes: list[str]) -> None:
+    kernels = compile_for_gpus("step", *shapes)
+    for shape in shapes:
+        capability, _, dtype = shape.split("-")
+        names = int(capability), f"torch.{dtype}"
+        of_shape = [kernel for kernel in kernels if (kernel["capability"], kernel["dtype"]) == names]
+        assert len(of_shape) == (7 if dtype == "bfloat16" else 5)
+        assert any(kernel["has_tensor_cores"] for kernel in of_shape) == (dtype == "bfloat16")
 
 
 def test_the_joined_weights_are_those_of_the_model() -> None:

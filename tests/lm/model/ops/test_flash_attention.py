@@ -3,8 +3,6 @@
 Without a GPU the Triton kernels run in Triton's interpreter.
 """
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -241,11 +239,17 @@ def test_dtypes_must_be_equal() -> None:
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "dtype"), [(128, "bfloat16"), (64, "float32")])
-def test_kernels_compile_for_gpus(width: int, dtype: str) -> None:
-    kernels = compile_for_gpus("flash", width, dtype)
-    assert len(kernels) == 6
-    assert all(kernel["has_tensor_cores"] == (dtype == "bfloat16") for kernel in kernels)
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ["80-128-bfloat16", "90-128-bfloat16", "80-64-float32"],  # float32 is largest where shared memory is smallest
+        pytest.param(["90-64-float32"], marks=pytest.mark.long),
+    ],
+)
+def test_kernels_compile_for_gpus(shapes: list[str]) -> None:
+    kernels = compile_for_gpus("flash", *shapes)
+    assert len(kernels) == 3 * len(shapes)
+    assert all(kernel["has_tensor_cores"] == (kernel["dtype"] == "torch.bfloat16") for kernel in kernels)
 
 
 @needs_triton
@@ -253,19 +257,3 @@ def test_kernels_refuse_tensors_on_a_cpu_without_the_interpreter(monkeypatch: py
     monkeypatch.setattr(load_kernels().IS_INTERPRETED, "value", False)
     with pytest.raises(UserError, match=r"needs a GPU.*TRITON_INTERPRET"):
         FlashAttentionTriton.apply(*torch.zeros(3, 1, 8, 16), True)
-
-
-@pytest.mark.slow
-def test_without_triton_the_name_can_be_imported_and_the_error_names_the_extra() -> None:
-    code = """
-import sys; sys.modules["triton"] = None
-import torch
-from lm.common.errors import UserError
-from lm.model import FlashAttentionTriton
-try:
-    FlashAttentionTriton.apply(*torch.zeros(3, 1, 8, 16), True)
-except UserError as error:
-    print(error)
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "textmill[triton]" in result.stdout
