@@ -36,11 +36,11 @@ from lm.checkpoint.safe_load import (
 from lm.common.errors import UserError
 from lm.distributed.plan import Parallel
 from lm.distributed.process_group import all_gather, broadcast_from_rank0, call_on_rank0, get_rank, get_world_size
-from lm.distributed.sharding import shard_like
 from lm.files.atomic_dir import atomic_directory, sync_path
 from lm.files.checksum import dumps_with_checksum, file_checksum, loads_with_checksum
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
+from lm.optim.shards import gather, shard_like
 
 ROW_FILES = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "reference.jsonl")
 """Files that a training may write beside its checkpoints: a JSON object per line, each with its ``step``."""
@@ -91,9 +91,7 @@ def _local_weights(model: TransformerLM, shard: int, shards: int, parallel: Para
     """Return a shard's rows of all weights."""
     sharded = {name for name, p in model.named_parameters(remove_duplicate=False) if parallel and parallel.bounds(p)}
     return {
-        key: tensor.contiguous()
-        if key in sharded or shards == 1 or parallel is None
-        else _rows_of_shard(tensor, shard, shards, parallel)
+        key: tensor.contiguous() if key in sharded or shards == 1 else _rows_of_shard(tensor, shard, shards)
         for key, tensor in model.state_dict().items()
     }
 
@@ -112,7 +110,7 @@ def _local_state(optimizer: torch.optim.Optimizer, shard: int, shards: int, para
     params = [p for group in optimizer.param_groups for p in group["params"]]
     state = {
         index: {
-            key: _rows_of_shard(value, shard, shards, parallel)
+            key: _rows_of_shard(value, shard, shards)
             if shards > 1 and isinstance(value, Tensor) and value.ndim and parallel.bounds(params[index]) is None
             else value
             for key, value in entry.items()
@@ -122,8 +120,8 @@ def _local_state(optimizer: torch.optim.Optimizer, shard: int, shards: int, para
     return state_dict | {"state": state}
 
 
-def _rows_of_shard(tensor: Tensor, shard: int, shards: int, parallel: Parallel) -> Tensor:
-    rows = torch.atleast_1d(parallel.gather(tensor))
+def _rows_of_shard(tensor: Tensor, shard: int, shards: int) -> Tensor:
+    rows = torch.atleast_1d(gather(tensor))
     # A view would be saved with the whole tensor.
     return rows[len(rows) * shard // shards : len(rows) * (shard + 1) // shards].clone()
 

@@ -39,7 +39,7 @@ class Execution(Config, section="execution"):
     tensor_parallel: int = bounded_field(1, ge=1)
     """Training processes that divide each matrix of the model, and compute the same part of the batch together. Each
     needs less memory and more traffic. processes must be a multiple of it, and so must be model.num_heads, num_kv_heads
-    and d_ff. For adamw, with parallel auto, ddp or none. Not compiled. The loss curve differs by rounding only."""
+    and d_ff. With parallel auto, ddp or none. Not compiled. The loss curve differs by rounding only."""
     attention: AttentionForm = "auto"
     """Form of causal attention in training. auto: the form measured fastest on the device. sdpa: torch's
     scaled_dot_product_attention. flash: FlashAttention-2, on GPUs in Triton (needs the extra triton). reference: plain;

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lm.common.phases import phase
-from lm.distributed.sharding import as_shard, gradient_bucket_bytes, group_by_size
-from lm.optim.optimizer import local_shard
+from lm.distributed.sharding import gradient_bucket_bytes, group_by_size
+from lm.optim.shards import as_shard, local_shard
 
 
 class DDP(nn.Module):

@@ -26,6 +26,7 @@ from lm.model.attention import AttentionFunction
 from lm.model.ops.causal_attention import causal_attention, choose_attention
 from lm.model.transformer import TransformerLM
 from lm.optim.clip import clip_grad_norm
+from lm.optim.shards import gather
 
 log = logging.getLogger(__name__)
 
@@ -121,13 +122,7 @@ class Parallel:
         if isinstance(self.wrapper, FSDP):
             yield from self.wrapper.iterate_full_params()
         else:
-            yield from ((name, self.gather(p.detach())) for name, p in self.model.named_parameters())
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Return a tensor that tensor parallelism divides as a whole, on all ranks; any other as it is. All ranks must
-        do this together."""
-        whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
-        return whole
+            yield from ((name, gather(p.detach())) for name, p in self.model.named_parameters())
 
     def full_model(self) -> TransformerLM:
         """Return the model, or on rank 0 an unsharded copy if its weights are sharded: on the CPU, for the memory.

@@ -48,32 +48,6 @@ def local_rows(tensor: Tensor, bounds: Bounds) -> Tensor:
     return torch.atleast_1d(tensor)[bounds[rank] : bounds[rank + 1]]
 
 
-def as_shard(local: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's shard ``local`` as a DTensor with the shape and the ranks of ``like``, without a copy; if that
-    is no DTensor, ``local`` itself."""
-    if not hasattr(like, "to_local"):
-        return local
-    from torch.distributed.tensor import DTensor  # slow to import
-
-    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
-    return DTensor.from_local(local, mesh, placements, shape=like.shape, stride=like.stride())
-
-
-def shard_like(x: Tensor, like: Tensor) -> Tensor:
-    """Return a whole tensor as a DTensor with the shards of ``like``. If ``like`` is no DTensor, or has another shape,
-    return ``x``.
-
-    All ranks have ``x``, so nothing is sent.
-    """
-    if not hasattr(like, "to_local") or hasattr(x, "to_local") or x.shape != like.shape:
-        return x
-    mesh: Any = like.device_mesh  # type: ignore[attr-defined]
-    for dim, placement in enumerate(like.placements):  # type: ignore[attr-defined]
-        if placement.is_shard():
-            x = x.chunk(mesh.size(dim), placement.dim)[mesh.get_local_rank(dim)]
-    return as_shard(x.to(like.device, copy=True).contiguous(), like)  # a view would keep the whole in memory
-
-
 def gradient_bucket_bytes(total_bytes: int) -> int:
     """Return the size of a full bucket, for gradients of ``total_bytes`` in total.
 

@@ -24,11 +24,11 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from lm.common.errors import UserError
-from lm.distributed.sharding import shard_like
 from lm.model.config import ModelConfig
 from lm.model.functional import IGNORE_INDEX
 from lm.model.ops.matmul import linear
 from lm.model.transformer import TransformerLM
+from lm.optim.shards import gather, shard_like
 
 _CHUNK_BYTES = 1 << 27  # float32 logits of a chunk of tokens, on one rank
 
@@ -53,10 +53,7 @@ def apply_tensor_parallel(model: TransformerLM, mesh: DeviceMesh) -> None:
 
 def gather_full_params(model: nn.Module) -> dict[str, Tensor]:
     """Return all parameters by name, unsharded, on every rank, as new tensors. All ranks must call this together."""
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in model.named_parameters()
-    }
+    return {name: gather(p).detach().clone() for name, p in model.named_parameters()}
 
 
 def config_of_rank(config: ModelConfig, ranks: int) -> ModelConfig:

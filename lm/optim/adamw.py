@@ -9,7 +9,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from lm.optim.optimizer import Optimizer, local_shard
+from lm.optim.optimizer import Optimizer
+from lm.optim.shards import local_shard
 
 log = logging.getLogger(__name__)
 

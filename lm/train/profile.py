@@ -25,7 +25,7 @@ from lm.distributed.process_group import barrier, process_group
 from lm.hardware.device import choose_device
 from lm.hardware.peak_flops import peak_flops
 from lm.model.flops import parameter_count
-from lm.optim.optimizer import local_shard
+from lm.optim.shards import local_shard
 from lm.train.objective import MicroBatch
 from lm.train.pretraining import Job
 from lm.train.trainer import Trainer

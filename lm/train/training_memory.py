@@ -72,6 +72,7 @@ def predict_training_memory(
     divides the model before, these are the parts of the batch. Raises UserError if the vocabulary size is not set, or
     if tensor parallelism cannot divide the model.
     """
+    whole_config = model_config
     if execution.tensor_parallel > 1:
         from lm.distributed.tensor_parallel import config_of_rank  # slow to import
 
@@ -101,7 +102,9 @@ def predict_training_memory(
     by_block = [_hidden_matrices(model_config, layer) for layer in layers]
     sizes = [sum(math.prod(shape) for shape in shapes) for shapes in by_block]
     largest_block = hidden * max(sizes) // sum(sizes)
-    matrices = Counter(shape for shapes in by_block for shape in shapes)
+    # Whole ones: the processes of tensor parallelism all update them.
+    whole_matrices = (_hidden_matrices(whole_config, layer) for layer in layers)
+    matrices = Counter(shape for shapes in whole_matrices for shape in shapes)
     bucket = max(MAX_BUCKET_BYTES, head, *(4 * math.prod(shape) for shape in matrices))
     held = _held_bytes(kind, world_size, weights, state, 4 * largest_block, head, bucket)
     earlier = weights if config.gradient_accumulation_steps > 1 and kind not in ("ddp", "zero1") else 0
@@ -220,7 +223,7 @@ def choose_parallel(
     One process shards nothing, nor do those of one part of the batch, which tensor parallelism divides. Raises
     UserError for "none" with several processes, and as :func:`check_tensor_parallel`.
     """
-    check_tensor_parallel(execution, config, model_config, get_world_size())
+    check_tensor_parallel(execution, model_config, get_world_size())
     world_size = get_world_size() // execution.tensor_parallel
     if world_size == 1:
         return "none"
@@ -247,7 +250,7 @@ def choose_parallel(
     return kind
 
 
-def check_tensor_parallel(execution: Execution, config: TrainConfig, model_config: ModelConfig, processes: int) -> None:
+def check_tensor_parallel(execution: Execution, model_config: ModelConfig, processes: int) -> None:
     """Raise UserError if a training cannot have the tensor parallelism that ``execution`` states."""
     if execution.tensor_parallel == 1:
         return
@@ -258,11 +261,6 @@ def check_tensor_parallel(execution: Execution, config: TrainConfig, model_confi
         raise UserError(
             f"execution.parallel is {execution.parallel}, which cannot divide further what execution.tensor_parallel "
             f"{execution.tensor_parallel} divides; set it to auto or ddp."
-        )
-    if config.optimizer != "adamw":
-        raise UserError(
-            f"train.optimizer is {config.optimizer}, which needs whole matrices, and execution.tensor_parallel "
-            f"{execution.tensor_parallel} divides them; use adamw, or set execution.tensor_parallel to 1."
         )
     config_of_rank(model_config, execution.tensor_parallel)
 
@@ -295,7 +293,7 @@ def check_memory(
     an allocation fails with one. ``processes`` are those of this machine that will train; 0: this one has joined them.
     ``execution.check_memory`` turns the check off.
     """
-    check_tensor_parallel(execution, config, model_config, processes or get_world_size())
+    check_tensor_parallel(execution, model_config, processes or get_world_size())
     if device.type != "cpu" or not execution.check_memory:
         return
     available = available_memory(device) // max(1, processes)

@@ -84,7 +84,7 @@ def test_a_training_goes_on_with_another_division(
     check_training(job.parent, expected)
 
 
-TENSOR_OPTIONS = OPTIONS | {"optimizer": "adamw", "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+TENSOR_OPTIONS = OPTIONS | {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
 TENSOR_MODEL = replace(MODEL, num_heads=4, num_kv_heads=2, qk_norm=True, qkv_bias=True)
 
 
@@ -137,7 +137,6 @@ def undo_after(out: Path, number: int) -> None:
         (3, {}, "tensor_parallel is 2, and the training has 3 processes"),
         (2, {"parallel": "fsdp"}, r"execution\.parallel is fsdp, which cannot divide further.*set it to auto or ddp"),
         (4, {"parallel": "zero1"}, r"execution\.parallel is zero1, which cannot divide further"),
-        (2, {"optimizer": "muon"}, r"train\.optimizer is muon, which needs whole matrices.*use adamw"),
         (2, {"d_ff": 63}, r"model\.d_ff 63 cannot be divided among 2 processes"),
         (2, {"num_kv_heads": 1}, r"model\.num_kv_heads 1 cannot be divided among 2 processes"),
         (2, {"moe": MoEConfig()}, r"model\.moe cannot be divided by tensor parallelism"),
@@ -147,9 +146,8 @@ def test_what_tensor_parallelism_cannot_divide_is_refused_before_the_model_is_ma
     processes: int, options: dict[str, Any], message: str
 ) -> None:
     execution = Execution(tensor_parallel=2, parallel=options.pop("parallel", "auto"))
-    config = train_config(optimizer=options.pop("optimizer", "adamw"))
     with pytest.raises(UserError, match=message):
-        check_memory(execution, config, replace(MODEL, **options), torch.device("cuda"), processes)
+        check_memory(execution, train_config(), replace(MODEL, **options), torch.device("cuda"), processes)
 
 
 def test_one_process_with_tensor_parallelism_is_refused(tmp_path: Path) -> None:
