@@ -1,9 +1,8 @@
-"""The base class of the optimizers, and the tensors that they update."""
+"""The base class of the optimizers."""
 
 import inspect
 
 import torch
-from torch import Tensor
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -16,12 +15,3 @@ class Optimizer(torch.optim.Optimizer):
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
     state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
     load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
-
-
-def local_shard(x: Tensor) -> Tensor:
-    """Return this rank's shard of ``x``: of a DTensor its local tensor, of any other tensor all of it.
-
-    In-place operations on views of a DTensor may change a copy.
-    """
-    local: Tensor = x.to_local() if hasattr(x, "to_local") else x
-    return local
