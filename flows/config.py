@@ -138,6 +138,11 @@ class PipelineConfig(FlowConfig):
                     "budget measures the speed of this machine, but execution.train_deployment trains on another one. "
                     "Run with --until budget there, and give the config.yaml that it writes to --config here."
                 )
+            if self.execution.tensor_parallel > 1:
+                raise UserError(
+                    "budget measures the speed of a process that has the whole model; set execution.tensor_parallel to "
+                    "1, or run with --until budget without it, and give the config.yaml that it writes to --config."
+                )
             if self.execution.processes.bit_count() > 1:  # the batch must be a multiple
                 raise UserError(
                     f"A budget chooses batches that are powers of two, which {self.execution.processes} processes "

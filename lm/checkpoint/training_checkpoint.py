@@ -40,6 +40,7 @@ from lm.files.atomic_dir import atomic_directory, sync_path
 from lm.files.checksum import dumps_with_checksum, file_checksum, loads_with_checksum
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
+from lm.optim.shards import gather, shard_like
 
 ROW_FILES = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "reference.jsonl")
 """Files that a training may write beside its checkpoints: a JSON object per line, each with its ``step``."""
@@ -67,9 +68,11 @@ def save_training(
             temporary = Path(broadcast_from_rank0(str(temporary)))
         error = ""
         try:
-            if rank < weight_shards:
-                _save_weights(model, temporary, rank, weight_shards, parallel)
+            # Before the files: a rank whose disk is full must not leave the others alone in the collectives.
+            weights = _local_weights(model, rank, weight_shards, parallel) if rank < weight_shards else {}
             states = [_local_state(o, rank, world_size, parallel) if parallel else o.state_dict() for o in optimizers]
+            if rank < weight_shards:
+                _save_weights(weights, temporary, rank, weight_shards)
             rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}  # cuda: one state per device
             save_tensors({"optimizers": states, "rng": rng}, temporary / _shard_name("optimizer", rank, world_size))
         except (OSError, RuntimeError, SafetensorError) as caught:
@@ -84,12 +87,16 @@ def save_training(
             (temporary / "checkpoint.json").write_text(dumps_with_checksum(description), encoding="utf-8")
 
 
-def _save_weights(model: TransformerLM, directory: Path, shard: int, shards: int, parallel: Parallel | None) -> None:
+def _local_weights(model: TransformerLM, shard: int, shards: int, parallel: Parallel | None) -> dict[str, Tensor]:
+    """Return a shard's rows of all weights."""
     sharded = {name for name, p in model.named_parameters(remove_duplicate=False) if parallel and parallel.bounds(p)}
-    weights = {
-        key: (tensor if key in sharded else _rows_of_shard(tensor, shard, shards)).contiguous()
+    return {
+        key: tensor.contiguous() if key in sharded or shards == 1 else _rows_of_shard(tensor, shard, shards)
         for key, tensor in model.state_dict().items()
     }
+
+
+def _save_weights(weights: dict[str, Tensor], directory: Path, shard: int, shards: int) -> None:
     head = {key: weights.pop(key) for key in list(weights) if key.startswith("scalar_head.")}
     save_safetensors(weights, directory / _shard_name("model", shard, shards))
     if head:
@@ -103,7 +110,7 @@ def _local_state(optimizer: torch.optim.Optimizer, shard: int, shards: int, para
     params = [p for group in optimizer.param_groups for p in group["params"]]
     state = {
         index: {
-            key: _rows_of_shard(value, shard, shards).clone()  # a view would be saved with the whole tensor
+            key: _rows_of_shard(value, shard, shards)
             if shards > 1 and isinstance(value, Tensor) and value.ndim and parallel.bounds(params[index]) is None
             else value
             for key, value in entry.items()
@@ -114,10 +121,9 @@ def _local_state(optimizer: torch.optim.Optimizer, shard: int, shards: int, para
 
 
 def _rows_of_shard(tensor: Tensor, shard: int, shards: int) -> Tensor:
-    if shards == 1:
-        return tensor
-    tensor = torch.atleast_1d(tensor)
-    return tensor[len(tensor) * shard // shards : len(tensor) * (shard + 1) // shards]
+    rows = torch.atleast_1d(gather(tensor))
+    # A view would be saved with the whole tensor.
+    return rows[len(rows) * shard // shards : len(rows) * (shard + 1) // shards].clone()
 
 
 def _shard_name(stem: str, shard: int, shards: int) -> str:
@@ -242,7 +248,7 @@ def _select_state(
         entries = [shard["state"][index] for shard in shards if index in shard["state"]]  # one may have no rows of it
         if entries and p.numel():
             state[index] = {
-                key: _select_rows([entry[key] for entry in entries], p, parallel)
+                key: shard_like(_select_rows([entry[key] for entry in entries], p, parallel), p)
                 if isinstance(value, Tensor) and value.ndim
                 else value
                 for key, value in entries[0].items()

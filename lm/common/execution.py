@@ -1,8 +1,9 @@
 """Execution settings of this machine: how training runs.
 
 No field here enters a cache key, so that every machine can use the results of every other. Text, counts and tokens do
-not depend on these fields. Trained weights may differ, because device, compile, threads, processes, parallel, attention
-and activation_checkpointing change the order of floating-point additions, and so the rounding.
+not depend on these fields. Trained weights may differ, because device, compile, threads, processes, parallel,
+tensor_parallel, attention and activation_checkpointing change the order of floating-point additions, and so the
+rounding.
 """
 
 from dataclasses import dataclass, field
@@ -35,6 +36,10 @@ class Execution(Config, section="execution"):
     """What the training processes divide. ddp: the batch. zero1: also the optimizer's state. zero2: also gradients, and
     weights between steps. fsdp: also weights between the layers' passes. Each needs less memory and more traffic than
     the one before. auto: the first whose predicted memory fits. The loss curve differs by rounding only."""
+    tensor_parallel: int = bounded_field(1, ge=1)
+    """Training processes that divide each matrix of the model, and compute the same part of the batch together. Each
+    needs less memory and more traffic. processes must be a multiple of it, and so must be model.num_heads, num_kv_heads
+    and d_ff. With parallel auto, ddp or none. Not compiled. The loss curve differs by rounding only."""
     attention: AttentionForm = "auto"
     """Form of causal attention in training. auto: the form measured fastest on the device. sdpa: torch's
     scaled_dot_product_attention. flash: FlashAttention-2, on GPUs in Triton (needs the extra triton). reference: plain;

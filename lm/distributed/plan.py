@@ -1,4 +1,5 @@
-"""Preparation of a model for training from outside: ``parallelize`` (checkpointing, ddp, zero, fsdp), compilation."""
+"""Preparation of a model for training from outside: ``parallelize`` (tensor parallel, checkpointing, ddp, zero, fsdp),
+compilation."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -12,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lm.common.errors import UserError
 from lm.common.execution import Execution, ParallelKind
 from lm.common.phases import phase
 from lm.distributed.ddp import DDP
 from lm.distributed.fsdp import FSDP
-from lm.distributed.process_group import get_rank, is_true_on_any_rank
+from lm.distributed.process_group import get_data_group, get_rank, get_tensor_mesh, is_true_on_any_rank
 from lm.distributed.sharding import Bounds
 from lm.distributed.zero import ShardedOptimizer
 from lm.hardware.device import is_out_of_memory
@@ -24,6 +26,7 @@ from lm.model.attention import AttentionFunction
 from lm.model.ops.causal_attention import causal_attention, choose_attention
 from lm.model.transformer import TransformerLM
 from lm.optim.clip import clip_grad_norm
+from lm.optim.shards import gather
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +38,21 @@ def parallelize(
 ) -> "Parallel":
     """Prepare ``model`` for training as ``execution`` says, in place, and share it among the ranks.
 
-    In order: the attention backend, activation checkpointing by block, then ``kind`` of data parallelism; see
-    :class:`Parallel`, which also compiles. Make the optimizers with its method. Raises UserError if the attention
-    backend is not installed.
+    In order: tensor parallelism as the process group has it, the attention backend, activation checkpointing by block,
+    then ``kind`` of data parallelism; see :class:`Parallel`, which also compiles. Make the optimizers with its method.
+    Raises UserError if the attention backend is not installed, or if tensor parallelism cannot divide the model.
     """
+    mesh = get_tensor_mesh()
+    ranks = 1 if mesh is None else mesh.size()
+    if execution.tensor_parallel != ranks:
+        raise UserError(
+            f"execution.tensor_parallel is {execution.tensor_parallel}, but the process group was joined for {ranks}; "
+            "pass it to process_group too."
+        )
+    if mesh is not None:
+        from lm.distributed.tensor_parallel import apply_tensor_parallel  # slow to import
+
+        apply_tensor_parallel(model, mesh)
     attention_function = choose_attention(execution.attention, model.head_weight.device)
     if execution.activation_checkpointing or attention_function is not causal_attention:
         for layer in model.layers:
@@ -53,15 +67,18 @@ class Parallel:
     are gathered once a step. fsdp: weights are gathered and freed block by block, in each pass. zero2 and fsdp leave
     vectors unsharded. The matrices in ``whole`` are not sharded themselves but belong to one rank each, for optimizers
     that need whole matrices; stacks of them are sharded.
+
+    Tensor parallelism is none or ddp of models that are divided: weights and state are those of this rank's part.
     """
 
     def __init__(self, model: TransformerLM, kind: ParallelKind, whole: Collection[nn.Parameter] = ()) -> None:
         self.model, self.kind, self.is_compiled = model, kind, False
-        self.shards_weights = kind in ("zero2", "fsdp")
-        self.shards_state = kind in ("zero1", "zero2", "fsdp")
+        is_divided = get_tensor_mesh() is not None
+        self.shards_weights = kind in ("zero2", "fsdp") or is_divided
+        self.shards_state = kind in ("zero1", "zero2", "fsdp") or is_divided
         self.wrapper: DDP | FSDP | None = None
         if kind in ("ddp", "zero1"):
-            self.wrapper = DDP(model)
+            self.wrapper = DDP(model, get_data_group())
         elif kind != "none":
             self.wrapper = FSDP(model, whole=whole, is_resharded_after_forward=kind == "fsdp")
         self._bounds = self.wrapper.bounds if isinstance(self.wrapper, FSDP) else {}
@@ -105,7 +122,7 @@ class Parallel:
         if isinstance(self.wrapper, FSDP):
             yield from self.wrapper.iterate_full_params()
         else:
-            yield from ((name, p.detach()) for name, p in self.model.named_parameters())
+            yield from ((name, gather(p.detach())) for name, p in self.model.named_parameters())
 
     def full_model(self) -> TransformerLM:
         """Return the model, or on rank 0 an unsharded copy if its weights are sharded: on the CPU, for the memory.

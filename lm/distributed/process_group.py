@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,25 +14,32 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lm.common.errors import UserError
 from lm.common.phases import phase
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh  # slow to import
+
 T = TypeVar("T")
 RENDEZVOUS_VARIABLE = "TEXTMILL_RENDEZVOUS"  # environment variable: file:// URL of a file that does not exist yet
 
 _host_group: dist.ProcessGroup | None = None  # of plain data and barriers: waits as long as rank 0 works alone
+_mesh: "DeviceMesh | None" = None  # of data and tensor parallelism
 
 
 @contextmanager
-def process_group(device: torch.device) -> Iterator[torch.device]:
+def process_group(device: torch.device, tensor_parallel: int = 1) -> Iterator[torch.device]:
     """Join the process group that the environment variables of ``torchrun`` describe; yield the device of this rank.
 
     Ranks meet through the file that RENDEZVOUS_VARIABLE names, or through torchrun's store. The backend is nccl for
-    tensors on GPUs and gloo for those on CPUs. If WORLD_SIZE is 1 or not set, there is no process group. Raises
-    UserError if a rank has no GPU of its own, or if several ranks are to train on a device other than GPU and CPU.
+    tensors on GPUs and gloo for those on CPUs. If WORLD_SIZE is 1 or not set, there is no process group. Each
+    ``tensor_parallel`` consecutive ranks divide a model by tensor parallelism, and such groups divide the batch. Raises
+    UserError if a rank has no GPU of its own, if several ranks are to train on a device other than GPU and CPU, or if
+    WORLD_SIZE is not a multiple of ``tensor_parallel``.
 
     Collectives of tensors fail if a rank does not come within torch's time, 10 to 30 minutes. :func:`barrier` and those
     of plain data wait for a day: rank 0 may download, save or sample meanwhile.
     """
-    global _host_group
+    global _host_group, _mesh
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    check_world_size(world_size, tensor_parallel)
     if world_size == 1:
         yield device
         return
@@ -55,10 +62,25 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
     )
     try:
         _host_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        if tensor_parallel > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            shape = (world_size // tensor_parallel, tensor_parallel)
+            _mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
         yield device
     finally:
-        _host_group = None
+        _host_group = _mesh = None
         dist.destroy_process_group()
+
+
+def check_world_size(world_size: int, tensor_parallel: int) -> None:
+    """Raise UserError if the processes of a training are not a multiple of those that divide a model."""
+    if world_size % tensor_parallel:
+        raise UserError(
+            f"execution.tensor_parallel is {tensor_parallel}, and the training has {world_size} "
+            f"{'process' if world_size == 1 else 'processes'}; set execution.processes, or --nproc-per-node of "
+            f"torchrun, to a multiple of {tensor_parallel}."
+        )
 
 
 def get_rank() -> int:
@@ -69,6 +91,26 @@ def get_rank() -> int:
 def get_world_size() -> int:
     """Return the number of processes; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def get_tensor_mesh() -> "DeviceMesh | None":
+    """Return the ranks that divide the model with this one by tensor parallelism; None without it."""
+    return _mesh["tensor"] if _mesh is not None else None
+
+
+def get_data_group() -> dist.ProcessGroup | None:
+    """Return the group of ranks that divide the batch, and have the same part of the model; None if all ranks do."""
+    return _mesh.get_group("data") if _mesh is not None else None
+
+
+def get_data_rank() -> int:
+    """Return the number of this rank's part of the batch."""
+    return _mesh.get_local_rank("data") if _mesh is not None else get_rank()
+
+
+def get_data_world_size() -> int:
+    """Return the number of parts of the batch. The ranks of a part divide the model by tensor parallelism."""
+    return _mesh["data"].size() if _mesh is not None else get_world_size()
 
 
 def get_local_world_size() -> int:

@@ -10,8 +10,9 @@ token: the maximum, the sum of the exponentials and the target's logit.
 Shapes: N tokens, D d_model, V vocabulary.
 """
 
+from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,11 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from lm.common.errors import UserError
+from lm.model.config import ModelConfig
 from lm.model.functional import IGNORE_INDEX
 from lm.model.ops.matmul import linear
 from lm.model.transformer import TransformerLM
+from lm.optim.shards import gather, shard_like
 
 _CHUNK_BYTES = 1 << 27  # float32 logits of a chunk of tokens, on one rank
 
@@ -34,28 +37,31 @@ def apply_tensor_parallel(model: TransformerLM, mesh: DeviceMesh) -> None:
     """Shard the weights of ``model`` among the ranks of the one-dimensional ``mesh``, in place.
 
     Every rank calls the model with the same batch and gets the same output. Parameters are DTensors afterwards: make
-    the optimizer then, of :mod:`lm.optim` or of torch. Weights start as those of the mesh's first rank. To divide the
-    batch too, apply torch's ``fully_shard`` over another dimension of the mesh next. Raises UserError if the heads, the
-    hidden units or the vocabulary cannot be sharded, and for a mixture of experts.
+    the optimizer then, of :mod:`lm.optim` or of torch. Weights start as those of the mesh's first rank, and
+    ``model.load_state_dict`` takes whole ones. To divide the batch too, apply torch's ``fully_shard`` over another
+    dimension of the mesh next. Raises UserError if the heads, the hidden units or the vocabulary cannot be sharded, and
+    for a mixture of experts.
     """
-    _check_is_divisible(model, mesh)
-    parallelize_module(model, mesh, _plan(model))
-
-
-def gather_full_params(model: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters by name, unsharded, on every rank, as new tensors. All ranks must call this together."""
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in model.named_parameters()
-    }
-
-
-def _check_is_divisible(model: TransformerLM, mesh: DeviceMesh) -> None:
     if mesh.ndim != 1:
         raise UserError(
             f"The mesh has {mesh.ndim} dimensions; pass the one of tensor parallelism, e.g. mesh['tensor']."
         )
-    config, ranks = model.config, mesh.size()
+    config_of_rank(model.config, mesh.size())
+    parallelize_module(model, mesh, _plan(model))
+    model.register_load_state_dict_pre_hook(_shard_state_dict)
+
+
+def gather_full_params(model: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters by name, unsharded, on every rank, as new tensors. All ranks must call this together."""
+    return {name: gather(p).detach().clone() for name, p in model.named_parameters()}
+
+
+def config_of_rank(config: ModelConfig, ranks: int) -> ModelConfig:
+    """Return the config of the part of a model that each of ``ranks`` ranks has. Its parameters and activations have
+    the shapes of that part.
+
+    Raises UserError if the model cannot be divided.
+    """
     if config.moe is not None:
         raise UserError("model.moe cannot be divided by tensor parallelism; use execution.parallel, e.g. fsdp.")
     widths = {"num_heads": config.num_heads, "num_kv_heads": config.kv_heads, "d_ff": config.d_ff}
@@ -65,11 +71,26 @@ def _check_is_divisible(model: TransformerLM, mesh: DeviceMesh) -> None:
                 f"model.{name} {width} cannot be divided among {ranks} processes of tensor parallelism; "
                 "make it a multiple of their number, or use fewer processes."
             )
-    vocab_size = len(model.token_embeddings.weight)
-    if -(-vocab_size // ranks) * (ranks - 1) >= vocab_size:
+    vocab_size = config.vocab_size
+    if vocab_size and _ids_per_rank(vocab_size, ranks) * (ranks - 1) >= vocab_size:
         raise UserError(
             f"model.vocab_size {vocab_size} is too small to be divided among {ranks} processes; use fewer processes."
         )
+    return replace(
+        config,
+        vocab_size=vocab_size and _ids_per_rank(vocab_size, ranks),
+        num_heads=config.num_heads // ranks,
+        num_kv_heads=config.kv_heads // ranks,
+        head_dim=config.resolved_head_dim,
+        d_ff=config.d_ff // ranks,
+    )
+
+
+def _shard_state_dict(model: nn.Module, state_dict: dict[str, Any], *_: Any) -> None:
+    """Shard whole tensors as the parameters of the model. A hook before ``load_state_dict``, which passes a copy."""
+    for name, p in model.named_parameters():
+        if isinstance(state_dict.get(name), Tensor):
+            state_dict[name] = shard_like(state_dict[name], p)
 
 
 def _plan(model: TransformerLM) -> dict[str, ParallelStyle]:
@@ -187,7 +208,7 @@ def _parallel_cross_entropy(x: Tensor, weight: DTensor, targets: Tensor, softcap
     the backward pass computes them again.
     """
     mesh, local = weight.device_mesh, weight.to_local()
-    rows = max(1, _CHUNK_BYTES // (4 * _ids_per_rank(weight)))  # the same on all ranks
+    rows = max(1, _CHUNK_BYTES // (4 * _ids_per_rank(len(weight), mesh.size())))  # the same on all ranks
     local_ids, is_local = _find_local_ids(targets, weight)
     parts = (tensor.split(rows) for tensor in (_sum_gradients(x, mesh), local_ids, is_local, targets != IGNORE_INDEX))
     sums = [
@@ -214,11 +235,11 @@ def _loss_sum(
 
 def _find_local_ids(ids: Tensor, weight: DTensor) -> tuple[Tensor, Tensor]:
     """Return the row of each id on this rank, and whether this rank has it; the row is 0 if it does not."""
-    rows = ids - _ids_per_rank(weight) * weight.device_mesh.get_local_rank()
+    rows = ids - _ids_per_rank(len(weight), weight.device_mesh.size()) * weight.device_mesh.get_local_rank()
     is_local = (rows >= 0) & (rows < len(weight.to_local()))
     return rows.where(is_local, 0), is_local
 
 
-def _ids_per_rank(weight: DTensor) -> int:
+def _ids_per_rank(vocab_size: int, ranks: int) -> int:
     """Return the number of ids of each rank. Shard gives the last ranks fewer, if they do not divide the ids evenly."""
-    return -(-len(weight) // weight.device_mesh.size())
+    return -(-vocab_size // ranks)

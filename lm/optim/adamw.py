@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lm.optim.optimizer import Optimizer
+from lm.optim.shards import local_shard
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class AdamW(Optimizer):
                     params_by_step.setdefault(state["t"], []).append(p)
             for t, params in params_by_step.items():
                 tensors = [(p, cast(Tensor, p.grad), self.state[p]["m"], self.state[p]["v"]) for p in params]
-                rows = [tuple(map(_local_shard, row)) for row in tensors]
+                rows = [tuple(map(local_shard, row)) for row in tensors]
                 if rows[0][0].is_cuda:
                     rows = _update_by_kernel(rows, t, group, found_inf)
                 for weights, grads, m, v in _split_into_blocks(rows):
@@ -136,15 +137,6 @@ def _load_kernel(device: torch.device) -> Callable[[tuple[Tensor, ...], int, dic
         log.warning("Triton does not work here, AdamW updates without it: %s", str(error).partition("\n")[0])
         return None
     return update
-
-
-def _local_shard(x: Tensor) -> Tensor:
-    """Return this rank's shard of ``x``: of a DTensor its local tensor, of any other tensor all of it.
-
-    In-place operations on views of a DTensor may change a copy.
-    """
-    local: Tensor = x.to_local() if hasattr(x, "to_local") else x
-    return local
 
 
 def _split_into_blocks(rows: Sequence[tuple[Tensor, ...]]) -> Iterator[list[list[Tensor]]]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lm.optim.optimizer import Optimizer
+from lm.optim.shards import gather, local_shard, shard_like
 
 
 class Muon(Optimizer):
@@ -17,7 +18,8 @@ class Muon(Optimizer):
     learn at the same rate. The update is scaled by ``0.2 · sqrt(max(rows, columns))`` (Liu et al. 2025). The root mean
     square of its entries is then about 0.2 · ``lr``, as with AdamW, so the two can share lr and weight decay. Each
     matrix of a stack (n, rows, columns), such as those of experts, is updated by itself. The steps are computed in
-    ``product_dtype``; bfloat16 is enough for training. Default: the dtype of the parameters.
+    ``product_dtype``; bfloat16 is enough for training. Default: the dtype of the parameters. The ranks that share a
+    DTensor all compute the steps of the whole matrix.
 
     Raises ValueError for a parameter that is neither a matrix nor a stack of matrices.
     """
@@ -59,22 +61,24 @@ class Muon(Optimizer):
             for shape, params in params_by_shape.items():
                 is_applied: float | Tensor = 1.0 if found_inf is None else (~found_inf).to(params[0].dtype)
                 for p in params:
-                    grad = cast(Tensor, p.grad)
+                    grad = local_shard(cast(Tensor, p.grad))
                     if found_inf is not None:
                         grad.masked_fill_(found_inf, 0)
                     state = self.state[p]
                     if not state:
                         state["momentum"] = torch.zeros_like(p)
-                    state["momentum"].lerp_(grad, is_applied * (1 - group["momentum"]))
+                    local_shard(state["momentum"]).lerp_(grad, is_applied * (1 - group["momentum"]))
                 nesterov_momenta = torch.stack(
-                    [cast(Tensor, p.grad).lerp(self.state[p]["momentum"], group["momentum"]) for p in params]
+                    [gather(cast(Tensor, p.grad).lerp(self.state[p]["momentum"], group["momentum"])) for p in params]
                 )
                 updates = orthogonalize(nesterov_momenta, self.product_dtype)
                 if found_inf is not None:
                     updates *= is_applied
-                torch._foreach_mul_(params, 1 - is_applied * group["lr"] * group["weight_decay"])
+                shards = [local_shard(p) for p in params]
+                torch._foreach_mul_(shards, 1 - is_applied * group["lr"] * group["weight_decay"])
                 scale = 0.2 * math.sqrt(max(shape[-2:]))
-                torch._foreach_add_(params, list(updates.unbind()), alpha=-group["lr"] * scale)
+                own_updates = [local_shard(shard_like(x, p)) for x, p in zip(updates.unbind(), params, strict=True)]
+                torch._foreach_add_(shards, own_updates, alpha=-group["lr"] * scale)
         return loss
 
 

@@ -98,6 +98,11 @@ class PosttrainJob(TrainingJob):
         Raises UserError if memory runs out, and if the processes shard the weights: rollouts and reference models need
         them whole.
         """
+        if self.execution.tensor_parallel > 1 and self.method != "sft":
+            raise UserError(
+                f"execution.tensor_parallel is {self.execution.tensor_parallel}, but {self.method} needs whole weights "
+                "in each process; set it to 1. Of post-training only sft divides the model."
+            )
         if self.execution.parallel == "auto":
             self.execution = replace(self.execution, parallel="ddp")
         if self.execution.parallel in ("zero2", "fsdp"):

@@ -14,7 +14,7 @@ from lm.common.errors import UserError
 from lm.common.execution import Execution
 from lm.data.batches import Batch, TokenSequence, batch_starts, check_length, evenly_spaced_starts, gather_batch
 from lm.data.token_shards import TokenShards
-from lm.distributed.process_group import all_reduce_mean, get_rank, get_world_size
+from lm.distributed.process_group import all_reduce_mean, get_data_rank, get_data_world_size, get_world_size
 from lm.eval.loss import bits_per_byte
 from lm.files.remote_copies import fetch_directory, fetch_files
 from lm.hardware.device import choose_device, explain_out_of_memory
@@ -70,7 +70,7 @@ class Pretraining(Objective):
             advice = ", or hold out a larger data.valid_fraction of the documents; 0 trains without validation"
             check_length(data.valid, self.context_length, "validation text", advice)
         self.tokens_per_step = config.batch_size * self.context_length
-        self.rank, self.world_size = get_rank(), get_world_size()
+        self.rank, self.world_size = get_data_rank(), get_data_world_size()
         self.local_batch_size = config.batch_size // self.world_size
 
     def micro_batches(self, step: int) -> list[Batch]:
@@ -120,7 +120,7 @@ class Pretraining(Objective):
             y_BT[max(0, len(share) - first) :] = IGNORE_INDEX
             loss_sum += float(self.loss_sum(model, (x_BT, y_BT)))
             weight += int(self.weight((x_BT, y_BT)))
-        if self.world_size > 1:
+        if get_world_size() > 1:
             sums = torch.tensor([loss_sum, weight], dtype=torch.float64, device=self.device)
             loss_sum, weight = all_reduce_mean(sums).tolist()
         return loss_sum / weight

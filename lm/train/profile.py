@@ -25,6 +25,7 @@ from lm.distributed.process_group import barrier, process_group
 from lm.hardware.device import choose_device
 from lm.hardware.peak_flops import peak_flops
 from lm.model.flops import parameter_count
+from lm.optim.shards import local_shard
 from lm.train.objective import MicroBatch
 from lm.train.pretraining import Job
 from lm.train.trainer import Trainer
@@ -172,19 +173,20 @@ def profile_training(
                 seconds += _time_step(take_step, device)
         operations, traced_seconds = _trace(take_step, device, out / TRACE_FILE if is_rank0 else None)
     config, kind = trainer.config, trainer.parallel.kind
+    tensor_parallel = trainer.execution.tensor_parallel
 
     def predict(sequences: int) -> TrainingMemory:
-        model_config, world_size = trainer.model.config, trainer.world_size
+        model_config, world_size = trainer.model.config, trainer.data_world_size
         return predict_training_memory(
             sequences, trainer.execution, config, model_config, kind, world_size, device.type
         )
 
-    micro_batch = config.batch_size // (config.gradient_accumulation_steps * trainer.world_size)
+    micro_batch = config.batch_size // (config.gradient_accumulation_steps * trainer.data_world_size)
     peak = peak_flops(device, torch.bfloat16 if config.precision == "bfloat16" else torch.float32)
     profile = Profile(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         processes=trainer.world_size,
-        parallel=kind,
+        parallel=kind if tensor_parallel == 1 else f"{kind}, tensor_parallel {tensor_parallel}",
         is_compiled=trainer.parallel.is_compiled,
         precision=config.precision,
         parameters=parameter_count(trainer.model.config)["total"],
@@ -346,8 +348,8 @@ def _cuda_history(device: torch.device, snapshot: Path) -> Iterator[dict[str, in
 
 
 def _total_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Return the bytes of tensors; None has none."""
-    return sum(x.nbytes for x in tensors if x is not None)
+    """Return the bytes of tensors on this rank; None has none."""
+    return sum(local_shard(x).nbytes for x in tensors if x is not None)
 
 
 @dataclass(kw_only=True)
@@ -367,7 +369,8 @@ class ProfileJob(Job):
         """Join the process group and lock ``out``. Yield a function that measures the steps, writes the files and
         returns the profile; see :func:`profile_training`."""
         out = Path(self.out)
-        with process_group(choose_device(self.execution.device)) as device, lock_directory(out):
+        device, tensor_parallel = choose_device(self.execution.device), self.execution.tensor_parallel
+        with process_group(device, tensor_parallel) as device, lock_directory(out):
             make_trainer = partial(self.make_trainer, out, device)
 
             def measure(stop_event: threading.Event) -> dict[str, Any]:

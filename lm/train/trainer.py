@@ -25,6 +25,7 @@ from lm.distributed.process_group import (
     barrier,
     broadcast_from_rank0,
     call_on_rank0,
+    get_data_world_size,
     get_local_world_size,
     get_rank,
     get_world_size,
@@ -67,11 +68,11 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, model: TransformerLM, objective: Objective, execution: Execution, out: Path
     ) -> None:
-        self.rank, self.world_size = get_rank(), get_world_size()
-        if config.batch_size % (config.gradient_accumulation_steps * self.world_size):
+        self.rank, self.world_size, self.data_world_size = get_rank(), get_world_size(), get_data_world_size()
+        if config.batch_size % (config.gradient_accumulation_steps * self.data_world_size):
             raise UserError(
                 f"train.batch_size {config.batch_size} must be a multiple of train.gradient_accumulation_steps "
-                f"{config.gradient_accumulation_steps} times the {self.world_size} processes."
+                f"{config.gradient_accumulation_steps} times the {self.data_world_size} processes that divide it."
             )
         torch.set_num_threads(max(1, (execution.threads or available_cpus()) // get_local_world_size()))
         self.device = next(model.parameters()).device
@@ -87,7 +88,7 @@ class Trainer:
         self.loss_sum: Callable[[MicroBatch], Tensor] = self._loss_sum
         self.flops_per_step = objective.tokens_per_step * flops_per_token(model.config)
         is_long = repays_compilation(config.steps * self.flops_per_step)
-        if execution.compile and objective.is_compilable and is_long:
+        if execution.compile and objective.is_compilable and is_long and execution.tensor_parallel == 1:
             with self.explain_out_of_memory():
                 micro_batch = objective.micro_batches(0)[0]
                 if self.balance:
@@ -121,7 +122,7 @@ class Trainer:
     def explain_out_of_memory(self) -> AbstractContextManager[None]:
         """Convert out-of-memory errors inside the ``with`` block to UserError."""
         config = self.config
-        sequences = config.batch_size // (config.gradient_accumulation_steps * self.world_size)
+        sequences = config.batch_size // (config.gradient_accumulation_steps * self.data_world_size)
         return explain_out_of_memory(
             f"{self.device} is out of memory with micro-batches of {sequences} sequences of "
             f"{self.model.config.context_length:,} tokens. Raise train.gradient_accumulation_steps (now "

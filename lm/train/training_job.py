@@ -108,7 +108,7 @@ class TrainingJob(ABC):
         """
         out, mirror = self._open_out()
         with (
-            process_group(choose_device(self.execution.device)) as device,
+            process_group(choose_device(self.execution.device), self.execution.tensor_parallel) as device,
             lock_directory(out),
             send_heartbeats(self.heartbeat) if self.heartbeat and get_rank() == 0 else nullcontext(),
         ):

@@ -23,6 +23,7 @@ from lm.common.execution import Execution, ParallelKind
 from lm.distributed.process_group import (
     all_gather,
     broadcast_from_rank0,
+    check_world_size,
     get_local_world_size,
     get_rank,
     get_world_size,
@@ -67,9 +68,15 @@ def predict_training_memory(
     """Predict the memory of a process that trains with micro-batches of ``sequences`` full contexts.
 
     Weights, gradients and state are float32: AdamW has two moments, Muon one. Matmuls in bfloat16 run under autocast,
-    which keeps a copy of the matrices. ``kind`` is what ``world_size`` processes shard. Raises UserError if the
-    vocabulary size is not set.
+    which keeps a copy of the matrices. ``kind`` is what ``world_size`` processes shard; with tensor parallelism, which
+    divides the model before, these are the parts of the batch. Raises UserError if the vocabulary size is not set, or
+    if tensor parallelism cannot divide the model.
     """
+    whole_config = model_config
+    if execution.tensor_parallel > 1:
+        from lm.distributed.tensor_parallel import config_of_rank  # slow to import
+
+        model_config = config_of_rank(model_config, execution.tensor_parallel)
     is_bfloat16, has_checkpointing = config.precision == "bfloat16", execution.activation_checkpointing
     counts = parameter_count(model_config)
     hidden = counts["attention"] + counts["feed_forward"]
@@ -95,7 +102,9 @@ def predict_training_memory(
     by_block = [_hidden_matrices(model_config, layer) for layer in layers]
     sizes = [sum(math.prod(shape) for shape in shapes) for shapes in by_block]
     largest_block = hidden * max(sizes) // sum(sizes)
-    matrices = Counter(shape for shapes in by_block for shape in shapes)
+    # Whole ones: the processes of tensor parallelism all update them.
+    whole_matrices = (_hidden_matrices(whole_config, layer) for layer in layers)
+    matrices = Counter(shape for shapes in whole_matrices for shape in shapes)
     bucket = max(MAX_BUCKET_BYTES, head, *(4 * math.prod(shape) for shape in matrices))
     held = _held_bytes(kind, world_size, weights, state, 4 * largest_block, head, bucket)
     earlier = weights if config.gradient_accumulation_steps > 1 and kind not in ("ddp", "zero1") else 0
@@ -211,17 +220,21 @@ def choose_parallel(
 ) -> ParallelKind:
     """Return what the processes shard: ``execution.parallel``, or the first kind whose predicted memory fits.
 
-    One process shards nothing. Raises UserError for "none" with several processes.
+    One process shards nothing, nor do those of one part of the batch, which tensor parallelism divides. Raises
+    UserError for "none" with several processes, and as :func:`check_tensor_parallel`.
     """
-    world_size = get_world_size()
+    check_tensor_parallel(execution, model_config, get_world_size())
+    world_size = get_world_size() // execution.tensor_parallel
     if world_size == 1:
         return "none"
     if execution.parallel == "none":
         raise UserError(
-            f"execution.parallel is none, but {world_size} processes train; set it to auto, or start one process."
+            f"execution.parallel is none, but {get_world_size()} processes train; set it to auto, or start one process."
         )
     if execution.parallel != "auto":
         return execution.parallel
+    if execution.tensor_parallel > 1:
+        return "ddp"
     available = min(all_gather(available_memory(device)))  # all ranks choose the same
     sequences = config.batch_size // (config.gradient_accumulation_steps * world_size)
     for kind in _KINDS:
@@ -237,19 +250,35 @@ def choose_parallel(
     return kind
 
 
+def check_tensor_parallel(execution: Execution, model_config: ModelConfig, processes: int) -> None:
+    """Raise UserError if a training cannot have the tensor parallelism that ``execution`` states."""
+    if execution.tensor_parallel == 1:
+        return
+    from lm.distributed.tensor_parallel import config_of_rank  # slow to import
+
+    check_world_size(processes, execution.tensor_parallel)
+    if execution.parallel not in ("auto", "none", "ddp"):
+        raise UserError(
+            f"execution.parallel is {execution.parallel}, which cannot divide further what execution.tensor_parallel "
+            f"{execution.tensor_parallel} divides; set it to auto or ddp."
+        )
+    config_of_rank(model_config, execution.tensor_parallel)
+
+
 def need_memory(
     execution: Execution, config: TrainConfig, model_config: ModelConfig, device: torch.device, processes: int
 ) -> int:
     """Predict the bytes that each of the processes of a training needs, at least. Each first builds the whole model."""
     if config.precision == "auto" and has_bfloat16(device):
         config = replace(config, precision="bfloat16")
-    kinds: tuple[ParallelKind, ...] = _KINDS
+    kinds: tuple[ParallelKind, ...] = _KINDS if execution.tensor_parallel == 1 else ("ddp",)
     if execution.parallel != "auto" and execution.parallel != "none":
         kinds = (execution.parallel,)
-    sequences = max(1, config.batch_size // (config.gradient_accumulation_steps * processes))
+    parts = max(1, processes // execution.tensor_parallel)  # of the batch
+    sequences = max(1, config.batch_size // (config.gradient_accumulation_steps * parts))
     peaks = [
         predict_training_memory(sequences, execution, config, model_config, kind, processes, device.type).peak
-        for kind in (kinds if processes > 1 else ("none",))
+        for kind in (kinds if parts > 1 else ("none",))
     ]
     return max(min(peaks), 4 * parameter_count(model_config)["total"])
 
@@ -257,19 +286,22 @@ def need_memory(
 def check_memory(
     execution: Execution, config: TrainConfig, model_config: ModelConfig, device: torch.device, processes: int = 0
 ) -> None:
-    """Raise UserError if a training on CPUs needs more memory than this machine has, by prediction.
+    """Raise UserError if a training on CPUs needs more memory than this machine has, by prediction, and as
+    :func:`check_tensor_parallel`.
 
     A system that runs out of memory stands still for minutes and then kills the training without a message; on a GPU,
     an allocation fails with one. ``processes`` are those of this machine that will train; 0: this one has joined them.
     ``execution.check_memory`` turns the check off.
     """
+    check_tensor_parallel(execution, model_config, processes or get_world_size())
     if device.type != "cpu" or not execution.check_memory:
         return
     available = available_memory(device) // max(1, processes)
     processes = processes or get_world_size()
     if (need := need_memory(execution, config, model_config, device, processes)) <= available:
         return
-    smallest = replace(config, gradient_accumulation_steps=max(1, config.batch_size // processes))
+    parts = max(1, processes // execution.tensor_parallel)
+    smallest = replace(config, gradient_accumulation_steps=max(1, config.batch_size // parts))
     if need_memory(execution, smallest, model_config, device, processes) <= available:
         advice = (
             f"Raise train.gradient_accumulation_steps (now {config.gradient_accumulation_steps}), lower "
@@ -307,5 +339,6 @@ def check_directory_is_shared(out: Path) -> None:
     if not all(are_seen):
         raise UserError(
             f"Each process saves its part of the checkpoints in {out}, but process {are_seen.index(False)} does not "
-            "see that directory of process 0. Use a directory on a shared file system, or execution.parallel ddp."
+            "see that directory of process 0. Use a directory on a shared file system, or execution.parallel ddp and "
+            "execution.tensor_parallel 1."
         )

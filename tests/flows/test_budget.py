@@ -100,6 +100,7 @@ def test_a_choice_for_a_time_is_kept(
     [
         (["--budget", "30"], "budget is '30'; it must be a time such as 30m"),
         (["--budget", "5m", "--execution.processes", "6"], "6 processes cannot share"),
+        (["--budget", "5m", "--execution.tensor_parallel", "2"], "a process that has the whole model"),
         (["--budget", "5s"], "The budget is too small: it pays for fewer than 50 steps"),
         (["--until", "budget"], "There is no budget to choose a configuration for"),
         (["--budget", "5m", "--execution.train_deployment", "pipeline/gpu-train"], "trains on another one"),

@@ -45,6 +45,8 @@ class Case:
     optimizer: Literal["adamw", "muon", "torch.AdamW"] = "adamw"
     steps: int = 4
     has_biases: bool = False
+    has_found_inf: bool = False
+    """Tell the optimizers on the device whether to skip the step, as on a GPU."""
     batches_per_step: int = 1
     """Batches whose gradients are added."""
 
@@ -138,7 +140,10 @@ def _train(case: Case) -> dict[str, Tensor]:
                 loss.backward()
         norm = pipeline.clip_grad_norm(_MAX_NORM) if pipeline else clip_grad_norm(model.parameters(), _MAX_NORM)
         for optimizer in optimizers:
-            optimizer.step()
+            if case.has_found_inf:
+                optimizer.step(None, torch.tensor(False))  # type: ignore[call-overload]
+            else:
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         figures += [loss.detach() if data_mesh is None else all_reduce_mean(loss.detach()), norm]
     ids, targets = batch_of_step(case.steps)

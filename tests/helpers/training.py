@@ -90,6 +90,7 @@ def write_job(
     processes: int = 1,
     model: ModelConfig = MODEL,
     parallel: Literal["auto"] | ParallelKind = "auto",
+    tensor_parallel: int = 1,
     **settings: Any,
 ) -> Path:
     """Write a job, its tokens and its tokenizer below ``directory``; return the job's path."""
@@ -101,7 +102,13 @@ def write_job(
         random_tokens(size, generator).astype("<u2").tofile(directory / f"{name}.bin")
     byte_tokenizer().save(directory / "tokenizer")
     execution = Execution(
-        processes=processes, threads=1, device="cpu", compile=False, log_interval=1, parallel=parallel
+        processes=processes,
+        threads=1,
+        device="cpu",
+        compile=False,
+        log_interval=1,
+        parallel=parallel,
+        tensor_parallel=tensor_parallel,
     )
     job = Job(
         config=train_config(**{**quiet, **settings}),

@@ -15,7 +15,7 @@ from lm.data.batches import shuffled_indices
 from lm.data.chat_template import encode_dialog
 from lm.data.dialogs import Dialog
 from lm.data.packing import PackedRows, pack_examples
-from lm.distributed.process_group import all_reduce_mean, get_rank, get_world_size
+from lm.distributed.process_group import all_reduce_mean, get_data_rank, get_data_world_size
 from lm.inference.completion import Completion
 from lm.model.functional import IGNORE_INDEX
 from lm.model.ops.causal_attention import make_segment_attention
@@ -66,7 +66,7 @@ class SupervisedFineTuning(Objective):
                 "longer context, or shorter dialogs."
             )
         self.tokens_per_step = config.batch_size * context_length
-        self.rank, self.world_size = get_rank(), get_world_size()
+        self.rank, self.world_size = get_data_rank(), get_data_world_size()
         self.local_batch_size = config.batch_size // self.world_size
 
     @classmethod

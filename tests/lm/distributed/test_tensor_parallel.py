@@ -34,6 +34,7 @@ def test_two_processes_have_the_weights_of_one(tmp_path: Path) -> None:
         Case("tensor", has_qk_norm=True, has_biases=True),
         Case("tensor", is_tied=True, num_kv_heads=4, logit_softcap=3.0, has_checkpointing=True),
         Case("tensor", is_double=False, optimizer="torch.AdamW"),
+        Case("tensor", optimizer="muon", has_found_inf=True),
     ]
     check_cases(tmp_path, cases, 2)
 
@@ -49,8 +50,7 @@ def test_four_processes_have_the_weights_of_one(tmp_path: Path, is_double: bool)
     ]
     cases.append(Case("tensor", feed_forward="relu2", norm_placement="post", logit_softcap=3.0, is_double=is_double))
     cases.append(Case("tensor", optimizer="torch.AdamW", is_double=is_double))
-    if is_double:  # in float32 the products of Muon are in bfloat16
-        cases.append(Case("tensor", optimizer="muon"))
+    cases.append(Case("tensor", optimizer="muon", is_double=is_double))
     check_cases(tmp_path, cases, 4)
 
 

@@ -1,5 +1,6 @@
 """Post-trainings from job files: killed at any time, the same command resumes to the same result."""
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from lm.posttrain.job import PosttrainJob
 from lm.train.__main__ import main
 from lm.train.tracking import read_metrics
 from lm.train.trainer import Trainer
-from tests.helpers.posttraining import chat_policy, write_posttrain_job
+from tests.helpers.posttraining import chat_policy, wide_policy, write_posttrain_job
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import start_and_kill, train_here
 
@@ -188,6 +189,36 @@ def test_two_processes_learn_from_the_responses_of_one(tmp_path: Path, method: s
     for name in ("loss", "grad_norm", "reward", "response_tokens"):
         values, other_values = ([row[name] for row in read_metrics(job.parent / "metrics.jsonl")[:2]] for job in jobs)
         assert values == pytest.approx(other_values, rel=1e-3, abs=1e-4), name
+
+
+def divide_by_tensor_parallelism(job: Path) -> None:
+    content = json.loads(job.read_text())
+    content["execution"] |= {"processes": 2, "tensor_parallel": 2}
+    job.write_text(json.dumps(content))
+
+
+@pytest.mark.slow
+def test_two_processes_divide_the_model_in_fine_tuning(tmp_path: Path) -> None:
+    jobs = [write_posttrain_job(tmp_path / name, "sft", {}) for name in ("one", "two")]
+    for name in ("one", "two"):
+        save_training(tmp_path / name / "model", wide_policy(), [], 0, {})
+    divide_by_tensor_parallelism(jobs[1])
+    train_here(PosttrainJob.read(jobs[0]))
+    run_ranks("tests.helpers.rank_jobs", tmp_path, str(jobs[1]), world_size=2)
+    for name in ("loss", "grad_norm", "valid_loss"):
+        values, other = ([row.get(name, 0) for row in read_metrics(job.parent / "metrics.jsonl")] for job in jobs)
+        assert len(values) == 6 and values == pytest.approx(other, rel=1e-3, abs=1e-4), name
+    weights, other_weights = (load_model(job.parent / "step-0000006").state_dict() for job in jobs)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(other_weights[name], tensor, rtol=0, atol=5e-4)
+
+
+@pytest.mark.parametrize("method", ["preference", "reward_model", "reinforce", "ppo"])
+def test_other_methods_refuse_to_divide_the_model(tmp_path: Path, method: str) -> None:
+    job = write_posttrain_job(tmp_path, method, SETTINGS[method])
+    divide_by_tensor_parallelism(job)
+    with pytest.raises(UserError, match=f"tensor_parallel is 2, but {method} needs whole weights"):
+        PosttrainJob.read(job).make_trainer(job.parent, torch.device("cpu"))
 
 
 @pytest.mark.slow

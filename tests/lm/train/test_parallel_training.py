@@ -12,8 +12,9 @@ import torch
 from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
 from lm.common.execution import Execution, ParallelKind
+from lm.model.config import MoEConfig
 from lm.train.pretraining import Job
-from lm.train.training_memory import choose_parallel, predict_training_memory
+from lm.train.training_memory import TrainingMemory, check_memory, choose_parallel, predict_training_memory
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import MODEL, read_rows, train_config, train_here, write_job
 
@@ -29,9 +30,9 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def run_job(job: Path, parallel: ParallelKind, processes: int) -> None:
+def run_job(job: Path, parallel: ParallelKind, processes: int, tensor_parallel: int = 1) -> None:
     content = json.loads(job.read_text())
-    content["execution"]["parallel"] = parallel
+    content["execution"] |= {"parallel": parallel, "tensor_parallel": tensor_parallel}
     job.write_text(json.dumps(content))
     if processes == 1:
         train_here(Job.read(job))
@@ -75,13 +76,91 @@ def test_a_training_goes_on_with_another_division(
     job = write_job(tmp_path, **OPTIONS)
     for number, (parallel, processes) in enumerate(divisions, start=1):
         run_job(job, parallel, processes)
-        parts = {path.name for path in (job.parent / f"step-{4 * number:07d}").iterdir()}
-        assert (f"optimizer-{processes}-of-{processes}.pt" in parts) == (parallel not in ("none", "ddp"))
+        check_parts(job.parent, number, processes if parallel not in ("none", "ddp") else 1)
         if number < len(divisions):
-            (job.parent / "training.json").unlink()
-            for later in range(number + 1, 4):
-                shutil.rmtree(job.parent / f"step-{4 * later:07d}")
+            undo_after(job.parent, number)
     check_training(job.parent, expected)
+
+
+TENSOR_OPTIONS = OPTIONS | {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+TENSOR_MODEL = replace(MODEL, num_heads=4, num_kv_heads=2, qk_norm=True, qkv_bias=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("is_tied", "divisions"),
+    [
+        (True, [("auto", 2, 2), ("none", 1, 1), ("auto", 4, 2)]),
+        pytest.param(False, [("fsdp", 2, 1), ("ddp", 4, 2), ("zero1", 2, 1)], marks=pytest.mark.long),
+        pytest.param(False, [("none", 1, 1), ("none", 2, 2), ("ddp", 2, 1)], marks=pytest.mark.long),
+    ],
+)
+def test_a_training_goes_on_with_another_tensor_parallelism(
+    tmp_path: Path, is_tied: bool, divisions: list[tuple[ParallelKind, int, int]]
+) -> None:
+    """Of the four processes with a tensor parallelism of 2, two pairs divide the batch."""
+    model = replace(TENSOR_MODEL, tied_embeddings=is_tied)
+    expected, job = (write_job(tmp_path / name, model=model, **TENSOR_OPTIONS) for name in ("expected", "divided"))
+    train_here(Job.read(expected))
+    for number, (parallel, processes, tensor_parallel) in enumerate(divisions, start=1):
+        run_job(job, parallel, processes, tensor_parallel)
+        is_sharded = tensor_parallel > 1 or parallel in ("zero1", "fsdp")
+        check_parts(job.parent, number, processes if is_sharded else 1)
+        if number < len(divisions):
+            undo_after(job.parent, number)
+    check_training(job.parent, expected.parent)
+
+
+def check_parts(out: Path, number: int, parts: int) -> None:
+    """Check in how many parts the checkpoint of a division was saved."""
+    names = {path.name for path in (out / f"step-{4 * number:07d}").iterdir()}
+    assert ("optimizer.pt" if parts == 1 else f"optimizer-{parts}-of-{parts}.pt") in names
+
+
+def undo_after(out: Path, number: int) -> None:
+    """Make the training as it was after the steps of a division."""
+    (out / "training.json").unlink()
+    for later in range(number + 1, 4):
+        shutil.rmtree(out / f"step-{4 * later:07d}")
+
+
+@pytest.mark.parametrize(
+    ("processes", "options", "message"),
+    [
+        (
+            1,
+            {},
+            r"tensor_parallel is 2, and the training has 1 process; set execution\.processes, .* to a multiple of 2",
+        ),
+        (3, {}, "tensor_parallel is 2, and the training has 3 processes"),
+        (2, {"parallel": "fsdp"}, r"execution\.parallel is fsdp, which cannot divide further.*set it to auto or ddp"),
+        (4, {"parallel": "zero1"}, r"execution\.parallel is zero1, which cannot divide further"),
+        (2, {"d_ff": 63}, r"model\.d_ff 63 cannot be divided among 2 processes"),
+        (2, {"num_kv_heads": 1}, r"model\.num_kv_heads 1 cannot be divided among 2 processes"),
+        (2, {"moe": MoEConfig()}, r"model\.moe cannot be divided by tensor parallelism"),
+    ],
+)
+def test_what_tensor_parallelism_cannot_divide_is_refused_before_the_model_is_made(
+    processes: int, options: dict[str, Any], message: str
+) -> None:
+    execution = Execution(tensor_parallel=2, parallel=options.pop("parallel", "auto"))
+    with pytest.raises(UserError, match=message):
+        check_memory(execution, train_config(), replace(MODEL, **options), torch.device("cuda"), processes)
+
+
+def test_one_process_with_tensor_parallelism_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"tensor_parallel is 2, and the training has 1 process;"):
+        train_here(Job.read(write_job(tmp_path, tensor_parallel=2)))
+
+
+def test_a_process_predicts_the_memory_of_its_part_of_the_model() -> None:
+    def predict(tensor_parallel: int) -> TrainingMemory:
+        model, execution = replace(DEEP_MODEL, vocab_size=4096), Execution(tensor_parallel=tensor_parallel)
+        return predict_training_memory(1, execution, train_config(), model, "none", 1, "cpu")
+
+    whole, part = predict(1), predict(2)
+    assert whole.weights / 2 < part.weights < 0.51 * whole.weights  # norms are whole
+    assert part.optimizer_state == 2 * part.weights and whole.peak / 2 < part.peak < 0.6 * whole.peak
 
 
 @pytest.mark.long

@@ -91,16 +91,19 @@ def test_the_figures(profile: tuple[Path, Profile]) -> None:
     assert {"data", "forward", "backward", "optimizer"} < names
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.long), "fsdp"])
+@pytest.mark.parametrize(
+    ("kind", "tensor_parallel"), [pytest.param("ddp", 1, marks=pytest.mark.long), ("fsdp", 1), ("none", 2)]
+)
 @pytest.mark.slow
-def test_two_processes(tmp_path: Path, kind: Any) -> None:
-    path = write_job(tmp_path, 2, MODEL, kind, **SETTINGS)
+def test_two_processes(tmp_path: Path, kind: Any, tensor_parallel: int) -> None:
+    path = write_job(tmp_path, 2, MODEL, kind, tensor_parallel, **SETTINGS)
     ProfileJob.of(Job.read(path), 3).write(path)
     run_ranks("tests.helpers.rank_jobs", tmp_path, str(path), world_size=2)
     profile = json.loads((path.parent / PROFILE_FILE).read_text())
     check_phases(profile)
     assert profile["phases"]["communication"] > 0.005 * profile["seconds_per_step"]
-    assert (profile["processes"], profile["parallel"], profile["micro_batch"]) == (2, kind, 4)
+    parallel, micro_batch = (kind, 4) if tensor_parallel == 1 else ("none, tensor_parallel 2", 8)
+    assert (profile["processes"], profile["parallel"], profile["micro_batch"]) == (2, parallel, micro_batch)
     measured, predicted = profile["memory"]["measured"], profile["predicted_memory"]
     for name in ("weights", "optimizer_state", "activations"):
         assert measured[name] == pytest.approx(predicted[name], rel=0.1), name
