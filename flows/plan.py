@@ -179,7 +179,7 @@ def cached_run(stages: Stages, config: Any, root: str, until: str | None) -> dic
     """Return the record of a run that takes every stage from the cache, and write it unless the last record says the
     same. Return None if a stage must run."""
     config.check_stages(until, ())
-    run = make_run(config, root, run_name(until, f"cached-{uuid4().hex[:8]}"))
+    run = make_run(config, root, run_name(until, config.chosen_name or f"cached-{uuid4().hex[:8]}"))
     recorder = Recorder(run, config, until)
     with use_root(run):
         with DryRunExecutor(run, config, until) as executor:

@@ -7,12 +7,14 @@ import csv
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from flows.forecast import Forecast
 from tasks.pages.posttrain import percent_with_interval
 from tasks.pages.profile import compute_rows, describe, memory_rows, phase_rows
 from tasks.pages.tokenizer import compression_rows
+from tasks.runs.models import DirectoryModel, RunModel
 from tasks.runs.run_record import outputs_of
 from tasks.runs.run_report import format_figures
 from tasks.runtime.run_context import RunContext
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from flows.evaluate import EvaluationResult
     from flows.profile import ProfileResult
     from flows.teach import TeachResult
+    from textmill.runs.run_list import RunSummary
 
 _MAX_FAILURES = 5
 
@@ -63,6 +66,27 @@ def format_summary(record: dict[str, Any]) -> str:
         "  textmill up    start Prefect's server with its UI, the deployments and a worker (in a checkout)",
     ]
     return "\n".join(lines)
+
+
+def describe_model(model: RunModel | DirectoryModel) -> str:
+    """Return the name of a model, and of a run's its stage and loss."""
+    if isinstance(model, DirectoryModel):
+        return model.name
+    loss = model.model.manifest["figures"].get("valid_loss")
+    return f"{model.name}, {model.model.ref.stage}" + (f", loss {loss:.3f}" if isinstance(loss, float) else "")
+
+
+def format_runs(summaries: "Sequence[RunSummary]") -> str:
+    """Return the runs as a table, the newest first."""
+    rows = [("name", "last stage", "started", "state", "loss", "size")]
+    for run in summaries:
+        started = datetime.fromisoformat(run.started).astimezone().strftime("%Y-%m-%d %H:%M") if run.started else "–"
+        loss = "–" if run.loss is None else f"{run.loss:.3f}"
+        rows.append((run.name, run.stages, started, run.state or "–", loss, _format_bytes(run.bytes)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def format_forecasts(forecasts: Sequence[Forecast]) -> str:

@@ -4,11 +4,13 @@
 functions.
 """
 
+import json
 import os
 import shlex
+import sys
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from jsonargparse import Namespace
@@ -23,7 +25,14 @@ from tasks.runtime.locks import own_root
 from tasks.runtime.store import Store
 from textmill.cli.parser import read_config
 from textmill.cli.run import print_plan, read_pipeline_arguments
-from textmill.cli.tables import format_evaluation, format_forecasts, format_sample, format_teaching
+from textmill.cli.tables import (
+    describe_model,
+    format_evaluation,
+    format_forecasts,
+    format_runs,
+    format_sample,
+    format_teaching,
+)
 
 
 def plan_command(options: Namespace) -> None:
@@ -50,13 +59,21 @@ def train_job_command(options: Namespace) -> None:
     )
 
 
+def _open_model(options: Namespace) -> RunModel | DirectoryModel:
+    """Find the model of ``--model``. If that is not given, say which one is taken."""
+    model = resolve_model(options.model, options.root)
+    if not options.model and sys.stderr:
+        print(f"Model: {describe_model(model)}. --model takes another one.", file=sys.stderr)
+    return model
+
+
 def sample_command(options: Namespace) -> None:
     """Print samples from a model."""
     from lm.inference.completion import complete
 
     config: SampleConfig = read_config(SampleConfig, options)
     config = replace(config, prompts=options.prompt or config.prompts)
-    model = resolve_model(options.model, options.root)
+    model = _open_model(options)
     for sample in complete(*model.load_for_inference(options.device, options.quantize), config):
         print(format_sample(sample.prompt, sample.text))
 
@@ -65,7 +82,7 @@ def chat_command(options: Namespace) -> None:
     """Chat with a model in the terminal."""
     from textmill.cli.chat import chat
 
-    model = resolve_model(options.model, options.root)
+    model = _open_model(options)
     loaded = model.load_for_inference(options.device, options.quantize)
     chat(*loaded, read_config(SampleConfig, options), options.system)
 
@@ -77,7 +94,7 @@ def serve_command(options: Namespace) -> None:
     if not options.host:
         raise UserError("--host is empty. 127.0.0.1 is this machine alone, 0.0.0.0 all its addresses.")
     serve(
-        resolve_model(options.model, options.root),
+        _open_model(options),
         options.host,
         options.port,
         options.device,
@@ -95,6 +112,8 @@ def evaluate_command(options: Namespace) -> None:
     from flows.evaluate import evaluate_model
 
     config: EvaluationConfig = read_config(EvaluationConfig, options)
+    if not (options.model or options.model_name):
+        _open_model(options)
     place = options.root, options.device, options.model_name, options.out
     print(format_evaluation(evaluate_model(options.model, config, *place, quantization=options.quantize)))
 
@@ -114,7 +133,7 @@ def export_command(options: Namespace) -> None:
     from lm.tokenizer.text_tokenizer import require_byte_level
     from textmill.runs.model_card import training_details
 
-    resolved = resolve_model(options.model, options.root)
+    resolved = _open_model(options)
     model, tokenizer = resolved.load("cpu")
     tokenizer, path = require_byte_level(tokenizer, resolved.name), Path(options.path)
     if options.gguf:
@@ -126,6 +145,40 @@ def export_command(options: Namespace) -> None:
         warn_of_lost_settings(resolved.directory, tokenizer)
     reader = "llama.cpp" if options.gguf else "transformers' from_pretrained"
     print(f"Exported to {path}. {reader} can load it.")
+
+
+def runs_command(options: Namespace) -> None:
+    """List the runs below a root, rename one, or delete one."""
+    from textmill.runs.run_list import delete_run, rename_run, summarize_runs
+
+    store, root = Store(absolute_root(options.root)), shlex.quote(options.root)
+    expected = {"list": [], "rename": ["RUN", "NAME"], "delete": ["RUN"]}[options.action]
+    if len(options.names) != len(expected):
+        raise UserError(f"The command is textmill runs {' '.join([options.action, *expected])}.")
+    if options.action == "list":
+        summaries = summarize_runs(store)
+        if options.json:
+            print(json.dumps([asdict(summary) for summary in summaries], indent=2))
+        elif summaries:
+            print(format_runs(summaries))
+        else:
+            print(f"There are no runs below {options.root}. Make one with: textmill run --root {root}")
+    elif options.action == "rename":
+        name = rename_run(store, *options.names)
+        print(f"{name} is called {options.names[1]} now.")
+    else:
+        name, findings = delete_run(store, options.names[0], is_confirmed=False)
+        size = sum(finding.bytes for finding in findings)
+        what = f"the run {name} and {len(findings)} outputs that only it needs, {size / 1e6:,.1f} MB"
+        if not options.yes and not _confirm(f"Delete {what}?"):
+            raise UserError("Nothing is deleted. To delete without a question, add --yes.")
+        delete_run(store, name, is_confirmed=True)
+        print(f"Deleted {what}.")
+
+
+def _confirm(question: str) -> bool:
+    """Return whether the user says yes. Without a terminal, nobody does."""
+    return bool(sys.stdin and sys.stdin.isatty()) and input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
 def verify_command(options: Namespace) -> int:
@@ -167,7 +220,7 @@ def gc_command(options: Namespace) -> None:
         print(f"{total}.")
     else:
         print(f"{total}. Nothing is deleted yet. To delete, add --delete while no run uses {options.root}.")
-        print("To delete the outputs of a run too, first delete its record in runs/; of the latest, latest.json too.")
+        print(f"textmill runs --root {shlex.quote(options.root)} delete RUN deletes a run with its outputs.")
 
 
 def up_command(options: Namespace) -> None:
