@@ -90,10 +90,10 @@ def test_the_log_of_a_task_explains_why_it_ran_or_was_cached(prefect_deployed: D
     def lines() -> list[tuple[str | None, str]]:
         return [(tasks.get(line.task_run_id), line.message) for line in prefect_deployed.logs(run.id)]
 
-    reason = ("merge", "merge runs: changed since its last result: parameters.config.vocab_size.")
+    reason = ("merge", "Running merge: vocab_size 300 → 290.")
     wait_for(lambda: reason in lines(), 60, "log of merge")  # logs are sent in batches
-    assert any(name == "count" and "is cached: run " in message for name, message in lines())
-    assert (None, "count: 5 of 5 groups are cached.") in lines()
+    assert any(name == "count" and message.startswith("count: cached, made by ") for name, message in lines())
+    assert (None, "count: cached, 5 groups.") in lines()
 
 
 def test_missing_config_fields_are_those_of_the_deployment(prefect_deployed: Deployed, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from flows.config import PipelineConfig
 from lm.common.errors import UserError
 from lm.eval.config import EvaluationConfig, TeachConfig
 from lm.inference.config import SampleConfig
+from tasks.pages.markdown import format_size
 from tasks.runs.models import DirectoryModel, RunModel, resolve_model
 from tasks.runs.run_record import absolute_root
 from tasks.runtime.locks import own_root
@@ -169,7 +170,7 @@ def runs_command(options: Namespace) -> None:
     else:
         name, findings = delete_run(store, options.names[0], is_confirmed=False)
         size = sum(finding.bytes for finding in findings)
-        what = f"the run {name} and {len(findings)} outputs that only it needs, {size / 1e6:,.1f} MB"
+        what = f"the run {name} and {len(findings)} outputs that only it needs, {format_size(size)}"
         if not options.yes and not _confirm(f"Delete {what}?"):
             raise UserError("Nothing is deleted. To delete without a question, add --yes.")
         delete_run(store, name, is_confirmed=True)
@@ -212,10 +213,10 @@ def gc_command(options: Namespace) -> None:
             check_ownership()
             is_kept = options.delete and not delete(store, finding)
             reason = "kept, a training uses it" if is_kept else finding.problem
-            lines.append(f"{finding.bytes / 1e6:>10,.1f} MB  {finding.path}: {reason}")
+            lines.append(f"{format_size(finding.bytes):>10}  {finding.path}: {reason}")
     for line in lines:  # not before all is deleted: whoever reads it may stop
         print(line)
-    total = f"{len(findings)} in all, {sum(finding.bytes for finding in findings) / 1e6:,.1f} MB"
+    total = f"{len(findings)} in all, {format_size(sum(finding.bytes for finding in findings))}"
     if options.delete or not findings:
         print(f"{total}.")
     else:

@@ -305,13 +305,13 @@ def test_run_plan_sample(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     root = tiny.parent / "root"
     common = ["--config", str(tiny), "--root", str(root)]
     assert main(["plan", *common]) == 0
-    assert "it has no result yet" in capfd.readouterr().out
+    assert "ingest-train  runs, 1 group" in capfd.readouterr().out
     assert main(["run", *common]) == 0
     out, err = capfd.readouterr()
     assert re.search(r"^train +made", out, re.MULTILINE)
     assert "> Once|" in out
     assert f"textmill sample --root {root}" in out
-    assert "merge runs: it has no result yet." in err
+    assert "Running merge." in err
     assert main(["run", *common, "--until", "merge"]) == 0
     assert re.search(r"^merge +cached", capfd.readouterr().out, re.MULTILINE)
     assert main(["sample", "--root", str(root), "--prompt", "Once <|endoftext|>", "--max_new_tokens", "2"]) == 0
