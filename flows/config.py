@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_args, get_type_hints
@@ -15,7 +16,7 @@ from lm.inference.config import SampleConfig
 from lm.model.config import ModelConfig
 from lm.text.config import ChunkConfig, DataConfig
 from lm.tokenizer.config import TokenizerConfig
-from lm.train.config import TrainConfig
+from lm.train.config import TrainConfig, fitting_warmup
 from tasks.runtime.execution import Execution
 
 StageName = Literal["ingest", "budget", "chunk", "count", "merge", "encode", "train", "sample"]
@@ -26,6 +27,7 @@ class FlowConfig:
 
     __pydantic_config__ = PYDANTIC_CONFIG
 
+    name: str
     STAGES: ClassVar[tuple[str, ...]]
     """Names of the flow's stages in their order."""
     PRESETS: ClassVar[Path]
@@ -79,6 +81,12 @@ class FlowConfig:
             setattr(cls, f"__pydantic_{name}__", getattr(adapter, name))
         return adapter
 
+    @property
+    def chosen_name(self) -> str:
+        """The name that a user gave this configuration; empty if it is that of a preset."""
+        presets = {path.stem for path in PipelineConfig.PRESETS.rglob("*.yaml")}
+        return "" if self.name.removeprefix("posttrain-") in presets else self.name
+
     def why_missing(self, stage: str) -> str:
         """Return why a run with this configuration has no such stage; empty if it has one."""
         return ""
@@ -104,7 +112,7 @@ class PipelineConfig(FlowConfig):
     PRESETS = Path(__file__).parent / "presets"
 
     name: str = "demo"
-    """Name of this configuration, part of the names of artifacts in Prefect. It has no effect on results."""
+    """Name of the run, for --model and textmill runs. It has no effect on results. Default: two words at random."""
     budget: str = ""
     """What the run may cost: a time such as 30m or 2h, FLOPs such as 1e16flops, or tokens such as 50Mtokens. It decides
     chunk, tokenizer.vocab_size, model and train, from the text and the speed of this machine. Default: they are those
@@ -216,7 +224,17 @@ def merge_fields(config_type: type[Any], base: dict[str, Any], override: dict[st
         section = next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
         if section and isinstance(base.get(name), dict) and isinstance(override.get(name), dict):
             merged[name] = merge_fields(section, base[name], override[name])
+    if config_type is TrainConfig and "warmup_steps" not in override:
+        with suppress(KeyError, TypeError):  # the fields are not checked yet
+            merged["warmup_steps"] = fitting_warmup(merged, base)
     return merged
+
+
+def flat_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config by their options, such as ``train.steps``."""
+    sections = {name: value for name, value in config.items() if isinstance(value, dict)}
+    fields = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    return {name: value for name, value in config.items() if name not in sections} | fields
 
 
 class _YamlLoader(yaml.SafeLoader):

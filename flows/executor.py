@@ -25,7 +25,7 @@ from prefect.utilities.annotations import quote
 from prefect.utilities.collections import visit_collection
 
 from flows.clusters import Runner, open_runner
-from flows.plan import Executor, Stages, UntilReached
+from flows.plan import Executor, Stages, UntilReached, count_groups
 from flows.prefect_support.deployments import run_deployment_to_end
 from flows.prefect_support.liveness import (
     hold_liveness_lock,
@@ -185,13 +185,14 @@ class PrefectExecutor(Executor):
         outputs = [ref for ref, _ in looked_up]
         missing = [index for index, (_, is_cached) in enumerate(looked_up) if not is_cached]
         if missing:
+            share = f"{len(missing)} of " if len(missing) < len(items) else ""
             reason = stage.explain(self.run, calls[missing[0]])
-            log.info("%s: %s of %s groups run: %s.", title, len(missing), len(items), reason)
+            log.info("%s: processing %s%s%s.", title, share, count_groups(len(items)), reason)
             self._make(stage, title, calls, outputs, missing)
             self.run.made.update(outputs[index] for index in missing)  # workers have their own copy of the run
             stage.note_latest(self.run, outputs[-1])
         else:
-            log.info("%s: %s of %s groups are cached.", title, len(items), len(items))
+            log.info("%s: cached, %s.", title, count_groups(len(items)))
         return outputs
 
     def _make(

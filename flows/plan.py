@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
-from uuid import uuid4
+
+from coolname import generate_slug
 
 from tasks.runs.run_record import Recorder, make_run, run_name
 from tasks.runtime.locks import use_root
@@ -112,7 +113,7 @@ class DryRunExecutor(Executor):
             if is_cached:
                 self.rows.append((stage.name, "cached"))
                 return ref
-            reason = self._run_reason(stage, arguments)
+            reason = f"runs{stage.explain(self.run, stage.bind(*arguments))}"
         self.missing.setdefault(stage.name, 1.0)
         self.rows.append((stage.name, reason))
         return Ref(stage.name, _PENDING_KEY)
@@ -129,26 +130,30 @@ class DryRunExecutor(Executor):
                 outputs[index] = ref
         missing = [index for index, ref in enumerate(outputs) if ref.key == _PENDING_KEY]
         if not missing:
-            self.rows.append((title, f"cached, {len(items)} groups"))
+            self.rows.append((title, f"cached, {count_groups(len(items))}"))
             return outputs
         first = (items[missing[0]], *arguments)
         reason = _pending_reason(first)
         if not reason:
-            reason = f"{len(missing)} of {len(items)} groups: {self._run_reason(stage, first)}"
+            part = f"{len(missing)} of " if len(missing) < len(items) else ""
+            explained = stage.explain(self.run, stage.bind(*first))
+            reason = f"runs, {part}{count_groups(len(items))}{explained}"
         self.rows.append((title, reason))
         name = stage.name.removesuffix("-group").removesuffix("-sum")  # the stage that combines the groups
         share = 1.0 if _pending(arguments) else (len(known) + len(missing)) / len(items) - 1
         self.missing[name] = max(share, self.missing.get(name, 0.0))
         return outputs
 
-    def _run_reason(self, stage: Stage, arguments: tuple[Any, ...]) -> str:
-        return f"runs: {stage.explain(self.run, stage.bind(*arguments))}"
-
     def read(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return the result of a function that reads outputs. Raise Pending if an output does not exist yet."""
         if pending := _pending(arguments):
             raise Pending(pending[0].stage)
         return super().read(function, *arguments)
+
+
+def count_groups(count: int) -> str:
+    """Return a number of groups of chunks in words."""
+    return f"{count:,} group{'' if count == 1 else 's'}"
 
 
 def _pending_reason(arguments: Sequence[Any]) -> str:
@@ -179,7 +184,7 @@ def cached_run(stages: Stages, config: Any, root: str, until: str | None) -> dic
     """Return the record of a run that takes every stage from the cache, and write it unless the last record says the
     same. Return None if a stage must run."""
     config.check_stages(until, ())
-    run = make_run(config, root, run_name(until, f"cached-{uuid4().hex[:8]}"))
+    run = make_run(config, root, run_name(until, config.chosen_name or generate_slug(2)))
     recorder = Recorder(run, config, until)
     with use_root(run):
         with DryRunExecutor(run, config, until) as executor:

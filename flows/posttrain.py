@@ -43,10 +43,10 @@ class PosttrainConfig(FlowConfig):
     PRESETS = PipelineConfig.PRESETS / "posttrain"
 
     name: str = "posttrain-demo"
-    """Name of this configuration, part of the names of artifacts in Prefect. It has no effect on results."""
+    """Name of the run, for --model and textmill runs. It has no effect on results. Default: two words at random."""
     base: str = ""
-    """Model to start from: the name of a run below the root, or a directory of Hugging Face or Meta. Default: the
-    latest run of the pipeline."""
+    """Model to start from: the name of a run below the root, or a directory of Hugging Face or Meta. Default: the model
+    that the pipeline trained last."""
     methods: list[Method] = field(default_factory=lambda: ["sft", "reinforce"])
     """Training methods. They run in the order sft, preference, reward_model, reinforce, ppo, each from the model of the
     one before. ppo requires reward_model; the reward model is not used as the next starting model."""

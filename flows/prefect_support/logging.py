@@ -24,7 +24,9 @@ _api_handler.addFilter(lambda record: bool(FlowRunContext.get() or TaskRunContex
 
 def name_run() -> str:
     """Return the name of the current run, in Prefect and under ``runs/``."""
-    return run_name((flow_run.parameters or {}).get("until"), flow_run.name or "run")
+    parameters = flow_run.parameters or {}
+    chosen = getattr(parameters.get("config"), "chosen_name", "")
+    return run_name(parameters.get("until"), chosen or flow_run.name or "run")
 
 
 def tag_run(*tags: str) -> None:

@@ -11,6 +11,7 @@ from lm.common.errors import UserError
 BudgetUnit = Literal["seconds", "flops", "tokens"]
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|secs?|seconds?|m|mins?|minutes?|h|hours?|d|days?)(?![a-z])\s*", re.IGNORECASE)
 _PREFIXES = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([kMGBT]?)\s*(flops?|tokens?)", re.IGNORECASE)
 
@@ -60,13 +61,13 @@ class Budget:
 
 
 def parse_budget(text: str) -> Budget:
-    """Read a budget: a time such as 90s, 30m, 2h or 1h30m; FLOPs such as 1e16flops; tokens such as 50Mtokens.
+    """Read a budget: a time such as 90s, 30m, 30 min or 1h30m; FLOPs such as 1e16flops; tokens such as 50Mtokens.
 
     Raises UserError for anything else, and for a budget of nothing.
     """
     text = text.strip()
-    if re.fullmatch(r"(?:\d+(?:\.\d+)?[smhd])+", text):
-        seconds = sum(float(number) * _SECONDS[unit] for number, unit in re.findall(r"([\d.]+)([smhd])", text))
+    if text and not _TIME.sub("", text):
+        seconds = sum(float(number) * _SECONDS[unit[0].lower()] for number, unit in _TIME.findall(text))
         if 0 < seconds < float("inf"):
             return Budget(seconds, "seconds")
     if match := _AMOUNT.fullmatch(text):

@@ -84,7 +84,7 @@ class GRPOConfig(Config, section="reinforce"):
     """
 
     train: TrainConfig = field(default_factory=lambda: TrainConfig(steps=100, max_lr=1e-5, min_lr=0, warmup_steps=5))
-    """The training. steps: updates. batch_size: responses per update, over all processes."""
+    """The training. steps: updates. batch_size: responses per update of all processes."""
     group_size: int = bounded_field(8, ge=1)
     """Responses to each prompt. The number of responses per rollout must be a multiple of it."""
     updates_per_epoch: int = bounded_field(1, ge=1)
@@ -151,7 +151,7 @@ class PPOConfig(Config, section="ppo"):
     """Proximal policy optimization (PPO) on the rewards of a reward model, with a value head on the policy."""
 
     train: TrainConfig = field(default_factory=lambda: TrainConfig(steps=100, max_lr=1e-5, min_lr=0, warmup_steps=5))
-    """The training. steps: updates. batch_size: responses per update, over all processes."""
+    """The training. steps: updates. batch_size: responses per update of all processes."""
     updates_per_epoch: int = bounded_field(1, ge=1)
     """Updates with the responses of one rollout, each with other responses."""
     epochs_per_rollout: int = bounded_field(4, ge=1)

@@ -118,6 +118,16 @@ class TrainConfig(Config, section="train"):
         return lr_wsd_schedule(step, self.max_lr, self.min_lr, self.warmup_steps, self.decay_steps, self.steps)
 
 
+def fitting_warmup(train: Mapping[str, Any], base: Mapping[str, Any]) -> int:
+    """Return the warm-up for the fields of a training that were changed from those of ``base``, but not its warm-up. If
+    it no longer fits into the steps, it is as large a part of them as in ``base``."""
+    warmup, steps = train["warmup_steps"], train["steps"]
+    decay = round(train["decay_fraction"] * steps) if train["schedule"] == "wsd" else 0
+    if warmup < steps and warmup + decay <= steps:
+        return int(warmup)
+    return int(base["warmup_steps"] * max(steps, 0) // base["steps"])
+
+
 def continued_config(start: ModelConfig, stated: Mapping[str, Any]) -> ModelConfig:
     """Return the config of a training that continues from a model with the config ``start``.
 

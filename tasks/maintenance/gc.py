@@ -12,13 +12,14 @@ from tasks.runtime.output import MANIFEST, Ref
 from tasks.runtime.store import Store
 
 
-def find_garbage(store: Store) -> list[Finding]:
+def find_garbage(store: Store, without: str = "") -> list[Finding]:
     """Return the outputs that no run record needs, replaced and unfinished attempts, and files of killed processes.
 
     A run record needs its outputs, all others that the run has made, such as the trainings of a sweep that was stopped,
     and the inputs of each. An output names its inputs by content, so if two outputs have the same content, both are
-    needed. Hold the root exclusively (:func:`tasks.runtime.locks.own_root`) until the
-    garbage is deleted. Raises UserError if a manifest or run record is damaged: the outputs that it needs are unknown.
+    needed. ``without`` names a run that counts as deleted. Hold the root exclusively
+    (:func:`tasks.runtime.locks.own_root`) until the garbage is deleted. Raises UserError if a manifest or run record is
+    damaged: the outputs that it needs are unknown.
     """
     result = scan(store)
     if damaged := [finding for finding in result.findings if finding.kind == "damaged"]:
@@ -26,13 +27,12 @@ def find_garbage(store: Store) -> list[Finding]:
             f"{damaged[0].path} is damaged: {damaged[0].problem}. The outputs that it needs are unknown, so nothing "
             "can be deleted. Run the pipeline again, or delete that path. textmill verify lists all damage."
         )
+    records = [record for record in result.records.values() if record["name"] != without]
     by_content = defaultdict(list)
     for ref, output in result.outputs.items():
         by_content[ref.stage, output.digest].append(ref)
-    unvisited = [
-        Ref(stage, use["key"]) for record in result.records.values() for stage, use in record["stages"].items()
-    ]
-    names = {record["name"] for record in result.records.values()}
+    unvisited = [Ref(stage, use["key"]) for record in records for stage, use in record["stages"].items()]
+    names = {record["name"] for record in records}
     unvisited += [ref for ref, output in result.outputs.items() if output.manifest["made"]["run"] in names]
     needed: set[Ref] = set()
     while unvisited:

@@ -32,6 +32,14 @@ def cell(value: Any) -> str:
     return re.sub(r"(\\*)\|", lambda pipe: pipe[1] + "\\" * (1 + len(pipe[1]) % 2) + "|", line)
 
 
+def format_size(count: float) -> str:
+    """Return a number of bytes with a unit: ``1.9 MB``."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count:,.0f} bytes"
+
+
 def code(text: str | bytes) -> str:
     """Return text as inline code. Control characters, and spaces at the ends, are made visible."""
     shown = re.sub("^ +| +$", lambda spaces: "␣" * len(spaces.group()), make_visible(text))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lm.common.errors import UserError, did_you_mean
 from lm.hardware.cpu import available_cpus
 from lm.inference.config import Quantization
-from tasks.runs.run_record import absolute_root, list_runs, read_run
+from tasks.runs.run_record import absolute_root, find_run, list_runs, read_run
 from tasks.runtime.output import Output, Ref, read_output
 from tasks.runtime.store import Store
 from tasks.sample import load_trained
@@ -111,7 +111,8 @@ class DirectoryModel(ResolvedModel):
 
 
 def resolve_model(name: str, root: str) -> RunModel | DirectoryModel:
-    """Find the model ``name``: a run below ``root``, or a local directory; if empty, the latest run with a model.
+    """Find the model ``name``: a run below ``root``, see :func:`tasks.runs.run_record.find_run`, or a local directory;
+    if empty, the model that was trained last.
 
     A run comes before a directory of the same name; ``./NAME`` is always the directory. Raises UserError if there is no
     such run or directory, or if the run has no model.
@@ -119,15 +120,14 @@ def resolve_model(name: str, root: str) -> RunModel | DirectoryModel:
     store = Store(absolute_root(root))
     if not name:
         return latest_model(store, root)
-    runs = list_runs(store)
-    if name in runs:
-        record = read_run(store, name)
+    if run := find_run(store, name):
+        record = read_run(store, run)
         if not record:
-            raise UserError(f"The run record {store.url('runs', name)}.json is damaged; run the pipeline again.")
-        if model := _find_result(store, name, record):
+            raise UserError(f"The run record {store.url('runs', run)}.json is damaged; run the pipeline again.")
+        if model := _find_result(store, run, record):
             return model
         stages = ", ".join(record["stages"]) or "none"
-        raise UserError(f"The run {name} trained no model; its stages are: {stages}. Name a run that trained one.")
+        raise UserError(f"The run {run} trained no model; its stages are: {stages}. Name a run that trained one.")
     try:
         directory = Path(name).expanduser()
         if directory.is_dir():
@@ -147,8 +147,8 @@ def resolve_model(name: str, root: str) -> RunModel | DirectoryModel:
             f"hf download {name} --local-dir {directory.name} first, then name the directory {directory.name}."
         )
     raise UserError(
-        f"There is no model {name!r}{did_you_mean(name, runs)}: neither a run below {root} nor a directory has this "
-        f"name. The runs are the .json files in {store.url('runs')}."
+        f"There is no model {name!r}{did_you_mean(name, list_runs(store))}: neither a run below {root} nor a directory "
+        f"has this name. textmill runs --root {shlex.quote(root)} lists the runs."
     )
 
 
@@ -163,12 +163,13 @@ def resolve_tokenizer(name: str, root: str) -> "TextTokenizer":
 
     store = Store(absolute_root(root))
     runs = list_runs(store)
-    for run in [name] if name in runs else reversed(runs) if not name else []:
+    named = find_run(store, name) if name else None
+    for run in [named] if named else reversed(runs) if not name else []:
         stages = (read_run(store, run) or {"stages": {}})["stages"]
         for stage in ("base", "merge", "import"):
             if stage in stages:
                 return Tokenizer.load(read_output(store, Ref(stage, stages[stage]["key"])).directory("tokenizer"))
-    if not name or name in runs:
+    if not name or named:
         command = f"textmill run --root {shlex.quote(root)} --until merge"
         raise UserError(f"{name or root} has no tokenizer; make one with: {command}")
     try:
@@ -184,13 +185,19 @@ def resolve_tokenizer(name: str, root: str) -> "TextTokenizer":
 
 
 def latest_model(store: Store, root: str, stages: Sequence[tuple[str, str]] = RESULT_STAGES) -> RunModel:
-    """Return the model of the latest run that has one of ``stages``. Raises UserError if there is no such run."""
+    """Return the model of one of ``stages`` that was trained last: that of the latest run that made it. If no run made
+    one, return that of the latest run that used one. Raises UserError if there is none."""
+    used = None
     for name in reversed(list_runs(store)):
         record = read_run(store, name)
         if record is None:
             log.warning("The run record %s.json is damaged and is skipped.", store.url("runs", name))
         elif model := _find_result(store, name, record, stages):
-            return model
+            if record["stages"][model.model.ref.stage]["state"] == "made":
+                return model
+            used = used or model
+    if used:
+        return used
     raise UserError(f"{root} has no finished model; make one with: textmill run --root {shlex.quote(root)}")
 
 

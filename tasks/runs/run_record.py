@@ -20,6 +20,8 @@ from tasks.runtime.store import Store
 
 log = logging.getLogger(__name__)
 
+_START_AND_STAGE = re.compile(r"^\d{8}-\d{6}-[a-z_]+-")
+
 
 def absolute_root(root: str) -> str:
     """Return an absolute path for a local root, and a URL unchanged. Raises UserError for a path that leads nowhere."""
@@ -49,14 +51,34 @@ def run_name(until: str | None, name: str) -> str:
     """Return ``<start time>-<last stage>-<name>``. A name that has this form already is returned unchanged."""
     if RUN_NAME.fullmatch(name):
         return name
-    words = re.sub(r"[^\w.-]+", "-", f"{until or 'full'}-{name}", flags=re.ASCII)[:200]  # it names files
-    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{words}"
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{until or 'full'}-{file_name(name)}"
+
+
+def file_name(name: str) -> str:
+    """Return a name of a run as a part of file names."""
+    return re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII)[:180]
 
 
 def list_runs(store: Store) -> list[str]:
     """Return the names of all runs, the latest last."""
     files = [Path(file) for file in store.list_names("runs")]
     return [file.stem for file in files if file.suffix == ".json" and file.stem != "latest"]
+
+
+def given_name(name: str, record: dict[str, Any] | None) -> str:
+    """Return what ``textmill runs rename`` called the run ``name``; otherwise the words at the end of its name, which
+    are those of ``--name``, or two that Prefect chose."""
+    return (record or {}).get("title") or _START_AND_STAGE.sub("", name)
+
+
+def find_run(store: Store, reference: str) -> str | None:
+    """Return the name of a run. ``reference`` is this name, or the run's given name. Of several runs with one given
+    name, it is the latest. Return None if there is no such run."""
+    names = list_runs(store)[::-1]
+    if reference in names:
+        return reference
+    given = file_name(reference)
+    return next((name for name in names if given_name(name, read_run(store, name)) == given), None)
 
 
 def read_run(store: Store, name: str) -> dict[str, Any] | None:
@@ -88,6 +110,7 @@ class Recorder:
             "state": "running",  # that of a killed run stays
             "stages": {},
         }
+        self._is_named = bool(config.chosen_name)
         self._outputs: dict[str, Output] = {}
         self._seconds: dict[Ref, float] = {}
         self._last_stage_end = time.perf_counter()
@@ -145,7 +168,8 @@ class Recorder:
 
         def essence(record: dict[str, Any]) -> dict[str, Any]:
             keys = {name: stage["key"] for name, stage in record["stages"].items()}
-            return {name: record.get(name) for name in ("config", "root", "until", "state")} | {"keys": keys}
+            config = record["config"] if self._is_named else record["config"] | {"name": ""}
+            return {name: record.get(name) for name in ("root", "until", "state")} | {"keys": keys, "config": config}
 
         if self.run.made or any(stage["state"] == "made" for stage in self.content["stages"].values()):
             return None

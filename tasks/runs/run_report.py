@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
-from tasks.pages.markdown import cell, code, escape_markdown, table
+from tasks.pages.markdown import cell, code, escape_markdown, format_size, table
 from tasks.runtime.output import Output
 
 
@@ -30,13 +30,14 @@ def report_text(record: dict[str, Any], outputs: dict[str, Output], failure: str
 
 
 def format_figures(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the figures of a manifest as text: ``train tokens 1,234``. Omit missing figures and zero counts."""
+    """Yield the figures of a manifest as text: ``train tokens 1,234``, ``train 1.9 MB``. Omit missing figures and zero
+    counts."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from format_figures(value, f"{prefix}{name} ")
         elif value or isinstance(value, float):  # an accuracy of 0.0 is a result
             text = code(value) if isinstance(value, str) else cell(value)
-            yield f"{prefix}{name.replace('_', ' ')} {text}"
+            yield f"{prefix}{format_size(value)}" if name == "bytes" else f"{prefix}{name.replace('_', ' ')} {text}"
 
 
 def figures_line(output: Output) -> str:

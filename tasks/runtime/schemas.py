@@ -85,6 +85,16 @@ class RunRecord(_Schema):
     """``runs/<name>.json``: the outputs that a run made or used."""
 
     name: str
+    at: str = ""
+    """Start, in ISO format."""
+    config: dict[str, Any] = {}
+    """Fields of the flow's configuration."""
+    until: str | None = None
+    """Last stage; None: the last of the flow."""
+    state: str = ""
+    error: str = ""
+    title: str = ""
+    """Name that a user gave the run later."""
     stages: dict[_StageName, _StageResult]
     report: _File | None = None
     """The Markdown report of a finished run."""

@@ -12,6 +12,7 @@ import inspect
 import json
 import logging
 import platform
+import re
 import shutil
 import time
 import uuid
@@ -51,6 +52,9 @@ from tasks.runtime.schemas import LatestOutput, read_record
 from tasks.runtime.store import LOCK_FILE, Store, describe_files
 
 log = logging.getLogger(__name__)
+
+_MAX_CHANGES = 4  # that the reason of a run names
+_MAX_VALUE_LENGTH = 30  # characters of JSON of a changed parameter
 group_log = logging.getLogger("tasks.groups")  # of stages mapped over groups: too many lines for a terminal
 _library_version = functools.cache(metadata.version)
 
@@ -121,9 +125,9 @@ class Stage:
         if ref in run.made:
             return ""
         if self.name.partition("-")[0] in run.refresh:  # a whole stage includes its groups and sums
-            return "a refresh was asked for"
+            return " again (--refresh)"
         is_failure = self.is_retried and (output := open_output(run.store, ref)) and self.is_retried(output)
-        return "its last result is a failure" if is_failure else ""
+        return " again: its last result is a failure" if is_failure else ""
 
     def _is_cached(self, run: RunContext, ref: Ref) -> bool:
         """Return whether an output is finished, all its files are intact, and it is not to be made again."""
@@ -149,14 +153,12 @@ class Stage:
             ):
                 if not self._is_cached(run, ref):  # another run may have made it in the meantime
                     check_not_edited(self.modules, self.code)
-                    reason = "" if self.is_mapped else f": {self.explain(run, arguments)}"
-                    self.log.info("%s runs%s.", self.name, reason)
+                    self.log.info("Running %s%s.", self.name, "" if self.is_mapped else self.explain(run, arguments))
                     with self._attempt(run, ref, ingredients, arguments) as (out, inputs):
                         self.body(out, **inputs)
                     run.made.add(ref)
                     return ref, False
-        maker = read_output(run.store, ref).manifest["made"]["run"]
-        self.log.info("%s is cached: run %s made it, and nothing that decides it has changed.", self.name, maker)
+        self.log.info("%s: cached, made by %s.", self.name, read_output(run.store, ref).manifest["made"]["run"])
         return ref, True
 
     @contextmanager
@@ -237,27 +239,39 @@ class Stage:
             log.warning("The page of %s could not be made: %s", self.name, error, exc_info=not is_expected)
 
     def explain(self, run: RunContext, arguments: dict[str, Any]) -> str:
-        """Return why this stage must run, for the log: for example, the names of the parameters that changed."""
+        """Return why this stage must run, as the end of a sentence: for example, the parameters that changed. Empty if
+        it has no result yet."""
         ref, ingredients = self.key(run, arguments)
         if reason := self._refresh_reason(run, ref):
             return reason
         if open_output(run.store, ref):
-            return "its files are damaged or missing"
+            return " again: its files are damaged or missing"
         if names := [name for name in run.store.list_names(*ref) if name != LOCK_FILE]:
-            return "its manifest is damaged" if MANIFEST in names else "an earlier attempt has not finished"
+            return " again: its manifest is damaged" if MANIFEST in names else ": an earlier attempt did not finish"
         latest = read_record(LatestOutput, run.store, self.name, "latest.json")
         previous = latest and open_output(run.store, Ref(self.name, latest["key"]))
         if not previous:
-            return "it has no result yet"
+            return ""
         before, now = dict(_flatten(previous.manifest["ingredients"])), dict(_flatten(ingredients))
         changed = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
-        if changed == ["parameters.group"]:
-            return "new text"
-        if "code.digest" in changed and (edited := edited_modules(self.code)):
-            changed[changed.index("code.digest") : changed.index("code.digest") + 1] = [
-                f"code.{name}" for name in edited
-            ]
-        return f"changed since its last result: {', '.join(changed[:6])}{' …' if len(changed) > 6 else ''}"
+        texts = [_describe_change(name, before.get(name), now.get(name)) for name in changed if name[:5] != "code."]
+        if len(texts) < len(changed):
+            edited = edited_modules(self.code) if "code.digest" in changed else []
+            texts.append(f"edited {', '.join(edited)}" if edited else "another version of its code")
+        more = f" and {len(texts) - _MAX_CHANGES} more" if len(texts) > _MAX_CHANGES else ""
+        return f": {', '.join(texts[:_MAX_CHANGES])}{more}"
+
+
+def _describe_change(name: str, before: str | None, now: str | None) -> str:
+    """Return what changed of an ingredient: ``steps 300 → 2000``. ``before`` and ``now`` are JSON; None: missing."""
+    if name == "parameters.group":
+        return "new text"
+    name = name.removeprefix("parameters.").removeprefix("config.")
+    digests = [value for value in (before, now) if value and re.fullmatch('"[0-9a-f]{64}"', value)]
+    if digests:
+        return f"new content of {name.rpartition('.')[2]}"
+    values = [value or "unset" for value in (before, now)]
+    return f"{name} {' → '.join(values)}" if max(map(len, values)) <= _MAX_VALUE_LENGTH else f"another {name}"
 
 
 def new_attempt_name() -> str:

@@ -120,7 +120,7 @@ def test_a_machine_of_another_work_pool_trains_and_its_log_explains_why(prefect_
     def lines() -> list[tuple[str | None, str]]:
         return [(tasks.get(line.task_run_id), line.message) for line in prefect_deployed.logs(gpu_run.id)]
 
-    reason = ("train", "train runs: changed since its last result: parameters.config.seed.")
+    reason = ("train", "Running train: seed 0 → 1.")
     wait_for(lambda: reason in lines(), 60, "log of train")  # logs are sent in batches
-    assert any(name == "count" and "is cached: run " in message for name, message in lines())
-    assert (None, "count: 5 of 5 groups are cached.") in lines()
+    assert any(name == "count" and message.startswith("count: cached, made by ") for name, message in lines())
+    assert (None, "count: cached, 5 groups.") in lines()

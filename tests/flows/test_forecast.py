@@ -51,4 +51,4 @@ def test_the_plan_prints_the_forecasts(
     assert main(["plan", "--root", str(tmp_path / "root"), "--data.train", config.data.train[0]]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.split() == ["stage", "memory", "disk", "time"] for line in lines)
-    assert lines[-1].startswith("total") and any(line.startswith("train ") and " GB " in line for line in lines)
+    assert lines[-1].startswith("total") and any(line.startswith("train ") and " MB " in line for line in lines)

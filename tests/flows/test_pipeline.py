@@ -37,7 +37,7 @@ def test_a_second_run_is_all_cached_and_execution_changes_nothing(run: Runner, c
 def test_the_plan_of_a_new_root_has_all_stages_up_to_the_last_one(config: PipelineConfig, tmp_path: Path) -> None:
     rows = plan(pipeline_stages, config, str(tmp_path / "root"), None, ())
     assert [name for name, _ in rows] == ["ingest-train", "ingest-valid", *STAGES]
-    assert rows[0][1] == "1 of 1 groups: runs: it has no result yet"
+    assert rows[0][1] == "runs, 1 group"
     depends = dict(zip(STAGES[1:], STAGES, strict=False))
     assert dict(rows[3:]) == {name: f"runs if the content of {before} changes" for name, before in depends.items()}
     assert plan(pipeline_stages, config, str(tmp_path / "root"), "count", ()) == rows[:5]
@@ -50,7 +50,7 @@ def test_a_change_reruns_the_stages_that_depend_on_it(run: Runner, config: Pipel
     longer = replace(config, train=replace(config.train, steps=5))
     rows = dict(plan(pipeline_stages, longer, str(run.root), None, ()))
     assert rows["encode"] == "cached"
-    assert rows["train"] == "runs: changed since its last result: parameters.config.steps"
+    assert rows["train"] == "runs: steps 4 → 5"
     assert rows["sample"] == "runs if the content of train changes"
     assert run(longer) == ["train", "sample"]
     smaller = replace(config, tokenizer=TokenizerConfig(vocab_size=290))

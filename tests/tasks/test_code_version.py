@@ -239,7 +239,7 @@ def test_the_reason_of_a_rerun_names_the_edited_module(project: Path, tmp_path: 
 
     example().materialize(run, {"text": "x"})
     edit(project, "deep", "'a message'", "'a better message'")
-    assert example().explain(run, {"text": "x"}) == "changed since its last result: code.lm.deep"
+    assert example().explain(run, {"text": "x"}) == ": edited lm.deep"
 
 
 def test_an_edit_during_a_run_is_a_user_error(project: Path) -> None:

@@ -307,8 +307,8 @@ def test_the_commands_print_their_findings(tmp_path: Path, capsys: pytest.Captur
     other = materialize(letters, run, "other", 1000)
     assert main(["gc", "--root", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert f"0.0 MB  letters/{other.key}: no run record needs it" in out
-    assert "1 in all, 0.0 MB. Nothing is deleted yet" in out
+    assert f"5.0 kB  letters/{other.key}: no run record needs it" in out
+    assert "1 in all, 5.0 kB. Nothing is deleted yet" in out
     read_output(run.store, low).path("a.txt").write_text("xxy")
     assert main(["verify", "--root", str(tmp_path)]) == 1
     out = capsys.readouterr().out

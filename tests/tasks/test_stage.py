@@ -293,10 +293,10 @@ def test_a_refresh_fetches_the_checkpoints_of_an_interrupted_one_from_the_root(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({}, "it has no result yet"),
-        ({"number": 4}, "changed since its last result: parameters.number"),
-        ({"refresh": True}, "a refresh was asked for"),
-        ({"delete": True}, "its files are damaged or missing"),
+        ({}, ""),
+        ({"number": 4}, ": number 3 → 4"),
+        ({"refresh": True}, " again (--refresh)"),
+        ({"delete": True}, " again: its files are damaged or missing"),
     ],
 )
 def test_the_log_gives_the_reason_to_run(
@@ -310,7 +310,7 @@ def test_the_log_gives_the_reason_to_run(
     caplog.clear()
     with caplog.at_level(logging.INFO):
         materialize(letters, run, "x", change.get("number", 3))
-    assert f"letters runs: {reason}." in caplog.text
+    assert f"Running letters{reason}." in caplog.text
 
 
 def check_remote_root(root: str) -> None:

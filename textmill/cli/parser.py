@@ -7,6 +7,7 @@ The options that configure the pipeline come from the config dataclasses.
 import argparse
 import json
 import re
+import sys
 from dataclasses import asdict, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,14 +17,17 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings  # type: ignore[attr-defined]
 from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
 
-from flows.config import FlowConfig, PipelineConfig, StageName, read_yaml
+from flows.config import FlowConfig, PipelineConfig, StageName, flat_fields, read_yaml
 from flows.posttrain import PosttrainConfig, PosttrainStage
 from flows.sweep_config import SweepConfig, load_sweep
 from lm.common.errors import UserError, did_you_mean
 from lm.eval.config import EvaluationConfig, TeachConfig
 from lm.inference.config import Quantization, SampleConfig
 from lm.posttrain.config import Method
-from lm.train.config import TrainConfig
+from lm.train.config import TrainConfig, fitting_warmup
+from textmill.cli.help import OVERVIEW, HelpFormatter, format_command_help
+from textmill.cli.parse_errors import explain
+from textmill.runs.last_config import describe_reuse, last_config
 
 _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
     "root": {"type": str, "default": "artifacts", "help": "directory or URL of all outputs"},
@@ -41,6 +45,8 @@ _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
     },
     "refresh": {"type": str, "default": "", "help": "stages to run again, separated by commas"},
     "plan": {"action": "store_true", "help": "show what a run would do and why, without running it"},
+    "again": {"action": "store_true", "help": "start from the options of the last run; the default at a terminal"},
+    "fresh": {"action": "store_true", "help": "start from the preset, not from the options of the last run"},
 }
 
 _PIPELINE_COMMANDS = {
@@ -63,16 +69,13 @@ set_parsing_settings(
 
 
 class _Parser(ArgumentParser):
+    only: str | None = None
+    """Command that will be parsed, of the parser of all commands."""
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise UserError with the closest option, instead of printing the usage of 60 options."""
-        known = [*self._option_string_actions]
-        for command in self._subcommands_action._name_parser_map.values() if self._subcommands_action else ():
-            known += command._option_string_actions
-        wrong = re.search(r"(?<=unrecognized arguments: )\S+|(?<=option ')[\w.]+", message)
-        hint = did_you_mean("--" + wrong.group().partition("=")[0].lstrip("-"), known) if wrong else ""
-        if missing := re.search(r"(?<=required: ).*", message):  # named as COMMAND.ARGUMENT
-            message = message.replace(missing.group(), re.sub(r"\b\w+\.(?=\w)", "", missing.group()))
-        raise UserError(f"{message.rstrip('.')}{hint}. See textmill --help, textmill run --help.")
+        """Raise UserError with what the value must be or the closest option, instead of printing the usage."""
+        parser = _commands(self).get(self.only or "", self)
+        raise UserError(explain(message, parser._actions, f"{parser.prog.replace(' [options]', '')} --help"))
 
     def option(self, name: str, default: Any, help_text: str, **settings: Any) -> None:
         """Add an option. Its type is that of the default, unless ``settings`` name another one."""
@@ -90,6 +93,8 @@ class _ConfigFile(ActionConfigFile):
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
         """Read the file, and set its options."""
         if not Path(values).is_file():  # a text of options
+            if "\n" not in values and ": " not in values:
+                raise UserError(f"The file {values} of --config does not exist.")
             super().__call__(parser, cfg, values, option_string)
             return
         read_yaml(Path(values))
@@ -99,11 +104,9 @@ class _ConfigFile(ActionConfigFile):
             raise UserError(f"{values}: {error}") from None
 
 
-def build_parser(
-    preset: str = "demo", sweep_base: PipelineConfig | None = None, only: str | None = None
-) -> ArgumentParser:
-    """Return the parser of all subcommands. Options that a command line omits come from the preset, and those of a
-    sweep from its base.
+def build_parser(preset: str = "demo", base: PipelineConfig | None = None, only: str | None = None) -> _Parser:
+    """Return the parser of all subcommands. Options that a command line omits come from ``base``, the configuration of
+    a sweep or of the last run; without it, from the preset.
 
     ``only``: the subcommand that will be parsed. The others have no options of the pipeline then, which saves 0.3 s.
     ``preset`` is one of post-training only if this is ``posttrain``.
@@ -113,7 +116,8 @@ def build_parser(
         installed = version("textmill")
     except PackageNotFoundError:
         installed = "unknown: the package is not installed"
-    parser = _Parser(prog="textmill", description=description, version=installed)
+    parser = _Parser(prog="textmill", description=description, version=installed, formatter_class=HelpFormatter)
+    parser.only = only
     subcommands = parser.add_subcommands(required=True, dest="command")
 
     def add(name: str, description: str, *shared: str, **options: Any) -> _Parser:
@@ -125,7 +129,7 @@ def build_parser(
     def add_flow(name: str, description: str, preset: str, config: type[FlowConfig], stages: Any) -> _Parser:
         if only not in (None, name):
             return add(name, description)
-        command = add(name, description, default_config_files=[str(config.preset_path(preset))])
+        command = add(name, description, default_config_files=[] if base else [str(config.preset_path(preset))])
         names = ", ".join(config.preset_names())
         command.option("preset", "demo", f"configuration to start from: {names}")
         command.add_argument("--config", action=_ConfigFile, help="YAML file of options; it overrides the preset")
@@ -134,11 +138,15 @@ def build_parser(
             command.option("until", "", f"last stage to run: {', '.join(get_args(stages))}")
             command.share("refresh")
         command.add_class_arguments(config)
+        if base:
+            command.set_defaults(flat_fields(asdict(base)))
         return command
 
     for name, description in _PIPELINE_COMMANDS.items():
         stages = StageName if name in ("run", "plan") else None
         command = add_flow(name, description, preset, PipelineConfig, stages)
+        if name in ("run", "plan"):
+            command.share("again", "fresh")
         if name == "profile":
             command.option("steps", 5, "training steps to measure", type=PositiveInt)
             command.option("out", "", "directory of the files; default: below profiles/")
@@ -154,8 +162,8 @@ def build_parser(
     sweep.share("root", "refresh", "plan")
     if only in (None, "sweep"):
         sweep.add_class_arguments(PipelineConfig)
-    if sweep_base:
-        sweep.set_defaults(_flat(asdict(sweep_base)))
+    if base and only == "sweep":
+        sweep.set_defaults(flat_fields(asdict(base)))
 
     sample = add("sample", "Sample text from a model.", "model", "root", "device", "quantize")
     sample.option("prompt", None, "text to continue; may be repeated", type=str, action="append")
@@ -208,6 +216,12 @@ def build_parser(
     export.add_argument("--gguf", choices=["float32", "bfloat16", "q8_0"], default=None, help=gguf_help)
     export.share("model", "root")
 
+    runs = add("runs", "List the runs below a root, rename one, or delete one with what no other run needs.", "root")
+    action_help = "list (default); rename RUN NAME; delete RUN"
+    runs.add_argument("action", nargs="?", default="list", choices=["list", "rename", "delete"], help=action_help)
+    runs.add_argument("names", nargs="*", type=str, help="the run, as the list names it, and its new name")
+    runs.add_argument("--json", action="store_true", help="print the list as JSON")
+    runs.add_argument("--yes", action="store_true", help="delete without asking")
     add("verify", "Check all digests under a root. The exit code is 1 if files are damaged.", "root")
     gc = add("gc", "List outputs that no run needs, and what unfinished or replaced stages left.", "root")
     gc.add_argument("--delete", action="store_true", help="delete the listed files")
@@ -217,17 +231,14 @@ def build_parser(
     return parser
 
 
-def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config by their options."""
-    sections = {name: value for name, value in config.items() if isinstance(value, dict)}
-    fields = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-    return {name: value for name, value in config.items() if name not in sections} | fields
+def _commands(parser: ArgumentParser) -> dict[str, _Parser]:
+    return parser._subcommands_action._name_parser_map if parser._subcommands_action else {}
 
 
 def _normalize(parser: ArgumentParser, arguments: list[str]) -> list[str]:
     """Return the arguments as jsonargparse needs them: options with underscores, and as one value the texts after an
     option that takes a list."""
-    commands = parser._subcommands_action._name_parser_map if parser._subcommands_action else {}
+    commands = _commands(parser)
     if not arguments or arguments[0] not in commands:
         return arguments
     actions = commands[arguments[0]]._option_string_actions
@@ -281,13 +292,33 @@ def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
     for name in (name for name, kind in types.items() if is_dataclass(kind)):
         if not isinstance(section := options.get(name, Namespace()), Namespace):
             raise UserError(f"{name} is {section!r}; it must be a section of options, each with a name and a value.")
-    for method in get_args(Method) if parsed.command == "posttrain" else ():
-        section = "sft" if method == "sft" else f"{method}.train"
+    for section in _training_sections(parsed.command):
+        _fit_warmup(_commands(parser)[parsed.command], options, section)
+    for section in _training_sections(parsed.command) if parsed.command == "posttrain" else ():
         try:
             TrainConfig(**vars(options[section]))
         except UserError as error:  # name the options of this training
             raise UserError(re.sub(r"\btrain\.", f"{section}.", str(error))) from None
     return parsed
+
+
+def _training_sections(command: str) -> list[str]:
+    """Return the groups of options of the trainings of a command."""
+    if command == "posttrain":
+        return ["sft" if method == "sft" else f"{method}.train" for method in get_args(Method)]
+    return ["train"] if command in _PIPELINE_COMMANDS else []
+
+
+def _fit_warmup(parser: ArgumentParser, options: Namespace, section: str) -> None:
+    """Shrink a warm-up that the command line did not change if it no longer fits into the steps, and say so."""
+    train = options[section]
+    if train.warmup_steps < train.steps and train.schedule != "wsd":
+        return
+    base = parser.get_defaults()[section]
+    warmup = fitting_warmup(vars(train), vars(base))
+    if train.steps > 0 and train.warmup_steps == base.warmup_steps != warmup:
+        print(f"{section}.warmup_steps: {train.warmup_steps} → {warmup}, as steps is {train.steps}.", file=sys.stderr)
+        train.warmup_steps = warmup
 
 
 def parse_command(arguments: list[str]) -> tuple[str, Namespace]:
@@ -296,17 +327,55 @@ def parse_command(arguments: list[str]) -> tuple[str, Namespace]:
         Path.cwd()
     except OSError as error:
         raise UserError(f"The working directory cannot be used: {error.strerror}. Change to another one.") from None
-    command = arguments[0] if arguments else None
-    # The preset and the base of the sweep are needed to build the parser.
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(OVERVIEW, end="")
+        raise SystemExit(0)
+    command = arguments[0]
+    # The preset, or the configuration to start from, is needed to build the parser.
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--preset", nargs="?", const="demo", default="demo")
-    preset = str(early.parse_known_args(arguments)[0].preset)
-    parser = build_parser(preset, _read_sweep_base(arguments) if command == "sweep" else None, command)
+    early.add_argument("--preset", nargs="?", const="demo")
+    early.add_argument("--root", nargs="?", const="", default=_SHARED_OPTIONS["root"]["default"])
+    for flag in ("--again", "--fresh"):
+        early.add_argument(flag, action="store_true")
+    known, others = early.parse_known_args(arguments[1:])
+    preset = str(known.preset or "demo")
+    topics = [other.partition("=")[2] for other in others if other in ("-h", "--help") or other.startswith("--help=")]
+    base = _read_sweep_base(arguments) if command == "sweep" else None
+    if command in ("run", "plan") and not topics:
+        base = _read_last_config(known)
+    parser = build_parser(preset, base, command)
+    if not command.startswith("-") and command not in (commands := _commands(parser)):
+        raise UserError(f"There is no command {command!r}{did_you_mean(command, [*commands])}. See textmill --help.")
+    if topics:
+        print(format_command_help(commands[command], command, topics[0]), end="")
+        raise SystemExit(0)
     parsed = parse(parser, arguments)
     options: Namespace = parser.instantiate(parsed)[parsed.command]
     if options.get("preset", preset) != preset:  # named in a file or by an abbreviation, which ``early`` ignores
         raise UserError(f"Name the preset on the command line: --preset {options.preset}")
     return parsed.command, options
+
+
+def _read_last_config(known: argparse.Namespace) -> PipelineConfig | None:
+    """Return the configuration of the last run, and print a line about it, if a run or a plan starts from it: at a
+    terminal, and with ``--again``, unless a preset is named."""
+    if known.again and (known.fresh or known.preset):
+        raise UserError(
+            f"--again starts from the last run, --{'fresh' if known.fresh else 'preset'} does not; use one."
+        )
+    if known.fresh or known.preset or not (known.again or _is_terminal()):
+        return None
+    if not (last := last_config(known.root)):
+        if known.again:
+            raise UserError(f"--again needs an earlier run, and there is none below {known.root}.")
+        return None
+    if line := describe_reuse(*last):
+        print(line, file=sys.stderr)
+    return last[1]
+
+
+def _is_terminal() -> bool:
+    return all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
 
 def _read_sweep_base(arguments: list[str]) -> PipelineConfig | None:

@@ -5,15 +5,20 @@ The columns are aligned by format strings. A library for tables would also draw 
 
 import csv
 import shlex
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.forecast import Forecast
+from tasks.pages.markdown import format_size
 from tasks.pages.posttrain import percent_with_interval
 from tasks.pages.profile import compute_rows, describe, memory_rows, phase_rows
 from tasks.pages.tokenizer import compression_rows
-from tasks.runs.run_record import outputs_of
+from tasks.runs.models import DirectoryModel, RunModel
+from tasks.runs.run_record import absolute_root, outputs_of
 from tasks.runs.run_report import format_figures
 from tasks.runtime.run_context import RunContext
 
@@ -22,10 +27,21 @@ if TYPE_CHECKING:
     from flows.evaluate import EvaluationResult
     from flows.profile import ProfileResult
     from flows.teach import TeachResult
+    from textmill.runs.run_list import RunSummary
 
 _MAX_FAILURES = 5
 
 _MAX_POINTS = 30
+
+_COLUMNS = 80
+_COMMAND_WIDTH = 40
+
+# Beginnings of the figures that a summary shows of a stage. Of other stages, it shows all.
+_SUMMARY_FIGURES = {
+    "ingest": ("train ", "valid documents"),
+    "encode": ("train tokens", "train bytes per token", "valid tokens"),
+    "train": ("steps", "tokens", "valid"),
+}
 
 
 def format_sample(prompt: str, text: str) -> str:
@@ -35,50 +51,73 @@ def format_sample(prompt: str, text: str) -> str:
 
 def format_summary(record: dict[str, Any]) -> str:
     """Return one screen of text: the stages of a run, its outputs, and the next commands to try."""
-    run, root = RunContext(record["root"], record["name"]), shlex.quote(record["root"])
+    run = RunContext(record["root"], record["name"])
     outputs = outputs_of(run, record)
     lines = ["", f"{'stage':<10} {'state':<7} {'seconds':>8}  figures"]
     for name, output in outputs.items():
-        figures = "  ".join(format_figures(output.manifest["figures"])).replace("`", "")
+        figures = [figure.replace("`", "") for figure in format_figures(output.manifest["figures"])]
+        shown = [figure for figure in figures if figure.startswith(_SUMMARY_FIGURES.get(name, ""))]
         stage = record["stages"][name]
-        lines.append(f"{name:<10} {stage['state']:<7} {stage['seconds']:>8.1f}  {figures}")
+        start = f"{name:<10} {stage['state']:<7} {stage['seconds']:>8.1f}  "
+        lines += textwrap.wrap(", ".join(shown), _COLUMNS, initial_indent=start, subsequent_indent=" " * len(start))
     if "sample" in outputs:
         lines += [format_sample(**sample) for sample in outputs["sample"].json("samples.json")]
-    lines += ["", "Outputs:"]
-    if "merge" in outputs:
-        lines.append(f"  tokenizer  {outputs['merge'].url}/tokenizer")
-    trained = [outputs[name] for name in ("train", "sft", "preference", "reinforce", "ppo") if name in outputs]
-    for model in trained[-1:]:
-        lines.append(f"  model      {model.url}/{model.json('training.json')['best']}")
-        lines.append(f"  loss plot  {model.url}/loss.png")
-    lines += [f"  report     {run.store.url('runs', run.name)}.md", "", "Try next:"]
-    if "base" in outputs:
-        lines.append(f"  textmill chat --root {root}    chat with the model")
-        return "\n".join(lines)
-    if "train" in outputs:
-        lines.append(f'  textmill sample --root {root} --prompt "Once upon a time"')
-    lines += [
-        f"  textmill run --root {root} --data.train your/text/*.txt --budget 30m    train on your own text",
-        f"  textmill plan --root {root} --train.steps 2000    show what a change would rerun, and why",
-        "  textmill up    start Prefect's server with its UI, the deployments and a worker (in a checkout)",
-    ]
+    report = run.store.url("runs", run.name)
+    if report.startswith(here := f"{Path.cwd()}/"):
+        report = report.removeprefix(here)
+    lines += ["", "The report has the pages of the stages and the paths of all files:", f"  {report}.md"]
+    lines += ["", "Try next:"]
+    lines += [f"  textmill {command:<{_COMMAND_WIDTH}}  {purpose}" for command, purpose in _next_commands(record)]
     return "\n".join(lines)
+
+
+def _next_commands(record: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return commands to try after a run, and what each does."""
+    root = "" if record["root"] == absolute_root("artifacts") else f" --root {shlex.quote(record['root'])}"
+    if "base" in record["stages"]:
+        return [(f"chat{root}", "chat with the model"), (f"serve{root}", "serve it over HTTP")]
+    config, commands = record["config"], []
+    if "train" in record["stages"]:
+        commands.append((f'sample{root} --prompt "Once upon a time"', "write text"))
+    if config["data"]["train"][0].startswith("demo:"):
+        commands.append((f"run{root} --data.train PATHS --budget 30m", "train on your own text"))
+    elif not config["budget"]:
+        commands.append((f"run{root} --again --budget 30m", "a model that suits the text"))
+    commands.append((f"plan{root} --again --train.steps {2 * config['train']['steps']}", "what a change would rerun"))
+    if "train" in record["stages"]:
+        commands.append((f"posttrain{root}", "fine-tune the model"))
+    return [*commands, (f"runs{root}", "all runs so far")]
+
+
+def describe_model(model: RunModel | DirectoryModel) -> str:
+    """Return the name of a model, and of a run's its stage and loss."""
+    if isinstance(model, DirectoryModel):
+        return model.name
+    loss = model.model.manifest["figures"].get("valid_loss")
+    return f"{model.name}, {model.model.ref.stage}" + (f", loss {loss:.3f}" if isinstance(loss, float) else "")
+
+
+def format_runs(summaries: "Sequence[RunSummary]") -> str:
+    """Return the runs as a table, the newest first."""
+    rows = [("name", "last stage", "started", "state", "loss", "size")]
+    for run in summaries:
+        started = datetime.fromisoformat(run.started).astimezone().strftime("%Y-%m-%d %H:%M") if run.started else "–"
+        loss = "–" if run.loss is None else f"{run.loss:.3f}"
+        rows.append((run.name, run.stages, started, run.state or "–", loss, format_size(run.bytes)))
+    template = "  ".join(f"{{:<{max(map(len, column))}}}" for column in zip(*rows, strict=True))
+    return "\n".join(template.format(*row).rstrip() for row in rows)
 
 
 def format_forecasts(forecasts: Sequence[Forecast]) -> str:
     """Return a table of the memory, disk and time that stages need."""
     disk, seconds = sum(f.disk or 0 for f in forecasts), sum(f.seconds or 0 for f in forecasts)
     rows = [("stage", "memory", "disk", "time")]
-    rows += [(f.stage, _format_bytes(f.memory), _format_bytes(f.disk), _format_seconds(f.seconds)) for f in forecasts]
-    rows.append(("total", "", _format_bytes(disk), _format_seconds(seconds)))
+    sizes = ["–" if size is None else format_size(size) for f in forecasts for size in (f.memory, f.disk)]
+    times = [_format_seconds(f.seconds) for f in forecasts]
+    rows += zip([f.stage for f in forecasts], sizes[::2], sizes[1::2], times, strict=True)
+    rows.append(("total", "", format_size(disk), _format_seconds(seconds)))
     lines = [f"{stage:<10} {memory:>12} {disk:>12} {time:>12}" for stage, memory, disk, time in rows]
     return "\n".join(["", "About what the stages that run need (–: not known yet):", *lines])
-
-
-def _format_bytes(count: float | None) -> str:
-    if count is None:
-        return "–"
-    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"
 
 
 def _format_seconds(seconds: float | None) -> str:

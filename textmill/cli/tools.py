@@ -4,11 +4,13 @@
 functions.
 """
 
+import json
 import os
 import shlex
+import sys
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from jsonargparse import Namespace
@@ -17,13 +19,21 @@ from flows.config import PipelineConfig
 from lm.common.errors import UserError
 from lm.eval.config import EvaluationConfig, TeachConfig
 from lm.inference.config import SampleConfig
+from tasks.pages.markdown import format_size
 from tasks.runs.models import DirectoryModel, RunModel, resolve_model
 from tasks.runs.run_record import absolute_root
 from tasks.runtime.locks import own_root
 from tasks.runtime.store import Store
 from textmill.cli.parser import read_config
 from textmill.cli.run import print_plan, read_pipeline_arguments
-from textmill.cli.tables import format_evaluation, format_forecasts, format_sample, format_teaching
+from textmill.cli.tables import (
+    describe_model,
+    format_evaluation,
+    format_forecasts,
+    format_runs,
+    format_sample,
+    format_teaching,
+)
 
 
 def plan_command(options: Namespace) -> None:
@@ -50,13 +60,21 @@ def train_job_command(options: Namespace) -> None:
     )
 
 
+def _open_model(options: Namespace) -> RunModel | DirectoryModel:
+    """Find the model of ``--model``. If that is not given, say which one is taken."""
+    model = resolve_model(options.model, options.root)
+    if not options.model and sys.stderr:
+        print(f"Model: {describe_model(model)}. --model takes another one.", file=sys.stderr)
+    return model
+
+
 def sample_command(options: Namespace) -> None:
     """Print samples from a model."""
     from lm.inference.completion import complete
 
     config: SampleConfig = read_config(SampleConfig, options)
     config = replace(config, prompts=options.prompt or config.prompts)
-    model = resolve_model(options.model, options.root)
+    model = _open_model(options)
     for sample in complete(*model.load_for_inference(options.device, options.quantize), config):
         print(format_sample(sample.prompt, sample.text))
 
@@ -65,7 +83,7 @@ def chat_command(options: Namespace) -> None:
     """Chat with a model in the terminal."""
     from textmill.cli.chat import chat
 
-    model = resolve_model(options.model, options.root)
+    model = _open_model(options)
     loaded = model.load_for_inference(options.device, options.quantize)
     chat(*loaded, read_config(SampleConfig, options), options.system)
 
@@ -77,7 +95,7 @@ def serve_command(options: Namespace) -> None:
     if not options.host:
         raise UserError("--host is empty. 127.0.0.1 is this machine alone, 0.0.0.0 all its addresses.")
     serve(
-        resolve_model(options.model, options.root),
+        _open_model(options),
         options.host,
         options.port,
         options.device,
@@ -95,6 +113,8 @@ def evaluate_command(options: Namespace) -> None:
     from flows.evaluate import evaluate_model
 
     config: EvaluationConfig = read_config(EvaluationConfig, options)
+    if not (options.model or options.model_name):
+        _open_model(options)
     place = options.root, options.device, options.model_name, options.out
     print(format_evaluation(evaluate_model(options.model, config, *place, quantization=options.quantize)))
 
@@ -114,7 +134,7 @@ def export_command(options: Namespace) -> None:
     from lm.tokenizer.text_tokenizer import require_byte_level
     from textmill.runs.model_card import training_details
 
-    resolved = resolve_model(options.model, options.root)
+    resolved = _open_model(options)
     model, tokenizer = resolved.load("cpu")
     tokenizer, path = require_byte_level(tokenizer, resolved.name), Path(options.path)
     if options.gguf:
@@ -126,6 +146,40 @@ def export_command(options: Namespace) -> None:
         warn_of_lost_settings(resolved.directory, tokenizer)
     reader = "llama.cpp" if options.gguf else "transformers' from_pretrained"
     print(f"Exported to {path}. {reader} can load it.")
+
+
+def runs_command(options: Namespace) -> None:
+    """List the runs below a root, rename one, or delete one."""
+    from textmill.runs.run_list import delete_run, rename_run, summarize_runs
+
+    store, root = Store(absolute_root(options.root)), shlex.quote(options.root)
+    expected = {"list": [], "rename": ["RUN", "NAME"], "delete": ["RUN"]}[options.action]
+    if len(options.names) != len(expected):
+        raise UserError(f"The command is textmill runs {' '.join([options.action, *expected])}.")
+    if options.action == "list":
+        summaries = summarize_runs(store)
+        if options.json:
+            print(json.dumps([asdict(summary) for summary in summaries], indent=2))
+        elif summaries:
+            print(format_runs(summaries))
+        else:
+            print(f"There are no runs below {options.root}. Make one with: textmill run --root {root}")
+    elif options.action == "rename":
+        name = rename_run(store, *options.names)
+        print(f"{name} is called {options.names[1]} now.")
+    else:
+        name, findings = delete_run(store, options.names[0], is_confirmed=False)
+        size = sum(finding.bytes for finding in findings)
+        what = f"the run {name} and {len(findings)} outputs that only it needs, {format_size(size)}"
+        if not options.yes and not _confirm(f"Delete {what}?"):
+            raise UserError("Nothing is deleted. To delete without a question, add --yes.")
+        delete_run(store, name, is_confirmed=True)
+        print(f"Deleted {what}.")
+
+
+def _confirm(question: str) -> bool:
+    """Return whether the user says yes. Without a terminal, nobody does."""
+    return bool(sys.stdin and sys.stdin.isatty()) and input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
 def verify_command(options: Namespace) -> int:
@@ -159,15 +213,15 @@ def gc_command(options: Namespace) -> None:
             check_ownership()
             is_kept = options.delete and not delete(store, finding)
             reason = "kept, a training uses it" if is_kept else finding.problem
-            lines.append(f"{finding.bytes / 1e6:>10,.1f} MB  {finding.path}: {reason}")
+            lines.append(f"{format_size(finding.bytes):>10}  {finding.path}: {reason}")
     for line in lines:  # not before all is deleted: whoever reads it may stop
         print(line)
-    total = f"{len(findings)} in all, {sum(finding.bytes for finding in findings) / 1e6:,.1f} MB"
+    total = f"{len(findings)} in all, {format_size(sum(finding.bytes for finding in findings))}"
     if options.delete or not findings:
         print(f"{total}.")
     else:
         print(f"{total}. Nothing is deleted yet. To delete, add --delete while no run uses {options.root}.")
-        print("To delete the outputs of a run too, first delete its record in runs/; of the latest, latest.json too.")
+        print(f"textmill runs --root {shlex.quote(options.root)} delete RUN deletes a run with its outputs.")
 
 
 def up_command(options: Namespace) -> None:

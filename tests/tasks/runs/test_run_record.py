@@ -60,11 +60,12 @@ def test_a_cached_run_with_the_configuration_of_the_last_record_leaves_nothing(t
 )
 def test_a_cached_run_with_another_configuration_leaves_one_record(tmp_path: Path, other: PipelineConfig) -> None:
     record_run(tmp_path, CONFIG, 1)
-    for number, config, count in ((2, other, 2), (3, other, 2), (4, CONFIG, 3), (5, CONFIG, 3)):
+    count = 3 if other.name == CONFIG.name else 2  # without a name of its own, a run takes any
+    for number, config, expected in ((2, other, 2), (3, other, 2), (4, CONFIG, count), (5, CONFIG, count)):
         assert record_run(tmp_path, config, number)["config"]["name"] == config.name
-        assert len([*(tmp_path / "runs").glob("2*.json")]) == count
+        assert len([*(tmp_path / "runs").glob("2*.json")]) == expected
     assert cached_run(letter_stages, other, str(tmp_path), None)
-    assert len([*(tmp_path / "runs").glob("2*.json")]) == 4
+    assert len([*(tmp_path / "runs").glob("2*.json")]) == (4 if count == 3 else 2)
     assert read(tmp_path, "latest")["config"]["name"] == other.name
 
 
