@@ -44,7 +44,7 @@ class Execution(Config, section="execution"):
     check_memory: bool = True
     """Refuse a training on CPUs whose predicted memory is more than 85 % of what its processes may use. false: start it
     anyway."""
-    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
+    trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = field(default_factory=list)
     """Experiment trackers that receive training metrics, in addition to metrics.jsonl. Each must be installed."""
     download_cache: int = bounded_field(20, ge=0)
     """Disk for local copies of the files of a remote root, in GiB. They are kept between runs; the least recently used

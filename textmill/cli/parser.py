@@ -208,6 +208,12 @@ def build_parser(
     export.add_argument("--gguf", choices=["float32", "bfloat16", "q8_0"], default=None, help=gguf_help)
     export.share("model", "root")
 
+    compare = add(
+        "compare", "Draw the losses of runs over steps, tokens and time, and print their last figures.", "root"
+    )
+    compare.add_argument("runs", nargs="+", type=str, metavar="RUN", help="a run below --root")
+    compare.option("out", "", "directory of the figure; default: comparison/")
+
     add("verify", "Check all digests under a root. The exit code is 1 if files are damaged.", "root")
     gc = add("gc", "List outputs that no run needs, and what unfinished or replaced stages left.", "root")
     gc.add_argument("--delete", action="store_true", help="delete the listed files")

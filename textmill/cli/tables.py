@@ -7,6 +7,7 @@ import csv
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from flows.forecast import Forecast
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from flows.evaluate import EvaluationResult
     from flows.profile import ProfileResult
     from flows.teach import TeachResult
+    from textmill.runs.compare_runs import RunComparison
 
 _MAX_FAILURES = 5
 
@@ -51,6 +53,9 @@ def format_summary(record: dict[str, Any]) -> str:
     for model in trained[-1:]:
         lines.append(f"  model      {model.url}/{model.json('training.json')['best']}")
         lines.append(f"  loss plot  {model.url}/loss.png")
+        lines.append(f"  metrics    {model.url}/metrics.jsonl")
+        if any(file["path"].startswith("tensorboard/") for file in model.manifest["records"]):
+            lines.append(f"  curves     tensorboard --logdir {shlex.quote(f'{model.url}/tensorboard')}")
     lines += [f"  report     {run.store.url('runs', run.name)}.md", "", "Try next:"]
     if "base" in outputs:
         lines.append(f"  textmill chat --root {root}    chat with the model")
@@ -210,3 +215,23 @@ def format_teaching(result: "TeachResult") -> str:
         command = f"textmill posttrain --preset dialogs --dialogs.train {shlex.quote(str(result.file))}"
         lines += ["", "Try next:", f"  {command}"]
     return "\n".join(lines)
+
+
+def format_run_comparison(result: "RunComparison") -> str:
+    """Return the last figures of each training as a table, and the paths of the curves."""
+    lines = [f"{'run':<26}{'steps':>9}{'M tokens':>10}{'seconds':>9}{'train':>8}{'valid':>8}{'bits/byte':>10}"]
+    for training in result.trainings:
+        tokens = training.figure("tokens")
+        figures = (
+            (9, ",.0f", training.figure("steps")),
+            (10, ",.2f", tokens and tokens / 1e6),
+            (9, ",.0f", training.last("seconds")),
+            (8, ".3f", training.last(result.quantity.train)),
+            (8, ".3f", training.figure(result.quantity.valid)),
+            (10, ".3f", training.figure("valid_bits_per_byte")),
+        )
+        cells = (f"{'–' if figure is None else format(figure, form):>{width}}" for width, form, figure in figures)
+        lines.append(f"{training.label:<26}{''.join(cells)}")
+    notes = (f"train, valid: last {result.quantity.label}", *result.notes)
+    lines += ["", *(line for note in notes for line in wrap(note, 80)), ""]
+    return "\n".join(["", *lines, *(f"curves  {file}" for file in result.files)])

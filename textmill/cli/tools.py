@@ -23,7 +23,13 @@ from tasks.runtime.locks import own_root
 from tasks.runtime.store import Store
 from textmill.cli.parser import read_config
 from textmill.cli.run import print_plan, read_pipeline_arguments
-from textmill.cli.tables import format_evaluation, format_forecasts, format_sample, format_teaching
+from textmill.cli.tables import (
+    format_evaluation,
+    format_forecasts,
+    format_run_comparison,
+    format_sample,
+    format_teaching,
+)
 
 
 def plan_command(options: Namespace) -> None:
@@ -126,6 +132,13 @@ def export_command(options: Namespace) -> None:
         warn_of_lost_settings(resolved.directory, tokenizer)
     reader = "llama.cpp" if options.gguf else "transformers' from_pretrained"
     print(f"Exported to {path}. {reader} can load it.")
+
+
+def compare_command(options: Namespace) -> None:
+    """Draw the curves of runs, and print their last figures."""
+    from textmill.runs.compare_runs import compare_runs
+
+    print(format_run_comparison(compare_runs(options.runs, options.root, options.out)))
 
 
 def verify_command(options: Namespace) -> int:
