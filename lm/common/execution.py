@@ -51,6 +51,9 @@ class Execution(Config, section="execution"):
     are deleted. Copies that were used in the last 24 hours stay, even if they need more."""
     log_interval: int = bounded_field(20, ge=1)
     """Training steps between log lines."""
+    min_validations: int = bounded_field(10, ge=1)
+    """Measure the validation loss of a pretraining or of sft at least so often, for the curve. The measurements between
+    those of train.eval_interval sample nothing and choose no best checkpoint. 1: no measurements in between."""
 
     @staticmethod
     def from_job(**content: Any) -> "Execution":

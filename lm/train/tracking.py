@@ -29,7 +29,6 @@ class Tracker:
 
     def __init__(self, directory: Path, trackers: Sequence[str], config: dict[str, Any], step: int) -> None:
         self.directory = directory
-        self._started = time.perf_counter() - _seconds_until(step, read_metrics(directory / "metrics.jsonl"))
         self._trackers: dict[str, Any] = {}
         for name in trackers:
             try:
@@ -48,6 +47,7 @@ class Tracker:
                 ) from None
             except Exception as error:  # each tracker has its own, e.g. for a missing key
                 raise UserError(f"execution.trackers names {name}, which does not start: {error}") from error
+        self._started = time.perf_counter() - _seconds_until(step, read_metrics(directory / "metrics.jsonl"))
 
     def add(self, row: dict[str, Any]) -> None:
         """Write a row of metrics with its ``step``."""

@@ -70,6 +70,7 @@ def small_trainer(out: Path, data: TrainData | None = None, model: ModelConfig =
         activation_checkpointing=settings.pop("activation_checkpointing", False),
         trackers=settings.pop("trackers", []),
         check_memory=settings.pop("check_memory", True),
+        min_validations=settings.pop("min_validations", 1),
     )
     return make_trainer(train_config(**settings), model, data or small_data(), execution, out)
 
@@ -105,7 +106,13 @@ def write_job(
         random_tokens(size, generator).astype("<u2").tofile(directory / f"{name}.bin")
     byte_tokenizer().save(directory / "tokenizer")
     execution = Execution(
-        processes=processes, threads=1, device="cpu", compile=False, log_interval=1, parallel=parallel
+        processes=processes,
+        threads=1,
+        device="cpu",
+        compile=False,
+        log_interval=1,
+        parallel=parallel,
+        min_validations=1,
     )
     job = Job(
         config=train_config(**{**quiet, **settings}),

@@ -233,5 +233,5 @@ def format_run_comparison(result: "RunComparison") -> str:
         cells = (f"{'–' if figure is None else format(figure, form):>{width}}" for width, form, figure in figures)
         lines.append(f"{training.label:<26}{''.join(cells)}")
     notes = (f"train, valid: last {result.quantity.label}", *result.notes)
-    lines += ["", *(line for note in notes for line in wrap(note, 80)), ""]
+    lines += ["", *(line for note in notes for line in wrap(note, 80, break_on_hyphens=False)), ""]
     return "\n".join(["", *lines, *(f"curves  {file}" for file in result.files)])

@@ -107,8 +107,8 @@ def compare_runs(names: Sequence[str], root: str, out: str = "") -> RunCompariso
     for training in trainings:
         if (other := runs.setdefault(training.output.ref, training.run)) != training.run:
             notes.append(f"{other} and {training.run} have the same training, so their curves are one.")
-        if training.last("seconds") is None:
-            notes.append(f"{training.run} was trained by an earlier version, which logged no times.")
+    if untimed := [training.run for training in trainings if training.last("seconds") is None]:
+        notes.append(f"Trained by an earlier version, which logged no times: {', '.join(untimed)}.")
     figure = _draw(quantity._replace(label=label), trainings, scales)
     directory = Path(out or "comparison")
     files = [directory / "curves.png", directory / "curves.svg"]
