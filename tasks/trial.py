@@ -12,6 +12,7 @@ from lm.common.errors import MachineError, Stopped, UserError
 from lm.common.processes import run_periodically
 from lm.experiments.trial import TrialConfig, find_prune_step, make_result
 from lm.hardware.cpu import available_cpus
+from lm.train.config import TrainConfig
 from tasks.runtime.execution import Execution
 from tasks.runtime.output import Output, Ref, open_output, read_output
 from tasks.runtime.run_context import Attempt, RunContext
@@ -71,7 +72,8 @@ def trial(
         rows = _read_rows(run, ref)
     else:
         model = read_output(run.store, ref)
-        training, rows = model.manifest["figures"], read_metrics(model.path("metrics.jsonl"))
+        training = model.manifest["figures"]
+        rows = _without_curve_validations(read_metrics(model.path("metrics.jsonl")), config.train)
     vocab_size = int(index.json("index.json")["vocab_size"])
     result = make_result(config, vocab_size, rows, training, divergence, refusal)
     out.figures = {name: value for name, value in asdict(result).items() if name != "curve"}
@@ -79,14 +81,29 @@ def trial(
     out.write_json("trial.json", content, indent=1, allow_nan=False)
 
 
+def _without_curve_validations(rows: list[dict[str, Any]], config: TrainConfig) -> list[dict[str, Any]]:
+    """Leave out the validations of ``execution.min_validations``, which a cached training of a pipeline may have: they
+    are no ingredient of the key."""
+
+    def is_evaluated(row: dict[str, Any]) -> bool:  # with max_seconds, the clock decides, and so the rows are kept
+        return bool(config.max_seconds or row["step"] % config.eval_interval == 0 or row["step"] == config.steps)
+
+    logged = [row for row in rows if is_evaluated(row) or "smoothed_loss" in row]
+    return [
+        row if is_evaluated(row) else {name: value for name, value in row.items() if not name.startswith("valid_")}
+        for row in logged
+    ]
+
+
 def _share_of_threads(execution: Execution) -> Execution:
     """Return the settings of a training that may share this machine with others: ``threads``, or else an equal share.
 
-    A training in the main thread is alone: others run in threads, or in the workers of a cluster.
+    Its curve has the evaluations of ``eval_interval`` only: the limits for other trials come from them. A training in
+    the main thread is alone: others run in threads, or in the workers of a cluster.
     """
     is_alone = threading.current_thread() is threading.main_thread()
     share = max(1, available_cpus() // (1 if is_alone else _trainings_at_once(execution)))
-    return replace(execution, threads=execution.threads or share)
+    return replace(execution, threads=execution.threads or share, min_validations=1)
 
 
 def _newest_attempt(run: RunContext, ref: Ref) -> Path | None:

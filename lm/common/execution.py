@@ -49,13 +49,16 @@ class Execution(Config, section="execution"):
     check_memory: bool = True
     """Refuse a training on CPUs whose predicted memory is more than 85 % of what its processes may use. false: start it
     anyway."""
-    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
+    trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = field(default_factory=list)
     """Experiment trackers that receive training metrics, in addition to metrics.jsonl. Each must be installed."""
     download_cache: int = bounded_field(20, ge=0)
     """Disk for local copies of the files of a remote root, in GiB. They are kept between runs; the least recently used
     are deleted. Copies that were used in the last 24 hours stay, even if they need more."""
     log_interval: int = bounded_field(20, ge=1)
     """Training steps between log lines."""
+    min_validations: int = bounded_field(10, ge=1)
+    """Measure the validation loss of a pretraining or of sft at least so often, for the curve. The measurements between
+    those of train.eval_interval sample nothing and choose no best checkpoint. 1: no measurements in between."""
 
     @staticmethod
     def from_job(**content: Any) -> "Execution":

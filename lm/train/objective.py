@@ -27,6 +27,8 @@ class Objective(Protocol):
     """Names of the metrics that :meth:`evaluate` returns. The first one selects the best checkpoint."""
     is_higher_better: bool
     """Whether the best checkpoint has the highest value of that metric, not the lowest."""
+    is_evaluation_cheap: bool = False
+    """Whether :meth:`evaluate` generates no text, so that the trainer may call it more often for the curve."""
     is_prefetchable: bool = False
     """Whether a thread may load the next step's micro-batches during a step: they do not depend on the weights."""
     is_compilable: bool = False

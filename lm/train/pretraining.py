@@ -54,6 +54,7 @@ class Pretraining(Objective):
 
     metric_names: Sequence[str] = ("valid_loss", "valid_bits_per_byte")
     is_higher_better = False
+    is_evaluation_cheap = True
     is_prefetchable = True
     is_compilable = True
 

@@ -3,7 +3,10 @@
 import json
 import logging
 import math
+import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,9 +20,11 @@ log = logging.getLogger(__name__)
 class Tracker:
     """Writes metrics and samples to files in ``directory`` and to the ``trackers`` by name.
 
-    ``tensorboard`` writes to ``tensorboard/`` in the directory; rows of an interrupted run after ``step`` are hidden.
-    ``wandb`` and ``trackio`` are modules with ``init``, ``log`` and ``finish``. Raises UserError if a tracker is not
-    installed or does not start. A tracker that fails later is removed with a warning.
+    Each row of metrics gets ``at``, the date and time, and ``seconds`` since the training started, without the time
+    between an interruption and the resumption at ``step``. ``tensorboard`` writes to ``tensorboard/`` in the directory;
+    rows of an interrupted run after ``step`` are hidden. ``wandb`` and ``trackio`` are modules with ``init``, ``log``
+    and ``finish``. Raises UserError if a tracker is not installed or does not start. A tracker that fails later is
+    removed with a warning.
     """
 
     def __init__(self, directory: Path, trackers: Sequence[str], config: dict[str, Any], step: int) -> None:
@@ -29,6 +34,8 @@ class Tracker:
             try:
                 if name == "tensorboard":
                     self._trackers[name] = _TensorBoard(directory / name, step)
+                elif name == "mlflow":
+                    self._trackers[name] = _MLflow(directory.name, config)
                 else:
                     module = import_module(name)
                     module.init(project="textmill", name=directory.name, config=config)
@@ -40,10 +47,13 @@ class Tracker:
                 ) from None
             except Exception as error:  # each tracker has its own, e.g. for a missing key
                 raise UserError(f"execution.trackers names {name}, which does not start: {error}") from error
+        self._started = time.perf_counter() - _seconds_until(step, read_metrics(directory / "metrics.jsonl"))
 
     def add(self, row: dict[str, Any]) -> None:
         """Write a row of metrics with its ``step``."""
-        append_rows(self.directory / "metrics.jsonl", [row])
+        row = {**row, "seconds": round(time.perf_counter() - self._started, 3)}
+        at = datetime.now(UTC).isoformat(timespec="seconds")
+        append_rows(self.directory / "metrics.jsonl", [{**row, "at": at}])
         metrics = {name: value for name, value in row.items() if name != "step" and not isinstance(value, list)}
         self._call("log", metrics, step=row["step"])
 
@@ -83,6 +93,25 @@ class _TensorBoard:
         self._writer.close()
 
 
+class _MLflow:
+    """A run of MLflow's experiment ``textmill`` with the functions of the other trackers. MLFLOW_TRACKING_URI says
+    where it is stored."""
+
+    def __init__(self, name: str, config: dict[str, dict[str, Any]]) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it asks for another value of DO_NOT_TRACK than 1
+        self._mlflow = import_module("mlflow")
+        self._mlflow.set_experiment("textmill")
+        self._mlflow.start_run(run_name=name)
+        fields = {f"{section}.{key}": value for section, values in config.items() for key, value in values.items()}
+        self._mlflow.log_params(fields)
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        self._mlflow.log_metrics(metrics, step=step)
+
+    def finish(self) -> None:
+        self._mlflow.end_run()
+
+
 def log_step(row: dict[str, Any], total_steps: int, throughput: Throughput, metrics: dict[str, float]) -> None:
     """Log one line about a training step, with the objective's own ``metrics``."""
     step = row["step"]
@@ -106,6 +135,16 @@ def log_step(row: dict[str, Any], total_steps: int, throughput: Throughput, metr
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a ``metrics.jsonl`` up to the first damaged line, e.g. a line cut off by a crash."""
     return list(iterate_metrics(path))
+
+
+def _seconds_until(step: int, rows: Sequence[dict[str, Any]]) -> float:
+    """Return how long a training took up to ``step``, by its last row of metrics; 0 if no row says it.
+
+    The steps between the row and the checkpoint are counted with the mean time of a step.
+    """
+    last = rows[-1] if rows else {}
+    seconds = last.get("seconds")  # rows of earlier versions have none
+    return seconds * step / last["step"] if isinstance(seconds, int | float) else 0.0
 
 
 def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:

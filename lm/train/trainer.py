@@ -50,6 +50,7 @@ from lm.train.training_memory import check_directory_is_shared, choose_parallel
 
 log = logging.getLogger(__name__)
 
+Due = Literal["evaluate", "validate", "log", "save"]
 NO_MEMORY_FOR_MODEL = (
     "Memory is full before the first step: each process builds the whole model in float32, and divides it then. Use a "
     "smaller model, fewer processes on a machine, or a device with more memory."
@@ -98,6 +99,7 @@ class Trainer:
         self.best: dict[str, Any] = {"step": 0, objective.metric_names[0]: None}
         self.evaluations_without_improvement = 0
         self.skipping = SkippedSteps(self.device)
+        self.curve_interval = config.steps // (execution.min_validations if objective.is_evaluation_cheap else 1) or 1
         # On a GPU the host would wait; the optimizers skip a step on the device instead.
         self.reads_each_step = self.device.type != "cuda"
         self.seconds = 0.0  # spent in run() so far; counted only with max_seconds
@@ -174,13 +176,13 @@ class Trainer:
         After ``stop_event`` is set in any process, the trainer finishes the step, saves it and raises Stopped.
         """
         peak = peak_flops(self.device, torch.bfloat16 if self.config.precision == "bfloat16" else torch.float32)
-        timer = StepTimer(
-            self.step, self.objective.tokens_per_step, self.flops_per_step, peak and peak * self.world_size
-        )
         if self.rank == 0:
             for name in ROW_FILES if self.step == 0 else ():  # an attempt without a checkpoint may have left rows
                 (self.out / name).unlink(missing_ok=True)
             self.tracker = Tracker(self.out, self.execution.trackers, self._settings(), self.step)
+        timer = StepTimer(
+            self.step, self.objective.tokens_per_step, self.flops_per_step, peak and peak * self.world_size
+        )
         tracking = closing(self.tracker) if self.tracker else nullcontext()
         with tracking, self.explain_out_of_memory(), self.loading() as load_micro_batches:
             while not self._is_finished():
@@ -198,16 +200,16 @@ class Trainer:
                 row: dict[str, Any] = {"step": self.step, "lr": lr}
                 if self.skipping.consecutive:  # a skipped step has no figures
                     due = due & {"evaluate"} if self._schedule_step() >= self.config.steps else set()
-                elif due & {"evaluate", "log"}:
+                elif due - {"save"}:
                     row["loss"] = float(loss)
                 row |= (step_metrics := self.objective.step_metrics())
                 if "log" in due:
                     self._log(row, grad_norm, step_metrics, timer.measure(self.step))
                 with timer.paused():
-                    if "evaluate" in due:
-                        row |= self._evaluate()
+                    if due & {"evaluate", "validate"}:
+                        row |= self._evaluate() if "evaluate" in due else self._compute_metrics(is_final=False)
                         self._read_clock()  # before the save, so that a resumed training knows this time too
-                    if self.tracker and (due & {"evaluate", "log"} or step_metrics):
+                    if self.tracker and (due - {"save"} or step_metrics):
                         self.tracker.add(row)
                     # Saved after the row, so that a resumed training has the metrics of all earlier steps.
                     is_saved = "save" in due or is_stopping or self._is_finished() or self.step == self.best["step"]
@@ -223,12 +225,14 @@ class Trainer:
                     )
             return self._finish()
 
-    def _find_due(self, earlier: float) -> set[Literal["evaluate", "log", "save"]]:
+    def _find_due(self, earlier: float) -> set[Due]:
         """Return what to do after a step. ``earlier``: the step of the schedule before it."""
         is_last = self._schedule_step() >= self.config.steps
-        due: set[Literal["evaluate", "log", "save"]] = set()
+        due: set[Due] = set()
         if is_last or self._has_passed(self.config.eval_interval, earlier):
             due.add("evaluate")
+        elif self._has_passed(self.curve_interval, earlier):
+            due.add("validate")  # for the curve alone: the best checkpoint and the patience belong to the key
         if is_last or self.step == 1 or self.step % self.execution.log_interval == 0:
             due.add("log")
         if self._has_passed(self.config.checkpoint_interval, earlier):

@@ -73,8 +73,13 @@ def draw_bars(
     axes.spines[["top", "right"]].set_visible(False)
     if any(series):
         legend = axes.legend(fontsize=8, ncols=len(series), loc="upper center", bbox_to_anchor=(0.5, -0.12))
-        for entry, name in zip(legend.get_texts(), series, strict=True):
-            entry.set(text=name, parse_math=False)  # as a label, matplotlib leaves out a name that begins with "_"
+        label_legend(legend, series)
+
+
+def label_legend(legend: Any, names: Iterable[str]) -> None:
+    """Write the names beside the lines or bars of a legend, as they are."""
+    for entry, name in zip(legend.get_texts(), names, strict=True):
+        entry.set(text=name, parse_math=False)  # as a label, matplotlib leaves out a name that begins with "_"
 
 
 def histogram(title: str, x_label: str, counts: "npt.NDArray[Any]", edges: Any, y_label: str) -> str:

@@ -107,7 +107,7 @@ def write_posttrain_job(directory: Path, method: Any, settings: dict[str, Any] |
         reward_model="../reward_model" if method == "ppo" else "",
         digests={"model": "m"},
         out=".",
-        execution=Execution(threads=1, device="cpu", compile=False, log_interval=1),
+        execution=Execution(threads=1, device="cpu", compile=False, log_interval=1, min_validations=1),
     )
     job.write(out / "job.json")
     return out / "job.json"

@@ -70,14 +70,19 @@ def small_trainer(out: Path, data: TrainData | None = None, model: ModelConfig =
         activation_checkpointing=settings.pop("activation_checkpointing", False),
         trackers=settings.pop("trackers", []),
         check_memory=settings.pop("check_memory", True),
+        min_validations=settings.pop("min_validations", 1),
     )
     return make_trainer(train_config(**settings), model, data or small_data(), execution, out)
 
 
 def read_rows(out: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """Read the rows without the tokens per second, which differ from run to run."""
+    """Read the rows without times, which differ from run to run."""
     rows = [json.loads(line) for line in (out / name).read_text(encoding="utf-8").splitlines()]
-    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in rows]
+    return [without_times(row) for row in rows]
+
+
+def without_times(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in ("tokens_per_second", "seconds", "at")}
 
 
 def weights_equal(a: TransformerLM, b: TransformerLM) -> bool:
@@ -109,6 +114,7 @@ def write_job(
         log_interval=1,
         parallel=parallel,
         tensor_parallel=tensor_parallel,
+        min_validations=1,
     )
     job = Job(
         config=train_config(**{**quiet, **settings}),

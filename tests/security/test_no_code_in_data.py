@@ -181,7 +181,13 @@ def imported_modules(folders: tuple[str, ...]) -> set[str]:
     return modules
 
 
-IMPORT_NAMES = {"pyyaml": "yaml", "pillow": "PIL", "lazy-loader": "lazy_loader", "quicktok-v1": "quicktok"}
+IMPORT_NAMES = {
+    "pyyaml": "yaml",
+    "pillow": "PIL",
+    "lazy-loader": "lazy_loader",
+    "quicktok-v1": "quicktok",
+    "mlflow-skinny": "mlflow",
+}
 NOT_IMPORTED = {"pytest-xdist", "pytest-timeout", "tensorboard"}  # pytest loads its plugins, torch imports tensorboard
 
 
@@ -195,6 +201,7 @@ def test_each_dependency_is_used_and_has_a_version_range() -> None:
             extras["s3"]
             + extras["llama"]
             + extras["tensorboard"]
+            + extras["mlflow"]
             + extras["dask"]
             + extras["ray"]
             + extras["math"]

@@ -19,7 +19,7 @@ from tasks.runtime.output import Ref
 from tasks.runtime.run_context import Attempt, RunContext
 from tasks.runtime.stage import _identity, new_attempt_name
 from tasks.train import train
-from tasks.trial import _share_of_threads, _stopping, trial
+from tasks.trial import _share_of_threads, _stopping, _without_curve_validations, trial
 from tests.helpers.roots import run_context
 
 REF = Ref("train", "0" * 64)
@@ -50,6 +50,16 @@ def test_a_training_is_stopped_by_its_own_rows_only(tmp_path: Path, monkeypatch:
         assert not run.stopping.is_set()
         write(attempt, 2)
         assert run.stopping.wait(30)
+
+
+def test_validations_for_the_curve_alone_are_left_out() -> None:
+    """Those at steps that are no multiple of eval_interval, and their rows if nothing else was logged."""
+    logged, validated = {"smoothed_loss": 2.0}, {"valid_loss": 1.0, "valid_bits_per_byte": 0.5}
+    rows = [{"step": 20, **logged, **validated}, {"step": 30, **validated}, {"step": 40, **validated}]
+    rows += [{"step": 50, **logged}, {"step": 70, **validated}]
+    config = TrainConfig(steps=70, warmup_steps=1, eval_interval=40)
+    assert _without_curve_validations(rows, config) == [{"step": 20, **logged}, *rows[2:]]
+    assert _without_curve_validations(rows, replace(config, max_seconds=1.0)) == rows
 
 
 @pytest.mark.parametrize(("max_trainings", "threads"), [(1, 8), (2, 4), (3, 2), (0, 1)])

@@ -29,7 +29,7 @@ Use a model
   sample       write text             chat       chat in the terminal
   serve        serve OpenAI's API     export     for transformers or llama.cpp
 Look at it
-  runs         list, rename and delete runs
+  runs         list, rename, delete   compare    draw losses of runs
   evaluate     ask a model the problems of a task, and count right answers
   tokenizers   compare tokenizers     profile    time and memory of a step
 Keep house

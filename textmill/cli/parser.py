@@ -222,6 +222,12 @@ def build_parser(preset: str = "demo", base: PipelineConfig | None = None, only:
     runs.add_argument("names", nargs="*", type=str, help="the run, as the list names it, and its new name")
     runs.add_argument("--json", action="store_true", help="print the list as JSON")
     runs.add_argument("--yes", action="store_true", help="delete without asking")
+    compare = add(
+        "compare", "Draw the losses of runs over steps, tokens and time, and print their last figures.", "root"
+    )
+    compare.add_argument("runs", nargs="+", type=str, metavar="RUN", help="a run below --root")
+    compare.option("out", "", "directory of the figure; default: comparison/")
+
     add("verify", "Check all digests under a root. The exit code is 1 if files are damaged.", "root")
     gc = add("gc", "List outputs that no run needs, and what unfinished or replaced stages left.", "root")
     gc.add_argument("--delete", action="store_true", help="delete the listed files")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from flows.evaluate import EvaluationResult
     from flows.profile import ProfileResult
     from flows.teach import TeachResult
+    from textmill.runs.compare_runs import RunComparison
     from textmill.runs.run_list import RunSummary
 
 _MAX_FAILURES = 5
@@ -62,13 +63,21 @@ def format_summary(record: dict[str, Any]) -> str:
         lines += textwrap.wrap(", ".join(shown), _COLUMNS, initial_indent=start, subsequent_indent=" " * len(start))
     if "sample" in outputs:
         lines += [format_sample(**sample) for sample in outputs["sample"].json("samples.json")]
-    report = run.store.url("runs", run.name)
-    if report.startswith(here := f"{Path.cwd()}/"):
-        report = report.removeprefix(here)
+    report = _short_path(run.store.url("runs", run.name))
     lines += ["", "The report has the pages of the stages and the paths of all files:", f"  {report}.md"]
+    trained = [outputs[name] for name in ("train", "sft", "preference", "reinforce", "ppo") if name in outputs]
+    for model in trained[-1:]:
+        lines += ["", f"metrics  {_short_path(model.url)}/metrics.jsonl"]
+        if any(file["path"].startswith("tensorboard/") for file in model.manifest["records"]):
+            lines.append(f"curves   tensorboard --logdir {shlex.quote(f'{_short_path(model.url)}/tensorboard')}")
     lines += ["", "Try next:"]
     lines += [f"  textmill {command:<{_COMMAND_WIDTH}}  {purpose}" for command, purpose in _next_commands(record)]
     return "\n".join(lines)
+
+
+def _short_path(path: str) -> str:
+    """Return a path below the working directory as a relative one."""
+    return path.removeprefix(f"{Path.cwd()}/")
 
 
 def _next_commands(record: dict[str, Any]) -> list[tuple[str, str]]:
@@ -249,3 +258,23 @@ def format_teaching(result: "TeachResult") -> str:
         command = f"textmill posttrain --preset dialogs --dialogs.train {shlex.quote(str(result.file))}"
         lines += ["", "Try next:", f"  {command}"]
     return "\n".join(lines)
+
+
+def format_run_comparison(result: "RunComparison") -> str:
+    """Return the last figures of each training as a table, and the paths of the curves."""
+    lines = [f"{'run':<26}{'steps':>9}{'M tokens':>10}{'seconds':>9}{'train':>8}{'valid':>8}{'bits/byte':>10}"]
+    for training in result.trainings:
+        tokens = training.figure("tokens")
+        figures = (
+            (9, ",.0f", training.figure("steps")),
+            (10, ",.2f", tokens and tokens / 1e6),
+            (9, ",.0f", training.last("seconds")),
+            (8, ".3f", training.last(result.quantity.train)),
+            (8, ".3f", training.figure(result.quantity.valid)),
+            (10, ".3f", training.figure("valid_bits_per_byte")),
+        )
+        cells = (f"{'–' if figure is None else format(figure, form):>{width}}" for width, form, figure in figures)
+        lines.append(f"{training.label:<26}{''.join(cells)}")
+    notes = (f"train, valid: last {result.quantity.label}", *result.notes)
+    lines += ["", *(line for note in notes for line in textwrap.wrap(note, 80, break_on_hyphens=False)), ""]
+    return "\n".join(["", *lines, *(f"curves  {file}" for file in result.files)])

@@ -30,6 +30,7 @@ from textmill.cli.tables import (
     describe_model,
     format_evaluation,
     format_forecasts,
+    format_run_comparison,
     format_runs,
     format_sample,
     format_teaching,
@@ -180,6 +181,13 @@ def runs_command(options: Namespace) -> None:
 def _confirm(question: str) -> bool:
     """Return whether the user says yes. Without a terminal, nobody does."""
     return bool(sys.stdin and sys.stdin.isatty()) and input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+
+
+def compare_command(options: Namespace) -> None:
+    """Draw the curves of runs, and print their last figures."""
+    from textmill.runs.compare_runs import compare_runs
+
+    print(format_run_comparison(compare_runs(options.runs, options.root, options.out)))
 
 
 def verify_command(options: Namespace) -> int:

@@ -49,6 +49,7 @@ class SupervisedFineTuning(Objective):
     example_types = (Dialog,)
     metric_names = ("valid_loss",)
     is_higher_better = False
+    is_evaluation_cheap = True
     is_prefetchable = True
     is_compilable = True
 

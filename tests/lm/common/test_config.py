@@ -82,6 +82,7 @@ EXPECTED = {
         "count_memory": "[16",
         "download_cache": "[0",
         "log_interval": "[1",
+        "min_validations": "[1",
     },
 }
 # Other fields of the section that must change for a value at the bound to be valid.

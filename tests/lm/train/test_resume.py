@@ -20,6 +20,7 @@ from lm.files.checksum import file_checksum
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.train.pretraining import Pretraining
+from lm.train.tracking import read_metrics
 from lm.train.trainer import Trainer
 from tests.helpers.training import MODEL, read_rows, small_data, small_trainer, weights_equal
 
@@ -103,6 +104,8 @@ def test_resumes_twice(tmp_path: Path, finished: Trainer) -> None:
     third.run()
     assert weights_equal(third.model, finished.model)
     assert read_rows(third.out) == read_rows(finished.out)
+    seconds = [row["seconds"] for row in read_metrics(third.out / "metrics.jsonl")]
+    assert seconds == sorted(seconds), "an interruption does not start the clock again"
 
 
 @pytest.mark.parametrize("is_moved", [False, True])

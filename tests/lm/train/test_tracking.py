@@ -1,14 +1,17 @@
-"""What a training writes: ``metrics.jsonl``, and metrics for experiment trackers (wandb, trackio, tensorboard)."""
+"""What a training writes: ``metrics.jsonl``, and metrics for trackers (wandb, trackio, tensorboard, mlflow)."""
 
 import math
 import sys
 import tracemalloc
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lm.common.errors import UserError
 from lm.train.tracking import (
+    Tracker,
     format_row,
     iterate_metrics,
     read_metrics,
@@ -16,7 +19,7 @@ from lm.train.tracking import (
     write_metrics,
 )
 from tests.helpers.recorder import Recorder
-from tests.helpers.training import read_rows, small_trainer
+from tests.helpers.training import read_rows, small_trainer, without_times
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
@@ -28,7 +31,51 @@ def test_modules_get_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert settings["config"]["train"]["steps"] == 20 and settings["config"]["model"]["d_model"] == 32
     assert last == "finished"
     rows = [{"step": step, **metrics} for step, metrics in logged]
-    assert [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows] == read_rows(tmp_path / "run")
+    assert [without_times(row) for row in rows] == read_rows(tmp_path / "run")
+    assert all("seconds" in row and "at" not in row for row in rows), "a tracker has dates of its own"
+
+
+def test_mlflow_gets_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="needs mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database takes seconds to make its tables
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    small_trainer(tmp_path / "run", trackers=["mlflow"]).run()
+    (run,) = mlflow.search_runs(experiment_names=["textmill"], output_format="list")
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert (run.data.params["train.steps"], run.data.params["model.d_model"]) == ("20", "32")
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    for name in ("loss", "valid_loss", "seconds"):
+        logged = mlflow.MlflowClient().get_metric_history(run.info.run_id, name)
+        assert [(point.step, point.value) for point in logged] == [
+            (row["step"], row[name]) for row in rows if name in row
+        ]
+
+
+def test_a_row_has_the_date_and_the_seconds_since_the_start(tmp_path: Path) -> None:
+    before = datetime.now(UTC).replace(microsecond=0)
+    tracker = Tracker(tmp_path, [], {}, step=0)
+    for step in (1, 2):
+        tracker.add({"step": step})
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    assert before <= datetime.fromisoformat(first["at"]) <= datetime.fromisoformat(second["at"]) <= datetime.now(UTC)
+    assert 0 <= first["seconds"] <= second["seconds"] < 60
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([{"step": 5, "seconds": 50.0}, {"step": 10, "seconds": 100.0}], 120),
+        ([{"step": 10, "loss": 1.0}], 0),
+        ([{"step": 10, "seconds": None}], 0),
+        ([], 0),
+    ],
+    ids=["resumed", "rows of an earlier version", "not finite", "none"],
+)
+def test_seconds_go_on_after_an_interruption(tmp_path: Path, rows: list[dict[str, Any]], expected: int) -> None:
+    """At step 12 of a training whose last row is of step 10."""
+    write_metrics(path := tmp_path / "metrics.jsonl", rows)
+    Tracker(tmp_path, [], {}, step=12).add({"step": 13})
+    assert expected <= read_metrics(path)[-1]["seconds"] < expected + 30
 
 
 def test_tensorboard_gets_every_row(tmp_path: Path) -> None:
