@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -129,7 +129,8 @@ class EndpointModel:
 
     def __init__(self, url: str, model: str) -> None:
         self._client = ChatClient(url, model)
-        listed = {entry["id"]: entry for entry in self._client.list_models()}
+        entries = self._client.list_models()
+        listed = {entry["id"]: entry for entry in entries}
         if not model:
             if len(listed) != 1:
                 known = ", ".join(sorted(listed)[:20]) or "none"
@@ -137,7 +138,7 @@ class EndpointModel:
             [model] = listed
             self._client.model = model
         self.name = f"{model} of {url.rstrip('/')}"
-        entry = listed.get(model, {})
+        entry = next((entry for entry in entries if _is_called(entry, model)), {})
         self.identity = " ".join([self.name, *([str(entry["identity"])] if "identity" in entry else [])])
         self.has_chat_template = bool(entry.get("has_chat_template", True))
         context_length = entry.get("max_model_len")
@@ -183,6 +184,12 @@ class EndpointModel:
         """Return the maximum to ask for. Without one, a server fills its context with the answer to a dialog."""
         fills_context = self._context_length is not None and max_new_tokens >= self._context_length
         return None if fills_context and not isinstance(prompt, str) else max_new_tokens
+
+
+def _is_called(entry: dict[str, Any], name: str) -> bool:
+    """Return whether ``name`` is the id of an entry in a server's list of models, or one of its aliases."""
+    aliases = entry.get("aliases")
+    return name == entry["id"] or (isinstance(aliases, list) and name in aliases)
 
 
 def open_model(

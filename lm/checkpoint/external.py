@@ -165,6 +165,14 @@ def warn_of_lost_settings(directory: Path, tokenizer: Tokenizer) -> None:
         )
 
 
+def find_chat_template(directory: Path) -> Any:
+    """Return the chat template of Hugging Face's files: a Jinja text, or a list of several. None if there is none."""
+    if (path := directory / "chat_template.jinja").exists():
+        return path.read_text(encoding="utf-8", errors="replace")
+    about = _read(directory / "tokenizer_config.json")
+    return _read(directory / "chat_template.json").get("chat_template", about.get("chat_template"))
+
+
 def find_lost_settings(directory: Path, tokenizer: Tokenizer) -> list[str]:
     """Return the names of the chat template, the end of a text and the generation settings if an export lacks them."""
     about, config, generation = (
@@ -173,10 +181,7 @@ def find_lost_settings(directory: Path, tokenizer: Tokenizer) -> list[str]:
     own_template, own_end = None, find_text_ends(tokenizer)[1]
     if has_chat_tokens(tokenizer):
         own_template, own_end = make_jinja_template(tokenizer), END_TOKEN
-    template = _read(directory / "chat_template.json").get("chat_template", about.get("chat_template"))
-    if (path := directory / "chat_template.jinja").exists():
-        template = path.read_text(encoding="utf-8", errors="replace")
-    lost = [] if template in (None, own_template) else ["the chat template"]
+    lost = [] if find_chat_template(directory) in (None, own_template) else ["the chat template"]
     end = about.get("eos_token")
     end = end.get("content") if isinstance(end, dict) else end
     ids = generation.get("eos_token_id", config.get("eos_token_id", []))

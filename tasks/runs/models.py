@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 # (stage of the model, stage of its tokenizer); of a run with several, the first is its result.
 # A pretraining that continued from another model has the tokenizer of that.
 PRETRAINED_STAGES = (("train", "merge"), ("train", "import"), ("train", "base"))
-RESULT_STAGES = (("ppo", "base"), ("reinforce", "base"), ("preference", "base"), ("sft", "base"), *PRETRAINED_STAGES)
+_POSTTRAINED_STAGES = (("ppo", "base"), ("reinforce", "base"), ("preference", "base"), ("sft", "base"))
+RESULT_STAGES = (*_POSTTRAINED_STAGES, *PRETRAINED_STAGES)
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,16 @@ class ResolvedModel(ABC):
     @abstractmethod
     def identify(self) -> str:
         """Return a text that changes with the model."""
+
+    @property
+    def public_name(self) -> str:
+        """The name for clients of a server, who are told no path."""
+        return self.name
+
+    @property
+    @abstractmethod
+    def is_post_trained(self) -> bool:
+        """Whether the model was trained to answer, as far as its record or its files say."""
 
     def load(self, device: str) -> "tuple[TransformerLM, TextTokenizer]":
         """Load the model to ``device`` in evaluation mode, and its tokenizer.
@@ -90,6 +101,11 @@ class RunModel(ResolvedModel):
         """See :meth:`ResolvedModel.identify`."""
         return f"{self.model.ref.stage} {self.model.digest[:16]}"
 
+    @property
+    def is_post_trained(self) -> bool:
+        """See :attr:`ResolvedModel.is_post_trained`."""
+        return self.model.ref.stage in dict(_POSTTRAINED_STAGES)
+
 
 @dataclass(frozen=True)
 class DirectoryModel(ResolvedModel):
@@ -108,6 +124,18 @@ class DirectoryModel(ResolvedModel):
         files = sorted(path for path in self.directory.iterdir() if path.is_file())
         versions = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         return f"{self.directory.resolve()} {hashlib.sha256(repr(versions).encode()).hexdigest()[:16]}"
+
+    @property
+    def public_name(self) -> str:
+        """The last part of the path."""
+        return (self.directory.resolve() if self.directory.name in ("", "..") else self.directory).name
+
+    @property
+    def is_post_trained(self) -> bool:
+        """Whether the files have a chat template. Raises UserError if they are damaged."""
+        from lm.checkpoint.external import find_chat_template
+
+        return find_chat_template(self.directory) is not None
 
 
 def resolve_model(name: str, root: str) -> RunModel | DirectoryModel:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flows.evaluate import evaluate_model
+from flows.evaluate import EndpointModel, evaluate_model
 from lm.checkpoint.hugging_face import save_hugging_face
 from lm.common.errors import UserError
 from lm.data.chat_template import add_chat_tokens
@@ -294,6 +294,23 @@ def test_a_directory_and_our_server_give_the_same_responses(
     rows = read_rows(here.responses)
     assert len({row["response"] for row in rows}) > 6
     assert all(isinstance(row["prompt"], str) == (tokenizer is PLAIN) for row in rows)
+
+
+def test_a_served_model_is_known_by_its_id_and_its_aliases() -> None:
+    """An alias has the identity of the model too, so that the responses of two models are never mixed."""
+    model = make_model(PLAIN.size, 128).eval()
+    with serve_app(build_app(model, PLAIN, "my-run", 4, identity="0123")) as url:
+        listed, named = EndpointModel(url, ""), EndpointModel(url, "textmill")
+    assert (listed.name, listed.identity) == (f"my-run of {url}", f"my-run of {url} 0123")
+    assert (named.name, named.identity) == (f"textmill of {url}", f"textmill of {url} 0123")
+    assert not listed.has_chat_template and not named.has_chat_template
+
+
+@pytest.mark.parametrize("aliases", [None, "b", 5, [5], {"b": 1}], ids=str)
+def test_aliases_of_another_form_are_ignored(monkeypatch: pytest.MonkeyPatch, aliases: Any) -> None:
+    entry = {"id": "a", "aliases": aliases, "identity": "1"}
+    monkeypatch.setattr(chat_client.ChatClient, "list_models", lambda _: [entry])
+    assert EndpointModel("http://127.0.0.1:1", "b").identity == "b of http://127.0.0.1:1"
 
 
 def test_a_model_with_a_template_can_continue_text(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from lm.tokenizer.text_tokenizer import TextTokenizer
 class LoadedModel:
     """Takes the place of tasks.runs.models.ResolvedModel: a model that is in memory already."""
 
-    name = "in-memory"
+    name = public_name = "in-memory"
+    is_post_trained = False
 
     def __init__(self, model: TransformerLM, tokenizer: TextTokenizer) -> None:
         self._loaded = model, tokenizer

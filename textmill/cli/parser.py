@@ -189,6 +189,10 @@ def build_parser(preset: str = "demo", base: PipelineConfig | None = None, only:
     serve.option("api_key", None, key_help, type=str)
     limit_help = "requests of one IP address at a time; 0: no limit"
     serve.option("max_requests_per_client", 0, limit_help, type=NonNegativeInt)
+    name_help = "name of the model for clients, which may also call it textmill; default: its run or directory"
+    serve.option("served_model_name", "", name_help)
+    origin_help = 'web pages that may use the server, as https://app.example.com; "*": all. Default: its own page'
+    serve.option("allowed_origins", [], origin_help, type=list[str])
 
     evaluate = add("evaluate", "Ask a model the problems of a task, and show how many of its answers are right.")
     model_help = f"{_SHARED_OPTIONS['model']['help']}; or the URL of a server with OpenAI's API"

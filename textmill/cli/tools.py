@@ -106,6 +106,8 @@ def serve_command(options: Namespace) -> None:
         prefix_cache_bytes=options.prefix_cache_mb * 10**6,
         max_requests_per_client=options.max_requests_per_client,
         speculative_tokens=options.speculative_tokens,
+        served_model_name=options.served_model_name,
+        allowed_origins=options.allowed_origins,
     )
 
 

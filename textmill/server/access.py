@@ -1,5 +1,5 @@
-"""Who may send requests: an API key, the name of the server, a limit of requests at a time for each client, and a time
-limit for the arrival of a request.
+"""Who may send requests: an API key, the name of the server, the origins of web pages, a limit of requests at a time
+for each client, and a time limit for the arrival of a request.
 
 All but the last are checked before the body of a request is read, so a refused request costs nothing.
 """
@@ -9,16 +9,40 @@ import hashlib
 import hmac
 import re
 from collections import Counter
+from collections.abc import Collection
 
 import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from lm.common.errors import UserError
 from textmill.server.requests import ApiError
 
 _OPEN_PATHS = frozenset({"/", "/health"})  # the page, which asks for the key itself, and the check of a load balancer
 _LOOPBACK = rb"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]+)?"
 _ARRIVAL_SECONDS = 30.0  # for the headers, and again for the body
+ANY_ORIGIN = "*"
+_HOST = r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?|\[[0-9a-f:.]+\]"
+_ORIGIN = re.compile(rf"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>{_HOST})(:(?P<port>[0-9]{{1,5}}))?")
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+def parse_origin(text: str) -> str:
+    """Return an origin as a browser sends it: in lower case, without the default port of its scheme.
+
+    ``*`` stands for all origins. Raises UserError if the text is neither. Source: RFC 6454, section 6.2.
+    """
+    if text == ANY_ORIGIN:
+        return text
+    match = _ORIGIN.fullmatch(text.lower())
+    port = int(match["port"]) if match and match["port"] else None
+    if match is None or (port is not None and not 0 < port < 1 << 16):
+        raise UserError(
+            f"--allowed_origins: {text[:80]!r} is not an origin. Write SCHEME://HOST or SCHEME://HOST:PORT without a "
+            'path, such as https://app.example.com, or "*" in quotes for all.'
+        )
+    is_default = port is None or port == _DEFAULT_PORTS.get(match["scheme"])
+    return f"{match['scheme']}://{match['host']}" + ("" if is_default else f":{port}")
 
 
 class AccessControl:
@@ -29,13 +53,20 @@ class AccessControl:
 
     With ``is_private``, the answer is 421 to a ``Host`` that does not name this machine: a web page that points its own
     name at this machine ("DNS rebinding") could use the server through the browser of someone here. It is 403 to an
-    ``Origin`` of another machine: a web page can have a browser here send requests, though it cannot read the answers.
+    ``Origin`` of another machine that is not among ``allowed_origins``: a web page can have a browser here send
+    requests, though it cannot read the answers.
     """
 
     def __init__(
-        self, app: ASGIApp, api_key: str | None = None, max_requests_per_client: int = 0, is_private: bool = False
+        self,
+        app: ASGIApp,
+        api_key: str | None = None,
+        max_requests_per_client: int = 0,
+        is_private: bool = False,
+        allowed_origins: Collection[str] = (),
     ) -> None:
         self._app, self._is_private = app, is_private
+        self._allowed_origins = frozenset(origin.encode() for origin in allowed_origins)
         self._key_digest = None if api_key is None else _digest(api_key.encode())
         self._max_requests = max_requests_per_client
         self._requests_of: Counter[str] = Counter()
@@ -64,8 +95,12 @@ class AccessControl:
             if name == b"host" and not re.fullmatch(_LOOPBACK, value, re.IGNORECASE):
                 message = "Without an API key, the server answers requests to localhost, 127.0.0.1 or [::1] only."
                 return ApiError(421, message)
-            if name == b"origin" and not re.fullmatch(rb"https?://" + _LOOPBACK, value, re.IGNORECASE):
-                return ApiError(403, "Without an API key, the server answers no web pages of other machines.")
+            if name == b"origin" and not self._is_allowed_origin(value):
+                message = (
+                    "Without an API key, the server answers no web pages of other machines, unless --allowed_origins "
+                    "has their origin."
+                )
+                return ApiError(403, message)
         if scope["path"] in _OPEN_PATHS:
             return None
         if not self._has_key(scope):
@@ -76,6 +111,11 @@ class AccessControl:
             message = f"{self._max_requests} requests of this client are unfinished, the most at a time. Retry later."
             return ApiError(429, message)
         return None
+
+    def _is_allowed_origin(self, origin: bytes) -> bool:
+        if ANY_ORIGIN.encode() in self._allowed_origins or origin in self._allowed_origins:
+            return True
+        return re.fullmatch(rb"https?://" + _LOOPBACK, origin, re.IGNORECASE) is not None
 
     def _has_key(self, scope: Scope) -> bool:
         if self._key_digest is None:

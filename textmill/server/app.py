@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
@@ -24,12 +25,14 @@ from lm.inference.completion import check_vocabulary
 from lm.inference.config import Quantization
 from lm.inference.engine import Generation
 from lm.inference.scheduler import QueueFull, Scheduler, SchedulerClosed
+from lm.model.flops import parameter_count
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.text_tokenizer import TextTokenizer
 from tasks.runs.models import ResolvedModel
-from textmill.server.access import AccessControl, RequestTimeout
+from textmill.server.access import AccessControl, RequestTimeout, parse_origin
 from textmill.server.logprobs import TokenNames
 from textmill.server.metrics import CountRequests, ServerMetrics
+from textmill.server.openapi import openapi_document
 from textmill.server.page import page_response
 from textmill.server.requests import ApiError, ChatRequest, CompletionRequest, parse_request
 from textmill.server.responses import GenerationResponse
@@ -40,6 +43,17 @@ _MAX_BODY_BYTES = 1 << 20
 _MAX_SCORES = 1 << 18  # log-probabilities of a response: about 10 MB; json keeps the other threads waiting meanwhile
 _SHUTDOWN_SECONDS = 5  # time for open responses when the server stops
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status code; nobody receives it
+_ALIAS = "textmill"  # a name that every served model answers to
+_METHODS = {
+    "/v1/completions": "POST",
+    "/v1/chat/completions": "POST",
+    "/v1/models": "GET",
+    "/openapi.json": "GET",
+    "/health": "GET",
+    "/metrics": "GET",
+    "/": "GET",
+}
+"""The endpoints of the server, and the method of each."""
 
 
 def build_app(
@@ -54,12 +68,15 @@ def build_app(
     speculative_tokens: int = 0,
     identity: str = "",
     is_private: bool = False,
+    is_post_trained: bool = False,
+    allowed_origins: Collection[str] = (),
 ) -> FastAPI:
-    """Return the web application for ``model``, which clients call ``name``. ``app.state.scheduler`` is its scheduler.
+    """Return the web application for ``model``, which clients call ``name`` or ``textmill``.
 
-    ``api_key``, ``max_requests_per_client`` and ``is_private`` are those of
-    :class:`textmill.server.access.AccessControl`, ``speculative_tokens`` is that of
-    :class:`lm.inference.config.SampleConfig`. ``identity`` is a text that changes with the model.
+    ``app.state.scheduler`` is its scheduler. ``api_key``, ``max_requests_per_client``, ``is_private`` and
+    ``allowed_origins`` are those of :class:`textmill.server.access.AccessControl`; pages of these origins may also read
+    the answers. ``speculative_tokens`` is that of :class:`lm.inference.config.SampleConfig`. ``identity`` is a text
+    that changes with the model. The page opens on the chat if the model ``is_post_trained`` or has a chat template.
     Raises UserError if the model and the tokenizer do not match.
     """
     check_vocabulary(model, tokenizer.size)
@@ -75,15 +92,33 @@ def build_app(
         yield
         scheduler.close()
 
-    app = FastAPI(title="textmill", lifespan=lifespan, openapi_url=None)
+    app = FastAPI(lifespan=lifespan, openapi_url=None)  # FastAPI's pages of its document load scripts from elsewhere
     for error_type in (ApiError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(error_type, _error_response)
     app.state.scheduler = scheduler
     app.add_middleware(
-        AccessControl, api_key=api_key, max_requests_per_client=max_requests_per_client, is_private=is_private
+        AccessControl,
+        api_key=api_key,
+        max_requests_per_client=max_requests_per_client,
+        is_private=is_private,
+        allowed_origins=allowed_origins,
     )
-    endpoints = frozenset({"/", "/health", "/metrics", "/v1/completions", "/v1/chat/completions", "/v1/models"})
-    app.add_middleware(CountRequests, metrics=metrics, endpoints=endpoints)  # the outer one: it counts refusals too
+    app.add_middleware(CountRequests, metrics=metrics, endpoints=frozenset(_METHODS))  # outside: it counts refusals too
+    if allowed_origins:
+        # The outermost one: a browser's preflight request has no key, and a page may read why it is refused.
+        origins, methods = tuple(allowed_origins), ("GET", "POST")
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=methods,
+            allow_headers=("*",),
+            expose_headers=("Retry-After",),
+        )
+
+    def check_model(requested: str) -> None:
+        if requested not in (name, _ALIAS):
+            message = f"There is no model {requested[:80]!r}; this is {name!r}."
+            raise ApiError(404, message, "model", "model_not_found")
 
     async def generate(http_request: Request, request_type: type[CompletionRequest] | type[ChatRequest]) -> Response:
         body = bytearray()
@@ -93,7 +128,7 @@ def build_app(
                 raise ApiError(413, f"The body is longer than {_MAX_BODY_BYTES:,} bytes.")
         request = parse_request(request_type, bytes(body))
         if request.model is not None:
-            _check_model(request.model, name)
+            check_model(request.model)
         request.model = name
         count = request.count_prompts() * request.completions_per_prompt
         if not 0 < count <= scheduler.capacity:
@@ -133,8 +168,9 @@ def build_app(
 
     model_json = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "textmill"}
     # Not OpenAI's; textmill evaluate and the page read them.
-    model_json |= {"has_chat_template": chat_format.has_template, "identity": identity}
-    model_json["special_tokens"] = list(tokenizer.special_ids)
+    model_json |= {"aliases": [_ALIAS] if name != _ALIAS else [], "identity": identity}
+    model_json |= {"has_chat_template": chat_format.has_template, "special_tokens": list(tokenizer.special_ids)}
+    model_json["num_parameters"] = parameter_count(model.config)["total"]
     model_json["max_model_len"] = model.config.context_length  # vLLM's name
 
     @app.get("/v1/models")
@@ -143,22 +179,26 @@ def build_app(
 
     @app.get("/v1/models/{model_id:path}")
     async def model_info(model_id: str) -> dict[str, Any]:
-        _check_model(model_id, name)
+        check_model(model_id)
         return model_json
 
-    page = page_response()
+    page = page_response("chat" if is_post_trained or chat_format.has_template else "completion")
 
-    @app.get("/")
+    @app.get("/", include_in_schema=False)
     async def show_page() -> Response:
         return page
 
-    @app.api_route("/health", methods=["GET", "HEAD"])
+    @app.get("/openapi.json", include_in_schema=False)
+    async def show_openapi() -> dict[str, Any]:
+        return openapi_document(app.routes)
+
+    @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
     async def health() -> Response:
         if scheduler.is_running:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "The thread that runs the model has ended."}, 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", include_in_schema=False)
     async def show_metrics() -> Response:
         return metrics.response()
 
@@ -171,21 +211,27 @@ def _count_scores(generation: Generation) -> int:
     return (echoed + generation.max_new_tokens) * (1 + generation.num_alternatives)
 
 
-def _check_model(requested: str, name: str) -> None:
-    """Raise ApiError unless the requested model is the one called ``name``."""
-    if requested != name:
-        raise ApiError(404, f"There is no model {requested[:80]!r}; this is {name!r}.", "model", "model_not_found")
-
-
-async def _error_response(_: Request, error: Exception) -> Response:
+async def _error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     if isinstance(error, HTTPException):
-        headers, error = error.headers, ApiError(error.status_code, error.detail)
+        headers, error = error.headers, _routing_error(request, error)
         error.headers = headers
     elif not isinstance(error, ApiError):
         error = ApiError(500, "The server failed; see its log.")
     return error.response()
+
+
+def _routing_error(request: Request, error: HTTPException) -> ApiError:
+    """Return the error for a path or a method that the server does not have. The codes are OpenAI's."""
+    requested = f"{request.method} {request.url.path[:80]}"
+    if error.status_code == 404:
+        endpoints = ", ".join(f"{method} {path}" for path, method in _METHODS.items())
+        return ApiError(404, f"Unknown request URL: {requested}. This server has {endpoints}.", code="unknown_url")
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        return ApiError(405, f"{requested} is not possible; the method is {allowed}.", code="method_not_supported")
+    return ApiError(error.status_code, error.detail)
 
 
 class _EventStream(StreamingResponse):
@@ -231,9 +277,18 @@ def serve(
     device: str,
     quantization: Quantization = "none",
     api_key: str | None = None,
+    served_model_name: str = "",
+    allowed_origins: Sequence[str] = (),
     **options: int,
 ) -> None:
-    """Serve a model until Ctrl-C. ``options`` are further arguments of :func:`build_app`."""
+    """Serve a model until Ctrl-C.
+
+    ``served_model_name`` is the model's name for clients, by default that of the run or the directory. ``options`` are
+    further arguments of :func:`build_app`. Raises UserError for invalid arguments and an address that is in use.
+    """
+    if not served_model_name.isprintable() or served_model_name.strip() != served_model_name:
+        raise UserError("--served_model_name must be printable text without spaces around it.")
+    origins = [*dict.fromkeys(map(parse_origin, allowed_origins))]
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
         raise UserError("The API key must be printable ASCII text without spaces around it, and not empty.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -248,13 +303,23 @@ def serve(
         ip_address = ipaddress.ip_address(address)
         is_private = api_key is None and ip_address.is_loopback
         model, tokenizer = resolved.load_for_inference(device, quantization)
+        found_name = resolved.public_name if resolved.public_name.isprintable() else ""
+        name = served_model_name or found_name or _ALIAS
         # Hashed: it may hold the path of a directory, which is not for clients.
         identity = hashlib.sha256(f"{resolved.identify()} {quantization}".encode()).hexdigest()[:16]
         with explain_out_of_memory(
             "The KV cache and the prefix cache do not fit into memory; lower --max_batch_size or --prefix_cache_mb."
         ):
             app = build_app(
-                model, tokenizer, "textmill", api_key=api_key, identity=identity, is_private=is_private, **options
+                model,
+                tokenizer,
+                name,
+                api_key=api_key,
+                identity=identity,
+                is_private=is_private,
+                is_post_trained=resolved.is_post_trained,
+                allowed_origins=origins,
+                **options,
             )
         if api_key is None and not is_private:
             log.warning(
@@ -265,8 +330,9 @@ def serve(
             host = "127.0.0.1" if ip_address.version == 4 else "::1"
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         place = f"{url}/v1 and on all other addresses of this machine" if ip_address.is_unspecified else f"{url}/v1"
-        print(f"Serving {resolved.name} on {place} (model: textmill). Ctrl-C stops the server.", flush=True)
-        print(f"Chat in a browser: {url}/", flush=True)
+        print(f"Serving {resolved.name} on {place}. Ctrl-C stops the server.", flush=True)
+        print(f"Model name for clients: {name}", flush=True)
+        print(f"Page to try it: {url}/", flush=True)
         config = uvicorn.Config(
             app, http=RequestTimeout, log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_SECONDS + 2
         )

@@ -128,6 +128,7 @@ def test_the_result_of_a_run_is_its_last_training(
         resolved = resolve_model(name, root.root)
         assert isinstance(resolved, RunModel) and resolved.name == "20260103-000000-full-x"
         assert (resolved.model.ref, resolved.tokenizer.ref) == (refs[expected], refs[stages[0]])
+        assert resolved.public_name == resolved.name and resolved.is_post_trained == (expected != "train")
     model, tokenizer = resolved.load("cpu")
     assert_same_weights(model, EXPECTED[expected])
     assert tokenizer.special_ids == (PLAIN if expected == "train" else CHAT).special_ids
@@ -170,6 +171,19 @@ def test_names_that_are_no_model(made: tuple[RunContext, dict[str, Ref]], root: 
             resolve_model(name, root.root)
     with pytest.raises(UserError, match=r"has no finished model; make one with: textmill run --root '.*/no runs'$"):
         resolve_model("", str(tmp_path / "no runs"))
+
+
+def test_clients_learn_the_name_of_a_directory_and_not_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "my-llama"
+    save_hugging_face(make_model(257, 16), PLAIN, directory)
+    monkeypatch.chdir(directory)
+    for name in (str(directory), ".", "../my-llama", "../my-llama/"):
+        assert resolve_model(name, str(tmp_path / "root")).public_name == "my-llama"
+    assert not resolve_model(".", str(tmp_path)).is_post_trained
+    Path("chat_template.jinja").write_text("{{ messages }}")
+    assert resolve_model(".", str(tmp_path)).is_post_trained, "it has a template of its own"
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:

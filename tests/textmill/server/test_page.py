@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from lm.inference.chat_format import PLAIN_STOP, render_plain
@@ -23,6 +24,7 @@ from textmill.server.app import build_app
 
 pytest.importorskip("playwright", reason="playwright, which drives a browser, is not installed")
 from playwright.sync_api import ConsoleMessage, Page, expect
+from playwright.sync_api import Error as PlaywrightError
 
 from tests.helpers.browser import UI_TIMEOUT_MS, find_browser, open_page
 
@@ -74,8 +76,10 @@ class OpenPage:
 
 
 @contextmanager
-def open_server(model: TransformerLM, tokenizer: Tokenizer = TOKENIZER, **options: Any) -> Iterator[OpenPage]:
-    app = build_app(model.eval(), tokenizer, "tiny", 2, prefix_cache_bytes=10**6)
+def open_server(
+    model: TransformerLM, tokenizer: Tokenizer = TOKENIZER, is_post_trained: bool = True, **options: Any
+) -> Iterator[OpenPage]:
+    app = build_app(model.eval(), tokenizer, "tiny", 2, prefix_cache_bytes=10**6, is_post_trained=is_post_trained)
     with serve_app(app) as url, open_page(**options) as page:
         opened = OpenPage(page, url, app.state.scheduler)
         yield opened
@@ -249,6 +253,44 @@ def test_a_special_token_does_not_become_text(monkeypatch: pytest.MonkeyPatch) -
         expect(page.get_by_label("Text to continue")).to_have_value("aaa")
 
 
+@pytest.mark.parametrize("is_post_trained", [False, True], ids=["base", "post-trained"])
+def test_the_page_says_which_model_it_is_and_opens_on_its_tab(is_post_trained: bool) -> None:
+    with open_server(make_model(257, 64), is_post_trained=is_post_trained) as opened:
+        page = opened.page
+        expect(page).to_have_title("tiny · textmill")
+        expect(page.locator("#size")).to_have_text("139K parameters, context of 64 tokens")
+        tab, field = ("Chat", "#message") if is_post_trained else ("Completion", "#prompt")
+        expect(page.get_by_role("tab", selected=True)).to_have_text(tab)
+        expect(page.locator(field)).to_be_focused()
+        expect(page.get_by_role("button", name="Send")).to_be_visible(visible=is_post_trained)
+        page.locator("#model").evaluate("name => name.textContent = 'a'.repeat(200)")
+        for width in (390, 1280):
+            page.set_viewport_size({"width": width, "height": 800})
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "no scrolling to the side"
+
+
+def test_a_page_of_another_origin_asks_the_model() -> None:
+    """The browser sends a preflight request, because the key and JSON are not what a form can send."""
+    ask = """async ([url, key]) => {
+      const headers = {"Content-Type": "application/json", Authorization: `Bearer ${key}`};
+      const request = {method: "POST", headers, body: JSON.stringify({prompt: "a", max_tokens: 1})};
+      const body = await (await fetch(`${url}/v1/completions`, request)).json();
+      return body.error?.code ?? body.choices[0].finish_reason;
+    }"""
+    model = make_model(257, 64).eval()
+    with serve_app(FastAPI(openapi_url=None)) as page_url, open_page() as page:
+        for allowed in ([page_url], []):
+            app = build_app(model, TOKENIZER, "tiny", 2, api_key="k", allowed_origins=allowed)
+            with serve_app(app) as url:
+                page.goto(f"{page_url}/")
+                if allowed:
+                    assert page.evaluate(ask, [url, "k"]) in ("length", "stop")
+                    assert page.evaluate(ask, [url, "wrong"]) == "invalid_api_key"
+                else:
+                    with pytest.raises(PlaywrightError, match="Failed to fetch"):
+                        page.evaluate(ask, [url, "k"])
+
+
 def test_hostile_output_is_text() -> None:
     vocab = {byte: bytes([byte]) for byte in range(256)}
     tokenizer = Tokenizer({**vocab, 256: HOSTILE.encode()}, [], [])
@@ -282,7 +324,7 @@ def test_the_policy_of_the_page_runs_no_other_script() -> None:
 
 
 def test_errors_and_the_key_are_asked_for() -> None:
-    app = build_app(make_model(257, 64).eval(), TOKENIZER, "tiny", 2, api_key="k")
+    app = build_app(make_model(257, 64).eval(), TOKENIZER, "tiny", 2, api_key="k", is_post_trained=True)
     with serve_app(app) as url, open_page() as page:
         page.goto(url)
         expect(page.locator("#settings")).to_be_visible()

@@ -123,6 +123,7 @@ def test_an_invalid_request_is_refused(
         ("skip_special_tokens", False),
         ("ignore_eos", True),
         ("min_tokens", 5),
+        ("stop_token_ids", [5]),
         ("typical_p", 0.9),
         ("best_of", 2),
         ("top_k", -2),

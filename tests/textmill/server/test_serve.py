@@ -192,7 +192,7 @@ def test_the_command_prints_a_url_to_open_and_warns_of_an_open_server(
     monkeypatch.setattr(uvicorn.Server, "run", run)
     assert main(["serve", "--port", "0", *arguments]) == 0
     shown = capsys.readouterr().out
-    assert f"Chat in a browser: {url}" in shown and f" on {url}" in shown
+    assert f"Page to try it: {url}" in shown and f" on {url}" in shown
     assert ("all other addresses of this machine" in shown) == ("localhost" not in arguments)
     assert ("Everyone who can reach this machine can use the model" in caplog.text) == is_open
 
