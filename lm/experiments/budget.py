@@ -2,7 +2,8 @@
 
 The best size of a model and its learning rate follow from a scaling law. It is fitted to trainings on stories for
 children with a vocabulary of 2,048: the minima at 1e12 and 3e12 FLOPs of twelve trainings (benchmarks/RESULTS.md), and
-those at 3e12, 1e13 and 3e13 FLOPs of the 45 of the sweep isoflop (docs/experiments.md). Above that it is extrapolation.
+those at 3e12, 1e13 and 3e13 FLOPs of the 45 of the sweep isoflop (docs/experiments-measured.md). Above that it is
+extrapolation.
 """
 
 import math
