@@ -29,12 +29,14 @@ from lm.posttrain.config import (
 from lm.text.config import DataConfig
 from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig
+from lm.train.tracking import read_metrics
 from tasks.runs.models import RunModel, resolve_model
 from tasks.runtime.execution import Execution
 from tasks.runtime.output import Output, Ref, read_output
 from tasks.runtime.run_context import RunContext
 from tasks.sample import load_trained
 from tests.helpers.posttraining import PAIRS, quick_config
+from textmill.runs.compare_runs import _QUANTITIES
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -78,6 +80,13 @@ def output(root: Path, record: dict[str, Any], stage: str) -> Output:
     return read_output(RunContext(str(root), "").store, Ref(stage, record["stages"][stage]["key"]))
 
 
+def has_curves(training: Output) -> bool:
+    """Return whether the metrics have what ``textmill compare`` draws of the stage."""
+    metrics = {name for row in read_metrics(training.path("metrics.jsonl")) for name in row}
+    quantity = _QUANTITIES[training.ref.stage]
+    return {quantity.train, quantity.valid} <= metrics and quantity.valid in training.manifest["figures"]
+
+
 def made(record: dict[str, Any]) -> list[str]:
     return [name for name, stage in record["stages"].items() if stage["state"] == "made"]
 
@@ -98,6 +107,7 @@ def test_all_stages_run_once_and_each_page_shows_its_curves(
     assert "![reward](data:image/png" in pages["reinforce"] and "![loss](" in pages["sft"]
     assert "![margin between the rewards of a pair](" in pages["preference"]
     assert "| prompt | base | sft | preference | reinforce |" in pages["evaluate"]
+    assert all(has_curves(output(trained_root, record, stage)) for stage in ("sft", "preference", "reinforce"))
     monkeypatch.setattr("lm.eval.problems.reward_libraries", lambda task, rewards: {"math_verify": "9"})
     rows = dict(plan(posttrain_stages, config, str(trained_root), None, ()))
     assert rows["preference"] == "cached" and "parameters.libraries.math_verify" in rows["reinforce"]
@@ -154,6 +164,7 @@ def test_ppo_learns_from_a_reward_model(
     stages = ["base", "dialogs", *(["sft"] if task else []), "reward_model", "ppo", "evaluate"]
     assert list(record["stages"]) == stages
     assert "Cannot publish the artifact" not in caplog.text
+    assert has_curves(output(trained_root, record, "ppo"))
     page = output(trained_root, record, "ppo").page or ""
     assert "![learned reward](data:image/png" in page and ("![reward](" in page) == bool(task)
     assert "![share of pairs in the right order](" in (output(trained_root, record, "reward_model").page or "")

@@ -1,6 +1,7 @@
 """Curves of runs side by side: the losses of their trainings over steps, tokens and time."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,8 +172,9 @@ def _bits_per_nat(training: Training) -> float:
 
 
 def _number(values: dict[str, Any], name: str) -> float | None:
+    """Return a finite number; None if there is none, as for a loss that is not finite."""
     value = values.get(name)
-    return value if isinstance(value, int | float) else None
+    return value if isinstance(value, int | float) and abs(value) <= sys.float_info.max else None
 
 
 def _draw(quantity: Quantity, trainings: Sequence[Training], scales: dict[str, float]) -> Any:

@@ -161,6 +161,21 @@ def test_the_last_stage_that_all_runs_have_is_compared(root: Root, tmp_path: Pat
         compare_runs([SLOW, "20260103-000000-sft-a"], root.path, str(tmp_path))
 
 
+@stage("train")
+def damaged_train(out: Attempt) -> None:
+    """Write rows that no training writes, and none that can be drawn."""
+    huge = '{"valid_loss": 1' + "0" * 400 + ', "step": 2}'
+    rows = ["[1]", '"x"', '{"step": 1e999, "valid_loss": 1}', '{"valid_loss": "x", "step": 1}', huge]
+    (out.directory / "metrics.jsonl").write_text("\n".join(rows))
+    out.records = ["metrics.jsonl"]
+
+
+def test_rows_without_numbers_are_left_out(root: Root, tmp_path: Path, figures: list[Any]) -> None:
+    root.add(SLOW, materialize(merge, root.run, "a"), materialize(damaged_train, root.run))
+    compare_runs([SLOW], root.path, str(tmp_path))
+    assert lines(figures[0]) == [[([], [])] * 2] * 3
+
+
 def test_runs_with_one_training_are_noted(root: Root, tmp_path: Path) -> None:
     root.pretrain(SLOW, 4.0)
     root.pretrain(FAST, 4.0)
