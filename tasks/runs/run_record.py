@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import re
+import shlex
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -11,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lm.common.errors import UserError
+from lm.common.errors import UserError, did_you_mean
 from tasks.runs.run_report import report_text
 from tasks.runtime.output import Output, Ref, read_output
 from tasks.runtime.run_context import RunContext
@@ -79,6 +80,17 @@ def find_run(store: Store, reference: str) -> str | None:
         return reference
     given = file_name(reference)
     return next((name for name in names if given_name(name, read_run(store, name)) == given), None)
+
+
+def require_run(store: Store, reference: str) -> str:
+    """Return the name of a run, see :func:`find_run`. Raise UserError if there is no such run."""
+    if run := find_run(store, reference):
+        return run
+    names = [given_name(name, read_run(store, name)) for name in list_runs(store)]
+    raise UserError(
+        f"There is no run {reference!r}{did_you_mean(reference, names)} below {store.base}. textmill runs --root "
+        f"{shlex.quote(store.base)} lists the runs."
+    )
 
 
 def read_run(store: Store, name: str) -> dict[str, Any] | None:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lm.common.errors import UserError, did_you_mean, translate_write_errors
+from lm.common.errors import UserError, translate_write_errors
 from tasks.pages.charts import label_legend, new_figure
 from tasks.runs.models import RESULT_STAGES
-from tasks.runs.run_record import absolute_root, list_runs, read_run
+from tasks.runs.run_record import absolute_root, read_run, require_run
 from tasks.runtime.output import Output, Ref, read_output
 from tasks.runtime.store import Store
 
@@ -91,22 +91,23 @@ def compare_runs(names: Sequence[str], root: str, out: str = "") -> RunCompariso
     Losses are in nats per token, or in bits per byte if the tokenizers differ. Raises UserError for an unknown run, a
     run that is named twice, a run without a training, and runs whose losses do not compare.
     """
-    if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"The run {repeated} is named twice; name each run once.")
     store = Store(absolute_root(root))
-    trainings = _open_trainings(store, {name: _read_stages(store, name, root) for name in names})
+    runs = [require_run(store, name) for name in names]
+    if repeated := next((name for name in runs if runs.count(name) > 1), None):
+        raise UserError(f"The run {repeated} is named twice; name each run once.")
+    trainings = _open_trainings(store, {name: _read_stages(store, name) for name in runs})
     quantity = _QUANTITIES[trainings[0].output.ref.stage]
     label, notes = quantity.label, list[str]()
-    scales = dict.fromkeys(names, 1.0)
+    scales = dict.fromkeys(runs, 1.0)
     if quantity == _LOSS and len({training.tokenizer for training in trainings}) > 1:
         label = "loss, bits per byte"
         scales = {training.run: _bits_per_nat(training) for training in trainings}
         notes.append("The tokenizers differ, so losses per token do not compare: the curves show bits per byte.")
     if len({training.data for training in trainings}) > 1:
         notes.append("The runs have different data: a lower loss may come from easier text.")
-    runs: dict[Ref, str] = {}
+    by_output: dict[Ref, str] = {}
     for training in trainings:
-        if (other := runs.setdefault(training.output.ref, training.run)) != training.run:
+        if (other := by_output.setdefault(training.output.ref, training.run)) != training.run:
             notes.append(f"{other} and {training.run} have the same training, so their curves are one.")
     if untimed := [training.run for training in trainings if training.last("seconds") is None]:
         notes.append(f"Trained by an earlier version, which logged no times: {', '.join(untimed)}.")
@@ -120,14 +121,8 @@ def compare_runs(names: Sequence[str], root: str, out: str = "") -> RunCompariso
     return RunComparison(quantity, trainings, files, notes)
 
 
-def _read_stages(store: Store, name: str, root: str) -> dict[str, str]:
+def _read_stages(store: Store, name: str) -> dict[str, str]:
     """Return the key of each finished stage of a run."""
-    runs = list_runs(store)
-    if name not in runs:
-        raise UserError(
-            f"There is no run {name!r}{did_you_mean(name, runs)} below {root}. The runs are the .json files in "
-            f"{store.url('runs')}."
-        )
     if not (record := read_run(store, name)):
         raise UserError(f"The run record {store.url('runs', name)}.json is damaged; run the pipeline again.")
     return {stage: result["key"] for stage, result in record["stages"].items()}

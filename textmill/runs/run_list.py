@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lm.common.errors import UserError, did_you_mean
+from lm.common.errors import UserError
 from tasks.maintenance.gc import delete, find_garbage
 from tasks.maintenance.scan import Finding, scan
-from tasks.runs.run_record import file_name, find_run, given_name, list_runs, read_run
+from tasks.runs.run_record import file_name, find_run, given_name, list_runs, read_run, require_run
 from tasks.runtime.locks import own_root
 from tasks.runtime.output import Ref
 from tasks.runtime.schemas import RUN_NAME
@@ -66,14 +66,6 @@ def summarize_runs(store: Store) -> list[RunSummary]:
             )
         )
     return summaries
-
-
-def require_run(store: Store, reference: str) -> str:
-    """Return the name of a run, see :func:`tasks.runs.run_record.find_run`. Raise UserError if there is no such run."""
-    if run := find_run(store, reference):
-        return run
-    names = [given_name(name, read_run(store, name)) for name in list_runs(store)]
-    raise UserError(f"There is no run {reference!r}{did_you_mean(reference, names)} below {store.base}.")
 
 
 def rename_run(store: Store, reference: str, title: str) -> str:
