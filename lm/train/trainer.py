@@ -207,7 +207,7 @@ class Trainer:
                     self._log(row, grad_norm, step_metrics, timer.measure(self.step))
                 with timer.paused():
                     if due & {"evaluate", "validate"}:
-                        row |= self._evaluate() if "evaluate" in due else self._compute_metrics(is_final=False)
+                        row |= self._evaluate() if "evaluate" in due else self._compute_metrics(is_logged=False)
                         self._read_clock()  # before the save, so that a resumed training knows this time too
                     if self.tracker and (due - {"save"} or step_metrics):
                         self.tracker.add(row)
@@ -340,16 +340,16 @@ class Trainer:
     def _parameter_groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def _compute_metrics(self, is_final: bool) -> dict[str, float]:
+    def _compute_metrics(self, is_final: bool = False, is_logged: bool = True) -> dict[str, float]:
         with torch.no_grad(), self._autocast():
             metrics = self.objective.evaluate(self.model, is_final)
-        if metrics:
+        if metrics and is_logged:
             moment = "end of training" if is_final else f"step {self.step:,}"
             log.info("%s  %s", moment, "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
         return metrics
 
     def _evaluate(self) -> dict[str, float]:
-        metrics = self._compute_metrics(is_final=False)
+        metrics = self._compute_metrics()
         if metrics:
             self.evaluations_without_improvement += 1
             name = self.objective.metric_names[0]
