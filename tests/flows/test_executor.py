@@ -1,7 +1,7 @@
 """Errors of tasks in a cluster, without a cluster: what the user is told, and what stays an interrupt."""
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,8 @@ from flows.executor import PrefectExecutor
 from flows.prefect_support.signals import Terminated
 from lm.common.errors import InvalidUtf8Error, Stopped, TransientError, UserError
 from tasks.runtime.execution import Execution
+from tasks.runtime.output import Ref
+from tasks.runtime.stage import Stage
 from tests.helpers.roots import letters, run_context
 
 ADDRESS = "tcp://scheduler:1"
@@ -161,3 +163,20 @@ def test_an_error_of_the_connection_is_raised_without_another_connection(site: S
     with pytest.raises(RuntimeError, match="versions differ"):
         site.map()
     assert site.connections == 1
+
+
+def test_a_refresh_makes_groups_in_workers_once_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker notes what it made in its own copy of the run."""
+    run = run_context(tmp_path, refresh=frozenset({"letters"}))
+
+    def make_in_worker(
+        self: PrefectExecutor, stage: Stage, _: str, calls: Sequence[Any], __: Sequence[Ref], missing: Sequence[int]
+    ) -> None:
+        worker = pickle.loads(pickle.dumps(run))
+        for index in missing:
+            stage.materialize(worker, calls[index])
+
+    monkeypatch.setattr(PrefectExecutor, "_make", make_in_worker)
+    with PrefectExecutor(run, PipelineConfig()) as opened:
+        outputs = opened.map(letters, "letters", ["x", "y"], 1)
+    assert letters.look_up(run, [letters.bind(text, 1) for text in "xy"]) == [(ref, True) for ref in outputs]

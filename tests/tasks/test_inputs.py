@@ -6,7 +6,7 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -202,6 +202,19 @@ def test_threads_load_a_tokenizer_once(monkeypatch: pytest.MonkeyPatch) -> None:
     encode._load_tokenizer_once.cache_clear()
     assert tokenizers == ["a tokenizer"] * 8
     assert len(loaded) == 1
+
+
+def test_the_key_of_a_text_group_has_all_that_decides_its_chunks(tmp_path: Path) -> None:
+    """Also the size of the text before it: the groups of chunks end where they have a 64th of that."""
+    run = run_context(tmp_path)
+    group = TextGroup(Ref("ingest-group", "k"), "ab" * 32, Selection(0), 0)
+    others = [
+        replace(group, digest="cd" * 32),
+        replace(group, selection=Selection(0, (0, 5))),
+        replace(group, bytes_before=10),
+    ]
+    assert all(other.identity(run) != group.identity(run) for other in others)
+    assert replace(group, output=Ref("ingest-group", "other")).identity(run) == group.identity(run)
 
 
 def test_an_object_enters_the_key_by_its_identity(tmp_path: Path) -> None:

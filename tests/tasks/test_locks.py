@@ -16,8 +16,9 @@ from tenacity import wait_none
 from lm.common.errors import Stopped, UserError
 from lm.files import retry
 from tasks.maintenance.verify import verify
+from tasks.runtime import locks
 from tasks.runtime.execution import Execution
-from tasks.runtime.locks import lock_output, training_slot
+from tasks.runtime.locks import _open_lock_file, is_locked, lock_output, training_slot
 from tasks.runtime.run_context import Attempt, RunContext
 from tasks.runtime.stage import Stage, stage
 from tasks.runtime.store import LOCK_FILE, Store
@@ -124,11 +125,12 @@ def test_a_wait_ends_when_the_run_is_stopped(tmp_path: Path) -> None:
 
 def test_one_thread_at_a_time_holds_the_lock_although_its_file_is_deleted(tmp_path: Path) -> None:
     holders: list[int] = []
+    counts: list[int] = []  # an assert would only end its thread
 
     def hold_lock() -> None:
         with lock_output(tmp_path / "lock", "x", threading.Event()):
             holders.append(1)
-            assert len(holders) == 1
+            counts.append(len(holders))
             time.sleep(0.01)
             holders.pop()
 
@@ -137,7 +139,25 @@ def test_one_thread_at_a_time_holds_the_lock_although_its_file_is_deleted(tmp_pa
         thread.start()
     for thread in threads:
         thread.join()
+    assert counts == [1] * 8
     assert not (tmp_path / "lock").exists()
+
+
+def test_a_lock_file_that_its_holder_deletes_after_another_opened_it_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock on the deleted file would keep nobody out: the next one makes a new file."""
+    lock, opened = tmp_path / "lock", list[int]()
+
+    def open_lock_file(path: Path, flags: int) -> int:
+        opened.append(_open_lock_file(path, flags))
+        if len(opened) == 1:
+            path.unlink()
+        return opened[-1]
+
+    monkeypatch.setattr(locks, "_open_lock_file", open_lock_file)
+    with lock_output(lock, "x", threading.Event()):
+        assert is_locked(lock)
 
 
 def test_an_error_is_not_hidden_if_the_lock_file_cannot_be_deleted(

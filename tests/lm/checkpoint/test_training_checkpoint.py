@@ -49,6 +49,15 @@ def test_resumed_training_equals_an_uninterrupted_one(saved: Path) -> None:
         assert are_states_equal(resumed.state_dict(), expected.state_dict())
 
 
+def test_a_checkpoint_restores_the_random_number_generator(tmp_path: Path) -> None:
+    """Sampling goes on with the numbers that an uninterrupted training would draw."""
+    model, optimizers = make_training(0)
+    save_training(tmp_path / "step-1", model, optimizers, 1, {})
+    expected = torch.rand(3)
+    load_training(tmp_path / "step-1", *make_training(1))
+    assert torch.equal(torch.rand(3), expected)
+
+
 def test_rows_of_a_sharded_checkpoint_do_not_keep_the_whole_in_memory() -> None:
     class Halves:
         def bounds(self, p: torch.nn.Parameter) -> list[int]:

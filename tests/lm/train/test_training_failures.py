@@ -14,6 +14,7 @@ from lm.checkpoint.training_checkpoint import load_model, newest_checkpoint
 from lm.common.errors import UserError
 from lm.data.batches import Batch
 from lm.model.transformer import TransformerLM
+from lm.train.skipped_steps import SkippedSteps
 from tests.helpers.training import read_rows, small_trainer
 
 
@@ -113,6 +114,15 @@ def test_a_result_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None
     (tmp_path / "training.json").mkdir()
     with pytest.raises(UserError, match="cannot be written: Is a directory"):
         small_trainer(tmp_path, steps=1).run()
+
+
+def test_a_row_of_skipped_steps_that_ended_before_a_read_is_noticed(tmp_path: Path) -> None:
+    """The host reads the counts only now and then; the training has diverged nevertheless."""
+    steps = SkippedSteps(torch.device("cpu"))
+    for loss in (*[math.nan] * 5, 1.0):
+        steps.check(torch.tensor(loss), torch.tensor(1.0))
+    with pytest.raises(UserError, match="5 steps in a row were skipped: the training has diverged"):
+        steps.read(6, tmp_path)
 
 
 def test_diverged_before_any_checkpoint(tmp_path: Path) -> None:

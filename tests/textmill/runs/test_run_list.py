@@ -92,10 +92,19 @@ def test_a_run_that_made_nothing_does_not_change_the_default_model(run: RunConte
     assert resolve_model("", run.root).name == FIRST
     run.store.delete_file("runs", f"{FIRST}.json")
     assert resolve_model("", run.root).name == THIRD, "the model that a run used, if no run made one"
+    later, content = "20260104-000000-full-later", read_run(run.store, THIRD)
+    assert content
+    run.store.write_json(content, "runs", f"{later}.json")
+    assert resolve_model("", run.root).name == later, "the latest of these"
 
 
 def test_a_renamed_run_keeps_its_record(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+    content = read_run(run.store, FIRST)
+    assert content
+    run.store.write_json(content, "runs", "latest.json")
     assert main(["runs", "rename", "red-fox", "baseline", "--root", run.root]) == 0
+    latest = read_run(run.store, "latest")
+    assert latest and latest["title"] == "baseline", "the copy of the record is renamed too"
     assert f"{FIRST} is called baseline now." in capsys.readouterr().out
     assert (find_run(run.store, "baseline"), find_run(run.store, "red-fox")) == (FIRST, None)
     assert rename_run(run.store, "baseline", "base-2") == FIRST

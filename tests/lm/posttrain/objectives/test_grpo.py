@@ -98,6 +98,18 @@ def test_token_normalization_divides_by_all_tokens(model: TransformerLM, tmp_pat
         torch.testing.assert_close(gradient, other, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("loss_normalization", ["sequence", "token", "constant"])
+def test_responses_without_an_advantage_count_in_the_divisor(
+    model: TransformerLM, tmp_path: Path, loss_normalization: str
+) -> None:
+    objective = make_objective(model, tmp_path, loss_normalization=loss_normalization)
+    divisor = sum(float(batch.weight) for batch in objective.micro_batches(0))
+    objective._advantages[:4] = 0.0
+    batches = objective.split(list(range(8)))
+    assert sum(len(batch.input_ids) for batch in batches) == 4, "the model does not run on them"
+    assert sum(float(batch.weight) for batch in batches) == pytest.approx(divisor)
+
+
 @pytest.mark.parametrize("kl_weight", [0.0, 0.5])
 def test_expert_iteration_learns_the_good_responses_alone(
     model: TransformerLM, tmp_path: Path, kl_weight: float
