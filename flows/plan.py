@@ -2,12 +2,11 @@
 and without running any."""
 
 import logging
+import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
-
-from coolname import generate_slug
 
 from tasks.runs.run_record import Recorder, make_run, run_name
 from tasks.runtime.locks import use_root
@@ -184,7 +183,7 @@ def cached_run(stages: Stages, config: Any, root: str, until: str | None) -> dic
     """Return the record of a run that takes every stage from the cache, and write it unless the last record says the
     same. Return None if a stage must run."""
     config.check_stages(until, ())
-    run = make_run(config, root, run_name(until, config.chosen_name or generate_slug(2)))
+    run = make_run(config, root, run_name(until, config.chosen_name or f"cached-{os.getpid()}"))
     recorder = Recorder(run, config, until)
     with use_root(run):
         with DryRunExecutor(run, config, until) as executor:

@@ -9,7 +9,7 @@ extrapolation.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 
 from lm.common.errors import UserError
@@ -248,8 +248,10 @@ def estimate_flops_per_token(shape: ModelConfig) -> int:
     return 3 * forward
 
 
-def _shapes(train_bytes: int) -> Iterator[ModelConfig]:
-    """Yield models of all sizes, each with the largest vocabulary that suits it and the text."""
+@lru_cache(maxsize=16)
+def _shapes(train_bytes: int) -> list[ModelConfig]:
+    """Return models of all sizes, each with the largest vocabulary that suits it and the text."""
+    shapes = []
     most_ids = train_bytes**0.47  # 512 for 0.6 MB, 4,096 for 50 MB, 32,768 for 4 GB
     # From 128 on with heads of 64: on a CPU, width 160 with heads of 32 takes a quarter more time per FLOP.
     widths = [32, 64, 96, *range(128, 1024, 64), *range(1024, 8192, 256)]
@@ -269,7 +271,8 @@ def _shapes(train_bytes: int) -> Iterator[ModelConfig]:
             is_light = 6 * width * vocab_size <= _MAX_HEAD_SHARE * estimate_flops_per_token(larger)
             if vocab_size <= 1.5 * most_ids and is_light:
                 shape = larger
-        yield shape
+        shapes.append(shape)
+    return shapes
 
 
 def _with_tokens(choice: Choice, tokens: float) -> TrainConfig:

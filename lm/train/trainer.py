@@ -180,9 +180,8 @@ class Trainer:
             for name in ROW_FILES if self.step == 0 else ():  # an attempt without a checkpoint may have left rows
                 (self.out / name).unlink(missing_ok=True)
             self.tracker = Tracker(self.out, self.execution.trackers, self._settings(), self.step)
-        timer = StepTimer(
-            self.step, self.objective.tokens_per_step, self.flops_per_step, peak and peak * self.world_size
-        )
+        tokens, flops = self.objective.tokens_per_step, self.flops_per_step
+        timer = StepTimer(self.step, tokens, flops, peak and peak * self.world_size)
         tracking = closing(self.tracker) if self.tracker else nullcontext()
         with tracking, self.explain_out_of_memory(), self.loading() as load_micro_batches:
             while not self._is_finished():

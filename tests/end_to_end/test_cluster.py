@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from lm.text.demo_corpus import demo_stories
 from lm.text.pretokenize import GPT2_PATTERN
-from tests.helpers.cluster import Installation, RayCluster, dask_cluster, kill_group, s3_files, s3_server
+from tests.helpers.cluster import DaskCluster, Installation, RayCluster, dask_cluster, kill_group, s3_files, s3_server
 from tests.helpers.deployed import TEXTMILL, Server
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
 from tests.helpers.processes import PROJECT
+from textmill.cli.main import main
 
 pytestmark = pytest.mark.server
 
@@ -104,6 +106,19 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.fixture(scope="module")
+def _cluster(site: Site) -> Iterator[DaskCluster]:
+    with site.cluster(3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(_cluster: DaskCluster) -> DaskCluster:
+    """A cluster of three workers, which a test may kill."""
+    _cluster.start_missing(3)
+    return _cluster
+
+
+@pytest.fixture(scope="module")
 def text(site: Site) -> str:
     """A source of 3 MB in the bucket."""
     site.fs.pipe_file("corpus/text.txt", "".join(demo_stories(9000)).encode())
@@ -116,13 +131,14 @@ def options(text: str, target_bytes: int = 200_000, pattern: str = "") -> list[s
     return ["--data.train", json.dumps([text]), "--chunk.target_bytes", str(target_bytes), *chosen]
 
 
-def test_workers_without_the_drivers_files_make_the_same_bytes(site: Site, text: str, tmp_path: Path) -> None:
-    with site.cluster(2) as cluster:
-        log = site.run("s3://corpus/same", *options(text), *on_dask(cluster.address))
-        hosts = {
-            json.loads(site.fs.cat_file(path))["made"]["run"]
-            for path in site.fs.glob("corpus/same/encode-group/*/manifest.json")
-        }
+def test_workers_without_the_drivers_files_make_the_same_bytes(
+    site: Site, cluster: DaskCluster, text: str, tmp_path: Path
+) -> None:
+    log = site.run("s3://corpus/same", *options(text), *on_dask(cluster.address))
+    hosts = {
+        json.loads(site.fs.cat_file(path))["made"]["run"]
+        for path in site.fs.glob("corpus/same/encode-group/*/manifest.json")
+    }
     assert len(hosts) == 1, log
     run = site.server.latest()
     site.run(str(tmp_path / "root"), *options(text))
@@ -161,15 +177,16 @@ def test_ray_makes_the_same_bytes(site: Site, text: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("stage", [pytest.param("count", marks=pytest.mark.long), "encode"])
 @pytest.mark.parametrize("number", range(ROUNDS))
-def test_a_killed_worker_costs_only_the_part_that_it_worked_on(site: Site, text: str, stage: str, number: int) -> None:
+def test_a_killed_worker_costs_only_the_part_that_it_worked_on(
+    site: Site, cluster: DaskCluster, text: str, stage: str, number: int
+) -> None:
     root, group = f"s3://corpus/killed-{stage}-{number}", f"{stage}-group"
     rng = random.Random(number)
-    with site.cluster(3) as cluster:
-        process = site.start(root, *options(text, pattern=SLOW_PATTERN), *on_dask(cluster.address))
-        wait_for(lambda: len(site.fs.glob(f"{root}/{group}/*/manifest.json")) > rng.randint(1, 8), 200, "some parts")
-        before = site.attempts(root, group)
-        kill_group(rng.choice(cluster.processes[1:]))
-        finish(process)
+    process = site.start(root, *options(text, pattern=SLOW_PATTERN), *on_dask(cluster.address))
+    wait_for(lambda: len(site.fs.glob(f"{root}/{group}/*/manifest.json")) > rng.randint(1, 8), 200, "some parts")
+    before = site.attempts(root, group)
+    kill_group(rng.choice([worker for worker in cluster.workers if worker.poll() is None]))
+    finish(process)
     run = site.server.latest()
     after = site.attempts(root, group)
     assert before.items() <= after.items()
@@ -197,18 +214,17 @@ def test_a_lost_scheduler_is_named_and_the_same_command_goes_on(site: Site, text
     assert before.items() <= site.attempts(root, "count-group").items()
 
 
-def test_a_cancelled_run_stops_its_workers(site: Site, text: str) -> None:
+def test_a_cancelled_run_stops_its_workers(site: Site, cluster: DaskCluster, text: str) -> None:
     root = "s3://corpus/cancelled"
-    with site.cluster(2) as cluster:
-        process = site.start(root, *options(text, 2_000_000, SLOW_PATTERN), *on_dask(cluster.address))
-        with cluster.client() as client:
-            wait_for(client.call_stack, 100, "work of a worker")
-            time.sleep(1)
-            process.send_signal(signal.SIGINT)
-            stopped = time.monotonic()
-            process.communicate(timeout=60 * TIMEOUT_SCALE)
-            wait_for(lambda: not client.call_stack(), STOP_SECONDS, "end of the work")
-            print(f"stopped after {time.monotonic() - stopped:.1f} s")
+    process = site.start(root, *options(text, 2_000_000, SLOW_PATTERN), *on_dask(cluster.address))
+    with cluster.client() as client:
+        wait_for(client.call_stack, 100, "work of a worker")
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        stopped = time.monotonic()
+        process.communicate(timeout=60 * TIMEOUT_SCALE)
+        wait_for(lambda: not client.call_stack(), STOP_SECONDS, "end of the work")
+        print(f"stopped after {time.monotonic() - stopped:.1f} s")
     assert process.returncode == 130
     run = site.server.latest()
     wait_for(lambda: not {"Running", "Pending"} & set(site.server.states(run.id).values()), 30, "end of the task runs")
@@ -236,13 +252,24 @@ def test_a_worker_without_textmill_is_refused(site: Site, text: str, tmp_path: P
 
 
 def test_what_a_cluster_cannot_do_is_refused(
-    site: Site, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    site: Site, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(site.server.environment, "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT", "2s")  # 30 s by default
-    log = site.run(str(tmp_path), *options(text), *on_dask("tcp://x:1"), code=2)
-    assert "Use a root on an object store" in log
-    (tmp_path / "text.txt").write_text("A story.")
-    log = site.run("s3://corpus/x", *options(str(tmp_path / "text.txt")), *on_dask("tcp://x:1"), code=2)
-    assert "Copy it to an object store" in log
-    log = site.run("s3://corpus/x", *options(text), *on_dask("tcp://127.0.0.1:9"), code=2)
-    assert "The cluster at tcp://127.0.0.1:9 does not answer" in log
+    dask_config = pytest.importorskip("dask.config", reason="Dask is not installed")
+    for name, value in site.s3.items():
+        monkeypatch.setenv(name, value)
+
+    def refusal(root: str, source: str, address: str) -> str:
+        """Return the message of a run in this process."""
+        assert main(["run", "--root", root, "--until", "encode", *options(source), *on_dask(address)]) == 2
+        return capsys.readouterr().err
+
+    with (
+        temporary_settings({PREFECT_API_URL: site.server.environment["PREFECT_API_URL"]}),
+        dask_config.set({"distributed.comm.timeouts.connect": "2s"}),  # 30 s by default
+    ):
+        assert "Use a root on an object store" in refusal(str(tmp_path), text, "tcp://x:1")
+        (tmp_path / "text.txt").write_text("A story.")
+        message = refusal("s3://corpus/x", str(tmp_path / "text.txt"), "tcp://x:1")
+        assert "Copy it to an object store" in message
+        message = refusal("s3://corpus/x", text, "tcp://127.0.0.1:9")
+        assert "The cluster at tcp://127.0.0.1:9 does not answer" in message

@@ -34,8 +34,8 @@ def test_a_partial_config_is_completed_from_the_demo() -> None:
     preset = PipelineConfig.load_preset("demo")
     demo = asdict(preset)
     assert complete({}, preset) == demo
-    config = complete({"train": {"steps": 70}, "data": {"train": ["a.txt"]}}, preset)
-    assert config["train"] == demo["train"] | {"steps": 70}
+    config = complete({"train": {"steps": 700}, "data": {"train": ["a.txt"]}}, preset)
+    assert config["train"] == demo["train"] | {"steps": 700}
     assert config["data"] == demo["data"] | {"train": ["a.txt"]}
     assert config["model"] == demo["model"]
     full = PipelineConfig.load_preset("owt")

@@ -110,7 +110,7 @@ def test_all_stages_run_once_and_each_page_shows_its_curves(
     assert all(has_curves(output(trained_root, record, stage)) for stage in ("sft", "preference", "reinforce"))
     monkeypatch.setattr("lm.eval.problems.reward_libraries", lambda task, rewards: {"math_verify": "9"})
     rows = dict(plan(posttrain_stages, config, str(trained_root), None, ()))
-    assert rows["preference"] == "cached" and "parameters.libraries.math_verify" in rows["reinforce"]
+    assert rows["preference"] == "cached" and "libraries.math_verify" in rows["reinforce"]
     figures = output(trained_root, record, "evaluate").manifest["figures"]
     assert figures.keys() == {"base", "sft", "preference", "reinforce"}
     assert all(0 <= part["reward"] <= 1 and part["answer_loss"] > 0 for part in figures.values())

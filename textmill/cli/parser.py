@@ -5,15 +5,13 @@ The options that configure the pipeline come from the config dataclasses.
 """
 
 import argparse
-import json
 import re
 import sys
 from dataclasses import asdict, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
-import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings  # type: ignore[attr-defined]
 from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
 
@@ -27,6 +25,7 @@ from lm.inference.config import Quantization, SampleConfig
 from lm.posttrain.config import Method
 from lm.train.config import TrainConfig, fitting_warmup
 from textmill.cli.help import OVERVIEW, HelpFormatter, format_command_help
+from textmill.cli.list_options import join_lists
 from textmill.cli.parse_errors import explain
 from textmill.runs.last_config import choose_base
 
@@ -255,53 +254,10 @@ def _commands(parser: ArgumentParser) -> dict[str, _Parser]:
     return parser._subcommands_action._name_parser_map if parser._subcommands_action else {}
 
 
-def _normalize(parser: ArgumentParser, arguments: list[str]) -> list[str]:
-    """Return the arguments as jsonargparse needs them: options with underscores, and as one value the texts after an
-    option that takes a list."""
-    commands = _commands(parser)
-    if not arguments or arguments[0] not in commands:
-        return arguments
-    actions = commands[arguments[0]]._option_string_actions
-    types = {option: getattr(action, "_typehint", None) for option, action in actions.items()}
-    lists = {option: get_args(kind)[0] for option, kind in types.items() if get_origin(kind) is list}
-    groups: list[list[str]] = [[]]  # each an option and the arguments after it; the first starts with the command
-    for argument in arguments:
-        if argument.startswith("--"):
-            groups.append([])
-            name, equals, value = argument.partition("=")
-            if (underscored := f"--{name[2:].replace('-', '_')}") in actions:
-                argument = underscored + equals + value
-        groups[-1].append(argument)
-    given: set[str] = set()
-    joined = groups[0]
-    for group in groups[1:]:
-        option, equals, value = group[0].partition("=")
-        items = [value, *group[1:]] if equals else group[1:]
-        if option in lists and option in given:
-            raise UserError(f"{option} is given twice; name all its values after it once: {option} A B.")
-        given.add(option)
-        if option in lists and items and not (len(items) == 1 and _is_list(items[0], lists[option])):
-            joined.append(f"{option}={json.dumps(items, ensure_ascii=False)}")
-        else:
-            joined += group
-    return joined
-
-
-def _is_list(text: str, item_type: Any) -> bool:
-    """Return whether a text is a list in JSON or YAML. A list of texts needs quotes: ``[END]`` is one text."""
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader) if text.startswith("[") else None
-    except yaml.YAMLError:
-        return False
-    if not isinstance(node, yaml.SequenceNode):
-        return False
-    return item_type is not str or all(item.style in ("'", '"') for item in node.value)
-
-
 def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
     """Return the command and its options. Raise UserError if they are invalid."""
     try:
-        parsed: Namespace = parser.parse_args(_normalize(parser, arguments))
+        parsed: Namespace = parser.parse_args(join_lists(arguments, _commands(parser)))
     except ImportError:
         raise UserError("An option's value has a class_path, which is not allowed.") from None
     except OverflowError as error:

@@ -102,7 +102,7 @@ def _next_commands(record: dict[str, Any]) -> list[tuple[str, str]]:
 
 def describe_model(model: RunModel | DirectoryModel) -> str:
     """Return the name of a model, and of a run's its stage and loss."""
-    if isinstance(model, DirectoryModel):
+    if not isinstance(model, RunModel):
         return model.name
     loss = model.model.manifest["figures"].get("valid_loss")
     return f"{model.name}, {model.model.ref.stage}" + (f", loss {loss:.3f}" if isinstance(loss, float) else "")

@@ -1,5 +1,6 @@
 """Prefect's server: mistakes in its settings, one that fails, and the temporary one, before, during and after a run."""
 
+import json
 import logging
 import os
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import uuid
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -129,66 +131,95 @@ def test_the_temporary_server_ends_with_a_killed_run_and_not_by_ctrl_c(tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server")
-@pytest.mark.parametrize(
-    ("train", "expected"),
-    [("demo:20", "ZeroDivisionError: a bug in the stage"), ("missing.txt", "missing.txt does not exist")],
-)
-def test_the_log_in_the_ui_of_a_run_has_its_errors_and_the_terminal_has_no_lines_of_prefect(
-    tmp_path: Path, train: str, expected: str
-) -> None:
-    """The traceback of a bug, and the message of a mistake."""
+def test_the_log_in_the_ui_of_a_run_has_its_errors_and_the_terminal_has_no_lines_of_prefect(tmp_path: Path) -> None:
+    """The message of a mistake, and the traceback of a bug."""
     (tmp_path / "broken.py").write_text(
         "import sys\nimport tasks.ingest\n"
         "def body(out, **inputs):\n    raise ZeroDivisionError('a bug in the stage')\n"
         "tasks.ingest.ingest.body = body\n"
-        "from textmill.cli.main import main\nsys.exit(main())\n"
+        "from textmill.cli.main import main\n"
+        "for number, train in enumerate(sys.argv[2:]):\n"
+        "    main(['run', '--root', f'{sys.argv[1]}-{number}', '--data.train', train])\n"
     )
+    # The bug is last, as it ends the process.
+    expected = {"missing.txt": "missing.txt does not exist", "demo:20": "ZeroDivisionError: a bug in the stage"}
     environment = {"PREFECT_API_URL": str(get_current_settings().api.url), "PYTHONPATH": str(PROJECT)}
     environment = {**os.environ, **own_environment(tmp_path), **environment}
-    command = [sys.executable, "broken.py", "run", f"--root={tmp_path / 'root'}", "--data.train", train]
+    command = [sys.executable, "broken.py", str(tmp_path / "root"), *expected]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert expected in done.stderr and " | ERROR" not in done.stderr, done.stderr
+    assert " | ERROR" not in done.stderr, done.stderr
 
-    def error_lines() -> list[str]:
+    def error_lines(root: str) -> list[str]:
         with get_client(sync_client=True) as client:
-            (run,) = [run for run in client.read_flow_runs() if run.parameters.get("root") == str(tmp_path / "root")]
+            (run,) = [run for run in client.read_flow_runs() if run.parameters.get("root") == root]
             lines = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id])), limit=200)
         return [line.message for line in lines if line.level >= logging.ERROR]
 
-    wait_for(lambda: any(expected in line for line in error_lines()), 60, "the error in Prefect's log")
-    has_traceback = any("Traceback" in line and expected in line for line in error_lines())
-    assert has_traceback == ("bug" in expected)
+    def has_error(root: str, error: str) -> bool:
+        return any(error in line for line in error_lines(root))
+
+    for number, error in enumerate(expected.values()):
+        assert error in done.stderr, done.stderr
+        root = str(tmp_path / f"root-{number}")
+        wait_for(partial(has_error, root, error), 60, "the error in Prefect's log")
+        has_traceback = any("Traceback" in line and error in line for line in error_lines(root))
+        assert has_traceback == ("bug" in error)
+
+
+# A mistake: an environment variable with the value "many", a file of settings with its content, and the message.
+MISTAKES = [
+    ("PREFECT_TASKS_DEFAULT_RETRIES", ".env", SHELL_LINES, "PREFECT_TASKS_DEFAULT_RETRIES is 'many'"),
+    ("PREFECT_LOGGING_LEVEL", "", "", "PREFECT_LOGGING_LEVEL is 'MANY'"),
+    ("", ".env", "PREFECT_TASKS_DEFAULT_RETRIES=many\n", "default_retries in {home}/.env is 'many'"),
+    ("", "profiles.toml", 'active = "x\n', "{home}/profiles.toml: Illegal character"),
+    ("", "pyproject.toml", "[tool.prefect\n", "{home}/pyproject.toml: Expected"),
+    ("", ".env", "\udcff\udcfe\0", "{home}/.env: 'utf-8' codec"),
+]
+# Prefect reads its settings when it is imported, which each child does. They share the import of what Prefect imports.
+_RUN_IN_EACH_FOLDER = """
+import json, os, sys
+import griffe, httpx, jsonschema, opentelemetry.metrics, pendulum, prometheus_client, pydantic_settings, rich.console
+import websockets.asyncio.client
+from textmill.cli import run
+from textmill.cli.main import main
+for folder, environment in json.load(sys.stdin):
+    if not (child := os.fork()):
+        os.chdir(folder)
+        os.environ.update(environment)
+        os.dup2(os.open("../" + os.path.basename(folder) + ".log", os.O_WRONLY | os.O_CREAT), 2)
+        sys.exit(main(["run", "--root", folder + "-root"]))
+    assert os.waitpid(child, 0)[1] == 2 << 8, folder
+"""
+
+
+@pytest.fixture(scope="module")
+def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a folder and a log of ``textmill run`` for each of ``MISTAKES``."""
+    home = tmp_path_factory.mktemp("mistaken")
+    runs: list[tuple[str, dict[str, str]]] = []
+    for number, (variable, file, content, _) in enumerate(MISTAKES):
+        folder = home / str(number)
+        folder.mkdir()
+        if file:
+            (folder / file).write_bytes(content.encode(errors="surrogateescape"))
+        profiles = {"PREFECT_PROFILES_PATH": str(folder / "profiles.toml")}
+        runs.append((str(folder), profiles | ({variable: "many"} if variable else {})))
+    environment = os.environ | own_environment(home) | {"PYTHONPATH": str(PROJECT)}
+    command = [sys.executable, "-c", _RUN_IN_EACH_FOLDER]
+    done = subprocess.run(
+        command, cwd=home, env=environment, input=json.dumps(runs), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return home
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variable", "file", "content", "message"),
-    [
-        ("PREFECT_TASKS_DEFAULT_RETRIES", ".env", SHELL_LINES, "PREFECT_TASKS_DEFAULT_RETRIES is 'many'"),
-        ("PREFECT_API_REQUEST_TIMEOUT", "", "", "PREFECT_API_REQUEST_TIMEOUT is 'many'"),
-        ("PREFECT_LOGGING_LEVEL", "", "", "PREFECT_LOGGING_LEVEL is 'MANY'"),
-        ("", ".env", "PREFECT_TASKS_DEFAULT_RETRIES=many\n", "default_retries in {home}/.env is 'many'"),
-        ("", "profiles.toml", 'active = "x\n', "{home}/profiles.toml: Illegal character"),
-        ("", "pyproject.toml", "[tool.prefect\n", "{home}/pyproject.toml: Expected"),
-        ("", "prefect.toml", "[api\n", "{home}/prefect.toml: Expected"),
-        ("", ".env", "\udcff\udcfe\0", "{home}/.env: 'utf-8' codec"),
-    ],
-)
-def test_a_mistake_in_a_setting_is_one_message(
-    tmp_path: Path, variable: str, file: str, content: str, message: str
-) -> None:
-    foreign = tmp_path / "foreign"
-    foreign.mkdir()
-    if file:
-        (foreign / file).write_bytes(content.encode(errors="surrogateescape"))
-    environment = os.environ | own_environment(tmp_path) | ({variable: "many"} if variable else {})
-    command = [*TEXTMILL, "run", "--root", str(tmp_path / "root")]
-    environment["PREFECT_PROFILES_PATH"] = str(foreign / "profiles.toml")
-    environment["PYTHONPATH"] = str(PROJECT)
-    done = subprocess.run(command, cwd=foreign, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("textmill: Prefect's settings cannot be read: "), done.stderr
-    assert message.format(home=foreign) in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+@pytest.mark.parametrize("number", range(len(MISTAKES)), ids=[message for *_, message in MISTAKES])
+def test_a_mistake_in_a_setting_is_one_message(mistaken: Path, number: int) -> None:
+    message = MISTAKES[number][-1].format(home=mistaken / str(number))
+    log = (mistaken / f"{number}.log").read_text(encoding="utf-8")
+    assert log.startswith("textmill: Prefect's settings cannot be read: "), log
+    assert message in log and len(log.splitlines()) == 1, log
 
 
 def test_an_error_of_another_place_is_not_explained() -> None:

@@ -83,6 +83,7 @@ EXPECTED = {
         "download_cache": "[0",
         "log_interval": "[1",
         "min_validations": "[1",
+        "tensor_parallel": "[1",
     },
 }
 # Other fields of the section that must change for a value at the bound to be valid.

@@ -155,7 +155,7 @@ def test_the_end_of_a_process_is_the_error(tmp_path: Path, ends: Any, error: typ
 
 
 def test_a_batch_that_the_processes_cannot_divide_is_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lm.train.trainer.get_world_size", lambda: 2)
+    monkeypatch.setattr("lm.train.trainer.get_data_world_size", lambda: 2)
     with pytest.raises(UserError, match=r"batch_size 5 must be a multiple of .* the 2 processes"):
         small_trainer(tmp_path, batch_size=5)
 

@@ -1,26 +1,41 @@
 """The vocabularies of GPT-4, GPT-4o, Llama 3 and Qwen 3, which the library quicktok brings, held against tiktoken."""
 
 import unicodedata
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.texts import CORPORA, take_bytes
+from benchmarks.texts import CORPORA, documents, emoji, stories, take_bytes
 from benchmarks.vocabularies import QUICKTOK, read_published
 from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import END_OF_TEXT
 from tests.helpers.examples import examples
 from tests.helpers.tokenizers import stable_text
+from tests.helpers.training import ROOT
 from tests.lm.tokenizer.test_families import LANGUAGES
 
-_FIRST, *_OTHERS = QUICKTOK
+_FIRST = next(iter(QUICKTOK))
+
+
+def own_code() -> Iterator[bytes]:
+    return (path.read_bytes() for path in sorted((ROOT / "lm").rglob("*.py")))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pattern", [_FIRST, *(pytest.param(name, marks=pytest.mark.long) for name in _OTHERS)])
-def test_a_published_vocabulary_gives_the_ids_of_tiktoken(pattern: str) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "corpora"),
+    [
+        (_FIRST, {"stories": lambda: documents(stories()), "code": own_code, "emoji": emoji}),
+        *(pytest.param(name, CORPORA, marks=pytest.mark.long) for name in QUICKTOK),  # with the code of all packages
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_a_published_vocabulary_gives_the_ids_of_tiktoken(
+    pattern: str, corpora: dict[str, Callable[[], Iterable[bytes]]]
+) -> None:
     quicktok: Any = pytest.importorskip("quicktok", reason="quicktok is not installed")
     tiktoken: Any = pytest.importorskip("tiktoken", reason="tiktoken is not installed")
     textmill = read_published(QUICKTOK[pattern], pattern)
@@ -38,7 +53,7 @@ def test_a_published_vocabulary_gives_the_ids_of_tiktoken(pattern: str) -> None:
 
     for text in LANGUAGES:
         check(text * 30)
-    for parts in CORPORA.values():  # stories, code, CJK and emoji
+    for parts in corpora.values():  # stories, code, CJK and emoji
         # quicktok takes a few tokens of Llama 3 inside a pretoken, which only stand for a whole one
         check(b"".join(take_bytes(parts(), 100_000)).decode(), with_peer=pattern != "llama3")
 

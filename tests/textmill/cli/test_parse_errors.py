@@ -17,6 +17,7 @@ REQUIRED = {
     "export": ["there"],
     "tokenizers": ["--text", "a.txt"],
     "evaluate": ["--task", "words"],
+    "compare": ["a", "b"],
     "teach": ["--model", "m", "--url", "http://u"],
 }
 
@@ -35,7 +36,8 @@ def commands() -> dict[str, Any]:
 def options_of(command: str) -> Iterator[Any]:
     parser = parser_of(command)._subcommands_action._name_parser_map[command]
     for action in parser._actions:
-        if action.option_strings and action.dest not in ("help", "print_config", "config"):
+        is_of_run = command in ("plan", "deploy", "train-job", "profile", "sweep") and "." in action.dest
+        if action.option_strings and action.dest not in ("help", "print_config", "config") and not is_of_run:
             yield action
 
 
