@@ -57,9 +57,7 @@ def test_a_run_cancelled_in_train(prefect_deployed: Deployed, tmp_path: Path) ->
     assert prefect_deployed.flow_run(beside).state_name == "Cancelled"
     cancel(prefect_deployed, first)
     assert "Running" not in prefect_deployed.states(first).values()
-    messages = [line.message for line in prefect_deployed.logs(first)]
-    assert "Stopped by SIGTERM." in messages
-    assert not any("Crash detected" in message for message in messages)
+    assert not any("Crash detected" in line.message for line in prefect_deployed.logs(first))
 
     second = prefect_deployed.start("nightly")
     wait_for(lambda: is_resumed(prefect_deployed, second), 120, "log line of a resumed training")
