@@ -188,11 +188,6 @@ class PipelineConfig(FlowConfig):
         return not self.budget and is_own_text and (self.model, self.train) == (demo.model, demo.train)
 
 
-def preset_parameters(name: str) -> dict[str, Any]:
-    """Return a preset as the parameter ``config`` of a deployment. ``prefect.yaml`` calls it as a build step."""
-    return {"config": asdict(PipelineConfig.load_preset(name))}
-
-
 def complete(config: Any, default: Any) -> Any:
     """Complete a partial ``config`` of a flow, such as ``-p config='{"train": {"steps": 600}}'``.
 

@@ -248,8 +248,3 @@ def with_base(config: SweepConfig, base: PipelineConfig) -> SweepConfig:
         if option and before[section][option] != after[section][option]:
             raise UserError(f"The sweep {config.name} varies {name} itself; leave --{name} out, or edit its file.")
     return replace(config, base=base)
-
-
-def sweep_parameters(name: str, size: str) -> dict[str, Any]:
-    """Return a sweep as the parameter ``config`` of a deployment. ``prefect.yaml`` calls it as a build step."""
-    return {"config": asdict(load_sweep(name, size))}

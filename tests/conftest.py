@@ -194,7 +194,7 @@ def prefect_deployed(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Depl
     """A Prefect server, the deployments and a worker, in their own Prefect home, one a session."""
     from tests.helpers.deployed import deployed
 
-    with deployed(tmp_path_factory.mktemp("up")) as stack:
+    with deployed(tmp_path_factory.mktemp("up"), PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED="true") as stack:
         yield stack
 
 

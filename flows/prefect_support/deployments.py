@@ -1,4 +1,4 @@
-"""Deployments: run one to its end, and ``textmill up``, which starts Prefect's server, the deployments and a worker.
+"""Run a deployment to its end; and ``textmill up``, which starts Prefect's server, the deployments and a worker.
 
 Prefect is imported inside the functions: every command looks for a ``textmill up``, and most need no Prefect.
 """
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
@@ -19,13 +19,20 @@ from typing import Any
 from filelock import FileLock, Timeout
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from flows.prefect_support.server import end_watcher, explain_home_error, find_prefect_home, start_watcher
+from flows.prefect_support.server import (
+    end_watcher,
+    explain_home_error,
+    find_prefect_home,
+    is_server_configured,
+    start_watcher,
+)
 from lm.common.errors import UserError
 from lm.common.processes import import_environment
 
 log = logging.getLogger(__name__)
 
-_WORK_POOLS = ("local", "gpu")  # of the deployments in prefect.yaml; the worker of textmill up is of the first
+LOCAL_POOL = "local"
+"""The work pool that the worker of ``textmill up`` serves."""
 
 _POLL_SECONDS = 0.3
 _RUN_POLL_SECONDS = 2.0
@@ -86,10 +93,11 @@ def _read_state(client: Any, run_id: Any) -> Any:
     return retrying(client.read_flow_run, run_id).state
 
 
-def start_local_stack(port: int) -> None:
-    """Start the parts that do not run yet, print how to use them, and wait for Ctrl-C. Then stop the started parts."""
-    if not Path("prefect.yaml").exists():
-        raise UserError("There is no prefect.yaml here; run textmill up in a checkout of the project.")
+def start_local_stack(port: int, create_deployments: Callable[[str], None]) -> None:
+    """Start the parts that do not run yet, print how to use them, and wait for Ctrl-C. Then stop the started parts.
+
+    ``create_deployments`` creates the deployments and their work pools on the server with an API at this URL.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process of a shell ignores it by default
     url = f"http://127.0.0.1:{port}"
     environment = {
@@ -99,7 +107,6 @@ def start_local_stack(port: int) -> None:
         "PREFECT_API_URL": f"{url}/api",
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "NOTSET",  # the other commands of textmill set CRITICAL
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
-        "PWD": str(Path.cwd()),  # the working directory of runs in prefect.yaml
     }
     with ExitStack() as stack:
         url_file = stack.enter_context(_hold_lock())
@@ -114,9 +121,8 @@ def start_local_stack(port: int) -> None:
                     raise UserError(f"Prefect's server did not start at {url}; see its output above. Is the port free?")
                 time.sleep(_POLL_SECONDS)
         url_file.write_text(url, encoding="utf-8")  # runs use the server from now on
-        create_work_pools(url)
-        _run_prefect(["deploy", "--all"], environment)
-        worker = ["worker", "start", "--pool", _WORK_POOLS[0]]
+        create_deployments(f"{url}/api")
+        worker = ["worker", "start", "--pool", LOCAL_POOL]
         processes.append(stack.enter_context(_background_process(worker, environment)))
         stack.callback(url_file.unlink, missing_ok=True)  # before the processes are stopped
         stopped = "the worker. The server ran before and goes on" if has_server else "everything here"
@@ -124,6 +130,7 @@ def start_local_stack(port: int) -> None:
             f"The UI is at {url}. In another terminal:\n"
             f"  export PREFECT_API_URL={url}/api\n"
             "  prefect deployment run 'pipeline/full' --watch\n"
+            "  textmill deploy --name nightly --cron '0 3 * * *' --data.train PATH\n"
             f"Ctrl-C stops {stopped}.",
             flush=True,
         )
@@ -171,33 +178,24 @@ def find_local_stack() -> str:
     return ""
 
 
+def find_server_api() -> str:
+    """Return the URL of the API of the server that Prefect's settings name, or else of a running ``textmill up``.
+
+    Raises UserError if there is neither.
+    """
+    if is_server_configured():
+        from prefect.settings import get_current_settings
+
+        return str(get_current_settings().api.url)
+    if url := find_local_stack():
+        return f"{url}/api"
+    raise UserError(
+        "No Prefect server runs here. Start one in another terminal with textmill up, or set PREFECT_API_URL."
+    )
+
+
 def _prefect_command(arguments: list[str]) -> list[str]:
     return [sys.executable, "-m", "prefect", "--no-prompt", *arguments]
-
-
-def _run_prefect(arguments: list[str], environment: dict[str, str]) -> None:
-    done = subprocess.run(_prefect_command(arguments), env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UserError(f"prefect {' '.join(arguments)} failed:\n{done.stdout}{done.stderr}")
-
-
-def create_work_pools(url: str) -> None:
-    """Create the work pools of the deployments that the server at ``url`` does not have."""
-    from httpx import HTTPError
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.actions import WorkPoolCreate
-    from prefect.exceptions import ObjectAlreadyExists
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-    from prefect.workers.process import ProcessWorker
-
-    template = ProcessWorker.get_default_base_job_template()
-    try:
-        with temporary_settings({PREFECT_API_URL: f"{url}/api"}), get_client(sync_client=True) as client:
-            for name in _WORK_POOLS:
-                with suppress(ObjectAlreadyExists):
-                    client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=template))
-    except HTTPError as error:
-        raise UserError(f"Prefect's server at {url} cannot make its work pools: {error}") from error
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 """What Prefect shows of a run: its name, tags, log records and artifacts."""
 
 import logging
+import signal
+import sys
 from contextlib import suppress
 from uuid import UUID
 
@@ -11,6 +13,7 @@ from prefect.logging.handlers import APILogHandler
 from prefect.runtime import flow_run
 
 from flows.prefect_support.server import is_server_unreachable
+from flows.prefect_support.signals import find_interrupt, signal_number
 from lm.common.errors import Stopped, UserError
 from tasks.runs.run_record import run_name
 
@@ -36,21 +39,31 @@ def tag_run(*tags: str) -> None:
 
 
 def send_logs_to_prefect() -> None:
-    """Send the project's log records to Prefect, and remove the traceback from the records of user errors.
+    """Send the project's log records to Prefect, remove the traceback from the records of user errors, and report a
+    signal that stops a run as what it is: Prefect calls it a crash.
 
-    A server that cannot be reached is one too: it may end before the flow reports its last state.
+    A server that cannot be reached is a user error too: it may end before the flow reports its last state.
     """
     for name in ("lm", "tasks", "flows", "textmill"):
         logging.getLogger(name).setLevel(logging.INFO)
         logging.getLogger(name).addHandler(_api_handler)
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_remove_traceback)
+        logging.getLogger(name).addFilter(_name_signal)
 
 
 def _remove_traceback(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     if error and (isinstance(error, (UserError, Stopped)) or is_server_unreachable(error)):
         record.exc_info = None
+    return True
+
+
+def _name_signal(record: logging.LogRecord) -> bool:
+    is_crash = record.getMessage().startswith("Crash detected!")
+    if is_crash and (interrupt := find_interrupt(sys.exc_info()[1])):  # Prefect logs in its except block
+        record.levelno, record.levelname = logging.INFO, "INFO"
+        record.msg, record.args = "Stopped by %s.", (signal.Signals(signal_number(interrupt)).name,)
     return True
 
 

@@ -142,7 +142,7 @@ def server_for_flow() -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if explained := _explain_server_error(error, settings):
+            if explained := explain_server_error(error, settings):
                 raise explained from error
             raise
 
@@ -154,7 +154,7 @@ def is_server_unreachable(error: BaseException) -> bool:
     return any(isinstance(cause, httpx.TransportError) for cause in (error, error.__cause__))
 
 
-def _explain_server_error(error: Exception, settings: Any) -> UserError | None:
+def explain_server_error(error: Exception, settings: Any) -> UserError | None:
     """Return a UserError for a failure of Prefect's server, and None for another error."""
     from prefect.exceptions import PrefectHTTPStatusError
 

@@ -1,5 +1,6 @@
 """Cancelled runs: they stop soon and leave no process, and the next run continues their work."""
 
+import json
 from pathlib import Path
 from uuid import UUID
 
@@ -43,14 +44,22 @@ def test_a_run_cancelled_in_encode(prefect_deployed: Deployed, tmp_path: Path) -
 
 
 def test_a_run_cancelled_in_train(prefect_deployed: Deployed, tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    first = prefect_deployed.start("full", root=str(root), config=ENDLESS)
+    """It is one of a deployment with a schedule, which starts no second run beside it."""
+    (tmp_path / "endless.yaml").write_text(json.dumps(ENDLESS), encoding="utf-8")
+    command = ["deploy", "--name", "nightly", "--cron", "0 3 1 1 *", "--config", "endless.yaml", "--root", "root"]
+    done = prefect_deployed.textmill(*command, directory=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first = prefect_deployed.start("nightly")
     wait_for(lambda: prefect_deployed.states(first).get("train") == "Running", 180, "train task")
-    wait_for(lambda: list(root.glob("train/*/*/step-*")), 120, "checkpoint")
+    wait_for(lambda: list(tmp_path.glob("root/train/*/*/step-*")), 120, "checkpoint")
+    beside = prefect_deployed.start("nightly")
+    wait_for(lambda: prefect_deployed.is_final(beside), 60, "end of the run beside it")
+    assert prefect_deployed.flow_run(beside).state_name == "Cancelled"
     cancel(prefect_deployed, first)
     assert "Running" not in prefect_deployed.states(first).values()
+    assert not any("Crash detected" in line.message for line in prefect_deployed.logs(first))
 
-    second = prefect_deployed.start("full", root=str(root), config=ENDLESS)
+    second = prefect_deployed.start("nightly")
     wait_for(lambda: is_resumed(prefect_deployed, second), 120, "log line of a resumed training")
     cancel(prefect_deployed, second)
 

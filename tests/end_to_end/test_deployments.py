@@ -4,6 +4,10 @@ import json
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -76,15 +80,44 @@ def test_an_invalid_parameter_creates_no_run(prefect_deployed: Deployed) -> None
     assert len(prefect_deployed.client.read_flow_runs()) == before
 
 
-def test_a_failing_run_exits_with_1_and_one_line_of_explanation(prefect_deployed: Deployed, tmp_path: Path) -> None:
-    missing = str(tmp_path / "missing.txt")
-    done = prefect_deployed.run("full", root=str(tmp_path), config={"data": {"train": [missing]}})
+def test_a_failing_run_exits_with_1_one_line_of_explanation_and_an_alert(
+    prefect_deployed: Deployed, tmp_path: Path
+) -> None:
+    guide, url = (PROJECT / "docs" / "prefect.md").read_text(encoding="utf-8"), "https://hooks.example.com/services/KEY"
+    (alert,) = (block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if url in block)
+    missing = str(tmp_path / 'missing "x".txt')
+    with recorded_posts() as (address, posts):
+        script = [sys.executable, "-c", alert.replace(url, address)]
+        subprocess.run(script, env=prefect_deployed.environment, check=True)
+        done = prefect_deployed.run("full", root=str(tmp_path), config={"data": {"train": [missing]}})
+        wait_for(lambda: posts, 60, "alert")
     assert done.returncode == 1
     run = prefect_deployed.latest()
     assert run.state is not None
     assert run.state.message == f"Flow run encountered an exception: UserError: {missing} does not exist."
+    assert [json.loads(post) for post in posts] == [{"text": f"{run.name}: {run.state.message}"}]
     wait_for(lambda: any(missing in line.message for line in prefect_deployed.logs(run.id)), 60, "log line")
     assert not any("Traceback" in line.message for line in prefect_deployed.logs(run.id))
+
+
+@contextmanager
+def recorded_posts() -> Iterator[tuple[str, list[str]]]:
+    """Yield the address of a web server, and the bodies of the requests that it gets."""
+    posts: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            posts.append(self.rfile.read(int(self.headers["Content-Length"])).decode())
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}", posts
+        server.shutdown()
 
 
 def test_missing_config_fields_are_those_of_the_deployment(prefect_deployed: Deployed, tmp_path: Path) -> None:
@@ -96,13 +129,17 @@ def test_missing_config_fields_are_those_of_the_deployment(prefect_deployed: Dep
     assert recorded["train"]["steps"] == 5200
 
 
-def test_a_machine_of_another_work_pool_trains_and_its_log_explains_why(prefect_deployed: Deployed, root: str) -> None:
+def test_a_machine_of_another_work_pool_trains_and_its_log_explains_why(
+    prefect_deployed: Deployed, root: str, tmp_path: Path
+) -> None:
+    command = ["deploy", "--name", "gpu-train", "--pool", "gpu", "--until", "train"]
+    assert prefect_deployed.textmill(*command, directory=tmp_path).returncode == 0
     command = [sys.executable, "-m", "prefect", "--no-prompt", "worker", "start", "--pool", "gpu"]
     environment = {**prefect_deployed.environment, "PREFECT_WORKER_QUERY_SECONDS": "2"}
-    config = TINY | {"train": TINY["train"] | {"seed": 1}}
+    config = TINY | {"train": TINY["train"] | {"seed": 1}, "execution": {"train_deployment": "pipeline/gpu-train"}}
     with subprocess.Popen(command, cwd=PROJECT, env=environment, stderr=subprocess.DEVNULL) as worker:
         try:
-            run = finish(prefect_deployed, "two-pools", root=root, config=config)
+            run = finish(prefect_deployed, "full", root=root, config=config)
         finally:
             worker.kill()  # a worker does not always stop after SIGTERM
     assert run.work_pool_name == "local"

@@ -19,7 +19,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, LogFi
 from prefect.client.schemas.objects import FlowRun, Log, TaskRun
 
 from flows.config import StageName
-from flows.prefect_support.deployments import create_work_pools
+from flows.deploy import Deployment, create_deployments
 from lm.text.pretokenize import GPT2_PATTERN
 from tests.helpers.kernel_cache import cache_with_kernels
 from tests.helpers.limits import TIMEOUT_SCALE, wait_for
@@ -80,6 +80,18 @@ class Deployed:
             [sys.executable, "-m", "prefect", "--no-prompt", *arguments],
             cwd=PROJECT,
             env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=300 * TIMEOUT_SCALE,
+            check=False,
+        )
+
+    def textmill(self, *arguments: str, directory: Path) -> subprocess.CompletedProcess[str]:
+        """Run ``textmill`` in a directory."""
+        return subprocess.run(
+            [*TEXTMILL, *arguments],
+            cwd=directory,
+            env={**self.environment, "PYTHONPATH": str(PROJECT)},
             capture_output=True,
             text=True,
             timeout=300 * TIMEOUT_SCALE,
@@ -174,13 +186,11 @@ class Server(Deployed):
 
 
 class Services(Server):
-    """A Prefect server with the deployments ``full`` and a worker that a test can kill and start again, one by one."""
+    """A Prefect server with the deployment ``full`` and a worker that a test can kill and start again, one by one."""
 
     def __init__(self, home: Path, **environment: str) -> None:
         super().__init__(home, PREFECT_WORKER_QUERY_SECONDS="2", **environment)
-        create_work_pools(self.url)
-        done = self.prefect("deploy", "--name", "full")
-        assert done.returncode == 0, done.stdout + done.stderr
+        create_deployments(f"{self.url}/api", [Deployment("full", "All stages.", ["textmill", "full"])])
         self.start_missing("worker")
 
 

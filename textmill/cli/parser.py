@@ -17,6 +17,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_t
 
 from flows.config import FlowConfig, PipelineConfig, StageName, flat_fields, read_yaml
 from flows.posttrain import PosttrainConfig, PosttrainStage
+from flows.prefect_support.deployments import LOCAL_POOL
 from flows.sweep_config import SweepConfig, load_sweep
 from lm.common.errors import UserError, did_you_mean
 from lm.eval.config import EvaluationConfig, TeachConfig
@@ -26,7 +27,7 @@ from lm.train.config import TrainConfig, fitting_warmup
 from textmill.cli.help import OVERVIEW, HelpFormatter, format_command_help
 from textmill.cli.list_options import join_lists
 from textmill.cli.parse_errors import explain
-from textmill.runs.last_config import describe_reuse, last_config
+from textmill.runs.last_config import choose_base
 
 _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
     "root": {"type": str, "default": "artifacts", "help": "directory or URL of all outputs"},
@@ -51,6 +52,7 @@ _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
 _PIPELINE_COMMANDS = {
     "run": "Run the pipeline. Unchanged stages are taken from the cache.",
     "plan": "Show what a run would do and why, without running it.",
+    "deploy": "Have Prefect's server run the pipeline, on a schedule or on request.",
     "train-job": "Write the job of the training, for torchrun on machines without Prefect.",
     "profile": "Measure where time and memory of training steps go. The stages before are taken from the cache.",
 }
@@ -142,13 +144,21 @@ def build_parser(preset: str = "demo", base: PipelineConfig | None = None, only:
         return command
 
     for name, description in _PIPELINE_COMMANDS.items():
-        stages = StageName if name in ("run", "plan") else None
+        stages = StageName if name in ("run", "plan", "deploy") else None
         command = add_flow(name, description, preset, PipelineConfig, stages)
         if name in ("run", "plan"):
             command.share("again", "fresh")
         if name == "profile":
             command.option("steps", 5, "training steps to measure", type=PositiveInt)
             command.option("out", "", "directory of the files; default: below profiles/")
+        if name == "deploy":
+            if action := command._option_string_actions.get("--name"):
+                action.help = "name of the deployment, and of its runs"
+            command.option(
+                "cron", "", 'schedule, such as "0 3 * * *" for 3:00 every day; default: runs on request only'
+            )
+            command.option("timezone", "UTC", "time zone of the schedule, such as Europe/Berlin")
+            command.option("pool", LOCAL_POOL, "work pool whose workers run it; it is created if it is missing")
 
     description = "Fine-tune a trained model on dialogs, preferences or rewards. Unchanged stages are cached."
     posttrain_preset = preset if only == "posttrain" else "demo"
@@ -235,7 +245,7 @@ def build_parser(preset: str = "demo", base: PipelineConfig | None = None, only:
     gc = add("gc", "List outputs that no run needs, and what unfinished or replaced stages left.", "root")
     gc.add_argument("--delete", action="store_true", help="delete the listed files")
 
-    up = add("up", "Start Prefect's server, the deployments of prefect.yaml and a worker. Ctrl-C stops them.")
+    up = add("up", "Start Prefect's server, the deployments and a worker. Ctrl-C stops them.")
     up.option("port", 4200, "port of the server and its UI, on 127.0.0.1")
     return parser
 
@@ -308,7 +318,7 @@ def parse_command(arguments: list[str]) -> tuple[str, Namespace]:
     topics = [other.partition("=")[2] for other in others if other in ("-h", "--help") or other.startswith("--help=")]
     base = _read_sweep_base(arguments) if command == "sweep" else None
     if command in ("run", "plan") and not topics:
-        base = _read_last_config(known)
+        base = choose_base(known.root, known.again, known.fresh, known.preset)
     parser = build_parser(preset, base, command)
     if not command.startswith("-") and command not in (commands := _commands(parser)):
         raise UserError(f"There is no command {command!r}{did_you_mean(command, [*commands])}. See textmill --help.")
@@ -320,28 +330,6 @@ def parse_command(arguments: list[str]) -> tuple[str, Namespace]:
     if options.get("preset", preset) != preset:  # named in a file or by an abbreviation, which ``early`` ignores
         raise UserError(f"Name the preset on the command line: --preset {options.preset}")
     return parsed.command, options
-
-
-def _read_last_config(known: argparse.Namespace) -> PipelineConfig | None:
-    """Return the configuration of the last run, and print a line about it, if a run or a plan starts from it: at a
-    terminal, and with ``--again``, unless a preset is named."""
-    if known.again and (known.fresh or known.preset):
-        raise UserError(
-            f"--again starts from the last run, --{'fresh' if known.fresh else 'preset'} does not; use one."
-        )
-    if known.fresh or known.preset or not (known.again or _is_terminal()):
-        return None
-    if not (last := last_config(known.root)):
-        if known.again:
-            raise UserError(f"--again needs an earlier run, and there is none below {known.root}.")
-        return None
-    if line := describe_reuse(*last):
-        print(line, file=sys.stderr)
-    return last[1]
-
-
-def _is_terminal() -> bool:
-    return all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
 
 def _read_sweep_base(arguments: list[str]) -> PipelineConfig | None:

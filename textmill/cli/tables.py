@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.forecast import Forecast
+from flows.prefect_support.deployments import LOCAL_POOL
 from tasks.pages.markdown import format_size
 from tasks.pages.posttrain import percent_with_interval
 from tasks.pages.profile import compute_rows, describe, memory_rows, phase_rows
@@ -24,6 +25,7 @@ from tasks.runtime.run_context import RunContext
 
 if TYPE_CHECKING:
     from flows.compare_tokenizers import ComparisonResult
+    from flows.deploy import Deployment
     from flows.evaluate import EvaluationResult
     from flows.profile import ProfileResult
     from flows.teach import TeachResult
@@ -278,3 +280,21 @@ def format_run_comparison(result: "RunComparison") -> str:
     notes = (f"train, valid: last {result.quantity.label}", *result.notes)
     lines += ["", *(line for note in notes for line in textwrap.wrap(note, 80, break_on_hyphens=False)), ""]
     return "\n".join(["", *lines, *(f"curves  {file}" for file in result.files)])
+
+
+def format_deployment(deployment: "Deployment", api_url: str) -> str:
+    """Return when a deployment runs, and the commands that run, list and delete it."""
+    name, schedule = deployment.full_name, deployment.schedule
+    when = f"{schedule.cron} ({schedule.timezone})" if schedule else "on request"
+    worker = "textmill up" if deployment.pool == LOCAL_POOL else f"prefect worker start --pool {deployment.pool}"
+    rows = {
+        "starts": when,
+        "needs": f"a worker: {worker}",
+        "root": deployment.parameters["root"],
+        "see it": f"{api_url.removesuffix('/api')}/deployments",
+        "run it now": f"prefect deployment run {shlex.quote(name)} --watch",
+        "delete it": f"prefect deployment delete {shlex.quote(name)}",
+    }
+    lines = [f"{title:<10}  {text}" for title, text in rows.items()]
+    export = f"Prefect's commands need: export PREFECT_API_URL={api_url}"
+    return "\n".join([f"Deployment {name}:", *lines, export])

@@ -16,6 +16,7 @@ from pathlib import Path
 from jsonargparse import Namespace
 
 from flows.config import PipelineConfig
+from flows.prefect_support.deployments import LOCAL_POOL, find_server_api, start_local_stack
 from lm.common.errors import UserError
 from lm.eval.config import EvaluationConfig, TeachConfig
 from lm.inference.config import SampleConfig
@@ -28,6 +29,7 @@ from textmill.cli.parser import read_config
 from textmill.cli.run import print_plan, read_pipeline_arguments
 from textmill.cli.tables import (
     describe_model,
+    format_deployment,
     format_evaluation,
     format_forecasts,
     format_run_comparison,
@@ -234,8 +236,27 @@ def gc_command(options: Namespace) -> None:
         print(f"textmill runs --root {shlex.quote(options.root)} delete RUN deletes a run with its outputs.")
 
 
+def deploy_command(options: Namespace) -> None:
+    """Create a deployment of the pipeline on Prefect's server; without options, those of ``textmill up``."""
+    from flows.deploy import create_deployments, own_deployment, shipped_deployments
+
+    run = read_pipeline_arguments(options)
+    api_url = find_server_api()
+    if not run.config.chosen_name:
+        given = run.config, run.until, run.refresh, options.root, options.cron, options.pool
+        if given != (PipelineConfig.load_preset("demo"), None, (), "artifacts", "", LOCAL_POOL):
+            raise UserError("--name is missing: the deployment needs a name of its own, such as --name nightly.")
+        create_deployments(api_url, shipped := shipped_deployments())
+        print(f"{len(shipped)} deployments are at {api_url}. prefect deployment ls lists them.")
+        return
+    what = run.config, options.root, run.until, run.refresh
+    deployment = own_deployment(*what, options.pool, options.cron, options.timezone)
+    create_deployments(api_url, [deployment])
+    print(format_deployment(deployment, api_url) + run.hint)
+
+
 def up_command(options: Namespace) -> None:
     """Start Prefect's server, the deployments and a worker."""
-    from flows.prefect_support.deployments import start_local_stack
+    from flows.deploy import create_deployments, shipped_deployments
 
-    start_local_stack(options.port)
+    start_local_stack(options.port, lambda api_url: create_deployments(api_url, shipped_deployments()))

@@ -36,13 +36,13 @@ from tests.helpers.processes import PROJECT, processes_with_variable
 _PREFECT = "trap 'sleep 0.5; touch ended-$$; exit' TERM; touch started-$$; while :; do sleep 0.1; done"
 _UP = f"""
 import fcntl, os, sys, termios
+from flows import deploy
 from flows.prefect_support import deployments
 if os.isatty(0):
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # become the program of this terminal
 answers = iter([False])
 deployments._prefect_command = lambda arguments: ["/bin/sh", "-c", {_PREFECT!r}]
-deployments._run_prefect = lambda *arguments: None
-deployments.create_work_pools = lambda url: None
+deploy.create_deployments = lambda *arguments: None
 deployments.is_server_healthy = lambda url: HAS_SERVER or next(answers, True)
 from textmill.cli.main import main
 sys.exit(main(["up", "--port=PORT"]))
@@ -99,7 +99,6 @@ def start_up(
     """Start ``textmill up`` with processes that sleep, and need half a second to end."""
     script = _UP.replace("PORT", str(port)).replace("HAS_SERVER", str(has_server))
     directory = Path(os.environ["PREFECT_HOME"]).parent
-    (directory / "prefect.yaml").touch()
     return subprocess.Popen(
         [sys.executable, "-c", script],
         cwd=directory,

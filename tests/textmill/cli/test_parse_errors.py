@@ -36,7 +36,7 @@ def commands() -> dict[str, Any]:
 def options_of(command: str) -> Iterator[Any]:
     parser = parser_of(command)._subcommands_action._name_parser_map[command]
     for action in parser._actions:
-        is_of_run = command in ("plan", "train-job", "profile", "sweep") and "." in action.dest
+        is_of_run = command in ("plan", "deploy", "train-job", "profile", "sweep") and "." in action.dest
         if action.option_strings and action.dest not in ("help", "print_config", "config") and not is_of_run:
             yield action
 

@@ -1,49 +1,16 @@
-"""``prefect.yaml`` and the parameters of the flow, without a server."""
+"""The presets and the parameters of the flows, without a server."""
 
 import re
 from dataclasses import asdict, fields, is_dataclass
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
-import yaml
 from pydantic import TypeAdapter
 
-from flows.config import PipelineConfig, StageName, complete, merge_fields, preset_parameters
+from flows.config import PipelineConfig, complete, merge_fields
 from flows.pipeline import pipeline
 from flows.posttrain import PosttrainConfig, posttrain
-from flows.sweep_config import SweepConfig, load_sweep, sweep_parameters
-from textmill.cli.main import main
-
-PROJECT = Path(__file__).parents[2]
-ENTRIES = yaml.safe_load((PROJECT / "prefect.yaml").read_text())["deployments"]
-DEPLOYMENTS = {entry["name"]: entry for entry in ENTRIES if entry["entrypoint"] == "flows.pipeline.pipeline"}
-POSTTRAIN_DEPLOYMENTS = {
-    entry["name"]: entry for entry in ENTRIES if entry["entrypoint"] == "flows.posttrain.posttrain"
-}
-SWEEP_DEPLOYMENTS = {entry["name"]: entry for entry in ENTRIES if entry["entrypoint"] == "flows.sweep.sweep"}
-
-
-def test_deployments_exist_for_the_pipeline_each_stage_and_each_larger_preset() -> None:
-    stages = [name for name in get_args(StageName) if name != "budget"]  # it runs only if the config has a budget
-    presets = {path.stem for path in PipelineConfig.PRESETS.glob("*.yaml")} - {"demo"}
-    assert set(DEPLOYMENTS) == {"full", *stages, *presets, "two-pools", "gpu-train"}
-    assert DEPLOYMENTS["gpu-train"]["work_pool"] == {"name": "gpu"}
-    for name in stages:
-        assert DEPLOYMENTS[name]["parameters"] == {"until": name, "refresh": [name]}
-    for name in presets:
-        assert DEPLOYMENTS[name]["build"] == [{"flows.config.preset_parameters": {"id": "preset", "name": name}}]
-        assert preset_parameters(name) == {"config": asdict(PipelineConfig.load_preset(name))}
-    assert set(POSTTRAIN_DEPLOYMENTS) == {"full"}
-    assert set(SWEEP_DEPLOYMENTS) == {"sweep"}
-    step = {"id": "sweep", "name": "learning-rate", "size": "demo"}
-    assert SWEEP_DEPLOYMENTS["sweep"]["build"] == [{"flows.sweep_config.sweep_parameters": step}]
-    assert sweep_parameters("learning-rate", "demo") == {"config": asdict(load_sweep("learning-rate", "demo"))}
-    assert len(ENTRIES) == len(DEPLOYMENTS) + len(POSTTRAIN_DEPLOYMENTS) + len(SWEEP_DEPLOYMENTS)
-    for deployment in ENTRIES:
-        assert deployment["description"]
-        assert deployment["tags"]
-        assert deployment["enforce_parameter_schema"] is True
+from flows.sweep_config import SweepConfig
 
 
 def test_a_preset_needs_no_local_files_and_states_its_cost() -> None:
@@ -105,7 +72,7 @@ def test_the_default_parameters_are_the_demo() -> None:
 
 
 def test_the_schema_of_a_configuration_is_made_once() -> None:
-    """``prefect deploy --all`` asks for it twice for each deployment, and it takes a tenth of a second."""
+    """Prefect asks for it several times, and it takes a tenth of a second."""
     for config_type in (PipelineConfig, PosttrainConfig):
         config_type.load_preset("demo")
         assert TypeAdapter(config_type).core_schema is TypeAdapter(config_type).core_schema
@@ -136,11 +103,3 @@ def test_the_parameter_schema_describes_every_field() -> None:
 def test_a_mistake_in_a_parameter_is_named(config: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message):
         pipeline.validate_parameters({"config": config})
-
-
-def test_textmill_up_requires_a_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["up"]) == 2
-    assert "no prefect.yaml here" in capsys.readouterr().err
