@@ -35,7 +35,7 @@ Look at it
 Keep house
   verify       check all files        gc         delete what no run needs
   up           start Prefect's server, the deployments and a worker
-  train-job    write a training that torchrun runs on other machines
+  train-job    train by torchrun      completion of commands in your shell
 
 textmill COMMAND --help explains a command. textmill --version is the version.
 """
