@@ -83,7 +83,7 @@ def test_an_output_that_holds_a_failure_is_made_again_once_in_each_run(
                 materialize(trying, run, "x")
             assert len(CALLS) == count
             assert trying.look_up(run, [trying.bind("x")])[0][1]
-    assert caplog.text.count("trying runs: its last result is a failure.") == 2
+    assert caplog.text.count("Running trying again: its last result is a failure.") == 2
 
 
 def test_records_are_not_content(tmp_path: Path) -> None:
