@@ -15,6 +15,7 @@ PARSER_WORDS = re.compile(r"<class|typing\.|Literal\[|jsonargparse|Namespace|Par
 REQUIRED = {
     "sweep": ["learning-rate"],
     "export": ["there"],
+    "compare": ["a"],
     "tokenizers": ["--text", "a.txt"],
     "evaluate": ["--task", "words"],
     "teach": ["--model", "m", "--url", "http://u"],
