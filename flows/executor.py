@@ -191,8 +191,6 @@ class PrefectExecutor(Executor):
             self._make(stage, title, calls, outputs, missing)
             self.run.made.update(outputs[index] for index in missing)  # workers have their own copy of the run
             stage.note_latest(self.run, outputs[-1])
-        else:
-            log.info("%s: cached, %s.", title, count_groups(len(items)))
         return outputs
 
     def _make(

@@ -16,6 +16,20 @@ from lm.train.throughput import Throughput
 
 log = logging.getLogger(__name__)
 
+_LOGGED_METRICS = {
+    "reward": "reward",
+    "learned_reward": "learned reward",
+    "accuracy": "accuracy",
+    "margin": "margin",
+    "kl": "KL",
+    "response_tokens": "tokens",
+    "entropy": "entropy",
+    "value_loss": "value loss",
+    "expert_load_max": "expert load",
+}
+"""Metrics of objectives in a step's log line, with their names there. ``metrics.jsonl`` has all."""
+_MAX_LOGGED_METRICS = 3
+
 
 class Tracker:
     """Writes metrics and samples to files in ``directory`` and to the ``trackers`` by name.
@@ -113,23 +127,21 @@ class _MLflow:
 
 
 def log_step(row: dict[str, Any], total_steps: int, throughput: Throughput, metrics: dict[str, float]) -> None:
-    """Log one line about a training step, with the objective's own ``metrics``."""
-    step = row["step"]
-    mfu = "–" if throughput.mfu is None else f"{100 * throughput.mfu:.0f} %"
-    speed = f"{throughput.tokens_per_second:,.0f} tokens/s  MFU {mfu}  "
-    log.info(
-        "step %s/%s (%d %%)  loss %.3f  lr %.1e  grad norm %.2f  %s%.0f ms  %s%.1f min left",
-        f"{step:,}",
-        f"{total_steps:,}",
-        100 * step // total_steps,
-        row["smoothed_loss"],
-        row["lr"],
-        row["grad_norm"],
-        "".join(f"{name.replace('_', ' ')} {value:.4g}  " for name, value in metrics.items()),
-        1000 * throughput.seconds_per_step,
-        speed if throughput.tokens_per_second else "",
-        (total_steps - step) * throughput.total_seconds_per_step / 60,
-    )
+    """Log one line about a training step, with some of the objective's own ``metrics``.
+
+    With the time of day before it, the line has at most 80 characters, and 100 with metrics.
+    """
+    step, shown = row["step"], [name for name in _LOGGED_METRICS if name in metrics][:_MAX_LOGGED_METRICS]
+    figures = [f"step {step:,}/{total_steps:,}", f"loss {row['smoothed_loss']:.3f}"]
+    figures += [f"{_LOGGED_METRICS[name]} {metrics[name]:.3g}" for name in shown]
+    if (speed := throughput.tokens_per_second) and len(shown) < 2:
+        figures.append(f"{speed / 1e6:.2f}M tokens/s" if speed >= 1e6 else f"{speed:,.0f} tokens/s")
+        figures += [] if throughput.mfu is None else [f"MFU {100 * throughput.mfu:.0f} %"]
+    seconds = (total_steps - step) * throughput.total_seconds_per_step
+    units = ((seconds, "s"), (seconds / 60, "min"), (seconds / 3600, "h"))
+    number, unit = next((pair for pair in units if pair[0] < 90), units[-1])
+    figures.append(f"{number:.0f} {unit} left")
+    log.info("%s", "  ".join(figures))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

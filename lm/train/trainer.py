@@ -262,11 +262,8 @@ class Trainer:
         log_step(row, total, throughput, step_metrics)
         if self.device.type == "cpu" and throughput.waiting > 0.3 and not self.is_contention_logged:
             self.is_contention_logged = True
-            log.info(
-                "Other programs hold CPU cores, so steps take longer: on average, %.1f of %s threads wait for a core.",
-                throughput.waiting,
-                torch.get_num_threads(),
-            )
+            waiting = throughput.waiting, torch.get_num_threads()
+            log.info("Steps take longer: other programs use the CPU (%.1f of %s threads wait).", *waiting)
 
     def _is_finished(self) -> bool:
         patience = self.config.patience
@@ -343,8 +340,8 @@ class Trainer:
         with torch.no_grad(), self._autocast():
             metrics = self.objective.evaluate(self.model, is_final)
         if metrics and is_logged:
-            moment = "end of training" if is_final else f"step {self.step:,}"
-            log.info("%s  %s", moment, "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+            figures = (f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items())
+            log.info("%s  %s", "end of training" if is_final else f"step {self.step:,}", "  ".join(figures))
         return metrics
 
     def _evaluate(self) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lm.common.errors import UserError, did_you_mean
 from lm.hardware.cpu import available_cpus
 from lm.inference.config import Quantization
-from tasks.runs.run_record import absolute_root, find_run, list_runs, read_run
+from tasks.runs.run_record import absolute_root, find_run, given_name, list_runs, read_run
 from tasks.runtime.output import Output, Ref, read_output
 from tasks.runtime.store import Store
 from tasks.sample import load_trained
@@ -100,6 +100,11 @@ class RunModel(ResolvedModel):
     def identify(self) -> str:
         """See :meth:`ResolvedModel.identify`."""
         return f"{self.model.ref.stage} {self.model.digest[:16]}"
+
+    @property
+    def public_name(self) -> str:
+        """The given name of the run."""
+        return given_name(self.name, read_run(self.model.store, self.name))
 
     @property
     def is_post_trained(self) -> bool:

@@ -45,7 +45,6 @@ from tasks.runtime.output import (
     intact_digest,
     json_digest,
     open_output,
-    read_output,
 )
 from tasks.runtime.run_context import Attempt, RunContext
 from tasks.runtime.schemas import LatestOutput, read_record
@@ -153,13 +152,22 @@ class Stage:
             ):
                 if not self._is_cached(run, ref):  # another run may have made it in the meantime
                     check_not_edited(self.modules, self.code)
-                    self.log.info("Running %s%s.", self.name, "" if self.is_mapped else self.explain(run, arguments))
+                    if not self._combines_new_parts(run, arguments):  # else the log says already what runs, and why
+                        self.log.info(
+                            "Running %s%s.", self.name, "" if self.is_mapped else self.explain(run, arguments)
+                        )
                     with self._attempt(run, ref, ingredients, arguments) as (out, inputs):
                         self.body(out, **inputs)
                     run.made.add(ref)
                     return ref, False
-        self.log.info("%s: cached, made by %s.", self.name, read_output(run.store, ref).manifest["made"]["run"])
+        self.log.info("%s: cached.", self.name)
         return ref, True
+
+    def _combines_new_parts(self, run: RunContext, arguments: dict[str, Any]) -> bool:
+        """Return whether this run made outputs of the mapped stage whose outputs this stage combines."""
+        items = [item for value in arguments.values() if isinstance(value, list) for item in value]
+        parts = [item for item in items if isinstance(item, Ref) and item.stage.startswith(f"{self.name}-")]
+        return any(part in run.made for part in parts)
 
     @contextmanager
     def _attempt(
@@ -254,8 +262,9 @@ class Stage:
             return ""
         before, now = dict(_flatten(previous.manifest["ingredients"])), dict(_flatten(ingredients))
         changed = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
-        texts = [_describe_change(name, before.get(name), now.get(name)) for name in changed if name[:5] != "code."]
-        if len(texts) < len(changed):
+        described = [_describe_change(name, before.get(name), now.get(name)) for name in changed if name[:5] != "code."]
+        texts = list(dict.fromkeys(described))
+        if len(described) < len(changed):
             edited = edited_modules(self.code) if "code.digest" in changed else []
             texts.append(f"edited {', '.join(edited)}" if edited else "another version of its code")
         more = f" and {len(texts) - _MAX_CHANGES} more" if len(texts) > _MAX_CHANGES else ""
@@ -271,7 +280,9 @@ def _describe_change(name: str, before: str | None, now: str | None) -> str:
     if digests:
         return f"new content of {name.rpartition('.')[2]}"
     values = [value or "unset" for value in (before, now)]
-    return f"{name} {' → '.join(values)}" if max(map(len, values)) <= _MAX_VALUE_LENGTH else f"another {name}"
+    if max(map(len, values)) <= _MAX_VALUE_LENGTH:
+        return f"{name} {' → '.join(values)}"
+    return "new text" if any(re.search('"[0-9a-f]{64}"', value) for value in values) else f"another {name}"
 
 
 def new_attempt_name() -> str:

@@ -159,5 +159,4 @@ def test_a_machine_of_another_work_pool_trains_and_its_log_explains_why(
 
     reason = ("train", "Running train: seed 0 → 1.")
     wait_for(lambda: reason in lines(), 60, "log of train")  # logs are sent in batches
-    assert any(name == "count" and message.startswith("count: cached, made by ") for name, message in lines())
-    assert (None, "count: cached, 5 groups.") in lines()
+    assert ("count", "count: cached.") in lines()

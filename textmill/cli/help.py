@@ -37,7 +37,7 @@ Keep house
 Run it later, or elsewhere
   up           start Prefect's server, the deployments and a worker
   deploy       have that server run it on a schedule
-  train-job    write a training that torchrun runs on other machines
+  train-job    train by torchrun      completion of commands in your shell
 
 textmill COMMAND --help explains a command. textmill --version is the version.
 """

@@ -9,7 +9,6 @@ import logging
 import os
 import select
 import sys
-from contextlib import suppress
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -20,6 +19,7 @@ from flows.prefect_support.signals import STOPPED_MESSAGE, find_interrupt, handl
 from lm.common.errors import UserError
 from tasks.runtime.stage import group_log
 from textmill.cli.parser import parse_command
+from textmill.cli.terminal import LogFormatter, print_message
 
 # Prefect and its ephemeral server read these settings when they are imported.
 _PREFECT_SETTINGS = {
@@ -56,17 +56,17 @@ def main(arguments: list[str] | None = None) -> int:
     except BaseException as error:
         if interrupt := find_interrupt(error):
             keeps_nothing = arguments[:1] in (["sample"], ["chat"], ["tokenizers"], ["export"])
-            _print_message("textmill: stopped." if keeps_nothing else STOPPED_MESSAGE)
+            print_message("textmill: stopped." if keeps_nothing else STOPPED_MESSAGE)
             code = 128 + signal_number(interrupt)
         elif explained := error if isinstance(error, UserError) else explain_settings_error(error):
-            _print_message(f"textmill: {explained}")
+            print_message(f"textmill: {explained}", is_error=True)
             code = 2
         elif isinstance(error, BrokenPipeError) and _is_output_closed():  # e.g. head has read enough
             _discard_stream(sys.stdout)
             code = 141
         elif isinstance(error, OSError) and error.errno == errno.ENOSPC and _is_output_full():
             _discard_stream(sys.stdout)
-            _print_message(f"textmill: The output cannot be written: {error.strerror}.")
+            print_message(f"textmill: The output cannot be written: {error.strerror}.", is_error=True)
             code = 2
         else:
             raise
@@ -94,7 +94,7 @@ def _prepare_command(name: str) -> Any:
             from prefect.context import refresh_global_settings_context
 
             refresh_global_settings_context()
-        _print_message(f"This run reports to the server of textmill up, {url}.")
+        print_message(f"This run reports to the server of textmill up, {url}.")
     return getattr(run if starts_flow else tools, function)
 
 
@@ -110,7 +110,7 @@ class _ConsoleHandler(logging.Handler):
 
 
 _console_handler = _ConsoleHandler()
-_console_handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
+_console_handler.setFormatter(LogFormatter())
 
 
 def log_to_console() -> None:
@@ -129,12 +129,6 @@ def prepare_streams() -> None:
     for name, mode in (("stdin", "r"), ("stderr", "w")):
         if getattr(sys, name) is None:  # input would fail; print and tqdm would write to stdout
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 # until the process ends
-
-
-def _print_message(message: str) -> None:
-    """Print a message to stderr, unless it cannot be written."""
-    with suppress(OSError):
-        print(message, file=sys.stderr)
 
 
 def _discard_stream(stream: TextIO) -> None:

@@ -6,7 +6,6 @@ The options that configure the pipeline come from the config dataclasses.
 
 import argparse
 import re
-import sys
 from dataclasses import asdict, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,16 +17,18 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_t
 from flows.config import FlowConfig, PipelineConfig, StageName, flat_fields, read_yaml
 from flows.posttrain import PosttrainConfig, PosttrainStage
 from flows.prefect_support.deployments import LOCAL_POOL
-from flows.sweep_config import SweepConfig, load_sweep
+from flows.sweep_config import SweepConfig
 from lm.common.errors import UserError, did_you_mean
 from lm.eval.config import EvaluationConfig, TeachConfig
 from lm.inference.config import Quantization, SampleConfig
 from lm.posttrain.config import Method
 from lm.train.config import TrainConfig, fitting_warmup
+from textmill.cli.base_config import read_last_config, read_sweep_base
+from textmill.cli.completion import Shell
 from textmill.cli.help import OVERVIEW, HelpFormatter, format_command_help
 from textmill.cli.list_options import join_lists
 from textmill.cli.parse_errors import explain
-from textmill.runs.last_config import choose_base
+from textmill.cli.terminal import print_message
 
 _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
     "root": {"type": str, "default": "artifacts", "help": "directory or URL of all outputs"},
@@ -245,6 +246,9 @@ def build_parser(preset: str = "demo", base: PipelineConfig | None = None, only:
     gc = add("gc", "List outputs that no run needs, and what unfinished or replaced stages left.", "root")
     gc.add_argument("--delete", action="store_true", help="delete the listed files")
 
+    completion = add("completion", "Print a script that completes commands and options in bash, zsh or fish.")
+    completion.add_argument("shell", choices=get_args(Shell), help="your shell; docs/own-text.md says where it goes")
+
     up = add("up", "Start Prefect's server, the deployments and a worker. Ctrl-C stops them.")
     up.option("port", 4200, "port of the server and its UI, on 127.0.0.1")
     return parser
@@ -293,7 +297,7 @@ def _fit_warmup(parser: ArgumentParser, options: Namespace, section: str) -> Non
     base = parser.get_defaults()[section]
     warmup = fitting_warmup(vars(train), vars(base))
     if train.steps > 0 and train.warmup_steps == base.warmup_steps != warmup:
-        print(f"{section}.warmup_steps: {train.warmup_steps} → {warmup}, as steps is {train.steps}.", file=sys.stderr)
+        print_message(f"{section}.warmup_steps: {train.warmup_steps} → {warmup}, as steps is {train.steps}.")
         train.warmup_steps = warmup
 
 
@@ -316,9 +320,9 @@ def parse_command(arguments: list[str]) -> tuple[str, Namespace]:
     known, others = early.parse_known_args(arguments[1:])
     preset = str(known.preset or "demo")
     topics = [other.partition("=")[2] for other in others if other in ("-h", "--help") or other.startswith("--help=")]
-    base = _read_sweep_base(arguments) if command == "sweep" else None
+    base = read_sweep_base(arguments) if command == "sweep" else None
     if command in ("run", "plan") and not topics:
-        base = choose_base(known.root, known.again, known.fresh, known.preset)
+        base = read_last_config(known.root, known.again, known.fresh, known.preset)
     parser = build_parser(preset, base, command)
     if not command.startswith("-") and command not in (commands := _commands(parser)):
         raise UserError(f"There is no command {command!r}{did_you_mean(command, [*commands])}. See textmill --help.")
@@ -330,18 +334,6 @@ def parse_command(arguments: list[str]) -> tuple[str, Namespace]:
     if options.get("preset", preset) != preset:  # named in a file or by an abbreviation, which ``early`` ignores
         raise UserError(f"Name the preset on the command line: --preset {options.preset}")
     return parsed.command, options
-
-
-def _read_sweep_base(arguments: list[str]) -> PipelineConfig | None:
-    """Return the base of the sweep that a command line names."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--size", nargs="?", default="")
-    size, rest = parser.parse_known_args(arguments[1:])
-    if not rest or {"-h", "--help"} & {*rest}:
-        return None
-    if rest[0].startswith("-"):  # without its base, the sweep's options would be those of another configuration
-        raise UserError("Name the sweep first: textmill sweep NAME [options].")
-    return load_sweep(rest[0], size.size or "").base
 
 
 def read_config(config_type: Any, options: Namespace) -> Any:

@@ -5,6 +5,7 @@ The columns are aligned by format strings. A library for tables would also draw 
 
 import csv
 import shlex
+import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,6 +23,7 @@ from tasks.runs.models import DirectoryModel, RunModel
 from tasks.runs.run_record import absolute_root, outputs_of
 from tasks.runs.run_report import format_figures
 from tasks.runtime.run_context import RunContext
+from textmill.cli.terminal import wrap
 
 if TYPE_CHECKING:
     from flows.compare_tokenizers import ComparisonResult
@@ -44,12 +46,14 @@ _SUMMARY_FIGURES = {
     "ingest": ("train ", "valid documents"),
     "encode": ("train tokens", "train bytes per token", "valid tokens"),
     "train": ("steps", "tokens", "valid"),
+    **dict.fromkeys(("sft", "preference", "reward_model", "reinforce", "ppo"), ("steps", "valid")),
+    "evaluate": (),  # a table of its own
 }
 
 
 def format_sample(prompt: str, text: str) -> str:
-    """Return a prompt and its continuation in one paragraph."""
-    return f"\n> {prompt}|{text}"
+    """Return a prompt and its continuation in one paragraph, wrapped in a terminal."""
+    return wrap(f"\n> {prompt}|{text}", sys.stdout)
 
 
 def format_summary(record: dict[str, Any]) -> str:
@@ -62,19 +66,34 @@ def format_summary(record: dict[str, Any]) -> str:
         shown = [figure for figure in figures if figure.startswith(_SUMMARY_FIGURES.get(name, ""))]
         stage = record["stages"][name]
         start = f"{name:<10} {stage['state']:<7} {stage['seconds']:>8.1f}  "
-        lines += textwrap.wrap(", ".join(shown), _COLUMNS, initial_indent=start, subsequent_indent=" " * len(start))
+        lines += textwrap.wrap(
+            ", ".join(shown) or "–", _COLUMNS, initial_indent=start, subsequent_indent=" " * len(start)
+        )
+    if "evaluate" in outputs:
+        lines += ["", *_format_models(outputs["evaluate"].manifest["figures"])]
     if "sample" in outputs:
         lines += [format_sample(**sample) for sample in outputs["sample"].json("samples.json")]
-    report = _short_path(run.store.url("runs", run.name))
-    lines += ["", "The report has the pages of the stages and the paths of all files:", f"  {report}.md"]
+    lines += ["", "Files; the report has the pages of the stages and all paths:"]
+    lines.append(f"  report   {_short_path(run.store.url('runs', run.name))}.md")
     trained = [outputs[name] for name in ("train", "sft", "preference", "reinforce", "ppo") if name in outputs]
     for model in trained[-1:]:
-        lines += ["", f"metrics  {_short_path(model.url)}/metrics.jsonl"]
+        lines.append(f"  metrics  {_short_path(model.url)}/metrics.jsonl")
         if any(file["path"].startswith("tensorboard/") for file in model.manifest["records"]):
-            lines.append(f"curves   tensorboard --logdir {shlex.quote(f'{_short_path(model.url)}/tensorboard')}")
+            lines.append(f"  curves   tensorboard --logdir {shlex.quote(f'{_short_path(model.url)}/tensorboard')}")
     lines += ["", "Try next:"]
     lines += [f"  textmill {command:<{_COMMAND_WIDTH}}  {purpose}" for command, purpose in _next_commands(record)]
     return "\n".join(lines)
+
+
+def _format_models(models: dict[str, dict[str, Any]]) -> list[str]:
+    """Return a table of the models before and after each method of post-training, on held-out examples."""
+    lines = [f"{'model':<14}{'answer loss':>12}{'accuracy, 95 % interval':>28}{'reward':>10}"]
+    for name, figures in models.items():
+        loss = "–" if figures["answer_loss"] is None else f"{figures['answer_loss']:.3f}"
+        accuracy = percent_with_interval(figures) if "accuracy" in figures else "–"
+        reward = f"{figures['reward']:.3f}" if "reward" in figures else "–"
+        lines.append(f"{name:<14}{loss:>12}{accuracy:>28}{reward:>10}")
+    return lines
 
 
 def _short_path(path: str) -> str:
@@ -105,18 +124,23 @@ def describe_model(model: RunModel | DirectoryModel) -> str:
     if not isinstance(model, RunModel):
         return model.name
     loss = model.model.manifest["figures"].get("valid_loss")
-    return f"{model.name}, {model.model.ref.stage}" + (f", loss {loss:.3f}" if isinstance(loss, float) else "")
+    return f"{model.public_name}, {model.model.ref.stage}" + (f", loss {loss:.3f}" if isinstance(loss, float) else "")
 
 
 def format_runs(summaries: "Sequence[RunSummary]") -> str:
     """Return the runs as a table, the newest first."""
     rows = [("name", "last stage", "started", "state", "loss", "size")]
     for run in summaries:
-        started = datetime.fromisoformat(run.started).astimezone().strftime("%Y-%m-%d %H:%M") if run.started else "–"
+        started = _format_date(datetime.fromisoformat(run.started).astimezone()) if run.started else "–"
         loss = "–" if run.loss is None else f"{run.loss:.3f}"
         rows.append((run.name, run.stages, started, run.state or "–", loss, format_size(run.bytes)))
     template = "  ".join(f"{{:<{max(map(len, column))}}}" for column in zip(*rows, strict=True))
     return "\n".join(template.format(*row).rstrip() for row in rows)
+
+
+def _format_date(date: datetime) -> str:
+    """Return day and time of a date in this year, otherwise the date."""
+    return f"{date:%b %d %H:%M}" if date.year == datetime.now().year else f"{date:%Y-%m-%d}"
 
 
 def format_forecasts(forecasts: Sequence[Forecast]) -> str:

@@ -25,7 +25,7 @@ from tasks.runs.models import DirectoryModel, RunModel, resolve_model
 from tasks.runs.run_record import absolute_root
 from tasks.runtime.locks import own_root
 from tasks.runtime.store import Store
-from textmill.cli.parser import read_config
+from textmill.cli.parser import build_parser, read_config
 from textmill.cli.run import print_plan, read_pipeline_arguments
 from textmill.cli.tables import (
     describe_model,
@@ -37,6 +37,7 @@ from textmill.cli.tables import (
     format_sample,
     format_teaching,
 )
+from textmill.cli.terminal import print_message
 
 
 def plan_command(options: Namespace) -> None:
@@ -66,8 +67,8 @@ def train_job_command(options: Namespace) -> None:
 def _open_model(options: Namespace) -> RunModel | DirectoryModel:
     """Find the model of ``--model``. If that is not given, say which one is taken."""
     model = resolve_model(options.model, options.root)
-    if not options.model and sys.stderr:
-        print(f"Model: {describe_model(model)}. --model takes another one.", file=sys.stderr)
+    if not options.model:
+        print_message(f"Model: {describe_model(model)}. --model takes another one.")
     return model
 
 
@@ -253,6 +254,13 @@ def deploy_command(options: Namespace) -> None:
     deployment = own_deployment(*what, options.pool, options.cron, options.timezone)
     create_deployments(api_url, [deployment])
     print(format_deployment(deployment, api_url) + run.hint)
+
+
+def completion_command(options: Namespace) -> None:
+    """Print the script that completes command lines."""
+    from textmill.cli.completion import completion_script
+
+    print(completion_script(build_parser(), options.shell))
 
 
 def up_command(options: Namespace) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from lm.common.errors import UserError, translate_write_errors
 from tasks.pages.charts import label_legend, new_figure
 from tasks.runs.models import RESULT_STAGES
-from tasks.runs.run_record import absolute_root, given_name, read_run, require_run
+from tasks.runs.run_record import absolute_root, read_run, require_run
 from tasks.runtime.output import Output, Ref, read_output
 from tasks.runtime.store import Store
 
@@ -93,15 +93,13 @@ def compare_runs(names: Sequence[str], root: str, out: str = "") -> RunCompariso
     """
     store = Store(absolute_root(root))
     runs = [require_run(store, name) for name in names]
-    if repeated := next((name for name in runs if runs.count(name) > 1), None):
+    if repeated := next((name for name, run in zip(names, runs, strict=True) if runs.count(run) > 1), None):
         raise UserError(f"The run {repeated} is named twice; name each run once.")
-    given = [given_name(name, read_run(store, name)) for name in runs]
-    labels = given if len({*given}) == len(runs) else runs
-    stages = {label: _read_stages(store, name) for label, name in zip(labels, runs, strict=True)}
-    trainings = _open_trainings(store, stages)
+    # Curves and messages name a run as the user does.
+    trainings = _open_trainings(store, {name: _read_stages(store, run) for name, run in zip(names, runs, strict=True)})
     quantity = _QUANTITIES[trainings[0].output.ref.stage]
     label, notes = quantity.label, list[str]()
-    scales = dict.fromkeys(labels, 1.0)
+    scales = dict.fromkeys(names, 1.0)
     if quantity == _LOSS and len({training.tokenizer for training in trainings}) > 1:
         label = "loss, bits per byte"
         scales = {training.run: _bits_per_nat(training) for training in trainings}

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import sys
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -12,29 +11,6 @@ from tasks.runs.run_record import absolute_root, given_name, list_runs, read_run
 from tasks.runtime.store import Store
 
 _MAX_NAMED_OPTIONS = 5
-
-
-def choose_base(root: str, again: bool, fresh: bool, preset: str | None) -> PipelineConfig | None:
-    """Return the configuration of the last run, and print a line about it, if a run or a plan starts from it: at a
-    terminal, and with ``again``, unless a preset is named. Else return None.
-
-    Raises UserError if ``again`` conflicts with another option, or if there is no earlier run.
-    """
-    if again and (fresh or preset):
-        raise UserError(f"--again starts from the last run, --{'fresh' if fresh else 'preset'} does not; use one.")
-    if fresh or preset or not (again or _is_terminal()):
-        return None
-    if not (last := last_config(root)):
-        if again:
-            raise UserError(f"--again needs an earlier run, and there is none below {root}.")
-        return None
-    if line := describe_reuse(*last):
-        print(line, file=sys.stderr)
-    return last[1]
-
-
-def _is_terminal() -> bool:
-    return all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
 
 def last_config(root: str) -> tuple[str, PipelineConfig] | None:

@@ -27,7 +27,7 @@ class RunSummary:
     run: str
     """Whole name, which begins with the start in UTC."""
     stages: str
-    """Last stage that the run finished, and how many it made."""
+    """Last stage that the run finished, and how many of its stages it made."""
     started: str
     """ISO format, UTC; empty if the record does not say."""
     state: str
@@ -53,7 +53,7 @@ def summarize_runs(store: Store) -> list[RunSummary]:
         figures = result.outputs[model].manifest["figures"] if model in result.outputs else {}
         losses = [figures[loss] for loss in _LOSSES if isinstance(figures.get(loss), float)]
         made = sum(stage["state"] == "made" for stage in stages.values())
-        done = f"{next(reversed(stages))}, {made} of {len(stages)} made" if stages else "–"
+        done = f"{next(reversed(stages))}, {made} of {len(stages)}" if stages else "–"
         summaries.append(
             RunSummary(
                 given_name(name, record),

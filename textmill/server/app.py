@@ -330,7 +330,7 @@ def serve(
             host = "127.0.0.1" if ip_address.version == 4 else "::1"
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         place = f"{url}/v1 and on all other addresses of this machine" if ip_address.is_unspecified else f"{url}/v1"
-        print(f"Serving {resolved.name} on {place}. Ctrl-C stops the server.", flush=True)
+        print(f"Serving {found_name or resolved.name} on {place}. Ctrl-C stops the server.", flush=True)
         print(f"Model name for clients: {name}", flush=True)
         print(f"Page to try it: {url}/", flush=True)
         config = uvicorn.Config(

@@ -1,5 +1,6 @@
 """What a training writes: ``metrics.jsonl``, and metrics for trackers (wandb, trackio, tensorboard, mlflow)."""
 
+import logging
 import math
 import sys
 import tracemalloc
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 
 from lm.common.errors import UserError
+from lm.train.throughput import Throughput
 from lm.train.tracking import (
     Tracker,
     format_row,
     iterate_metrics,
+    log_step,
     read_metrics,
     step_reporter,
     write_metrics,
@@ -200,3 +203,19 @@ def test_a_large_file_is_not_held_in_memory(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert peak < path.stat().st_size / 4
     assert len(read_metrics(path)) == 300
+
+
+def test_the_line_of_a_step_fits_into_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    """80 characters with the time before it, and 100 with the metrics of an objective."""
+    fast = Throughput(0.1, 1_234_567.0, 0.384, 0.2, 0.0)
+    slow = Throughput(0.1, 0.0, None, 0.02, 0.0)
+    metrics = {"entropy": 1.234, "kl": 0.01234, "learned_reward": -1.234, "reward": 0.5123, "response_tokens": 123.4}
+    with caplog.at_level(logging.INFO):
+        log_step({"step": 12_000, "smoothed_loss": 10.6504}, 100_000, fast, {})
+        log_step({"step": 1_200, "smoothed_loss": -0.0123}, 10_000, slow, metrics)
+        log_step({"step": 12_000, "smoothed_loss": 10.6504}, 100_000, fast, {"expert_load_max": 1.234})
+    pretraining, posttraining, experts = (record.getMessage() for record in caplog.records)
+    assert pretraining == "step 12,000/100,000  loss 10.650  1.23M tokens/s  MFU 38 %  5 h left"
+    expected = "step 1,200/10,000  loss -0.012  reward 0.512  learned reward -1.23  KL 0.0123  3 min left"
+    assert posttraining == expected and "expert load 1.23" in experts
+    assert [len(pretraining) <= 70, len(posttraining) <= 90, len(experts) <= 90] == [True] * 3

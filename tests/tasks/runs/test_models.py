@@ -128,7 +128,7 @@ def test_the_result_of_a_run_is_its_last_training(
         resolved = resolve_model(name, root.root)
         assert isinstance(resolved, RunModel) and resolved.name == "20260103-000000-full-x"
         assert (resolved.model.ref, resolved.tokenizer.ref) == (refs[expected], refs[stages[0]])
-        assert resolved.public_name == resolved.name and resolved.is_post_trained == (expected != "train")
+        assert resolved.public_name == "x" and resolved.is_post_trained == (expected != "train")
     model, tokenizer = resolved.load("cpu")
     assert_same_weights(model, EXPECTED[expected])
     assert tokenizer.special_ids == (PLAIN if expected == "train" else CHAT).special_ids

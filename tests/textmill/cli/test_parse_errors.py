@@ -15,9 +15,9 @@ PARSER_WORDS = re.compile(r"<class|typing\.|Literal\[|jsonargparse|Namespace|Par
 REQUIRED = {
     "sweep": ["learning-rate"],
     "export": ["there"],
+    "compare": ["a"],
     "tokenizers": ["--text", "a.txt"],
     "evaluate": ["--task", "words"],
-    "compare": ["a", "b"],
     "teach": ["--model", "m", "--url", "http://u"],
 }
 

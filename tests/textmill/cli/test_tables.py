@@ -4,12 +4,15 @@ import json
 import shlex
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from flows.config import PipelineConfig
 from tasks.runtime.run_context import Attempt
 from tasks.runtime.stage import stage
 from tests.helpers.roots import materialize, run_context
 from textmill.cli.tables import format_summary
+
+CONFIG = {"data": {"train": ["demo:1"]}, "train": {"steps": 1}}
 
 
 @stage("train")
@@ -19,6 +22,11 @@ def train(out: Attempt, trackers: list[str]) -> None:
     for name in out.records:
         (out.directory / name).parent.mkdir(exist_ok=True)
         (out.directory / name).write_text("")
+
+
+@stage("evaluate")
+def evaluate(out: Attempt, models: dict[str, dict[str, Any]]) -> None:
+    out.figures = models
 
 
 def summary(root: Path, trackers: list[str]) -> list[str]:
@@ -37,3 +45,20 @@ def test_the_end_of_a_run_names_the_files_with_its_curves(tmp_path: Path) -> Non
     program, option, directory = shlex.split(command)
     assert (program, option) == ("tensorboard", "--logdir") and (Path(directory) / "events").is_file()
     assert not any("tensorboard" in line for line in summary(root, []))
+
+
+def test_post_training_ends_with_a_table_of_the_models(tmp_path: Path) -> None:
+    interval = {"accuracy_low": 0.25, "accuracy_high": 0.75, "response_tokens": 8.0}
+    models = {
+        "base": {"answer_loss": None, "accuracy": 0.0, "reward": 0.0} | interval,
+        "reinforce": {"answer_loss": 4.1639, "accuracy": 0.5, "reward": 0.5} | interval,
+        "sft": {"answer_loss": 1.0},
+    }
+    run = run_context(tmp_path)
+    stages = {"evaluate": {"key": materialize(evaluate, run, models).key, "state": "made", "seconds": 1.0}}
+    text = format_summary({"root": run.root, "name": "test", "stages": stages, "config": CONFIG})
+    rows = [line.split() for line in text.splitlines()]
+    assert ["base", "–", "0.0", "%", "[25.0,", "75.0]", "0.000"] in rows
+    assert ["reinforce", "4.164", "50.0", "%", "[25.0,", "75.0]", "0.500"] in rows
+    assert ["sft", "1.000", "–", "–"] in rows
+    assert "response" not in text and all(len(line) <= 80 for line in text.splitlines() if "/" not in line)

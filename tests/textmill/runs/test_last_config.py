@@ -9,6 +9,7 @@ from flows.config import PipelineConfig
 from lm.common.errors import UserError
 from lm.model.config import MoEConfig
 from tasks.runs.run_record import Recorder, make_run
+from textmill.cli import base_config
 from textmill.cli.parser import parse_command, read_config
 from textmill.runs.last_config import describe_reuse, last_config
 
@@ -33,7 +34,7 @@ def write_run(root: Path, config: PipelineConfig, name: str) -> None:
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("textmill.runs.last_config._is_terminal", lambda: True)
+    monkeypatch.setattr(base_config, "_is_terminal", lambda: True)
 
 
 def parsed(*arguments: str) -> PipelineConfig:
