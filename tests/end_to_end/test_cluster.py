@@ -154,12 +154,12 @@ def test_workers_without_the_drivers_files_make_the_same_bytes(
     }
     assert set(states.values()) <= {"Completed", "Cached"}
     messages = [line.message for line in site.server.logs(run.id)]
-    assert sum("encode-group runs" in message for message in messages) > 10, "the workers send their log"
+    assert sum("Running encode-group" in message for message in messages) > 10, "the workers send their log"
     artifacts = {artifact.key or "" for artifact in site.server.client.read_artifacts()}
     assert any(key.endswith("-encode") for key in artifacts)
     # A later run needs no worker.
     log = site.run("s3://corpus/same", *options(text), *on_dask("tcp://x:1"))
-    assert "encode is cached" in log
+    assert "encode: cached" in log
 
 
 @pytest.mark.slow

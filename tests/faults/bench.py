@@ -64,7 +64,7 @@ class Process:
         with fifo.open(encoding="utf-8", errors="replace") as output:
             for line in output:
                 self.lines.append(line.rstrip("\n"))
-                if match := re.match(r"\S+  (\w+) (?:finished in|is cached:)", line):
+                if match := re.match(r"\S+  (\w+)(?: finished in|: cached\.)", line):
                     self.finished.append(match.group(1))
                 elif match := re.search(r"^\S+  Run (\S+):|Beginning flow run '(\S+)'", line):
                     self.name = match.group(1) or match.group(2)  # with a temporary server, only Prefect names the run

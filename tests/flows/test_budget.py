@@ -56,7 +56,7 @@ def test_a_run_has_the_model_of_its_budget(text: list[str], tmp_path: Path, caps
     assert "This is the demo's model" not in captured.out
     assert main(["run", *text, "--budget", "60ktokens"]) == 0
     shown = capsys.readouterr().err
-    assert "budget: cached" in shown and "train is cached" in shown and " runs:" not in shown
+    assert "budget: cached" in shown and "train: cached" in shown and "Running" not in shown
 
 
 @pytest.mark.usefixtures("prefect_server")

@@ -50,7 +50,7 @@ def test_the_command(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixt
         out = tmp_path / f"out-{number}"
         assert main(["profile", *tiny, "--steps", str(number), "--out", str(out)]) == 0
         shown, log = capsys.readouterr()
-        assert ("encode runs" in log) == (number == 1)
+        assert ("encode finished" in log) == (number == 1)
         assert {path.name for path in out.iterdir()} == {"job.json", "profile.json", "profile.md", "trace.json.gz"}
         profile = json.loads((out / "profile.json").read_text())
         assert profile["steps"] == number and profile["processes"] == 1

@@ -272,7 +272,7 @@ def test_a_point_that_only_its_training_refuses(tmp_path: Path, caplog: pytest.L
         assert rows[2]["reason"].startswith("The training text has ")
         assert "The training text has " in str(output(tmp_path, record).page)
         assert message in caplog.text
-    assert caplog.text.count("train runs: ") == 3, "the second run tries only the refused point again"
+    assert caplog.text.count("Running train") == 3, "the second run tries only the refused point again"
 
 
 @pytest.mark.slow
