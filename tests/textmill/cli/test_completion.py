@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 
 def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
+    pytest.importorskip("shtab", reason="shtab is not installed")
     assert main(["completion", shell]) == 0
     return capsys.readouterr().out
 
@@ -57,3 +59,9 @@ def test_other_shells_have_all_commands_and_no_words_of_the_parser(
 def test_another_shell_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "tcsh"]) == 2
     assert "shell is 'tcsh'; it must be" in capsys.readouterr().err
+
+
+def test_without_shtab_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 2
+    assert "pip install 'textmill[completion]'" in capsys.readouterr().err

@@ -118,7 +118,7 @@ def test_losses_are_drawn_over_steps_tokens_and_time(root: Root, tmp_path: Path,
     assert over_tokens == [([10, 20, 30, 40], train), ([20, 40], valid)] * 2
     assert [line[0][-1] * 60 for line in over_time] == pytest.approx([400, 400, 200, 200])
     assert [axes.get_xlabel() for axes in figures[0].axes] == ["steps", "tokens", "minutes"]
-    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == ["training", "validation", "slow", "fast"]
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == ["training", "validation", SLOW, FAST]
 
 
 def test_the_command_prints_a_table_within_80_columns(
@@ -132,8 +132,8 @@ def test_the_command_prints_a_table_within_80_columns(
     printed = capsys.readouterr().out
     heads, slow, other = printed.splitlines()[1:4]
     assert heads.split() == ["run", "steps", "M", "tokens", "seconds", "train", "valid", "bits/byte"]
-    assert slow.split() == ["slow", "4", "0.00", "4,000", "1.000", "1.500", "3.000"]
-    assert other.split() == ["longlonglonglon…nglonglong", "4", "0.00", "–", "1.000", "–", "–"]
+    assert slow.split() == [SLOW, "4", "0.00", "4,000", "1.000", "1.500", "3.000"]
+    assert other.split() == ["20260103-000000…nglonglong", "4", "0.00", "–", "1.000", "–", "–"]
     assert "different data" in printed and "an earlier version" in printed and str(out / "curves.svg") in printed
     assert all(len(line) <= 80 for line in printed.splitlines() if str(tmp_path) not in line)
 
@@ -155,7 +155,9 @@ def test_the_last_stage_that_all_runs_have_is_compared(root: Root, tmp_path: Pat
         root.add(name, tokenizer, materialize(sft, root.run, seconds))
     result = compare_runs(["20260103-000000-sft-a", "20260103-000000-sft-b"], root.path, str(tmp_path))
     assert [training.output.ref.stage for training in result.trainings] == ["sft", "sft"]
-    with pytest.raises(UserError, match=r"no training stage in common.*slow ends with train, .*a ends with sft"):
+    with pytest.raises(
+        UserError, match=rf"no training stage in common.*{SLOW} ends with train, .*-sft-a ends with sft"
+    ):
         compare_runs([SLOW, "20260103-000000-sft-a"], root.path, str(tmp_path))
 
 
@@ -178,13 +180,13 @@ def test_runs_with_one_training_are_noted(root: Root, tmp_path: Path) -> None:
     root.pretrain(SLOW, 4.0)
     root.pretrain(FAST, 4.0)
     (note,) = compare_runs([SLOW, FAST], root.path, str(tmp_path)).notes
-    assert note == "slow and fast have the same training, so their curves are one."
+    assert note == f"{SLOW} and {FAST} have the same training, so their curves are one."
 
 
 def test_losses_per_token_of_different_tokenizers_are_refused(root: Root, tmp_path: Path) -> None:
     root.pretrain(SLOW, 4.0)
     root.pretrain(FAST, 2.0, tokenizer="b", has_validation=False)
-    with pytest.raises(UserError, match=r"tokenizers differ.*fast has no bits per byte"):
+    with pytest.raises(UserError, match=f"tokenizers differ.*{FAST} has no bits per byte"):
         compare_runs([SLOW, FAST], root.path, str(tmp_path))
 
 
