@@ -166,12 +166,13 @@ app.serve(model, "127.0.0.1", 0, "cpu", max_batch_size=2)
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout and process.stderr
-    url = process.stdout.readline().split()[3].removesuffix("/v1")
+    url = re.search(r"(http://\S+)/v1", process.stdout.readline())
+    assert url
     answers: list[Any] = []
 
     def ask(is_streamed: bool) -> None:
         body = {"prompt": "a", "stream": is_streamed}
-        answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=CLIENT_TIMEOUT_SECONDS))
+        answers.append(httpx.post(f"{url[1]}/v1/completions", json=body, timeout=CLIENT_TIMEOUT_SECONDS))
 
     threads = [threading.Thread(target=ask, args=(is_streamed,)) for is_streamed in (False, True)]
     for thread in threads:
