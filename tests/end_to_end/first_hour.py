@@ -98,7 +98,7 @@ def _request(terminal: Terminal) -> None:
 
 
 def _format_page(scenes: list[Scene]) -> str:
-    """Return the hour as a page of the documentation. Digests in paths are cut."""
+    """Return the hour as a page of the documentation. Paths begin in the working directory; digests in them are cut."""
     introduction = (
         "What a terminal of 80 columns shows in a first hour with textmill. Some options make the trainings so short\n"
         "that the models learn little. Without them, `textmill run` takes a minute or two, and its stories\n"
@@ -107,7 +107,7 @@ def _format_page(scenes: list[Scene]) -> str:
     parts = ["# The first hour", introduction]
     for scene in scenes:
         text = "\n".join([f"$ {scene.command}", *scene.lines]).strip()
-        shown = re.sub("([0-9a-f]{8})[0-9a-f]{56}", r"\1…", text)
+        shown = re.sub("([0-9a-f]{8})[0-9a-f]{56}", r"\1…", re.sub(r"/\S+/work/", "", text))
         parts.append(f"{scene.remark}\n\n```text\n{shown}\n```")
     return "\n\n".join(parts) + "\n"
 
