@@ -2,11 +2,9 @@
 
 import json
 import shlex
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flows.config import PipelineConfig
 from tasks.runtime.run_context import Attempt
 from tasks.runtime.stage import stage
 from tests.helpers.roots import materialize, run_context
@@ -32,16 +30,15 @@ def evaluate(out: Attempt, models: dict[str, dict[str, Any]]) -> None:
 def summary(root: Path, trackers: list[str]) -> list[str]:
     run = run_context(root)
     stages = {"train": {"key": materialize(train, run, trackers).key, "state": "made", "seconds": 1.0}}
-    record = {"root": run.root, "name": "test", "stages": stages, "config": asdict(PipelineConfig())}
-    return format_summary(record).splitlines()
+    return format_summary({"root": run.root, "name": "test", "stages": stages, "config": CONFIG}).splitlines()
 
 
 def test_the_end_of_a_run_names_the_files_with_its_curves(tmp_path: Path) -> None:
     root = tmp_path / "my root"
     lines = summary(root, ["tensorboard"])
-    (metrics,) = (line.split(maxsplit=1)[1] for line in lines if line.startswith("metrics "))
+    (metrics,) = (line.split(maxsplit=1)[1] for line in lines if line.startswith("  metrics "))
     assert Path(metrics).name == "metrics.jsonl" and Path(metrics).is_file()
-    (command,) = (line.split(maxsplit=1)[1] for line in lines if line.startswith("curves "))
+    (command,) = (line.split(maxsplit=1)[1] for line in lines if line.startswith("  curves "))
     program, option, directory = shlex.split(command)
     assert (program, option) == ("tensorboard", "--logdir") and (Path(directory) / "events").is_file()
     assert not any("tensorboard" in line for line in summary(root, []))
