@@ -1,3 +1,4 @@
+from .losses.advantages import compute_gae as compute_gae
 from .losses.advantages import compute_group_normalized_rewards as compute_group_normalized_rewards
 from .losses.advantages import compute_rollout_rewards as compute_rollout_rewards
 from .losses.dpo import compute_dpo_loss as compute_dpo_loss
@@ -10,7 +11,6 @@ from .losses.log_probs import masked_normalize as masked_normalize
 from .losses.policy_gradient import aggregate_loss_across_microbatch as aggregate_loss_across_microbatch
 from .losses.policy_gradient import compute_policy_gradient_loss as compute_policy_gradient_loss
 from .losses.policy_gradient import estimate_kl as estimate_kl
-from .losses.ppo import compute_gae as compute_gae
 from .losses.ppo import ppo_value_loss as ppo_value_loss
 from .losses.reward_model import bradley_terry_loss as bradley_terry_loss
 from .losses.sft import sft_microbatch_train_step as sft_microbatch_train_step

@@ -1,7 +1,9 @@
-"""Rewards of rollouts, and advantages within groups of rollouts to one prompt (CS336 assignment 5, section 7.2).
+"""Rewards of rollouts, and advantages: within groups of rollouts to one prompt (CS336 assignment 5, section 7.2), and
+generalized advantage estimation (GAE) from values.
 
 Sources: Shao et al. 2024 (GRPO); Liu et al. 2025 (Dr. GRPO, without the division by the standard deviation); Tajwar et
-al. 2026 (MaxRL, division by the mean).
+al. 2026 (MaxRL, division by the mean); Schulman et al. 2016 (GAE); Huang et al. 2022 (whitening). Dimensions: B
+responses of a batch, T tokens of each, padded on the right.
 """
 
 import logging
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from lm.common.errors import UserError
 from lm.eval.rewards import REWARD_KEYS, RewardFunction
+from lm.posttrain.losses.log_probs import mask_out
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +116,37 @@ def compute_group_normalized_rewards(
     }
     dtype = raw_rewards.dtype if raw_rewards.is_floating_point() else torch.float32
     return advantages.flatten().to(dtype), metadata
+
+
+def compute_gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Return generalized advantages and the returns that values should predict, (B, T) each, 0 where masked.
+
+    ``rewards`` of the tokens and ``values`` of the states before them (B, T); ``mask`` (B, T), with padding on the
+    right. With r the rewards, V the values and δ_t = r_t + gamma · V_{t+1} − V_t, the advantage is
+    A_t = δ_t + gamma · lam · A_{t+1}, and the return A_t + V_t. A response ends at its last token: V is 0 there after.
+    """
+    rewards, values = mask_out(rewards, mask), mask_out(values, mask)
+    advantages_BT = torch.zeros_like(values)
+    next_value_B = next_advantage_B = torch.zeros_like(values[:, 0])
+    for t in reversed(range(values.shape[1])):
+        delta_B = rewards[:, t] + gamma * next_value_B - values[:, t]
+        next_value_B, next_advantage_B = values[:, t], delta_B + gamma * lam * next_advantage_B
+        advantages_BT[:, t] = next_advantage_B
+    advantages_BT = mask_out(advantages_BT, mask)
+    return advantages_BT, advantages_BT + values
+
+
+def whiten(tensor: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
+    """Return ``tensor`` with mean 0 and variance 1 over its unmasked elements, 0 where masked. Both have one shape.
+
+    Elements that are all equal become 0.
+    """
+    used = mask.bool()
+    count = used.sum().clamp(min=1)
+    centered = mask_out(tensor - mask_out(tensor, mask).sum() / count, mask)
+    return centered * (centered.square().sum() / count + eps).rsqrt()
 
 
 def check_option(name: str, value: str, known: Sequence[str]) -> None:

@@ -20,9 +20,10 @@ from lm.eval.reward_worker import RewardWorker
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import PPOConfig
 from lm.posttrain.job import ObjectiveInputs, PosttrainJob
+from lm.posttrain.losses.advantages import compute_gae, whiten
 from lm.posttrain.losses.log_probs import masked_normalize, score_labels
 from lm.posttrain.losses.policy_gradient import compute_policy_gradient_loss, estimate_kl
-from lm.posttrain.losses.ppo import compute_gae, compute_token_rewards, ppo_value_loss, whiten
+from lm.posttrain.losses.ppo import compute_token_rewards, ppo_value_loss
 from lm.posttrain.losses.reward_model import score_dialogs
 from lm.posttrain.objectives.generation import Rollout
 from lm.posttrain.objectives.rollouts import PromptSource, RolloutObjective, RolloutRow

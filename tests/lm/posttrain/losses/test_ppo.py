@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.posttrain.losses.ppo import compute_gae, compute_token_rewards, ppo_value_loss, whiten
+from lm.posttrain.losses.advantages import compute_gae, whiten
+from lm.posttrain.losses.ppo import compute_token_rewards, ppo_value_loss
 
 NAN = math.nan
 NUMBERS = st.floats(-10, 10)
