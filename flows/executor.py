@@ -109,6 +109,7 @@ class PrefectExecutor(Executor):
         self.recorder, self.artifacts = Recorder(run, config, until, refresh), ArtifactPublisher(run.label)
         self._resources = ExitStack()
         self._task_runs: dict[Ref, State[Any]] = {}  # of this run, by their outputs
+        self._explained: set[str] = set()  # stages whose reason to run was logged: for training text, before validation
 
     def __enter__(self) -> "PrefectExecutor":
         return self
@@ -186,7 +187,8 @@ class PrefectExecutor(Executor):
         missing = [index for index, (_, is_cached) in enumerate(looked_up) if not is_cached]
         if missing:
             share = f"{len(missing)} of " if len(missing) < len(items) else ""
-            reason = stage.explain(self.run, calls[missing[0]])
+            reason = "" if stage.name in self._explained else stage.explain(self.run, calls[missing[0]])
+            self._explained.add(stage.name)
             log.info("%s: processing %s%s%s.", title, share, count_groups(len(items)), reason)
             self._make(stage, title, calls, outputs, missing)
             self.run.made.update(outputs[index] for index in missing)  # workers have their own copy of the run
