@@ -216,8 +216,9 @@ def test_a_lost_scheduler_is_named_and_the_same_command_goes_on(site: Site, text
 
 def test_a_cancelled_run_stops_its_workers(site: Site, cluster: DaskCluster, text: str) -> None:
     root = "s3://corpus/cancelled"
-    process = site.start(root, *options(text, 2_000_000, SLOW_PATTERN), *on_dask(cluster.address))
     with cluster.client() as client:
+        wait_for(lambda: not client.call_stack(), 100, "end of the work of earlier tests")
+        process = site.start(root, *options(text, 2_000_000, SLOW_PATTERN), *on_dask(cluster.address))
         wait_for(client.call_stack, 100, "work of a worker")
         time.sleep(1)
         process.send_signal(signal.SIGINT)
