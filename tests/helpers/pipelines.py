@@ -2,9 +2,11 @@
 
 from pathlib import Path
 from typing import Any, get_args
+from uuid import UUID
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
+from prefect.client.schemas.objects import TaskRun
 
 from flows.config import PipelineConfig, StageName
 from flows.pipeline import pipeline
@@ -17,6 +19,7 @@ from lm.train.config import TrainConfig
 from tasks.runtime.execution import Execution
 from tasks.runtime.output import Output, Ref, read_output
 from tasks.runtime.run_context import RunContext
+from tests.helpers.limits import wait_for
 
 STAGES = [stage for stage in get_args(StageName) if stage != "budget"]  # of a run without a budget
 
@@ -64,9 +67,17 @@ class Runner:
     def inputs(self) -> dict[str, set[str]]:
         """Return the stages whose task runs are inputs of the task runs of each stage in the last run, for Prefect."""
         of_run = FlowRunFilter(name=FlowRunFilterName(any_=[self.record["name"]]))
-        with get_client(sync_client=True) as client:
+        made = {name for name, stage in self.record["stages"].items() if stage["state"] == "made"}
+
+        def read_stages() -> tuple[list[TaskRun], dict[UUID, str]] | None:
             task_runs = client.read_task_runs(flow_run_filter=of_run)
-        stages = {task_run.id: task_run.name.partition(" ")[0] for task_run in task_runs}
+            stages = {task_run.id: task_run.name.partition(" ")[0] for task_run in task_runs}
+            inputs: list[Any] = [item for task_run in task_runs for item in task_run.task_inputs.get("wait_for", [])]
+            is_complete = made <= set(stages.values()) and all(item.id in stages for item in inputs)
+            return (task_runs, stages) if is_complete else None
+
+        with get_client(sync_client=True) as client:  # the server writes task runs down after it got their events
+            task_runs, stages = wait_for(read_stages, 60, "the record of all task runs")
         parents: dict[str, set[str]] = {stage: set() for stage in stages.values()}
         for task_run in task_runs:
             names = {name for name, found in task_run.task_inputs.items() if found}
