@@ -1,6 +1,9 @@
 from .config import RulesConfig as RulesConfig
 from .document_batch import DocumentBatch as DocumentBatch
 from .document_batch import pack_documents as pack_documents
+from .masks import mask_emails as mask_emails
+from .masks import mask_ips as mask_ips
+from .masks import mask_phone_numbers as mask_phone_numbers
 from .rules import RULES as RULES
 from .rules import compute_figures as compute_figures
 from .rules import first_failed_rule as first_failed_rule
