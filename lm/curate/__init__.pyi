@@ -1,6 +1,7 @@
 from .config import RulesConfig as RulesConfig
 from .document_batch import DocumentBatch as DocumentBatch
 from .document_batch import pack_documents as pack_documents
+from .language import identify_language as identify_language
 from .masks import mask_emails as mask_emails
 from .masks import mask_ips as mask_ips
 from .masks import mask_phone_numbers as mask_phone_numbers
