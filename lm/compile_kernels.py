@@ -17,6 +17,8 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 
+from lm.curate.masks import mask_emails
+from lm.curate.rules import gopher_quality_filter
 from lm.inference.runners.runner import compile_kernels
 from lm.kernels.disk_cache import CACHE_DIR, IS_CACHE_WRITABLE, pipeline_marker
 from lm.kernels.jit import KERNELS
@@ -63,6 +65,9 @@ def run_groups(pattern: str = "gpt2", id_bits: int | None = None) -> Iterator[st
         pipeline_marker(pattern, id_bits).touch()
     yield "decode step, float32"
     if id_bits is None:
+        gopher_quality_filter("")
+        mask_emails("")
+        yield "curation"
         compile_kernels(torch.bfloat16)
         yield "decode step, bfloat16"
         compile_kernels(torch.float32, "int8")
