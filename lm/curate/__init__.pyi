@@ -1,2 +1,17 @@
 from .document_batch import DocumentBatch as DocumentBatch
 from .document_batch import pack_documents as pack_documents
+from .document_batch import pack_utf8 as pack_utf8
+from .document_files import DocumentFiles as DocumentFiles
+from .duplicate_documents import deduplicate_documents as deduplicate_documents
+from .duplicate_documents import digest_documents_to_runs as digest_documents_to_runs
+from .duplicate_documents import find_equal_documents as find_equal_documents
+from .duplicate_lines import deduplicate_lines as deduplicate_lines
+from .duplicate_lines import digest_lines_to_runs as digest_lines_to_runs
+from .duplicate_lines import drop_repeated_lines as drop_repeated_lines
+from .duplicate_lines import find_repeated_lines as find_repeated_lines
+from .minhash import MinHash as MinHash
+from .minhash import jaccard_similarity as jaccard_similarity
+from .near_duplicates import NearDuplicates as NearDuplicates
+from .near_duplicates import find_near_duplicates as find_near_duplicates
+from .near_duplicates import sign_documents_to_runs as sign_documents_to_runs
+from .normalized_words import normalize_words as normalize_words
