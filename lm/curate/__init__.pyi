@@ -1,3 +1,6 @@
+from .decontaminate import ProtectedTexts as ProtectedTexts
+from .decontaminate import cut_spans as cut_spans
+from .decontaminate import task_texts as task_texts
 from .document_batch import DocumentBatch as DocumentBatch
 from .document_batch import pack_documents as pack_documents
 from .document_batch import pack_utf8 as pack_utf8

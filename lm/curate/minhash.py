@@ -87,15 +87,24 @@ def _mix(numbers: UInt64s) -> UInt64s:
     return numbers ^ (numbers >> np.uint64(31))
 
 
+def hash_ngrams(batch: DocumentBatch, ngrams: int, has_short: bool) -> tuple[UInt64s, Int64s]:
+    """Return the hashes of all runs of n words of D documents, uint64, and where those of each end: int64 (D + 1,).
+
+    ``has_short``: a document of fewer words has one run, else none.
+    """
+    sizes = np.diff(batch.offsets)
+    hashes: UInt64s = np.empty(int(sizes.sum()) // 2 + len(sizes), np.uint64)
+    ends: Int64s = np.zeros(len(sizes) + 1, np.int64)
+    list_shingles(*batch, character_tables(), make_word_block(), ngrams, has_short, hashes, ends[1:])
+    return hashes[: ends[-1]], ends
+
+
 def shingle_sets(batch: DocumentBatch, ngrams: int) -> tuple[UInt64s, Int64s]:
     """Return the sets of shingles of D documents: their sorted hashes, uint64, and where each set ends: int64 (D + 1,).
 
     Two different shingles have one hash with probability 2^-64.
     """
-    sizes = np.diff(batch.offsets)
-    shingles: UInt64s = np.empty(int(sizes.sum()) // 2 + len(sizes), np.uint64)
-    ends: Int64s = np.zeros(len(sizes) + 1, np.int64)
-    list_shingles(*batch, character_tables(), make_word_block(), ngrams, shingles, ends[1:])
+    shingles, ends = hash_ngrams(batch, ngrams, has_short=True)
     sets = [np.unique(shingles[begin:end]) for begin, end in zip(ends, ends[1:], strict=False)]
     np.cumsum([len(elements) for elements in sets], out=ends[1:])
     return np.concatenate([*sets, np.empty(0, np.uint64)]), ends

@@ -73,12 +73,14 @@ def list_shingles(
     tables: CharacterTables,
     block: WordBlock,
     n: int,
+    has_short: bool,
     shingles: UInt64s,
     ends: Int64s,
 ) -> None:
     """Write the hashes of all shingles of each document, one document after the other, and where each one ends.
 
-    ``shingles`` needs an element for every two bytes of a document and one more; ``ends`` is (D,).
+    ``has_short``: a document of fewer than ``n`` words has one shingle, else none. ``shingles`` needs an element for
+    every two bytes of a document and one more; ``ends`` is (D,).
     """
     power, total = multiplier_power(n), np.int64(0)
     for document in range(len(offsets) - 1):
@@ -86,7 +88,7 @@ def list_shingles(
         kept, is_first = np.int64(0), True
         while is_first or position < end:
             count, position = next_words(data, position, end, tables, block, kept)
-            num_runs = hash_shingles(block, count, n, power, is_first and position >= end)
+            num_runs = hash_shingles(block, count, n, power, has_short and is_first and position >= end)
             for i in range(num_runs):
                 write(shingles, total + i, read(block.runs, i))
             total += num_runs

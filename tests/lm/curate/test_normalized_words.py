@@ -1,15 +1,14 @@
 import sys
 import unicodedata
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.curate import pack_documents
-from lm.curate.normalized_words import character_tables, normalize_words, words_identity
-from lm.kernels.curation.signatures import list_shingles
-from lm.kernels.curation.word_hashes import BLOCK_WORDS, make_word_block
+from lm.curate import pack_documents, pack_utf8
+from lm.curate.minhash import hash_ngrams
+from lm.curate.normalized_words import normalize_words, words_identity
+from lm.kernels.curation.word_hashes import BLOCK_WORDS
 from tests.helpers.kernels import PIECES
 from tests.helpers.shingles import hash_word
 
@@ -35,10 +34,7 @@ texts = st.lists(st.sampled_from([*PIECES, *HARD, *WORDS, " ", "\n"]) | st.text(
 
 def word_hashes(texts: list[str]) -> list[list[int]]:
     """Return the hashes of the words of each text, by the kernel: runs of one word."""
-    batch = pack_documents(texts)
-    hashes = np.zeros(len(batch.data) + len(texts), np.uint64)
-    ends = np.zeros(len(texts) + 1, np.int64)
-    list_shingles(*batch, character_tables(), make_word_block(), 1, hashes, ends[1:])
+    hashes, ends = hash_ngrams(pack_documents(texts), 1, has_short=True)
     return [hashes[begin:end].tolist() for begin, end in zip(ends, ends[1:], strict=False)]
 
 
@@ -98,10 +94,8 @@ def test_long_words_and_documents_of_many_blocks() -> None:
 
 
 def test_bytes_that_are_not_utf8_do_not_stop_the_kernel() -> None:
-    data = np.frombuffer(b"ab \xff\xc3 \xe2\x82" + bytes(64), np.uint8)
-    hashes, ends = np.zeros(20, np.uint64), np.zeros(1, np.int64)
-    list_shingles(data, np.array([0, 8]), character_tables(), make_word_block(), 1, hashes, ends)
-    assert ends.tolist() == [3] and hashes[0] == hash_word("ab")
+    hashes, ends = hash_ngrams(pack_utf8([b"ab \xff\xc3 \xe2\x82"]), 1, has_short=True)
+    assert ends.tolist() == [0, 3] and hashes[0] == hash_word("ab")
 
 
 def test_the_identity_is_a_digest() -> None:
