@@ -105,9 +105,13 @@ def shingle_sets(batch: DocumentBatch, ngrams: int) -> tuple[UInt64s, Int64s]:
     Two different shingles have one hash with probability 2^-64.
     """
     shingles, ends = hash_ngrams(batch, ngrams, has_short=True)
-    sets = [np.unique(shingles[begin:end]) for begin, end in zip(ends, ends[1:], strict=False)]
-    np.cumsum([len(elements) for elements in sets], out=ends[1:])
-    return np.concatenate([*sets, np.empty(0, np.uint64)]), ends
+    for begin, end in zip(ends.tolist(), ends[1:].tolist(), strict=False):
+        shingles[begin:end].sort()
+    is_first = np.ones(len(shingles) + 1, np.bool_)
+    np.not_equal(shingles[1:], shingles[:-1], out=is_first[1:-1])
+    is_first[ends] = True
+    is_first = is_first[:-1]
+    return shingles[is_first], np.concatenate([[0], np.cumsum(is_first)])[ends]
 
 
 def jaccard_similarity(first: str, second: str, ngrams: int = 5) -> float:

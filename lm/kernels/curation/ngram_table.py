@@ -55,7 +55,7 @@ def find_ngrams(
     n: int,
     table: NgramTable,
     spans: Int64s,
-) -> int:
+) -> Int:
     """Find what D documents share with the texts of the table; return the number of spans.
 
     Row i of ``spans`` (S, 4) becomes: document; begin and end of the shared words in ``data``; number of the text that

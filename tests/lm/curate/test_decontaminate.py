@@ -35,21 +35,21 @@ def plain_words(text: str) -> list[tuple[str, int, int]]:
 def plain_spans(text: str, protected: list[list[str]], n: int) -> list[tuple[int, int, int]]:
     """Return (begin, end, source) of what a text shares with the texts of each source, in characters."""
     sources: dict[tuple[str, ...], int] = {}
-    for number, source in enumerate(protected):
-        for other in source:
-            words = normalize_words(other).split()
-            for i in range(len(words) - n + 1):
-                sources.setdefault(tuple(words[i : i + n]), number)
+    for number, texts in enumerate(protected):
+        for other in texts:
+            others = normalize_words(other).split()
+            for i in range(len(others) - n + 1):
+                sources.setdefault(tuple(others[i : i + n]), number)
     spans: list[tuple[int, int, int]] = []
     words = plain_words(text)
     for i in range(len(words) - n + 1):
-        number = sources.get(tuple(word for word, _, _ in words[i : i + n]))
-        if number is None:
+        ngram = tuple(word for word, _, _ in words[i : i + n])
+        if ngram not in sources:
             continue
-        begin, end = words[i][1], words[i + n - 1][2]
+        begin, end, source = words[i][1], words[i + n - 1][2], sources[ngram]
         if spans and begin <= spans[-1][1]:
-            begin, _, number = spans.pop()
-        spans.append((begin, end, number))
+            begin, _, source = spans.pop()
+        spans.append((begin, end, source))
     return spans
 
 
