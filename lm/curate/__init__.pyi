@@ -1,3 +1,4 @@
+from .config import RulesConfig as RulesConfig
 from .decontaminate import ProtectedTexts as ProtectedTexts
 from .decontaminate import cut_spans as cut_spans
 from .decontaminate import task_texts as task_texts
@@ -12,9 +13,16 @@ from .duplicate_lines import deduplicate_lines as deduplicate_lines
 from .duplicate_lines import digest_lines_to_runs as digest_lines_to_runs
 from .duplicate_lines import drop_repeated_lines as drop_repeated_lines
 from .duplicate_lines import find_repeated_lines as find_repeated_lines
+from .masks import mask_emails as mask_emails
+from .masks import mask_ips as mask_ips
+from .masks import mask_phone_numbers as mask_phone_numbers
 from .minhash import MinHash as MinHash
 from .minhash import jaccard_similarity as jaccard_similarity
 from .near_duplicates import NearDuplicates as NearDuplicates
 from .near_duplicates import find_near_duplicates as find_near_duplicates
 from .near_duplicates import sign_documents_to_runs as sign_documents_to_runs
 from .normalized_words import normalize_words as normalize_words
+from .rules import RULES as RULES
+from .rules import compute_figures as compute_figures
+from .rules import first_failed_rule as first_failed_rule
+from .rules import gopher_quality_filter as gopher_quality_filter

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lm.common.errors import UserError
-from lm.curate.document_batch import PADDING_BYTES, DocumentBatch, pack_documents
+from lm.curate.document_batch import DocumentBatch, pack_documents, pad_documents
 from lm.curate.minhash import hash_ngrams
 from lm.curate.normalized_words import character_tables
 from lm.eval.problems import Task
@@ -102,8 +102,7 @@ def cut_spans(batch: DocumentBatch, contamination: Contamination) -> DocumentBat
     is_kept = np.cumsum(changes, dtype=np.int8)[:-1] == 0
     kept = np.concatenate([[0], np.cumsum(is_kept)])
     data = batch.data[batch.offsets[0] : batch.offsets[-1]][is_kept]
-    padding = np.zeros(PADDING_BYTES, np.uint8)
-    return DocumentBatch(np.concatenate([data, padding]), kept[batch.offsets - batch.offsets[0]])
+    return pad_documents(data, kept[batch.offsets - batch.offsets[0]])
 
 
 def task_texts(task: Task) -> Iterator[str]:

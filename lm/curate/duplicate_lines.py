@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lm.common.errors import StorageError, translate_write_errors
-from lm.curate.document_batch import PADDING_BYTES, DocumentBatch, pack_utf8
+from lm.curate.document_batch import DocumentBatch, pack_utf8, pad_documents
 from lm.curate.document_files import Paths, output_paths
 from lm.curate.sorted_runs import Keys, merge_runs, open_runs, write_runs
 from lm.kernels.curation.digests import digest_spans, split_lines
@@ -96,8 +96,7 @@ def drop_lines(batch: DocumentBatch, lines: Lines, is_dropped: npt.NDArray[np.bo
     sizes = np.diff(lines.next_begins, prepend=first)  # the lines with their line feeds are all of the text
     data = batch.data[first:last][np.repeat(~is_dropped, sizes)]
     kept = np.concatenate([[0], np.cumsum(np.where(is_dropped, 0, sizes))])
-    padding = np.zeros(PADDING_BYTES, np.uint8)
-    return DocumentBatch(np.concatenate([data, padding]), kept[np.concatenate([[0], lines.document_ends])])
+    return pad_documents(data, kept[np.concatenate([[0], lines.document_ends])])
 
 
 def drop_repeated_lines(batches: Iterable[DocumentBatch], repeated: Bytes, unit: Unit) -> Iterator[DocumentBatch]:

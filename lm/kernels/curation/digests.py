@@ -6,8 +6,9 @@ plain form is in the tests: Python's integers.
 
 import numpy as np
 
-from lm.kernels.jit import ALL_BITS, Bytes, Int, Int64s, UInt64s, Word, helper, inlined, kernel
-from lm.kernels.simd import first_bit, fold_product, in_range, load64, read, write
+from lm.kernels.curation.line_ends import find_line_end
+from lm.kernels.jit import ALL_BITS, Bytes, Int, Int64s, UInt64s, Word, inlined, kernel
+from lm.kernels.simd import fold_product, load64, read, write
 
 HIGH_SEED, HIGH_MULTIPLIER = 0x9E3779B97F4A7C15, 0xE7037ED1A0B428DB
 LOW_SEED, LOW_MULTIPLIER = 0xBF58476D1CE4E5B9, 0x8EBC6AF09C88C6E3
@@ -55,17 +56,6 @@ def _is_space(data: Bytes, position: Int) -> bool:
     return byte == 0x20 or 0x09 <= byte <= 0x0D
 
 
-@helper
-def _next_line_feed(data: Bytes, position: Int, end: Int) -> Int:
-    """Return the position of the first line feed from ``position`` on, or ``end``."""
-    while position < end:
-        found = in_range(data, position, 0, _LINE_FEED, _LINE_FEED)
-        if found:
-            return min(position + first_bit(found), end)
-        position += 64
-    return end
-
-
 @kernel
 def split_lines(data: Bytes, offsets: Int64s, is_paragraph: bool, lines: Int64s, document_ends: Int64s) -> Int:
     """Find the lines or paragraphs of D documents; return their number L.
@@ -83,9 +73,9 @@ def split_lines(data: Bytes, offsets: Int64s, is_paragraph: bool, lines: Int64s,
             if is_paragraph:
                 while begin < end and read(data, begin) == _LINE_FEED:
                     begin += 1
-            stop = _next_line_feed(data, begin, end)
+            stop = find_line_end(data, begin, end)
             while is_paragraph and stop + 1 < end and read(data, stop + 1) != _LINE_FEED:
-                stop = _next_line_feed(data, stop + 1, end)
+                stop = find_line_end(data, stop + 1, end)
             position = min(stop + 1, end)
             if is_paragraph:
                 while position < end and read(data, position) == _LINE_FEED:
