@@ -140,7 +140,8 @@ def _read_schedule(cron: str, timezone: str) -> "CronSchedule":
 
 
 def create_deployments(api_url: str, deployments: Sequence[Deployment]) -> None:
-    """Create deployments and their work pools on Prefect's server. One of the same flow and name is replaced.
+    """Create deployments, their work pools and the automations for killed runs on Prefect's server. A deployment of the
+    same flow and name is replaced.
 
     Runs in the pool of ``textmill up`` start in the working directory of this process, as relative paths of theirs
     expect. Raises UserError if the server cannot be reached or refuses.
@@ -148,7 +149,10 @@ def create_deployments(api_url: str, deployments: Sequence[Deployment]) -> None:
     from prefect.client.schemas.actions import DeploymentScheduleCreate
     from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
 
+    from flows.prefect_support.recovery import create_recovery_automations
+
     with _connect(api_url) as client:
+        create_recovery_automations()
         for pool in {deployment.pool for deployment in deployments}:
             _create_pool(client, pool)
         for deployment in deployments:
