@@ -32,6 +32,8 @@ class FlowConfig:
     """Names of the flow's stages in their order."""
     PRESETS: ClassVar[Path]
     """Directory of the flow's presets."""
+    PRESET_TEXTS: ClassVar[dict[str, str]] = {}
+    """What each preset is for and costs, in a few words."""
 
     @classmethod
     def preset_names(cls) -> list[str]:
@@ -110,6 +112,13 @@ class PipelineConfig(FlowConfig):
 
     STAGES = get_args(StageName)
     PRESETS = Path(__file__).parent / "presets"
+    PRESET_TEXTS = {  # noqa: RUF012 # dataclasses take an annotation for a field
+        "demo": "generated stories, two minutes on two CPU cores",
+        "stories-cpu": "22 MB of TinyStories, an hour on two CPU cores",
+        "stories-fast": "the same model with the recipe that needs the fewest tokens, half an hour",
+        "tinystories": "TinyStories with the model and token budget of CS336 assignment 1, on a GPU",
+        "owt": "the OpenWebText sample of CS336 assignment 1, on a GPU",
+    }
 
     name: str = "demo"
     """Name of the run, for --model and textmill runs. It has no effect on results. Default: two words at random."""

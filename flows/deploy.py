@@ -33,13 +33,6 @@ _STAGES = {
     "train": f"Train the model again, from step 0. {_CACHED}",
     "sample": f"Sample text from the trained model again. {_CACHED}",
 }
-_PRESETS = {
-    "stories-cpu": "All stages on 22 MB of TinyStories, about an hour on two CPU cores.",
-    "stories-fast": "The same model with the training recipe that needs the fewest tokens, about half an hour on two "
-    "CPU cores.",
-    "tinystories": "All stages on TinyStories with the model and token budget of CS336 assignment 1. Needs a GPU.",
-    "owt": "All stages on the OpenWebText sample of CS336 assignment 1. Needs a GPU.",
-}
 _CRON_FIELDS = "five fields, minute, hour, day, month and weekday, such as '0 3 * * *' for 3:00 every day"
 
 
@@ -79,8 +72,9 @@ def shipped_deployments() -> list[Deployment]:
         Deployment("full", text, full),
         *(Deployment(name, text, stage, {"until": name, "refresh": [name]}) for name, text in _STAGES.items()),
         *(
-            Deployment(name, text, preset, {"config": asdict(PipelineConfig.load_preset(name))})
-            for name, text in _PRESETS.items()
+            Deployment(name, f"All stages: {purpose}.", preset, {"config": asdict(PipelineConfig.load_preset(name))})
+            for name, purpose in PipelineConfig.PRESET_TEXTS.items()
+            if name != "demo"  # pipeline/full
         ),
         Deployment("full", dialogs, full, flow="posttrain"),
         Deployment(
@@ -140,7 +134,8 @@ def _read_schedule(cron: str, timezone: str) -> "CronSchedule":
 
 
 def create_deployments(api_url: str, deployments: Sequence[Deployment]) -> None:
-    """Create deployments and their work pools on Prefect's server. One of the same flow and name is replaced.
+    """Create deployments, their work pools and the automations for killed runs on Prefect's server. A deployment of the
+    same flow and name is replaced.
 
     Runs in the pool of ``textmill up`` start in the working directory of this process, as relative paths of theirs
     expect. Raises UserError if the server cannot be reached or refuses.
@@ -148,7 +143,10 @@ def create_deployments(api_url: str, deployments: Sequence[Deployment]) -> None:
     from prefect.client.schemas.actions import DeploymentScheduleCreate
     from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
 
+    from flows.prefect_support.recovery import create_recovery_automations
+
     with _connect(api_url) as client:
+        create_recovery_automations()
         for pool in {deployment.pool for deployment in deployments}:
             _create_pool(client, pool)
         for deployment in deployments:

@@ -15,7 +15,7 @@ from uuid import UUID
 
 from prefect import Task
 from prefect.cache_policies import NO_CACHE
-from prefect.client.schemas.objects import State, StateDetails
+from prefect.client.schemas.objects import State, StateDetails, TaskRun
 from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
@@ -27,14 +27,11 @@ from prefect.utilities.collections import visit_collection
 from flows.clusters import Runner, open_runner
 from flows.plan import Executor, Stages, UntilReached, count_groups
 from flows.prefect_support.deployments import run_deployment_to_end
-from flows.prefect_support.liveness import (
-    hold_liveness_lock,
-    mark_cancelled_after_ctrl_c,
-    mark_task_runs_crashed,
-)
+from flows.prefect_support.final_states import mark_cancelled_after_ctrl_c, mark_task_runs_crashed, note_start
 from flows.prefect_support.logging import ArtifactPublisher, name_run, send_logs_to_prefect, tag_run
+from flows.prefect_support.recovery import create_recovery_automations
 from flows.prefect_support.signals import find_interrupt, reinstall_sigterm_handler
-from lm.common.errors import MachineError, Stopped, UserError
+from lm.common.errors import MachineError, Stopped, TransientError, UserError
 from lm.files.remote_copies import remove_old_copies
 from tasks.runs.run_record import Recorder, make_run
 from tasks.runs.run_report import figures_line, page_of
@@ -47,6 +44,9 @@ from tasks.train import train
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+
+RETRY_DELAYS: list[float] = [2, 4, 8]
+"""Seconds before each retry of a task. A thread that waits cannot be stopped."""
 
 FLOW_OPTIONS: dict[str, Any] = {
     "flow_run_name": name_run,
@@ -62,10 +62,12 @@ def run_stages(stages: Stages, config: Any, root: str, until: str | None, refres
     config.check_stages(until, refresh)
     reinstall_sigterm_handler()
     send_logs_to_prefect()
-    hold_liveness_lock(flow_run.id, flow_run.run_count)
+    note_start(flow_run.id, flow_run.run_count)
     tag_run("textmill", config.name, until or "full")
-    if get_current_settings().api.url:  # without it, Prefect's server and its UI end with the run
+    if get_current_settings().api.url:
         log.info("Run %s: %s", flow_run.name, flow_run.ui_url)
+    else:  # Prefect's server and its UI end with the run; a later one marks it as crashed if it is killed
+        create_recovery_automations()
 
     run = make_run(config, root, flow_run.name, refresh)
     run.store.remove_old_uploads()
@@ -124,7 +126,7 @@ class PrefectExecutor(Executor):
 
     def find_inputs(self, function: Callable[..., T]) -> T:
         """Return what the first stages need, as the result of a task."""
-        return super().find_inputs(make_task(function, "find-sources", "find sources"))
+        return super().find_inputs(make_task(function, "find-sources", "find sources", retries=0))  # it retries itself
 
     def call(self, stage: Stage, *arguments: Any, title: str = "") -> Ref:
         """Run a stage in this process, or return its cached output. Raise the stage's exception if it fails.
@@ -267,12 +269,30 @@ class PrefectExecutor(Executor):
 
 
 @functools.cache
-def make_task(function: Callable[..., Any], name: str, run_name: str = "") -> Any:
+def make_task(function: Callable[..., Any], name: str, run_name: str = "", retries: int = len(RETRY_DELAYS)) -> Any:
     """Return the Prefect task of a function. Prefect keeps no result: whether an output is cached decides its manifest.
 
     ``run_name`` names its task runs, from their parameters; empty: ``name``.
     """
-    return Task(function, name=name, task_run_name=run_name or name, cache_policy=NO_CACHE, persist_result=False)
+    return Task(
+        function,
+        name=name,
+        task_run_name=run_name or name,
+        cache_policy=NO_CACHE,
+        persist_result=False,
+        retries=retries,
+        retry_delay_seconds=RETRY_DELAYS,
+        retry_condition_fn=should_retry,
+    )
+
+
+def should_retry(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
+    """Return whether Prefect runs a failed task again, and log that it does. Only a failure that may pass is worth it:
+    of a network, a server, or a training process that was killed."""
+    if not isinstance(state.data, TransientError):
+        return False
+    log.warning("%s. Trying again.", str(state.data).partition("\n")[0].rstrip("."))
+    return True
 
 
 def make_outputs(

@@ -3,7 +3,6 @@
 import logging
 
 from lm.common.errors import UserError
-from lm.files.retry import retry_reading
 from lm.posttrain.config import DialogsConfig
 from lm.text.sources import Source, check_unchanged
 from tasks.pages import posttrain as pages
@@ -39,9 +38,9 @@ def dialogs(
 
     out.sources = [*train, *valid, *task_train, *task_test]
     urls = [[source.url for source in sources] for sources in (train, valid, task_train, task_test)]
-    *splits, test, counts = retry_reading(read_examples, config, *urls)
+    *splits, test, counts = read_examples(config, *urls)
     for source in out.sources:
-        retry_reading(check_unchanged, source)
+        check_unchanged(source)
     for count in counts:
         if count.unused_fraction > config.max_unused_fraction:
             raise UserError(

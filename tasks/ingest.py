@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-from lm.files.retry import retry_reading
 from lm.text.config import DataConfig
 from lm.text.held_out import combine_groups, join_held_out
 from lm.text.ingest import HELD_OUT, Text, read_group
@@ -38,8 +37,7 @@ def ingest_group(
     ``special_tokens``: those whose text is ordinary in documents of JSON Lines and Parquet.
     """
     out.sources = group
-    arguments = group, data, fraction, out.directory, special_tokens
-    texts = retry_reading(read_group, *arguments)  # a retry overwrites the first try
+    texts = read_group(group, data, fraction, out.directory, special_tokens)
     out.write_json("texts.json", texts.to_json())
     out.figures = {"digests": texts.digests}
 

@@ -15,7 +15,7 @@ class MachineError(UserError):
 
 
 class TransientError(MachineError):
-    """A network or server failure. A retry may succeed."""
+    """A network or a server failed, or the system killed a process. A retry may succeed."""
 
 
 class StorageError(MachineError):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from lm.common.errors import MachineError, Stopped, UserError
+from lm.common.errors import MachineError, Stopped, TransientError, UserError
 from lm.common.processes import import_environment
 from lm.distributed.process_group import RENDEZVOUS_VARIABLE
 
@@ -34,9 +34,9 @@ def run_processes(
 ) -> None:
     """Train the job of a file in ``world_size`` processes ``python -m MODULE``; call ``poll`` every 0.2 seconds.
 
-    Raises UserError for a user's mistake, MachineError for a full disk or a process that dies, and Stopped after
-    ``stop_event`` is set and the processes have saved. The processes end with this call. They also end with this
-    process, because their standard input is a pipe from it.
+    Raises UserError for a user's mistake, MachineError for a full disk or a process that fails, TransientError for one
+    that a signal kills, and Stopped after ``stop_event`` is set and the processes have saved. The processes end with
+    this call. They also end with this process, because their standard input is a pipe from it.
     """
     # The processes meet through a file: another program may take a free port before they listen on it.
     rendezvous = tempfile.TemporaryDirectory(prefix="textmill-", ignore_cleanup_errors=True)
@@ -69,7 +69,8 @@ def run_processes(
         raise Stopped("The training was stopped before it could save; it resumes from its last checkpoint.")
     if failures := [(code, rank) for rank, code in enumerate(exit_codes) if code]:
         code, rank = min(failures)  # a signal has a negative code and is the cause of the other failures
-        raise MachineError(
+        kind = TransientError if code < 0 else MachineError
+        raise kind(
             f"Training process {rank} of {world_size} ended with code {code}; start the training again to resume from "
             "its last checkpoint. The last lines of the process:\n" + "\n".join(workers[rank].lines[-20:])
         )

@@ -165,7 +165,7 @@ class Trainer:
         is_by_steps = not self.config.max_seconds
         if is_by_steps and self.step % self.config.checkpoint_interval and best_step != self.step:
             self.off_schedule_checkpoint = self.out / name
-        log.info("Training resumes at step %s from %s.", f"{self.step:,}", previous.resolve() / name)
+        log.info("Training resumes at step %s from %s/%s.", f"{self.step:,}", previous.resolve().name, name)
         return True
 
     def run(

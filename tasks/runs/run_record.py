@@ -41,11 +41,8 @@ def absolute_root(root: str) -> str:
 def make_run(config: Any, root: str, name: str, refresh: tuple[str, ...] = ()) -> RunContext:
     """Return the description of a run that its stages get."""
     place = absolute_root(root)
-    last = place.rstrip("/").rpartition("/")[2]
-    words = re.sub("[^a-z0-9]+", "-", f"{config.name}-{last}".lower()).strip("-")
-    label = f"{words}-{hashlib.sha256(place.encode()).hexdigest()[:6]}"
     lease = name if "://" in place or config.execution.runner != "threads" else ""
-    return RunContext(place, name, frozenset(refresh), config.execution, label=label, lease=lease)
+    return RunContext(place, name, frozenset(refresh), config.execution, lease=lease)
 
 
 def run_name(until: str | None, name: str) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from lm.text.sources import Source
 from tasks.runtime.execution import Execution
 from tasks.runtime.store import Store
 
-_UPDATE_SECONDS = 1.0
+_UPDATE_SECONDS = 10.0  # each update is a line of prefect deployment run --watch
 _PAGE_SECONDS = 60
 
 
@@ -33,8 +34,6 @@ class RunContext:
     execution: Execution = field(default_factory=Execution)
     stopping: threading.Event = field(default_factory=threading.Event)
     """Set when the run fails or is cancelled. Work in threads then ends early."""
-    label: str = "textmill"
-    """Prefix of the keys of the run's Prefect artifacts. Other roots and configurations have other labels."""
     lease: str = ""
     """Name of the run's lease, see :mod:`tasks.runtime.locks`. Empty: locks of the operating system suffice."""
     digests: dict[tuple[str, str], str] = field(default_factory=dict, compare=False)
@@ -49,9 +48,14 @@ class RunContext:
         """The store that reads and writes the files of this run's root."""
         return Store(self.root, is_full=self.execution.verify == "full")
 
+    @property
+    def label(self) -> str:
+        """The start of the keys of the run's Prefect artifacts: its name, in the characters that Prefect allows."""
+        return re.sub("[^a-z0-9]+", "-", self.name.lower()).strip("-")
+
     def __reduce__(self) -> tuple[Callable[..., "RunContext"], tuple[Any, ...]]:
         # An event cannot be pickled. A worker of a cluster gets its own, which the run's lease sets.
-        copy = functools.partial(RunContext, label=self.label, lease=self.lease, is_worker=True)
+        copy = functools.partial(RunContext, lease=self.lease, is_worker=True)
         return copy, (self.root, self.name, self.refresh, self.execution)
 
 

@@ -1,6 +1,8 @@
-"""Cancelled runs: they stop soon and leave no process, and the next run continues their work."""
+"""Cancelled runs stop soon and leave no process, and the next run continues their work. A killed run starts again."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from uuid import UUID
 
@@ -60,9 +62,16 @@ def test_a_run_cancelled_in_train(prefect_deployed: Deployed, tmp_path: Path) ->
     assert not any("Crash detected" in line.message for line in prefect_deployed.logs(first))
 
     second = prefect_deployed.start("nightly")
-    wait_for(lambda: is_resumed(prefect_deployed, second), 120, "log line of a resumed training")
+    wait_for(lambda: count_resumed(prefect_deployed, second) == 1, 120, "log line of a resumed training")
+    for process_id in prefect_deployed.processes(second):
+        os.kill(process_id, signal.SIGKILL)
+    wait_for(lambda: count_resumed(prefect_deployed, second) == 2, 120, "log line of the training that starts again")
+    run = prefect_deployed.flow_run(second)
+    assert (run.run_count, run.state_name) == (2, "Running")
+    trainings = [task.state_name for task in prefect_deployed.task_runs(second) if task.name == "train"]
+    assert sorted(map(str, trainings)) == ["Crashed", "Running"]
     cancel(prefect_deployed, second)
 
 
-def is_resumed(deployed: Deployed, run_id: UUID) -> bool:
-    return any(line.message.startswith("Training resumes at step ") for line in deployed.logs(run_id))
+def count_resumed(deployed: Deployed, run_id: UUID) -> int:
+    return sum(line.message.startswith("Training resumes at step ") for line in deployed.logs(run_id))

@@ -7,15 +7,18 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import PrefectHTTPStatusError
+from prefect.states import Running
 
+from flows.prefect_support.recovery import recovery_automations
 from tests.helpers.deployed import STAGES, TINY, Deployed
 from tests.helpers.limits import wait_for
 from tests.helpers.processes import PROJECT
@@ -118,6 +121,30 @@ def recorded_posts() -> Iterator[tuple[str, list[str]]]:
         threading.Thread(target=server.serve_forever).start()
         yield f"http://127.0.0.1:{server.server_port}", posts
         server.shutdown()
+
+
+def test_a_run_whose_heartbeats_stop_starts_again(prefect_deployed: Deployed, root: str) -> None:
+    """With an automation that waits ten seconds and not ten minutes, and a run that no process works for."""
+    client = prefect_deployed.client
+    automation = recovery_automations(timedelta(seconds=10))[0]
+    automation_id = client.create_automation(automation.model_copy(update={"name": "heartbeats of a test"}))
+    deployment = client.read_deployment_by_name("pipeline/full")
+    parameters = {"root": root, "config": TINY}
+    run_id = client.create_flow_run_from_deployment(deployment.id, parameters=parameters, state=Running()).id
+    heartbeat = {
+        "occurred": datetime.now(UTC).isoformat(),
+        "event": "prefect.flow-run.heartbeat",
+        "resource": {"prefect.resource.id": f"prefect.flow-run.{run_id}"},
+        "related": [{"prefect.resource.role": "tag", "prefect.resource.id": "prefect.tag.textmill"}],
+        "id": str(uuid4()),
+    }
+    client.request("POST", "/events", json=[heartbeat])
+    try:
+        wait_for(lambda: prefect_deployed.flow_run(run_id).state_name == "Completed", 180, "end of the run")
+    finally:
+        client.delete_automation(automation_id)  # it would end the runs of other tests
+    states = [state.name for state in client.read_flow_run_states(run_id)]
+    assert states[:3] == ["Running", "Crashed", "Scheduled"]
 
 
 def test_missing_config_fields_are_those_of_the_deployment(prefect_deployed: Deployed, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from tenacity import stop_after_delay, wait_none
 
+from flows import executor
 from flows.config import PipelineConfig
 from flows.pipeline import pipeline, pipeline_stages
 from flows.plan import plan
@@ -99,18 +100,25 @@ def test_a_broken_connection_is_not_a_corrupt_file(tmp_path: Path, monkeypatch: 
 
 
 @pytest.fixture
-def no_retry_wait(monkeypatch: pytest.MonkeyPatch, prefect_server: None) -> None:
+def no_retry_wait(monkeypatch: pytest.MonkeyPatch, prefect_server: None) -> Iterator[None]:
     monkeypatch.setattr(retry.retry_reading, "wait", wait_none())
+    monkeypatch.setattr(executor, "RETRY_DELAYS", [0, 0, 0])
+    executor.make_task.cache_clear()
+    yield
+    executor.make_task.cache_clear()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("responses", [[500, 503], [BREAK], [200, 500, BREAK, 429]])
-def test_the_flow_retries(flaky_url: str, tmp_path: Path, no_retry_wait: None, responses: list[Any]) -> None:
+def test_the_flow_retries(
+    flaky_url: str, tmp_path: Path, no_retry_wait: None, responses: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
     FlakyHandler.replies[:] = responses
     config = PipelineConfig.load_preset("demo")
     config.data.train[:] = [flaky_url]
     pipeline(config, str(tmp_path), until="ingest")
     assert not FlakyHandler.replies
+    assert "Trying again." in caplog.text
     (text,) = tmp_path.glob("ingest-group/*/*/text.txt")
     assert text.read_bytes() == TEXT, "validation documents stay in the file"
 
@@ -123,6 +131,10 @@ def test_the_flow_gives_up_after_three_retries(flaky_url: str, tmp_path: Path, n
     with pytest.raises(TransientError):
         pipeline(config, str(tmp_path), until="ingest")
     assert FlakyHandler.request_count == 4
+    FlakyHandler.replies[:] = [200, *[500] * 99]  # the sources are found
+    with pytest.raises(TransientError):
+        pipeline(config, str(tmp_path), until="ingest")
+    assert FlakyHandler.request_count == 4 + 1 + 4
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from prefect.settings import get_current_settings
 
 from flows.config import PipelineConfig, StageName
 from flows.deploy import Deployment, create_deployments, own_deployment, shipped_deployments
+from flows.posttrain import PosttrainConfig
 from flows.sweep_config import load_sweep
 from textmill.cli import tools
 from textmill.cli.main import main
@@ -24,7 +25,9 @@ SHIPPED = {deployment.full_name: deployment for deployment in shipped_deployment
 
 def test_deployments_exist_for_each_flow_each_stage_and_each_larger_preset() -> None:
     stages = [name for name in get_args(StageName) if name != "budget"]  # it runs only if the config has a budget
-    presets = {path.stem for path in PipelineConfig.PRESETS.glob("*.yaml")} - {"demo"}
+    for config in (PipelineConfig, PosttrainConfig):
+        assert list(config.PRESET_TEXTS) and sorted(config.PRESET_TEXTS) == config.preset_names()
+    presets = set(PipelineConfig.preset_names()) - {"demo"}
     of_pipeline = {f"pipeline/{name}" for name in ("full", *stages, *presets)}
     assert SHIPPED.keys() == of_pipeline | {"posttrain/full", "sweep/sweep"}
     for name in stages:

@@ -3,10 +3,11 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-from prefect.artifacts import Artifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.client.schemas.sorting import ArtifactSort
 
 from flows.config import PipelineConfig
 from flows.profile import profile_training
@@ -14,7 +15,6 @@ from lm.common.errors import UserError
 from lm.text.config import DataConfig
 from lm.text.demo_corpus import demo_stories
 from tasks.pages.charts import embed_image
-from tasks.runs.run_record import make_run
 from tasks.runtime.execution import Execution
 from textmill.cli.main import main
 
@@ -63,9 +63,10 @@ def test_the_command(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixt
         assert pictures(page) == 2 and "`aten::" in page and "MFU" in page
     root = Path(tiny[-1])
     assert not (root / "train").exists(), "no model is kept"
-    label = make_run(PipelineConfig(name="tiny"), str(root), "").label
-    artifact: Any = Artifact.get(f"{label}-profile")
-    assert artifact is not None and pictures(str(artifact.data)) == 2
+    with get_client(sync_client=True) as client:
+        of_profiles = ArtifactFilter(key=ArtifactFilterKey(like_="%-profile"))
+        artifact = client.read_artifacts(artifact_filter=of_profiles, sort=ArtifactSort.CREATED_DESC)[0]
+    assert pictures(str(artifact.data)) == 2
 
 
 def test_mistakes_have_messages(tmp_path: Path) -> None:

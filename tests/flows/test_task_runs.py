@@ -13,9 +13,9 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.context import FlowRunContext
 
 from flows.config import PipelineConfig
-from flows.executor import PrefectExecutor, make_outputs
+from flows.executor import PrefectExecutor, make_outputs, make_task
 from flows.pipeline import pipeline
-from lm.common.errors import UserError
+from lm.common.errors import MachineError, Stopped, StorageError, TransientError, UserError
 from lm.text.config import ChunkConfig
 from tasks.runtime.execution import Execution
 from tasks.runtime.locks import use_root
@@ -140,3 +140,32 @@ def test_a_task_on_a_worker_works_on_several_groups_at_a_time(config: PipelineCo
         assert getattr(state, "name", "") == "Cached"
         with pytest.raises(UserError, match=r"other code than the driver \(code: .* on the worker, 99 in the driver\)"):
             make_outputs(letters, calls, worker, "letters", letters.code_ingredients() | {"code": 99})
+
+
+@pytest.mark.parametrize(
+    ("error", "is_retried"),
+    [
+        (TransientError("s3://corpus/a.txt cannot be reached: timeout."), True),
+        (StorageError("a.txt cannot be written: No space left on device."), False),
+        (MachineError("Training process 0 of 2 ended with code 1."), False),
+        (UserError("a.txt does not exist."), False),
+        (Stopped("The run is being stopped."), False),
+        (KeyboardInterrupt(), False),
+        (ZeroDivisionError(), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_only_a_failure_that_may_pass_is_retried(
+    error: BaseException, is_retried: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = []
+
+    def fail() -> None:
+        attempts.append(error)
+        raise error
+
+    monkeypatch.setattr("flows.executor.RETRY_DELAYS", [0, 0, 0])
+    with pytest.raises(type(error)):
+        Flow(make_task(fail, "fail"), name="failing")()
+    assert len(attempts) == (4 if is_retried else 1)
+    assert caplog.text.count("cannot be reached: timeout. Trying again.") == (3 if is_retried else 0)

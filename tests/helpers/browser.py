@@ -44,7 +44,7 @@ class RunInfo:
     tasks: dict[str, str]
     """Name by id."""
     artifacts: dict[str, Artifact]
-    """By key, without the label of root and configuration."""
+    """By key, without the name of the run."""
     deployment: DeploymentResponse
 
 
@@ -56,7 +56,7 @@ def read_run(deployed: Deployed, run_id: UUID) -> RunInfo:
     return RunInfo(
         run,
         {str(task.id): task.name for task in deployed.task_runs(run_id)},
-        {re.sub("^.*-[0-9a-f]{6}-", "", artifact.key or ""): artifact for artifact in artifacts},
+        {(artifact.key or "").removeprefix(f"{run.name}-"): artifact for artifact in artifacts},
         deployed.client.read_deployment(run.deployment_id),
     )
 

@@ -74,8 +74,8 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr.flush()
     except OSError:  # Python would fail when it flushes at the end
         _discard_stream(sys.stderr)
-    if liveness := sys.modules.get("flows.prefect_support.liveness"):  # otherwise no flow can have run
-        liveness.exit_if_server_is_gone(code)
+    if states := sys.modules.get("flows.prefect_support.final_states"):  # otherwise no flow can have run
+        states.exit_if_server_is_gone(code)
     return code
 
 

@@ -132,8 +132,8 @@ def build_parser(preset: str = "demo", base: PipelineConfig | None = None, only:
         if only not in (None, name):
             return add(name, description)
         command = add(name, description, default_config_files=[] if base else [str(config.preset_path(preset))])
-        names = ", ".join(config.preset_names())
-        command.option("preset", "demo", f"configuration to start from: {names}")
+        presets = "; ".join(f"{name}: {purpose}" for name, purpose in config.PRESET_TEXTS.items())
+        command.option("preset", "demo", f"configuration to start from. {presets}")
         command.add_argument("--config", action=_ConfigFile, help="YAML file of options; it overrides the preset")
         command.share("root")
         if stages:

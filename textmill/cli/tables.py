@@ -22,6 +22,7 @@ from tasks.pages.tokenizer import compression_rows
 from tasks.runs.models import DirectoryModel, RunModel
 from tasks.runs.run_record import absolute_root, outputs_of
 from tasks.runs.run_report import format_figures
+from tasks.runtime.output import Output
 from tasks.runtime.run_context import RunContext
 from textmill.cli.terminal import wrap
 
@@ -77,9 +78,9 @@ def format_summary(record: dict[str, Any]) -> str:
     lines.append(f"  report   {_short_path(run.store.url('runs', run.name))}.md")
     trained = [outputs[name] for name in ("train", "sft", "preference", "reinforce", "ppo") if name in outputs]
     for model in trained[-1:]:
-        lines.append(f"  metrics  {_short_path(model.url)}/metrics.jsonl")
+        lines.append(f"  metrics  {_short_pattern(model)}/metrics.jsonl")
         if any(file["path"].startswith("tensorboard/") for file in model.manifest["records"]):
-            lines.append(f"  curves   tensorboard --logdir {shlex.quote(f'{_short_path(model.url)}/tensorboard')}")
+            lines.append(f"  curves   tensorboard --logdir {_short_pattern(model)}/tensorboard")
     lines += ["", "Try next:"]
     lines += [f"  textmill {command:<{_COMMAND_WIDTH}}  {purpose}" for command, purpose in _next_commands(record)]
     return "\n".join(lines)
@@ -101,9 +102,19 @@ def _short_path(path: str) -> str:
     return path.removeprefix(f"{Path.cwd()}/")
 
 
+def _short_pattern(output: Output) -> str:
+    """Return a pattern that a shell completes to the directory of an output. It leaves out the digest and the random
+    part of the path, with which a line would not fit into a terminal. On an object store, return the URL."""
+    if "://" in output.url:
+        return output.url
+    directory = Path(output.url)
+    start = directory.name.partition("-")[0]
+    return f"{shlex.quote(_short_path(str(directory.parents[1])))}/*/{start}-*"
+
+
 def _next_commands(record: dict[str, Any]) -> list[tuple[str, str]]:
     """Return commands to try after a run, and what each does."""
-    root = "" if record["root"] == absolute_root("artifacts") else f" --root {shlex.quote(record['root'])}"
+    root = "" if record["root"] == absolute_root("artifacts") else f" --root {shlex.quote(_short_path(record['root']))}"
     if "base" in record["stages"]:
         return [(f"chat{root}", "chat with the model"), (f"serve{root}", "serve it over HTTP")]
     config, commands = record["config"], []

@@ -20,7 +20,6 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.settings import (
     PREFECT_API_URL,
-    PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
     PREFECT_HOME,
     PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
     get_current_settings,
@@ -98,12 +97,13 @@ def test_a_home_of_prefect_that_cannot_be_written_is_named(tmp_path: Path) -> No
         empty()
 
 
-@pytest.mark.parametrize("frequency", [None, 30, 75])
-def test_heartbeats_are_off_unless_the_user_sets_them(frequency: int | None) -> None:
-    chosen = {} if frequency is None else {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: frequency}
-    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api", **chosen}), server_for_flow():
-        found = get_current_settings().flows.heartbeat_frequency
-    assert found == frequency
+@pytest.mark.usefixtures("prefect_server")
+def test_a_run_has_the_tag_of_the_automations_from_its_start() -> None:
+    with server_for_flow():
+        state = empty(return_state=True)
+    with get_client(sync_client=True) as client:
+        run_id = state.state_details.flow_run_id
+        assert run_id and client.read_flow_run(run_id).tags == ["textmill"]
 
 
 @pytest.mark.slow

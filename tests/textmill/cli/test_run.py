@@ -34,7 +34,7 @@ def test_a_command_calls_its_flow_with_one_function_between(
     monkeypatch.setattr("lm.kernels.disk_cache.compile_in_background", lambda *_: None)
     monkeypatch.setattr(f"flows.{flow}.{flow}", body)
     # After earlier tests' flows, a command ends the process if its server does not respond.
-    monkeypatch.setattr("flows.prefect_support.liveness._held_locks", [])
+    monkeypatch.setattr("flows.prefect_support.final_states._runs", [])
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
         assert main([*arguments, "--root", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "textmill: enough\n"

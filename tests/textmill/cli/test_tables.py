@@ -1,9 +1,12 @@
 """What commands print when they end."""
 
 import json
-import shlex
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tasks.runtime.run_context import Attempt
 from tasks.runtime.stage import stage
@@ -33,14 +36,17 @@ def summary(root: Path, trackers: list[str]) -> list[str]:
     return format_summary({"root": run.root, "name": "test", "stages": stages, "config": CONFIG}).splitlines()
 
 
-def test_the_end_of_a_run_names_the_files_with_its_curves(tmp_path: Path) -> None:
+def test_the_end_of_a_run_names_the_files_with_its_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     root = tmp_path / "my root"
     lines = summary(root, ["tensorboard"])
+    files = lines[: lines.index("Try next:")]
+    assert max(map(len, files)) <= 80 and not any(re.search("[0-9a-f]{16}", line) for line in files)
     (metrics,) = (line.split(maxsplit=1)[1] for line in lines if line.startswith("  metrics "))
-    assert Path(metrics).name == "metrics.jsonl" and Path(metrics).is_file()
     (command,) = (line.split(maxsplit=1)[1] for line in lines if line.startswith("  curves "))
-    program, option, directory = shlex.split(command)
-    assert (program, option) == ("tensorboard", "--logdir") and (Path(directory) / "events").is_file()
+    assert command.startswith("tensorboard --logdir ")
+    shown = subprocess.check_output(["sh", "-c", f"ls {metrics}; ls {command.split(maxsplit=2)[2]}"], text=True)
+    assert re.fullmatch(r"my root/train/\w+/[\w-]+/metrics.jsonl\nevents\n", shown)
     assert not any("tensorboard" in line for line in summary(root, []))
 
 
