@@ -1,4 +1,5 @@
-"""The deployments of the flows on Prefect's server: those of ``textmill up``, and a user's own, with a schedule.
+"""The deployments of the flows on Prefect's server: those of ``textmill up``, and a user's own, with a schedule and
+automations.
 
 A worker imports the flows by the names of their modules, so it needs an installed textmill and no checkout.
 """
@@ -15,11 +16,15 @@ from flows.prefect_support.deployments import LOCAL_POOL
 from flows.prefect_support.server import explain_server_error, is_server_unreachable
 from flows.sweep_config import load_sweep
 from lm.common.errors import UserError
+from lm.eval.config import EvaluationConfig
+from lm.eval.problems import load_task
 from lm.files.urls import open_filesystem
 from tasks.runs.models import DirectoryModel, resolve_model
 from tasks.runs.run_record import absolute_root
 
 if TYPE_CHECKING:
+    from uuid import UUID
+
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.schedules import CronSchedule
 
@@ -48,6 +53,12 @@ class Deployment:
     pool: str = LOCAL_POOL
     schedule: "CronSchedule | None" = None
     """With a schedule, a run is cancelled at its start while an earlier one of the deployment still runs."""
+    on_event: str = ""
+    """Name of an event that starts a run. While an earlier run still works, the run waits for its end."""
+    evaluation: "Deployment | None" = None
+    """Deployment that evaluates each trained model."""
+    alert_url: str = ""
+    """Webhook that is called if a loss is not finite."""
 
     @property
     def full_name(self) -> str:
@@ -116,6 +127,35 @@ def own_deployment(
     return Deployment(name, description, ["textmill", "own"], parameters, pool=pool, schedule=schedule)
 
 
+def with_automations(deployment: Deployment, on_event: str, evaluate: str, alert_url: str) -> Deployment:
+    """Return an own deployment with automations; those whose argument is empty are left out.
+
+    ``on_event`` and ``alert_url`` are those of :class:`Deployment`. ``evaluate`` is the task on which each trained
+    model is evaluated, as TASK or TASK=FILE. Raises UserError for a task, a file or a URL that cannot be used.
+    """
+    evaluation = None
+    if evaluate:
+        if deployment.parameters["until"] not in (None, "train", "sample"):
+            raise UserError(
+                f"--evaluate comes after a training, and --until {deployment.parameters['until']} ends the run before "
+                "it. Leave one of them out."
+            )
+        task, _, file = evaluate.partition("=")
+        file = file and _absolute(file)
+        load_task(task, [file] if file else [], count=1)  # raises an error now, not after the training
+        evaluation = Deployment(
+            deployment.name,
+            f"Evaluate a model that {deployment.full_name} trained.",
+            ["textmill", "own"],
+            {"config": asdict(EvaluationConfig(task=task, file=file)), "root": deployment.parameters["root"]},
+            flow="evaluate",
+            pool=deployment.pool,
+        )
+    if alert_url and not alert_url.startswith(("http://", "https://")):
+        raise UserError(f"--alert is {alert_url!r}; it must be the URL of a webhook, as https://hooks.example.com/KEY.")
+    return replace(deployment, on_event=on_event, evaluation=evaluation, alert_url=alert_url)
+
+
 def _absolute(source: str) -> str:
     """Return an absolute path or glob for a local one, and a URL unchanged."""
     return source if "://" in source or source.startswith("demo:") else str(open_filesystem(source)[1])
@@ -134,15 +174,12 @@ def _read_schedule(cron: str, timezone: str) -> "CronSchedule":
 
 
 def create_deployments(api_url: str, deployments: Sequence[Deployment]) -> None:
-    """Create deployments, their work pools and the automations for killed runs on Prefect's server. A deployment of the
-    same flow and name is replaced.
+    """Create deployments with their automations, those for killed runs, and work pools on Prefect's server. A deployment
+    of the same flow and name is replaced, with its automations.
 
     Runs in the pool of ``textmill up`` start in the working directory of this process, as relative paths of theirs
     expect. Raises UserError if the server cannot be reached or refuses.
     """
-    from prefect.client.schemas.actions import DeploymentScheduleCreate
-    from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
-
     from flows.prefect_support.recovery import create_recovery_automations
 
     with _connect(api_url) as client:
@@ -150,23 +187,49 @@ def create_deployments(api_url: str, deployments: Sequence[Deployment]) -> None:
         for pool in {deployment.pool for deployment in deployments}:
             _create_pool(client, pool)
         for deployment in deployments:
-            flow = getattr(import_module(f"flows.{deployment.flow}"), deployment.flow)  # its schema is made once
-            step = {"prefect.deployments.steps.set_working_directory": {"directory": str(Path.cwd())}}
-            client.create_deployment(
-                client.create_flow_from_name(flow.name),
-                deployment.name,
-                schedules=[DeploymentScheduleCreate(schedule=deployment.schedule)] if deployment.schedule else [],
-                concurrency_limit=1 if deployment.schedule else None,
-                concurrency_options=ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW),
-                parameters=deployment.parameters,
-                description=deployment.description,
-                work_pool_name=deployment.pool,
-                tags=deployment.tags,
-                entrypoint=f"flows.{deployment.flow}.{deployment.flow}",
-                parameter_openapi_schema=flow.parameters.model_dump(exclude_unset=True),
-                pull_steps=[step] if deployment.pool == LOCAL_POOL else [],
-                enforce_parameter_schema=True,  # an invalid parameter creates no run
-            )
+            deployment_id = _create_deployment(client, deployment)
+            if "own" in deployment.tags:
+                _replace_automations(client, deployment, deployment_id)
+
+
+def _create_deployment(client: "SyncPrefectClient", deployment: Deployment) -> "UUID":
+    """Create a deployment without its automations, and return its id."""
+    from prefect.client.schemas.actions import DeploymentScheduleCreate
+    from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
+
+    flow = getattr(import_module(f"flows.{deployment.flow}"), deployment.flow)  # its schema is made once
+    step = {"prefect.deployments.steps.set_working_directory": {"directory": str(Path.cwd())}}
+    # A later run reads what a schedule left out. After the last event, there may be no later run.
+    strategy = ConcurrencyLimitStrategy.ENQUEUE if deployment.on_event else ConcurrencyLimitStrategy.CANCEL_NEW
+    return client.create_deployment(
+        client.create_flow_from_name(flow.name),
+        deployment.name,
+        schedules=[DeploymentScheduleCreate(schedule=deployment.schedule)] if deployment.schedule else [],
+        concurrency_limit=1 if deployment.schedule or deployment.on_event else None,
+        concurrency_options=ConcurrencyOptions(collision_strategy=strategy),
+        parameters=deployment.parameters,
+        description=deployment.description,
+        work_pool_name=deployment.pool,
+        tags=deployment.tags,
+        entrypoint=f"flows.{deployment.flow}.{deployment.flow}",
+        parameter_openapi_schema=flow.parameters.model_dump(exclude_unset=True),
+        pull_steps=[step] if deployment.pool == LOCAL_POOL else [],
+        enforce_parameter_schema=True,  # an invalid parameter creates no run
+    )
+
+
+def _replace_automations(client: "SyncPrefectClient", deployment: Deployment, deployment_id: "UUID") -> None:
+    from flows.prefect_support import automations
+
+    name, created = deployment.full_name, []
+    if deployment.on_event:
+        created.append(automations.run_on_event(name, deployment_id, deployment.on_event))
+    if deployment.evaluation:
+        evaluation_id = _create_deployment(client, deployment.evaluation)
+        created.append(automations.evaluate_trainings(name, deployment_id, evaluation_id))
+    if deployment.alert_url:
+        created.append(automations.alert_if_not_finite(name, deployment_id, deployment.alert_url))
+    automations.replace_automations(client, deployment_id, created)
 
 
 def _create_pool(client: "SyncPrefectClient", name: str) -> None:

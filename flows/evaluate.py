@@ -1,25 +1,30 @@
-"""``textmill evaluate``: the responses of a model to the problems of a task, and their figures. The model is here or
-behind a URL."""
+"""``textmill evaluate`` and the flow ``evaluate``: the responses of a model to the problems of a task, and their
+figures. The model is here or behind a URL."""
 
+import functools
 import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tqdm import tqdm
 
+from flows.config import complete
 from lm.common.errors import UserError, translate_write_errors
 from lm.eval.chat_client import ChatClient, ChatFailure, ChatRequest
 from lm.eval.config import EvaluationConfig
-from lm.eval.evaluate import Response, ResponseFile, Summary, evaluate, pick_examples, summarize
+from lm.eval.evaluate import Response, ResponseFile, Summary, pick_examples, summarize
+from lm.eval.evaluate import evaluate as score_responses
 from lm.eval.problems import PROMPT_TEMPLATES, Prompt, PromptFormat, is_generated, load_task
 from lm.eval.reward_worker import RewardWorker
 from lm.inference.config import Quantization, SampleConfig
 from lm.text.rows import DamagedRows
+from tasks.pages.posttrain import percent_with_interval
 from tasks.runs.models import DirectoryModel, RunModel, resolve_model
+from tasks.runs.run_record import run_name
 
 if TYPE_CHECKING:
     from lm.model.transformer import TransformerLM
@@ -89,7 +94,7 @@ def evaluate_model(
         yield from tqdm(responses, f"{config.task}", len(prompts), initial=initial, unit="problem", disable=None)
 
     with RewardWorker({reward_name: 1.0}) as reward, ResponseFile(path, settings) as file:
-        scored = evaluate(task.problems, prompts, respond, reward, file)
+        scored = score_responses(task.problems, prompts, respond, reward, file)
     summary = summarize(scored)
     shown = {name: [asdict(row) for row in rows] for name, rows in pick_examples(scored).items()}
     content = {"settings": settings, "summary": asdict(summary), "examples": shown}
@@ -210,3 +215,52 @@ def open_model(
             f"--model_name names a model of a server, and {name or 'the latest run'} is none: leave it out."
         )
     return LocalModel(resolve_model(name, root), device, quantization)
+
+
+evaluate: Any  # the flow, see __getattr__
+
+
+@functools.cache
+def __getattr__(name: str) -> Any:
+    """Make the flow at its first use: the command line imports this module too, and Prefect takes seconds."""
+    if name != "evaluate":
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    from prefect import flow
+    from prefect.runtime import flow_run
+    from pydantic import BeforeValidator
+
+    from flows.executor import FLOW_OPTIONS, check_device, make_task
+    from flows.prefect_support.logging import ArtifactPublisher, send_logs_to_prefect, tag_run
+
+    demo = EvaluationConfig(task="addition:1-3")
+    validator = BeforeValidator(functools.partial(complete, default=demo))
+    options = FLOW_OPTIONS | {"flow_run_name": lambda: run_name("evaluate", flow_run.name or "run")}
+
+    @flow(name="evaluate", **options)
+    def evaluate(
+        config: Annotated[EvaluationConfig, validator] = demo,
+        model: str = "",
+        root: str = "artifacts",
+        device: str = "auto",
+        out: str = "",
+    ) -> EvaluationResult:
+        """Ask a model the problems of a task, and count its right answers.
+
+        Args:
+            config: The problems, and how the model is asked.
+            model: A run below the root, a local directory, or the URL of a server; default: the latest run.
+            root: Directory or fsspec URL of the run.
+            device: Device of the model, such as cpu, cuda or auto.
+            out: Directory of the responses; default: below evaluations/.
+        """
+        send_logs_to_prefect()
+        tag_run("textmill", "evaluate")
+        check_device(device)
+        result: EvaluationResult = make_task(evaluate_model, "evaluate")(model, config, root, device, out=out)
+        accuracy = percent_with_interval(asdict(result.summary))
+        page = f"# {result.model} on {result.task}\n\n{accuracy} of {result.summary.problems:,} answers are right."
+        label = re.sub("[^a-z0-9]+", "-", f"evaluation-{result.task.lower()}").strip("-")
+        ArtifactPublisher("textmill").publish(label, f"{page}\n\nResponses: `{result.responses}`", accuracy)
+        return result
+
+    return evaluate

@@ -22,16 +22,16 @@ from prefect.settings import get_current_settings
 from prefect.states import Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.annotations import quote
-from prefect.utilities.collections import visit_collection
 
 from flows.clusters import Runner, open_runner
 from flows.plan import Executor, Stages, UntilReached, count_groups
+from flows.prefect_support.assets import AssetEvents, find_origins
 from flows.prefect_support.deployments import run_deployment_to_end
 from flows.prefect_support.final_states import mark_cancelled_after_ctrl_c, mark_task_runs_crashed, note_start
 from flows.prefect_support.logging import ArtifactPublisher, name_run, send_logs_to_prefect, tag_run
 from flows.prefect_support.recovery import create_recovery_automations
 from flows.prefect_support.signals import find_interrupt, reinstall_sigterm_handler
-from lm.common.errors import MachineError, Stopped, TransientError, UserError
+from lm.common.errors import DivergedError, MachineError, Stopped, TransientError, UserError
 from lm.files.remote_copies import remove_old_copies
 from tasks.runs.run_record import Recorder, make_run
 from tasks.runs.run_report import figures_line, page_of
@@ -109,8 +109,9 @@ class PrefectExecutor(Executor):
     def __init__(self, run: RunContext, config: Any, until: str | None = None, refresh: tuple[str, ...] = ()) -> None:
         super().__init__(run, config, until)
         self.recorder, self.artifacts = Recorder(run, config, until, refresh), ArtifactPublisher(run.label)
+        self.assets = AssetEvents(run)
         self._resources = ExitStack()
-        self._task_runs: dict[Ref, State[Any]] = {}  # of this run, by their outputs
+        self._task_runs: dict[Any, State[Any]] = {}  # of this run, by their outputs
         self._explained: set[str] = set()  # stages whose reason to run was logged: for training text, before validation
 
     def __enter__(self) -> "PrefectExecutor":
@@ -135,6 +136,7 @@ class PrefectExecutor(Executor):
         """
         calls = [stage.bind(*arguments)]
         ref, _ = stage.key(self.run, calls[0])
+        self.assets.note_inputs([ref], calls)
         if stage is train and self.run.execution.train_deployment and not stage.look_up(self.run, calls)[0][1]:
             task = make_task(_train_elsewhere, stage.name)
             parameters: dict[str, Any] = {"run": self.run, "config": self.config, "calls": calls}
@@ -144,15 +146,17 @@ class PrefectExecutor(Executor):
         # Quoted: Prefect would take any object with the memory address of an earlier result for that result.
         quoted = {name: quote(value) for name, value in parameters.items()}
         state: Any = task(**quoted, return_state=True, wait_for=self._upstream(calls))
-        state.result()  # raises the exception of a task that failed
+        try:
+            state.result()  # raises the exception of a task that failed
+        except DivergedError as error:
+            self.assets.emit_not_finite(ref, str(error))
+            raise
         self._note_task_run([ref], state.state_details.task_run_id)
         return ref
 
     def _upstream(self, calls: Sequence[dict[str, Any]]) -> list[State[Any]]:
         """Return the task runs of this run that made the inputs of calls: the arrows in Prefect's graph."""
-        refs: list[Ref] = []
-        visit_collection(calls, lambda value: refs.append(value) if isinstance(value, Ref) else None)
-        states = (self._task_runs[ref] for ref in refs if ref in self._task_runs)
+        states = (self._task_runs[item] for item in find_origins(calls) if item in self._task_runs)
         return list({state.state_details.task_run_id: state for state in states}.values())
 
     def _note_task_run(self, refs: Sequence[Ref], task_run_id: UUID) -> None:
@@ -166,6 +170,8 @@ class PrefectExecutor(Executor):
         """
         content, is_made = self.recorder.add(output.stage, output)
         self.recorder.save()
+        state = self._task_runs.get(output)
+        self.assets.emit(content, is_made, state.state_details.task_run_id if state else None)
         if is_made:
             page = f"# {output.stage}\n\n{page_of(content)}"
             self.artifacts.publish(output.stage, page, figures_line(content))
@@ -186,6 +192,7 @@ class PrefectExecutor(Executor):
         calls = [stage.bind(item, *arguments) for item in items]
         looked_up = stage.look_up(self.run, calls)
         outputs = [ref for ref, _ in looked_up]
+        self.assets.note_inputs(outputs, calls)
         missing = [index for index, (_, is_cached) in enumerate(looked_up) if not is_cached]
         if missing:
             share = f"{len(missing)} of " if len(missing) < len(items) else ""

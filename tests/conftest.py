@@ -57,7 +57,9 @@ settings.register_profile("ci", max_examples=100, deadline=None)
 settings.load_profile("developer")
 
 _SERVER_FIXTURES = {"prefect_deployed", "over_postgres"}
-_FILES_OF_ONE_SERVER = {f"tests/end_to_end/test_{name}.py" for name in ("cancelled_runs", "deployments", "ui")}
+_FILES_OF_ONE_SERVER = {
+    f"tests/end_to_end/test_{name}.py" for name in ("cancelled_runs", "deployments", "events", "ui")
+}
 _TESTS_OF_FIGURES = {f"test_{name}.py" for name in ("plot", "pages", "sweep_page", "profile", "compare_tokenizers")}
 if not _IS_XDIST_WORKER:  # pytest-xdist's workers inherit the variables
     _cache = Path(tempfile.mkdtemp(prefix="textmill-tests-"))
@@ -194,7 +196,8 @@ def prefect_deployed(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Depl
     """A Prefect server, the deployments and a worker, in their own Prefect home, one a session."""
     from tests.helpers.deployed import deployed
 
-    with deployed(tmp_path_factory.mktemp("up"), PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED="true") as stack:
+    services = {f"PREFECT_SERVER_SERVICES_{name}_ENABLED": "true" for name in ("TRIGGERS", "EVENT_PERSISTER")}
+    with deployed(tmp_path_factory.mktemp("up"), **services) as stack:
         yield stack
 
 

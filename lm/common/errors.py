@@ -14,6 +14,10 @@ class MachineError(UserError):
     """A process, a cluster, a network or a file failed. No configuration is at fault."""
 
 
+class DivergedError(UserError):
+    """A training stopped because its loss, its gradients or its model's outputs were not finite."""
+
+
 class TransientError(MachineError):
     """A network or a server failed, or the system killed a process. A retry may succeed."""
 

@@ -14,14 +14,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from lm.common.errors import MachineError, Stopped, TransientError, UserError
+from lm.common.errors import DivergedError, MachineError, Stopped, TransientError, UserError
 from lm.common.processes import import_environment
 from lm.distributed.process_group import RENDEZVOUS_VARIABLE
 
 log = logging.getLogger(__name__)
 
 INTERRUPTED_EXIT_CODE = 75  # saved and stopped, the same command resumes (EX_TEMPFAIL of sysexits.h)
-ERROR_EXIT_CODES: dict[int, type[UserError]] = {74: MachineError, 2: UserError}  # 74: EX_IOERR
+ERROR_EXIT_CODES: dict[int, type[UserError]] = {
+    74: MachineError,  # EX_IOERR
+    65: DivergedError,  # EX_DATAERR
+    2: UserError,
+}
 FINAL_MESSAGE_PREFIX = "lm.train: "  # starts the last message of a process
 PARENT_PIPE_VARIABLE = "TEXTMILL_PARENT"  # environment variable: set if standard input is a pipe from the parent
 

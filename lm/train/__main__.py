@@ -4,11 +4,11 @@
 stages that train a model write the job file, and ``textmill train-job`` one of URLs, for ``torchrun --nnodes``. Ctrl-C,
 SIGTERM and SIGHUP, as of a closed terminal, finish the step and save; the same command resumes.
 
-Exit codes of ``python -m lm.train``: 0 when the training is finished, 2 for a user's mistake, 74 when a disk or a
-network failed, 75 when a signal stopped the training and it was saved. A second signal ends the process at once without
-saving. ``torchrun`` replaces the exit codes of its processes: it exits with 1 and a traceback after a signal
-(SignalException), or if a process ends with a code other than 0 (ChildFailedError). It kills its processes 30 seconds
-after the signal; raise ``--shutdown-timeout`` if a step and a checkpoint take longer.
+Exit codes of ``python -m lm.train``: 0 when the training is finished, 2 for a user's mistake, 65 when the training
+diverged, 74 when a disk or a network failed, 75 when a signal stopped the training and it was saved. A second signal
+ends the process at once without saving. ``torchrun`` replaces the exit codes of its processes: it exits with 1 and a
+traceback after a signal (SignalException), or if a process ends with a code other than 0 (ChildFailedError). It kills
+its processes 30 seconds after the signal; raise ``--shutdown-timeout`` if a step and a checkpoint take longer.
 """
 
 import argparse

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lm.checkpoint.training_checkpoint import newest_checkpoint
-from lm.common.errors import UserError, translate_write_errors
+from lm.common.errors import DivergedError, translate_write_errors
 from lm.distributed.process_group import get_rank
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class SkippedSteps:
     def read(self, step: int, out: Path) -> None:
         """Read the counts after ``step``, and log newly skipped steps.
 
-        Raises UserError after too many in a row; its message names the newest checkpoint in ``out``. A file
+        Raises DivergedError after too many in a row; its message names the newest checkpoint in ``out``. A file
         ``diverged.json`` there then has the step and the reason.
         """
         before = self.skipped
@@ -72,7 +72,7 @@ class SkippedSteps:
         if get_rank() == 0:
             with translate_write_errors(out):
                 (out / "diverged.json").write_text(json.dumps({"step": step, "reason": reason}), encoding="utf-8")
-        raise UserError(
+        raise DivergedError(
             f"At step {step:,} {reason}; {most_consecutive} steps in a row were skipped: the training has diverged. "
             f"Lower train.max_lr; {f'the last good checkpoint is {newest}' if newest else 'no checkpoint was saved'}."
         )

@@ -4,11 +4,7 @@ import json
 import re
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
@@ -22,6 +18,7 @@ from flows.prefect_support.recovery import recovery_automations
 from tests.helpers.deployed import STAGES, TINY, Deployed
 from tests.helpers.limits import wait_for
 from tests.helpers.processes import PROJECT
+from tests.helpers.webhook import recorded_posts
 
 
 @pytest.fixture
@@ -101,26 +98,6 @@ def test_a_failing_run_exits_with_1_one_line_of_explanation_and_an_alert(
     assert [json.loads(post) for post in posts] == [{"text": f"{run.name}: {run.state.message}"}]
     wait_for(lambda: any(missing in line.message for line in prefect_deployed.logs(run.id)), 60, "log line")
     assert not any("Traceback" in line.message for line in prefect_deployed.logs(run.id))
-
-
-@contextmanager
-def recorded_posts() -> Iterator[tuple[str, list[str]]]:
-    """Yield the address of a web server, and the bodies of the requests that it gets."""
-    posts: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            posts.append(self.rfile.read(int(self.headers["Content-Length"])).decode())
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *arguments: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever).start()
-        yield f"http://127.0.0.1:{server.server_port}", posts
-        server.shutdown()
 
 
 def test_a_run_whose_heartbeats_stop_starts_again(prefect_deployed: Deployed, root: str) -> None:

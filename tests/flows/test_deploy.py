@@ -85,6 +85,11 @@ def test_another_preset_keeps_its_options() -> None:
         (["--name", "demo", "--root", "r"], "--name is missing"),
         (["--name", "x", "--until", "trian"], "no stage 'trian'"),
         (["--name", "x", "--train.init_from", "nowhere"], "nowhere"),
+        (["--on", "corpus.new"], "--name is missing"),
+        (["--name", "x", "--evaluate", "adition"], "adition"),
+        (["--name", "x", "--evaluate", "gsm8k=missing.jsonl"], "missing.jsonl"),
+        (["--name", "x", "--evaluate", "addition:1-1", "--until", "merge"], "--evaluate comes after a training"),
+        (["--name", "x", "--alert", "hooks.example.com"], "--alert is 'hooks.example.com'; it must be the URL"),
         (["--name", "x"], "http://127.0.0.1:9/api cannot be reached.*Start one with: textmill up"),
     ],
 )
@@ -147,6 +152,33 @@ def test_the_same_name_again_replaces_the_deployment(
     second = read("pipeline/nightly")
     assert (second.id, second.schedules, second.global_concurrency_limit) == (first.id, [], None)
     assert second.parameters["until"] == "merge" and not second.parameters["config"]["budget"]
+
+
+def test_the_same_name_again_replaces_the_automations(
+    api_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tools, "find_server_api", lambda: api_url)
+    monkeypatch.chdir(tmp_path)
+    Path("test.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    command = ["deploy", "--name", "corpus", "--data.train", "a.txt", "--root", "r", "--pool", "other"]
+    all_three = ["--on", "corpus.new", "--evaluate", "gsm8k=test.jsonl", "--alert", "https://hooks.example.com/SECRET"]
+
+    def automations() -> dict[str, Any]:
+        with get_client(sync_client=True) as client:
+            return {found["name"]: found for found in client.request("POST", "/automations/filter", json={}).json()}
+
+    for _ in range(2):
+        assert main([*command, *all_three, "--cron", "0 3 * * *"]) == 0
+        created = automations()
+        assert created.keys() == {f"pipeline/corpus: {what}" for what in ("run on corpus.new", "evaluate", "alert")}
+    assert "SECRET" not in str(created)
+    deployment, evaluation = read("pipeline/corpus"), read("evaluate/corpus")
+    assert deployment.concurrency_options
+    assert deployment.concurrency_options.collision_strategy == ConcurrencyLimitStrategy.ENQUEUE, "no event is lost"
+    assert evaluation.parameters["config"]["file"] == f"{tmp_path}/test.jsonl"
+    assert evaluation.parameters["root"] == f"{tmp_path}/r" and evaluation.work_pool_name == "other"
+    assert main(command) == 0
+    assert automations() == {}
 
 
 def test_only_the_pools_of_the_deployments_are_created(api_url: str) -> None:

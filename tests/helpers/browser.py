@@ -14,6 +14,7 @@ from playwright.sync_api import Page, sync_playwright
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 from prefect.client.schemas.objects import Artifact, FlowRun
 from prefect.client.schemas.responses import DeploymentResponse
+from prefect.events import Event
 
 from tests.helpers.deployed import Deployed
 from tests.helpers.limits import TIMEOUT_SCALE
@@ -80,6 +81,12 @@ class Ui:
         text = self.page.get_by_text("Progress:" if artifact.type == "progress" else re.compile("[Mm]ade by"))
         text.filter(visible=True).last.wait_for()  # the page also has its source, hidden
         self.page.wait_for_function("[...document.images].every(image => image.complete)")
+        return self.page
+
+    def open_event(self, event: Event) -> Page:
+        """Open the page of an event."""
+        self.page.goto(f"{self.base}/events/event/{event.occurred:%Y-%m-%d}/{event.id}")
+        self.page.get_by_text("Related Resources").wait_for()
         return self.page
 
     def open_form(self, deployment: DeploymentResponse) -> Page:

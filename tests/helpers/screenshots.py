@@ -8,6 +8,7 @@ from pathlib import Path
 
 from PIL import Image
 from playwright.sync_api import Locator, Page
+from prefect.events.filters import EventFilter, EventResourceFilter
 
 from tests.helpers.browser import open_ui, read_run
 from tests.helpers.deployed import deployed
@@ -17,6 +18,7 @@ from tests.helpers.processes import PROJECT
 IMAGES = PROJECT / "docs" / "images"
 LEFT = 256  # the width of the UI's menu, in pixels
 PAGE_WIDTH, ARTICLE_WIDTH = 1024, 616  # the page beside the menu; an artifact without its metadata
+EVENT_WIDTH = 440  # of the names of an event's resources
 MARGIN = 16
 LAST_ROWS = {"merge": ("tokenizer", 6), "train": ("training", 5)}  # file name, last table row
 
@@ -27,10 +29,15 @@ def take_pictures(steps: int) -> None:
         run_id = stack.start("full", root=f"{home}/root", config={"train": {"steps": steps}})
         wait_for(lambda: stack.is_final(run_id), 1800, "end of the run")
         info = read_run(stack, run_id)
+        of_training = EventFilter(resource=EventResourceFilter.model_validate({"labels": {"textmill.stage": "train"}}))
+        (event,) = wait_for(lambda: stack.client.read_events(of_training, limit=1).events, 60, "event of train")
         with open_ui(stack.url, scale=1.5) as ui:
             page = ui.open_run(info.run, "Artifacts")
             _wait_until_still(page.locator("canvas"))
             _save(page, "run-graph", (LEFT, 0, PAGE_WIDTH, _bottom(page.get_by_role("tablist"))))
+            ui.open_event(event)
+            card = page.get_by_text("Event", exact=True).last, page.get_by_text("Tags", exact=True)
+            _save(page, "asset-event", (LEFT + 24, _top(card[0]), EVENT_WIDTH, _bottom(card[1])))
             ui.open_form(info.deployment)
             first, last = (page.get_by_text(f"{title} (Optional)") for title in ("ModelConfig", "Rope Theta"))
             _save(page, "form", (LEFT, _top(first), PAGE_WIDTH, _top(last)))

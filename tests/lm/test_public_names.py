@@ -30,9 +30,9 @@ STABLE = {
     ],
     "lm.curate": [
         *("gopher_quality_filter", "identify_language", "mask_emails", "mask_ips", "mask_phone_numbers"),
+        *("deduplicate_documents", "deduplicate_lines"),
     ],
     "lm.eval": ["parse_mmlu_response", "parse_gsm8k_response"],
-    "lm.curate": ["deduplicate_documents", "deduplicate_lines"],
 }
 
 

@@ -36,7 +36,7 @@ Keep house
   verify       check all files        gc         delete what no run needs
 Run it later, or elsewhere
   up           start Prefect's server, the deployments and a worker
-  deploy       have that server run it on a schedule
+  deploy       have that server run it, on a schedule or an event
   train-job    train by torchrun      completion of commands in your shell
 
 textmill COMMAND --help explains a command. textmill --version is the version.
@@ -45,7 +45,7 @@ textmill COMMAND --help explains a command. textmill --version is the version.
 _SHORT_OPTIONS = {
     "run": "data.train budget preset config root name until refresh train.steps again fresh",
     "plan": "data.train budget preset config root until refresh train.steps again fresh",
-    "deploy": "name cron timezone data.train budget preset config root pool until",
+    "deploy": "name cron timezone on evaluate alert data.train budget preset config root pool until",
     "train-job": "data.train budget preset config root train.steps execution.processes",
     "profile": "steps out data.train preset config root model.d_model train.batch_size",
     "posttrain": "base methods dialogs.train dialogs.task preset config root name until refresh plan",

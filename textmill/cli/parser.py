@@ -159,6 +159,10 @@ def build_parser(preset: str = "demo", base: PipelineConfig | None = None, only:
                 "cron", "", 'schedule, such as "0 3 * * *" for 3:00 every day; default: runs on request only'
             )
             command.option("timezone", "UTC", "time zone of the schedule, such as Europe/Berlin")
+            command.option("on", "", "name of an event that starts a run too, such as corpus.new")
+            evaluate_help = "task on which each trained model is evaluated, such as addition:1-3 or gsm8k=FILE"
+            command.option("evaluate", "", evaluate_help)
+            command.option("alert", "", "URL of a webhook that is called if a loss is not finite")
             command.option("pool", LOCAL_POOL, "work pool whose workers run it; it is created if it is missing")
 
     description = "Fine-tune a trained model on dialogs, preferences or rewards. Unchanged stages are cached."

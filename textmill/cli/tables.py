@@ -319,13 +319,19 @@ def format_run_comparison(result: "RunComparison") -> str:
 
 def format_deployment(deployment: "Deployment", api_url: str) -> str:
     """Return when a deployment runs, and the commands that run, list and delete it."""
-    name, schedule = deployment.full_name, deployment.schedule
+    name, schedule, evaluation = deployment.full_name, deployment.schedule, deployment.evaluation
     when = f"{schedule.cron} ({schedule.timezone})" if schedule else "on request"
     worker = "textmill up" if deployment.pool == LOCAL_POOL else f"prefect worker start --pool {deployment.pool}"
+    if deployment.on_event:
+        when = (
+            f"on the event {deployment.on_event}" if not schedule else f"{when}, and on the event {deployment.on_event}"
+        )
     rows = {
         "starts": when,
         "needs": f"a worker: {worker}",
         "root": deployment.parameters["root"],
+        **({"then": f"{evaluation.full_name} on {evaluation.parameters['config']['task']}"} if evaluation else {}),
+        **({"alerts": "if a loss is not finite"} if deployment.alert_url else {}),
         "see it": f"{api_url.removesuffix('/api')}/deployments",
         "run it now": f"prefect deployment run {shlex.quote(name)} --watch",
         "delete it": f"prefect deployment delete {shlex.quote(name)}",

@@ -239,19 +239,20 @@ def gc_command(options: Namespace) -> None:
 
 def deploy_command(options: Namespace) -> None:
     """Create a deployment of the pipeline on Prefect's server; without options, those of ``textmill up``."""
-    from flows.deploy import create_deployments, own_deployment, shipped_deployments
+    from flows.deploy import create_deployments, own_deployment, shipped_deployments, with_automations
 
+    automations = options.on, options.evaluate, options.alert
     run = read_pipeline_arguments(options)
     api_url = find_server_api()
     if not run.config.chosen_name:
-        given = run.config, run.until, run.refresh, options.root, options.cron, options.pool
-        if given != (PipelineConfig.load_preset("demo"), None, (), "artifacts", "", LOCAL_POOL):
+        given = run.config, run.until, run.refresh, options.root, options.cron, options.pool, *automations
+        if given != (PipelineConfig.load_preset("demo"), None, (), "artifacts", "", LOCAL_POOL, "", "", ""):
             raise UserError("--name is missing: the deployment needs a name of its own, such as --name nightly.")
         create_deployments(api_url, shipped := shipped_deployments())
         print(f"{len(shipped)} deployments are at {api_url}. prefect deployment ls lists them.")
         return
     what = run.config, options.root, run.until, run.refresh
-    deployment = own_deployment(*what, options.pool, options.cron, options.timezone)
+    deployment = with_automations(own_deployment(*what, options.pool, options.cron, options.timezone), *automations)
     create_deployments(api_url, [deployment])
     print(format_deployment(deployment, api_url) + run.hint)
 

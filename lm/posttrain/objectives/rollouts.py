@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.common.errors import UserError
+from lm.common.errors import DivergedError, UserError
 from lm.data.batches import shuffled_indices
 from lm.data.dialogs import PreferencePair
 from lm.distributed.process_group import all_gather, all_reduce_mean, call_on_rank0, get_rank, get_world_size
@@ -214,7 +214,8 @@ class RolloutObjective(Objective):
     def _check_responses(self) -> None:
         """Warn of the first responses whose reward failed.
 
-        Raises UserError if it failed for all of a rollout, or if the model gave one a number that is not finite.
+        Raises UserError if it failed for all of a rollout, and DivergedError if the model gave one a number that is not
+        finite.
         """
         errors = [row.error for row in self._responses if row.error is not None]
         if len(errors) == len(self._responses):
@@ -232,7 +233,7 @@ class RolloutObjective(Objective):
                 errors[0],
             )
         if not all(row.is_finite() for row in self._responses):
-            raise UserError(
+            raise DivergedError(
                 f"At step {self._rollout_step + 1:,} the model gives a response numbers that are not finite: the "
                 "training has diverged. Lower train.max_lr."
             )

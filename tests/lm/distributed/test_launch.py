@@ -16,7 +16,7 @@ import pytest
 
 import lm.distributed.launch
 from lm.checkpoint.training_checkpoint import newest_checkpoint
-from lm.common.errors import MachineError, Stopped, TransientError, UserError
+from lm.common.errors import DivergedError, MachineError, Stopped, TransientError, UserError
 from lm.common.execution import ParallelKind
 from lm.distributed.launch import run_processes
 from lm.train.pretraining import Job
@@ -142,6 +142,7 @@ def test_processes_meet_through_a_temporary_file(tmp_path: Path, monkeypatch: py
         ([(None, ""), (2, "no memory")], UserError, "^Training process 1 of 2: no memory$"),
         ([(74, "no space left"), (2, "no memory")], UserError, "^Training process 1 of 2: no memory$"),
         ([(74, "no space left")], MachineError, "^no space left$"),
+        ([(65, "diverged"), (65, "diverged")], DivergedError, "^diverged$"),
         ([(75, "saved"), (75, "saved")], Stopped, "^saved$"),
         ([(74, "a broken pipe"), (-9, "")], TransientError, "^Training process 1 of 2 ended with code -9"),
         ([(0, ""), (3, "a bug")], MachineError, r"(?s)^Training process 1 of 2 ended with code 3.*some output.*a bug$"),

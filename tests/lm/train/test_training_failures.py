@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lm.checkpoint.training_checkpoint import load_model, newest_checkpoint
-from lm.common.errors import UserError
+from lm.common.errors import DivergedError, UserError
 from lm.data.batches import Batch
 from lm.model.transformer import TransformerLM
 from lm.train.skipped_steps import SkippedSteps
@@ -28,7 +28,7 @@ def test_diverged_loss_is_a_user_error_that_names_the_checkpoint(
     trainer.reads_each_step = reads_each_step
     loss_sum = trainer.loss_sum
     trainer.loss_sum = lambda micro_batch: loss_sum(micro_batch) * (bad if trainer.step >= 8 else 1.0)
-    with pytest.raises(UserError, match=r"diverged.*max_lr.*step-0000008"):
+    with pytest.raises(DivergedError, match=r"diverged.*max_lr.*step-0000008"):
         trainer.run()
     newest = newest_checkpoint(tmp_path)
     assert newest is not None and newest.name == "step-0000008"
