@@ -1,0 +1,2 @@
+from .document_batch import DocumentBatch as DocumentBatch
+from .document_batch import pack_documents as pack_documents

@@ -1,0 +1,29 @@
+"""Batches of documents for the curation kernels: their UTF-8 in one array, with offsets."""
+
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from lm.kernels.jit import Bytes, Int64s
+from lm.text.utf8 import encode_utf8
+
+PADDING_BYTES = 64  # after the last document, because kernels read 64 bytes at a time
+
+
+class DocumentBatch(NamedTuple):
+    """D documents in one array. Document d is ``data[offsets[d]:offsets[d + 1]]``."""
+
+    data: Bytes
+    """Valid UTF-8 of the documents, one after the other, and 64 bytes of padding: uint8 (offsets[D] + 64,)."""
+    offsets: Int64s
+    """Where the documents begin in ``data``, in bytes, and where the last one ends: int64 (D + 1,)."""
+
+
+def pack_documents(texts: Iterable[str]) -> DocumentBatch:
+    """Copy D texts into a batch. Lone surrogates, which UTF-8 lacks, become U+FFFD."""
+    encoded = [encode_utf8(text) for text in texts]
+    offsets = np.fromiter(accumulate(map(len, encoded), initial=0), np.int64, len(encoded) + 1)
+    data = np.frombuffer(b"".join([*encoded, bytes(PADDING_BYTES)]), np.uint8)
+    return DocumentBatch(data, offsets)

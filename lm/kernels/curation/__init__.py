@@ -1,0 +1,1 @@
+"""Kernels of curation: figures of documents, masks, scripts and signatures."""
