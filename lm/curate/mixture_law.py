@@ -91,7 +91,8 @@ def _fit_loss(weights_RK: Array, losses_R: Array) -> tuple[float, Array]:
 def _fit_rest(weights_RK: Array, losses_R: Array, irreducible: float) -> tuple[float, float, Array]:
     """Return the sum of squared errors of the best coefficients for an irreducible loss, that loss, and them."""
     rest = losses_R - irreducible
-    coefficients: Array = np.linalg.lstsq(weights_RK * rest[:, None], np.log(rest) * rest, rcond=None)[0]
+    solution = np.linalg.lstsq(weights_RK * rest[:, None], np.log(rest) * rest, rcond=None)[0]
+    coefficients = np.asarray(solution, np.float64)
     with np.errstate(over="ignore"):
         errors = np.exp(weights_RK @ coefficients) - rest
     return float((errors**2).sum()), irreducible, coefficients

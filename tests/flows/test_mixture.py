@@ -17,6 +17,8 @@ from lm.text.demo_corpus import demo_stories
 from tasks.runtime.output import Output
 from tasks.runtime.run_context import RunContext
 from tests.helpers.pipelines import STAGES, Runner
+from textmill.cli.parser import build_parser, parse, read_config
+from textmill.cli.tables import _next_commands
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -137,3 +139,20 @@ def test_an_empty_source_is_named(tmp_path: Path) -> None:
     data = DataConfig(mix={"a": MixSource([str(tmp_path / "empty.txt")]), "b": MixSource(["demo:10"])})
     with pytest.raises(UserError, match=r"empty\.txt is empty; remove it from the sources"):
         find_inputs(PipelineConfig(data=data), RunContext(str(tmp_path / "root"), "").store)
+
+
+def test_the_command_line_and_the_last_run_take_a_mixture() -> None:
+    command = ["run", "--data.mix", "{a: {paths: [x, y], weight: 3}, b: {paths: [z], max_epochs: 2}}"]
+    parser = build_parser(only="run")
+    config = read_config(PipelineConfig, parser.instantiate(parse(parser, command))["run"])
+    assert config.data.mix == {"a": MixSource(["x", "y"], 3.0), "b": MixSource(["z"], None, 2.0)}
+    again = build_parser("demo", config, "run")
+    assert read_config(PipelineConfig, again.instantiate(parse(again, ["run"]))["run"]).data == config.data
+    other = parse(again, ["run", "--data.mix", "{}", "--data.train", "q"])
+    assert read_config(PipelineConfig, again.instantiate(other)["run"]).data.train == ["q"]
+
+
+def test_a_run_on_a_mixture_ends_with_commands_to_try(tmp_path: Path) -> None:
+    config = PipelineConfig(data=DataConfig(mix={"a": MixSource(["demo:10"])}))
+    record = {"root": str(tmp_path), "stages": {}, "config": asdict(config)}
+    assert any("--again --budget 30m" in command for command, _ in _next_commands(record))

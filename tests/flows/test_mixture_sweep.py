@@ -36,6 +36,7 @@ def make_sweep(folder: Path, **mixture: Any) -> SweepConfig:
     return SweepConfig(name="mixture", base=base, mixture=MixtureConfig(**{"runs": 5, "min_weight": 0.05, **mixture}))
 
 
+@pytest.mark.slow
 def test_a_sweep_finds_weights_and_its_runs_stay_cached(tmp_path: Path) -> None:
     config = make_sweep(tmp_path, target_tokens=4000)
     root = tmp_path / "root"
