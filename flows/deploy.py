@@ -116,7 +116,8 @@ def own_deployment(
             raise UserError(f"--{option} is {value!r}; it must be a text without / % & < >.")
     place = absolute_root(root)
     train, valid = (list(map(_absolute, sources)) for sources in (config.data.train, config.data.valid))
-    data = replace(config.data, train=train, valid=valid)
+    mix = {name: replace(source, paths=list(map(_absolute, source.paths))) for name, source in config.data.mix.items()}
+    data = replace(config.data, train=train, valid=valid, mix=mix)
     start = config.train.init_from
     if start and isinstance(resolve_model(start, place), DirectoryModel):
         start = str(Path(start).expanduser().absolute())
@@ -174,8 +175,9 @@ def _read_schedule(cron: str, timezone: str) -> "CronSchedule":
 
 
 def create_deployments(api_url: str, deployments: Sequence[Deployment]) -> None:
-    """Create deployments with their automations, those for killed runs, and work pools on Prefect's server. A deployment
-    of the same flow and name is replaced, with its automations.
+    """Create deployments with their automations, those for killed runs, and work pools on Prefect's server.
+
+    A deployment of the same flow and name is replaced, with its automations.
 
     Runs in the pool of ``textmill up`` start in the working directory of this process, as relative paths of theirs
     expect. Raises UserError if the server cannot be reached or refuses.
