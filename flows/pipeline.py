@@ -25,7 +25,7 @@ from tasks.chunk import chunk, chunk_group
 from tasks.count import count, count_group, count_sum
 from tasks.encode import encode, encode_group
 from tasks.import_model import find_model_files, import_model
-from tasks.ingest import find_sources, ingest, ingest_group
+from tasks.ingest import find_sources, ingest, ingest_group, page_reader_identity
 from tasks.merge import merge
 from tasks.runs.models import RunModel, resolve_model
 from tasks.runtime.inputs import ChunkGroup, read_groups, read_text_groups
@@ -151,7 +151,10 @@ def prepare_text(config: PipelineConfig, inputs: PipelineInputs, executor: Execu
     # Only if there are other special tokens than the separator, an argument and part of the keys.
     is_ordinary = config.data.special_tokens_in_document == "text" and (start or set(specials) != {separator})
     fraction = 0.0 if inputs.valid else valid_fraction(config.data, sum(source.bytes for source in inputs.train))
-    read_as = [fraction, config.data, *([specials] if is_ordinary else [])]
+    ordinary = [specials] if is_ordinary else []
+    if page_reader := page_reader_identity(config.data, [*inputs.train, *inputs.valid]):
+        ordinary = [*(ordinary or [[]]), page_reader]
+    read_as = [fraction, config.data, *ordinary]
     train_ingested = executor.map(ingest_group, "ingest-train", group_sources(inputs.train), *read_as)
     valid_ingested = executor.map(ingest_group, "ingest-valid", group_sources(inputs.valid), *read_as)
     texts = executor.finish(executor.call(ingest, train_ingested, valid_ingested, fraction, config.data))
