@@ -50,12 +50,13 @@ class Config:
 def validate_fields(config: Any, section: str) -> None:
     """Raise UserError if a field of the dataclass ``config`` has the wrong type or is out of bounds.
 
-    None is accepted for a field whose default is None. ``section`` is the prefix of field names in messages.
+    None is accepted for a field whose default is None, or whose type has None. ``section`` is the prefix of field names
+    in messages.
     """
     types = get_type_hints(type(config))
     for option in fields(config):
         value, expected_type = getattr(config, option.name), types[option.name]
-        is_optional = option.default is None
+        is_optional = option.default is None or type(None) in get_args(expected_type)
         if value is None and is_optional:
             continue
         bounds = {name: bound for name, bound in option.metadata.items() if name in _BOUNDS}

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from lm.common.config import Config, bounded_field
 from lm.common.errors import UserError
+from lm.curate.config import ClassifierConfig
 from lm.curate.document_batch import DocumentBatch, pack_documents
 from lm.kernels.curation.ngram_classifier import (
     LABELS_AT_A_TIME,
@@ -29,31 +29,6 @@ _FORMAT = "textmill text classifier 1"
 _ROWS_AT_A_TIME = 4096  # n-grams between hashing and adding up weights: 16 KiB, which the fastest cache holds
 _MAX_TRAINING_BYTES = 1 << 20  # of a document; its n-grams take eight times the memory
 _MAX_LABELS = 1024
-
-
-@dataclass(frozen=True)
-class ClassifierConfig(Config, section="classifier"):
-    """How a :class:`TextClassifier` reads text and is trained."""
-
-    table_bits: int = bounded_field(18, ge=8, le=26)
-    """The table of weights has 2^table_bits rows. N-grams with the same hash share a row."""
-    word_ngrams: int = bounded_field(2, ge=0, le=2)
-    """0: no words. 1: words. 2: also pairs of words."""
-    char_ngrams: int = bounded_field(4, ge=0, le=7)
-    """Characters of an n-gram, across words; 0 turns them off."""
-    epochs: int = bounded_field(5, ge=1)
-    """Passes over the documents, in an order that the seed decides."""
-    learning_rate: float = bounded_field(0.5, gt=0, le=2)
-    """Part of a document's error that its update removes. Falls linearly to 0 over the training."""
-    balance: bool = True
-    """Whether each label counts the same in all, however many documents it has."""
-    seed: int = bounded_field(0, ge=0)
-    """Of the order of the documents."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.word_ngrams and not self.char_ngrams:
-            raise UserError("classifier.word_ngrams and classifier.char_ngrams are 0; set one of them.")
 
 
 class TextClassifier:

@@ -1,0 +1,116 @@
+"""Configuration of the rules that decide which documents a corpus keeps, and of text classifiers."""
+
+from dataclasses import dataclass
+
+from lm.common.config import Config, bounded_field
+from lm.common.errors import UserError
+
+
+@dataclass(frozen=True)
+class RulesConfig(Config, section="rules"):
+    """Limits of documents, in the order in which the rules are asked; the first that fails is the reason. A field is a
+    rule, and has its name; null turns it off. The fields at the end say what the rules count.
+
+    Gopher: Rae et al. 2021, section A1.1 and table A1. C4: Raffel et al. 2020, section 2.2. FineWeb: Penedo et al.
+    2024, section 3.6. Words are tokens with a letter or a number. Symbols, such as punctuation, are tokens too.
+    """
+
+    min_characters: int | None = bounded_field(None, ge=0)
+    """Fewest characters of a document. Off by default: Gopher's rules limit its words."""
+    max_characters: int | None = bounded_field(None, ge=1)
+    """Most characters of a document. Off by default."""
+    gopher_min_words: int | None = bounded_field(50, ge=0)
+    """Fewest words of a document (Gopher)."""
+    gopher_max_words: int | None = bounded_field(100_000, ge=1)
+    """Most words of a document (Gopher)."""
+    gopher_min_mean_word_length: float | None = bounded_field(3.0, ge=0)
+    """Least mean length of the words, in characters (Gopher)."""
+    gopher_max_mean_word_length: float | None = bounded_field(10.0, ge=0)
+    """Largest mean length of the words, in characters (Gopher)."""
+    gopher_max_hashes: float | None = bounded_field(0.1, ge=0)
+    """Most hash signs over tokens (Gopher: symbol-to-word ratio)."""
+    gopher_max_ellipses: float | None = bounded_field(0.1, ge=0)
+    """Most ellipses, ... or …, over tokens (Gopher: symbol-to-word ratio)."""
+    gopher_max_bullet_lines: float | None = bounded_field(0.9, ge=0)
+    """Most lines that begin with a bullet, • or -, over lines (Gopher)."""
+    gopher_max_ellipsis_lines: float | None = bounded_field(0.3, ge=0)
+    """Most lines that end with an ellipsis over lines (Gopher)."""
+    gopher_min_alphabetic_words: float | None = bounded_field(0.8, ge=0, le=1)
+    """Fewest tokens with a letter over tokens (Gopher). Symbols count as tokens, as in datatrove, so that text with
+    much dialog can fail."""
+    gopher_min_stop_words: int | None = bounded_field(2, ge=0, le=8)
+    """Fewest different words of: the, be, to, of, and, that, have, with (Gopher). For English text."""
+    gopher_max_duplicate_paragraphs: float | None = bounded_field(0.3, ge=0)
+    """Most paragraphs that equal an earlier one over paragraphs (Gopher). Blank lines divide paragraphs."""
+    gopher_max_duplicate_paragraph_characters: float | None = bounded_field(0.2, ge=0)
+    """Most characters in paragraphs that equal an earlier one over all characters (Gopher)."""
+    gopher_max_duplicate_lines: float | None = bounded_field(0.3, ge=0)
+    """Most lines that equal an earlier one over lines, without blank lines (Gopher)."""
+    gopher_max_duplicate_line_characters: float | None = bounded_field(0.2, ge=0)
+    """Most characters in lines that equal an earlier one over all characters (Gopher)."""
+    gopher_max_top_2_gram: float | None = bounded_field(0.2, ge=0)
+    """Most characters in the most frequent 2-gram, counted as often as it occurs, over all characters (Gopher)."""
+    gopher_max_top_3_gram: float | None = bounded_field(0.18, ge=0)
+    """Most characters in the most frequent 3-gram, counted as often as it occurs, over all characters (Gopher)."""
+    gopher_max_top_4_gram: float | None = bounded_field(0.16, ge=0)
+    """Most characters in the most frequent 4-gram, counted as often as it occurs, over all characters (Gopher)."""
+    gopher_max_duplicate_5_grams: float | None = bounded_field(0.15, ge=0)
+    """Most characters in 5-grams that occurred before, over all characters (Gopher)."""
+    gopher_max_duplicate_6_grams: float | None = bounded_field(0.14, ge=0)
+    """Most characters in 6-grams that occurred before, over all characters (Gopher)."""
+    gopher_max_duplicate_7_grams: float | None = bounded_field(0.13, ge=0)
+    """Most characters in 7-grams that occurred before, over all characters (Gopher)."""
+    gopher_max_duplicate_8_grams: float | None = bounded_field(0.12, ge=0)
+    """Most characters in 8-grams that occurred before, over all characters (Gopher)."""
+    gopher_max_duplicate_9_grams: float | None = bounded_field(0.11, ge=0)
+    """Most characters in 9-grams that occurred before, over all characters (Gopher)."""
+    gopher_max_duplicate_10_grams: float | None = bounded_field(0.1, ge=0)
+    """Most characters in 10-grams that occurred before, over all characters (Gopher)."""
+    c4_max_lorem_ipsum_lines: int | None = bounded_field(0, ge=0)
+    """Most lines with "lorem ipsum" (C4). All rules of C4 look only at the lines that C4 keeps, see the last fields."""
+    c4_max_curly_bracket_lines: int | None = bounded_field(0, ge=0)
+    """Most lines with a curly bracket (C4)."""
+    c4_min_sentences: int | None = bounded_field(5, ge=0)
+    """Fewest sentences in lines without the word javascript and without phrases of policies, such as "use cookies"
+    (C4)."""
+    fineweb_min_punctuated_lines: float | None = bounded_field(0.12, ge=0, le=1)
+    """Fewest lines that end with the punctuation of a sentence over lines, without blank lines (FineWeb)."""
+    fineweb_max_short_lines: float | None = bounded_field(0.67, ge=0)
+    """Most short lines over lines, without blank lines (FineWeb)."""
+    fineweb_max_duplicate_line_characters: float | None = bounded_field(0.01, ge=0)
+    """Most characters in lines that equal an earlier one over all characters but line feeds (FineWeb)."""
+    fineweb_max_line_feeds: float | None = bounded_field(0.3, ge=0)
+    """Most line feeds over tokens (FineWeb)."""
+    fineweb_short_line_characters: int = bounded_field(30, ge=0)
+    """A line of at most so many characters is short (FineWeb)."""
+    c4_min_words_per_line: int = bounded_field(3, ge=0)
+    """C4 keeps lines of at least so many words; what white space separates is a word here."""
+    c4_max_word_characters: int = bounded_field(1000, ge=1)
+    """C4 keeps lines without longer words."""
+    c4_end_marks: bool = True
+    """Whether C4 keeps only lines that end with . ? ! " or '. FineWeb applies the rules of C4 without it."""
+
+
+@dataclass(frozen=True)
+class ClassifierConfig(Config, section="classifier"):
+    """How a :class:`TextClassifier` reads text and is trained."""
+
+    table_bits: int = bounded_field(18, ge=8, le=26)
+    """The table of weights has 2^table_bits rows. N-grams with the same hash share a row."""
+    word_ngrams: int = bounded_field(2, ge=0, le=2)
+    """0: no words. 1: words. 2: also pairs of words."""
+    char_ngrams: int = bounded_field(4, ge=0, le=7)
+    """Characters of an n-gram, across words; 0 turns them off."""
+    epochs: int = bounded_field(5, ge=1)
+    """Passes over the documents, in an order that the seed decides."""
+    learning_rate: float = bounded_field(0.5, gt=0, le=2)
+    """Part of a document's error that its update removes. Falls linearly to 0 over the training."""
+    balance: bool = True
+    """Whether each label counts the same in all, however many documents it has."""
+    seed: int = bounded_field(0, ge=0)
+    """Of the order of the documents."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.word_ngrams and not self.char_ngrams:
+            raise UserError("classifier.word_ngrams and classifier.char_ngrams are 0; set one of them.")
