@@ -136,19 +136,23 @@ def read_record(record: bytes, main_content: bool) -> Answer:
     return answer | {name: value for name, value in stated.items() if value}
 
 
-def _answer(work: Callable[[], Answer]) -> Answer:
+def _answer(work: Callable[[], Answer]) -> bytes:
+    """Return the answer as JSON."""
     try:
-        return work()
+        return json.dumps(work()).encode()
     except DamagedPageError as error:
-        return {"damaged": str(error)}
+        answer = {"damaged": str(error)}
     except BaseException as error:  # hostile pages raise anything; a panic in Rust is no Exception
-        return {"damaged": f"its parser raised {error!r}"[:300]}
+        answer = {"damaged": f"its parser raised {error!r}"[:300]}
+    return json.dumps(answer).encode()
 
 
 def main() -> None:
     """Answer requests until the input ends. The first byte is ``p`` for a page or ``r`` for a record, the second ``m``
     for its main content or ``w`` for its whole text."""
     requests, send_answer = serve_parent()
+    for library in ("resiliparse.extract.html2text", "resiliparse.parse.html", "fastwarc.warc"):
+        import_module(library)  # does not count as a page's time
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     with contextlib.suppress(ImportError, ValueError, OSError):  # not on every system
         resource = import_module("resource")
@@ -159,7 +163,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, MAX_PAGE_SECONDS)
         answer = _answer(lambda read=read, page=page, main=main_content: read(page, main))  # type: ignore[misc]
         signal.setitimer(signal.ITIMER_PROF, 0)
-        send_answer(json.dumps(answer).encode())
+        send_answer(answer)
 
 
 if __name__ == "__main__":

@@ -147,7 +147,8 @@ def _decompress_member(buffer: _Buffer) -> Generator[bytes, None, str]:
             return str(error)
         if not stored and not block:
             return "cut short"
-        used = len(stored) - len(decompressor.unconsumed_tail) - len(decompressor.unused_data)
+        # After the end of a member, unconsumed_tail may hold the same bytes as unused_data.
+        used = len(stored) - len(decompressor.unused_data if decompressor.eof else decompressor.unconsumed_tail)
         num_read, num_written, kept = num_read + used, num_written + len(block), kept + used
         if num_written or kept > _MAX_GZIP_HEADER_BYTES:  # a damaged header may claim the next members as its fields
             buffer.drop(kept)

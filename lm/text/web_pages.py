@@ -78,6 +78,8 @@ class PageReader:
             except ChildEnded as error:
                 if error.code == -signal.SIGPROF:
                     return {"damaged": f"its parser took more than {MAX_PAGE_SECONDS} seconds"}
+                if error.code == 1:
+                    raise UserError("The process that reads web pages failed; its message is above.") from None
                 return {"damaged": f"its parser crashed (code {error.code})"}
 
     def close(self) -> None:

@@ -32,8 +32,9 @@ def write_sources(folder: Path) -> list[str]:
     rows = write_jsonl(folder / "c.jsonl", '{"text": "a row", "url": "http://row"}')
     plain = folder / "d.txt"
     plain.write_text(f"plain text{EOT}\n")
+    (folder / "f.html.gz").write_bytes(gzip.compress(b"<p>cut short")[:-9])
     wet = write_warc(folder / "e.warc.wet.gz", [warc_record(b"wet", url="http://w/", record_type="conversion")])
-    return [str(page), crawl, rows, str(plain), wet]
+    return [str(page), crawl, rows, str(plain), wet, str(folder / "f.html.gz")]
 
 
 class Ingested:
@@ -84,9 +85,14 @@ def test_metadata_are_in_step_with_the_documents_of_chunks(tmp_path: Path, fract
 
 def test_skipped_pages_are_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ingested = Ingested(tmp_path / "root", write_sources(tmp_path), 0.0)
-    assert "Skipped 1 damaged web pages and records" in caplog.text and "b.warc.gz, record at byte" in caplog.text
+    assert "Skipped 2 damaged web pages and records" in caplog.text and "b.warc.gz, record at byte" in caplog.text
     page = ingested.output.page or ""
-    assert "| damaged | 1 |" in page and "| not HTTP status 200 | 1 |" in page and "its length is wrong" in page
+    assert (
+        "| damaged | 2 |" in page
+        and "| not HTTP status 200 | 1 |" in page
+        and "its length is wrong" in page
+        and "f.html.gz: is corrupt" in page
+    )
 
 
 def test_the_option_decides_the_text_and_the_key(tmp_path: Path) -> None:

@@ -52,6 +52,16 @@ def test_records_are_split_at_any_size_of_blocks(size: int) -> None:
     assert decompress(gzip.compress(b"".join(RECORDS)), size) == (b"".join(RECORDS), [])
 
 
+@given(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(1, 2000)), min_size=1, max_size=5), st.integers(1, 9))
+@examples(40)
+def test_large_members_are_decompressed(members: list[tuple[int, int]], level: int) -> None:
+    """Random text, repeated: members larger and smaller than what is read or written at a time."""
+    texts = [(random.Random(size).randbytes(size // 3 % part + 1) * part)[:size] for size, part in members]
+    data = b"".join(gzip.compress(text, level) for text in texts)
+    for size in (1000, 1 << 20):
+        assert decompress(data, size) == (b"".join(texts), [])
+
+
 def test_a_record_may_hold_the_line_that_begins_one() -> None:
     record = warc_record(b"<p>a\r\n\r\nWARC/1.0\r\nContent-Length: 1\r\n\r\nb")
     assert split(record + RECORDS[0]) == (bodies([record, RECORDS[0]]), [])

@@ -193,6 +193,14 @@ def test_a_parser_that_takes_too_long_costs_its_page(tmp_path: Path, monkeypatch
     reader.close()
 
 
+def test_a_worker_that_cannot_start_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fastwarc").mkdir()
+    (tmp_path / "fastwarc" / "__init__.py").write_text("raise ImportError('broken')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match="The process that reads web pages failed"):
+        PageReader().read("page", b"<p>a", "whole")
+
+
 def end_by_timer(child: ChildProcess) -> bytes:
     child.process.send_signal(signal.SIGPROF)
     raise ChildEnded(child.process.wait())
