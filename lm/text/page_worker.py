@@ -101,12 +101,9 @@ def read_record(record: bytes, main_content: bool) -> Answer:
 
     Other records have no field ``text``, and a field ``skipped`` with the reason if they are responses.
     """
-    from fastwarc.warc import ArchiveIterator, WarcRecordType
+    from fastwarc.warc import WarcRecordType
 
-    options: dict[str, Any] = {"auto_decode": "all", "strict_mode": False, "stream_detect": False}
-    parsed = next(ArchiveIterator(io.BytesIO(record), **options), None)
-    if parsed is None:
-        raise DamagedPageError("no WARC record")
+    parsed = _parse_record(record, "all")
     kind, headers = parsed.record_type, parsed.headers
     charset, language = None, headers.get("WARC-Identified-Content-Language")
     if kind == WarcRecordType.response:
@@ -123,7 +120,13 @@ def read_record(record: bytes, main_content: bool) -> Answer:
     content_type = (content_type or "").strip().lower()
     if content_type not in (*_HTML, "text/plain"):
         return {"skipped": "neither HTML nor plain text"}
-    page = parsed.reader.read(MAX_PAGE_BYTES + 1)
+    try:
+        page = parsed.reader.read(MAX_PAGE_BYTES + 1)
+    except OSError as error:
+        # Some crawlers store the decoded page with the headers of the encoded one.
+        page = _parse_record(record, "none").reader.read(MAX_PAGE_BYTES + 1)
+        if not page.lstrip().startswith(b"<"):
+            raise DamagedPageError(f"cannot be decoded: {error}") from None
     if len(page) > MAX_PAGE_BYTES:
         raise DamagedPageError(f"longer than {MAX_PAGE_BYTES >> 20} MiB")
     answer = read_page(page, main_content, charset) if content_type in _HTML else {"text": decode_page(page, charset)}
@@ -134,6 +137,19 @@ def read_record(record: bytes, main_content: bool) -> Answer:
         "language": answer.get("language") or _clean(language),
     }
     return answer | {name: value for name, value in stated.items() if value}
+
+
+def _parse_record(record: bytes, auto_decode: str) -> Any:
+    from fastwarc.warc import ArchiveIterator
+
+    options: dict[str, Any] = {"auto_decode": auto_decode, "strict_mode": False, "stream_detect": False}
+    try:
+        parsed = next(ArchiveIterator(io.BytesIO(record), **options), None)
+    except OSError as error:
+        raise DamagedPageError(str(error)) from None
+    if parsed is None:
+        raise DamagedPageError("no WARC record")
+    return parsed
 
 
 def _answer(work: Callable[[], Answer]) -> bytes:

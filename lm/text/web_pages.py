@@ -24,23 +24,6 @@ from lm.text.warc_records import decompress_members, split_records
 PageText = Literal["main", "whole"]
 
 
-@dataclass
-class WebPages:
-    """What a reader of web pages learns besides their text."""
-
-    damaged: DamagedRows = field(default_factory=DamagedRows)
-    """Pages and records."""
-    skipped: Counter[str] = field(default_factory=Counter)
-    """Pages without a text for training, by the reason."""
-    metadata: DocumentMetadata = DocumentMetadata()
-    """Of the document that was yielded last."""
-    reader: "PageReader" = field(default_factory=lambda: PageReader())
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the numbers of damaged and skipped pages, and the names of the first damaged ones."""
-        return {"damaged": self.damaged.count, "names": self.damaged.names, "skipped": dict(self.skipped)}
-
-
 def is_web_format(url: str) -> bool:
     """Return whether a source is an HTML page or a WARC file, by its name."""
     return detect_format(url)[0] in ("html", "warc")
@@ -87,6 +70,23 @@ class PageReader:
         with self._lock:
             if self._process:
                 self._process.close()
+
+
+@dataclass
+class WebPages:
+    """What a reader of web pages learns besides their text."""
+
+    damaged: DamagedRows = field(default_factory=DamagedRows)
+    """Pages and records."""
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Pages without a text for training, by the reason."""
+    metadata: DocumentMetadata = DocumentMetadata()
+    """Of the document that was yielded last."""
+    reader: PageReader = field(default_factory=PageReader)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the numbers of damaged and skipped pages, and the names of the first damaged ones."""
+        return {"damaged": self.damaged.count, "names": self.damaged.names, "skipped": dict(self.skipped)}
 
 
 def read_web_documents(

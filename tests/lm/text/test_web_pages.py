@@ -62,6 +62,19 @@ def test_any_bytes_have_a_text(page: bytes) -> None:
     assert extract_text(b"<html>" + page) is not None
 
 
+@given(st.data())
+@examples(60)
+def test_any_record_has_a_text_or_a_reason(data: st.DataObject) -> None:
+    headers = data.draw(st.sampled_from(["", "Content-Encoding: gzip\r\n", "Transfer-Encoding: chunked\r\n"]))
+    record = bytearray(warc_record(PAGE.encode(), headers=headers))
+    for _ in range(data.draw(st.integers(0, 4))):
+        place = data.draw(st.integers(0, len(record) - 1))
+        record[place : place + data.draw(st.integers(0, 9))] = data.draw(st.binary(max_size=9))
+    fields = READER.read("record", bytes(record), "main")
+    assert fields.keys() <= {"text", "url", "date", "language", "licence", "damaged", "skipped"}
+    assert "crashed" not in fields.get("damaged", "")
+
+
 TEXT = "Grüße: Straße, café, naïve Übung und noch mehr größere Wörter."
 RUSSIAN, JAPANESE = (
     "Привет, мир! Это короткий русский текст о погоде.",
@@ -153,6 +166,14 @@ def test_a_file_of_fastwarc_with_compressed_and_chunked_responses(tmp_path: Path
     texts, pages = read(str(path))
     assert texts == [extract_plain_text(PAGE)]
     assert (pages.metadata.url, pages.metadata.language) == ("http://b/", "de-AT")
+
+
+@pytest.mark.parametrize("header", ["Transfer-Encoding: chunked", "Content-Encoding: gzip", "Content-Encoding: br"])
+def test_a_page_that_the_crawler_has_decoded(tmp_path: Path, header: str) -> None:
+    texts, pages = read(write_warc(tmp_path / "a.warc", [warc_record(PAGE.encode(), headers=f"{header}\r\n")]))
+    assert texts == [extract_plain_text(PAGE)] and not pages.damaged.count
+    texts, pages = read(write_warc(tmp_path / "a.warc", [warc_record(b"\x1f\x8bdamaged", headers=f"{header}\r\n")]))
+    assert texts == [] and "cannot be decoded" in pages.damaged.names[0]
 
 
 def test_damaged_records_are_skipped_counted_and_named(tmp_path: Path) -> None:
