@@ -25,7 +25,14 @@ from tasks.chunk import chunk, chunk_group
 from tasks.count import count, count_group, count_sum
 from tasks.encode import encode, encode_group
 from tasks.import_model import find_model_files, import_model
-from tasks.ingest import find_named_sources, find_sources, ingest, ingest_group, ingest_mix
+from tasks.ingest import (
+    find_named_sources,
+    find_sources,
+    ingest,
+    ingest_group,
+    ingest_mix,
+    page_reader_identity,
+)
 from tasks.merge import merge
 from tasks.runs.models import RunModel, resolve_model
 from tasks.runtime.inputs import ChunkGroup, read_groups, read_text_groups
@@ -169,8 +176,10 @@ def prepare_text(config: PipelineConfig, inputs: PipelineInputs, executor: Execu
         specials, pattern, model_config = executor.read(read_start, *start, config.stated_fields("model"), separator)
     # Only if there are other special tokens than the separator, an argument and part of the keys.
     is_ordinary = config.data.special_tokens_in_document == "text" and (start or set(specials) != {separator})
-    read_as = [config.data, *([specials] if is_ordinary else [])]
-    texts, parts = (ingest_sources if inputs.mix else ingest_text)(config, inputs, read_as, executor)
+    ordinary = [specials] if is_ordinary else []
+    if page_reader := page_reader_identity(config.data, [*inputs.train, *inputs.valid]):
+        ordinary = [*(ordinary or [[]]), page_reader]
+    texts, parts = (ingest_sources if inputs.mix else ingest_text)(config, inputs, [config.data, *ordinary], executor)
     chunk_config, tokenizer_config, train_config = config.chunk, config.tokenizer, config.train
     if config.budget:
         amount = parse_budget(config.budget)

@@ -30,7 +30,7 @@ STABLE = {
     ],
     "lm.curate": [
         *("gopher_quality_filter", "identify_language", "mask_emails", "mask_ips", "mask_phone_numbers"),
-        *("deduplicate_documents", "deduplicate_lines"),
+        *("TextClassifier", "deduplicate_documents", "deduplicate_lines", "extract_text"),
     ],
     "lm.eval": ["parse_mmlu_response", "parse_gsm8k_response"],
 }
