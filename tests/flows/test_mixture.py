@@ -148,6 +148,12 @@ def test_the_command_line_and_the_last_run_take_a_mixture() -> None:
     assert config.data.mix == {"a": MixSource(["x", "y"], 3.0), "b": MixSource(["z"], None, 2.0)}
     again = build_parser("demo", config, "run")
     assert read_config(PipelineConfig, again.instantiate(parse(again, ["run"]))["run"]).data == config.data
+    other = parse(again, ["run", "--data.mix.a.weight", "5"])
+    changed = read_config(PipelineConfig, again.instantiate(other)["run"]).data.mix
+    assert changed == {"a": MixSource(["x", "y"], 5.0), "b": MixSource(["z"], None, 2.0)}
+    other = parse(again, ["run", "--data.mix", "{a: {paths: [w]}}"])
+    changed = read_config(PipelineConfig, again.instantiate(other)["run"]).data.mix
+    assert changed == {"a": MixSource(["w"], 3.0)}, "a source keeps its other fields"
     other = parse(again, ["run", "--data.mix", "{}", "--data.train", "q"])
     assert read_config(PipelineConfig, again.instantiate(other)["run"]).data.train == ["q"]
 
