@@ -21,6 +21,7 @@ from pathlib import Path
 
 from benchmarks.texts import END, cjk, documents, emoji, stories, take_bytes
 from lm.curate import RulesConfig, compute_figures, first_failed_rule, pack_documents
+from lm.curate.language import identify_batch
 from lm.curate.masks import MASKS, mask_batch
 
 _WORKER = Path(__file__).with_name("datatrove_filters.py")
@@ -47,8 +48,19 @@ def masks(texts: list[str]) -> None:
         batch, _ = mask_batch(batch, kind)
 
 
-OURS: dict[str, Work] = {"rules": rules, "masks": masks}
-PEER_BYTES = {"rules": 300_000, "masks": 5_000_000}  # that datatrove reads in a round
+def language(texts: list[str]) -> None:
+    identify_batch(pack_documents(texts))
+
+
+OURS: dict[str, Work] = {"rules": rules, "masks": masks, "language": language}
+PEER_BYTES = {"rules": 300_000, "masks": 5_000_000, "language": 2_000_000}  # that a peer reads in a round
+
+
+def py3langid(texts: list[str]) -> None:
+    from py3langid import classify
+
+    for text in texts:
+        classify(text)
 
 
 def datatrove_seconds(python: str, work: str, texts: list[str]) -> float:
@@ -77,11 +89,13 @@ def measure(work: str, texts: list[str], rounds: int, python: str | None) -> dic
     candidates: dict[str, tuple[Callable[[list[str]], float], list[str]]] = {
         "textmill": (lambda part: cpu_seconds(OURS[work], part), texts)
     }
-    if python and work in PEER_BYTES:
-        encoded = take_bytes((text.encode() for text in texts), PEER_BYTES[work])
-        part = [text.decode() for text in encoded]
+    part = [text.decode() for text in take_bytes((text.encode() for text in texts), PEER_BYTES[work])]
+    if work == "language":
+        candidates["py3langid"] = (lambda part: cpu_seconds(py3langid, part), part)
+    elif python:
         candidates["datatrove"] = (lambda part: datatrove_seconds(python, work, part), part)
-    cpu_seconds(OURS[work], texts[:10])  # compiles
+    for function, _ in candidates.values():
+        function(texts[:10])  # compiles, and loads models
     rates = defaultdict(list)
     for _ in range(rounds):
         for name, (seconds, part) in candidates.items():

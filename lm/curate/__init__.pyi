@@ -13,6 +13,7 @@ from .duplicate_lines import deduplicate_lines as deduplicate_lines
 from .duplicate_lines import digest_lines_to_runs as digest_lines_to_runs
 from .duplicate_lines import drop_repeated_lines as drop_repeated_lines
 from .duplicate_lines import find_repeated_lines as find_repeated_lines
+from .language import identify_language as identify_language
 from .masks import mask_emails as mask_emails
 from .masks import mask_ips as mask_ips
 from .masks import mask_phone_numbers as mask_phone_numbers
