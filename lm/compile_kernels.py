@@ -14,12 +14,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import torch
 
+from lm.curate.language import identify_language
 from lm.curate.masks import mask_emails
 from lm.curate.rules import gopher_quality_filter
 from lm.inference.runners.runner import compile_kernels
+from lm.kernels.curation.language_features import walk_features
 from lm.kernels.disk_cache import CACHE_DIR, IS_CACHE_WRITABLE, pipeline_marker
 from lm.kernels.jit import KERNELS
 from lm.text.patterns import PATTERNS
@@ -67,6 +70,8 @@ def run_groups(pattern: str = "gpt2", id_bits: int | None = None) -> Iterator[st
     if id_bits is None:
         gopher_quality_filter("")
         mask_emails("")
+        identify_language("")
+        walk_features(np.frombuffer(bytes(1), np.uint8), *(np.zeros(256, np.int32) for _ in range(5)))
         yield "curation"
         compile_kernels(torch.bfloat16)
         yield "decode step, bfloat16"
