@@ -58,7 +58,7 @@ class SweepConfig(FlowConfig):
     search: SearchConfig | None = None
     """Search for the best point, by the library Optuna. Default: train all points."""
     law: LawConfig | None = None
-    """Fit a scaling law to the points. Default: none."""
+    """Fit a scaling law to the points. Off by default."""
     max_epochs: float | None = bounded_field(None, gt=0, lt=math.inf)
     """Maximum number of times that a training may read the training text. A point with more is refused. Default: no
     limit."""
