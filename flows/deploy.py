@@ -110,7 +110,7 @@ def own_deployment(
     """
     name = config.name
     if any(deployment.name == name for deployment in shipped_deployments()):
-        raise UserError(f"--name is {name!r}, which textmill up deploys; choose another name.")
+        raise UserError(f"--name is {name!r}, the name of a deployment of textmill up; choose another name.")
     for option, value in (("name", name), ("pool", pool)):
         if not value.strip() or set(value) & set("/%&<>"):
             raise UserError(f"--{option} is {value!r}; it must be a text without / % & < >.")

@@ -211,9 +211,7 @@ def open_model(
             raise UserError(f"The model of {name} runs on its server: leave --device out.")
         return EndpointModel(name, model_name)
     if model_name:
-        raise UserError(
-            f"--model_name names a model of a server, and {name or 'the latest run'} is none: leave it out."
-        )
+        raise UserError("--model_name only works when --model is a URL; leave it out.")
     return LocalModel(resolve_model(name, root), device, quantization)
 
 

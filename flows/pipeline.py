@@ -132,8 +132,8 @@ def find_inputs(config: PipelineConfig, store: Store) -> PipelineInputs:
             raise UserError("budget chooses a new model, and train.init_from continues one; leave one of them out.")
         if stated := config.stated_fields("tokenizer"):
             raise UserError(
-                f"tokenizer.{next(iter(stated))} conflicts with train.init_from, which brings its own tokenizer; leave "
-                "it out."
+                f"tokenizer.{next(iter(stated))} conflicts with train.init_from: that model has its own tokenizer. "
+                "Leave it out."
             )
         start = find_start(config.train.init_from, store)
     return PipelineInputs(*find_sources(config.data, store), start, find_named_sources(config.data, store))

@@ -91,7 +91,9 @@ class PosttrainConfig(FlowConfig):
         if not self.methods:
             raise UserError(f"methods is empty; name at least one of {', '.join(get_args(Method))}.")
         if "ppo" in self.methods and "reward_model" not in self.methods:
-            raise UserError("methods has ppo without reward_model, which it learns from; add reward_model to methods.")
+            raise UserError(
+                "methods has ppo without reward_model. ppo learns from a reward model; add reward_model to methods."
+            )
 
     @property
     def judged(self) -> GRPOConfig | PPOConfig:

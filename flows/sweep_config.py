@@ -61,10 +61,10 @@ class SweepConfig(FlowConfig):
     search: SearchConfig | None = None
     """Search for the best point, by the library Optuna. Default: train all points."""
     law: LawConfig | None = None
-    """Fit a scaling law to the points. Default: none."""
+    """Fit a scaling law to the points. Off by default."""
     mixture: MixtureConfig | None = None
-    """Train on different mixtures of the sources of ``data.mix``, in place of axes, and find the best weights. Default:
-    none."""
+    """Train on different mixtures of the sources of ``data.mix``, in place of axes, and find the best weights. Off by
+    default."""
     max_epochs: float | None = bounded_field(None, gt=0, lt=math.inf)
     """Maximum number of times that a training may read the training text. A point with more is refused. Default: no
     limit."""

@@ -49,7 +49,7 @@ def check_deployment(name: str) -> None:
             client.read_deployment_by_name(name)
         except ObjectNotFound:
             raise UserError(
-                f"There is no deployment {name}, which execution.train_deployment names; see prefect deployment ls."
+                f"execution.train_deployment names {name}, but there is no such deployment; see prefect deployment ls."
             ) from None
 
 

@@ -32,7 +32,7 @@ def recovery_automations(silence: timedelta = SILENCE) -> list[AutomationCore]:
     return [
         AutomationCore(
             name="textmill: mark dead runs as crashed",
-            description=f"Marks a run as crashed if Prefect gets no heartbeat for {silence}.",
+            description=f"Marks a run as crashed after {silence.total_seconds() / 60:g} minutes without a heartbeat.",
             trigger=EventTrigger(
                 posture=Posture.Proactive,
                 after={"prefect.flow-run.heartbeat"},

@@ -165,9 +165,9 @@ def _check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:
         )
     # Without them llama.cpp takes id 11 for the end of a text, and refuses the file, in this order.
     if not tokenizer.special_ids:
-        raise UserError("The tokenizer has no special token that ends a text, which GGUF requires.")
+        raise UserError("GGUF requires a special token that ends a text, and the tokenizer has no such token.")
     if not tokenizer.merges:
-        raise UserError("The tokenizer has no merges, which GGUF requires.")
+        raise UserError("GGUF requires merges, and the tokenizer has no merges.")
 
 
 def _add_model_metadata(writer: "GGUFWriter", config: ModelConfig, name: str) -> None:

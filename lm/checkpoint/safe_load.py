@@ -114,7 +114,7 @@ def load_weights(model: nn.Module, weights: Any, name: str, assign: bool = False
         if weights[key].is_floating_point() != tensor.is_floating_point():
             raise UserError(f"{name} does not fit the model: {key} is {weights[key].dtype}, not {tensor.dtype}.")
     if unknown := weights.keys() - expected.keys():
-        raise UserError(f"{name} has {min(unknown)}, which the model config does not know.")
+        raise UserError(f"{name} has {min(unknown)}, but the model config does not know it.")
     model.load_state_dict(weights, assign=assign)
 
 

@@ -73,7 +73,7 @@ def parse_row(row: Row) -> Dialog | PreferencePair:
         case {"question": str(question), "answer": str(answer)}:
             return Dialog(_exchange(question, answer))
     raise ValueError(
-        "no messages, no texts prompt and response, none of prompt, chosen and rejected, none of question and answer"
+        "it needs messages, or the texts prompt and response, or prompt, chosen and rejected, or question and answer"
     )
 
 

@@ -110,7 +110,7 @@ def respond(
         room = model.config.context_length - len(ids)
         if room <= 0:
             raise UserError(
-                f"Prompt {index} has {len(ids)} tokens, which leaves no room for a response in the model's context of "
+                f"Prompt {index} has {len(ids)} tokens and leaves no room for a response in the model's context of "
                 f"{model.config.context_length}. Use fewer or shorter examples, or a model with a longer context."
             )
         stop = [*config.stop, *chat_format.stop] if is_chat else config.stop

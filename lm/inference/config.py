@@ -36,8 +36,8 @@ class SampleConfig(Config, section="sample"):
     seed: int = 0
     """Random seed. Sample i, counted over all prompts, has seed + i."""
     speculative_tokens: int = bounded_field(0, ge=0)
-    """Guesses up to this many tokens a step from repetitions in the text; 0 for none. Text that repeats is generated
-    faster, with the same distribution."""
+    """Max tokens guessed per step by prompt lookup; 0 turns it off. Text that repeats is generated faster, with the
+    same distribution."""
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class PrefixCache:
         if not self.max_blocks:
             raise UserError(
                 f"A prefix cache of {max_bytes:,} bytes is too small: {BLOCK_TOKENS} tokens of this model take "
-                f"{block_bytes:,}. Give it more, or 0 to have none."
+                f"{block_bytes:,}. Give it more, or 0 to turn it off."
             )
         # Written now, so that the memory is taken at the start and not bit by bit.
         self._kv = torch.empty(2, self.max_blocks, *kv_shape, device=device, dtype=dtype).zero_()

@@ -50,7 +50,7 @@ class LlamaTokenizer:
         begin, end = find_text_ends(tokenizer)
         if not begin or not end:
             raise UserError(
-                f"{path} has none of the special tokens that begin and end a text "
+                f"{path} lacks the special tokens that begin and end a text "
                 f"({', '.join(' and '.join(dict.fromkeys(pair)) for pair in BEGIN_AND_END)}); add them and train with "
                 "them."
             )

@@ -129,9 +129,9 @@ class ModelConfig(Config, section="model"):
     logit_softcap: float = bounded_field(0.0, ge=0, lt=math.inf)
     """Limit logits to ± this value: ``cap · tanh(logits / cap)``. 0 turns the limit off."""
     moe: MoEConfig | None = None
-    """Mixture of experts in place of the feed-forward network. Default: none, every block is dense."""
+    """Mixture of experts in place of the feed-forward network. Default: every block is dense."""
     rope_scaling: RopeScaling | None = None
-    """Slower rotary frequencies for a longer context, as of Llama 3.1. Default: none."""
+    """Slower rotary frequencies for a longer context, as in Llama 3.1. Off by default."""
 
     def __post_init__(self) -> None:
         if isinstance(self.moe, dict):  # from JSON, e.g. of a checkpoint

@@ -136,13 +136,13 @@ class GRPOConfig(Config, section="reinforce"):
             return
         if self.baseline == "mean" and self.group_size == 1:
             raise UserError(
-                "reinforce.group_size is 1, so each response is the mean of its group, and nothing is learned; raise "
+                "reinforce.group_size is 1, so each reward is the mean of its group, and nothing is learned; raise "
                 "it, or set reinforce.baseline to none."
             )
         if self.baseline == "none" and self.advantage_normalizer == "std":
             raise UserError(
-                "reinforce.baseline is none, but a group of equal rewards has no standard deviation to divide by; set "
-                "reinforce.advantage_normalizer to none or mean."
+                "reinforce.baseline none does not work with reinforce.advantage_normalizer std: a group of equal "
+                "rewards has no standard deviation to divide by. Set reinforce.advantage_normalizer to none or mean."
             )
 
 

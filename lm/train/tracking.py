@@ -56,11 +56,11 @@ class Tracker:
                     self._trackers[name] = module
             except ImportError as error:
                 raise UserError(
-                    f"execution.trackers names {name}, which cannot be imported ({error}); install it "
+                    f"execution.trackers names {name}, but it cannot be imported ({error}); install it "
                     f"(pip install {name}) or leave it out."
                 ) from None
             except Exception as error:  # each tracker has its own, e.g. for a missing key
-                raise UserError(f"execution.trackers names {name}, which does not start: {error}") from error
+                raise UserError(f"execution.trackers names {name}, but it does not start: {error}") from error
         self._started = time.perf_counter() - _seconds_until(step, read_metrics(directory / "metrics.jsonl"))
 
     def add(self, row: dict[str, Any]) -> None:

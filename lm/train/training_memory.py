@@ -229,7 +229,8 @@ def choose_parallel(
         return "none"
     if execution.parallel == "none":
         raise UserError(
-            f"execution.parallel is none, but {get_world_size()} processes train; set it to auto, or start one process."
+            f"execution.parallel none trains in one process, and {get_world_size()} processes are started; set "
+            "execution.parallel to auto, or start one process."
         )
     if execution.parallel != "auto":
         return execution.parallel
@@ -259,7 +260,7 @@ def check_tensor_parallel(execution: Execution, model_config: ModelConfig, proce
     check_world_size(processes, execution.tensor_parallel)
     if execution.parallel not in ("auto", "none", "ddp"):
         raise UserError(
-            f"execution.parallel is {execution.parallel}, which cannot divide further what execution.tensor_parallel "
+            f"execution.parallel is {execution.parallel}: it cannot divide further what execution.tensor_parallel "
             f"{execution.tensor_parallel} divides; set it to auto or ddp."
         )
     config_of_rank(model_config, execution.tensor_parallel)

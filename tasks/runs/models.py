@@ -176,8 +176,9 @@ def resolve_model(name: str, root: str) -> RunModel | DirectoryModel:
         raise UserError(f"The model {name!r} cannot be opened: {str(error).rstrip('.')}.") from None
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not directory.parent.exists():
         raise UserError(
-            f"There is no model {name!r} on this machine, and textmill downloads none. From the Hugging Face hub, run "
-            f"hf download {name} --local-dir {directory.name} first, then name the directory {directory.name}."
+            f"There is no model {name!r} on this machine, and textmill does not download models. From the Hugging "
+            f"Face hub, run hf download {name} --local-dir {directory.name} first, then name the directory "
+            f"{directory.name}."
         )
     raise UserError(
         f"There is no model {name!r}{did_you_mean(name, list_runs(store))}: neither a run below {root} nor a directory "

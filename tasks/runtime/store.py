@@ -85,7 +85,7 @@ class Store:
                 raise UserError(f"{'/'.join(parts)!r} is not a path below {self.base}.")
             path = posixpath.join(path, name)
             if self.is_local and not _is_plain(path):
-                raise UserError(f"{path} is a link or a special file, which are not read below a root. Remove it.")
+                raise UserError(f"{path} is a link or a special file; these are not read below a root. Remove it.")
         return path
 
     def url(self, *parts: str) -> str:

@@ -78,7 +78,7 @@ def test_another_preset_keeps_its_options() -> None:
         (["--name", "nightly", "--cron", "0 25 * * *"], "--cron is '0 25 * * *'; it must be five fields, minute, hour"),
         (["--name", "nightly", "--cron", "daily"], "--cron is 'daily'; it must be five fields"),
         (["--name", "nightly", "--cron", "0 3 * * *", "--timezone", "Mars"], "--timezone is 'Mars'; it must be one"),
-        (["--name", "full"], "--name is 'full', which textmill up deploys; choose another name"),
+        (["--name", "full"], "--name is 'full', the name of a deployment of textmill up; choose another name"),
         (["--name", "a/b"], "--name is 'a/b'; it must be a text without / % & < >"),
         (["--name", "x", "--pool", " "], "--pool is ' '; it must be a text"),
         (["--cron", "0 3 * * *"], "--name is missing"),

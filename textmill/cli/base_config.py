@@ -19,7 +19,7 @@ def read_last_config(root: str, is_again: bool, is_fresh: bool, preset: str | No
         return None
     if not (last := last_config(root)):
         if is_again:
-            raise UserError(f"--again needs an earlier run, and there is none below {root}.")
+            raise UserError(f"--again needs an earlier run, but {root} has no runs.")
         return None
     if line := describe_reuse(*last):
         print_message(line)

@@ -196,9 +196,9 @@ def build_parser(preset: str = "demo", base: PipelineConfig | None = None, only:
     serve.option("host", "127.0.0.1", "address to listen on")
     serve.option("port", 8000, "port to listen on; 0: any free port")
     serve.option("max_batch_size", 16, "completions computed at the same time", type=batch_size)
-    cache_help = "memory for the beginnings of recent prompts, which are not computed again, in MB; 0: none"
+    cache_help = "memory in MB that keeps recent prompts, so that their beginnings are computed once; 0 turns it off"
     serve.option("prefix_cache_mb", 256, cache_help, type=megabytes)
-    guess_help = "tokens to guess in a step from repetitions in a text, at most; 0: none"
+    guess_help = "max tokens guessed per step by prompt lookup; 0 turns it off"
     serve.option("speculative_tokens", 0, guess_help, type=NonNegativeInt)
     key_help = "key that clients must send; the variable TEXTMILL_API_KEY holds it out of sight of other users"
     serve.option("api_key", None, key_help, type=str)
@@ -268,7 +268,7 @@ def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
     try:
         parsed: Namespace = parser.parse_args(join_lists(arguments, _commands(parser)))
     except ImportError:
-        raise UserError("An option's value has a class_path, which is not allowed.") from None
+        raise UserError("An option's value has a class_path; that is not allowed.") from None
     except OverflowError as error:
         raise UserError(f"An option's number is out of range: {error}.") from None
     options = parsed[parsed.command]

@@ -105,7 +105,7 @@ class AccessControl:
             return None
         if not self._has_key(scope):
             # Clients look for the first words, which are OpenAI's.
-            message = "Incorrect API key provided, or none; send the server's key as a bearer token."
+            message = "Incorrect API key provided, or it is missing; send the server's key as a bearer token."
             return ApiError(401, message, code="invalid_api_key")
         if 0 < self._max_requests <= self._requests_of[client]:
             message = f"{self._max_requests} requests of this client are unfinished, the most at a time. Retry later."

@@ -133,7 +133,7 @@ def _drop_default_ids(path: Path, vocab: dict[int, bytes], added: list[AddedToke
     ids = {token: token_id for token_id, token in vocab.items() if token_id not in added_ids}
     if len(ids) + len(added_ids) < len(vocab):
         [duplicate, *_] = [t for i, t in vocab.items() if i not in added_ids and ids[t] != i]
-        raise UserError(f"{path}: {duplicate!r} has two ids, which is not supported.")
+        raise UserError(f"{path}: {duplicate!r} has two ids; that is not supported.")
     tokens = [token if token.content.encode() in ids else replace(token, id=None) for token in added]
     return [token for token in tokens if token != AddedToken(token.content)]
 

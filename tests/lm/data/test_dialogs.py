@@ -53,9 +53,9 @@ def test_the_four_kinds_of_rows(row: dict[str, Any], expected: Dialog | Preferen
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({}, "no messages, no texts prompt and response"),
-        ({"prompt": "a", "response": None}, "no messages, no texts prompt and response"),
-        ({"prompt": ["a"], "chosen": "b", "rejected": "c"}, "no messages, no texts"),
+        ({}, "it needs messages, or the texts prompt and response"),
+        ({"prompt": "a", "response": None}, "it needs messages, or the texts prompt and response"),
+        ({"prompt": ["a"], "chosen": "b", "rejected": "c"}, "it needs messages, or the texts"),
         ({"messages": []}, "message 0, from the assistant, is missing"),
         ({"messages": make_dialog(system="a")}, "message 1, from the assistant, is missing"),
         ({"messages": make_dialog("a")}, "message 1, from the assistant, is missing"),
@@ -81,7 +81,7 @@ def test_the_four_kinds_of_rows(row: dict[str, Any], expected: Dialog | Preferen
         ({"messages": list(HI), "tools": [{"type": "function"}]}, "the row has tools, which textmill cannot use yet"),
         ({"prompt": "a", "response": "b", "reasoning_content": "c"}, "the row has reasoning_content"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "tools": [{}]}, "the row has tools"),
-        ({"messages": 5}, "no messages"),
+        ({"messages": 5}, "it needs messages"),
         ({"prompt": "", "response": "b"}, "message 0 is blank"),
         ({"prompt": "x" * 10_000_000, "response": "b"}, "message 0 has 10,000,000 characters, more than 1,000,000"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),

@@ -96,5 +96,5 @@ def test_a_response_ends_at_a_stop_text_a_special_token_or_the_end_of_the_contex
 
 def test_a_prompt_without_room_is_refused_before_anything_is_computed() -> None:
     model = make_model(PLAIN.size, 16).eval()
-    with pytest.raises(UserError, match=r"Prompt 4 has 16 tokens, which leaves no room .* context of 16\. Use fewer"):
+    with pytest.raises(UserError, match=r"Prompt 4 has 16 tokens and leaves no room .* context of 16\. Use fewer"):
         next(respond(model, PLAIN, [(3, "a"), (4, "b" * 16)], CONFIG))

@@ -95,7 +95,7 @@ def test_unusable_tokenizers_are_refused(
     tmp_path: Path, sentencepiece_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bytes_tokenizer(["<s>"]).save(tmp_path)
-    with pytest.raises(UserError, match=r"none of the special tokens.*<\|endoftext\|>, <s> and </s>"):
+    with pytest.raises(UserError, match=r"lacks the special tokens.*<\|endoftext\|>, <s> and </s>"):
         LlamaTokenizer.load(tmp_path)
     (tmp_path / "damaged.model").write_text("no model")
     for name in ("damaged.model", "missing.model"):

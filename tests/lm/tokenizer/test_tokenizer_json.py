@@ -325,7 +325,7 @@ def test_a_token_may_have_a_second_id_as_added_token(tmp_path: Path) -> None:
 def test_two_tokens_of_the_same_bytes_are_rejected(tmp_path: Path) -> None:
     content = content_of(Tokenizer({**BYTES, 256: b"  "}, []))
     content["model"]["vocab"]["  "] = 257
-    with pytest.raises(UserError, match=r"tokenizer\.json: b'  ' has two ids, which is not supported"):
+    with pytest.raises(UserError, match=r"tokenizer\.json: b'  ' has two ids; that is not supported"):
         read_tokenizer_json(write_json(content, tmp_path), [])
 
 

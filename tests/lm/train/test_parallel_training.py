@@ -133,8 +133,8 @@ def undo_after(out: Path, number: int) -> None:
             r"tensor_parallel is 2, and the training has 1 process; set execution\.processes, .* to a multiple of 2",
         ),
         (3, {}, "tensor_parallel is 2, and the training has 3 processes"),
-        (2, {"parallel": "fsdp"}, r"execution\.parallel is fsdp, which cannot divide further.*set it to auto or ddp"),
-        (4, {"parallel": "zero1"}, r"execution\.parallel is zero1, which cannot divide further"),
+        (2, {"parallel": "fsdp"}, r"execution\.parallel is fsdp: it cannot divide further.*set it to auto or ddp"),
+        (4, {"parallel": "zero1"}, r"execution\.parallel is zero1: it cannot divide further"),
         (2, {"d_ff": 63}, r"model\.d_ff 63 cannot be divided among 2 processes"),
         (2, {"num_kv_heads": 1}, r"model\.num_kv_heads 1 cannot be divided among 2 processes"),
         (2, {"moe": MoEConfig()}, r"model\.moe cannot be divided by tensor parallelism"),
@@ -181,7 +181,7 @@ def choose(monkeypatch: pytest.MonkeyPatch, parallel: Literal["auto"] | Parallel
 
 def test_several_processes_divide_something(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(monkeypatch, "zero1", 2) == "zero1" and choose(monkeypatch, "fsdp", 1) == "none"
-    with pytest.raises(UserError, match=r"execution\.parallel is none, but 2 processes train"):
+    with pytest.raises(UserError, match=r"execution\.parallel none trains in one process, and 2 processes are started"):
         choose(monkeypatch, "none", 2)
 
 

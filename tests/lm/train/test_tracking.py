@@ -100,7 +100,7 @@ def test_a_tracker_that_is_not_installed_is_a_user_error(tmp_path: Path, monkeyp
 def test_a_tracker_that_does_not_start_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", module := Recorder("wandb"))
     monkeypatch.setattr(module, "init", lambda **settings: 1 / 0)
-    with pytest.raises(UserError, match=r"execution\.trackers names wandb, which does not start: division"):
+    with pytest.raises(UserError, match=r"execution\.trackers names wandb, but it does not start: division"):
         small_trainer(tmp_path, trackers=["wandb"]).run()
 
 

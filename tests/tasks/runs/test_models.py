@@ -163,7 +163,7 @@ def test_names_that_are_no_model(made: tuple[RunContext, dict[str, Ref]], root: 
         "20260106-000000-full-x": "has no manifest of a finished train",
         str(tmp_path / "file"): "There is no model .*: this is a file; name the directory",
         str(tmp_path / "my.gguf"): "this is GGUF, which textmill writes but does not read",
-        "org/model-1.5B": "textmill downloads none.*hf download org/model-1.5B --local-dir model-1.5B first",
+        "org/model-1.5B": "textmill does not download models.*hf download org/model-1.5B --local-dir model-1.5B first",
         "other_org/name": "hf download other_org/name --local-dir name",
         "~no-such-user/model": "cannot be opened",
     }.items():
@@ -312,5 +312,5 @@ def test_a_model_is_not_exported_for_llama_cpp(
     monkeypatch.undo()
     pytest.importorskip("gguf", reason="gguf is not installed")
     assert main(command) == 2
-    assert "The tokenizer has no merges, which GGUF requires." in capsys.readouterr().err
+    assert "GGUF requires merges, and the tokenizer has no merges." in capsys.readouterr().err
     assert not (tmp_path / "model.gguf").exists()

@@ -66,7 +66,7 @@ def tiny(tmp_path: Path) -> Path:
         (["run", "--until", "ingest", "--refresh", "merge,sample"], "refresh merge has no effect.*ends with ingest"),
         (["sweep", "--plan", "moe"], "Name the sweep first"),
         (["sweep"], r"sweep must be given\. See textmill sweep --help"),
-        (["evaluate", "--task", "addition", "--model_name", "gpt"], "--model_name names a model of a server"),
+        (["evaluate", "--task", "addition", "--model_name", "gpt"], "--model_name only works when --model is a URL"),
         (["serve", "--host", ""], "--host is empty"),
         (["run", "--refresh", "merge,encod"], r"no stage 'encod' \(did you mean 'encode'"),
         (["run", "--tokenizer.vocab_size", "256"], r"vocab_size 256 is too small"),

@@ -1,5 +1,7 @@
-"""The scripts that complete command lines: bash's is sourced and asked, those of other shells are looked at."""
+"""The scripts that complete command lines: each is loaded by its shell and asked."""
 
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,17 @@ function=$(complete -p textmill | sed 's/.* -F \\([^ ]*\\).*/\\1/')
 compopt() { :; }  # it needs a completion of readline
 "$function" textmill "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"
 printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+# A Tab ends the word of each line, then the function prints what it gets.
+_ASK_ZSH = r"""
+zmodload zsh/zpty
+zpty shell zsh -f -i
+zpty -w shell "fpath=($1 \$fpath); autoload -Uz compinit; compinit -u -D; textmill() { print -r GOT \"\$*\" }"
+shift
+for line; do zpty -w shell "$line"$'\t'; done
+zpty -w shell exit
+while zpty -r shell line; do print -r -- "$line"; done
 """
 
 
@@ -45,6 +58,38 @@ def test_bash_completes_commands_options_and_values(tmp_path: Path, capsys: pyte
     assert complete("run", "--train.optimizer", "a") == {"adamw"}
     assert complete("run", "--config", "st") == {"stories.txt"}
     assert complete("completion", "z") == {"zsh"}
+
+
+@pytest.mark.skipif(not shutil.which("fish"), reason="no fish")
+def test_fish_completes_commands_options_and_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "textmill.fish").write_text(script("fish", capsys), encoding="utf-8")
+
+    def complete(line: str) -> set[str]:
+        command = ["fish", "--no-config", "-c", "source textmill.fish; complete -C $argv[1]", line]
+        environment = os.environ | {"HOME": str(tmp_path)}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+        assert (done.stderr, done.returncode) == ("", 0)
+        return {answer.partition("\t")[0] for answer in done.stdout.splitlines() if answer}
+
+    assert complete("textmill ru") == {"run", "runs"}
+    assert complete("textmill run --train.st") == {"--train.steps"}
+    assert complete("textmill run --train.optimizer ") == {"adamw", "muon"}
+
+
+@pytest.mark.skipif(not shutil.which("zsh"), reason="no zsh")
+def test_zsh_completes_commands_options_and_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "_textmill").write_text(script("zsh", capsys), encoding="utf-8")
+    lines = ["textmill swee", "textmill run --train.ste", "textmill run --train.optimizer mu"]
+    command = ["zsh", "-f", "-c", _ASK_ZSH, "zsh", str(tmp_path), *lines]
+    environment = os.environ | {"HOME": str(tmp_path), "TERM": "dumb"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
+    assert (done.stderr, done.returncode) == ("", 0)
+    assert re.findall(r"^GOT ([\w. -]+?)\s*$", done.stdout, re.MULTILINE) == [
+        "sweep",
+        "run --train.steps",
+        "run --train.optimizer muon",
+    ]
+    assert "error" not in done.stdout
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
