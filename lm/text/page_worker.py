@@ -17,7 +17,7 @@ from typing import Any
 from lm.common.processes import serve_parent
 
 MAX_PAGE_BYTES = 16 << 20
-MAX_PAGE_SECONDS = 10  # of CPU time; pages take milliseconds, and thousands of nested tags take minutes
+MAX_PAGE_SECONDS = 5  # of CPU time; 16 MiB of usual pages take one, and thousands of nested tags take minutes
 _MAX_MEMORY_BYTES = 2 << 30  # of the process; a page of 16 MiB takes some hundred megabytes
 _MAX_VALUE_CHARACTERS = 2000  # of metadata
 _HTML = "text/html", "application/xhtml+xml"
