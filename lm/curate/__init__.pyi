@@ -1,11 +1,14 @@
 from .config import RulesConfig as RulesConfig
 from .document_batch import DocumentBatch as DocumentBatch
 from .document_batch import pack_documents as pack_documents
+from .language import identify_batch as identify_batch
 from .language import identify_language as identify_language
+from .masks import mask_batch as mask_batch
 from .masks import mask_emails as mask_emails
 from .masks import mask_ips as mask_ips
 from .masks import mask_phone_numbers as mask_phone_numbers
 from .rules import RULES as RULES
 from .rules import compute_figures as compute_figures
+from .rules import figure_of as figure_of
 from .rules import first_failed_rule as first_failed_rule
 from .rules import gopher_quality_filter as gopher_quality_filter
