@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.made_up_pages import make_pages
 from benchmarks.texts import END, documents, stories
-from lm.curate import RULES, RulesConfig, compute_figures, pack_documents
+from lm.curate import RULES, RulesConfig, compute_figures, figure_of, pack_documents
 
 _WORKER = Path(__file__).with_name("datatrove_filters.py")
 
@@ -32,7 +32,7 @@ def our_decisions(texts: list[str]) -> dict[str, set[int]]:
     for rule in RULES:
         limit = asdict(config)[rule]
         if limit is not None:
-            figure = figures[rule.replace("min_", "", 1).replace("max_", "", 1)]
+            figure = figures[figure_of(rule)]
             removed[rule] = set(np.flatnonzero(figure < limit if "min_" in rule else figure > limit).tolist())
     # datatrove has one limit for both.
     removed["gopher_max_symbols"] = removed.pop("gopher_max_hashes") | removed.pop("gopher_max_ellipses")

@@ -50,11 +50,13 @@ _FIGURES = {
     "fineweb_line_feeds": _Figure("line_feeds", "tokens"),
 }
 
-RULES = tuple(
-    name
-    for name in RulesConfig.__dataclass_fields__
-    if name.replace("max_", "", 1) in _FIGURES or name.replace("min_", "", 1) in _FIGURES
-)
+
+def figure_of(rule: str) -> str:
+    """Return the name of the figure that a rule limits: the rule's without ``min_`` or ``max_``."""
+    return rule.replace("min_", "", 1).replace("max_", "", 1)
+
+
+RULES = tuple(name for name in RulesConfig.__dataclass_fields__ if figure_of(name) in _FIGURES)
 """The names of the rules in their order: fields of :class:`RulesConfig`."""
 
 _COURSE_RULES = (
@@ -69,7 +71,7 @@ def compute_figures(batch: DocumentBatch, config: RulesConfig) -> Figures:
     """Return what the rules compare with their limits: for each figure float64 (D,), for D documents.
 
     A ratio whose denominator is 0 is 0. Repeated lines, paragraphs and n-grams are looked for among the first 2¹⁸ of a
-    document. The name of a figure is that of its rule without ``min_`` or ``max_``.
+    document. :func:`figure_of` has the name of the figure of a rule.
     """
     limits = LineLimits(
         config.fineweb_short_line_characters,
@@ -95,10 +97,8 @@ def first_failed_rule(figures: Figures, config: RulesConfig) -> Int64s:
     for place, rule in reversed([*enumerate(RULES)]):
         if (limit := limits[rule]) is None:
             continue
-        if "min_" in rule:
-            first[figures[rule.replace("min_", "", 1)] < limit] = place
-        else:
-            first[figures[rule.replace("max_", "", 1)] > limit] = place
+        figure = figures[figure_of(rule)]
+        first[figure < limit if "min_" in rule else figure > limit] = place
     return first
 
 
