@@ -24,11 +24,12 @@ from tasks.budget import budget, machine_kind, read_choice
 from tasks.chunk import chunk, chunk_group
 from tasks.count import count, count_group, count_sum
 from tasks.encode import encode, encode_group
+from tasks.filter import filter_documents, filter_group
 from tasks.import_model import find_model_files, import_model
 from tasks.ingest import find_sources, ingest, ingest_group
 from tasks.merge import merge
 from tasks.runs.models import RunModel, resolve_model
-from tasks.runtime.inputs import ChunkGroup, read_groups, read_text_groups
+from tasks.runtime.inputs import ChunkGroup, TextGroup, read_groups, read_rewritten_groups, read_text_groups
 from tasks.runtime.output import Ref
 from tasks.runtime.run_context import RunContext
 from tasks.runtime.store import Store
@@ -155,15 +156,16 @@ def prepare_text(config: PipelineConfig, inputs: PipelineInputs, executor: Execu
     train_ingested = executor.map(ingest_group, "ingest-train", group_sources(inputs.train), *read_as)
     valid_ingested = executor.map(ingest_group, "ingest-valid", group_sources(inputs.valid), *read_as)
     texts = executor.finish(executor.call(ingest, train_ingested, valid_ingested, fraction, config.data))
+    ingested = [*train_ingested, *valid_ingested]
+    train_texts = executor.read(read_text_groups, texts, ingested, "train")
+    valid_texts = executor.read(read_text_groups, texts, ingested, "valid")
+    texts, train_texts, valid_texts = curate_text(config, texts, train_texts, valid_texts, executor)
     chunk_config, tokenizer_config, train_config = config.chunk, config.tokenizer, config.train
     if config.budget:
         amount = parse_budget(config.budget)
         choice = executor.finish(executor.call(budget, texts, amount, machine_kind(config.execution)))
         chosen = executor.read(read_choice, choice, config.tokenizer)
         chunk_config, tokenizer_config, model_config, train_config = chosen
-    ingested = [*train_ingested, *valid_ingested]
-    train_texts = executor.read(read_text_groups, texts, ingested, "train")
-    valid_texts = executor.read(read_text_groups, texts, ingested, "valid")
     train_cuts = executor.map(chunk_group, "chunk-train", train_texts, specials, pattern, chunk_config)
     valid_cuts = executor.map(chunk_group, "chunk-valid", valid_texts, specials, pattern, chunk_config)
     chunks = executor.finish(executor.call(chunk, train_cuts, valid_cuts))
@@ -177,6 +179,23 @@ def prepare_text(config: PipelineConfig, inputs: PipelineInputs, executor: Execu
         train_config,
         start,
     )
+
+
+def curate_text(
+    config: PipelineConfig, texts: Ref, train: list[TextGroup], valid: list[TextGroup], executor: Executor
+) -> tuple[Ref, list[TextGroup], list[TextGroup]]:
+    """Remove documents by the rules that are on. Return the output that has the statistics of the text, and its groups.
+
+    Validation text that is held out is treated like the training text; that of ``data.valid`` stays as it is.
+    """
+    if config.filter.is_on:
+        filter_as = config.data.separator, config.filter
+        train_outputs = executor.map(filter_group, "filter-train", train, *filter_as)
+        valid_outputs = [] if config.data.valid else executor.map(filter_group, "filter-valid", valid, *filter_as)
+        texts = executor.finish(executor.call(filter_documents, texts, train_outputs, valid_outputs, config.filter))
+        train = executor.read(read_rewritten_groups, train, train_outputs)
+        valid = executor.read(read_rewritten_groups, valid, valid_outputs) if valid_outputs else valid
+    return texts, train, valid
 
 
 def train_tokenizer(text: ChunkedText, executor: Executor) -> Ref:

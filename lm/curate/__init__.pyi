@@ -1,6 +1,10 @@
+from .config import FilterConfig as FilterConfig
 from .config import RulesConfig as RulesConfig
 from .document_batch import DocumentBatch as DocumentBatch
 from .document_batch import pack_documents as pack_documents
+from .document_batch import pack_utf8 as pack_utf8
+from .document_filter import DocumentFilter as DocumentFilter
+from .filtered_text import filter_texts as filter_texts
 from .rules import RULES as RULES
 from .rules import compute_figures as compute_figures
 from .rules import first_failed_rule as first_failed_rule

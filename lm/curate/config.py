@@ -1,4 +1,4 @@
-"""Configuration of the rules that decide which documents a corpus keeps."""
+"""Configuration of the stages that decide which documents a corpus keeps."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from lm.common.config import Config, bounded_field
 
 
 @dataclass(frozen=True)
-class RulesConfig(Config, section="rules"):
+class RulesConfig(Config, section="filter.rules"):
     """Limits of documents, in the order in which the rules are asked; the first that fails is the reason. A field is a
     rule, and has its name; null turns it off. The fields at the end say what the rules count.
 
@@ -88,3 +88,18 @@ class RulesConfig(Config, section="rules"):
     """C4 keeps lines without longer words."""
     c4_end_marks: bool = True
     """Whether C4 keeps only lines that end with . ? ! " or '. FineWeb applies the rules of C4 without it."""
+
+
+@dataclass(frozen=True)
+class FilterConfig(Config, section="filter"):
+    """Which documents the stage ``filter`` keeps. By default it is off."""
+
+    rules: RulesConfig | None = None
+    """Rules of quality and repetition; {}: those of Gopher, C4 and FineWeb, with their own limits. Default: none."""
+    keep_removed_text: bool = False
+    """Whether removed.parquet has the text of the removed documents. Default: their places and reasons only."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anything to filter by."""
+        return self.rules is not None

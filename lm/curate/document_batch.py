@@ -1,6 +1,6 @@
 """Batches of documents for the curation kernels: their UTF-8 in one array, with offsets."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -23,7 +23,11 @@ class DocumentBatch(NamedTuple):
 
 def pack_documents(texts: Iterable[str]) -> DocumentBatch:
     """Copy D texts into a batch. Lone surrogates, which UTF-8 lacks, become U+FFFD."""
-    encoded = [encode_utf8(text) for text in texts]
+    return pack_utf8([encode_utf8(text) for text in texts])
+
+
+def pack_utf8(encoded: Sequence[bytes]) -> DocumentBatch:
+    """Copy D encoded texts into a batch."""
     offsets = np.fromiter(accumulate(map(len, encoded), initial=0), np.int64, len(encoded) + 1)
     data = np.frombuffer(b"".join([*encoded, bytes(PADDING_BYTES)]), np.uint8)
     return DocumentBatch(data, offsets)

@@ -1,5 +1,6 @@
 """Rules of quality and repetition for documents: Gopher's, C4's and FineWeb's, from one pass over the text."""
 
+import re
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -50,11 +51,13 @@ _FIGURES = {
     "fineweb_line_feeds": _Figure("line_feeds", "tokens"),
 }
 
-RULES = tuple(
-    name
-    for name in RulesConfig.__dataclass_fields__
-    if name.replace("max_", "", 1) in _FIGURES or name.replace("min_", "", 1) in _FIGURES
-)
+
+def figure_name(rule: str) -> str:
+    """Return the name of the figure that a rule compares with its limit: the rule's without ``min_`` or ``max_``."""
+    return re.sub("min_|max_", "", rule, count=1)
+
+
+RULES = tuple(name for name in RulesConfig.__dataclass_fields__ if figure_name(name) in _FIGURES)
 """The names of the rules in their order: fields of :class:`RulesConfig`."""
 
 _COURSE_RULES = (
@@ -69,7 +72,7 @@ def compute_figures(batch: DocumentBatch, config: RulesConfig) -> Figures:
     """Return what the rules compare with their limits: for each figure float64 (D,), for D documents.
 
     A ratio whose denominator is 0 is 0. Repeated lines, paragraphs and n-grams are looked for among the first 2¹⁸ of a
-    document. The name of a figure is that of its rule without ``min_`` or ``max_``.
+    document. Names: see :func:`figure_name`.
     """
     limits = LineLimits(
         config.fineweb_short_line_characters,
@@ -95,10 +98,8 @@ def first_failed_rule(figures: Figures, config: RulesConfig) -> Int64s:
     for place, rule in reversed([*enumerate(RULES)]):
         if (limit := limits[rule]) is None:
             continue
-        if "min_" in rule:
-            first[figures[rule.replace("min_", "", 1)] < limit] = place
-        else:
-            first[figures[rule.replace("max_", "", 1)] > limit] = place
+        values = figures[figure_name(rule)]
+        first[values < limit if "min_" in rule else values > limit] = place
     return first
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from threading import Event
@@ -117,6 +117,22 @@ def read_text_groups(store: Store, texts: Ref, groups: Sequence[Ref], split: str
             raise UserError(f"Texts {texts.key[:12]} are of other sources. Refresh the ingest stage.")
         result.append(TextGroup(output, digest, selection, bytes_before))
         bytes_before += entry["bytes"]
+    return result
+
+
+def read_rewritten_groups(store: Store, groups: Sequence[TextGroup], outputs: Sequence[Ref]) -> list[TextGroup]:
+    """Return groups of texts as a mapped stage wrote them, without the empty ones. ``outputs``: those of the groups."""
+    result: list[TextGroup] = []
+    bytes_before = 0
+    opened = store.map(lambda ref: read_output(store, ref), outputs)
+    for group, output, texts in zip(groups, opened, store.map(read_texts, opened), strict=True):
+        bytes_before = bytes_before if group.bytes_before else 0  # the first group of a text
+        if size := sum(text.bytes for text in texts.kept):
+            whole = Selection(0)
+            result.append(
+                replace(group, output=output.ref, digest=output.digest, selection=whole, bytes_before=bytes_before)
+            )
+            bytes_before += size
     return result
 
 

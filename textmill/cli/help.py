@@ -32,6 +32,7 @@ Look at it
   runs         list, rename, delete   compare    draw losses of runs
   evaluate     ask a model the problems of a task, and count right answers
   tokenizers   compare tokenizers     profile    time and memory of a step
+  explain      what the rules of the filter make of a document
 Keep house
   verify       check all files        gc         delete what no run needs
 Run it later, or elsewhere
@@ -48,6 +49,7 @@ _SHORT_OPTIONS = {
     "deploy": "name cron timezone data.train budget preset config root pool until",
     "train-job": "data.train budget preset config root train.steps execution.processes",
     "profile": "steps out data.train preset config root model.d_model train.batch_size",
+    "explain": "text document filter.rules preset config",
     "posttrain": "base methods dialogs.train dialogs.task preset config root name until refresh plan",
     "sweep": "sweep size root refresh plan data.train name",
 }

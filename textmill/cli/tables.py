@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from flows.evaluate import EvaluationResult
     from flows.profile import ProfileResult
     from flows.teach import TeachResult
+    from lm.curate.document_filter import Verdict
     from textmill.runs.compare_runs import RunComparison
     from textmill.runs.run_list import RunSummary
 
@@ -54,6 +55,22 @@ _SUMMARY_FIGURES = {
 def format_sample(prompt: str, text: str) -> str:
     """Return a prompt and its continuation in one paragraph, wrapped in a terminal."""
     return wrap(f"\n> {prompt}|{text}", sys.stdout)
+
+
+def format_verdicts(verdicts: "Sequence[Verdict]") -> str:
+    """Return a table of what each rule makes of a document, and whether the filter keeps it."""
+    width = max(len(verdict.rule) for verdict in verdicts)
+    lines = [f"{'rule':<{width}} {'value':>12} {'limit':>12}  verdict"]
+    for rule, value, limit, is_passed in verdicts:
+        shown = f"{_short(value):>12} {'≥' if 'min_' in rule else '≤'}{_short(limit):>11}"
+        lines.append(f"{rule:<{width}} {shown}  {'passes' if is_passed else 'FAILS'}")
+    failed = [verdict.rule for verdict in verdicts if not verdict.is_passed]
+    end = f"The filter removes this document. Reason: {failed[0]}." if failed else "The filter keeps this document."
+    return "\n".join([*lines, "", end])
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.3f}"
 
 
 def format_summary(record: dict[str, Any]) -> str:
