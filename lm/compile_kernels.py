@@ -17,6 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 
+from lm.curate.masks import mask_emails
 from lm.curate.rules import gopher_quality_filter
 from lm.inference.runners.runner import compile_kernels
 from lm.kernels.disk_cache import CACHE_DIR, IS_CACHE_WRITABLE, pipeline_marker
@@ -65,6 +66,7 @@ def run_groups(pattern: str = "gpt2", id_bits: int | None = None) -> Iterator[st
     yield "decode step, float32"
     if id_bits is None:
         gopher_quality_filter("")
+        mask_emails("")
         yield "curation"
         compile_kernels(torch.bfloat16)
         yield "decode step, bfloat16"

@@ -5,6 +5,10 @@ from .document_batch import pack_documents as pack_documents
 from .document_batch import pack_utf8 as pack_utf8
 from .document_filter import DocumentFilter as DocumentFilter
 from .filtered_text import filter_texts as filter_texts
+from .language import identify_language as identify_language
+from .masks import mask_emails as mask_emails
+from .masks import mask_ips as mask_ips
+from .masks import mask_phone_numbers as mask_phone_numbers
 from .rules import RULES as RULES
 from .rules import compute_figures as compute_figures
 from .rules import first_failed_rule as first_failed_rule
