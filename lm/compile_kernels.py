@@ -17,6 +17,10 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 
+from lm.curate.decontaminate import ProtectedTexts
+from lm.curate.document_batch import pack_documents
+from lm.curate.duplicate_documents import deduplicate_documents, digest_documents_to_runs
+from lm.curate.duplicate_lines import deduplicate_lines
 from lm.curate.masks import mask_emails
 from lm.curate.rules import gopher_quality_filter
 from lm.inference.runners.runner import compile_kernels
@@ -67,11 +71,23 @@ def run_groups(pattern: str = "gpt2", id_bits: int | None = None) -> Iterator[st
     if id_bits is None:
         gopher_quality_filter("")
         mask_emails("")
+        _deduplicate()
         yield "curation"
         compile_kernels(torch.bfloat16)
         yield "decode step, bfloat16"
         compile_kernels(torch.float32, "int8")
         yield "decode step, int8"
+
+
+def _deduplicate() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / "first", Path(folder) / "second"]
+        for path in paths:
+            path.write_text("one text")
+        deduplicate_documents(paths, Path(folder) / "documents", 2, 1, 1, 1.0)
+        digest_documents_to_runs([pack_documents(["one text"])], Path(folder))
+        deduplicate_lines(paths, Path(folder) / "lines")
+    ProtectedTexts([("one", ["one text"])], 1).find(pack_documents(["one text"]))
 
 
 def _num_compiled() -> int:

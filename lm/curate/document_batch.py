@@ -31,3 +31,10 @@ def pack_utf8(encoded: Sequence[bytes]) -> DocumentBatch:
     offsets = np.fromiter(accumulate(map(len, encoded), initial=0), np.int64, len(encoded) + 1)
     data = np.frombuffer(b"".join([*encoded, bytes(PADDING_BYTES)]), np.uint8)
     return DocumentBatch(data, offsets)
+
+
+def pad_documents(data: Bytes, offsets: Int64s) -> DocumentBatch:
+    """Return a batch of documents whose UTF-8 is in one array without padding, which is copied."""
+    padded = np.concatenate([data, np.zeros(PADDING_BYTES, np.uint8)])
+    padded.flags.writeable = False  # as in other batches: kernels are compiled for one type of array
+    return DocumentBatch(padded, offsets)

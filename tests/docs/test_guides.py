@@ -34,6 +34,14 @@ def test_the_python_of_the_guide_to_lm_runs(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "my-tokenizer" / "tokenizer.json").exists()
 
 
+def test_the_python_of_the_guide_to_curation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = code_blocks(ROOT / "docs" / "curation.md", "python")
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "curation.md", "exec"), {})
+
+
 @pytest.mark.slow  # torchrun itself is in tests/lm/distributed/test_launch.py
 @pytest.mark.parametrize("number", range(2))
 def test_the_python_of_the_guide_to_gpus_runs_in_two_processes(tmp_path: Path, number: int) -> None:

@@ -1,0 +1,86 @@
+"""Normalized words of a text: lower case, no accents, no punctuation. Near-duplicates and n-grams are found by them.
+
+The plain form works on a text, the tables of a kernel on one character at a time. Both give the same words, because no
+step depends on the characters around one, except for Σ, which has one small form here.
+"""
+
+import hashlib
+import string
+import sys
+import unicodedata
+from functools import cache
+from itertools import chain
+
+import numpy as np
+
+from lm.kernels.curation.word_hashes import IS_OWN_WORD, IS_REPLACED, WHITESPACE, CharacterTables
+from lm.kernels.jit import UInt32s
+
+_HAN = [range(0x3400, 0x4DC0), range(0x4E00, 0xA000), range(0x20000, 0x2F800), range(0x30000, 0x40000)]
+_OWN_WORDS = [
+    *[range(0x3005, 0x3008), range(0x3041, 0x3100), range(0x31F0, 0x3200)],  # Hiragana and Katakana
+    *[range(0xFF66, 0xFFA0), range(0xF900, 0xFB00), range(0x2F800, 0x30000)],  # their variants, and those of Han
+    *_HAN,
+]
+# The code points that may change. No Han character does, and none after the variants of Han.
+_MAY_CHANGE = [range(1, 0x3400), range(0x4DC0, 0x4E00), range(0xA000, 0x20000), range(0x2F800, 0x30000)]
+
+
+class _Substitutes(dict[int, str]):
+    """What each character becomes after decomposition."""
+
+    def __missing__(self, point: int) -> str:
+        character = chr(point)
+        is_punctuation = character in string.punctuation or unicodedata.category(character).startswith("P")
+        if is_punctuation or unicodedata.combining(character):
+            substitute = ""
+        elif character == "ς":
+            substitute = "σ"
+        else:
+            substitute = f" {character} " if any(point in points for points in _OWN_WORDS) else character
+        return self.setdefault(point, substitute)
+
+
+_SUBSTITUTES = _Substitutes()
+
+
+def _replace_characters(text: str) -> str:
+    return unicodedata.normalize("NFD", text.lower()).translate(_SUBSTITUTES)
+
+
+def normalize_words(text: str) -> str:
+    """Return the normalized words of ``text``, joined by one space.
+
+    As in assignment 4 of Stanford's CS336: lower case, NFD, without accents (characters with a combining class) and
+    punctuation (Unicode's categories P and ASCII's punctuation), white space to one space. In addition, each Chinese
+    or Japanese character is a word, because such text has no spaces; and ς becomes σ, as it is inside a word.
+    """
+    return " ".join(_replace_characters(text).split())
+
+
+@cache
+def character_tables() -> CharacterTables:
+    """Return what becomes of each code point, by the Unicode version of Python. The first call takes about 0.2 s."""
+    codes: UInt32s = np.zeros(sys.maxunicode + 1, np.uint32)
+    for own_words in _OWN_WORDS:
+        codes[own_words.start : own_words.stop] = IS_OWN_WORD
+    replacements = bytearray()
+    starts: dict[str, int] = {}
+    points = [*chain(*_MAY_CHANGE)]
+    for point, replaced in zip(points, _replace_characters("\0".join(map(chr, points))).split("\0"), strict=True):
+        character = chr(point)
+        if character.isspace():
+            codes[point] = WHITESPACE
+        elif (word := replaced.strip()) != character:
+            start = starts.setdefault(word, len(replacements))
+            if start == len(replacements):
+                replacements += word.encode()
+            is_own_word = IS_OWN_WORD if word != replaced else 0
+            codes[point] = start << 6 | len(word.encode()) << 2 | IS_REPLACED | is_own_word
+    return CharacterTables(codes, np.frombuffer(bytes(replacements) + bytes(64), np.uint8))
+
+
+@cache
+def words_identity() -> str:
+    """Return a digest of the tables, which change with Python's Unicode version, for keys of results."""
+    return hashlib.sha256(b"".join(table.tobytes() for table in character_tables())).hexdigest()
