@@ -11,7 +11,7 @@ import yaml
 
 from lm.common.config import PYDANTIC_CONFIG
 from lm.common.errors import UserError, did_you_mean
-from lm.curate.config import FilterConfig
+from lm.curate.config import DeduplicateConfig, FilterConfig
 from lm.experiments.config import parse_budget
 from lm.inference.config import SampleConfig
 from lm.model.config import ModelConfig
@@ -20,7 +20,7 @@ from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig, fitting_warmup
 from tasks.runtime.execution import Execution
 
-StageName = Literal["ingest", "filter", "budget", "chunk", "count", "merge", "encode", "train", "sample"]
+StageName = Literal["ingest", "filter", "deduplicate", "budget", "chunk", "count", "merge", "encode", "train", "sample"]
 
 
 class FlowConfig:
@@ -122,6 +122,8 @@ class PipelineConfig(FlowConfig):
     """Sources of the text."""
     filter: FilterConfig = field(default_factory=FilterConfig)
     """Rules that remove documents. Off by default."""
+    deduplicate: DeduplicateConfig = field(default_factory=DeduplicateConfig)
+    """Removal of copies of documents. Off by default."""
     chunk: ChunkConfig = field(default_factory=ChunkConfig)
     """Size of the chunks that are processed in parallel."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -166,6 +168,8 @@ class PipelineConfig(FlowConfig):
             return "There is no budget to choose a configuration for; give one, such as --budget 30m."
         if stage == "filter" and not self.filter.is_on:
             return "There is no stage filter: nothing is filtered. Turn rules on, such as with --filter.rules '{}'."
+        if stage == "deduplicate" and not self.deduplicate.is_on:
+            return "There is no stage deduplicate: copies stay. Turn it on, such as with --deduplicate.equal true."
         if stage in ("count", "merge") and self.train.init_from:
             return f"There is no stage {stage}: the tokenizer is that of the model of train.init_from."
         return ""

@@ -23,6 +23,7 @@ from lm.train.config import TrainConfig
 from tasks.budget import budget, machine_kind, read_choice
 from tasks.chunk import chunk, chunk_group
 from tasks.count import count, count_group, count_sum
+from tasks.deduplicate import deduplicate, keep_group, read_texts_with_copies, sign_group
 from tasks.encode import encode, encode_group
 from tasks.filter import filter_documents, filter_group
 from tasks.import_model import find_model_files, import_model
@@ -189,13 +190,32 @@ def curate_text(
     Validation text that is held out is treated like the training text; that of ``data.valid`` stays as it is.
     """
     if config.filter.is_on:
-        filter_as = config.data.separator, config.filter
+        filter_as = config.data.separator, config.filter, *config.filter.language_library
         train_outputs = executor.map(filter_group, "filter-train", train, *filter_as)
         valid_outputs = [] if config.data.valid else executor.map(filter_group, "filter-valid", valid, *filter_as)
         texts = executor.finish(executor.call(filter_documents, texts, train_outputs, valid_outputs, config.filter))
-        train = executor.read(read_rewritten_groups, train, train_outputs)
-        valid = executor.read(read_rewritten_groups, valid, valid_outputs) if valid_outputs else valid
+        train = executor.read(read_rewritten_groups, train, dict(enumerate(train_outputs)))
+        valid = executor.read(read_rewritten_groups, valid, dict(enumerate(valid_outputs)))
+    if config.deduplicate.is_on:
+        texts, train = remove_copies(config, texts, train, executor)
     return texts, train, valid
+
+
+def remove_copies(
+    config: PipelineConfig, texts: Ref, train: list[TextGroup], executor: Executor
+) -> tuple[Ref, list[TextGroup]]:
+    """Remove copies from the training text. A new group is signed alone; groups that lose nothing stay as they are."""
+    from lm.curate.copies import make_minhash  # slow to import
+
+    separator, chosen = config.data.separator, config.deduplicate
+    groups = [replace(group, bytes_before=0) for group in train]  # the text before a group changes nothing in it
+    sign_as = separator, chosen.equal, make_minhash(chosen)
+    signatures = executor.map(sign_group, "deduplicate-sign", groups, *sign_as)
+    texts = executor.call(deduplicate, texts, groups, signatures, separator, chosen)
+    losing = executor.read(read_texts_with_copies, groups, texts)
+    written = executor.map(keep_group, "deduplicate-keep", losing, separator)
+    outputs = {item.number: output for item, output in zip(losing, written, strict=True)}
+    return executor.finish(texts), executor.read(read_rewritten_groups, train, outputs)
 
 
 def train_tokenizer(text: ChunkedText, executor: Executor) -> Ref:

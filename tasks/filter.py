@@ -5,7 +5,6 @@ from typing import Any
 
 from lm.common.errors import UserError
 from lm.curate.config import FilterConfig
-from lm.curate.filtered_text import REMOVED, TextPart, filter_texts
 from lm.text.documents import TextStatistics
 from tasks.pages import curation as pages
 from tasks.runtime.inputs import OpenTextGroup, read_texts
@@ -13,19 +12,22 @@ from tasks.runtime.output import Output
 from tasks.runtime.run_context import Attempt
 from tasks.runtime.source_records import keep_unchanged
 from tasks.runtime.stage import stage
+from tasks.runtime.text_parts import text_parts
 
 
 @stage("filter-group", is_mapped=True)
-def filter_group(out: Attempt, group: OpenTextGroup, separator: str, config: FilterConfig) -> None:
+def filter_group(
+    out: Attempt, group: OpenTextGroup, separator: str, config: FilterConfig, language_library: str = ""
+) -> None:
     """Write the documents of a group that pass, and ``texts.json``, as ``ingest-group`` does; besides, as records,
-    ``removed.parquet`` with a row for each removed document, and ``removed_samples.json``."""
-    names = name_texts(group)
-    parts = [
-        TextPart(url, ranges, text.rows, name)
-        for url, name, (text, ranges) in zip(group.urls, names, group.texts, strict=True)
-    ]
+    ``removed.parquet`` with a row for each removed document, and ``removed_samples.json``.
+
+    ``language_library`` is its version, if it decides languages: another one may remove other documents.
+    """
+    from lm.curate.filtered_text import REMOVED, filter_texts  # slow to import
+
     with keep_unchanged(group.sources, out.run.store):
-        result = filter_texts(parts, separator, config, out.directory)
+        result = filter_texts(text_parts(group), separator, config, out.directory)
     out.write_json("texts.json", result.texts.to_json())
     out.write_json(
         "removed_samples.json",
@@ -34,15 +36,6 @@ def filter_group(out: Attempt, group: OpenTextGroup, separator: str, config: Fil
     out.records = [REMOVED, "removed_samples.json"]
     figures = asdict(result.figures)
     out.figures = figures | {"histograms": {name: counts.tolist() for name, counts in figures["histograms"].items()}}
-
-
-def name_texts(group: OpenTextGroup) -> list[str]:
-    """Return what to call each text of a group: its source, or the sources that it was copied from."""
-    sources = [source["url"] for source in group.output.manifest["sources"]]
-    in_place = {text.source for text, _ in group.texts if text.file is None}
-    copied = [url for number, url in enumerate(sources) if number not in in_place]
-    copy = f"{copied[0]} and {len(copied) - 1} more" if len(copied) > 1 else "".join(copied) or "held-out documents"
-    return [copy if text.file is not None else sources[text.source or 0] for text, _ in group.texts]
 
 
 @stage("filter", page=pages.filter_page)

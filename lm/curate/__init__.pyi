@@ -1,3 +1,4 @@
+from .config import DeduplicateConfig as DeduplicateConfig
 from .config import FilterConfig as FilterConfig
 from .config import RulesConfig as RulesConfig
 from .decontaminate import ProtectedTexts as ProtectedTexts
@@ -6,10 +7,8 @@ from .decontaminate import task_texts as task_texts
 from .document_batch import DocumentBatch as DocumentBatch
 from .document_batch import pack_documents as pack_documents
 from .document_batch import pack_utf8 as pack_utf8
-from .document_filter import DocumentFilter as DocumentFilter
-from .filtered_text import filter_texts as filter_texts
-from .language import identify_language as identify_language
 from .document_files import DocumentFiles as DocumentFiles
+from .document_filter import DocumentFilter as DocumentFilter
 from .duplicate_documents import deduplicate_documents as deduplicate_documents
 from .duplicate_documents import digest_documents_to_runs as digest_documents_to_runs
 from .duplicate_documents import find_equal_documents as find_equal_documents
@@ -17,6 +16,8 @@ from .duplicate_lines import deduplicate_lines as deduplicate_lines
 from .duplicate_lines import digest_lines_to_runs as digest_lines_to_runs
 from .duplicate_lines import drop_repeated_lines as drop_repeated_lines
 from .duplicate_lines import find_repeated_lines as find_repeated_lines
+from .filtered_text import filter_texts as filter_texts
+from .language import identify_language as identify_language
 from .masks import mask_emails as mask_emails
 from .masks import mask_ips as mask_ips
 from .masks import mask_phone_numbers as mask_phone_numbers

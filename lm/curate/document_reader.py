@@ -1,4 +1,4 @@
-"""Documents of a text in bounded memory: split at separators, and packed into batches."""
+"""Documents of texts in bounded memory: split at separators, in batches; and the text of those that are kept."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple

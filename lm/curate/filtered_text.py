@@ -1,10 +1,9 @@
 """The text that a filter keeps: documents with separators in one file, and a record of each document removed."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,31 +13,18 @@ import pyarrow.parquet as pq
 
 from lm.curate.config import FilterConfig
 from lm.curate.document_filter import Decisions, DocumentFilter
-from lm.curate.document_reader import Document, batch_documents, read_documents
+from lm.curate.document_reader import Document
+from lm.curate.text_parts import Batch, KeptText, TextPart, read_batches
 from lm.kernels.jit import Int64s
-from lm.text.documents import TextStatistics
-from lm.text.ingest import GroupTexts, Text
-from lm.text.sources import ByteRanges, open_ranges
-from lm.text.special_texts import join_adjacent, split_ranges
+from lm.text.ingest import GroupTexts
 
-TEXT, REMOVED = "text.txt", "removed.parquet"
+REMOVED = "removed.parquet"
 MAX_SAMPLES = 10  # of each rule
 _SAMPLE_CHARACTERS = 300
 SHARE_EDGES = np.linspace(0, 1, 41)
 """Edges of the bins of a figure that is a share. Larger values are in the last bin."""
 COUNT_EDGES = 2 ** (np.arange(-4, 125) / 4)
 """Edges of the bins of a figure that is a count. Zero is in the first bin."""
-
-
-class TextPart(NamedTuple):
-    """A text, and the byte ranges in it that are filtered. All but the last one end with a separator."""
-
-    url: str
-    ranges: ByteRanges
-    rows: ByteRanges
-    """As :attr:`lm.text.ingest.Text.rows`."""
-    source: str
-    """What ``removed.parquet`` and the page call the text."""
 
 
 @dataclass
@@ -74,6 +60,10 @@ class FilterFigures:
     """By rule."""
     sources: dict[str, list[Totals]] = field(default_factory=dict)
     """Read and kept, by source."""
+    languages: dict[str, list[Totals]] = field(default_factory=dict)
+    """Documents that pass the rules, and kept ones, by language, if languages are chosen."""
+    masked: dict[str, int] = field(default_factory=dict)
+    """Replaced personal data, by kind."""
     histograms: dict[str, Int64s] = field(default_factory=dict)
     """Documents in each bin of SHARE_EDGES or COUNT_EDGES, by the name of the figure."""
 
@@ -95,6 +85,7 @@ _COLUMNS = {
     "bytes": pa.int64(),
     "reason": pa.dictionary(pa.int32(), pa.string()),
     "value": pa.float64(),
+    "language": pa.dictionary(pa.int32(), pa.string()),
     "text": pa.large_string(),
 }
 
@@ -112,19 +103,9 @@ def filter_texts(parts: Iterable[TextPart], separator: str, config: FilterConfig
     Holds some documents at a time. Raises OSError if a file cannot be written.
     """
     with _Writer(separator, config, out) as writer:
-        for part in parts:
-            for is_row, ranges in _by_row(part):
-                with open_ranges(part.url, ranges) as blocks:
-                    for batch in batch_documents(read_documents(blocks, separator)):
-                        writer.write(batch, part.source, ranges, is_row)
+        for batch in read_batches(parts, separator):
+            writer.write(batch)
     return writer.result()
-
-
-def _by_row(part: TextPart) -> Iterator[tuple[bool, ByteRanges]]:
-    """Yield (whether they are rows, consecutive ranges) of a text."""
-    pieces = split_ranges(part.ranges, part.rows)
-    for is_row, group in groupby(pieces, key=lambda piece: piece[2]):
-        yield is_row, [(start, end) for start, end, _ in group]
 
 
 class _Writer:
@@ -132,18 +113,16 @@ class _Writer:
 
     def __init__(self, separator: str, config: FilterConfig, out: Path) -> None:
         self.filter = DocumentFilter(config)
-        self.separator, self.config, self.out = separator, config, out
+        self.config, self.out = config, out
         self.figures = FilterFigures()
         self.samples: dict[str, list[Sample]] = {}
-        self.statistics = TextStatistics()
-        self.rows: list[tuple[int, int]] = []
-        self.size = 0  # of text.txt
+        self._kept = KeptText(out, separator)
         self._files = ExitStack()
 
     def __enter__(self) -> "_Writer":
         names = [name for name in _COLUMNS if name != "text" or self.config.keep_removed_text]
         self._schema = pa.schema([(name, _COLUMNS[name]) for name in names])
-        self._text = self._files.enter_context((self.out / TEXT).open("wb"))
+        self._files.enter_context(self._kept)
         self._removed = self._files.enter_context(
             pq.ParquetWriter(self.out / REMOVED, self._schema, compression="zstd")
         )
@@ -152,23 +131,18 @@ class _Writer:
     def __exit__(self, *error: Any) -> None:
         self._files.__exit__(*error)
 
-    def write(self, batch: list[Document], source: str, ranges: ByteRanges, is_row: bool) -> None:
-        """Filter consecutive documents, which lie in ``ranges`` of a text."""
-        decisions = self.filter.decide(batch)
-        kept = [document for document, reason in zip(batch, decisions.reasons, strict=True) if reason < 0]
-        self._write_kept(kept, is_row)
-        self._count(batch, decisions, source)
-        self._write_removed(batch, decisions, source, ranges)
-
-    def _write_kept(self, kept: list[Document], is_row: bool) -> None:
-        end_mark = self.separator.encode()
-        data = b"".join(part for document in kept for part in (document.data, end_mark))
-        self._text.write(data)
-        if is_row and data:
-            self.rows = join_adjacent([*self.rows, (self.size, self.size + len(data))])
-        self.size += len(data)
-        for document in kept:
-            self.statistics.add_document(len(document.data.decode("utf-8", "replace")))
+    def write(self, batch: Batch) -> None:
+        """Filter consecutive documents of a text."""
+        decisions = self.filter.decide(batch.documents)
+        kept = [
+            document.data for document, reason in zip(batch.documents, decisions.reasons, strict=True) if reason < 0
+        ]
+        texts, masked = self.filter.mask(kept)
+        for kind, count in masked.items():
+            self.figures.masked[kind] = self.figures.masked.get(kind, 0) + count
+        self._kept.write(texts, batch.is_row)
+        self._count(batch.documents, decisions, batch.source)
+        self._write_removed(batch, decisions)
 
     def _count(self, batch: list[Document], decisions: Decisions, source: str) -> None:
         sizes = np.array([document.size for document in batch])
@@ -183,58 +157,53 @@ class _Writer:
             is_removed = decisions.reasons == place
             totals = figures.removed.setdefault(self.filter.reasons[place], Totals())
             totals.add(int(is_removed.sum()), int(sizes[is_removed].sum()))
+        for language in {*decisions.languages} - {None}:
+            is_language = np.array([other == language for other in decisions.languages])
+            read, kept = figures.languages.setdefault(str(language), [Totals(), Totals()])
+            read.add(int(is_language.sum()), int(sizes[is_language].sum()))
+            kept.add(int((is_language & is_kept).sum()), int(sizes[is_language & is_kept].sum()))
         for name, values in decisions.figures.items():
             edges = edges_of(name)
             counts = np.histogram(np.clip(values, edges[0], edges[-1]), edges)[0]
             figures.histograms[name] = figures.histograms.get(name, 0) + counts
 
-    def _write_removed(self, batch: list[Document], decisions: Decisions, source: str, ranges: ByteRanges) -> None:
+    def _write_removed(self, batch: Batch, decisions: Decisions) -> None:
         removed = np.flatnonzero(decisions.reasons >= 0)
         if not len(removed):
             return
-        first = self.figures.read.documents - len(batch)
+        first = self.figures.read.documents - len(batch.documents)
         reasons = [self.filter.reasons[place] for place in decisions.reasons[removed]]
-        documents, values = [batch[place] for place in removed], decisions.values[removed]
+        documents, values = [batch.documents[place] for place in removed], decisions.values[removed]
         columns: dict[str, Any] = {
             "document": first + removed,
-            "source": [source] * len(removed),
-            "start": _find_places(np.array([document.start for document in documents]), ranges),
+            "source": [batch.source] * len(removed),
+            "start": batch.places[removed],
             "bytes": [document.size for document in documents],
             "reason": reasons,
             "value": values,
+            "language": [decisions.languages[place] for place in removed],
         }
         if self.config.keep_removed_text:
-            columns["text"] = [document.data.decode("utf-8", "ignore") for document in documents]
+            texts, _ = self.filter.mask([document.data for document in documents])
+            columns["text"] = [text.decode("utf-8", "ignore") for text in texts]
         self._removed.write_table(pa.table(columns, schema=self._schema))
         for document, reason, value in zip(documents, reasons, values.tolist(), strict=True):
-            self._add_sample(document, reason, value, source)
+            self._add_sample(document, reason, value, batch.source)
 
     def _add_sample(self, document: Document, reason: str, value: float, source: str) -> None:
         samples = self.samples.setdefault(reason, [])
         digest = hashlib.blake2b(document.data, digest_size=8).hexdigest()
         if len(samples) == MAX_SAMPLES and digest >= samples[-1].hash:
             return
-        text = document.data[: 4 * _SAMPLE_CHARACTERS].decode("utf-8", "ignore")[:_SAMPLE_CHARACTERS]
+        [begin], _ = self.filter.mask([document.data[: 8 * _SAMPLE_CHARACTERS]])
+        text = begin.decode("utf-8", "ignore")[:_SAMPLE_CHARACTERS]
         self.samples[reason] = choose_samples([*samples, Sample(digest, text, value, source)])
 
     def result(self) -> FilteredText:
         """Return the text and the figures, after the files are written."""
-        if not self.size:
-            (self.out / TEXT).unlink()
-        kept = [Text(TEXT, None, self.size, [(0, self.size)], self.rows)] if self.size else []
-        separator = self.separator if self.rows else ""
-        texts = GroupTexts(kept, kept_statistics=self.statistics, separator=separator)
-        return FilteredText(texts, self.figures, self.samples)
+        return FilteredText(self._kept.texts(), self.figures, self.samples)
 
 
 def choose_samples(samples: Iterable[Sample]) -> list[Sample]:
     """Return the samples with the smallest hashes, one of each hash, in their order."""
     return [*{sample.hash: sample for sample in sorted(samples)}.values()][:MAX_SAMPLES]
-
-
-def _find_places(starts: Int64s, ranges: ByteRanges) -> Int64s:
-    """Return where in a text the bytes number ``starts`` of its ``ranges``, one after the other, lie."""
-    edges = np.array(ranges)
-    before = np.cumsum(edges[:, 1] - edges[:, 0]) - (edges[:, 1] - edges[:, 0])
-    numbers = np.searchsorted(before, starts, "right") - 1
-    return edges[numbers, 0] + starts - before[numbers]

@@ -5,9 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lm.curate.document_filter import DocumentFilter
-from lm.curate.filtered_text import Sample, choose_samples, edges_of
-from lm.curate.rules import RULES, figure_name
 from tasks.pages.charts import histogram
 from tasks.pages.markdown import code, format_size, plain, table
 
@@ -16,7 +13,7 @@ if TYPE_CHECKING:
     from tasks.runtime.output import Output
     from tasks.runtime.run_context import Attempt
 
-_MAX_SOURCES = 20
+_MAX_ROWS = 20
 _MAX_HISTOGRAMS = 6
 _NAMES = {"train": "training", "valid": "validation"}
 
@@ -25,6 +22,10 @@ def filter_page(
     out: "Attempt", ingested: "Output", train: "list[Output]", valid: "list[Output]", config: "FilterConfig"
 ) -> Iterator[str]:
     """Show documents and bytes by rule and by source, removed documents of each rule, and histograms."""
+    from lm.curate.document_filter import DocumentFilter  # slow to import
+    from lm.curate.filtered_text import Sample, choose_samples, edges_of
+    from lm.curate.rules import RULES, figure_name
+
     outputs = [*train, *valid]
     parts = [output.manifest["figures"] for output in outputs]
     rows = []
@@ -34,7 +35,9 @@ def filter_page(
             rows.append(
                 (
                     _NAMES[split],
-                    *_shares(_total([part["kept"] for part in figures]), _total([part["read"] for part in figures])),
+                    *show_shares(
+                        _total([part["kept"] for part in figures]), _total([part["read"] for part in figures])
+                    ),
                 )
             )
     yield table(("text", "documents kept", "of", "share", "kept", "of", "share"), rows)
@@ -50,7 +53,13 @@ def filter_page(
     yield "The first rule that a document fails removes it. The rules are asked in this order."
     yield from _funnel(document_filter.limits, removed, _total([part["read"] for part in parts]))
     yield "## Sources"
-    yield from _sources(parts)
+    yield from show_parts(parts, "sources", "source")
+    if config.languages:
+        yield "## Languages of the documents that pass the rules"
+        yield from show_parts(parts, "languages", "language")
+    if config.masks:
+        masked = {kind: sum(part["masked"].get(kind, 0) for part in parts) for kind in config.masks}
+        yield f"Masked: {', '.join(f'{kind} {count:,}' for kind, count in masked.items())}."
     samples = out.run.store.map(lambda output: output.json("removed_samples.json"), outputs)
     yield "## Examples of what was removed"
     yield "The documents of each rule with the smallest hashes, at most 300 characters of each."
@@ -64,7 +73,7 @@ def filter_page(
         counts = np.sum([part["histograms"][name] for part in parts if name in part["histograms"]], axis=0)
         label = f"{name.replace('_', ' ')}; the line is the limit"
         yield histogram(
-            f"{rule}, all documents", label, counts, edges_of(name), "documents", document_filter.limits[rule]
+            f"{rule}, all documents", label, counts, edges_of(name), "documents", float(document_filter.limits[rule])
         )
 
 
@@ -72,7 +81,7 @@ def _total(parts: list[Mapping[str, int]]) -> dict[str, int]:
     return {unit: sum(part[unit] for part in parts) for unit in ("documents", "bytes")}
 
 
-def _shares(part: Mapping[str, int], whole: Mapping[str, int]) -> tuple[Any, ...]:
+def show_shares(part: Mapping[str, int], whole: Mapping[str, int]) -> tuple[Any, ...]:
     """Return documents, of how many, the share; and the same of bytes."""
     return (
         part["documents"],
@@ -89,7 +98,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def _funnel(
-    limits: Mapping[str, float], removed: Mapping[str, Mapping[str, int]], read: Mapping[str, int]
+    limits: Mapping[str, float | str], removed: Mapping[str, Mapping[str, int]], read: Mapping[str, int]
 ) -> Iterator[str]:
     left = dict(read)
     rows: list[tuple[Any, ...]] = [("(all documents)", "", "", "", "", left["documents"], format_size(left["bytes"]))]
@@ -104,14 +113,18 @@ def _funnel(
         yield f"These rules removed nothing: {', '.join(unused)}."
 
 
-def _sources(parts: list[dict[str, Any]]) -> Iterator[str]:
-    sources: dict[str, list[list[Mapping[str, int]]]] = {}
+def show_parts(parts: list[dict[str, Any]], figure: str, label: str) -> Iterator[str]:
+    """Show documents and bytes by source or by language, those with the most bytes first."""
+    totals: dict[str, list[list[Mapping[str, int]]]] = {}
     for part in parts:
-        for name, (read, kept) in part["sources"].items():
-            totals = sources.setdefault(name, [[], []])
-            totals[0].append(read)
-            totals[1].append(kept)
-    rows = [(code(name), *_shares(_total(kept), _total(read))) for name, (read, kept) in sources.items()]
-    yield table(("source", "documents kept", "of", "share", "kept", "of", "share"), rows[:_MAX_SOURCES])
-    if len(rows) > _MAX_SOURCES:
-        yield f"… and {len(rows) - _MAX_SOURCES:,} more sources."
+        for name, (read, kept) in part[figure].items():
+            groups = totals.setdefault(name, [[], []])
+            groups[0].append(read)
+            groups[1].append(kept)
+    sums = {name: (_total(kept), _total(read)) for name, (read, kept) in totals.items()}
+    rows = [
+        (code(name), *show_shares(*pair)) for name, pair in sorted(sums.items(), key=lambda item: -item[1][1]["bytes"])
+    ]
+    yield table((label, "documents kept", "of", "share", "kept", "of", "share"), rows[:_MAX_ROWS])
+    if len(rows) > _MAX_ROWS:
+        yield f"… and {len(rows) - _MAX_ROWS:,} more."

@@ -120,18 +120,21 @@ def read_text_groups(store: Store, texts: Ref, groups: Sequence[Ref], split: str
     return result
 
 
-def read_rewritten_groups(store: Store, groups: Sequence[TextGroup], outputs: Sequence[Ref]) -> list[TextGroup]:
-    """Return groups of texts as a mapped stage wrote them, without the empty ones. ``outputs``: those of the groups."""
+def read_rewritten_groups(store: Store, groups: Sequence[TextGroup], outputs: Mapping[int, Ref]) -> list[TextGroup]:
+    """Return groups of texts, some as a mapped stage wrote them, without those that are empty now.
+
+    ``outputs``: the new outputs, by the number of the group. Other groups stay as they are.
+    """
     result: list[TextGroup] = []
+    opened = dict(zip(outputs, store.map(lambda ref: read_output(store, ref), [*outputs.values()]), strict=True))
     bytes_before = 0
-    opened = store.map(lambda ref: read_output(store, ref), outputs)
-    for group, output, texts in zip(groups, opened, store.map(read_texts, opened), strict=True):
+    for number, group in enumerate(groups):
         bytes_before = bytes_before if group.bytes_before else 0  # the first group of a text
-        if size := sum(text.bytes for text in texts.kept):
-            whole = Selection(0)
-            result.append(
-                replace(group, output=output.ref, digest=output.digest, selection=whole, bytes_before=bytes_before)
-            )
+        if output := opened.get(number):
+            group = replace(group, output=output.ref, digest=output.digest, selection=Selection(0))
+        texts = group.read(store).texts
+        if size := sum(end - start for _, ranges in texts for start, end in ranges):
+            result.append(replace(group, bytes_before=bytes_before))
             bytes_before += size
     return result
 

@@ -18,6 +18,8 @@ class LocalExecutor(Executor):
         self.made: list[str] = []
         self.outputs: dict[str, list[Ref]] = {}
         """By title."""
+        self.arguments: dict[str, list[Any]] = {}
+        """First argument of each call, by title."""
 
     def call(self, stage: Stage, *arguments: Any, title: str = "") -> Ref:
         return self._make(stage, title or stage.name, arguments)
@@ -29,6 +31,7 @@ class LocalExecutor(Executor):
         ref, is_cached = stage.materialize(self.run, stage.bind(*arguments))
         self.made += [] if is_cached else [title]
         self.outputs.setdefault(title, []).append(ref)
+        self.arguments.setdefault(title, []).append(arguments[0])
         return ref
 
     def open(self, title: str) -> list[Output]:

@@ -109,16 +109,16 @@ def test_validation_text_with_a_name_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_filter_goes_on_with_the_missing_group(tmp_path: Path) -> None:
-    config, calls = make_config(tmp_path, valid_fraction=0), list[Any]()
+    config, original, calls = make_config(tmp_path, valid_fraction=0), filter_texts, list[Any]()
 
     def stop_at_second(*arguments: Any) -> Any:
         calls.append(arguments)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return filter_texts(*arguments)
+        return original(*arguments)
 
     with patch("lm.text.ingest._MAX_GROUP_BYTES", 1):
-        with patch("tasks.filter.filter_texts", stop_at_second), pytest.raises(KeyboardInterrupt):
+        with patch("lm.curate.filtered_text.filter_texts", stop_at_second), pytest.raises(KeyboardInterrupt):
             run(config, tmp_path)
         assert run(config, tmp_path).made == ["filter-train", "filter", "chunk-train", "chunk-train", "chunk"]
     assert len(calls) == 2

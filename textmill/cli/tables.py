@@ -62,14 +62,17 @@ def format_verdicts(verdicts: "Sequence[Verdict]") -> str:
     width = max(len(verdict.rule) for verdict in verdicts)
     lines = [f"{'rule':<{width}} {'value':>12} {'limit':>12}  verdict"]
     for rule, value, limit, is_passed in verdicts:
-        shown = f"{_short(value):>12} {'≥' if 'min_' in rule else '≤'}{_short(limit):>11}"
+        sign = " " if isinstance(limit, str) else "≥" if "min_" in rule else "≤"
+        shown = f"{_short(value):>12} {sign}{_short(limit):>11}"
         lines.append(f"{rule:<{width}} {shown}  {'passes' if is_passed else 'FAILS'}")
     failed = [verdict.rule for verdict in verdicts if not verdict.is_passed]
     end = f"The filter removes this document. Reason: {failed[0]}." if failed else "The filter keeps this document."
     return "\n".join([*lines, "", end])
 
 
-def _short(value: float) -> str:
+def _short(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
     return f"{value:,.0f}" if value == int(value) else f"{value:,.3f}"
 
 

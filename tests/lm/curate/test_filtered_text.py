@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -10,13 +11,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.curate import RULES, FilterConfig, RulesConfig, compute_figures, first_failed_rule, pack_documents
+from lm.common.errors import UserError
+from lm.curate import (
+    RULES,
+    FilterConfig,
+    RulesConfig,
+    compute_figures,
+    first_failed_rule,
+    mask_emails,
+    mask_phone_numbers,
+    pack_documents,
+)
 from lm.curate.document_filter import DocumentFilter
 from lm.curate.document_reader import Document
-from lm.curate.filtered_text import MAX_SAMPLES, FilteredText, TextPart, edges_of, filter_texts
+from lm.curate.filtered_text import MAX_SAMPLES, FilteredText, edges_of, filter_texts
+from lm.curate.text_parts import TextPart
 from tests.helpers.corpora import EOT
 from tests.lm.curate.test_rules import FAILING, GOOD
 
+OFF_BUT_LENGTH: dict[str, Any] = {**dict.fromkeys(RULES), "min_characters": 10}
 CONFIG = FilterConfig(RulesConfig(), keep_removed_text=True)
 TEXTS = [GOOD, *FAILING.values(), GOOD + " More, with all of that.", "", " \n"]
 
@@ -108,3 +121,44 @@ def test_without_a_document_to_keep_there_is_no_text(tmp_path: Path) -> None:
     text, rows, result = filter_documents(tmp_path, ["short"])
     assert (text, len(rows), result.texts.kept) == ("", 1, [])
     assert not (tmp_path / "text.txt").exists()
+
+
+GERMAN = "Der alte Mann ging jeden Morgen hinunter zum Hafen, um die Schiffe zu sehen, die aus dem Norden kamen. " * 3
+MAILS = f"{GOOD}\nWrite to anna@example.com or call 212-555-0123."
+
+
+def test_documents_of_other_languages_are_removed_after_the_rules(tmp_path: Path) -> None:
+    config = FilterConfig(RulesConfig(**OFF_BUT_LENGTH), ["en", "ko"])
+    korean = "고양이가 방석 위에 앉아 창밖을 바라보고 있었다. " * 3
+    text, rows, result = filter_documents(tmp_path, [GOOD, GERMAN, korean, "the cat"], config)
+    assert text == GOOD + EOT + korean + EOT
+    shown = [(row["document"], row["reason"], row["language"]) for row in rows]
+    assert shown == [(1, "languages", "de"), (3, "min_characters", None)]
+    counts = {code: [total.documents for total in totals] for code, totals in result.figures.languages.items()}
+    assert counts == {"en": [1, 1], "de": [1, 0], "ko": [1, 1]}
+    unsure = filter_documents(tmp_path, [GOOD], FilterConfig(languages=["en"], min_language_score=1))
+    assert [row["reason"] for row in unsure[1]] == ["min_language_score"]
+    verdicts = DocumentFilter(config).explain(Document(GERMAN.encode(), len(GERMAN), 0))
+    assert [(verdict.rule, verdict.is_passed) for verdict in verdicts[-2:]] == [
+        ("languages", False),
+        ("min_language_score", True),
+    ]
+    assert (verdicts[-2].value, verdicts[-2].limit) == ("de", "en, ko")
+
+
+def test_personal_data_are_masked_in_what_is_kept_and_in_examples(tmp_path: Path) -> None:
+    config = FilterConfig(RulesConfig(), masks=["email", "phone"], keep_removed_text=True)
+    text, rows, result = filter_documents(tmp_path, [GOOD, MAILS, "short: bob@example.com", GOOD], config)
+    masked = MAILS.replace("anna@example.com", "|||EMAIL_ADDRESS|||").replace("212-555-0123", "|||PHONE_NUMBER|||")
+    assert text == "".join(part + EOT for part in (GOOD, masked, GOOD))
+    assert result.figures.masked == {"email": 1, "phone": 1}
+    assert [row["text"] for row in rows] == ["short: |||EMAIL_ADDRESS|||"]
+    assert [sample.text for sample in result.samples["gopher_min_words"]] == ["short: |||EMAIL_ADDRESS|||"]
+    assert result.figures.kept.bytes == 2 * len(GOOD) + len(MAILS), "as they were read"
+    assert mask_phone_numbers(mask_emails(MAILS)[0])[0] == masked
+
+
+@pytest.mark.parametrize("fields", [{"languages": ["english"]}, {"languages": ["EN"]}, {"masks": ["name"]}])
+def test_a_bad_filter_is_named(fields: dict[str, list[str]]) -> None:
+    with pytest.raises(UserError, match=rf"filter\.{next(iter(fields))} "):
+        FilterConfig(**fields)  # type: ignore[arg-type]
