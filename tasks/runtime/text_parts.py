@@ -1,11 +1,17 @@
 """The texts of a group as the stages of curation read them."""
 
-from lm.curate.text_parts import TextPart
+from typing import TYPE_CHECKING
+
 from tasks.runtime.inputs import OpenTextGroup
 
+if TYPE_CHECKING:
+    from lm.curate.text_parts import TextPart
 
-def text_parts(group: OpenTextGroup) -> list[TextPart]:
+
+def text_parts(group: OpenTextGroup) -> "list[TextPart]":
     """Return the texts of a group with their names."""
+    from lm.curate.text_parts import TextPart  # slow to import
+
     return [
         TextPart(url, ranges, text.rows, name)
         for url, name, (text, ranges) in zip(group.urls, _name_texts(group), group.texts, strict=True)

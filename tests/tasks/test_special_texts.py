@@ -140,5 +140,5 @@ def test_only_sources_with_such_text_have_other_keys(tmp_path: Path) -> None:
     assert {title for title in before if before[title] != after[title]} == {"ingest-train"}
     assert keys(without, "token", [EOT]) == keys(without, "text", [EOT]), "there is no other special token"
     before, after = keys(typed, "token"), keys(typed, "text")
-    assert before["chunk-train"] != after["chunk-train"] and before["encode of all"] != after["encode of all"]
+    assert before["chunk-train"] != after["chunk-train"] and before["encode"] != after["encode"]
     assert before["count"][0] == after["count"][0], "the chunk holds no such text"
