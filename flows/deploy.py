@@ -111,7 +111,8 @@ def own_deployment(
             raise UserError(f"--{option} is {value!r}; it must be a text without / % & < >.")
     place = absolute_root(root)
     train, valid = (list(map(_absolute, sources)) for sources in (config.data.train, config.data.valid))
-    data = replace(config.data, train=train, valid=valid)
+    mix = {name: replace(source, paths=list(map(_absolute, source.paths))) for name, source in config.data.mix.items()}
+    data = replace(config.data, train=train, valid=valid, mix=mix)
     start = config.train.init_from
     if start and isinstance(resolve_model(start, place), DirectoryModel):
         start = str(Path(start).expanduser().absolute())

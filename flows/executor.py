@@ -120,7 +120,7 @@ class PrefectExecutor(Executor):
     @functools.cached_property
     def _runner(self) -> Runner:
         """Opened by the first group that is not cached: a cached run needs no cluster."""
-        return self._resources.enter_context(open_runner(self.run, [*self.config.data.train, *self.config.data.valid]))
+        return self._resources.enter_context(open_runner(self.run, self.config.data.paths))
 
     def find_inputs(self, function: Callable[..., T]) -> T:
         """Return what the first stages need, as the result of a task."""

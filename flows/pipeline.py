@@ -27,7 +27,7 @@ from tasks.deduplicate import deduplicate, keep_group, read_texts_with_copies, s
 from tasks.encode import encode, encode_group
 from tasks.filter import filter_documents, filter_group
 from tasks.import_model import find_model_files, import_model
-from tasks.ingest import find_sources, ingest, ingest_group
+from tasks.ingest import find_named_sources, find_sources, ingest, ingest_group, ingest_mix
 from tasks.merge import merge
 from tasks.runs.models import RunModel, resolve_model
 from tasks.runtime.inputs import ChunkGroup, TextGroup, read_groups, read_rewritten_groups, read_text_groups
@@ -51,6 +51,21 @@ class PipelineInputs(NamedTuple):
     valid: list[Source]
     start: StartModel | None
     """The model of ``train.init_from``."""
+    mix: dict[str, list[Source]] = {}  # noqa: RUF012 # of an immutable tuple
+    """Those of ``train`` by the name of their source in ``data.mix``."""
+
+
+class IngestedText(NamedTuple):
+    """A text for training or validation in an output of the stage ``ingest``."""
+
+    split: str
+    texts: Ref
+    groups: list[Ref]
+    """Outputs of ``ingest-group``."""
+    split_of_texts: str
+    """The text's split in ``texts``."""
+    source: str
+    """Its name in ``data.mix``; empty if it has none."""
 
 
 class ChunkedText(NamedTuple):
@@ -84,11 +99,14 @@ class TrainingInputs(NamedTuple):
     model: ModelConfig
     config: TrainConfig
     start: Ref | None
+    mix: dict[str, dict[str, float | None]] | None
+    """Weights and limits of epochs of ``data.mix``."""
 
     @property
     def arguments(self) -> list[Any]:
-        """Arguments of the stage. A training from new weights has none for ``start``, in its key neither."""
-        return [value for value in self if value is not None]
+        """Arguments of the stage. A training from new weights has none for ``start``, in its key neither, nor one on a
+        text without a mixture for ``mix``."""
+        return list(self)[: 8 if self.mix else 7 if self.start else 6]
 
 
 def pipeline_stages(config: PipelineConfig, executor: Executor) -> None:
@@ -113,7 +131,7 @@ def find_inputs(config: PipelineConfig, store: Store) -> PipelineInputs:
                 "it out."
             )
         start = find_start(config.train.init_from, store)
-    return PipelineInputs(*find_sources(config.data, store), start)
+    return PipelineInputs(*find_sources(config.data, store), start, find_named_sources(config.data, store))
 
 
 def find_start(name: str, store: Store) -> StartModel:
@@ -138,7 +156,8 @@ def prepare_training(config: PipelineConfig, inputs: PipelineInputs, executor: E
     text = prepare_text(config, inputs, executor)
     tokenizer = text.start[1] if text.start else train_tokenizer(text, executor)
     shards = encode_text(config, text, tokenizer, executor)
-    return TrainingInputs(*shards, tokenizer, text.model, text.training, text.start[0] if text.start else None)
+    start, mix = text.start[0] if text.start else None, config.data.mix_weights or None
+    return TrainingInputs(*shards, tokenizer, text.model, text.training, start, mix)
 
 
 def prepare_text(config: PipelineConfig, inputs: PipelineInputs, executor: Executor) -> ChunkedText:
@@ -152,14 +171,12 @@ def prepare_text(config: PipelineConfig, inputs: PipelineInputs, executor: Execu
         specials, pattern, model_config = executor.read(read_start, *start, config.stated_fields("model"), separator)
     # Only if there are other special tokens than the separator, an argument and part of the keys.
     is_ordinary = config.data.special_tokens_in_document == "text" and (start or set(specials) != {separator})
-    fraction = 0.0 if inputs.valid else valid_fraction(config.data, sum(source.bytes for source in inputs.train))
-    read_as = [fraction, config.data, *([specials] if is_ordinary else [])]
-    train_ingested = executor.map(ingest_group, "ingest-train", group_sources(inputs.train), *read_as)
-    valid_ingested = executor.map(ingest_group, "ingest-valid", group_sources(inputs.valid), *read_as)
-    texts = executor.finish(executor.call(ingest, train_ingested, valid_ingested, fraction, config.data))
-    ingested = [*train_ingested, *valid_ingested]
-    train_texts = executor.read(read_text_groups, texts, ingested, "train")
-    valid_texts = executor.read(read_text_groups, texts, ingested, "valid")
+    read_as = [config.data, *([specials] if is_ordinary else [])]
+    texts, parts = (ingest_sources if inputs.mix else ingest_text)(config, inputs, read_as, executor)
+    train_texts, valid_texts = (
+        [group for part in parts if part.split == split for group in executor.read(read_text_groups, *part[1:])]
+        for split in ("train", "valid")
+    )
     texts, train_texts, valid_texts = curate_text(config, texts, train_texts, valid_texts, executor)
     chunk_config, tokenizer_config, train_config = config.chunk, config.tokenizer, config.train
     if config.budget:
@@ -180,6 +197,37 @@ def prepare_text(config: PipelineConfig, inputs: PipelineInputs, executor: Execu
         train_config,
         start,
     )
+
+
+def ingest_text(
+    config: PipelineConfig, inputs: PipelineInputs, read_as: list[Any], executor: Executor
+) -> tuple[Ref, list[IngestedText]]:
+    """Read the sources. Return the output of the stage ``ingest``, and the texts in it."""
+    fraction = 0.0 if inputs.valid else valid_fraction(config.data, sum(source.bytes for source in inputs.train))
+    train = executor.map(ingest_group, "ingest-train", group_sources(inputs.train), fraction, *read_as)
+    valid = executor.map(ingest_group, "ingest-valid", group_sources(inputs.valid), fraction, *read_as)
+    texts = executor.finish(executor.call(ingest, train, valid, fraction, config.data))
+    return texts, [IngestedText(split, texts, [*train, *valid], split, "") for split in ("train", "valid")]
+
+
+def ingest_sources(
+    config: PipelineConfig, inputs: PipelineInputs, read_as: list[Any], executor: Executor
+) -> tuple[Ref, list[IngestedText]]:
+    """Read each source of ``data.mix`` as a text of its own, with its own validation text. So they share no group of
+    sources or chunks, and no shard, and text that one of them gets does not change the groups of another."""
+    parts: list[IngestedText] = []
+    for name, sources in inputs.mix.items():
+        fraction = 0.0 if inputs.valid else valid_fraction(config.data, sum(source.bytes for source in sources))
+        groups = executor.map(ingest_group, f"ingest {name}", group_sources(sources), fraction, *read_as)
+        texts = executor.call(ingest, groups, [], fraction, config.data, title=f"ingest {name}")
+        parts += [IngestedText(split, texts, groups, split, name) for split in ("train", "valid")]
+    valid: list[Ref] = []
+    if inputs.valid:
+        groups = executor.map(ingest_group, "ingest-valid", group_sources(inputs.valid), 0.0, *read_as)
+        valid = [executor.call(ingest, groups, [], 0.0, config.data, title="ingest-valid")]
+        parts.append(IngestedText("valid", valid[0], groups, "train", ""))
+    named = [part.texts for part in parts if part.source and part.split == "train"]
+    return executor.finish(executor.call(ingest_mix, named, [*inputs.mix], valid)), parts
 
 
 def curate_text(
@@ -235,7 +283,10 @@ def encode_text(
     arguments = tokenizer, config.data.separator, *text.tables
     train_shards = executor.map(encode_group, "encode-train", text.train, *arguments)
     valid_shards = executor.map(encode_group, "encode-valid", text.valid, *arguments)
-    index = executor.call(encode, train_shards, valid_shards, tokenizer, config.data.separator)
+    splits = {"train": text.train, "valid": text.valid}
+    sources = {split: [group.texts.source for group in groups] for split, groups in splits.items()}
+    named = [sources] if config.data.mix else []  # else no argument, and not in the key
+    index = executor.call(encode, train_shards, valid_shards, tokenizer, config.data.separator, *named)
     return executor.finish(index), train_shards, valid_shards
 
 

@@ -20,6 +20,8 @@ from lm.experiments.axes import Point, corners
 from lm.experiments.report import SweepReport
 from lm.experiments.search import Search
 from lm.experiments.trial import TrialConfig, TrialResult, from_json
+from lm.text.config import DataConfig
+from tasks.mixture_law import mixture_law
 from tasks.runtime.output import Ref, read_output
 from tasks.runtime.store import Store
 from tasks.scaling_law import scaling_law
@@ -38,11 +40,13 @@ def sweep_stages(config: SweepConfig, executor: Executor) -> None:
     try:
         state.check_trained()
         state.check_law()
+        state.find_mixture()
     except UserError as error:  # raised after the table, which shows what to add
         failure = error
     trials = [*state.trials, *state.check]
     models = executor.read(trained_models, trials)
-    output = executor.call(sweep_stage, state.trials, models, state.law, state.check, make_report(config, state.points))
+    report = make_report(config, state.points)
+    output = executor.call(sweep_stage, state.trials, models, state.law, state.check, report, *state.mixture)
     for index, model in executor.read(_read_best, output, trials):
         for ref in (*state.prepare(state.points[index])[1], model):
             executor.finish(ref)
@@ -54,12 +58,15 @@ def sweep_stages(config: SweepConfig, executor: Executor) -> None:
 def _find_inputs(config: SweepConfig, store: Store) -> dict[str, PipelineInputs]:
     """Return the sources of each text that points read."""
     bases = [config.base] if config.search else [pipeline_config(point) for point in config.points()]
-    by_text = {_key(base.data): base for base in bases}
+    by_text = {_text_key(base.data): base for base in bases}
     return {key: find_inputs(base, store) for key, base in by_text.items()}
 
 
-def _key(*sections: Any) -> str:
-    return json.dumps([asdict(section) for section in sections], sort_keys=True)
+def _text_key(data: DataConfig) -> str:
+    """Return what decides the text. Of the sources of a mixture, weights do not."""
+    fields = asdict(data)
+    fields["mix"] = {name: source["paths"] for name, source in fields["mix"].items()}
+    return json.dumps(fields, sort_keys=True)
 
 
 class _Sweep:
@@ -71,6 +78,8 @@ class _Sweep:
         self.trials: list[Ref] = []
         self.law: list[Ref] = []
         self.check: list[Ref] = []
+        self.mixture: list[list[Ref]] = []
+        """The law of a mixture, as an argument of the stage ``sweep``; no argument without one."""
         self._prepared: dict[str, tuple[TrainingInputs, list[Ref]]] = {}
 
     def prepare(self, point: Point) -> tuple[TrainingInputs, list[Ref]]:
@@ -79,7 +88,7 @@ class _Sweep:
         config = pipeline_config(point)
         key = _inputs_key(config)
         if key not in self._prepared:
-            training = prepare_training(config, self.inputs[_key(config.data)], self.executor)
+            training = prepare_training(config, self.inputs[_text_key(config.data)], self.executor)
             outputs = [ref for name, ref in self.executor.finished.items() if name in get_args(StageName)]
             self._prepared[key] = training, outputs
         return self._prepared[key]
@@ -191,6 +200,18 @@ class _Sweep:
         if refusal := _describe_refusal(point, self._read_result(self.check[0])):
             raise UserError(refusal)
 
+    def find_mixture(self) -> None:
+        """Fit the law of a mixture, and find the best weights. Raises UserError if too few points are trained."""
+        mixture, base = self.config.mixture, self.config.base
+        if mixture is None:
+            return
+        index = self.prepare(self.points[0])[0].shards_index
+        mixes = [pipeline_config(point).data.mix_weights for point in self.points]
+        limits = {name: weights["max_epochs"] for name, weights in base.data.mix_weights.items()}
+        tokens = mixture.target_tokens or base.train.steps * base.train.batch_size * base.model.context_length
+        arguments = self.trials, index, mixes, limits, float(tokens), mixture
+        self.mixture = [[self.executor.finish(self.executor.call(mixture_law, *arguments))]]
+
     def _distance(self, point: Point, parameters: float) -> float:
         """Return how far the size of a point is from ``parameters``, as the logarithm of their ratio."""
         from lm.model.flops import parameter_count
@@ -208,14 +229,15 @@ class _Sweep:
 
 def _inputs_key(config: PipelineConfig) -> str:
     """Return what decides the stages up to the shards."""
-    return _key(config.data, config.chunk, config.tokenizer)
+    sections = asdict(config.chunk), asdict(config.tokenizer)
+    return json.dumps([_text_key(config.data), *sections], sort_keys=True)
 
 
 def _trial_config(point: Point, limits: dict[str, float] | None = None) -> TrialConfig:
     config = pipeline_config(point)
     # At its last step, a training has nothing left to save.
     limits = {step: limit for step, limit in (limits or {}).items() if int(step) < config.train.steps}
-    return TrialConfig(config.model, config.train, limits, point.title)
+    return TrialConfig(config.model, config.train, limits, point.title, config.data.mix_weights)
 
 
 def _describe_refusal(point: Point, result: TrialResult) -> str:
@@ -243,6 +265,9 @@ def make_report(config: SweepConfig, points: Sequence[Point]) -> SweepReport:
     # Validated, so that best.yaml has 300 where the sweep has 3e2.
     all_fields = [asdict(pipeline_config(point)) for point in points]
     configs = [{name: fields[name] for name in fields if name not in ("name", "execution")} for fields in all_fields]
+    for config_fields in configs:
+        if not config_fields["data"]["mix"]:  # the keys of sweeps from before there were mixtures lack it
+            del config_fields["data"]["mix"]
     return SweepReport(config.name, config.description, config.varied, [point.settings for point in points], configs)
 
 

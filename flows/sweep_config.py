@@ -20,16 +20,19 @@ from lm.experiments.axes import (
     corners,
     describe_settings,
     expand,
+    get_option,
     make_point,
     read_numbers,
     set_option,
 )
-from lm.experiments.config import LawConfig, SearchConfig
+from lm.experiments.config import LawConfig, MixtureConfig, SearchConfig
 from tasks.runtime.execution import Execution
 
-SweepStage = Literal["ingest", "chunk", "count", "merge", "encode", "train", "trial", "scaling_law", "sweep"]
+SweepStage = Literal[
+    "ingest", "chunk", "count", "merge", "encode", "train", "trial", "scaling_law", "mixture_law", "sweep"
+]
 
-_FILE_FIELDS = {"description", "base", "set", "axes", "derive", "search", "law", "max_epochs", "sizes"}
+_FILE_FIELDS = {"description", "base", "set", "axes", "derive", "search", "law", "mixture", "max_epochs", "sizes"}
 _MERGED_FIELDS = ("set", "derive")  # a size adds to them; it replaces the others
 
 
@@ -59,6 +62,9 @@ class SweepConfig(FlowConfig):
     """Search for the best point, by the library Optuna. Default: train all points."""
     law: LawConfig | None = None
     """Fit a scaling law to the points. Default: none."""
+    mixture: MixtureConfig | None = None
+    """Train on different mixtures of the sources of ``data.mix``, in place of axes, and find the best weights. Default:
+    none."""
     max_epochs: float | None = bounded_field(None, gt=0, lt=math.inf)
     """Maximum number of times that a training may read the training text. A point with more is refused. Default: no
     limit."""
@@ -80,7 +86,9 @@ class SweepConfig(FlowConfig):
 
     def __post_init__(self) -> None:
         """Raise UserError, which names the point, if a point of the sweep is not valid."""
-        if not self.axes:
+        if self.mixture:
+            self._check_mixture(self.mixture)
+        elif not self.axes:
             raise UserError(f"The sweep {self.name} has no axes; name at least one option that varies.")
         if self.execution.train_deployment:
             raise UserError("execution.train_deployment does not work in a sweep; use execution.runner dask or ray.")
@@ -95,7 +103,7 @@ class SweepConfig(FlowConfig):
             self._check_search(self.search, names)
         if self.law:
             self._check_law(self.law)
-        for number, settings in enumerate(corners(self.axes) if self.search else expand(self.axes), start=1):
+        for number, settings in enumerate(corners(self.axes) if self.search else self.grid(), start=1):
             config = self.point(settings, f"point {number}").config
             for option in ("max_seconds", "patience"):
                 if self.law and config["train"][option]:
@@ -104,6 +112,35 @@ class SweepConfig(FlowConfig):
             for size in self.law.check_sizes:
                 first = expand(self.axes)[0]
                 self.point(first | {self.law.budget: self.law.check_budget, self.law.size: size}, "the check")
+
+    def _check_mixture(self, mixture: MixtureConfig) -> None:
+        if self.axes or self.search or self.law:
+            raise UserError(
+                f"The sweep {self.name} has a mixture, whose points are weights of the sources; leave out axes, search "
+                "and law."
+            )
+        names, data = self.base.data.named_sources, self.base.data
+        if len(names) < 2:
+            raise UserError(
+                f"The sweep {self.name} has a mixture of {len(names)} sources; name two or more in data.mix."
+            )
+        if data.valid or not data.valid_fraction:
+            raise UserError(
+                f"The sweep {self.name} has a mixture, which measures each source on its own validation text; leave "
+                "out data.valid, and set data.valid_fraction above 0."
+            )
+        if unknown := sorted(mixture.target.keys() - names):
+            raise UserError(
+                f"mixture.target has a weight of {unknown[0]}{did_you_mean(unknown[0], names)}; data.mix has no such "
+                "source."
+            )
+        if mixture.runs < (needed := len(names) + 3):
+            raise UserError(
+                f"mixture.runs is {mixture.runs}; a law of {len(names)} sources that predicts each training from the "
+                f"others needs {needed}."
+            )
+        if mixture.min_weight * len(names) >= 1:
+            raise UserError(f"mixture.min_weight {mixture.min_weight} must be below 1 / {len(names)}, for each source.")
 
     def _check_search(self, search: SearchConfig, names: set[str]) -> None:
         if self.law:
@@ -130,17 +167,35 @@ class SweepConfig(FlowConfig):
 
     def why_missing(self, stage: str) -> str:
         """Return why a run with this configuration has no such stage; empty if it has one."""
-        is_missing = stage == "scaling_law" and not self.law
-        return f"There is no stage {stage}: the sweep {self.name} has no law." if is_missing else ""
+        for name, part in {"scaling_law": "law", "mixture_law": "mixture"}.items():
+            if stage == name and not getattr(self, part):
+                return f"There is no stage {stage}: the sweep {self.name} has no {part}."
+        return ""
 
     def stage_names(self) -> list[str]:
         """Return the names of the stages of a run in their order, trial once for each point. Trials train models."""
-        times = {"train": 0, "trial": 1 if self.search else len(expand(self.axes))}
+        times = {"train": 0, "trial": 1 if self.search else len(self.grid())}
         return [name for name in super().stage_names() for _ in range(times.get(name, 1))]
 
     def points(self) -> list[Point]:
         """Return all points, in the order of the grid."""
-        return [self.point(settings, f"point {number}") for number, settings in enumerate(expand(self.axes), start=1)]
+        return [self.point(settings, f"point {number}") for number, settings in enumerate(self.grid(), start=1)]
+
+    def grid(self) -> list[Settings]:
+        """Return the settings of all points: all combinations of the axes, or the weights of a mixture."""
+        if not self.mixture:
+            return expand(self.axes)
+        from lm.curate.mixture_law import design_weights  # slow to import
+
+        sources = self.base.data.named_sources
+        design = design_weights(self.mixture.runs - 1, len(sources), self.mixture.min_weight)
+        mixtures: list[list[float | None]] = [[None] * len(sources)]  # without weights: natural proportions
+        mixtures += [[*weights] for weights in design]
+        limited = {f"data.mix.{name}.max_epochs": None for name, source in sources.items() if source.max_epochs}
+        return [
+            {f"data.mix.{name}.weight": weight for name, weight in zip(sources, weights, strict=True)} | limited
+            for weights in mixtures
+        ]
 
     def point(self, settings: Settings, name: str) -> Point:
         """Return the point with these settings of the axes. Raises UserError, with its ``name``, if it is not valid."""
@@ -244,7 +299,6 @@ def with_base(config: SweepConfig, base: PipelineConfig) -> SweepConfig:
     """Return a sweep with another base. Raises UserError if it sets an option that the sweep varies or derives."""
     before, after = asdict(config.base), asdict(base)
     for name in (*config.varied, *config.derive):
-        section, _, option = name.partition(".")
-        if option and before[section][option] != after[section][option]:
+        if "." in name and get_option(before, name) != get_option(after, name):
             raise UserError(f"The sweep {config.name} varies {name} itself; leave --{name} out, or edit its file.")
     return replace(config, base=base)

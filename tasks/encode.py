@@ -50,8 +50,19 @@ def encode_group(out: Attempt, group: Ranges, tokenizer: Output, separator: str,
 
 
 @stage("encode", page=pages.encode)
-def encode(out: Attempt, train: list[Output], valid: list[Output], tokenizer: Output, separator: str) -> None:
-    """Write ``index.json``: the shards in order, and the totals of each split."""
+def encode(
+    out: Attempt,
+    train: list[Output],
+    valid: list[Output],
+    tokenizer: Output,
+    separator: str,
+    sources: dict[str, list[str]] | None = None,
+) -> None:
+    """Write ``index.json``: the shards in order, and the totals of each split.
+
+    ``sources``: for each split, the name of the source of ``data.mix`` that each shard belongs to. The index then has
+    the totals of each source too.
+    """
     from lm.tokenizer.tokenizer import token_dtype
 
     vocab_size = _load_tokenizer(tokenizer.directory("tokenizer")).size
@@ -63,10 +74,20 @@ def encode(out: Attempt, train: list[Output], valid: list[Output], tokenizer: Ou
     }
     for split, parts in (("train", train), ("valid", valid)):
         shards = out.run.store.map(lambda part: part.json("shard.json"), parts)
-        totals = {name: sum(shard[name] for shard in shards) for name in ("tokens", "documents", "bytes")}
+        totals = _add_up(shards)
         out.figures[split] = {**totals, "bytes_per_token": totals["bytes"] / max(1, totals["tokens"])}
+        if sources is not None:
+            named = [*zip(sources[split], shards, strict=True)]
+            out.figures[split]["sources"] = {
+                source: _add_up([shard for name, shard in named if name == source])
+                for source in dict.fromkeys(sources[split])
+            }
         index[split] = {
             **out.figures[split],
             "shards": [{"digest": part.digest, **shard} for part, shard in zip(parts, shards, strict=True)],
         }
     out.write_json("index.json", index, indent=1)
+
+
+def _add_up(shards: list[dict[str, int]]) -> dict[str, int]:
+    return {name: sum(shard[name] for shard in shards) for name in ("tokens", "documents", "bytes")}

@@ -6,6 +6,8 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
 from lm.files.retry import retry_reading
 from lm.text.config import DataConfig
 from lm.text.held_out import combine_groups, join_held_out
@@ -24,9 +26,16 @@ log = logging.getLogger(__name__)
 
 def find_sources(data: DataConfig, store: Store) -> tuple[list[Source], list[Source]]:
     """Return the sources for training and for validation; see :func:`describe_sources`. Warns if some are equal."""
-    train, valid = describe_sources(data.train, store), describe_sources(data.valid, store)
+    named = find_named_sources(data, store)
+    train = [source for sources in named.values() for source in sources] or describe_sources(data.train, store)
+    valid = describe_sources(data.valid, store)
     warn_about_repeated_sources(train, valid)
     return train, valid
+
+
+def find_named_sources(data: DataConfig, store: Store) -> dict[str, list[Source]]:
+    """Return the files of each source of ``data.mix``, by its name."""
+    return {name: describe_sources(source.paths, store) for name, source in data.named_sources.items()}
 
 
 @stage("ingest-group", is_mapped=True)
@@ -84,6 +93,28 @@ def ingest(out: Attempt, train: list[Output], valid: list[Output], fraction: flo
         split: {name: number for name, number in statistics.items() if name != "lengths"}
         for split, statistics in content["statistics"].items()
     }
+
+
+@stage("ingest", page=pages.ingest_mix)
+def ingest_mix(out: Attempt, sources: list[Output], names: list[str], valid: list[Output]) -> None:
+    """Add up the statistics of the sources of ``data.mix``, each an output of :func:`ingest`, and of ``valid``.
+
+    The text groups stay in those outputs: a source that changes does not change the stages after another one.
+    """
+    contents = [output.json("text_groups.json")["statistics"] for output in (*sources, *valid)]
+    for content in contents[len(sources) :]:  # validation text without a name was read as training text
+        content["train"], content["valid"] = content["valid"], content["train"]
+    statistics: dict[str, Any] = {}
+    for split in ("train", "valid"):
+        parts = [content[split] for content in contents]
+        statistics[split] = {name: sum(part[name] for part in parts) for name in parts[0] if name != "lengths"}
+        statistics[split]["lengths"] = np.sum([part["lengths"] for part in parts], axis=0).tolist()
+    out.figures = {
+        split: {name: number for name, number in total.items() if name != "lengths"}
+        for split, total in statistics.items()
+    }
+    by_name = dict(zip(names, contents, strict=False))
+    out.write_json("text_groups.json", {"train": [], "valid": [], "statistics": statistics, "sources": by_name})
 
 
 def _read_digests(groups: list[Output]) -> list[tuple[Source, str | None]]:

@@ -1,6 +1,7 @@
 """Stage ``sweep``: the table, the curves and the best configuration of a sweep."""
 
 import json
+from typing import Any
 
 import yaml
 
@@ -20,11 +21,13 @@ def sweep(
     law: list[Output],
     check: list[Output],
     report: SweepReport,
+    mixture: list[Output] | None = None,
 ) -> None:
     """Write ``table.csv``, ``curves.jsonl``, ``best.yaml``, and ``law.json`` if the sweep has a scaling law.
 
     ``models`` are the trained models: the sweep needs their files, so ``textmill gc`` keeps them. The last point of the
-    report belongs to ``check``, the training that checks the law.
+    report belongs to ``check``, the training that checks the law. With the law of a ``mixture``, ``best.yaml`` has the
+    weights that it found, and the best point is the one with the lowest target of the law.
     """
     results = [from_json(output.json("trial.json")) for output in (*trials, *check)]
     rows = table_rows(report, results)
@@ -35,10 +38,25 @@ def sweep(
     states = [result.state for result in results]
     out.figures = {"points": len(results), **{state: states.count(state) for state in dict.fromkeys(states)}}
     best = rank(results)[0]
+    found: dict[str, Any] | None = mixture[0].json("mixture.json") if mixture else None
+    if found:
+        best = min(found["runs"], key=lambda run: run["target"])["point"] - 1
     if results[best].state == "finished":
         config = {"name": f"{report.name}-best", **report.configs[best]}
+        if found:
+            config["data"] = config["data"] | {"mix": _mix_found(config["data"]["mix"], found)}
         (out.directory / "best.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         out.figures |= {"best_point": best + 1, "best_loss": results[best].objective}
     if law:
         content = law[0].json("law.json")
         out.write_json("law.json", content, indent=1)
+    if found:
+        out.write_json("mixture.json", found, indent=1)
+
+
+def _mix_found(mix: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Return the sources of a mixture with the weights that the law found, and the limits of epochs that they had."""
+    values = zip(found["sources"], found["mixtures"]["found"]["weights"], found["max_epochs"], strict=True)
+    return {
+        name: {**mix[name], "weight": round(weight, 4), "max_epochs": max_epochs} for name, weight, max_epochs in values
+    }

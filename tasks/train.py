@@ -11,7 +11,7 @@ from lm.train.config import TrainConfig
 from tasks.pages import training as pages
 from tasks.runtime.execution import Execution
 from tasks.runtime.locks import training_slot
-from tasks.runtime.output import Output
+from tasks.runtime.output import Output, json_digest
 from tasks.runtime.run_context import Attempt
 from tasks.runtime.stage import stage
 from tasks.runtime.training_process import relative_path, run_training
@@ -19,6 +19,7 @@ from tasks.runtime.training_process import relative_path, run_training
 if TYPE_CHECKING:
     from lm.train.pretraining import Job
 
+Weights = dict[str, dict[str, float | None]]  # of data.mix, by source
 _TOKENS = "tokens.bin"
 
 
@@ -32,16 +33,18 @@ def train(
     model: ModelConfig,
     config: TrainConfig,
     start: Output | None = None,
+    mix: Weights | None = None,
 ) -> None:
     """Train the model, from the best checkpoint of ``start`` if it is given, else from new weights.
 
-    Resume from the last checkpoint of an unfinished attempt, if there is one.
+    ``mix``: see :attr:`lm.text.config.DataConfig.mix_weights`. Resume from the last checkpoint of an unfinished
+    attempt, if there is one.
     """
 
     def place(output: Output, name: str) -> str:
         return relative_path(out, local_path(output, name))
 
-    inputs = index, train_shards, valid_shards, tokenizer, model, config, start
+    inputs = index, train_shards, valid_shards, tokenizer, model, config, start, mix
     run_training(out, make_job(place, out.run.execution, *inputs), pages.unfinished)
 
 
@@ -60,12 +63,14 @@ def make_job(
     model: ModelConfig,
     config: TrainConfig,
     start: Output | None = None,
+    mix: Weights | None = None,
 ) -> "Job":
     """Return the job of a training. ``place`` returns the path or URL at which the training reads a file or directory
     of an output.
 
     Raises UserError if the shards were made with another tokenizer.
     """
+    from lm.data.mixed_batches import read_sources
     from lm.train.pretraining import Job
 
     content = index.json("index.json")
@@ -74,7 +79,7 @@ def make_job(
     train_files, valid_files = (
         index.store.map(lambda shard: place(shard, _TOKENS), shards) for shards in (train_shards, valid_shards)
     )
-    digests = {"tokenizer": tokenizer.digest, "shards": index.digest}
+    digests = {"tokenizer": tokenizer.digest, "shards": index.digest, **({"mix": json_digest(mix)} if mix else {})}
     totals, separator_bytes = content["valid" if valid_files else "train"], len(content["separator"].encode())
     return Job(
         config=config,
@@ -89,4 +94,5 @@ def make_job(
         start=place(start, start.best_checkpoint) if start else "",
         out=".",
         execution=execution,
+        mix=read_sources(content, mix or {}),
     )

@@ -48,7 +48,8 @@ def trial(
     from lm.train.tracking import read_metrics
 
     shards = [[shard.ref for shard in part] for part in (train_shards, valid_shards)]
-    arguments = train.bind(index.ref, *shards, tokenizer.ref, config.model, config.train)
+    mix = (None, config.mix) if config.mix else ()
+    arguments = train.bind(index.ref, *shards, tokenizer.ref, config.model, config.train, *mix)
     run = replace(out.run, execution=_share_of_threads(out.run.execution), stopping=threading.Event())
     ((ref, _),) = train.look_up(run, [arguments])
     training: dict[str, Any] | None = None
@@ -76,8 +77,11 @@ def trial(
         rows = _without_curve_validations(read_metrics(model.path("metrics.jsonl")), config.train)
     vocab_size = int(index.json("index.json")["vocab_size"])
     result = make_result(config, vocab_size, rows, training, divergence, refusal)
-    out.figures = {name: value for name, value in asdict(result).items() if name != "curve"}
-    content = {**asdict(result), "model": ref.key if training else None}
+    fields = asdict(result)
+    if not config.mix:
+        del fields["source_bits_per_byte"]
+    out.figures = {name: value for name, value in fields.items() if name != "curve"}
+    content = {**fields, "model": ref.key if training else None}
     out.write_json("trial.json", content, indent=1, allow_nan=False)
 
 

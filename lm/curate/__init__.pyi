@@ -23,6 +23,8 @@ from .masks import mask_ips as mask_ips
 from .masks import mask_phone_numbers as mask_phone_numbers
 from .minhash import MinHash as MinHash
 from .minhash import jaccard_similarity as jaccard_similarity
+from .mixture_law import MixtureLaw as MixtureLaw
+from .mixture_law import fit_mixture_law as fit_mixture_law
 from .near_duplicates import NearDuplicates as NearDuplicates
 from .near_duplicates import find_near_duplicates as find_near_duplicates
 from .near_duplicates import sign_documents_to_runs as sign_documents_to_runs

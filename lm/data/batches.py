@@ -128,17 +128,27 @@ def prefetch_batches(
         yield load_prefetched
 
 
-def shuffled_indices(count: int, first: int, number: int, seed: int) -> npt.NDArray[np.int64]:
+def shuffled_indices(
+    count: int,
+    first: int,
+    number: int,
+    seed: int,
+    permute: Callable[[int, int, int], npt.NDArray[np.int64]] | None = None,
+) -> npt.NDArray[np.int64]:
     """Return the indices at the positions ``first`` to ``first + number`` of an endless list of shuffled epochs.
 
     An epoch has each of ``count`` indices once, in an order that ``seed`` and the number of the epoch decide.
+    ``permute`` is a cache of :func:`permutation`; default: one that all callers share.
     """
-    end = first + number
+    end, permute = first + number, permute or _last_permutations
     epochs = range(first // count, (end - 1) // count + 1)
-    parts = [_permutation(seed, epoch, count)[max(0, first - epoch * count) : end - epoch * count] for epoch in epochs]
+    parts = [permute(seed, epoch, count)[max(0, first - epoch * count) : end - epoch * count] for epoch in epochs]
     return np.concatenate(parts)
 
 
-@lru_cache(maxsize=2)  # a batch may span two epochs
-def _permutation(seed: int, epoch: int, count: int) -> npt.NDArray[np.int64]:
+def permutation(seed: int, epoch: int, count: int) -> npt.NDArray[np.int64]:
+    """Return the order of ``count`` indices in an epoch, int64 (count,)."""
     return np.random.default_rng((seed, epoch)).permutation(count)
+
+
+_last_permutations = lru_cache(maxsize=2)(permutation)  # a batch may span two epochs

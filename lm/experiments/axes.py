@@ -10,6 +10,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal
@@ -188,7 +189,7 @@ def make_point(base: Mapping[str, Any], settings: Settings, derive: Mapping[str,
     ``parameters`` and ``flops_per_token`` of the point's model. Raises UserError for an unknown option, an expression
     without a value, or two that need each other.
     """
-    config = {name: dict(value) if isinstance(value, dict) else value for name, value in base.items()}
+    config = {name: deepcopy(value) for name, value in base.items()}
     variables: Settings = {}
     for name, value in settings.items():
         _set(config, variables, name, value)
@@ -236,12 +237,28 @@ def _set(config: dict[str, Any], variables: Settings, name: str, value: Any) -> 
 
 
 def set_option(config: dict[str, Any], name: str, value: Any) -> None:
-    """Set an option such as ``train.steps`` in a configuration of sections. Raises UserError if there is none."""
-    section, _, option = name.partition(".")
-    if not isinstance(config.get(section), dict) or option not in config[section]:
+    """Set an option such as ``train.steps``, or ``data.mix.NAME.weight``, in a configuration of sections. Raises
+    UserError if there is none."""
+    fields, option = _find_fields(config, name)
+    fields[option] = value
+
+
+def get_option(config: dict[str, Any], name: str) -> Any:
+    """Return the value of an option; see :func:`set_option`."""
+    fields, option = _find_fields(config, name)
+    return fields[option]
+
+
+def _find_fields(config: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
+    """Return the fields in which an option lies, and its name there."""
+    *path, option = name.split(".")
+    fields: Any = config
+    for part in path:
+        fields = fields.get(part) if isinstance(fields, dict) else None
+    if not path or not isinstance(fields, dict) or option not in fields:
         known = [f"{part}.{key}" for part, fields in config.items() if isinstance(fields, dict) for key in fields]
         raise UserError(f"There is no option {name}{did_you_mean(name, known)}.")
-    config[section][option] = value
+    return fields, option
 
 
 def _model_costs(config: Mapping[str, Any]) -> Settings:

@@ -53,6 +53,33 @@ class LawConfig:
 
 
 @dataclass(frozen=True)
+class MixtureConfig(Config, section="mixture"):
+    """Small trainings on different mixtures of the sources of ``data.mix``, and the weights that a law of their losses
+    finds best. The weights in ``data.mix`` do not count."""
+
+    runs: int = bounded_field(16, ge=1)
+    """Number of trainings: one with each source's share of the tokens as its weight, one with equal weights, and others
+    that fill the space of weights evenly. At least the number of sources plus three."""
+    min_weight: float = bounded_field(0.02, ge=0, lt=1)
+    """Lowest weight of a source, in the trainings and in the result."""
+    target: dict[str, float] = field(default_factory=dict)
+    """Weight of the bits per byte of each source's validation text in the mean to minimize, by source; 0 for those left
+    out. Default: all the same."""
+    target_tokens: float = bounded_field(0.0, ge=0, lt=math.inf)
+    """Tokens of the training that the weights are for: data.mix.NAME.max_epochs limits them there. The trainings of the
+    sweep have no such limit. 0: as many as they have."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if any(not 0 <= weight < math.inf for weight in self.target.values()) or (
+            self.target and not sum(self.target.values())
+        ):
+            raise UserError(
+                f"mixture.target is {self.target}; it must have weights of at least 0, one of them above 0."
+            )
+
+
+@dataclass(frozen=True)
 class Budget:
     """How much time, FLOPs or tokens a training may take."""
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from lm.model.config import ModelConfig
 from lm.train.config import TrainConfig
 
+_SOURCE_METRIC = "valid_bits_per_byte/"  # before the name of a source
 State = Literal["finished", "pruned", "diverged", "refused"]
 
 
@@ -22,11 +23,14 @@ class TrialConfig:
     keys."""
     title: str = ""
     """Names the point in messages."""
+    mix: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    """Weights of the sources, see :attr:`lm.text.config.DataConfig.mix_weights`; empty without a mixture."""
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Fields that enter the cache key."""
-        return {"model": self.model.identity, "train": self.train.identity, "limits": self.limits}
+        """Fields that enter the cache key. Those of trials from before there were mixtures have none."""
+        fields = {"model": self.model.identity, "train": self.train.identity, "limits": self.limits}
+        return fields | ({"mix": self.mix} if self.mix else {})
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class TrialResult:
     valid_bits_per_byte: float | None
     curve: list[dict[str, Any]]
     """Rows of metrics by step."""
+    source_bits_per_byte: dict[str, float] = field(default_factory=dict)
+    """Bits per byte of the validation text of each source of a mixture, if the training is finished."""
 
     @property
     def has_validation(self) -> bool:
@@ -135,6 +141,11 @@ def make_result(
         valid_loss=last.get("valid_loss"),
         valid_bits_per_byte=last.get("valid_bits_per_byte"),
         curve=curve,
+        source_bits_per_byte={
+            name.removeprefix(_SOURCE_METRIC): float(value)
+            for name, value in final.items()
+            if name.startswith(_SOURCE_METRIC) and value is not None
+        },
     )
 
 
@@ -153,4 +164,4 @@ def rank(results: Sequence[TrialResult]) -> list[int]:
 
 def from_json(content: Mapping[str, Any]) -> TrialResult:
     """Return a result from the content of ``trial.json``."""
-    return TrialResult(**{name: content[name] for name in TrialResult.__dataclass_fields__})
+    return TrialResult(**{name: content[name] for name in TrialResult.__dataclass_fields__ if name in content})

@@ -78,7 +78,7 @@ def combine_groups(
     of a text of a group, to read it there. Raises UserError if there is no text for training.
     """
     if not any(text.bytes for group in train for text in group.kept):
-        raise UserError("The sources hold no text: data.train has no document.")
+        raise UserError("The sources hold no text: data.train, or a source of data.mix, has no document.")
     splits = {"train": _kept_texts(train, 0), "valid": _kept_texts(valid, len(train))}
     if fraction:
         if fraction < config.valid_fraction:
@@ -135,7 +135,7 @@ def _split_at_end(
     If each border would hold out more than twice the fraction, the cut is inside a document, between two pretokens.
     """
     if not statistics.documents:
-        raise UserError("The sources hold only white space: data.train has no document.")
+        raise UserError("The sources hold only white space: data.train, or a source of data.mix, has no document.")
     texts = [(url_of(number, text), text.bytes) for number, group in enumerate(groups) for text in group.kept]
     total = sum(size for _, size in texts)
     offset = int(total * (1 - fraction))

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
 from lm.common.execution import Execution
 from lm.data.batches import Batch, TokenSequence, batch_starts, check_length, evenly_spaced_starts, gather_batch
+from lm.data.mixed_batches import MixedBatches, MixedSource
 from lm.data.token_shards import TokenShards
 from lm.distributed.process_group import all_reduce_mean, get_data_rank, get_data_world_size, get_world_size
 from lm.eval.loss import bits_per_byte
@@ -42,6 +45,8 @@ class TrainData:
     """Bytes of text per token of the validation text."""
     digests: dict[str, str] = field(default_factory=dict)
     """Checksums of the input by name. A checkpoint with other checksums is refused."""
+    mix: Sequence[MixedSource] = ()
+    """The sources of both texts, in their order. Empty: one text without a name."""
 
 
 class Pretraining(Objective):
@@ -67,9 +72,16 @@ class Pretraining(Objective):
         self.config, self.data, self.digests, self.device = config, data, data.digests, device
         self.context_length = model_config.context_length
         check_length(data.train, self.context_length, "training text")
+        self.mixed: MixedBatches | None = None
+        if data.mix:
+            sizes = config.batch_size, self.context_length
+            self.mixed = MixedBatches(data.mix, *sizes, config.data_order, config.seed, config.steps)
         if data.valid is not None:
             advice = ", or hold out a larger data.valid_fraction of the documents; 0 trains without validation"
             check_length(data.valid, self.context_length, "validation text", advice)
+            for source in self._measured_sources():
+                name = f"validation text of data.mix.{source.name}"
+                check_length(range(source.valid_tokens), self.context_length, name, advice)
         self.tokens_per_step = config.batch_size * self.context_length
         self.rank, self.world_size = get_data_rank(), get_data_world_size()
         self.local_batch_size = config.batch_size // self.world_size
@@ -77,7 +89,11 @@ class Pretraining(Objective):
     def micro_batches(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of a step, (x_BT, y_BT) each; a function of the seed and the step alone."""
         config, tokens = self.config, self.data.train
-        starts = batch_starts(len(tokens), config.batch_size, self.context_length, config.data_order, config.seed, step)
+        if self.mixed:
+            starts = self.mixed.starts(step)
+        else:
+            sizes = len(tokens), config.batch_size, self.context_length
+            starts = batch_starts(*sizes, config.data_order, config.seed, step)
         local_starts = starts[self.rank * self.local_batch_size :][: self.local_batch_size]
         x_BT, y_BT = gather_batch(tokens, local_starts, self.context_length, self.device)
         parts = config.gradient_accumulation_steps
@@ -92,13 +108,35 @@ class Pretraining(Objective):
         return model.loss(*micro_batch) * self.weight(micro_batch)
 
     def evaluate(self, model: TransformerLM, is_final: bool) -> dict[str, float]:
-        """Return loss and bits per byte of ``eval_sequences`` windows of the validation text, at the end of all."""
+        """Return loss and bits per byte of ``eval_sequences`` windows of the validation text, at the end of all. Of
+        several sources also those of each, with its name after a slash; the windows are divided among the sources."""
         if self.data.valid is None:
             return {}
-        loss = self.validation_loss(model, None if is_final else self.config.eval_sequences)
-        return {"valid_loss": loss, "valid_bits_per_byte": bits_per_byte(loss, self.data.bytes_per_token)}
+        sequences = None if is_final else self.config.eval_sequences
+        sources = self._measured_sources()
+        if not sources:
+            loss = self.validation_loss(model, sequences)
+            return {"valid_loss": loss, "valid_bits_per_byte": bits_per_byte(loss, self.data.bytes_per_token)}
+        share = sequences and -(-sequences // len(sources))
+        starts = [evenly_spaced_starts(source.valid_tokens, self.context_length, share) for source in sources]
+        offsets = accumulate((source.valid_tokens for source in sources), initial=0)
+        losses = [
+            self._mean_loss(model, self.data.valid, [offset + start for start in part])
+            for offset, part in zip(offsets, starts, strict=False)
+        ]
+        # Each source counts by its length, not by the windows of this evaluation, so that the loss is that of the text.
+        windows = [(source.valid_tokens - 1) // self.context_length for source in sources]
+        loss = sum(map(mul, losses, windows)) / sum(windows)
+        metrics = {"valid_loss": loss, "valid_bits_per_byte": bits_per_byte(loss, self.data.bytes_per_token)}
+        for source, loss in zip(sources, losses, strict=True):
+            metrics[f"valid_loss/{source.name}"] = loss
+            metrics[f"valid_bits_per_byte/{source.name}"] = bits_per_byte(loss, source.bytes_per_token)
+        return metrics
 
-    @torch.no_grad()
+    def _measured_sources(self) -> list[MixedSource]:
+        """Return the sources if each has validation text of its own; else none."""
+        return list(self.data.mix) if any(source.valid_tokens for source in self.data.mix) else []
+
     def validation_loss(self, model: TransformerLM, sequences: int | None = None) -> float:
         """Return the mean loss (nats per token) of the validation text.
 
@@ -108,8 +146,12 @@ class Pretraining(Objective):
         valid = self.data.valid
         if valid is None:
             raise UserError("There is no validation text to evaluate on.")
+        return self._mean_loss(model, valid, evenly_spaced_starts(len(valid), self.context_length, sequences))
+
+    @torch.no_grad()
+    def _mean_loss(self, model: TransformerLM, valid: TokenSequence, starts: list[int]) -> float:
+        """Return the mean loss of the windows at ``starts`` in the validation text."""
         loss_sum, weight = 0.0, 0
-        starts = evenly_spaced_starts(len(valid), self.context_length, sequences)
         share = starts[self.rank :: self.world_size]
         # All ranks call the model equally often, because sharded weights are gathered together.
         padding = starts[: -(-len(starts) // self.world_size) - len(share)]
@@ -174,8 +216,14 @@ class Job(TrainingJob):
     """Directory of the checkpoint whose weights are the first ones. Default: a new model."""
     checksums: dict[str, str] = field(default_factory=dict)
     """SHA-256 of the token files that are URLs."""
+    mix: list[MixedSource] = field(default_factory=list)
+    """The sources whose tokens the files hold, one after the other. Default: one text without a name."""
 
     sections: ClassVar[dict[str, type]] = {"model": ModelConfig}
+
+    def __post_init__(self) -> None:
+        sources: list[Any] = self.mix  # of a file: mappings
+        self.mix = [MixedSource(**source) if isinstance(source, dict) else source for source in sources]
 
     def input_files(self) -> list[str]:
         """Return the paths of the token files, the tokenizer and the checkpoint to start from."""
@@ -198,6 +246,9 @@ class Job(TrainingJob):
         valid, train = (
             TokenShards(part, tokenizer.size) for part in (paths[: len(self.valid)], paths[len(self.valid) :])
         )
-        data = TrainData(train, valid if len(valid) else None, tokenizer, self.bytes_per_token, self.digests)
+        if self.mix and len(train) != (expected := sum(source.train_tokens for source in self.mix)):
+            raise UserError(f"The training files hold {len(train):,} tokens, and the sources of the job {expected:,}.")
+        valid_tokens = valid if len(valid) else None
+        data = TrainData(train, valid_tokens, tokenizer, self.bytes_per_token, self.digests, self.mix)
         start = Path(fetch_directory(self.start)) if self.start else None
         return make_trainer(self.config, self.model, data, self.execution, out, device, start)

@@ -340,7 +340,10 @@ class Trainer:
         with torch.no_grad(), self._autocast():
             metrics = self.objective.evaluate(self.model, is_final)
         if metrics and is_logged:
-            figures = (f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items())
+            whole = {
+                name: value for name, value in metrics.items() if "/" not in name
+            }  # those of sources fill the line
+            figures = (f"{name.replace('_', ' ')} {value:.4f}" for name, value in whole.items())
             log.info("%s  %s", "end of training" if is_final else f"step {self.step:,}", "  ".join(figures))
         return metrics
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from tasks.pages.charts import embed_figure, new_figure
 from tasks.pages.markdown import plain, table
+from tasks.pages.mixture import mixture_section
 
 if TYPE_CHECKING:
     from lm.experiments.report import SweepReport
@@ -25,6 +26,7 @@ def sweep(
     law: "list[Output]",
     check: "list[Output]",
     report: "SweepReport",
+    mixture: "list[Output] | None" = None,
 ) -> Iterator[str]:
     """Show all points sorted by loss, their curves, the loss over each axis, and the best configuration."""
     from lm.experiments.trial import State, from_json
@@ -45,6 +47,8 @@ def sweep(
         yield (page.scatter if is_search else page.heat_map)(*page.varied)
     if law:
         yield from _scaling_law(law[0].json("law.json"), page.results[len(trials) :], page.unit)
+    if mixture:
+        yield from mixture_section(mixture[0].json("mixture.json"))
     path = out.directory / "best.yaml"
     if path.exists():
         yield "### Best configuration\n\n`best.yaml` beside the table. To run it: `textmill run --config best.yaml`."

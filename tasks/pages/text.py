@@ -30,6 +30,22 @@ def ingest(out: "Attempt", train: "list[Output]", valid: "list[Output]", **input
         yield f"… and {len(sources) - _MAX_SOURCES:,} more sources."
 
 
+def ingest_mix(out: "Attempt", names: list[str], **inputs: Any) -> Iterator[str]:
+    """Show documents and bytes of each source of a mixture, and the lengths of all documents."""
+    content = out.read_json("text_groups.json")
+    columns = ("documents", "bytes", "replaced", "separators_removed")
+    texts = {name: content["sources"][name] for name in names} | {"all": content["statistics"]}
+    rows = [
+        (name, split, *(counts[column] for column in columns))
+        for name, splits in texts.items()
+        for split, counts in splits.items()
+    ]
+    header = ("source", "text", "documents", "bytes", "invalid sequences replaced", "separators removed")
+    yield table(header, rows)
+    lengths = np.sum([counts["lengths"] for counts in content["statistics"].values()], axis=0)
+    yield histogram("Length of the documents", "characters", lengths, QUARTER_OCTAVES, "documents")
+
+
 def chunk(out: "Attempt", train: "list[Output]", valid: "list[Output]") -> Iterator[str]:
     """Show the number and the sizes of the chunks."""
     rows = []
@@ -52,6 +68,13 @@ def encode(out: "Attempt", train: "list[Output]", valid: "list[Output]", **input
         for split, parts in (("train", train), ("valid", valid))
     ]
     yield table(("text", "shards", "documents", "bytes", "tokens", "bytes per token"), rows)
+    if sources := out.figures["train"].get("sources"):
+        tokens = max(1, out.figures["train"]["tokens"])
+        rows = [
+            (name, *(counts[column] for column in columns[:3]), f"{100 * counts['tokens'] / tokens:.1f} %")
+            for name, counts in sources.items()
+        ]
+        yield table(("source", "documents", "bytes", "tokens", "share of the tokens"), rows)
     if special_texts := sum(part.manifest["figures"].get("special_texts", 0) for part in (*train, *valid)):
         yield (
             f"**{special_texts:,}** texts of special tokens inside documents were encoded as ordinary text "

@@ -26,7 +26,9 @@ def budget(out: "Attempt", **inputs: Any) -> Iterator[str]:
     yield "To change it, save this as a file, edit it, and run with `--config FILE` instead of a budget."
 
 
-def train(out: "Attempt", tokenizer: "Output", model: Any, config: Any, **inputs: Any) -> Iterator[str]:
+def train(
+    out: "Attempt", index: "Output", tokenizer: "Output", model: Any, config: Any, mix: Any = None, **inputs: Any
+) -> Iterator[str]:
     """Show the loss, the size and cost of the model, samples over time, and the configuration."""
     from lm.model.flops import flops_per_token, parameter_count
     from lm.train.tracking import read_metrics
@@ -41,6 +43,8 @@ def train(out: "Attempt", tokenizer: "Output", model: Any, config: Any, **inputs
             ("**bits per byte**", f"**{result['valid_bits_per_byte']:.4f}**"),
         ]
         yield table((f"whole validation text, last checkpoint, {code(result['last'])}", ""), losses)
+    if mix:
+        yield _sources_table(result, index.json("index.json"), mix, model, config)
     yield f"Samples, chat and export use the best checkpoint, {code(result['best'])}."
     model = replace(model, vocab_size=model.vocab_size or tokenizer.manifest["figures"]["vocab_size"])
     parameters, flops = parameter_count(model), flops_per_token(model)
@@ -60,6 +64,25 @@ def train(out: "Attempt", tokenizer: "Output", model: Any, config: Any, **inputs
     yield "### Samples over time\n\n" + table(("step", "prompt", "completion"), samples[:: len(samples) // 20 + 1])
     settings = [(name, code(json.dumps(value))) for part in (model, config) for name, value in asdict(part).items()]
     yield "### Configuration\n\n" + table(("field", "value"), settings)
+
+
+def _sources_table(result: dict[str, Any], index: dict[str, Any], mix: Any, model: Any, config: Any) -> str:
+    """Show what the training read of each source of the mixture, and the losses of their validation texts."""
+    from lm.data.mixed_batches import MixedBatches, read_sources
+
+    sources = read_sources(index, mix)
+    batches = MixedBatches(
+        sources, config.batch_size, model.context_length, config.data_order, config.seed, config.steps
+    )
+    rows = []
+    for source, windows, count in zip(sources, batches.windows, batches.sequences(result["steps"]), strict=True):
+        names = f"valid_loss/{source.name}", f"valid_bits_per_byte/{source.name}"
+        losses = [f"{result[name]:.4f}" if result.get(name) is not None else "" for name in names]
+        share = f"{100 * count / max(1, result['steps'] * config.batch_size):.2f} %"
+        rows.append((source.name, share, count, f"{count / max(1, windows):.2f}", *losses))
+    return "### Sources\n\n" + table(
+        ("source", "share of the sequences", "sequences", "epochs", "valid loss", "bits per byte"), rows
+    )
 
 
 def unfinished(directory: Path) -> str:

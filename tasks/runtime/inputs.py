@@ -59,6 +59,8 @@ class TextGroup(Input):
     selection: Selection
     bytes_before: int
     """Size of the split's text before this part."""
+    source: str = ""
+    """Name of the source of ``data.mix``; empty if the text has none. Not in the key: names do not decide chunks."""
 
     def identity(self, run: RunContext) -> list[Any]:
         """Return the part of the group that enters a key."""
@@ -103,8 +105,9 @@ def text_sources(output: Output, text: Text) -> list[Source]:
         raise UserError(f"{output.url} refers to a source that it does not list. Refresh the ingest stage.") from None
 
 
-def read_text_groups(store: Store, texts: Ref, groups: Sequence[Ref], split: str) -> list[TextGroup]:
-    """Return the text groups of ``train`` or ``valid``. ``groups`` are the outputs of all groups of sources."""
+def read_text_groups(store: Store, texts: Ref, groups: Sequence[Ref], split: str, source: str = "") -> list[TextGroup]:
+    """Return the text groups of ``train`` or ``valid``. ``groups`` are the outputs of all groups of sources, and
+    ``source`` is the name that these have in ``data.mix``."""
     result, bytes_before = [], 0
     combined = read_output(store, texts)
     for entry in combined.json("text_groups.json")[split]:
@@ -115,7 +118,7 @@ def read_text_groups(store: Store, texts: Ref, groups: Sequence[Ref], split: str
             output, digest = groups[selection.group], entry["digest"]
         else:
             raise UserError(f"Texts {texts.key[:12]} are of other sources. Refresh the ingest stage.")
-        result.append(TextGroup(output, digest, selection, bytes_before))
+        result.append(TextGroup(output, digest, selection, bytes_before, source))
         bytes_before += entry["bytes"]
     return result
 

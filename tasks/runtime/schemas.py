@@ -170,6 +170,26 @@ _CONTENTS: dict[str, Any] = {
     "index.json": _record(vocab_size=_Size, separator=str, tokenizer=_Digest, train=_TOTALS, valid=_TOTALS),
     "training.json": _record(best=_Path),
     "samples.json": _list(_record(prompt=str, text=str)),
+    "mixture.json": _record(
+        sources=list[str],
+        tokens=list[_Size],
+        max_epochs=list[float | None],
+        highest_weights=list[float],
+        target=list[float],
+        runs=_list(
+            _record(
+                point=int,
+                weights=list[float],
+                losses=list[float],
+                left_out=list[float],
+                target=float,
+                left_out_target=float,
+            )
+        ),
+        law=_record(irreducible=list[float], coefficients=list[list[float]]),
+        left_out_error=float,
+        mixtures=dict[str, _record(weights=list[float], losses=list[float], target=float)],  # type: ignore[misc]
+    ),
     "examples.json": _record(reward=str, damaged=list[str]),
 }
 """Schemas of the JSON files in outputs, by name; :func:`_content_schema` has those of a sweep."""
@@ -182,7 +202,7 @@ def _content_schema(name: str) -> "TypeAdapter[Any]":
         from lm.experiments.trial import TrialResult
 
         @with_config(_Schema.model_config)
-        @dataclass(frozen=True)
+        @dataclass(frozen=True, kw_only=True)
         class Trial(TrialResult):
             curve: list[dict[str, int | float | None]]
             model: _Digest | None

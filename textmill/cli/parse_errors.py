@@ -60,7 +60,9 @@ def _explain_value(key: str, message: str, actions: list[Action], help_hint: str
         known = [action.dest for action in actions]
         return f"There is no option {key}{did_you_mean(key, known)}. See {help_hint}."
     found = next(filter(None, (pattern.search(message) for pattern in _VALUES)), None)
-    value, expected = found[1].strip() if found else "", describe_type(action)
+    if not found and (unknown := re.search(r"There is no option (.*?)\. See ", message)):  # of a section in a mapping
+        return f"--{key} has a field that does not exist: {unknown[1]}. See {help_hint}={key.partition('.')[0]}."
+    value, expected = found[1].partition("\n  Subclass types")[0].strip() if found else "", describe_type(action)
     if nested := _NESTED_VALUE.search(value):
         key, value = f"{key}.{nested[1]}", nested[2].strip("'")
         explained = re.search(r"it must be (.*?)\. See ", message)  # by the parser of the section

@@ -59,7 +59,7 @@ _PIPELINE_COMMANDS = {
 }
 
 # Security: no value of an option may import code, as jsonargparse's "class_path" does. It names the class of an
-# optional section in the same way; those classes alone are allowed.
+# optional section, and of a source of ``data.mix``, in the same way; those classes alone are allowed.
 set_parsing_settings(
     docstring_parse_attribute_docstrings=True,
     import_path_denylist=["*"],
@@ -67,6 +67,7 @@ set_parsing_settings(
         *("lm.model.MoEConfig", "lm.model.config.MoEConfig"),
         *("lm.curate.RulesConfig", "lm.curate.config.RulesConfig"),
         *("lm.model.RopeScaling", "lm.model.config.RopeScaling"),
+        "lm.text.config.MixSource",
     ],
 )
 

@@ -129,7 +129,7 @@ def _next_commands(record: dict[str, Any]) -> list[tuple[str, str]]:
     config, commands = record["config"], []
     if "train" in record["stages"]:
         commands.append((f'sample{root} --prompt "Once upon a time"', "write text"))
-    if config["data"]["train"][0].startswith("demo:"):
+    if any(path.startswith("demo:") for path in config["data"]["train"][:1]):  # none with data.mix
         commands.append((f"run{root} --data.train PATHS --budget 30m", "train on your own text"))
     elif not config["budget"]:
         commands.append((f"run{root} --again --budget 30m", "a model that suits the text"))

@@ -37,6 +37,8 @@ def _data_tables(config: dict[str, Any]) -> Iterator[str]:
     sources = ("train", "valid", "task_train", "task_test")
     for section in (config[name] for name in ("data", "dialogs") if name in config):
         public = {name: [*map(_public, value)] if name in sources else value for name, value in section.items()}
+        if mix := section.get("mix"):
+            public["mix"] = {name: {**part, "paths": [*map(_public, part["paths"])]} for name, part in mix.items()}
         yield table(("option", "value"), [(name, code(json.dumps(value))) for name, value in public.items()])
 
 

@@ -283,6 +283,10 @@ def test_a_run_of_a_deployment_has_its_name_in_the_graph(monkeypatch: pytest.Mon
         else:
             with pytest.raises(UserError, match="child/gpu ended in the state Failed: no memory"):
                 parent()
+
+    def read_latest() -> bool:
+        latest = max(client.read_task_runs(), key=attrgetter("created"), default=None)
+        return latest is not None and (latest.name, latest.state_name) == ("child/gpu", state.name)
+
     with get_client(sync_client=True) as client:
-        latest = max(client.read_task_runs(), key=attrgetter("created"))
-    assert (latest.name, latest.state_name) == ("child/gpu", state.name)
+        wait_for(read_latest, 30, f"record of the task run child/gpu as {state.name}")

@@ -1,0 +1,109 @@
+"""The sweep over mixtures: its points, its law, the weights in best.yaml, and what it refuses."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.config import PipelineConfig
+from flows.plan import cached_run
+from flows.sweep import sweep, sweep_stages
+from flows.sweep_config import SweepConfig
+from lm.common.errors import UserError
+from lm.experiments.axes import Axis, get_option, set_option
+from lm.experiments.config import MixtureConfig
+from lm.text.config import DataConfig, MixSource
+from lm.text.demo_corpus import demo_stories
+from tasks.runtime.output import Ref, read_output
+from tasks.runtime.run_context import RunContext
+from tests.flows.test_sweep import BASE
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+
+def make_sweep(folder: Path, **mixture: Any) -> SweepConfig:
+    """Return a sweep over two sources: stories, and lines of digits."""
+    (folder / "stories.txt").write_text("".join(demo_stories(80)), encoding="utf-8")
+    digits = (f"{number * number}\n" * 3 + "<|endoftext|>\n" for number in range(400, 800))
+    (folder / "digits.txt").write_text("".join(digits), encoding="utf-8")
+    mix = {
+        "stories": MixSource([str(folder / "stories.txt")]),
+        "digits": MixSource([str(folder / "digits.txt")], max_epochs=0.5),
+    }
+    train = replace(BASE.train, steps=20, max_lr=0.02, eval_interval=20)
+    base = replace(BASE, data=DataConfig(mix=mix), train=train)
+    return SweepConfig(name="mixture", base=base, mixture=MixtureConfig(**{"runs": 5, "min_weight": 0.05, **mixture}))
+
+
+@pytest.mark.slow
+def test_a_sweep_finds_weights_and_its_runs_stay_cached(tmp_path: Path) -> None:
+    config = make_sweep(tmp_path, target_tokens=4000)
+    root = tmp_path / "root"
+    record = sweep(config, str(root))
+
+    def read(stage: str) -> Any:
+        return read_output(RunContext(str(root), "").store, Ref(stage, record["stages"][stage]["key"]))
+
+    output = read("sweep")
+    content, tokens = output.json("mixture.json"), read("encode").json("index.json")["train"]["sources"]
+    assert content["sources"] == ["digits", "stories"] and len(content["runs"]) == 5
+    total = sum(source["tokens"] for source in tokens.values())
+    assert content["runs"][0]["weights"] == pytest.approx(
+        [tokens[name]["tokens"] / total for name in content["sources"]]
+    )
+    assert content["runs"][1]["weights"] == pytest.approx([0.5, 0.5])
+    by_share = sorted((run["weights"][0], run["losses"]) for run in content["runs"])
+    assert by_share[0][1][0] > by_share[-1][1][0] and by_share[0][1][1] < by_share[-1][1][1], "more text, lower loss"
+    best = PipelineConfig.load(output.path("best.yaml"))
+    weights = {name: source.weight for name, source in best.data.mix.items()}
+    highest = 0.5 * tokens["digits"]["tokens"] / 4000
+    assert highest < 1 and sum(filter(None, weights.values())) == pytest.approx(1, abs=1e-3)
+    assert 0.05 - 1e-4 <= (weights["digits"] or 0) <= highest + 1e-4
+    assert best.data.mix["digits"].max_epochs == 0.5 and best.data.mix["digits"].paths
+    found, natural = content["mixtures"]["found"], content["mixtures"]["natural"]
+    if natural["weights"][0] <= highest:
+        assert found["target"] <= natural["target"] + 1e-9
+    assert output.page is not None
+    for text in ("### Mixture", "predicted without it", "coefficient of stories", "data.mix.digits.weight"):
+        assert text in output.page
+    assert cached_run(sweep_stages, config, str(root), None) is not None
+
+    other = replace(config, mixture=replace(config.mixture or MixtureConfig(), target={"stories": 1.0}))
+    trained = {path.parent.name for path in root.glob("t*/*/manifest.json")}
+    sweep(other, str(root))
+    assert {path.parent.name for path in root.glob("t*/*/manifest.json")} == trained, "another target trains nothing"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mixture": MixtureConfig(runs=4)}, r"mixture\.runs is 4; a law of 2 sources .* needs 5"),
+        ({"mixture": MixtureConfig(target={"storys": 1.0})}, r"weight of storys \(did you mean 'stories'\?\)"),
+        ({"mixture": MixtureConfig(min_weight=0.5)}, r"min_weight 0\.5 must be below 1 / 2"),
+        ({"axes": [Axis("train.max_lr", [0.1])]}, "leave out axes, search and law"),
+        ({"base": BASE}, r"a mixture of 0 sources; name two or more in data\.mix"),
+        ({"valid": ["demo:10"]}, r"leave out data\.valid"),
+    ],
+)
+def test_a_wrong_mixture_sweep_is_a_user_error(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    config = make_sweep(tmp_path)
+    if valid := change.pop("valid", None):
+        change["base"] = replace(config.base, data=replace(config.base.data, valid=valid))
+    with pytest.raises(UserError, match=message):
+        replace(config, **change)
+
+
+@pytest.mark.parametrize("target", [{"a": -1.0}, {"a": 0.0}])
+def test_a_target_has_weights_of_which_one_is_above_0(target: dict[str, float]) -> None:
+    with pytest.raises(UserError, match=r"mixture\.target is .*; it must have weights of at least 0"):
+        MixtureConfig(target=target)
+
+
+def test_options_inside_a_mapping_have_names_with_dots() -> None:
+    config: dict[str, Any] = {"data": {"mix": {"a": {"weight": None}}}}
+    set_option(config, "data.mix.a.weight", 2.0)
+    assert get_option(config, "data.mix.a.weight") == 2.0
+    for name in ("data.mix.b.weight", "data.mix.a.wieght", "data.mix.a.weight.more", "data"):
+        with pytest.raises(UserError, match=f"There is no option {name}"):
+            set_option(config, name, 1)
