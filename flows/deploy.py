@@ -75,6 +75,7 @@ def shipped_deployments() -> list[Deployment]:
         "Train the small model of the preset `demo` with several learning rates, and compare them. Other sweeps: set "
         "`config`. Finished points are taken from the cache."
     )
+    curated = f"Filter text, remove copies, and write it as JSON Lines for other tools. {cached}"
     return [
         Deployment("full", text, full),
         *(Deployment(name, text, stage, {"until": name, "refresh": [name]}) for name, text in _STAGES.items()),
@@ -83,6 +84,7 @@ def shipped_deployments() -> list[Deployment]:
             for name, text in _PRESETS.items()
         ),
         Deployment("full", dialogs, full, flow="posttrain"),
+        Deployment("full", curated, full, flow="curate"),
         Deployment(
             "sweep", rates, ["textmill", "sweep"], {"config": asdict(load_sweep("learning-rate", "demo"))}, flow="sweep"
         ),

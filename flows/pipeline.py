@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
-from flows.config import PipelineConfig, StageName, complete
+from flows.config import PipelineConfig, StageName, TextConfig, complete
 from flows.plan import DryRunExecutor, Executor, plan
 from lm.common.errors import UserError
 from lm.experiments.config import parse_budget
@@ -172,12 +172,7 @@ def prepare_text(config: PipelineConfig, inputs: PipelineInputs, executor: Execu
     # Only if there are other special tokens than the separator, an argument and part of the keys.
     is_ordinary = config.data.special_tokens_in_document == "text" and (start or set(specials) != {separator})
     read_as = [config.data, *([specials] if is_ordinary else [])]
-    texts, parts = (ingest_sources if inputs.mix else ingest_text)(config, inputs, read_as, executor)
-    train_texts, valid_texts = (
-        [group for part in parts if part.split == split for group in executor.read(read_text_groups, *part[1:])]
-        for split in ("train", "valid")
-    )
-    texts, train_texts, valid_texts = curate_text(config, texts, train_texts, valid_texts, executor)
+    texts, train_texts, valid_texts = read_text(config, inputs, read_as, executor)
     chunk_config, tokenizer_config, train_config = config.chunk, config.tokenizer, config.train
     if config.budget:
         amount = parse_budget(config.budget)
@@ -199,8 +194,33 @@ def prepare_text(config: PipelineConfig, inputs: PipelineInputs, executor: Execu
     )
 
 
+def read_text(
+    config: TextConfig, inputs: PipelineInputs, read_as: list[Any], executor: Executor
+) -> tuple[Ref, list[TextGroup], list[TextGroup]]:
+    """Read the sources, and remove documents by the rules that are on. Return the output that has the statistics of the
+    text, and the groups of the training and the validation text.
+
+    Validation text that is held out is filtered like the training text; that of ``data.valid`` stays as it is.
+    """
+    texts, parts = (ingest_sources if inputs.mix else ingest_text)(config, inputs, read_as, executor)
+    train, valid = (
+        [group for part in parts if part.split == split for group in executor.read(read_text_groups, *part[1:])]
+        for split in ("train", "valid")
+    )
+    if config.filter.is_on:
+        filter_as = config.data.separator, config.filter, *config.filter.language_library
+        train_outputs = executor.map(filter_group, "filter-train", train, *filter_as)
+        valid_outputs = [] if config.data.valid else executor.map(filter_group, "filter-valid", valid, *filter_as)
+        texts = executor.finish(executor.call(filter_documents, texts, train_outputs, valid_outputs, config.filter))
+        train = executor.read(read_rewritten_groups, train, dict(enumerate(train_outputs)))
+        valid = executor.read(read_rewritten_groups, valid, dict(enumerate(valid_outputs)))
+    if config.deduplicate.is_on:
+        texts, train = remove_copies(config, texts, train, executor)
+    return texts, train, valid
+
+
 def ingest_text(
-    config: PipelineConfig, inputs: PipelineInputs, read_as: list[Any], executor: Executor
+    config: TextConfig, inputs: PipelineInputs, read_as: list[Any], executor: Executor
 ) -> tuple[Ref, list[IngestedText]]:
     """Read the sources. Return the output of the stage ``ingest``, and the texts in it."""
     fraction = 0.0 if inputs.valid else valid_fraction(config.data, sum(source.bytes for source in inputs.train))
@@ -211,7 +231,7 @@ def ingest_text(
 
 
 def ingest_sources(
-    config: PipelineConfig, inputs: PipelineInputs, read_as: list[Any], executor: Executor
+    config: TextConfig, inputs: PipelineInputs, read_as: list[Any], executor: Executor
 ) -> tuple[Ref, list[IngestedText]]:
     """Read each source of ``data.mix`` as a text of its own, with its own validation text. So they share no group of
     sources or chunks, and no shard, and text that one of them gets does not change the groups of another."""
@@ -230,27 +250,8 @@ def ingest_sources(
     return executor.finish(executor.call(ingest_mix, named, [*inputs.mix], valid)), parts
 
 
-def curate_text(
-    config: PipelineConfig, texts: Ref, train: list[TextGroup], valid: list[TextGroup], executor: Executor
-) -> tuple[Ref, list[TextGroup], list[TextGroup]]:
-    """Remove documents by the rules that are on. Return the output that has the statistics of the text, and its groups.
-
-    Validation text that is held out is treated like the training text; that of ``data.valid`` stays as it is.
-    """
-    if config.filter.is_on:
-        filter_as = config.data.separator, config.filter, *config.filter.language_library
-        train_outputs = executor.map(filter_group, "filter-train", train, *filter_as)
-        valid_outputs = [] if config.data.valid else executor.map(filter_group, "filter-valid", valid, *filter_as)
-        texts = executor.finish(executor.call(filter_documents, texts, train_outputs, valid_outputs, config.filter))
-        train = executor.read(read_rewritten_groups, train, dict(enumerate(train_outputs)))
-        valid = executor.read(read_rewritten_groups, valid, dict(enumerate(valid_outputs)))
-    if config.deduplicate.is_on:
-        texts, train = remove_copies(config, texts, train, executor)
-    return texts, train, valid
-
-
 def remove_copies(
-    config: PipelineConfig, texts: Ref, train: list[TextGroup], executor: Executor
+    config: TextConfig, texts: Ref, train: list[TextGroup], executor: Executor
 ) -> tuple[Ref, list[TextGroup]]:
     """Remove copies from the training text. A new group is signed alone; groups that lose nothing stay as they are."""
     from lm.curate.copies import make_minhash  # slow to import

@@ -130,6 +130,7 @@ def keep_group(out: Attempt, group: tuple[OpenTextGroup, Any], separator: str) -
 
     opened, removed = group
     with keep_unchanged(opened.sources, out.run.store):
-        texts = write_without(text_parts(opened), separator, removed, out.directory)
+        texts = write_without(parts := text_parts(opened), separator, removed, out.directory)
     out.write_json("texts.json", texts.to_json())
-    out.figures = {"removed": len(removed), "documents": texts.kept_statistics.documents}
+    names = [*dict.fromkeys(part.source for part in parts)]
+    out.figures = {"removed": len(removed), "documents": texts.kept_statistics.documents, "sources": names}

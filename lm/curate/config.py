@@ -9,6 +9,7 @@ from lm.common.config import Config, bounded_field
 from lm.common.errors import UserError
 
 PersonalData = Literal["email", "phone", "ip"]
+TextFormat = Literal["jsonl.zst", "parquet"]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Copies of documents in groups of texts: each group is signed alone, then all are compared."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -123,14 +123,17 @@ def find_copies(groups: Sequence[SignedGroup], config: DeduplicateConfig) -> Cop
     return Copies(survivors, firsts_of_equal != numbers, near.links, near.similarities, starts, documents)
 
 
-def write_without(parts: Iterable[TextPart], separator: str, removed: Int64s, out: Path) -> GroupTexts:
+def write_without(parts: Sequence[TextPart], separator: str, removed: Int64s, out: Path) -> GroupTexts:
     """Write the documents of a group but those of the numbers ``removed`` to ``text.txt``; return the texts."""
     with KeptText(out, separator) as kept:
         first = 0
         for batch in read_batches(parts, separator):
             is_kept = ~np.isin(np.arange(first, first + len(batch.documents)), removed)
-            kept.write(
-                [document.data for document, keep in zip(batch.documents, is_kept, strict=True) if keep], batch.is_row
-            )
             first += len(batch.documents)
+            chosen = zip(batch.documents, batch.places.tolist(), is_kept, strict=True)
+            for document, place, is_chosen in chosen:
+                if is_chosen and document.is_whole:
+                    kept.write([document.data], batch.is_row)
+                elif is_chosen:
+                    kept.copy(parts[batch.part].url, place, place + document.size, batch.is_row)
     return kept.texts()

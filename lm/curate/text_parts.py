@@ -66,7 +66,7 @@ class KeptText:
     """Writes documents with separators to ``text.txt`` in a directory. A context manager."""
 
     def __init__(self, out: Path, separator: str) -> None:
-        self._path, self._separator = out / _TEXT, separator
+        self._path, self._separator = out / _TEXT, separator.encode()
         self._size = 0
         self._rows: list[tuple[int, int]] = []
         self._statistics = TextStatistics()
@@ -81,19 +81,33 @@ class KeptText:
 
     def write(self, texts: Sequence[bytes], is_row: bool) -> None:
         """Append documents in UTF-8. ``is_row``: only the separator is a special token in them."""
-        end_mark = self._separator.encode()
-        data = b"".join(part for text in texts for part in (text, end_mark))
+        for text in texts:
+            self._statistics.add_document(len(text.decode("utf-8", "replace")))
+        self._append([part for text in texts for part in (text, self._separator)], is_row)
+
+    def copy(self, url: str, start: int, end: int, is_row: bool) -> None:
+        """Append a document that may be larger than memory: the bytes ``start`` to ``end`` of a text."""
+        length = 0
+        with open_ranges(url, [(start, end)]) as blocks:
+            for block in blocks:
+                self._append([block], is_row)
+                length += int(
+                    np.count_nonzero(np.frombuffer(block, np.uint8) & 0xC0 != 0x80)
+                )  # first bytes of characters
+        self._append([self._separator], is_row)
+        self._statistics.add_document(length)
+
+    def _append(self, parts: Sequence[bytes], is_row: bool) -> None:
+        data = b"".join(parts)
         self._file.write(data)
         if is_row and data:
             self._rows = join_adjacent([*self._rows, (self._size, self._size + len(data))])
         self._size += len(data)
-        for text in texts:
-            self._statistics.add_document(len(text.decode("utf-8", "replace")))
 
     def texts(self) -> GroupTexts:
         """Return what was written, after the end of the ``with`` block. Without a document, delete the file."""
         if not self._size:
             self._path.unlink()
         kept = [Text(_TEXT, None, self._size, [(0, self._size)], self._rows)] if self._size else []
-        separator = self._separator if self._rows else ""
+        separator = self._separator.decode() if self._rows else ""
         return GroupTexts(kept, kept_statistics=self._statistics, separator=separator)

@@ -19,9 +19,13 @@ def text_parts(group: OpenTextGroup) -> "list[TextPart]":
 
 
 def _name_texts(group: OpenTextGroup) -> list[str]:
-    """Return what to call each text of a group: its source, or the sources that it was copied from."""
+    """Return what to call each text of a group: its source, or the sources that it was copied from.
+
+    A stage that writes text again keeps the names in its figure ``sources``.
+    """
     sources = [source["url"] for source in group.output.manifest["sources"]]
     in_place = {text.source for text, _ in group.texts if text.file is None}
     copied = [url for number, url in enumerate(sources) if number not in in_place]
+    copied += group.output.manifest["figures"].get("sources", [])
     copy = f"{copied[0]} and {len(copied) - 1} more" if len(copied) > 1 else "".join(copied) or "held-out documents"
     return [copy if text.file is not None else sources[text.source or 0] for text, _ in group.texts]

@@ -26,7 +26,7 @@ def test_deployments_exist_for_each_flow_each_stage_and_each_larger_preset() -> 
     stages = PipelineConfig().stage_names()  # optional ones run only if the config has them
     presets = {path.stem for path in PipelineConfig.PRESETS.glob("*.yaml")} - {"demo"}
     of_pipeline = {f"pipeline/{name}" for name in ("full", *stages, *presets)}
-    assert SHIPPED.keys() == of_pipeline | {"posttrain/full", "sweep/sweep"}
+    assert SHIPPED.keys() == of_pipeline | {"posttrain/full", "curate/full", "sweep/sweep"}
     for name in stages:
         assert SHIPPED[f"pipeline/{name}"].parameters == {"until": name, "refresh": [name]}
     for name in presets:

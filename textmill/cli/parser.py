@@ -15,6 +15,7 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsin
 from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
 
 from flows.config import FlowConfig, PipelineConfig, StageName, flat_fields, read_yaml
+from flows.curate import CurateConfig, CurateStage
 from flows.posttrain import PosttrainConfig, PosttrainStage
 from flows.prefect_support.deployments import LOCAL_POOL
 from flows.sweep_config import SweepConfig
@@ -173,6 +174,10 @@ def build_parser(preset: str = "demo", base: PipelineConfig | None = None, only:
     posttrain = add_flow("posttrain", description, posttrain_preset, PosttrainConfig, PosttrainStage)
     posttrain.share("plan")
 
+    description = "Filter text, remove copies, and write it as JSON Lines or Parquet. Unchanged stages are cached."
+    curate = add_flow("curate", description, preset if only == "curate" else "demo", CurateConfig, CurateStage)
+    curate.share("plan")
+
     sweep = add("sweep", "Train at many points that differ in some options, and compare. Finished points are cached.")
     sweep.add_argument("sweep", type=str, help=f"{', '.join(SweepConfig.preset_names())}, or a YAML file")
     sweep.option("size", "", "such as demo or stories; default: the first size in the file")
@@ -274,7 +279,8 @@ def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
     except OverflowError as error:
         raise UserError(f"An option's number is out of range: {error}.") from None
     options = parsed[parsed.command]
-    configs = {**dict.fromkeys((*_PIPELINE_COMMANDS, "sweep", "explain"), PipelineConfig), "posttrain": PosttrainConfig}
+    configs: dict[str, Any] = dict.fromkeys((*_PIPELINE_COMMANDS, "sweep", "explain"), PipelineConfig)
+    configs |= {"posttrain": PosttrainConfig, "curate": CurateConfig}
     types = get_type_hints(configs[parsed.command]) if parsed.command in configs else {}
     for name in (name for name, kind in types.items() if is_dataclass(kind)):
         if not isinstance(section := options.get(name, Namespace()), Namespace):

@@ -22,6 +22,7 @@ from tasks.pages.tokenizer import compression_rows
 from tasks.runs.models import DirectoryModel, RunModel
 from tasks.runs.run_record import absolute_root, outputs_of
 from tasks.runs.run_report import format_figures
+from tasks.runtime.output import Output
 from tasks.runtime.run_context import RunContext
 from textmill.cli.terminal import wrap
 
@@ -80,15 +81,7 @@ def format_summary(record: dict[str, Any]) -> str:
     """Return one screen of text: the stages of a run, its outputs, and the next commands to try."""
     run = RunContext(record["root"], record["name"])
     outputs = outputs_of(run, record)
-    lines = ["", f"{'stage':<10} {'state':<7} {'seconds':>8}  figures"]
-    for name, output in outputs.items():
-        figures = [figure.replace("`", "") for figure in format_figures(output.manifest["figures"])]
-        shown = [figure for figure in figures if figure.startswith(_SUMMARY_FIGURES.get(name, ""))]
-        stage = record["stages"][name]
-        start = f"{name:<10} {stage['state']:<7} {stage['seconds']:>8.1f}  "
-        lines += textwrap.wrap(
-            ", ".join(shown) or "–", _COLUMNS, initial_indent=start, subsequent_indent=" " * len(start)
-        )
+    lines = _format_stages(record, outputs)
     if "evaluate" in outputs:
         lines += ["", *_format_models(outputs["evaluate"].manifest["figures"])]
     if "sample" in outputs:
@@ -102,6 +95,30 @@ def format_summary(record: dict[str, Any]) -> str:
             lines.append(f"  curves   tensorboard --logdir {shlex.quote(f'{_short_path(model.url)}/tensorboard')}")
     lines += ["", "Try next:"]
     lines += [f"  textmill {command:<{_COMMAND_WIDTH}}  {purpose}" for command, purpose in _next_commands(record)]
+    return "\n".join(lines)
+
+
+def _format_stages(record: dict[str, Any], outputs: dict[str, Output]) -> list[str]:
+    lines = ["", f"{'stage':<10} {'state':<7} {'seconds':>8}  figures"]
+    for name, output in outputs.items():
+        figures = [figure.replace("`", "") for figure in format_figures(output.manifest["figures"])]
+        shown = [figure for figure in figures if figure.startswith(_SUMMARY_FIGURES.get(name, ""))]
+        stage = record["stages"][name]
+        start = f"{name:<10} {stage['state']:<7} {stage['seconds']:>8.1f}  "
+        lines += textwrap.wrap(
+            ", ".join(shown) or "–", _COLUMNS, initial_indent=start, subsequent_indent=" " * len(start)
+        )
+    return lines
+
+
+def format_curation(record: dict[str, Any]) -> str:
+    """Return the stages of a run of the flow curate, and where its text and its report are."""
+    run = RunContext(record["root"], record["name"])
+    outputs = outputs_of(run, record)
+    lines = [*_format_stages(record, outputs), "", "Files; the report has the pages of the stages:"]
+    lines.append(f"  report   {_short_path(run.store.url('runs', run.name))}.md")
+    if export := outputs.get("export"):
+        lines.append(f"  text     {_short_path(export.url)}")
     return "\n".join(lines)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm.curate import DeduplicateConfig, jaccard_similarity
-from lm.curate.copies import PLACES, Copies, SignedGroup, find_copies, make_minhash, sign_texts
+from lm.curate.copies import PLACES, Copies, SignedGroup, find_copies, make_minhash, sign_texts, write_without
 from lm.curate.text_parts import TextPart
 
 TEXTS = [
@@ -61,3 +61,15 @@ def test_each_removed_document_has_a_chain_of_copies_to_one_that_stays(texts: li
 def test_documents_past_the_limit_are_no_copies() -> None:
     long = "word " * (4 << 20)
     assert find([[long], [long, long], ["x y z"]]).survivors.tolist() == [0, 1, 2, 3]
+
+
+def test_the_other_documents_are_written_as_they_are(tmp_path: Path) -> None:
+    texts = ["a", "é" * (9 << 20), "", "b"]
+    data = "|".join(texts).encode()  # the last one lacks its separator
+    (tmp_path / "in.txt").write_bytes(data)
+    part = TextPart(str(tmp_path / "in.txt"), [(0, len(data))], [], "")
+    result = write_without([part], "|", np.array([0, 2]), tmp_path)
+    assert (tmp_path / "text.txt").read_bytes().decode() == f"{texts[1]}|b|"
+    statistics = result.kept_statistics
+    assert statistics.documents == 2 and statistics.lengths[0] == 1 and sum(statistics.lengths[90:]) == 1
+    assert result.kept[0].bytes == (18 << 20) + 3
