@@ -86,7 +86,7 @@ def deduplicate(
     config: DeduplicateConfig,
 ) -> None:
     """Write for each group the numbers of the documents to remove, and ``copies.json``; besides, as records,
-    ``removed.parquet``, ``links.parquet`` and ``copy_samples.json``.
+    ``removed.parquet``, ``links.parquet``, and the examples and figures of the page.
 
     ``before``: the output that has the statistics of the texts.
     """
@@ -108,14 +108,15 @@ def deduplicate(
     out.write_json("copies.json", {"groups": losing})
     figures = write_copy_records(copies, [part.source for group in train for part in text_parts(group)], out.directory)
     out.write_json("copy_samples.json", [sample._asdict() for sample in sample_copies(copies, config.ngrams)])
-    out.records = [REMOVED, LINKS, "copy_samples.json"]
+    out.write_json("copy_figures.json", asdict(figures))
+    out.records = [REMOVED, LINKS, "copy_samples.json", "copy_figures.json"]
     statistics = before.json("text_groups.json")["statistics"]
     gone = [figures.equal, figures.near_duplicates]
     documents, size = (sum(getattr(totals, unit) for totals in gone) for unit in ("documents", "bytes"))
     statistics["train"]["documents"] -= documents
     statistics["train"]["bytes"] -= size + documents * len(separator.encode())
     out.write_json("text_groups.json", {"train": [], "valid": [], "statistics": statistics})
-    out.figures = asdict(figures)
+    out.figures = {name: asdict(getattr(figures, name)) for name in ("read", "equal", "near_duplicates")}
 
 
 def _files(output: Output, kind: str) -> list[Path]:

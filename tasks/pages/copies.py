@@ -14,7 +14,7 @@ _MAX_SIZES = 20
 
 def deduplicate_page(out: "Attempt", **inputs: Any) -> Iterator[str]:
     """Show removed documents and bytes by reason and by source, clusters by size, and examples beside what stays."""
-    figures = out.figures
+    figures = out.read_json("copy_figures.json")
     names = {"equal": "equal to an earlier document", "near_duplicates": "near-duplicates"}
     rows = [(name, *show_shares(figures[kind], figures["read"])) for kind, name in names.items()]
     yield table(("removed", "documents", "of", "share", "bytes", "of", "share"), rows)
